@@ -1,0 +1,1 @@
+"""Measure it: timing, profiled runs, pictures, record rows."""

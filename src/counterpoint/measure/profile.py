@@ -1,0 +1,75 @@
+"""A profiled run: what really ran when, on all ranks of a group, as one Timeline.
+
+On CPU ranks the executor notes each step; on GPUs the spans are the kernels and copies that
+torch's profiler saw, with the steps that launched them.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.measure.trace import read_trace
+from counterpoint.runtime import execute
+from counterpoint.runtime.ranks import gather_object
+from counterpoint.timeline import Span, Timeline
+
+T = TypeVar("T")
+
+
+def profile(
+    fn: Callable[[], T], *, group: dist.ProcessGroup | None = None, title: str = ""
+) -> tuple[T, Timeline]:
+    """Run `fn` once under the profiler; all ranks of `group` call this.
+
+    Run `fn` once before, so that nothing is compiled or allocated meanwhile.
+
+    Args:
+        fn: calls of this library, and of others; on GPUs all that they launch is seen.
+        group: the default group if None.
+        title: of the timeline.
+
+    Returns:
+        What `fn` returned, and the timeline of all ranks, from zero. Clocks of GPUs are compared
+        through the host's and may differ by some microseconds between ranks.
+
+    Raises:
+        CounterpointError: `fn` launched nothing that could be seen.
+    """
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if torch.cuda.is_available():
+        result, spans = _on_gpu(fn, rank)
+        device = torch.cuda.get_device_name()
+        source = f"measured on {num_ranks}x {device}"
+    else:
+        result, spans = _on_cpu(fn)
+        source = f"measured on {num_ranks} CPU ranks: the order is real, the times are not a GPU's"
+    everyone = gather_object(spans, group)
+    timeline = Timeline(tuple(s for spans in everyone for s in spans), title=title, source=source)
+    return result, timeline.shifted()
+
+
+def _on_cpu(fn: Callable[[], T]) -> tuple[T, list[Span]]:
+    execute.recording = spans = []
+    try:
+        return fn(), spans
+    finally:
+        execute.recording = None
+
+
+def _on_gpu(fn: Callable[[], T], rank: int) -> tuple[T, list[Span]]:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities):
+        torch.cuda.synchronize()  # the profiler's own start is slow the first time
+    with torch.profiler.profile(activities=activities) as profiler:
+        result = fn()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return result, list(read_trace(path, rank).spans)

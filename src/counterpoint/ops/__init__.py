@@ -1,0 +1,1 @@
+"""PyTorch operators, one file each: check, choose, run."""

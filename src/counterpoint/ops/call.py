@@ -1,0 +1,223 @@
+"""What all operators share: their checks, the choice of a plan, and running it.
+
+Everything is checked before the first launch, from facts that are equal on all ranks.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.choose.rule import choose_spec
+from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.machine import Machine, preset_of
+from counterpoint.plan.families import build
+from counterpoint.plan.serialize import to_json
+from counterpoint.plan.steps import Plan
+from counterpoint.plan.validate import validate
+from counterpoint.problem import Op, Problem
+from counterpoint.runtime.execute import compile_plan
+from counterpoint.runtime.ranks import gather_object, group_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
+
+LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAN_KEY = "plan:"
+
+_plans: dict[str, Plan] = {}  # users' own plans by digest: an operator takes strings only
+
+
+def check_tensors(op: str, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+    """Refuse operands that do not fit one another.
+
+    Raises:
+        InputError: names the argument, what it must be, and what it is.
+        UnsupportedError: a gradient is asked for.
+    """
+    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
+    if x.dtype not in DTYPES:
+        raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
+    if x.device.type not in ("cpu", "cuda"):
+        raise InputError(op, "x", want="on cpu or cuda", got=x.device)
+    if x.dim() < 2:
+        raise InputError(op, "x", want="[rows, ..., K] of 2 or more dims", got=f"{x.dim()}-D")
+    if w.dim() != 2:
+        raise InputError(op, "w", want="[K, N] of 2 dims", got=f"{w.dim()}-D")
+    if w.shape[0] != x.shape[-1]:
+        fix = "pass w.t() of a torch.nn.Linear weight"
+        shape = tuple(w.shape)
+        raise InputError(op, "w", want=f"[K={x.shape[-1]}, N]", got=f"{shape}", fix=fix)
+    if bias is not None and tuple(bias.shape) != (w.shape[1],):
+        raise InputError(op, "bias", want=f"[N={w.shape[1]}]", got=f"{tuple(bias.shape)}")
+    for name, tensor in (("w", w), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            raise InputError(op, name, want=f"{x.dtype} as x", got=tensor.dtype)
+        if tensor.device != x.device:
+            raise InputError(op, name, want=f"on {x.device} as x", got=tensor.device)
+    grad = any(t is not None and t.requires_grad for t in (x, w, bias))
+    if grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{op}: has no backward yet; call it under torch.no_grad() or on detached tensors"
+        )
+
+
+def check_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group to use, the default one for None.
+
+    Raises:
+        InputError: there is no group, or this rank is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        fix = "start ranks with torchrun and call torch.distributed.init_process_group"
+        raise InputError(op, "group", want="an initialised process group", got=group, fix=fix)
+    group = group if group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise InputError(op, "group", want="a ProcessGroup that has this rank", got=group)
+    return group
+
+
+def check_rows(op: str, rows: Sequence[int] | None, ranks: int) -> list[int]:
+    """`rows=` as a list; empty means equal shards.
+
+    Raises:
+        InputError: not one count >= 0 for each rank.
+    """
+    if rows is None:
+        return []
+    counts = [int(n) for n in rows]
+    if len(counts) != ranks or min(counts) < 0:
+        raise InputError(op, "rows", want=f"{ranks} counts >= 0", got=list(rows))
+    return counts
+
+
+def plan_key(op: str, plan: str | Plan) -> str:
+    """A plan as an operator's string argument; a user's own Plan is proved first.
+
+    Raises:
+        InputError: neither a string nor a Plan.
+        PlanError: the plan is wrong.
+    """
+    if isinstance(plan, str):
+        return plan
+    if not isinstance(plan, Plan):
+        raise InputError(op, "plan", want="a family's name or a Plan", got=type(plan).__name__)
+    key = _key_of(plan)
+    if key not in _plans:
+        validate(plan)
+        _plans[key] = plan
+    return key
+
+
+@cache
+def _key_of(plan: Plan) -> str:
+    return PLAN_KEY + hashlib.sha256(to_json(plan).encode()).hexdigest()[:32]
+
+
+def run(
+    op: Op, x: Tensor, w: Tensor, bias: Tensor | None, plan: str, rows: list[int], group_name: str
+) -> Tensor:
+    """Run `op` on the current stream; x and the result are [rows, ..., columns].
+
+    Raises:
+        InputError: the plan is not for these sizes, the ranks disagree (COUNTERPOINT_CHECK=1), or
+            a graph is captured before a warm call.
+        PeerTimeoutError: a peer did not answer; the group is unusable.
+    """
+    group = group_of(group_name)
+    workspace = workspace_of(group, x.device)
+    workspace.check()
+    key = (op, x.shape, w.shape, x.dtype, bias is None, plan, tuple(rows))
+    if os.environ.get("COUNTERPOINT_CHECK") == "1":
+        _compare(op, key, workspace)
+    found = workspace.code.get(key)
+    if found is None:
+        problem = _problem(op, x, w, bias, rows, group.size())
+        code = None if not problem.m * problem.n * problem.k else compile_plan(
+            _plan(problem, plan, x.device), workspace)  # fmt: skip
+        found = (problem, code)
+        workspace.remember(key, found)
+    problem, code = found
+
+    mine = problem.rows[workspace.rank] if op == "matmul_reduce_scatter" else problem.m
+    y = x.new_empty(mine, problem.n)
+    if code is None:
+        y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+    else:
+        operands = {"x": _flat(x), "w": _columns(w), "y": y}
+        if bias is not None:
+            operands["bias"] = bias.contiguous().view(1, -1)
+        code.run(operands)
+    return y if x.dim() == 2 else y.view(-1, *x.shape[1:-1], problem.n)
+
+
+def _problem(
+    op: Op, x: Tensor, w: Tensor, bias: Tensor | None, rows: list[int], ranks: int
+) -> Problem:
+    inner = prod(x.shape[1:-1])
+    m = x.shape[0] * inner
+    if op == "all_gather_matmul":
+        m = sum(rows) * inner if rows else m * ranks
+    dtype = str(x.dtype).removeprefix("torch.")
+    counts = tuple(n * inner for n in rows)
+    return Problem(op, m, w.shape[1], w.shape[0], ranks, dtype, counts, bias is not None)  # type: ignore[arg-type]
+
+
+def _plan(problem: Problem, plan: str, device: torch.device) -> Plan:
+    if plan.startswith(PLAN_KEY):
+        own = _plans.get(plan)
+        if own is None:
+            fix = "pass the Plan itself to the function"
+            raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
+        if own.problem != problem:
+            raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
+        return own
+    machine = _machine(device, problem.ranks)
+    return build(problem, choose_spec(problem, machine) if plan == "auto" else plan, machine)
+
+
+@cache
+def _machine(device: torch.device, ranks: int) -> Machine | None:
+    """The preset of this GPU, by its name; None where there is none."""
+    if device.type != "cuda":
+        return None
+    return preset_of(torch.cuda.get_device_name(device), min(ranks, 8))
+
+
+def _compare(op: str, key: tuple[object, ...], workspace: Workspace) -> None:
+    """Refuse a call whose facts differ between ranks, naming the first that differs."""
+    names = ("op", "x.shape", "w.shape", "x.dtype", "no bias", "plan", "rows")
+    # a gathered x may have a shape of its own on each rank, as rows= says
+    facts = [str(tuple(fact) if isinstance(fact, torch.Size) else fact) for fact in key]
+    if op == "all_gather_matmul" and key[-1]:
+        facts[1] = str(tuple(key[1])[1:])  # type: ignore[arg-type]
+    try:
+        everyone = gather_object(facts, workspace.group)
+    except RuntimeError as error:
+        raise PeerTimeoutError(
+            f"{op}: a rank did not come to COUNTERPOINT_CHECK: {error}"
+        ) from error
+    for i, name in enumerate(names):
+        for rank, theirs in enumerate(everyone):
+            if theirs[i] != everyone[0][i]:
+                want = f"equal on all ranks, {everyone[0][i]} as on rank 0"
+                raise InputError(op, name, want=want, got=f"{theirs[i]} on rank {rank}")
+
+
+def _flat(x: Tensor) -> Tensor:
+    return (x if x.is_contiguous() else x.contiguous()).view(-1, x.shape[-1])
+
+
+def _columns(w: Tensor) -> Tensor:
+    """w as the matmul library takes it: one of its two dims without gaps."""
+    rows, cols = w.stride()
+    plain = (cols == 1 and rows >= w.shape[1]) or (rows == 1 and cols >= w.shape[0])
+    return w if plain else w.contiguous()

@@ -1,0 +1,1 @@
+"""What runs when: plans as data. Pure Python: neither torch nor triton."""

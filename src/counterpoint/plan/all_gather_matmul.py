@@ -1,0 +1,210 @@
+"""Families of all_gather_matmul: y[M, N] = gather(x)[M, K] w[K, N].
+
+Every family but serial opens with a barrier on the signal lane: it says that all ranks have left
+the call before, so peers may write the shared buffers. It hides behind the first matmul, and it
+makes calls of any plans, eager or replayed from a graph, safe on one workspace in any order.
+"""
+
+from typing import Literal
+
+from counterpoint.plan.peers import Order
+from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Step
+from counterpoint.problem import Problem
+
+Direction = Literal["push", "pull"]
+Peers = Literal["ring", "xor"]
+
+COMPUTE = Lane("compute", "sm")
+SIGNAL = Lane("signal", "sm", priority=-1)
+COPY = Lane("copy", "copy", priority=-1)
+
+OWN = ((0,),)  # the block of this rank
+X, W, BIAS, Y = Region("x"), Region("w"), Region("bias"), Region("y")
+
+
+def operands(p: Problem) -> tuple[Buffer, ...]:
+    """The user's tensors: x is the shard, y the whole."""
+    x = Buffer("x", (p.m, p.k), p.dtype, "input", split=True, holds="own")
+    y = Buffer("y", (p.m, p.n), p.dtype, "output", split=True)
+    return x, Buffer("w", (p.k, p.n), p.dtype, "input"), *bias_row(p), y
+
+
+def bias_row(p: Problem) -> tuple[Buffer, ...]:
+    """The bias [1, N], where the problem has one."""
+    return (Buffer("bias", (1, p.n), p.dtype, "input"),) if p.bias else ()
+
+
+def matmul(p: Problem, name: str, x: Region, y: Region, **edges: tuple) -> Step:
+    """x w (+ bias) -> y on the compute lane."""
+    bias = (BIAS,) if p.bias else ()
+    args = (("bias", 1),) if p.bias else ()
+    return Step(name, "compute", "matmul", (x, W, *bias), (y,), args=args, **edges)
+
+
+def serial(p: Problem) -> Plan:
+    """The library's all-gather, then one matmul: what users do today."""
+    full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
+    gather = Step("gather", "compute", "collective", (X,), (Region("full"),),
+                  args=(("collective", "all_gather"),))  # fmt: skip
+    steps = (gather, matmul(p, "matmul", Region("full"), Y))
+    return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
+
+
+def graded(p: Problem, groups: tuple[int, ...], peers: Peers, direction: Direction) -> Plan:
+    """Gather shard by shard; one matmul for each group of shards, as groups arrive.
+
+    Group 0 holds this rank's own shard; alone, it is read where the user has it.
+
+    push: each rank writes its shard into its peers' `full`, straight from the user's tensor, and
+    posts a signal; pull: it stages its shard, and its peers read it.
+    """
+    order = Order(peers, p.ranks)
+    full = Region("full")
+    own_alone = groups[0] == 1
+    keep: tuple[Step, ...] = ()
+    if not own_alone:
+        keep = (Step("keep", "compute", "move", (X,), (Region("full", shards=OWN),)),)
+    transfers = push_shards(order) if direction == "push" else pull_shards(order)
+
+    matmuls: list[Step] = []
+    start = 0
+    for i, size in enumerate(groups):
+        distances = [d for d in range(start, start + size) if d > 0]
+        if direction == "push":
+            shards = tuple(order.source(d) for d in range(start, start + size))
+            edges = {"waits": tuple(order.wait(p.ranks + d, d) for d in distances)}
+            if distances:
+                edges["after"] = ("open",)
+        else:
+            shards = tuple(order.to(d) for d in range(start, start + size))
+            edges = {"after": (f"pull_{distances[-1]}",) if distances else ()}
+        source = X if i == 0 and own_alone else Region(full.buffer, shards=shards)
+        matmuls.append(matmul(p, f"matmul_{i}", source, Region("y", shards=shards), **edges))
+        start += size
+
+    head, rest = ((matmuls[0],), matmuls[1:]) if own_alone else (keep, matmuls)
+    steps = (order.barrier("open", "signal", 0), *head, *transfers, *rest)
+    buffers = (*operands(p), *gathered(p, direction))
+    family = "shard_p2p" if set(groups) == {1} else "graded"
+    sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
+    lanes = (COMPUTE, SIGNAL, COPY)
+    return Plan(p, family, f"{sizes}{peers} {direction}", peers, buffers, lanes, steps)
+
+
+def gathered(p: Problem, direction: Direction) -> tuple[Buffer, ...]:
+    """The whole of x; with pull also the staged shard, which is then what peers see."""
+    if direction == "push":
+        return (Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True),)
+    return (
+        Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True),
+        Buffer("stage", (p.m, p.k), p.dtype, "symmetric", split=True, holds="own"),
+    )
+
+
+def push_shards(order: Order) -> tuple[Step, ...]:
+    """My shard into each peer's `full`, nearest first, each with its signal."""
+    return tuple(
+        Step(f"push_{d}", "copy", "copy", (X,), (Region("full", order.to(d), OWN),),
+             after=("open",) if d == 1 else (), posts=(order.post(order.ranks + d, d),))
+        for d in order.distances
+    )  # fmt: skip
+
+
+def pull_shards(order: Order) -> tuple[Step, ...]:
+    """My shard into `stage`; a barrier, all are staged; each peer's into my `full`."""
+    stage = Step("stage", "copy", "copy", (X,), (Region("stage"),), after=("open",))
+    staged = order.barrier("staged", "signal", order.ranks, after=("stage",))
+    pulls = (
+        Step(f"pull_{d}", "copy", "copy", (Region("stage", order.to(d)),),
+             (Region("full", shards=(order.to(d),)),), after=("staged",) if d == 1 else ())
+        for d in order.distances
+    )  # fmt: skip
+    return stage, staged, *pulls
+
+
+def uniform_fused_2d(p: Problem, peers: Peers) -> Plan:
+    """Slices of columns from all ranks at once; each step adds one slice of K to all of y.
+
+    Strided copies, and n passes over an fp32 sum of [M, N]: for weights much larger than x.
+    Source: FiCCO, arXiv 2512.10236.
+    """
+    order = Order(peers, p.ranks)
+    edges = [_slice_edge(p.k, i, p.ranks) for i in range(p.ranks + 1)]
+    slices = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b] or [(0, 0)]
+    steps: list[Step] = [order.barrier("open", "signal", 0)]
+    total = Region("sum")
+    for i, cols in enumerate(slices):
+        steps.append(_exchange(order, i, Region("x", cols=cols), Region("full", cols=cols)))
+        reads = (Region("full", cols=cols), Region("w", rows=cols), *((total,) if i else ()))
+        steps.append(_after_exchange(order, i, "matmul", reads, total))
+    bias = (BIAS,) if p.bias else ()
+    args = (("bias", 1),) if p.bias else ()
+    steps.append(Step("round", "compute", "move", (total, *bias), (Y,), args=args))
+    full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
+    buffers = (*operands(p), full, Buffer("sum", (p.m, p.n), "float32", "scratch", split=True))
+    lanes = (COMPUTE, SIGNAL, COPY)
+    return Plan(p, "uniform_fused_2d", peers, peers, buffers, lanes, tuple(steps))
+
+
+def uniform_fused_1d(p: Problem, peers: Peers) -> Plan:
+    """One n-th of every shard a step: gathered into one matmul, its rows scattered into y.
+
+    Source: FiCCO, arXiv 2512.10236.
+    """
+    order, n = Order(peers, p.ranks), p.ranks
+    steps: list[Step] = [order.barrier("open", "signal", 0)]
+    for i in range(n):
+        chunk = (i, n)
+        source, target = Region("x", piece=chunk), Region("packed", piece=chunk)
+        steps.append(_exchange(order, i, source, target))
+        product = Region("product", piece=chunk)
+        bias = (BIAS,) if p.bias else ()
+        args = (("bias", 1),) if p.bias else ()
+        step = _after_exchange(order, i, "matmul", (target, W, *bias), product, args)
+        steps.append(step)
+        steps.append(Step(f"scatter_{i}", "compute", "move", (product,),
+                          (Region("y", piece=chunk),)))  # fmt: skip
+    packed = Buffer("packed", (p.m, p.k), p.dtype, "symmetric", split=True, pieces=n)
+    out = Buffer("product", (p.m, p.n), p.dtype, "scratch", split=True, pieces=n)
+    lanes = (COMPUTE, SIGNAL, COPY)
+    buffers = (*operands(p), packed, out)
+    return Plan(p, "uniform_fused_1d", peers, peers, buffers, lanes, tuple(steps))
+
+
+def _exchange(order: Order, i: int, source: Region, target: Region) -> Step:
+    """Chunk i from me to every rank, me included, as one batch of copies."""
+
+    def at(d: int) -> Region:
+        where = order.to(d) if d else ()
+        return Region(target.buffer, where, OWN, target.piece, cols=target.cols)
+
+    distances = (*order.distances, 0)
+    return Step(
+        f"push_{i}",
+        "copy",
+        "copy",
+        (source,) * len(distances),
+        tuple(at(d) for d in distances),
+        after=("open",) if i == 0 else (),
+        posts=tuple(order.post((i + 1) * order.ranks + d, d) for d in order.distances),
+    )
+
+
+def _after_exchange(
+    order: Order,
+    i: int,
+    kind: Literal["matmul"],
+    reads: tuple[Region, ...],
+    write: Region,
+    args: tuple[tuple[str, int | str], ...] = (),
+) -> Step:
+    """The compute step that reads chunk i of all ranks."""
+    waits = tuple(order.wait((i + 1) * order.ranks + d, d) for d in order.distances)
+    after = (f"push_{i}",)
+    return Step(f"{kind}_{i}", "compute", kind, reads, (write,), after, waits, args=args)
+
+
+def _slice_edge(k: int, i: int, of: int) -> int:
+    # multiples of 64 elements keep the copies and the tensor cores on aligned addresses
+    edge = k * i // of
+    return edge if k < 64 * of or i == of else edge // 64 * 64

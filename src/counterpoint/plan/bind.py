@@ -1,0 +1,275 @@
+"""From a Plan to the Program of one rank: concrete boxes, peers and signal slots. Pure and cached."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, NoReturn
+
+from counterpoint.errors import PlanError
+from counterpoint.plan.steps import Buffer, Count, Peer, Plan, Region, Step
+
+Table = Sequence[Sequence[int]]  # rows: counts[source][destination]
+Counts = Mapping[str, Table]
+
+
+class Box(NamedTuple):
+    """Rows [r0, r1) x columns [c0, c1) of a buffer as `rank` stores it; `slot` of its slots."""
+
+    rank: int
+    buffer: str
+    slot: int
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self.r1 - self.r0, self.c1 - self.c0
+
+    @property
+    def empty(self) -> bool:
+        """Whether the box has no cell."""
+        return self.r1 <= self.r0 or self.c1 <= self.c0
+
+
+class Part(NamedTuple):
+    """One launch of a step: what it reads, in the step's order, and the one box it writes."""
+
+    reads: tuple[Box, ...]
+    write: Box
+
+
+class Arrival(NamedTuple):
+    """A slot, and the rank that I post it to or wait for."""
+
+    slot: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundStep:
+    """A step of one rank. A region of many blocks becomes as few parts as memory allows."""
+
+    step: Step
+    parts: tuple[Part, ...]
+    waits: tuple[Arrival, ...]
+    posts: tuple[Arrival, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """What one rank executes."""
+
+    plan: Plan
+    rank: int
+    steps: tuple[BoundStep, ...]
+
+    @property
+    def opens(self) -> int:
+        """Index of the first step that signals: the barrier that opens a call; -1 if none does."""
+        signals = (i for i, bound in enumerate(self.steps) if bound.waits or bound.posts)
+        return next(signals, -1)
+
+
+def bind(plan: Plan, rank: int, counts: Counts | None = None) -> Program:
+    """Make `plan` concrete for `rank`.
+
+    Args:
+        counts: for each Count table of the plan, counts[source][destination].
+
+    Raises:
+        PlanError: a region is outside its buffer, paired regions differ in shape, a count is
+            missing or above its limit, or the plan uses XOR peers on a group that has none.
+    """
+    frozen = tuple(
+        sorted((k, tuple(tuple(row) for row in table)) for k, table in (counts or {}).items())
+    )
+    return _bind(plan, rank, frozen)
+
+
+def resolve(plan: Plan, peer: Peer, rank: int) -> int:
+    """The absolute rank of `peer` as seen from `rank`."""
+    if not peer:
+        return rank
+    if len(peer) != 1:
+        raise PlanError(plan.spec, f"peer {peer} has {len(peer)} axes, the plan has one")
+    ranks = plan.problem.ranks
+    if plan.peers == "ring":
+        return (rank + peer[0]) % ranks
+    if ranks & (ranks - 1):
+        raise PlanError(plan.spec, f"XOR peers need a power of two of ranks, got {ranks}")
+    if not 0 <= peer[0] < ranks:
+        raise PlanError(plan.spec, f"XOR peer {peer[0]} is outside {ranks} ranks")
+    return rank ^ peer[0]
+
+
+@lru_cache(maxsize=256)
+def _bind(plan: Plan, rank: int, counts: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]):
+    if not 0 <= rank < plan.problem.ranks:
+        raise PlanError(plan.spec, f"rank {rank} is outside {plan.problem.ranks} ranks")
+    binder = _Binder(plan, dict(counts))
+    return Program(plan, rank, tuple(binder.step(step, rank) for step in plan.steps))
+
+
+class _Binder:
+    """Binding of one plan; `counts` are the tables known at this call."""
+
+    def __init__(self, plan: Plan, counts: Counts) -> None:
+        self.plan = plan
+        self.counts = counts
+
+    def step(self, step: Step, rank: int) -> BoundStep:
+        try:
+            parts = self.parts(step, rank)
+            waits = tuple(Arrival(s.slot, resolve(self.plan, s.at, rank)) for s in step.waits)
+            posts = tuple(Arrival(s.slot, resolve(self.plan, s.at, rank)) for s in step.posts)
+        except PlanError as error:
+            raise PlanError(self.plan.spec, error.problem, step=step.name) from error
+        return BoundStep(step, parts, waits, posts)
+
+    def parts(self, step: Step, rank: int) -> tuple[Part, ...]:
+        if step.kind == "barrier":
+            return ()
+        reads = [self.cells(region, rank) for region in step.reads]
+        writes = [self.cells(region, rank) for region in step.writes]
+        if step.kind == "copy":
+            if len(reads) != len(writes):
+                self.fail(f"copies {len(reads)} regions into {len(writes)}")
+            pairs = [self.zipped([r], w) for r, w in zip(reads, writes, strict=True)]
+            parts = [part for pair in pairs for part in pair]
+        elif step.kind == "collective":
+            # the library sees the whole of both sides, in one call
+            parts = [Part(tuple(_hull(reads[0])), write) for write in _hull(writes[0])]
+        else:
+            if len(writes) != 1:
+                self.fail(f"a {step.kind} writes one region, got {len(writes)}")
+            parts = self.zipped(reads, writes[0])
+        self.check_shapes(step, parts)
+        if step.kind == "collective":
+            return tuple(parts)  # a rank without rows takes part all the same
+        return tuple(_merged([p for p in parts if not p.write.empty]))
+
+    def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
+        """Pair the cells of regions of many blocks; a region of one cell serves all of them."""
+        lengths = {len(cells) for cells in [*reads, write]} - {1}
+        if lengths - {len(write)}:
+            self.fail(f"pairs regions of {sorted(lengths)} blocks")
+        wide = [cells if len(cells) == len(write) else cells * len(write) for cells in reads]
+        return [Part(boxes[:-1], boxes[-1]) for boxes in zip(*wide, write, strict=True)]
+
+    def check_shapes(self, step: Step, parts: list[Part]) -> None:
+        for part in parts:
+            shapes = [box.shape for box in part.reads]
+            (rows, cols), want = part.write.shape, part.write.shape
+            match step.kind:
+                case "collective":
+                    continue
+                case "matmul":
+                    x, w = shapes[:2]
+                    ok = (x[0], w[1]) == want and x[1] == w[0]
+                    rest = shapes[2:]
+                case _:
+                    ok, rest = True, shapes
+            if step.arg("bias"):
+                ok, rest = ok and rest[-1] == (1, cols), rest[:-1]
+            if not ok or any(shape != want for shape in rest):
+                self.fail(f"shapes {shapes} -> {(rows, cols)} do not fit a {step.kind}")
+
+    def cells(self, region: Region, rank: int) -> list[Box]:
+        """One box for each block of the region, in the order of absolute ranks."""
+        buffer = self.plan.buffer(region.buffer)
+        holder = resolve(self.plan, region.at, rank)
+        cols = self.interval(region.cols, buffer.shape[1], "cols")
+        if not buffer.split:
+            if region.shards or region.piece != (0, 1) or isinstance(buffer.shape[0], Count):
+                self.fail(f"{region.buffer} is not split: it has no shards and no pieces")
+            rows = self.interval(region.rows, buffer.shape[0], "rows")
+            return [Box(holder, buffer.name, 0, *rows, *cols)]
+        if region.rows is not None:
+            self.fail(f"{region.buffer} is split: name blocks by shards and piece, not rows")
+        i, of = region.piece
+        if not 0 <= i < of or buffer.pieces not in (1, of):
+            self.fail(f"{region.buffer} has no piece {i} of {of}")
+        sizes = self.block_rows(buffer, holder)
+        if buffer.holds == "own":
+            if region.shards:
+                self.fail(f"{region.buffer} holds one block: it has no shards")
+            rows = _piece(sizes[holder], i, of)
+            return [Box(holder, buffer.name, 0, *rows, *cols)]
+        ranks = self.plan.problem.ranks
+        shards = [resolve(self.plan, s, rank) for s in region.shards] or list(range(ranks))
+        if len(set(shards)) != len(shards):
+            self.fail(f"{region.buffer} names a shard twice")
+        if buffer.holds == "slots":
+            rows = _piece(sizes[holder], i, of)
+            return [Box(holder, buffer.name, s, *rows, *cols) for s in sorted(shards)]
+        boxes: list[Box] = []
+        for block in sorted(shards):
+            start, stop = _piece(sizes[block], i, of)
+            if buffer.pieces > 1:
+                # piece-major: part 0 of every block, then part 1
+                earlier = sum(_piece(n, i, of)[0] for n in sizes)
+                earlier += sum(_piece(n, i, of)[1] - _piece(n, i, of)[0] for n in sizes[:block])
+                start, stop = earlier, earlier + stop - start
+            else:
+                start, stop = start + sum(sizes[:block]), stop + sum(sizes[:block])
+            boxes.append(Box(holder, buffer.name, 0, start, stop, *cols))
+        return boxes
+
+    def block_rows(self, buffer: Buffer, holder: int) -> Sequence[int]:
+        """Rows of each block of a split buffer, as `holder` stores it."""
+        extent = buffer.shape[0]
+        if not isinstance(extent, Count):
+            if extent != self.plan.problem.m:
+                self.fail(f"{buffer.name} is split, so it needs {self.plan.problem.m} rows")
+            return self.plan.problem.rows
+        if extent.table not in self.counts:
+            self.fail(f"counts has no table {extent.table!r}")
+        table = self.counts[extent.table]
+        row = table[holder] if extent.by == "source" else [line[holder] for line in table]
+        if not all(0 <= n <= extent.limit for n in row):
+            self.fail(f"counts of {extent.table!r} must be within 0..{extent.limit}, got {row}")
+        return row
+
+    def interval(self, interval: tuple[int, int] | None, size: int, name: str) -> tuple[int, int]:
+        if interval is None:
+            return 0, size
+        if not 0 <= interval[0] <= interval[1] <= size:
+            self.fail(f"{name} {interval} are outside 0..{size}")
+        return interval
+
+    def fail(self, problem: str) -> NoReturn:
+        raise PlanError(self.plan.spec, problem)
+
+
+def _piece(rows: int, i: int, of: int) -> tuple[int, int]:
+    return rows * i // of, rows * (i + 1) // of
+
+
+def _hull(boxes: list[Box]) -> list[Box]:
+    """Boxes that follow one another as one."""
+    merged = _merged([Part((), box) for box in boxes])
+    return [part.write for part in merged]
+
+
+def _merged(parts: list[Part]) -> list[Part]:
+    """Join neighbours whose boxes follow one another in memory, all but those that serve both."""
+    merged: list[Part] = []
+    for part in parts:
+        if merged and _joins(merged[-1], part):
+            reads = zip(merged[-1].reads, part.reads, strict=True)
+            joined = tuple(a if a == b else a._replace(r1=b.r1) for a, b in reads)
+            merged[-1] = Part(joined, merged[-1].write._replace(r1=part.write.r1))
+        else:
+            merged.append(part)
+    return merged
+
+
+def _joins(first: Part, second: Part) -> bool:
+    def follows(a: Box, b: Box) -> bool:
+        return a._replace(r0=0, r1=0) == b._replace(r0=0, r1=0) and a.r1 == b.r0
+
+    reads = zip(first.reads, second.reads, strict=True)
+    return follows(first.write, second.write) and all(a == b or follows(a, b) for a, b in reads)

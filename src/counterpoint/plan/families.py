@@ -1,0 +1,116 @@
+"""The families of plans by name, and the spec string that names one plan of a family.
+
+A spec is the family and its variant: "serial", "shard_p2p xor push", "graded 1/1/2 ring pull",
+"graded 4/3/1 ring reduce=4/3". What a spec leaves out is filled in: ring, push, and for graded
+the group sizes that fit the machine's waves. `build(problem, plan.spec) == plan`.
+"""
+
+from counterpoint.errors import InputError
+from counterpoint.machine import Machine, preset
+from counterpoint.plan import all_gather_matmul, matmul_reduce_scatter
+from counterpoint.plan.grading import graded_groups
+from counterpoint.plan.steps import Plan, Region
+from counterpoint.problem import Problem
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "all_gather_matmul": (
+        "serial", "shard_p2p", "graded", "uniform_fused_2d", "uniform_fused_1d",
+    ),
+    "matmul_reduce_scatter": ("serial", "shard_p2p", "graded"),
+}  # fmt: skip
+OPERANDS = {
+    "all_gather_matmul": all_gather_matmul.operands,
+    "matmul_reduce_scatter": matmul_reduce_scatter.operands,
+}
+PEERS = ("ring", "xor")
+DIRECTIONS = ("push", "pull")
+
+
+def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
+    """The plan that `spec` names for `problem`.
+
+    Args:
+        machine: whose waves size the groups that `spec` leaves out; the H200 preset if None.
+
+    Raises:
+        InputError: the op has no such family, or the spec does not fit the number of ranks.
+    """
+    family, *words = spec.split() or [""]
+    known = FAMILIES[problem.op]
+    if family not in known:
+        raise InputError(problem.op, "plan", want=f"one of {', '.join(known)}", got=repr(spec))
+    options = _Options(problem, spec)
+    for word in words:
+        options.take(word)
+    groups = options.groups
+    if family == "shard_p2p":
+        groups = (1,) * problem.ranks
+    elif family == "graded" and groups is None:
+        groups = graded_groups(problem, machine or preset(f"h200-{min(problem.ranks, 8)}"))
+    if problem.ranks == 1:
+        return alone(problem)
+    if options.peers == "xor" and problem.ranks & (problem.ranks - 1):
+        fix = "use ring"
+        options.refuse("with a power of two of ranks for xor", fix=fix)
+
+    if problem.op == "all_gather_matmul":
+        match family:
+            case "serial":
+                return all_gather_matmul.serial(problem)
+            case "uniform_fused_2d":
+                return all_gather_matmul.uniform_fused_2d(problem, options.peers)
+            case "uniform_fused_1d":
+                return all_gather_matmul.uniform_fused_1d(problem, options.peers)
+            case _:
+                assert groups is not None
+                return all_gather_matmul.graded(problem, groups, options.peers, options.direction)
+    if family == "serial":
+        return matmul_reduce_scatter.serial(problem)
+    assert groups is not None
+    reduces = options.reduces or (problem.ranks - 1,)
+    return matmul_reduce_scatter.graded(problem, groups, options.peers, reduces)
+
+
+def alone(problem: Problem) -> Plan:
+    """A group of one rank: a plain matmul, whatever family was asked for."""
+    step = all_gather_matmul.matmul(problem, "matmul", Region("x"), Region("y"))
+    operands = OPERANDS[problem.op](problem)
+    return Plan(problem, "serial", "", "ring", operands, (all_gather_matmul.COMPUTE,), (step,))
+
+
+class _Options:
+    """The words of a spec behind the family."""
+
+    def __init__(self, problem: Problem, spec: str) -> None:
+        self.problem = problem
+        self.spec = spec
+        self.groups: tuple[int, ...] | None = None
+        self.reduces: tuple[int, ...] | None = None
+        self.peers: all_gather_matmul.Peers = "ring"
+        self.direction: all_gather_matmul.Direction = "push"
+
+    def take(self, word: str) -> None:
+        family = self.spec.split()[0]
+        gathers = self.problem.op == "all_gather_matmul"
+        if word in PEERS and family != "serial":
+            self.peers = "xor" if word == "xor" else "ring"
+        elif word in DIRECTIONS and gathers and family in ("shard_p2p", "graded"):
+            self.direction = "pull" if word == "pull" else "push"
+        elif word.startswith("reduce=") and not gathers and family != "serial":
+            self.reduces = self.sizes(word.removeprefix("reduce="), self.problem.ranks - 1)
+        elif word[0].isdigit() and family == "graded":
+            self.groups = self.sizes(word, self.problem.ranks)
+        else:
+            self.refuse(f"of words that {family} knows, without {word!r}")
+
+    def sizes(self, word: str, total: int) -> tuple[int, ...]:
+        parts = word.split("/")
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            self.refuse(f"with sizes like 1/1/2, without {word!r}")
+        sizes = tuple(int(part) for part in parts)
+        if sum(sizes) != total:
+            self.refuse(f"with sizes that add up to {total}, without {word!r}")
+        return sizes
+
+    def refuse(self, want: str, fix: str = "") -> None:
+        raise InputError(self.problem.op, "plan", want=want, got=repr(self.spec), fix=fix)

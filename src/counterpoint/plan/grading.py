@@ -1,0 +1,71 @@
+"""Sizes of the groups of a graded plan: few large matmuls, whole waves of tiles, copies hidden.
+
+A matmul runs in waves of one tile per SM, so cutting it may add a part-filled wave to each cut.
+The sizes chosen are those with the smallest makespan in a two-resource recurrence: the matmul of a
+group starts when the one before has ended and its shards are there.
+"""
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import ceil
+
+from counterpoint.machine import Machine
+from counterpoint.problem import Problem
+
+MAX_GROUPS = 4  # above 8 ranks, so that the number of candidates stays in the hundreds
+GEMM_EFFICIENCY = 0.8  # 8xH200, bf16, 2026-11: cuBLAS reaches 773 of 989 TFLOP/s at 8192^3
+LAUNCH_S = 3e-6  # from the end of one kernel to the start of the next on one stream
+BARRIER_S = 6e-6
+
+
+def compositions(ranks: int) -> Iterator[tuple[int, ...]]:
+    """Every ordered way to cut `ranks` shards into groups; above 8 ranks at most MAX_GROUPS."""
+    most = ranks if ranks <= 8 else min(ranks, MAX_GROUPS)
+    for num_cuts in range(most):
+        for cuts in combinations(range(1, ranks), num_cuts):
+            edges = (0, *cuts, ranks)
+            yield tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+
+
+def graded_groups(problem: Problem, machine: Machine) -> tuple[int, ...]:
+    """Group sizes with the smallest predicted makespan; of equals, the fewest groups."""
+    predict = _gather_s if problem.op == "all_gather_matmul" else _scatter_s
+    return min(compositions(problem.ranks), key=lambda g: (predict(problem, g, machine), len(g)))
+
+
+def matmul_s(problem: Problem, rows: int, machine: Machine) -> float:
+    """Seconds of one matmul of `rows` rows: waves x the time of one tile on one SM."""
+    tile_m, tile_n = machine.gemm_tile
+    device = machine.device
+    tiles = ceil(rows / tile_m) * ceil(problem.n / tile_n)
+    tile_flop = 2 * tile_m * tile_n * problem.k
+    tile_s = tile_flop * device.num_sms / (device.bf16_flop_per_s * GEMM_EFFICIENCY)
+    return ceil(tiles / device.num_sms) * tile_s
+
+
+def copy_s(num_bytes: int, machine: Machine) -> float:
+    """Seconds of one copy-engine copy between two ranks."""
+    return machine.link.copy_overhead_s + num_bytes / machine.link.bytes_per_s
+
+
+def _gather_s(problem: Problem, groups: tuple[int, ...], machine: Machine) -> float:
+    rows = max(problem.rows)
+    shard_s = copy_s(rows * problem.k * problem.item_bytes, machine)
+    end_s, shards = 0.0, 0
+    for size in groups:
+        shards += size
+        arrival_s = BARRIER_S + (shards - 1) * shard_s if shards > 1 else 0.0
+        end_s = max(end_s + LAUNCH_S, arrival_s) + matmul_s(problem, rows * size, machine)
+    return end_s
+
+
+def _scatter_s(problem: Problem, groups: tuple[int, ...], machine: Machine) -> float:
+    rows = max(problem.rows)
+    block_s = copy_s(rows * problem.n * problem.item_bytes, machine)
+    compute_s, copies_s, owners = 0.0, 0.0, 0
+    for size in groups:
+        compute_s += LAUNCH_S + matmul_s(problem, rows * size, machine)
+        owners += size
+        remote = size - (owners == problem.ranks)  # the last group holds the own rows
+        copies_s = max(copies_s, compute_s) + remote * block_s
+    return max(compute_s, copies_s)

@@ -1,0 +1,233 @@
+"""What runs when, as data: a Plan is a tuple of Steps on Lanes, over named Buffers.
+
+A plan is the same on all ranks: a peer is an offset (ring) or a mask (XOR) relative to the rank
+that reads the plan. `bind` makes it concrete, `validate` proves it, `runtime.execute` runs it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from counterpoint.errors import PlanError
+from counterpoint.problem import ITEM_BYTES, Problem
+
+Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
+ME: Peer = ()
+
+Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective"]
+Space = Literal["input", "output", "scratch", "symmetric"]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Rows that are known only at run time: counts[table][source][destination].
+
+    A dim 0 of this extent has one block per rank: block p holds the rows that I send to rank p
+    (`by="source"`) or that rank p sends to me (`by="destination"`), never more than `limit`.
+    """
+
+    table: str
+    by: Literal["source", "destination"]
+    known: Literal["host", "device"]
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named 2-D memory area that each rank has one of.
+
+    Args:
+        shape: (rows, columns); all blocks of a split buffer together.
+        space: input and output are the user's; symmetric memory is mapped by all ranks.
+        split: dim 0 is partitioned over the ranks, by `Problem.rows` or by the Count in `shape`.
+        holds: of a split buffer, a rank stores "all" blocks, its "own" block, or in "slots" one
+            copy of its own block for each rank that may write there.
+        pieces: of a split buffer that holds all: stored piece-major, part 0 of every block before
+            part 1, so that a part of every block is one box.
+    """
+
+    name: str
+    shape: tuple[int | Count, int]
+    dtype: str
+    space: Space
+    split: bool = False
+    holds: Literal["all", "own", "slots"] = "all"
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of `buffer` on rank me + at.
+
+    Of a split buffer: the blocks (or the slots) of ranks me + shards, all of them where `shards`
+    is empty; of each block part piece[0] of piece[1]. Of another buffer: rows [start, stop).
+    `cols` [start, stop) of either; None means all.
+    """
+
+    buffer: str
+    at: Peer = ME
+    shards: tuple[Peer, ...] = ()
+    piece: tuple[int, int] = (0, 1)
+    rows: tuple[int, int] | None = None
+    cols: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A word on a rank's signal pad: `at` is whom I post to, or from whom I wait.
+
+    One post per (slot, call, receiving rank); the waiter reads its own pad only. The value is the
+    call's epoch, which lives in device memory, so that a replayed graph counts on.
+    """
+
+    slot: int
+    at: Peer = ME
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that a lane does.
+
+    Kinds, with what they read and write, paired in order:
+        copy        reads[i] -> writes[i], bytes as they are; the only kind that may reach a peer
+        move        reads[0] -> writes[0] on an SM, changing dtype where they differ; + bias
+        matmul      reads x, w (+ the target, to accumulate) (+ bias) -> writes y
+        reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
+        collective  a library collective, named by args: reads[0] -> writes[0]
+        barrier     posts, then waits; moves no data
+    Every other kind waits first and posts last.
+
+    Args:
+        after: names of earlier steps of this rank that must have ended.
+        args: "bias": 1, the last read is a [1, N] row that is added; "collective": its name.
+    """
+
+    name: str
+    lane: str
+    kind: Kind
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+    after: tuple[str, ...] = ()
+    waits: tuple[Signal, ...] = ()
+    posts: tuple[Signal, ...] = ()
+    args: tuple[tuple[str, int | str], ...] = ()
+
+    def arg(self, name: str, default: int | str = 0) -> int | str:
+        """The value of argument `name`, or `default`."""
+        return dict(self.args).get(name, default)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the step adds to what its target holds: the target is then read as well."""
+        return self.kind == "matmul" and self.writes[0] in self.reads
+
+    @property
+    def spins(self) -> bool:
+        """Whether the step holds its lane until a peer has posted."""
+        return bool(self.waits)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A queue of steps: a stream (or a thread) on one kind of engine, in tuple order."""
+
+    name: str
+    engine: Literal["sm", "copy"]
+    priority: int = 0  # more negative runs first, as in CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Immutable and the same on all ranks. Tuple order of steps = lane order = launch order.
+
+    `family` and `variant` together are the plan's spec: `families.build(problem, plan.spec)` makes
+    the same plan again, where the plan came from a family.
+    """
+
+    problem: Problem
+    family: str
+    variant: str
+    peers: Literal["ring", "xor"]
+    buffers: tuple[Buffer, ...]
+    lanes: tuple[Lane, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def spec(self) -> str:
+        """Family and variant in one string."""
+        return f"{self.family} {self.variant}".strip()
+
+    def buffer(self, name: str) -> Buffer:
+        """The buffer of that name; PlanError where there is none."""
+        for buffer in self.buffers:
+            if buffer.name == name:
+                return buffer
+        raise PlanError(self.spec, f"no buffer {name!r}")
+
+    def lane(self, name: str) -> Lane:
+        """The lane of that name; PlanError where there is none."""
+        for lane in self.lanes:
+            if lane.name == name:
+                return lane
+        raise PlanError(self.spec, f"no lane {name!r}")
+
+    @property
+    def num_slots(self) -> int:
+        """Words of signal pad that the plan uses."""
+        slots = (s.slot for step in self.steps for s in step.waits + step.posts)
+        return max(slots, default=-1) + 1
+
+    def num_bytes(self, *spaces: Space) -> int:
+        """Bytes of the buffers of those spaces on the rank that holds most."""
+        return sum(self.buffer_bytes(b) for b in self.buffers if b.space in spaces)
+
+    def buffer_bytes(self, buffer: Buffer) -> int:
+        """Bytes of one buffer on the rank that holds most."""
+        extent, cols = buffer.shape
+        ranks = self.problem.ranks
+        if isinstance(extent, Count):
+            most = extent.limit if buffer.holds == "own" else extent.limit * ranks
+        elif buffer.split and buffer.holds != "all":
+            most = max(self.problem.rows) * (ranks if buffer.holds == "slots" else 1)
+        else:
+            most = extent
+        return most * cols * ITEM_BYTES[buffer.dtype]
+
+    def __str__(self) -> str:
+        lines = [f"plan {self.spec}: {self.problem}"]
+        for b in self.buffers:
+            split = f", split over ranks, holds {b.holds}" if b.split else ""
+            lines.append(f"  buffer {b.name:8} {b.space:9} {_shape(b)} {b.dtype}{split}")
+        width = max((len(s.name) for s in self.steps), default=0)
+        for s in self.steps:
+            flow = f"{_regions(s.reads)} -> {_regions(s.writes)}" if s.writes else ""
+            order = f"  after {', '.join(s.after)}" if s.after else ""
+            waits = f"  waits {_signals(s.waits)}" if s.waits else ""
+            posts = f"  posts {_signals(s.posts)}" if s.posts else ""
+            lines.append(f"  {s.lane:8} {s.kind:10} {s.name:{width}}  {flow}{order}{waits}{posts}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _shape(buffer: Buffer) -> str:
+    rows, cols = buffer.shape
+    extent = f"<= {rows.limit} x ranks ({rows.table})" if isinstance(rows, Count) else rows
+    return f"[{extent}, {cols}]"
+
+
+def _peer(peer: Peer) -> str:
+    return "+".join(map(str, peer)) if peer else "0"
+
+
+def _regions(regions: tuple[Region, ...]) -> str:
+    def one(r: Region) -> str:
+        where = f"@{_peer(r.at)}" if r.at else ""
+        shards = f"[{','.join(map(_peer, r.shards))}]" if r.shards else ""
+        piece = f" {r.piece[0]}/{r.piece[1]}" if r.piece != (0, 1) else ""
+        rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
+        cols = f" cols {r.cols[0]}:{r.cols[1]}" if r.cols else ""
+        return f"{r.buffer}{where}{shards}{piece}{rows}{cols}"
+
+    return ", ".join(map(one, regions))
+
+
+def _signals(signals: tuple[Signal, ...]) -> str:
+    return ", ".join(f"{s.slot}@{_peer(s.at)}" for s in signals)

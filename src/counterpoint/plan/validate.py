@@ -1,0 +1,287 @@
+"""The proof of a plan: it cannot deadlock, races with nothing, and computes its op on every rank.
+
+Two calls are unrolled, because what a call leaves behind must not disturb the next; the user
+writes inputs before and reads outputs after each.
+"""
+
+from typing import NamedTuple
+
+from counterpoint.errors import PlanError
+from counterpoint.plan import values
+from counterpoint.plan.bind import Box, BoundStep, Counts, Program, bind
+from counterpoint.plan.families import OPERANDS
+from counterpoint.plan.happens_before import HappensBefore
+from counterpoint.plan.steps import Buffer, Count, Plan, Step
+from counterpoint.plan.values import Cell, Contradiction, Memory, Piece, Product, Row, Value
+
+CALLS = 2
+COLLECTIVES = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+
+
+class Access(NamedTuple):
+    """A read or a write of one box between two events."""
+
+    box: Box
+    writes: bool
+    begin: int
+    end: int
+
+
+def validate(plan: Plan, counts: Counts | None = None) -> None:
+    """Prove `plan`, or raise.
+
+    Checks that steps are well formed; that posts and waits pair and nothing waits in a cycle; that
+    each read is covered by writes of the same call that happen before it, and every other access
+    that conflicts with it is ordered; that each output box holds what the op defines.
+
+    Args:
+        counts: for plans with Count extents, the tables to prove it for.
+
+    Raises:
+        PlanError: names the plan, the step and what is wrong.
+    """
+    _check_form(plan)
+    programs = tuple(bind(plan, rank, counts) for rank in range(plan.problem.ranks))
+    order = HappensBefore(programs, CALLS)
+    _check_opening(plan, programs, order)
+    _check_accesses(plan, programs, order)
+    _check_values(plan, programs, order)
+
+
+def _check_form(plan: Plan) -> None:
+    """What can be seen without binding."""
+
+    def fail(problem: str, step: str = "") -> None:
+        raise PlanError(plan.spec, problem, step=step)
+
+    for name, items in (("buffer", plan.buffers), ("lane", plan.lanes), ("step", plan.steps)):
+        names = [item.name for item in items]
+        if len(set(names)) < len(names):
+            fail(f"two {name}s have one name: {', '.join(names)}")
+    operands = {b.name: b for b in OPERANDS[plan.problem.op](plan.problem)}
+    users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
+    if users != operands:
+        fail(f"inputs and outputs must be {list(operands.values())}, got {list(users.values())}")
+    limit = plan.problem.scratch_bytes_limit
+    used = plan.num_bytes("scratch", "symmetric")
+    if limit and used > limit:
+        fail(f"needs {used} bytes of scratch, scratch_bytes_limit is {limit}")
+    seen: set[str] = set()
+    for step in plan.steps:
+        for name in step.after:
+            if name not in seen:
+                fail(f"is after {name!r}, which is no earlier step", step.name)
+        seen.add(step.name)
+        if problem := _misuse(plan, step):
+            fail(problem, step.name)
+
+
+def _misuse(plan: Plan, step: Step) -> str:
+    """Why a step cannot run, or ''."""
+    engine = plan.lane(step.lane).engine
+    reads = [plan.buffer(r.buffer) for r in step.reads]
+    writes = [plan.buffer(r.buffer) for r in step.writes]
+    if (engine == "copy") != (step.kind == "copy"):
+        return f"a {step.kind} cannot run on lane {step.lane!r}, whose engine is {engine}"
+    if (step.kind == "barrier") == bool(step.writes):
+        return "a barrier moves no data, every other kind writes"
+    for region, buffer in zip(step.reads + step.writes, reads + writes, strict=True):
+        if region.at and step.kind != "copy":
+            return f"reaches {region.buffer!r} on a peer: only copies do"
+        if region.at and buffer.space != "symmetric":
+            return f"reaches {region.buffer!r} on a peer, but it is not symmetric"
+        if step.kind == "copy" and _device_count(buffer):
+            return f"copies {region.buffer!r}, whose count only the device knows"
+    if any(buffer.space == "input" for buffer in writes):
+        return "writes to an input"
+    operand_reads = reads[:-1] if step.arg("bias") else reads
+    dtypes = {b.dtype for b in operand_reads}
+    match step.kind:
+        case "copy" if dtypes | {b.dtype for b in writes} != dtypes or len(dtypes) != 1:
+            return "a copy keeps the dtype"
+        case "matmul" if len(operand_reads) != 2 + step.accumulates:
+            return "a matmul reads x, w and, to accumulate, its target"
+        case "matmul" if step.accumulates and writes[0].dtype != "float32":
+            return f"accumulates in {writes[0].dtype}: every pass would round"
+        case "move" if len(operand_reads) != 1:
+            return "a move reads one region"
+        case "reduce" if not operand_reads:
+            return "a reduce reads at least one region"
+        case "collective":
+            if (name := step.arg("collective")) != COLLECTIVES[plan.problem.op]:
+                return f"has no collective {name!r}"
+        case _:
+            pass
+    return ""
+
+
+def _device_count(buffer: Buffer) -> bool:
+    return isinstance(buffer.shape[0], Count) and buffer.shape[0].known == "device"
+
+
+def _check_opening(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> None:
+    """The first signal of a call is a barrier: it advances the epoch that the others post."""
+    for rank, program in enumerate(programs):
+        first = program.opens
+        for i, bound in enumerate(program.steps):
+            if not (bound.waits or bound.posts):
+                continue
+            opens = program.steps[first].step.kind == "barrier"
+            later = i == first or order.before(order.end(0, rank, first), order.begin(0, rank, i))
+            if not (opens and later):
+                problem = "signals before or beside the barrier that opens the call"
+                raise PlanError(plan.spec, problem, step=bound.step.name)
+
+
+def _check_accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> None:
+    by_buffer: dict[tuple[int, str, int], list[Access]] = {}
+    for access in _accesses(plan, programs, order):
+        box = access.box
+        if not box.empty:
+            by_buffer.setdefault((box.rank, box.buffer, box.slot), []).append(access)
+    for accesses in by_buffer.values():
+        for i, a in enumerate(accesses):
+            for b in accesses[:i]:
+                if (a.writes or b.writes) and values.intersect(a.box, b.box):
+                    _check_ordered(plan, a, b, order)
+        writes = [a for a in accesses if a.writes]
+        for read in (a for a in accesses if not a.writes):
+            _check_covered(plan, read, writes, order)
+
+
+def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore):
+    for call in range(order.calls):
+        for r, program in enumerate(programs):
+            start, stop = order.start(call, r), order.stop(call, r)
+            for buffer in plan.buffers:
+                if buffer.space == "input":
+                    yield Access(_whole(plan, buffer, r), True, start, start)
+                elif buffer.space == "output":
+                    yield Access(_whole(plan, buffer, r), False, stop, stop)
+            for i, bound in enumerate(program.steps):
+                begin, end = order.begin(call, r, i), order.end(call, r, i)
+                shared: set[Box] = set()
+                for part in bound.parts:
+                    shared.update(part.reads)
+                    yield Access(part.write, True, begin, end)
+                yield from (Access(box, False, begin, end) for box in shared)
+
+
+def _check_ordered(plan: Plan, a: Access, b: Access, order: HappensBefore) -> None:
+    if a.begin == b.begin and a.writes != b.writes and a.box == b.box:
+        return  # a step that updates in place
+    if not (order.before(a.end, b.begin) or order.before(b.end, a.begin)):
+        first, second = order.name(b.begin), order.name(a.begin)
+        verb = "write" if a.writes and b.writes else "read and write"
+        problem = f"race: {first} and {second} {verb} {a.box.buffer!r} on rank {a.box.rank}"
+        raise PlanError(plan.spec, problem)
+
+
+def _check_covered(plan: Plan, read: Access, writes: list[Access], order: HappensBefore) -> None:
+    call = order.locate(read.begin)[0]
+    missing = [read.box]
+    for write in writes:
+        if order.locate(write.begin)[0] == call and order.before(write.end, read.begin):
+            missing = [rest for box in missing for rest in values.subtract(box, write.box)]
+    if missing:
+        box = missing[0]
+        place = f"rows {box.r0}:{box.r1}, columns {box.c0}:{box.c1} of {box.buffer!r}"
+        problem = f"{order.name(read.begin)} reads {place} on rank {box.rank} before it is written"
+        raise PlanError(plan.spec, problem)
+
+
+def _whole(plan: Plan, buffer: Buffer, rank: int) -> Box:
+    extent = plan.problem.rows[rank] if buffer.holds == "own" and buffer.split else buffer.shape[0]
+    assert isinstance(extent, int)  # users' tensors have sizes that the problem states
+    return Box(rank, buffer.name, 0, 0, extent, 0, buffer.shape[1])
+
+
+def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> None:
+    memory = Memory()
+    for rank in range(plan.problem.ranks):
+        for buffer in (b for b in plan.buffers if b.space == "input"):
+            box = _whole(plan, buffer, rank)
+            memory.write([(box, (Cell(rank, buffer.name, 0, 0),))])
+    begun: dict[tuple[int, int], list[list[Piece]]] = {}
+    for event in order.order:
+        call, rank, i = order.locate(event)
+        if call or i is None:
+            continue
+        bound = programs[rank].steps[i]
+        try:
+            if event == order.begin(0, rank, i):
+                begun[rank, i] = [_result(bound, part, memory) for part in bound.parts]
+            elif bound.step.kind == "collective":
+                everyone = [begun[r, i] for r in range(len(programs))]
+                memory.write(_collective(plan, bound, rank, everyone))
+            else:
+                memory.write(piece for pieces in begun[rank, i] for piece in pieces)
+        except Contradiction as error:
+            raise PlanError(plan.spec, str(error), step=bound.step.name) from error
+    for rank in range(plan.problem.ranks):
+        for box, want in _definition(plan, rank):
+            for place, got in memory.read(box):
+                if got != want:
+                    rows = f"rows {place.r0}:{place.r1}, columns {place.c0}:{place.c1}"
+                    problem = f"y of rank {rank}, {rows}, holds {got}, the op defines {want}"
+                    raise PlanError(plan.spec, problem)
+
+
+def _result(bound: BoundStep, part, memory: Memory) -> list[Piece]:
+    """What a part of a step writes, from what memory holds at its begin."""
+    step, target = bound.step, part.write
+    reads = list(part.reads)
+    bias: list[Piece] = []
+    if step.arg("bias"):
+        row = reads.pop()
+        bias = values.as_rows(memory.read(row), row, target)
+    if step.kind == "collective":
+        return memory.read(reads[0])
+    added: list[Piece] = []
+    if step.kind == "matmul":
+        x, w, *reads = reads
+        added = values.product(memory.read(x), memory.read(w), x, w, target)
+    for box in reads:
+        added += values.moved(memory.read(box), box, target)
+    return values.total(target, added + bias)
+
+
+def _collective(plan: Plan, bound: BoundStep, rank: int, everyone: list) -> list[Piece]:
+    starts = plan.problem.row_starts
+    target = bound.parts[0].write if bound.parts else None
+    if target is None:
+        return []
+    if bound.step.arg("collective") == "all_gather":
+        gathered: list[Piece] = []
+        for s, (pieces,) in enumerate(everyone):
+            whole = _whole(plan, plan.buffer(bound.step.reads[0].buffer), s)
+            block = target._replace(r0=starts[s], r1=starts[s + 1])
+            gathered += values.moved(pieces, whole, block)
+        return gathered
+    added: list[Piece] = []
+    for s, (pieces,) in enumerate(everyone):
+        source = bound.parts[0].reads[0]
+        block = source._replace(rank=s, r0=starts[rank], r1=starts[rank + 1])
+        inside = [(values.intersect(box, block), value) for box, value in pieces]
+        kept = [(box, value) for box, value in inside if box is not None]
+        added += values.moved(kept, block, target)
+    return values.total(target, added)
+
+
+def _definition(plan: Plan, rank: int) -> list[tuple[Box, Value]]:
+    """The boxes of y on `rank`, and what the op says each holds."""
+    p, starts = plan.problem, plan.problem.row_starts
+    bias: Value = (Row(rank, "bias", 0),) if p.bias else ()
+    whole = _whole(plan, plan.buffer("y"), rank)
+    if p.op == "all_gather_matmul":
+        return [
+            (whole._replace(r0=starts[s], r1=starts[s + 1]),
+             values.normal((*_product(p.k, s, -starts[s], rank), *bias)))
+            for s in range(p.ranks)
+        ]  # fmt: skip
+    terms = [t for s in range(p.ranks) for t in _product(p.k, s, starts[rank], s)]
+    return [(whole, values.normal((*terms, *bias)))]
+
+
+def _product(k: int, x_rank: int, dr: int, w_rank: int) -> Value:
+    return (Product(x_rank, dr, w_rank, 0, 0, k),) if k else ()

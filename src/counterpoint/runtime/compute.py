@@ -1,0 +1,101 @@
+"""Steps that are torch calls, the same on CPU ranks and on GPUs: matmul, move, collective.
+
+Each function turns one part of a bound step into an action on the operands of a call.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.plan.bind import BoundStep, Part
+from counterpoint.runtime.workspace import Operands, Places
+
+Action = Callable[[Operands], None]
+
+
+def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
+    """y = x w (+ y, to accumulate in fp32) (+ bias)."""
+    x, w, *rest = (places.of(box) for box in part.reads)
+    y = places.of(part.write)
+    if bound.step.arg("bias"):
+        bias = rest[-1]
+        return lambda o: _into(torch.addmm, bias(o), x(o), w(o), out=y(o))
+    target = places.plan.buffer(part.write.buffer)
+    if target.dtype == places.plan.problem.dtype:
+        if bound.step.accumulates:
+            return lambda o: _into(torch.addmm, y(o), x(o), w(o), out=y(o))
+        return lambda o: _into(torch.mm, x(o), w(o), out=y(o))
+    if places.workspace.device.type == "cuda":
+        wide = torch.float32
+        if bound.step.accumulates:
+            return lambda o: _into(torch.addmm, y(o), x(o), w(o), wide, out=y(o))
+        return lambda o: _into(torch.mm, x(o), w(o), wide, out=y(o))
+    if bound.step.accumulates:
+        return lambda o: _into(torch.addmm, y(o), x(o).float(), w(o).float(), out=y(o))
+    return lambda o: _into(torch.mm, x(o).float(), w(o).float(), out=y(o))
+
+
+def move(bound: BoundStep, part: Part, places: Places) -> Action:
+    """y = x (+ bias), in the dtype of y."""
+    source, target = places.of(part.reads[0]), places.of(part.write)
+    if bound.step.arg("bias"):
+        bias = places.of(part.reads[1])
+        return lambda o: _into(torch.add, source(o), bias(o), out=target(o))
+    return lambda o: _into(target(o).copy_, source(o))
+
+
+def reduce(bound: BoundStep, part: Part, places: Places) -> Action:
+    """y = the sum of reads (+ bias) in fp32, in the order listed, rounded once."""
+    sources = [places.of(box) for box in part.reads]
+    target = places.of(part.write)
+
+    def run(operands: Operands) -> None:
+        total = sources[0](operands).float()
+        if total.data_ptr() == sources[0](operands).data_ptr():
+            total = total.clone()
+        for source in sources[1:]:
+            total += source(operands)
+        target(operands).copy_(total)
+
+    return run
+
+
+def collective(bound: BoundStep, part: Part, places: Places) -> Action:
+    """The library's all-gather or reduce-scatter; unequal shards go one rank at a time."""
+    source, target = places.of(part.reads[0]), places.of(part.write)
+    problem, group = places.plan.problem, places.workspace.group
+    starts, me = problem.row_starts, places.workspace.rank
+    even = len(set(problem.rows)) == 1
+    ranks = range(problem.ranks)
+    gathers = bound.step.arg("collective") == "all_gather"
+    if even:
+        call = all_gather if gathers else reduce_scatter
+        return lambda o: _into(call, target(o), source(o), group=group)
+
+    def gather(operands: Operands) -> None:
+        whole = target(operands)
+        whole[starts[me] : starts[me + 1]].copy_(source(operands))
+        for r in ranks:
+            block = whole[starts[r] : starts[r + 1]]
+            if block.numel():
+                dist.broadcast(block, dist.get_global_rank(group, r), group=group)
+
+    def scatter(operands: Operands) -> None:
+        partial = source(operands)
+        for r in ranks:
+            block = partial[starts[r] : starts[r + 1]]
+            if block.numel():
+                dist.reduce(block, dist.get_global_rank(group, r), group=group)
+        target(operands).copy_(partial[starts[me] : starts[me + 1]])
+
+    return gather if gathers else scatter
+
+
+def _into(call: Callable[..., object], *args: object, **kwargs: object) -> None:
+    call(*args, **kwargs)
+
+
+# torch 2.13 renames both and warns at the old names; drop when torch >= 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,115 @@
+"""The CUDA runtime's copies, through cuda-bindings. The only importer of `cuda.bindings`.
+
+torch's `copy_` is a DMA copy only for contiguous tensors of one dtype; here a copy is a DMA copy
+because nothing else is asked for.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from counterpoint.errors import CounterpointError, UnsupportedError
+
+
+class Copy(NamedTuple):
+    """`height` rows of `width` bytes, from one pitch to another; one row is a plain copy."""
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    width: int
+    height: int
+
+
+@cache
+def bindings() -> ModuleType:
+    """cuda.bindings.runtime.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        fix = "pip install cuda-bindings, of torch's CUDA version"
+        raise UnsupportedError(f"copy engine: needs cuda-bindings ({error}); {fix}") from error
+    return runtime
+
+
+def copy_async(copy: Copy, stream: int) -> None:
+    """Enqueue one DMA copy on `stream` (a cudaStream_t). Capturable.
+
+    Raises:
+        CounterpointError: CUDA refused it.
+    """
+    rt = bindings()
+    kind = rt.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+    if copy.height == 1:
+        (status,) = rt.cudaMemcpyAsync(copy.target, copy.source, copy.width, kind, stream)
+    else:
+        (status,) = rt.cudaMemcpy2DAsync(
+            copy.target, copy.target_pitch, copy.source, copy.source_pitch,
+            copy.width, copy.height, kind, stream,
+        )  # fmt: skip
+    _check(status, "cudaMemcpyAsync")
+
+
+def copy_batch_async(copies: Sequence[Copy], stream: int) -> None:
+    """Enqueue plain copies in one call: they have no order among themselves. Not capturable.
+
+    Raises:
+        CounterpointError: CUDA refused it.
+    """
+    rt = bindings()
+    attributes = rt.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = rt.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    targets = [c.target for c in copies]
+    sources = [c.source for c in copies]
+    sizes = [c.width for c in copies]
+    result = rt.cudaMemcpyBatchAsync(
+        targets, sources, sizes, len(copies), [attributes], [0], 1, stream
+    )
+    _check(result[0], "cudaMemcpyBatchAsync")
+
+
+def _check(status: Any, call: str) -> None:
+    if int(status) != 0:
+        raise CounterpointError(f"{call} failed: {status}")
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread allocate, load modules and synchronise although a capture is open.
+
+    What runs inside must use a stream that is not being captured.
+    """
+    rt = bindings()
+    relaxed = rt.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+    status, before = rt.cudaThreadExchangeStreamCaptureMode(relaxed)
+    _check(status, "cudaThreadExchangeStreamCaptureMode")
+    try:
+        yield
+    finally:
+        (status, *_) = rt.cudaThreadExchangeStreamCaptureMode(before)
+        _check(status, "cudaThreadExchangeStreamCaptureMode")
+
+
+def upload(host: Tensor, target: int, stream: int) -> None:
+    """Copy a CPU tensor to address `target` on `stream` now, capture or not; waits for it.
+
+    Raises:
+        CounterpointError: CUDA refused it.
+    """
+    rt = bindings()
+    num_bytes = host.numel() * host.element_size()
+    kind = rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+    with relaxed_capture():
+        (status,) = rt.cudaMemcpyAsync(target, host.data_ptr(), num_bytes, kind, stream)
+        _check(status, "cudaMemcpyAsync")
+        (status,) = rt.cudaStreamSynchronize(stream)
+        _check(status, "cudaStreamSynchronize")

@@ -1,0 +1,46 @@
+"""Run a program: one entry for CPU ranks and GPUs.
+
+A plan is compiled once for a workspace; running it then only fills in the operands.
+"""
+
+from typing import Protocol
+
+from counterpoint.plan.bind import Program, bind
+from counterpoint.plan.steps import Plan
+from counterpoint.runtime.workspace import Operands, Workspace
+from counterpoint.timeline import Span
+
+
+# where CPU ranks note what ran when; None: nowhere. On GPUs the profiler sees it
+recording: list[Span] | None = None
+
+
+class Code(Protocol):
+    """A program compiled for one workspace."""
+
+    program: Program
+
+    def run(self, operands: Operands) -> None:
+        """Run one call in stream order.
+
+        Args:
+            operands: the user's tensors by buffer name, each 2-D as the plan states.
+
+        Raises:
+            PeerTimeoutError: a peer did not signal in time; the group is unusable.
+        """
+        ...
+
+
+def compile_plan(plan: Plan, workspace: Workspace) -> Code:
+    """Bind `plan` for this rank and compile it; collective when the workspace has to grow."""
+    workspace.reserve(plan)
+    program = bind(plan, workspace.rank)
+    # imported here: a CPU build of torch has no use for the CUDA half
+    if workspace.device.type == "cuda":
+        from counterpoint.runtime.execute_cuda import CudaCode
+
+        return CudaCode(program, workspace)
+    from counterpoint.runtime.execute_cpu import CpuCode
+
+    return CpuCode(program, workspace)

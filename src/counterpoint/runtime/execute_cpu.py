@@ -1,0 +1,203 @@
+"""A program on a CPU rank: SM lanes on the calling thread in tuple order, copy lanes on threads.
+
+Signals are words in shared memory. A release and an acquire are plain stores and loads: x86 keeps
+their order. A wait yields, then sleeps, looks whether its peer is alive, and gives up in time.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+
+import numpy as np
+import torch
+
+from counterpoint.errors import PeerTimeoutError
+from counterpoint.plan.bind import Arrival, BoundStep, Program
+from counterpoint.runtime import compute, execute
+from counterpoint.runtime.compute import Action
+from counterpoint.runtime.ranks import describe_process
+from counterpoint.runtime.workspace import Operands, Places, Workspace
+from counterpoint.timeline import Span
+
+YIELDS = 20  # then sleep: ranks may outnumber cores
+SLEEP_S = 50e-6
+LOOK_EVERY_S = 0.05  # how often a late peer's process is looked at
+
+COMPUTE: dict[str, Callable[[BoundStep, object, Places], Action]] = {
+    "matmul": compute.matmul,
+    "move": compute.move,
+    "reduce": compute.reduce,
+    "collective": compute.collective,
+}  # type: ignore[assignment]
+
+_threads: dict[str, ThreadPoolExecutor] = {}
+
+
+def _thread(lane: str) -> ThreadPoolExecutor:
+    if lane not in _threads:
+        _threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"counterpoint-{lane}")
+    return _threads[lane]
+
+
+class CpuCode:
+    """A program compiled for the shared memory of CPU ranks."""
+
+    def __init__(self, program: Program, workspace: Workspace) -> None:
+        self.program = program
+        self.workspace = workspace
+        self.pads = [
+            workspace.pads.peer(r).view(torch.int32).numpy()
+            for r in range(workspace.pads.world_size)
+        ]
+        places = Places(workspace, program.plan)
+        self.actions = [self._actions(bound, places) for bound in program.steps]
+        lanes = {lane.name: lane.engine for lane in program.plan.lanes}
+        self.on_copy_lane = [lanes[bound.step.lane] == "copy" for bound in program.steps]
+
+    def _actions(self, bound: BoundStep, places: Places) -> list[Action]:
+        match bound.step.kind:
+            case "barrier":
+                return []
+            case "copy":
+                return [compute.move(bound, part, places) for part in bound.parts]
+            case kind:
+                return [COMPUTE[kind](bound, part, places) for part in bound.parts]
+
+    def run(self, operands: Operands) -> None:
+        """See `execute.Code.run`."""
+        _Call(self, operands, execute.recording).run()
+
+
+class _Call:
+    """One call: the copy lanes at work beside the calling thread."""
+
+    def __init__(self, code: CpuCode, operands: Operands, spans: list[Span] | None) -> None:
+        self.code = code
+        self.operands = operands
+        self.spans = spans
+        self.workspace = code.workspace
+        self.ended = {bound.step.name: Event() for bound in code.program.steps}
+        self.failed = Event()
+
+    def run(self) -> None:
+        steps = range(len(self.code.program.steps))
+        copies: dict[str, list[int]] = {}
+        for i in steps:
+            if self.code.on_copy_lane[i]:
+                copies.setdefault(self.code.program.steps[i].step.lane, []).append(i)
+        futures: list[Future[None]] = [
+            _thread(lane).submit(self._lane, indices) for lane, indices in copies.items()
+        ]
+        try:
+            self._lane([i for i in steps if not self.code.on_copy_lane[i]])
+        finally:
+            errors = [future.exception() for future in futures]  # joins the lanes
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _lane(self, indices: list[int]) -> None:
+        try:
+            for i in indices:
+                self._step(i)
+        except BaseException:
+            self.failed.set()  # the other lanes must not wait for this one
+            raise
+
+    def _step(self, i: int) -> None:
+        bound = self.code.program.steps[i]
+        step = bound.step
+        for name in step.after:
+            while not self.ended[name].wait(LOOK_EVERY_S):
+                if self.failed.is_set():
+                    return
+        start_s = time.perf_counter()
+        if step.kind == "barrier":
+            if i == self.code.program.opens:
+                self.workspace.epoch = _wrapped(self.workspace.epoch + 1)
+            self._post(bound)
+            self._wait(bound)
+        else:
+            self._wait(bound)
+            if self.spans is not None and bound.waits:
+                self._note(bound, "wait", start_s)
+                start_s = time.perf_counter()
+            self._act(bound, self.code.actions[i])
+            self._post(bound)
+        self._note(bound, step.kind, start_s)
+        self.ended[step.name].set()
+
+    def _act(self, bound: BoundStep, actions: list[Action]) -> None:
+        try:
+            for action in actions:
+                action(self.operands)
+        except RuntimeError as error:
+            if bound.step.kind != "collective":
+                raise
+            raise self._lost(bound) from error
+
+    def _lost(self, bound: BoundStep) -> PeerTimeoutError:
+        """What a failed collective means: the group's timeout, or a peer that has gone."""
+        pids = self.workspace.pads.peer_pids
+        states = [(r, describe_process(pid)) for r, pid in enumerate(pids)]
+        gone = [(r, state) for r, state in states if not state.endswith("alive")]
+        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
+        plan, step = self.code.program.plan, bound.step.name
+        self.workspace.fault = PeerTimeoutError(
+            f"{plan.problem.op}: {who} did not take part in step {step!r} of plan {plan.spec}; "
+            "the group is unusable, restart its ranks",
+            rank=gone[0][0] if gone else None,
+            step=step,
+        )
+        return self.workspace.fault
+
+    def _note(self, bound: BoundStep, kind: str, start_s: float) -> None:
+        if self.spans is not None:
+            step, end_s = bound.step, time.perf_counter()
+            rank = self.workspace.rank
+            self.spans.append(Span(rank, step.lane, start_s, end_s, kind, step.name))
+
+    def _post(self, bound: BoundStep) -> None:
+        for slot, rank in bound.posts:
+            self.code.pads[rank][slot] = self.workspace.epoch
+
+    def _wait(self, bound: BoundStep) -> None:
+        pad, epoch = self.code.pads[self.workspace.rank], self.workspace.epoch
+        start_s = look_s = time.monotonic()
+        polls = 0
+        for arrival in bound.waits:
+            while _wrapped(int(pad[arrival.slot]) - epoch) < 0:
+                if self.failed.is_set():
+                    return
+                polls += 1
+                if polls < YIELDS:
+                    os.sched_yield()
+                    continue
+                time.sleep(SLEEP_S)
+                now_s = time.monotonic()
+                if now_s - look_s > LOOK_EVERY_S:
+                    look_s = now_s
+                    self._look(bound, arrival, now_s - start_s)
+
+    def _look(self, bound: BoundStep, arrival: Arrival, waited_s: float) -> None:
+        """Raise once a late peer is dead, or too late."""
+        state = describe_process(self.workspace.pads.peer_pids[arrival.rank])
+        if waited_s < self.workspace.timeout_s and not state.endswith("dead"):
+            return
+        step = bound.step.name
+        plan = self.code.program.plan
+        self.workspace.fault = PeerTimeoutError(
+            f"{plan.problem.op}: rank {arrival.rank} did not signal step {step!r} of plan "
+            f"{plan.spec} to rank {self.workspace.rank} within {waited_s:.2f} s ({state}); "
+            "the group is unusable, restart its ranks",
+            rank=arrival.rank,
+            step=step,
+        )
+        raise self.workspace.fault
+
+
+def _wrapped(word: int) -> int:
+    """As a signed 32-bit word: epochs wrap."""
+    return int(np.int64(word + 2**31) % 2**32 - 2**31)

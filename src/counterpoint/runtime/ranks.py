@@ -1,0 +1,286 @@
+"""Processes that are ranks: start some on this host, join them in a group, look at them.
+
+`spawn` is for a demo or a test on one CPU host; real jobs start their ranks with torchrun.
+"""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+# a failed rank closes its connections, so its peers fail within milliseconds of it
+GRACE_S = 2.0
+
+
+class RankProcess(NamedTuple):
+    """A process that is a rank, and the pipe on which its outcome arrives."""
+
+    process: BaseProcess
+    connection: Connection
+
+
+class Outcome(NamedTuple):
+    """How one rank's call ended; value is its result, its traceback or its exit code."""
+
+    status: Literal["ok", "error", "dead"]
+    value: Any
+
+
+def spawn(
+    fn: Callable[[int, int, *Ts], T], num_ranks: int, *args: *Ts, timeout_s: float
+) -> list[T]:
+    """Run `fn(rank, num_ranks, *args)` in `num_ranks` new processes on this host.
+
+    In each, the default process group is a gloo group of all of them. The cores are shared
+    out evenly. No process outlives the call, whatever way it ends.
+
+    Args:
+        fn: a module-level function; the new processes import it by name.
+        num_ranks: how many processes.
+        args: picklable; each rank gets a copy.
+        timeout_s: for everything, the start of the processes (seconds) included.
+
+    Returns:
+        The results in rank order, copied by pickle.
+
+    Raises:
+        InputError: `fn` cannot be imported by name, `num_ranks` or `timeout_s` is too small.
+        CounterpointError: a rank raised or died; the message holds all tracebacks.
+        PeerTimeoutError: a rank did not return in time.
+    """
+    name = fn.__qualname__
+    if "<" in name:
+        raise InputError("spawn", "fn", want="a module-level function", got=name)
+    if num_ranks < 1:
+        raise InputError("spawn", "num_ranks", want=">= 1", got=num_ranks)
+    if timeout_s <= 0:
+        raise InputError("spawn", "timeout_s", want="> 0", got=timeout_s)
+
+    context = multiprocessing.get_context("spawn")
+    ranks: list[RankProcess] = []
+    with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
+        try:
+            for rank in range(num_ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main,
+                    args=(sender, f"{folder}/store", timeout_s, fn, rank, num_ranks, args),
+                )
+                ranks.append(RankProcess(process, receiver))
+                process.start()
+                # the rank's own end must be the last one, else its death is no end of file
+                sender.close()
+            outcomes = collect(ranks, timeout_s=timeout_s)
+        finally:
+            for rank in ranks:
+                end(rank)
+
+    missing = sorted(set(range(num_ranks)) - set(outcomes))
+    failures = describe_failures(outcomes)
+    if failures:
+        killed = f"\n--- ranks {missing} were killed" if missing else ""
+        raise CounterpointError(f"spawn: {name} failed\n{failures}{killed}")
+    if missing:
+        raise PeerTimeoutError(
+            f"spawn: ranks {missing} did not return from {name} within {timeout_s:g} s",
+            rank=missing[0],
+            step=name,
+        )
+    return [outcomes[rank].value for rank in range(num_ranks)]
+
+
+def _rank_main(
+    connection: Connection,
+    store_path: str,
+    timeout_s: float,
+    fn: Callable[..., object],
+    rank: int,
+    num_ranks: int,
+    args: tuple[object, ...],
+) -> None:
+    exit_with_parent()
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    torch.set_num_threads(num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for what this rank loads or starts
+
+    def body() -> object:
+        with gloo_group(rank, num_ranks, store_path, timeout_s=timeout_s):
+            return fn(rank, num_ranks, *args)
+
+    report(connection, body)
+
+
+@contextmanager
+def gloo_group(rank: int, num_ranks: int, store_path: str, *, timeout_s: float) -> Generator[None]:
+    """Be `rank` of a gloo group of `num_ranks` processes of this host.
+
+    Args:
+        rank: this process.
+        num_ranks: how many processes meet at the same `store_path`.
+        store_path: a file that does not exist yet, fresh for each group.
+        timeout_s: of the caller. The group's own is 3/4 of it, so that a rank which waits
+            for a lost peer reports it before it is itself killed for being late.
+    """
+    # all ranks are on this host, and its name need not resolve to an address
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store_path}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=0.75 * timeout_s),
+    )
+    try:
+        # a rank is done connecting before its peers are: if it died now, they could not join
+        dist.barrier()
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def report(connection: Connection, body: Callable[[], object]) -> None:
+    """Send the `Outcome` of `body()`, whatever it is; `collect` receives it."""
+    # plain pickle: torch's own would send a tensor as a handle that dies with this process.
+    # BaseException: a process boundary, and pytest's own outcomes derive from it
+    try:
+        outcome = pickle.dumps(Outcome("ok", body()))
+    except BaseException:
+        outcome = pickle.dumps(Outcome("error", traceback.format_exc()))
+    connection.send_bytes(outcome)
+
+
+def collect(
+    ranks: Sequence[RankProcess], *, timeout_s: float, expect_dead: Collection[int] = ()
+) -> dict[int, Outcome]:
+    """Wait for the outcome of each rank, but only `GRACE_S` after the first failure.
+
+    Args:
+        ranks: in rank order; each calls `report` once.
+        timeout_s: how long to wait in all.
+        expect_dead: ranks whose death is no failure.
+
+    Returns:
+        The outcomes by rank. A rank that is still at it has none.
+    """
+    outcomes: dict[int, Outcome] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(outcomes) < len(ranks):
+        pending = {r.connection: i for i, r in enumerate(ranks) if i not in outcomes}
+        # a death closes the pipe, so the pipes alone tell both
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending[connection]
+            outcomes[rank] = outcome = _receive(ranks[rank])
+            if outcome.status == "error" or (outcome.status == "dead" and rank not in expect_dead):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return outcomes
+
+
+def _receive(rank: RankProcess) -> Outcome:
+    try:
+        return pickle.loads(rank.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        rank.process.join()
+        return Outcome("dead", rank.process.exitcode)
+
+
+def describe_failures(outcomes: Mapping[int, Outcome]) -> str:
+    """All tracebacks and exit codes of the ranks that failed, "" if none did."""
+    lines: list[str] = []
+    for rank, outcome in sorted(outcomes.items()):
+        if outcome.status == "error":
+            lines.append(f"--- rank {rank} raised\n{outcome.value}".rstrip())
+        elif outcome.status == "dead":
+            lines.append(f"--- rank {rank} died with exit code {outcome.value}")
+    return "\n".join(lines)
+
+
+def end(rank: RankProcess) -> None:
+    """Kill the process if it still runs, and give back what this process holds of it."""
+    if rank.process.pid is not None:
+        rank.process.kill()
+        rank.process.join()
+    rank.connection.close()
+
+
+def exit_with_parent() -> None:
+    """End this process as soon as the process that started it is gone, even if it hangs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "exit_with_parent is for processes that multiprocessing started"
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="exit_with_parent", daemon=True).start()
+
+
+def describe_process(pid: int) -> str:
+    """Say of a process of this host whether it lives: "pid 123 is stopped".
+
+    Returns:
+        "pid N is dead", "pid N is stopped" (by a signal or a debugger) or "pid N is alive".
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            # the name before it may hold spaces and parentheses
+            state = stat.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        state = "X"
+    word = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(state, "alive")
+    return f"pid {pid} is {word}"
+
+
+def gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
+    """All-gather a picklable value: no rank returns before each has called it."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    # pyright: torch leaves its signature without types
+    dist.all_gather_object(values, value, group=group)  # pyright: ignore[reportUnknownMemberType]
+    return values
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """Find the process group of this name.
+
+    Custom operators get their group by name: a string survives compilation and caching.
+
+    Raises:
+        InputError: no live group has this name.
+        UnsupportedError: this torch keeps no groups by name.
+    """
+    # private, as torch has no public way from a name to its group; only used here
+    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    if resolve is None:
+        raise UnsupportedError(f"group_of: torch {torch.__version__} has no groups by name")
+    try:
+        return resolve(name)
+    except RuntimeError as error:
+        raise InputError(
+            "group_of",
+            "name",
+            want="the group_name of a live process group",
+            got=repr(name),
+            fix="pass group.group_name, after init_process_group or new_group "
+            "and before destroy_process_group",
+        ) from error

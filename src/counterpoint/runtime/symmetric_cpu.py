@@ -1,0 +1,160 @@
+"""Symmetric memory between the processes of one host, for CPU ranks.
+
+Each rank makes a memfd, its peers map it through /proc/<pid>/fd. It never has a name in a
+file system: nothing is left behind however a rank ends, and Docker's 64 MB limit on
+/dev/shm does not apply. All ranks must be of one user and one pid namespace.
+"""
+
+import errno
+import os
+import socket
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import UnsupportedError
+from counterpoint.runtime.ranks import gather_object
+from counterpoint.runtime.symmetric import check_sizes
+
+
+@dataclass(frozen=True, eq=False)
+class CpuSymmetricMemory:
+    """Shared memory of this host; see `SymmetricMemory`.
+
+    `peer_pids` is in rank order: `ranks.describe_process` tells a dead peer from a late one.
+    """
+
+    rank: int
+    buffers: tuple[Tensor, ...]  # each keeps its mapping alive
+    peer_pids: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffers[self.rank].numel()
+
+    @property
+    def buffer_ptrs(self) -> tuple[int, ...]:
+        return tuple(buffer.data_ptr() for buffer in self.buffers)
+
+    def local(self) -> Tensor:
+        return self.buffers[self.rank]
+
+    def peer(self, rank: int) -> Tensor:
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        return self.buffers[rank]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells its peers of its buffer; errno and problem if it has none."""
+
+    num_bytes: int
+    pid: int
+    host: str
+    pid_namespace: str = ""
+    fd: int = -1
+    errno: int = 0
+    problem: str = ""
+
+
+def allocate_cpu(num_bytes: int, group: dist.ProcessGroup) -> CpuSymmetricMemory:
+    """Allocate on CPU; see `symmetric.allocate`.
+
+    Raises:
+        InputError: `num_bytes` is < 1 or differs between ranks.
+        UnsupportedError: the ranks are on several hosts, containers or users.
+        OSError: a rank is out of memory.
+    """
+    offer = _make_offer(num_bytes, dist.get_world_size(group))
+    try:
+        # no rank leaves early before the exchange, or its peers would wait for it there
+        offers = gather_object(offer, group)
+        _check(offers)
+
+        buffers: list[Tensor] = []
+        problem = ""
+        try:
+            buffers = [_map(peer) for peer in offers]
+        except RuntimeError as error:
+            problem = str(error)
+        # also the barrier after which no peer needs this rank's fd any more
+        problems = gather_object(problem, group)
+    finally:
+        if offer.fd >= 0:
+            os.close(offer.fd)
+
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise UnsupportedError(
+                f"allocate: rank {rank} cannot open the memory of its peers: {problem}; "
+                "run all ranks as one user who may look into /proc/<pid>/fd"
+            )
+    return CpuSymmetricMemory(
+        rank=dist.get_rank(group),
+        buffers=tuple(buffers),
+        peer_pids=tuple(peer.pid for peer in offers),
+    )
+
+
+def _make_offer(num_bytes: int, world_size: int) -> _Offer:
+    offer = _Offer(num_bytes, os.getpid(), socket.gethostname())
+    fd = -1
+    try:
+        offer = replace(offer, pid_namespace=_pid_namespace())
+        # a memfd has no limit but the host's memory, past which the kernel kills a process
+        available_bytes = _available_bytes()
+        if num_bytes * world_size > available_bytes:
+            raise OSError(
+                errno.ENOMEM, f"{world_size} ranks want it, {available_bytes} bytes are available"
+            )
+        fd = os.memfd_create("counterpoint", os.MFD_CLOEXEC)
+        # reserves zeroed pages: at first touch, a lack of them would be a SIGBUS
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        return replace(offer, errno=error.errno or 0, problem=str(error))
+    return replace(offer, fd=fd)
+
+
+def _check(offers: list[_Offer]) -> None:
+    """Raise the same error on all ranks: they all see the same offers."""
+    check_sizes([offer.num_bytes for offer in offers])
+    if len({offer.pid_namespace for offer in offers}) > 1:
+        places = [f"{offer.host} {offer.pid_namespace}" for offer in offers]
+        raise UnsupportedError(
+            "allocate: CPU ranks share memory within one host and one pid namespace, "
+            f"got {places} in rank order; run all ranks of the group in one of them"
+        )
+    for rank, offer in enumerate(offers):
+        if offer.problem:
+            raise OSError(
+                offer.errno,
+                f"allocate: rank {rank} cannot make {offer.num_bytes} bytes of shared memory: "
+                f"{offer.problem}",
+            )
+
+
+def _pid_namespace() -> str:
+    """Equal on two ranks if and only if a pid means the same process to both."""
+    # each host numbers its namespaces anew, and two containers may share a host name
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{os.readlink('/proc/self/ns/pid')} of boot {file.read().strip()}"
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return 1024 * int(fields["MemAvailable"].split()[0])  # given in KiB
+
+
+def _map(offer: _Offer) -> Tensor:
+    # unlike mmap.mmap, keeps no fd open: n ranks would hold n of them per allocation
+    path = f"/proc/{offer.pid}/fd/{offer.fd}"
+    return torch.from_file(path, shared=True, size=offer.num_bytes, dtype=torch.uint8)

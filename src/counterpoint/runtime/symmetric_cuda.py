@@ -1,0 +1,118 @@
+"""Symmetric memory between GPUs that reach each other over NVLink: torch's own allocator.
+
+The only importer of `torch.distributed._symmetric_memory`, a private module. Its calls here
+are those of torch 2.11.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import UnsupportedError
+from counterpoint.runtime.ranks import gather_object
+from counterpoint.runtime.symmetric import check_sizes
+
+
+@dataclass(frozen=True, eq=False)
+class CudaSymmetricMemory:
+    """GPU memory mapped by all peers; see `SymmetricMemory`."""
+
+    rank: int
+    buffers: tuple[Tensor, ...]
+    handle: Any  # torch's _SymmetricMemory; keeps the peers' mappings alive
+
+    @property
+    def world_size(self) -> int:
+        return len(self.buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffers[self.rank].numel()
+
+    @property
+    def buffer_ptrs(self) -> tuple[int, ...]:
+        return tuple(buffer.data_ptr() for buffer in self.buffers)
+
+    def local(self) -> Tensor:
+        return self.buffers[self.rank]
+
+    def peer(self, rank: int) -> Tensor:
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        return self.buffers[rank]
+
+
+def allocate_cuda(
+    num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> CudaSymmetricMemory:
+    """Allocate on CUDA; see `symmetric.allocate`. Synchronises the host with `device`.
+
+    Raises:
+        InputError: `num_bytes` is < 1 or differs between ranks.
+        UnsupportedError: this torch has no symmetric memory, or the GPUs are not peers.
+        torch.OutOfMemoryError: a rank is out of memory.
+    """
+    symmetric_memory = _torch_symmetric_memory()
+    world_size = dist.get_world_size(group)
+    with torch.cuda.device(device):
+        buffer = None
+        problem = ""
+        try:
+            buffer = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+            # the zeros must be there before a peer writes
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            problem = str(error)
+        # rendezvous waits for all ranks, so none may stay away from it alone
+        reports = gather_object((num_bytes, problem), group)
+        check_sizes([size for size, _ in reports])
+        for rank, (_, problem) in enumerate(reports):
+            if problem:
+                # the allocator reports both as a RuntimeError of the CUDA driver
+                lack = "out of memory" in problem
+                raise (torch.OutOfMemoryError if lack else UnsupportedError)(
+                    f"allocate: rank {rank} cannot make {num_bytes} bytes of symmetric memory: "
+                    f"{problem}"
+                )
+
+        handle: Any = None
+        buffers: tuple[Tensor, ...] = ()
+        problem = ""
+        try:
+            handle = symmetric_memory.rendezvous(buffer, group.group_name)
+            buffers = tuple(
+                handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(world_size)
+            )
+        except RuntimeError as error:
+            problem = str(error)
+        # also the barrier that tells each rank that its peers' buffers are open
+        problems = gather_object(problem, group)
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise UnsupportedError(
+                    f"allocate: rank {rank} cannot open the memory of its peers: {problem}; "
+                    "`nvidia-smi topo -p2p n` shows which GPUs reach each other"
+                )
+    return CudaSymmetricMemory(rank=dist.get_rank(group), buffers=buffers, handle=handle)
+
+
+def _torch_symmetric_memory() -> ModuleType:
+    name = "torch.distributed._symmetric_memory"
+    if not torch.cuda.is_available():
+        raise UnsupportedError("allocate: symmetric memory on cuda needs a GPU, torch sees none")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"allocate: torch {torch.__version__} has no {name} ({error}); install torch >= 2.11"
+        ) from error
+    missing = [call for call in ("empty", "rendezvous") if not hasattr(module, call)]
+    if missing:
+        raise UnsupportedError(
+            f"allocate: {name} of torch {torch.__version__} lacks {missing}; install torch >= 2.11"
+        )
+    return module

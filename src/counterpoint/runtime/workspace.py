@@ -1,0 +1,217 @@
+"""The memory that all calls of a group share: symmetric arena, scratch, signal pad.
+
+It grows only from facts that are equal on all ranks, to what the largest plan so far needs, and
+is then reused by every call: the barrier that opens each call keeps calls apart. Memory that a
+captured CUDA graph points into is kept as long as the workspace; other memory is freed when it is
+outgrown, after all ranks have left it.
+"""
+
+import os
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.plan.bind import Box
+from counterpoint.plan.steps import Buffer, Count, Plan
+from counterpoint.runtime.symmetric import SymmetricMemory, allocate
+
+NUM_SLOTS = 4096  # words of a signal pad
+MAX_CODE = 1024  # compiled programs that a workspace remembers
+ALIGN_BYTES = 256
+GRANULE_BYTES = 2 << 20
+DEFAULT_TIMEOUT_S = 30.0
+
+Operands = dict[str, Tensor]  # the user's tensors by buffer name, each 2-D
+Place = Callable[[Operands], Tensor]  # a box as a tensor, when the operands are known
+
+
+def default_timeout_s() -> float:
+    """Bound of every wait on a peer: COUNTERPOINT_TIMEOUT_S, else 30 seconds.
+
+    Raises:
+        InputError: the variable is not a number above 0.
+    """
+    text = os.environ.get("COUNTERPOINT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise InputError("environment", "COUNTERPOINT_TIMEOUT_S", want="seconds > 0", got=text)
+    return seconds
+
+
+class Workspace:
+    """What one group has on one device.
+
+    `fault` is set once a peer has not answered: the group is unusable from then on, and every
+    later call raises it. `code` caches what has been compiled for this memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.timeout_s = default_timeout_s()
+        self.pads: SymmetricMemory = allocate(4 * NUM_SLOTS, group, device)
+        self.arena: SymmetricMemory | None = None
+        self.scratch: Tensor | None = None
+        self.captured = False
+        self.fault: PeerTimeoutError | None = None
+        self.epoch = 0  # of CPU ranks; on a GPU it lives in device memory
+        self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
+        self.code: dict[Hashable, Any] = {}
+        self._kept: list[object] = []
+
+    def reserve(self, plan: Plan) -> None:
+        """Have room for `plan`. Collective and synchronous when memory has to grow.
+
+        Raises:
+            InputError: memory has to grow while a graph is being captured.
+            UnsupportedError: the plan uses more signals than a pad has.
+        """
+        if plan.num_slots > NUM_SLOTS:
+            want = f"has {plan.num_slots} signals, a pad holds {NUM_SLOTS}"
+            raise UnsupportedError(f"plan {plan.spec}: {want}")
+        symmetric = _arena_bytes(plan, "symmetric")
+        scratch = _arena_bytes(plan, "scratch")
+        has_symmetric = self.arena.num_bytes if self.arena else 0
+        has_scratch = self.scratch.numel() if self.scratch is not None else 0
+        if symmetric <= has_symmetric and scratch <= has_scratch:
+            return
+        if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                op = plan.problem.op
+                fix = "call it once at this size before capturing"
+                raise InputError(op, "workspace", want="warm when a graph is captured",
+                                 got=f"{has_symmetric + has_scratch} bytes, the plan needs "
+                                 f"{symmetric + scratch}", fix=fix)  # fmt: skip
+            torch.cuda.synchronize(self.device)
+        if self.captured:
+            self._kept += [self.arena, self.scratch]
+            self.captured = False
+        self.code.clear()
+        if symmetric > has_symmetric:
+            self.arena = allocate(symmetric, self.group, self.device)
+        if scratch > has_scratch:
+            self.scratch = None
+            self.scratch = torch.empty(scratch, dtype=torch.uint8, device=self.device)
+
+    def remember(self, key: Hashable, code: Any) -> None:
+        """Keep a compiled program; the oldest is forgotten when there are many."""
+        if len(self.code) >= MAX_CODE:
+            self.code.pop(next(iter(self.code)))
+        self.code[key] = code
+
+    def num_bytes(self) -> tuple[int, int]:
+        """(symmetric, scratch) bytes of this rank now, the signal pad left out."""
+        arena = self.arena.num_bytes if self.arena else 0
+        return arena, self.scratch.numel() if self.scratch is not None else 0
+
+    def check(self) -> None:
+        """Raise the fault of this group, if it has one.
+
+        Raises:
+            PeerTimeoutError: a peer did not answer in an earlier call.
+        """
+        if self.fault is None and self.lanes is not None:
+            self.fault = self.lanes.watchdog.look()
+        if self.fault is not None:
+            raise self.fault
+
+
+class Places:
+    """Where the boxes of one plan lie: in the workspace, or in the operands of a call."""
+
+    def __init__(self, workspace: Workspace, plan: Plan) -> None:
+        self.workspace = workspace
+        self.plan = plan
+        self.offsets: dict[str, int] = {}
+        used = {"symmetric": 0, "scratch": 0}
+        for buffer in plan.buffers:
+            if buffer.space in used:
+                self.offsets[buffer.name] = used[buffer.space]
+                used[buffer.space] += _aligned(plan.buffer_bytes(buffer))
+
+    def fixed(self, box: Box) -> Tensor | None:
+        """The tensor of a box in the workspace; None for a box of an operand."""
+        buffer = self.plan.buffer(box.buffer)
+        if buffer.space in ("input", "output"):
+            return None
+        if buffer.space == "scratch":
+            memory = self.workspace.scratch
+        else:
+            arena = self.workspace.arena
+            assert arena is not None, "reserve() comes before places"
+            memory = arena.peer(box.rank)
+        assert memory is not None
+        shape = self._shape(buffer, box.rank)
+        dtype = getattr(torch, buffer.dtype)
+        start = self.offsets[buffer.name]
+        num_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        whole = memory[start : start + num_bytes].view(dtype).view(shape)
+        return whole[box.slot, box.r0 : box.r1, box.c0 : box.c1]
+
+    def of(self, box: Box) -> Place:
+        """The box as a function of the operands."""
+        fixed = self.fixed(box)
+        if fixed is not None:
+            return lambda _: fixed
+        name, rows, cols = box.buffer, slice(box.r0, box.r1), slice(box.c0, box.c1)
+        if box.shape == self._shape(self.plan.buffer(name), box.rank)[1:]:
+            return lambda operands: operands[name]
+        return lambda operands: operands[name][rows, cols]
+
+    def _shape(self, buffer: Buffer, rank: int) -> tuple[int, int, int]:
+        """(slots, rows, columns) as `rank` stores the buffer."""
+        extent, cols = buffer.shape
+        problem = self.plan.problem
+        slots = problem.ranks if buffer.holds == "slots" else 1
+        if isinstance(extent, Count):
+            return slots, extent.limit * (1 if buffer.holds != "all" else problem.ranks), cols
+        if buffer.split and buffer.holds != "all":
+            extent = problem.rows[rank]
+        return slots, extent, cols
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _arena_bytes(plan: Plan, space: str) -> int:
+    used = sum(_aligned(plan.buffer_bytes(b)) for b in plan.buffers if b.space == space)
+    return -(-used // GRANULE_BYTES) * GRANULE_BYTES
+
+
+_workspaces: dict[tuple[str, str], Workspace] = {}
+
+
+def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
+    """The one workspace of `group` on `device`; collective at its first call."""
+    key = (group.group_name, str(device))
+    found = _workspaces.get(key)
+    # a group that was destroyed and made again has the same name, and none of the old memory
+    if found is None or found.group is not group:
+        try:
+            found = _workspaces[key] = Workspace(group, device)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            # the group's own timeout bounds this first meeting of the ranks
+            problem = f"a rank of group {group.group_name!r} did not come to set up its workspace"
+            raise PeerTimeoutError(f"{problem}: {error}", step="workspace") from error
+    return found
+
+
+def release_all() -> None:
+    """Forget every workspace of this process, for tests and before a group is destroyed."""
+    _workspaces.clear()
+
+
+def workspaces_of(group: dist.ProcessGroup | None) -> list[Workspace]:
+    """The workspaces that `group` has in this process."""
+    return [w for w in _workspaces.values() if w.group is group]

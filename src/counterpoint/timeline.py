@@ -1,0 +1,290 @@
+"""What ran when: spans on the lanes of each rank, and how much communication they hide.
+
+One format with three writers (`model.estimate`, a profiled run, `measure.trace`), so that
+"predicted against measured" is one picture. Pure: no torch, no numpy.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from counterpoint.errors import InputError
+
+COMMUNICATION_KINDS = ("copy", "collective", "barrier", "wait")
+COMPUTE_KINDS = ("matmul", "reduce", "move", "fused", "opaque")
+KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "other")
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work: [start_s, end_s) on one lane of one rank.
+
+    Args:
+        rank: Rank it ran on.
+        lane: Lane of the plan, or "stream N" for work that belongs to no step.
+        start_s: Begin, in seconds on a clock that all spans of a timeline share.
+        end_s: End, on the same clock.
+        kind: One of `KINDS`: a step's kind, "wait" for a spin on a peer, or "other".
+        label: What a reader sees: the step's name.
+
+    Raises:
+        InputError: The span ends before it starts, or `kind` is not in `KINDS`.
+    """
+
+    rank: int
+    lane: str
+    start_s: float
+    end_s: float
+    kind: str
+    label: str
+
+    def __post_init__(self) -> None:
+        # `not >=` also refuses NaN
+        if not self.end_s >= self.start_s:
+            want = f"at or after start_s={self.start_s:g} ({self.label!r})"
+            raise InputError("Span", "end_s", want=want, got=f"{self.end_s:g}")
+        if self.kind not in KINDS:
+            raise InputError("Span", "kind", want=f"one of {', '.join(KINDS)}", got=repr(self.kind))
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of one call or of several, on one clock.
+
+    Args:
+        spans: At least one, in any order; their order is the order in which lanes are shown.
+        title: Heading of the picture.
+        source: Where the times come from, e.g. "predicted for h200-8"; stands in the picture.
+
+    Raises:
+        InputError: There is no span.
+    """
+
+    spans: tuple[Span, ...]
+    title: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.spans:
+            raise InputError("Timeline", "spans", want="at least one span", got="none")
+
+    @property
+    def start_s(self) -> float:
+        """Start of the first span."""
+        return min(span.start_s for span in self.spans)
+
+    @property
+    def end_s(self) -> float:
+        """End of the last span."""
+        return max(span.end_s for span in self.spans)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first start to the last end, over all ranks."""
+        return self.end_s - self.start_s
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have a span, ascending."""
+        return tuple(sorted({span.rank for span in self.spans}))
+
+    def lanes(self, rank: int) -> tuple[str, ...]:
+        """Return the lanes of `rank` in order of appearance.
+
+        Raises:
+            InputError: `rank` has no span.
+        """
+        return tuple(dict.fromkeys(span.lane for span in self._of_rank("lanes", rank)))
+
+    def busy_s(self, rank: int, lane: str) -> float:
+        """Return the seconds in which `lane` of `rank` runs something (overlaps count once).
+
+        Raises:
+            InputError: `rank` has no span, or none on `lane`.
+        """
+        return _length_s(_union(self._of_lane("busy_s", rank, lane)))
+
+    def idle_s(self, rank: int, lane: str) -> float:
+        """Return `duration_s - busy_s`: the lane's gaps, those at both ends included.
+
+        Raises:
+            InputError: `rank` has no span, or none on `lane`.
+        """
+        return self.duration_s - _length_s(_union(self._of_lane("idle_s", rank, lane)))
+
+    def communication_s(self, rank: int) -> float:
+        """Return the seconds in which a copy, collective, barrier or wait runs on `rank`.
+
+        Raises:
+            InputError: `rank` has no span.
+        """
+        spans = self._of_rank("communication_s", rank)
+        return _length_s(_union(span for span in spans if span.kind in COMMUNICATION_KINDS))
+
+    def exposed(self, rank: int) -> tuple[Interval, ...]:
+        """Return the intervals, in seconds, in which `rank` communicates and does not compute.
+
+        Communication is copy, collective, barrier and wait; compute is matmul, reduce, move,
+        fused and opaque. A span of kind "other" neither hides nor is exposed.
+
+        Raises:
+            InputError: `rank` has no span.
+        """
+        spans = self._of_rank("exposed", rank)
+        communication = _union(span for span in spans if span.kind in COMMUNICATION_KINDS)
+        compute = _union(span for span in spans if span.kind in COMPUTE_KINDS)
+        return tuple(_difference(communication, compute))
+
+    def exposed_s(self, rank: int) -> float:
+        """Return the seconds of communication on `rank` that no compute hides.
+
+        Raises:
+            InputError: `rank` has no span.
+        """
+        return _length_s(self.exposed(rank))
+
+    def shifted(self, to_zero_s: float | None = None) -> "Timeline":
+        """Return the same timeline with `to_zero_s` (the first start, if None) as time zero."""
+        zero_s = self.start_s if to_zero_s is None else to_zero_s
+        spans = (
+            replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s)
+            for span in self.spans
+        )
+        return replace(self, spans=tuple(spans))
+
+    def to_json(self) -> str:
+        """Return all fields as JSON; `from_json` gives an equal timeline back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """Read what `to_json` wrote.
+
+        Raises:
+            InputError: `text` is not the JSON of a timeline.
+        """
+        try:
+            fields = json.loads(text)
+            spans = tuple(Span(**span) for span in fields["spans"])
+            return cls(spans=spans, title=fields["title"], source=fields["source"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            want = "JSON written by Timeline.to_json"
+            raise InputError("Timeline.from_json", "text", want=want, got=repr(error)) from error
+
+    def to_perfetto(self) -> str:
+        """Return Chrome trace event JSON for ui.perfetto.dev: rank = process, lane = thread.
+
+        Times are rounded to 1 ns first: spans that touch must not overlap, because Perfetto
+        drops a span that overlaps another one of its thread in part.
+
+        Source: "Trace Event Format" (Google), complete and metadata events; ts and dur in us.
+        """
+        events: list[dict[str, Any]] = []
+        thread_ids: dict[tuple[int, str], int] = {}
+        for rank in self.ranks:
+            events.append(_metadata(rank, 0, "process_name", {"name": f"rank {rank}"}))
+            events.append(_metadata(rank, 0, "process_sort_index", {"sort_index": rank}))
+            for thread_id, lane in enumerate(self.lanes(rank), start=1):
+                thread_ids[rank, lane] = thread_id
+                events.append(_metadata(rank, thread_id, "thread_name", {"name": lane}))
+                sort_index = {"sort_index": thread_id}
+                events.append(_metadata(rank, thread_id, "thread_sort_index", sort_index))
+        for span in self.spans:
+            start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.label,
+                    "cat": span.kind,
+                    "pid": span.rank,
+                    "tid": thread_ids[span.rank, span.lane],
+                    "ts": start_ns / 1e3,
+                    "dur": (end_ns - start_ns) / 1e3,
+                    "args": {"kind": span.kind},
+                }
+            )
+        about = {"title": self.title, "source": self.source}
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": about})
+
+    def save(self, path: str | Path) -> Path:
+        """Write a picture (.png, .svg, .pdf) or a Perfetto trace (.json), by the suffix of `path`.
+
+        Returns:
+            The path written.
+
+        Raises:
+            InputError: The suffix is none of these.
+        """
+        path = Path(path)
+        if path.suffix in PICTURE_SUFFIXES:
+            # here, not at the top: matplotlib takes a second to import, and models never draw
+            from counterpoint.measure.draw import draw_timeline
+
+            return draw_timeline(self, path)
+        if path.suffix == ".json":
+            path.write_text(self.to_perfetto(), encoding="utf-8")
+            return path
+        want = "a file name that ends in .png, .svg, .pdf or .json"
+        raise InputError("Timeline.save", "path", want=want, got=str(path))
+
+    def _of_rank(self, op: str, rank: int) -> tuple[Span, ...]:
+        spans = tuple(span for span in self.spans if span.rank == rank)
+        if not spans:
+            raise InputError(f"Timeline.{op}", "rank", want=f"one of {self.ranks}", got=rank)
+        return spans
+
+    def _of_lane(self, op: str, rank: int, lane: str) -> tuple[Span, ...]:
+        spans = tuple(span for span in self._of_rank(op, rank) if span.lane == lane)
+        if not spans:
+            want = f"one of {self.lanes(rank)}"
+            raise InputError(f"Timeline.{op}", "lane", want=want, got=repr(lane))
+        return spans
+
+
+def _metadata(rank: int, thread_id: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": thread_id, "name": name, "args": args}
+
+
+def _union(spans: Iterable[Span]) -> list[Interval]:
+    """Merge to disjoint intervals in ascending order; spans of no length vanish."""
+    merged: list[Interval] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.end_s == span.start_s:
+            continue
+        if merged and span.start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end_s))
+        else:
+            merged.append((span.start_s, span.end_s))
+    return merged
+
+
+def _difference(intervals: list[Interval], holes: list[Interval]) -> list[Interval]:
+    """Cut `holes` out of `intervals`; both are disjoint and ascending."""
+    left: list[Interval] = []
+    for start_s, end_s in intervals:
+        at_s = start_s
+        for hole_start_s, hole_end_s in holes:
+            if hole_end_s <= at_s:
+                continue
+            if hole_start_s >= end_s:
+                break
+            if hole_start_s > at_s:
+                left.append((at_s, hole_start_s))
+            at_s = hole_end_s
+        if at_s < end_s:
+            left.append((at_s, end_s))
+    return left
+
+
+def _length_s(intervals: Iterable[Interval]) -> float:
+    return sum(end_s - start_s for start_s, end_s in intervals)
