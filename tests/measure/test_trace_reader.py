@@ -6,7 +6,7 @@ import json
 import pytest
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.measure.trace import CopyActivities, copy_engine_bytes, read_trace
+from counterpoint.measure.trace import CopyActivities, copy_activities, read_trace
 
 HOST, MAIN, COPIER = 4242, 4242, 4243  # process, thread of the SM lanes, thread of the copies
 
@@ -103,7 +103,7 @@ def test_each_activity_gets_the_innermost_step_of_its_thread():
 
 
 def test_copy_steps_that_used_a_kernel_or_nothing_are_seen():
-    assert copy_engine_bytes(trace()) == {
+    assert copy_activities(trace()) == {
         "pull 0": CopyActivities(num_memcpy=2, num_kernels=0),
         "pull 1": CopyActivities(num_memcpy=1, num_kernels=1),
         "pull 2": CopyActivities(num_memcpy=0, num_kernels=0),
@@ -127,7 +127,7 @@ def test_order_of_events_in_the_file_does_not_matter():
 def test_a_trace_without_gpu_activity_raises():
     cpu_only = trace()
     cpu_only["traceEvents"] = [e for e in cpu_only["traceEvents"] if e["pid"] == HOST]
-    for read in (read_trace, copy_engine_bytes):
+    for read in (read_trace, copy_activities):
         with pytest.raises(CounterpointError, match="no GPU activity in the trace; profile with"):
             read(cpu_only)
 
@@ -137,7 +137,7 @@ def test_no_copy_step_is_no_proof():
     serial["traceEvents"] = [e for e in serial["traceEvents"] if "/copy/" not in e["name"]]
     assert read_trace(serial).spans
     with pytest.raises(CounterpointError, match="no copy step in the trace, so nothing is proved"):
-        copy_engine_bytes(serial)
+        copy_activities(serial)
 
 
 def test_something_else_is_refused(tmp_path):
@@ -168,4 +168,4 @@ def test_ranges_of_the_installed_torch_have_the_names_we_look_for(tmp_path):
     added = [launch(1, at_us), activity(1, at_us + 10, 5, 20, cat="gpu_memcpy", name="Memcpy")]
     added[0] |= {"pid": ours["pid"], "tid": ours["tid"]}
     content["traceEvents"] += added
-    assert copy_engine_bytes(content) == {"pull 0": (1, 0)}
+    assert copy_activities(content) == {"pull 0": (1, 0)}

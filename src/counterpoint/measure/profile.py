@@ -4,15 +4,17 @@ On CPU ranks the executor notes each step; on GPUs the spans are the kernels and
 torch's profiler saw, with the steps that launched them.
 """
 
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from counterpoint.measure.trace import read_trace
+from counterpoint.measure import trace
+from counterpoint.measure.trace import CopyActivities, read_trace
 from counterpoint.runtime import execute
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.timeline import Span, Timeline
@@ -63,6 +65,23 @@ def _on_cpu(fn: Callable[[], T]) -> tuple[T, list[Span]]:
 
 
 def _on_gpu(fn: Callable[[], T], rank: int) -> tuple[T, list[Span]]:
+    result, content = _traced(fn)
+    return result, list(read_trace(content, rank).spans)
+
+
+def copy_activities(fn: Callable[[], object]) -> dict[str, CopyActivities]:
+    """Run `fn` under the profiler, on a GPU, and count what its copy steps ran.
+
+    Returns:
+        Name of the copy step -> how many copy-engine copies and how many kernels it was.
+
+    Raises:
+        CounterpointError: there was no copy step.
+    """
+    return trace.copy_activities(_traced(fn)[1])
+
+
+def _traced(fn: Callable[[], T]) -> tuple[T, dict[str, Any]]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities):
         torch.cuda.synchronize()  # the profiler's own start is slow the first time
@@ -72,4 +91,4 @@ def _on_gpu(fn: Callable[[], T], rank: int) -> tuple[T, list[Span]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return result, list(read_trace(path, rank).spans)
+        return result, json.loads(path.read_text())

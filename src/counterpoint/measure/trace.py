@@ -75,7 +75,7 @@ def read_trace(trace: Trace, rank: int = 0) -> Timeline:
     return Timeline(spans=tuple(in_order), source=_source(content))
 
 
-def copy_engine_bytes(trace: Trace) -> dict[str, CopyActivities]:
+def copy_activities(trace: Trace) -> dict[str, CopyActivities]:
     """Count the copy-engine copies and the kernels that each copy step ran.
 
     The proof that "copies are DMA copies": num_kernels is 0 and num_memcpy is not, for every
@@ -91,7 +91,7 @@ def copy_engine_bytes(trace: Trace) -> dict[str, CopyActivities]:
         InputError: `trace` is not a Chrome trace, or a step has a kind that a timeline lacks.
         CounterpointError: The trace holds no GPU activity, or no copy step.
     """
-    op = "copy_engine_bytes"
+    op = "copy_activities"
     content = _load(trace, op)
     activities = _activities(content, op)
     counts = {step.name: (0, 0) for step in _steps(content, op) if step.kind == "copy"}

@@ -138,8 +138,7 @@ class CudaCode:
             stream.wait_event(lanes.fork)
         try:
             for step in self.steps:
-                with step.annotation if annotate else nullcontext():
-                    step.enqueue(operands, main, capturing)
+                step.enqueue(operands, main, capturing, annotate)
         finally:
             for name, stream in self.side.items():
                 self.joins[name].record(stream)
@@ -152,7 +151,10 @@ class _CudaStep:
     def __init__(self, code: CudaCode, index: int, places: Places) -> None:
         bound = code.program.steps[index]
         step = bound.step
-        self.name = f"counterpoint/{step.lane}/{step.kind}/{step.name}"
+        kind = "barrier" if step.kind == "barrier" else "wait"
+        self.mark_before = f"counterpoint/{step.lane}/{kind}/{step.name}"
+        self.mark = f"counterpoint/{step.lane}/{step.kind}/{step.name}"
+        self.mark_after = f"counterpoint/{step.lane}/barrier/{step.name}"
         self.stream = code.side.get(step.lane)
         self.edges = [code.events[name] for name in step.after if name in code.events]
         self.ended = code.events.get(step.name)
@@ -169,27 +171,32 @@ class _CudaStep:
         if both is None and bound.posts:
             self.after = _signal(code.lanes, bound.posts, (), tag, False)
 
-    @property
-    def annotation(self) -> AbstractContextManager[object]:
-        """Marks what the step launches, for `measure.trace`."""
-        return record_function(self.name)
-
-    def enqueue(self, operands: Operands, main: torch.cuda.Stream, capturing: bool) -> None:
+    def enqueue(
+        self, operands: Operands, main: torch.cuda.Stream, capturing: bool, annotate: bool
+    ) -> None:
+        """Launch the step. Annotations tell `measure.trace` which step launched what."""
         stream = self.stream or main
         for edge in self.edges:
             stream.wait_event(edge)
-        on_stream = torch.cuda.stream(stream) if self.stream else nullcontext()
-        with on_stream:
+        mark = record_function if annotate else _no_mark
+        with torch.cuda.stream(stream) if self.stream else nullcontext():
             if self.before:
-                self.before()
-            for action in self.actions:
-                action(operands)
-            if self.copy:
-                self.copy(operands, stream.cuda_stream, capturing)
+                with mark(self.mark_before):
+                    self.before()
+            with mark(self.mark):
+                for action in self.actions:
+                    action(operands)
+                if self.copy:
+                    self.copy(operands, stream.cuda_stream, capturing)
             if self.after:
-                self.after()
+                with mark(self.mark_after):
+                    self.after()
         if self.ended:
             self.ended.record(stream)
+
+
+def _no_mark(_: str) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 def _actions(code: CudaCode, bound: BoundStep, places: Places) -> list[Action]:

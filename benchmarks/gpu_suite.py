@@ -1,0 +1,77 @@
+"""`make gpu`: tests, then benchmark, on whatever GPUs are there; rows as JSONL. Installs nothing.
+
+    SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
+    SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
+
+It starts one process for each GPU: first pytest on tests/gpu, in step on all ranks, then the
+benchmark. A hang ends in the stacks of all ranks.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS_S = {"smoke": (100, 60), "full": (240, 300)}  # tests, benchmark
+
+
+def main() -> int:
+    """Run the suite; exit code 0 when the tests pass and the rows are written."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suite", choices=("smoke", "full"), default="full")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
+    parser.add_argument("--only", choices=("tests", "bench"), help="one half of the suite")
+    parser.add_argument("--gpus", type=int, default=0, help="how many; 0: all that are there")
+    args = parser.parse_args()
+
+    import torch
+
+    num_gpus = args.gpus or torch.cuda.device_count()
+    if num_gpus < 2:
+        print(f"make gpu: needs 2 GPUs or more, torch sees {num_gpus}; `counterpoint doctor` helps")
+        return 2
+    # groups of 2, 4 and 8 ranks are measured
+    num_gpus = 8 if num_gpus >= 8 else 4 if num_gpus >= 4 else 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = args.out / f"overlap-{num_gpus}x.jsonl"
+    rows.unlink(missing_ok=True)
+    test_s, bench_s = LIMITS_S[args.suite]
+    # another torch than CI's may warn: warnings are printed here, not errors
+    tests = ["-m", "pytest", "tests/gpu", "-q", "-x", "-p", "no:cacheprovider", "-W", "default",
+             "-o", f"faulthandler_timeout={test_s - 10}", "--durations=8"]  # fmt: skip
+    bench = ["benchmarks/overlap.py", "--suite", args.suite, "--out", str(rows)]
+    halves = {"tests": (tests, test_s), "bench": (bench, bench_s)}
+    for name, (command, limit_s) in halves.items():
+        if args.only in (None, name):
+            start_s = time.monotonic()
+            code = _torchrun(num_gpus, command, limit_s)
+            print(f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s")
+            if code:
+                return code
+    return 0
+
+
+def _torchrun(num_gpus: int, command: list[str], limit_s: int) -> int:
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}:{ROOT / 'benchmarks'}",
+        "OMP_NUM_THREADS": "4",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                f"--nproc-per-node={num_gpus}", "--local-ranks-filter=0"]  # fmt: skip
+    if command[0] == "-m":
+        launcher, command = [*launcher, "-m"], command[1:]
+    try:
+        return subprocess.run([*launcher, *command], cwd=ROOT, env=environment,
+                              timeout=limit_s).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        print(f"make gpu: not done after {limit_s} s")
+        return 124
+
+
+if __name__ == "__main__":
+    sys.exit(main())

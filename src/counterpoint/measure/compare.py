@@ -1,0 +1,223 @@
+"""Plans against the serial way, on GPUs: checked against fp64 first, then timed in one rotation.
+
+Arms: compute (the matmul alone), communication (NCCL's collective alone), serial (both, none of our
+code, preallocated tensors), torch_symm_mem (torch's fused op), and our plans, which start from an
+ordinary tensor. As graphs of several calls with weights in rotation, and eager beside.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import CounterpointError
+from counterpoint.measure import record
+from counterpoint.measure.timing import Arm, Times, captured, host_s, relative_error, rotate
+from counterpoint.ops.all_gather_matmul import all_gather_matmul
+from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.problem import ITEM_BYTES, Op
+from counterpoint.runtime import compute
+from counterpoint.runtime.workspace import workspace_of
+
+L2_ROTATIONS = 4  # weights in rotation cover this many times the L2
+MIN_CALLS = 8  # of one graph
+SAMPLE_ROWS = 64  # rows of the result that are compared with fp64
+TORCH_SYMM_MEM = "torch_symm_mem"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to compare at: M over all ranks, N and K of one rank."""
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    layer: str = ""
+    dtype: str = "bfloat16"
+
+
+@dataclass
+class Inputs:
+    """Tensors of one rank; random, and different on each."""
+
+    x: Tensor  # all_gather_matmul: [M / ranks, K]; matmul_reduce_scatter: [M, K]
+    weights: list[Tensor]  # each [K, N], the transposed view that a Linear gives
+    full: Tensor  # where the serial way gathers, or computes its partial result
+    y: Tensor  # the result of the serial way
+    sample: Tensor = field(init=False)  # rows of y that are checked
+
+    def weight(self, i: int) -> Tensor:
+        """The weight of call i."""
+        return self.weights[i % len(self.weights)]
+
+
+def compare(
+    case: Case,
+    specs: Sequence[str],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    rounds: int = 9,
+    soak_s: float = 0.7,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Check and time `specs` and the arms they are compared with; all ranks call this.
+
+    Returns:
+        Rows for `record.append`, equal on all ranks; times in seconds for one call.
+
+    Raises:
+        CounterpointError: a plan computed something else than fp64 says; nothing was timed.
+    """
+    ranks = dist.get_world_size(group)
+    inputs = _inputs(case, group, device)
+    calls = {name: _serial(case, inputs, group, name) for name in ("compute", "communication")}
+    calls["serial"] = _serial(case, inputs, group, "serial")
+    calls |= {spec: _ours(case, inputs, group, spec) for spec in specs}
+    errors = _errors(case, inputs, group, {k: calls[k] for k in ("serial", *specs)})
+    peer = _torch_symm_mem(case, inputs, group)
+    num_calls = max(MIN_CALLS, len(inputs.weights))
+
+    progress("capturing")
+    graphs: dict[str, Arm] = {}
+    kept: list[torch.cuda.CUDAGraph] = []
+    for name, call in {**calls, **peer}.items():
+        graphs[name], graph = captured(call, num_calls)
+        kept.append(graph)
+    progress("timing graphs")
+    times = rotate(graphs, group=group, device=device, rounds=rounds, soak_s=soak_s)
+    clock = record.sm_clock_mhz()
+    best = min(specs, key=lambda s: times[s].median_s)
+    eager_specs = dict.fromkeys(["serial", best, "auto"])
+    eager_calls = {**calls, "auto": _ours(case, inputs, group, "auto"), **peer}
+    eager = {n: (lambda c=eager_calls[n]: c(0)) for n in [*eager_specs, *peer]}
+    progress("timing eager")
+    behind = rotate(eager, group=group, device=device, rounds=rounds, soak_s=0.1,
+                    backlog_cycles=5_000_000)  # fmt: skip
+    plain = rotate(eager, group=group, device=device, rounds=rounds, soak_s=0.1, backlog_cycles=1)
+    hosts = {name: host_s(arm, group=group) for name, arm in eager.items()}
+    memory = workspace_of(group, device).num_bytes()
+    del graphs, kept
+
+    facts = {
+        "table": "overlap", "op": case.op, "layer": case.layer, "m": case.m, "n": case.n,
+        "k": case.k, "dtype": case.dtype, "ranks": ranks, "sm_clock_mhz": clock,
+        "workspace_bytes": list(memory),
+    } | record.environment()  # fmt: skip
+
+    def row(arm: str, mode: str, t: Times, per: int, **more: Any) -> dict[str, Any]:
+        return {
+            "arm": arm, "mode": mode, "median_s": t.median_s / per, "p20_s": t.quantile_s(2) / per,
+            "p80_s": t.quantile_s(8) / per, "skew_s": t.skew_s / per, "rounds": len(t.rounds_s),
+            "calls_per_graph": per if mode == "graph" else 0, "error": errors.get(arm),
+            **more, **facts,
+        }  # fmt: skip
+
+    rows = [row(arm, "graph", t, num_calls) for arm, t in times.items()]
+    for arm in eager:
+        more = {"host_s": hosts[arm], "plain_eager_s": plain[arm].median_s}
+        rows.append(row(arm, "eager", behind[arm], 1, **more))
+    return rows
+
+
+def _inputs(case: Case, group: dist.ProcessGroup, device: torch.device) -> Inputs:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    dtype = getattr(torch, case.dtype)
+    generator = torch.Generator(device).manual_seed(1000 + rank)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    weight_bytes = case.n * case.k * ITEM_BYTES[case.dtype]
+    count = max(1, ceil(L2_ROTATIONS * l2_bytes / weight_bytes))
+    weights = [normal(case.n, case.k).t() for _ in range(count)]
+    shard = case.m // ranks
+    if case.op == "all_gather_matmul":
+        x, full = normal(shard, case.k), torch.empty(case.m, case.k, dtype=dtype, device=device)
+        y = torch.empty(case.m, case.n, dtype=dtype, device=device)
+    else:
+        x, full = normal(case.m, case.k), torch.empty(case.m, case.n, dtype=dtype, device=device)
+        y = torch.empty(shard, case.n, dtype=dtype, device=device)
+    inputs = Inputs(x, weights, full, y)
+    # equal on all ranks: in a reduce-scatter all of them contribute to each sampled row
+    chosen = torch.Generator().manual_seed(7)
+    inputs.sample = torch.randint(0, case.m, (SAMPLE_ROWS,), generator=chosen).to(device)
+    return inputs
+
+
+def _serial(
+    case: Case, inputs: Inputs, group: dist.ProcessGroup, part: str
+) -> Callable[[int], object]:
+    x, full, y = inputs.x, inputs.full, inputs.y
+    gathers = case.op == "all_gather_matmul"
+    collective = compute.all_gather if gathers else compute.reduce_scatter
+    source, target = (x, full) if gathers else (full, y)
+    left, product = (full, y) if gathers else (x, full)
+
+    def communicate(_: int) -> None:
+        collective(target, source, group=group)
+
+    def multiply(i: int) -> None:
+        torch.mm(left, inputs.weight(i), out=product)
+
+    def both(i: int) -> Tensor:
+        first, second = (communicate, multiply) if gathers else (multiply, communicate)
+        first(i)
+        second(i)
+        return y
+
+    return {"compute": multiply, "communication": communicate, "serial": both}[part]
+
+
+def _ours(
+    case: Case, inputs: Inputs, group: dist.ProcessGroup, spec: str
+) -> Callable[[int], Tensor]:
+    op = all_gather_matmul if case.op == "all_gather_matmul" else matmul_reduce_scatter
+    return lambda i: op(inputs.x, inputs.weight(i), group=group, plan=spec)
+
+
+def _torch_symm_mem(
+    case: Case, inputs: Inputs, group: dist.ProcessGroup
+) -> dict[str, Callable[[int], object]]:
+    ops, name = torch.ops.symm_mem, group.group_name
+    if case.op == "all_gather_matmul":
+        return {TORCH_SYMM_MEM: lambda i: ops.fused_all_gather_matmul(
+            inputs.x, [inputs.weight(i)], 0, name, return_A=False)}  # fmt: skip
+    return {TORCH_SYMM_MEM: lambda i: ops.fused_matmul_reduce_scatter(
+        inputs.x, inputs.weight(i), "sum", 0, name)}  # fmt: skip
+
+
+def _errors(
+    case: Case, inputs: Inputs, group: dist.ProcessGroup, calls: dict[str, Callable[[int], Any]]
+) -> dict[str, float]:
+    """Errors against fp64 on sampled rows, of the worst rank; raises above twice the serial one."""
+    rank, shard = dist.get_rank(group), case.m // dist.get_world_size(group)
+    if case.op == "all_gather_matmul":
+        compute.all_gather(inputs.full, inputs.x, group=group)
+        want = inputs.full[inputs.sample].double() @ inputs.weight(0).double()
+        rows = inputs.sample
+    else:
+        want = inputs.x[inputs.sample].double() @ inputs.weight(0).double()
+        dist.all_reduce(want, group=group)
+        mine = (inputs.sample // shard) == rank
+        want, rows = want[mine], inputs.sample[mine] - rank * shard
+    errors: dict[str, float] = {}
+    for name, call in calls.items():
+        inputs.y.fill_(torch.nan)
+        error = torch.tensor(
+            relative_error(call(0)[rows], want) if len(rows) else 0.0, device=rows.device
+        )
+        dist.all_reduce(error, op=dist.ReduceOp.MAX, group=group)
+        errors[name] = error.item()
+        if not errors[name] <= 2 * errors["serial"]:
+            raise CounterpointError(
+                f"{case.op} {name} at {case.m},{case.n},{case.k}: error {errors[name]:.2e} against "
+                f"fp64, the serial way has {errors['serial']:.2e}"
+            )
+    return errors

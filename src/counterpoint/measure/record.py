@@ -1,0 +1,66 @@
+"""One measurement as one line of JSON, with what is needed to believe it."""
+
+import datetime
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver, libraries, commit, multicast, date: what every row carries."""
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "commit": os.environ.get("COUNTERPOINT_COMMIT") or _commit(),
+        "multicast": os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1",
+        "nvls": os.environ.get("NCCL_NVLS_ENABLE") != "0",
+    }
+    if torch.cuda.is_available():
+        import triton
+
+        facts |= {
+            "gpu": torch.cuda.get_device_name(),
+            "num_gpus": torch.cuda.device_count(),
+            "driver": _nvidia_smi("driver_version"),
+            "triton": triton.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return facts
+
+
+def sm_clock_mhz() -> int:
+    """SM clock of GPU 0 now, 0 where it cannot be read."""
+    text = _nvidia_smi("clocks.sm").split()
+    return int(text[0]) if text and text[0].isdigit() else 0
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Add rows to a JSONL file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def _nvidia_smi(field: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "-i", "0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,142 @@
+"""Time several implementations fairly on GPUs: one randomised rotation at settled clocks.
+
+The same GEMM took 1.06 ms on a cool chip and 1.23 ms under load (8xH200, bf16, 2026-11), so arms
+that are not interleaved in one run mislead. Every round runs every arm once, in a random order that
+is the same on all ranks; before each, a backlog and a device-side barrier, so that neither host
+time nor late ranks count. A round's time is that of the slowest rank.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.runtime.symmetric import allocate
+
+Arm = Callable[[], object]
+BACKLOG_CYCLES = 600_000  # about 0.3 ms: the host enqueues an arm meanwhile
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one arm: of the slowest rank, one for each round."""
+
+    rounds_s: tuple[float, ...]
+    skew_s: float  # median over rounds of slowest minus fastest rank
+
+    @property
+    def median_s(self) -> float:
+        """Median over rounds."""
+        return statistics.median(self.rounds_s)
+
+    def quantile_s(self, q: int) -> float:
+        """The q-th of ten quantiles."""
+        return statistics.quantiles(self.rounds_s, n=10)[q - 1]
+
+
+def soak(seconds: float, device: torch.device) -> None:
+    """Keep the GPU at a large GEMM, so that clocks and power have settled."""
+    a = torch.randn(8192, 8192, device=device).bfloat16()
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for _ in range(20):
+            torch.mm(a, a)
+        torch.cuda.synchronize(device)
+
+
+def rotate(
+    arms: Mapping[str, Arm],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    rounds: int,
+    soak_s: float,
+    backlog_cycles: int = BACKLOG_CYCLES,
+    seed: int = 0,
+) -> dict[str, Times]:
+    """Time `arms` in one randomised rotation; all ranks of `group` call this with equal names.
+
+    Args:
+        rounds: how often each arm runs, after a warm-up round that does not count.
+        soak_s: seconds of load before the first round.
+        backlog_cycles: GPU cycles that the stream is busy before the barrier; an arm whose host
+            time is longer shows it.
+
+    Raises:
+        InputError: fewer than 2 rounds, or no arms.
+    """
+    if rounds < 2 or not arms:
+        raise InputError("rotate", "rounds", want=">= 2, with one arm or more", got=rounds)
+    meeting = allocate(1 << 16, group, device)
+    order, shuffle = list(arms), random.Random(seed)
+    times = torch.zeros(len(order), rounds, dtype=torch.float64)
+    for arm in arms.values():
+        arm()
+    torch.cuda.synchronize(device)
+    soak(soak_s, device)
+    for i in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            seconds = _time_once(arms[name], meeting, group, backlog_cycles)
+            times[list(arms).index(name), i] = seconds
+    slowest, fastest = times.to(device), times.to(device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(fastest, op=dist.ReduceOp.MIN, group=group)
+    skew = (slowest - fastest).median(dim=1).values
+    return {
+        name: Times(tuple(slowest[i].tolist()), float(skew[i])) for i, name in enumerate(arms)
+    }
+
+
+def _time_once(arm: Arm, meeting: object, group: dist.ProcessGroup, backlog_cycles: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    dist.barrier(group)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(backlog_cycles)
+    meeting.handle.barrier(channel=0)  # type: ignore[attr-defined]
+    start.record()
+    arm()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def host_s(arm: Arm, *, group: dist.ProcessGroup, calls: int = 30) -> float:
+    """Seconds of host time of one call, submitted while the GPU is busy: the slowest rank's."""
+    arm()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    torch.cuda._sleep(100_000_000)  # the queue must not drain, nor a call wait for the GPU
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        arm()
+    taken = torch.tensor((time.perf_counter() - start_s) / calls, device="cuda")
+    torch.cuda.synchronize()
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)
+    return taken.item()
+
+
+def captured(call: Callable[[int], object], calls: int) -> tuple[Arm, torch.cuda.CUDAGraph]:
+    """`calls` calls, numbered, in one CUDA graph; the arm replays it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call(0)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    return graph.replay, graph
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want| in fp64; NaN where `got` has one."""
+    return ((got.double() - want).norm() / want.norm()).item()

@@ -1,0 +1,79 @@
+"""What the library relies on beyond torch's public API: one test each, first in `make gpu`."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import triton
+
+from counterpoint.runtime import driver
+from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.symmetric import allocate
+
+
+def test_multicast_is_off():
+    assert os.environ.get("NCCL_NVLS_ENABLE") == "0"
+    assert os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1"
+
+
+def test_versions():
+    assert tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
+    assert tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
+def test_symmetric_memory_reaches_every_peer(gpus):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    memory = allocate(4096 * world, dist.group.WORLD, gpus)
+    for peer in range(world):
+        memory.peer(peer).view(world, 4096)[rank].fill_(rank + 1)
+    torch.cuda.synchronize()
+    dist.barrier()
+    want = torch.arange(1, world + 1, device=gpus, dtype=torch.uint8)
+    assert torch.equal(memory.local().view(world, 4096).amin(1), want)
+    assert torch.equal(memory.local().view(world, 4096).amax(1), want)
+
+
+def test_matmul_accumulates_bf16_products_in_fp32(gpus):
+    x, w = torch.randn(64, 128, device=gpus).bfloat16(), torch.randn(128, 32, device=gpus).bfloat16()
+    total = torch.randn(64, 32, device=gpus)
+    want = total.double() + x.double() @ w.double()
+    torch.addmm(total, x, w, torch.float32, out=total)
+    assert total.dtype == torch.float32
+    assert (total.double() - want).norm() / want.norm() < 1e-6
+
+
+def test_copies_plain_strided_and_batched(gpus):
+    source = torch.randint(0, 255, (64, 256), device=gpus, dtype=torch.uint8)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    target = torch.zeros_like(source)
+    driver.copy_async(_copy(target, source, 64 * 256, 1), stream.cuda_stream)
+    strided = torch.zeros_like(source)
+    driver.copy_async(
+        Copy(strided.data_ptr(), 256, source.data_ptr(), 256, 64, 64), stream.cuda_stream
+    )
+    batched = torch.zeros_like(source)
+    rows = [_copy(batched[i], source[i], 256, 1) for i in range(64)]
+    driver.copy_batch_async(rows, stream.cuda_stream)
+    stream.synchronize()
+    assert torch.equal(target, source)
+    assert torch.equal(batched, source)
+    assert torch.equal(strided[:, :64], source[:, :64])
+    assert not strided[:, 64:].any()
+
+
+def test_tables_can_be_uploaded_while_a_graph_is_captured(gpus):
+    target, host = torch.zeros(8, dtype=torch.int64, device=gpus), torch.arange(8)
+    upload, x = torch.cuda.Stream(), torch.zeros(4, device=gpus)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        driver.upload(host, target.data_ptr(), upload.cuda_stream)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(target.cpu(), host)
+    assert x.tolist() == [1.0] * 4
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, width: int, height: int) -> Copy:
+    return Copy(target.data_ptr(), width, source.data_ptr(), width, width, height)

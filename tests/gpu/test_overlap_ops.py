@@ -1,0 +1,218 @@
+"""Both ops on GPUs: every published plan, on every group size, eager and replayed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from plans import specs
+
+import counterpoint
+from counterpoint.measure.timing import relative_error
+from counterpoint.runtime import compute
+from counterpoint.runtime.workspace import workspace_of
+
+AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+SHAPES = [(1, 1, 1), (37, 24, 40), (129, 257, 191), (256, 512, 512)]  # rows of a rank, N, K
+RATIO = 2.0  # of the error of plain torch, against fp64
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-23}
+
+
+def operands(op, rows, n, k, group, dtype=torch.bfloat16, bias=False):
+    """x, w, bias of this rank, the result in fp64, and the result of the serial way."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks, rank = group.size(), group.rank()
+    m = rows * ranks
+    x = torch.randn(rows if op == AG else m, k, device=device).to(dtype)
+    w = torch.randn(n, k, device=device).to(dtype).t()
+    b = torch.randn(n, device=device).to(dtype) if bias else None
+    extra = b.double() if bias else 0.0
+    if op == AG:
+        full = x.new_empty(m, k)
+        compute.all_gather(full, x, group=group)
+        want = full.double() @ w.double() + extra
+        plain = full @ w + (b if bias else 0)
+    else:
+        total = x.double() @ w.double()
+        dist.all_reduce(total, group=group)
+        want = total[rank * rows : (rank + 1) * rows] + extra
+        plain = x.new_empty(rows, n)
+        compute.reduce_scatter(plain, x @ w, group=group)
+        plain = plain + (b if bias else 0)
+    return x, w, b, want, plain
+
+
+def run(op, x, w, b, group, spec):
+    call = getattr(counterpoint, op)
+    return call(x, w, bias=b, group=group, plan=spec)
+
+
+def check(got, want, plain, what):
+    error, baseline = relative_error(got, want), relative_error(plain, want)
+    bound = max(RATIO * baseline, ROUNDING[got.dtype])
+    assert error <= bound, f"{what}: error {error:.2e}, plain torch has {baseline:.2e}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("op", [AG, RS])
+def test_every_plan_at_odd_shapes(groups, op, ranks):
+    if ranks not in groups:
+        pytest.skip(f"needs {ranks} GPUs")
+    group = groups[ranks]
+    if dist.get_rank() >= ranks:
+        return
+    for shape in SHAPES:
+        for bias in (False, True):
+            x, w, b, want, plain = operands(op, *shape, group, bias=bias)
+            before = x.clone()
+            for spec in specs(op, ranks):
+                got = run(op, x, w, b, group, spec)
+                check(got, want, plain, f"{op} {spec} {shape} on {ranks} ranks")
+                assert torch.equal(run(op, x, w, b, group, spec), got), f"{spec}: bits differ"
+            assert torch.equal(x, before), "the input was written to"
+    counterpoint.check(group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", [AG, RS])
+def test_other_dtypes(groups, op, dtype):
+    group = dist.group.WORLD
+    x, w, b, want, plain = operands(op, 37, 96, 72, group, dtype, bias=True)
+    for spec in specs(op, group.size()):
+        check(run(op, x, w, b, group, spec), want, plain, f"{op} {spec} {dtype}")
+
+
+@pytest.mark.parametrize("op", [AG, RS])
+def test_unequal_rows(groups, op):
+    group = dist.group.WORLD
+    ranks, rank = group.size(), group.rank()
+    rows = [(5 * i + 3) % 7 for i in range(ranks)]
+    starts = [sum(rows[:i]) for i in range(ranks + 1)]
+    generator = torch.Generator().manual_seed(5)
+    everything = torch.randn(sum(rows), 40, generator=generator).cuda().bfloat16()
+    w = torch.randn(40, 24, device="cuda").bfloat16()
+    mine = slice(starts[rank], starts[rank + 1])
+    if op == AG:
+        x, want = everything[mine], everything.double() @ w.double()
+    else:
+        x = everything + rank
+        total = x.double() @ w.double()
+        dist.all_reduce(total)
+        want = total[mine]
+    for spec in specs(op, ranks):
+        got = getattr(counterpoint, op)(x, w, plan=spec, rows=rows)
+        assert got.shape == want.shape
+        error = relative_error(got, want) if want.numel() else 0.0
+        assert error < 2**-7, f"{op} {spec}: {error}"
+
+
+@pytest.mark.parametrize("op", [AG, RS])
+def test_a_thousand_replays_mixed_with_eager_calls(groups, op):
+    """Graphs of all plans and eager calls of others in turn, on one workspace, inputs changing."""
+    group = dist.group.WORLD
+    names = specs(op, group.size())
+    inputs = [operands(op, 64, 256, 256, group) for _ in range(3)]
+    w = inputs[0][1]
+    wants = {
+        spec: [run(op, x, w, None, group, spec).clone() for x, *_ in inputs] for spec in names
+    }
+    first = inputs[0]
+    for spec in names:
+        check(wants[spec][0], first[3], first[4], f"{op} {spec}")
+    static = first[0].clone()
+    graphs = {}
+    for spec in names:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(op, static, w, None, group, spec)
+        graphs[spec] = graph, out
+    wrong = torch.zeros(len(names), dtype=torch.int64, device="cuda")
+    for i in range(1000):
+        j, spec = i % 3, names[i % len(names)]
+        graph, out = graphs[spec]
+        static.copy_(inputs[j][0])
+        graph.replay()
+        wrong[i % len(names)] += (out != wants[spec][j]).any()
+        if i % 5 == 0:
+            other = names[(i * 7 + 3) % len(names)]
+            eager = run(op, inputs[(j + 1) % 3][0], w, None, group, other)
+            wrong[names.index(other)] += (eager != wants[other][(j + 1) % 3]).any()
+    counterpoint.check(group)
+    found = {spec: int(count) for spec, count in zip(names, wrong.tolist(), strict=True) if count}
+    assert not found, f"{op}: replays with wrong bits: {found}"
+
+
+@pytest.mark.parametrize("op", [AG, RS])
+def test_memory_is_flat_over_a_thousand_calls_of_varying_m(groups, op):
+    group = dist.group.WORLD
+    w = torch.randn(128, 128, device="cuda").bfloat16()
+    sizes = [256, *(1 + 37 * i % 256 for i in range(999))]
+    spec = "graded"
+
+    def call(rows):
+        shape = (rows if op == AG else rows * group.size(), 128)
+        getattr(counterpoint, op)(torch.ones(shape, device="cuda").bfloat16(), w, plan=spec)
+
+    for rows in sizes[:50]:
+        call(rows)
+    torch.cuda.synchronize()
+    before = workspace_of(group, torch.device("cuda", torch.cuda.current_device())).num_bytes()
+    reserved, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    for rows in sizes[50:]:
+        call(rows)
+    torch.cuda.synchronize()
+    after = workspace_of(group, torch.device("cuda", torch.cuda.current_device())).num_bytes()
+    assert after == before
+    assert torch.cuda.memory_reserved() == reserved
+    assert torch.cuda.mem_get_info()[0] >= free - (8 << 20)  # the driver's own, in 2 MiB pages
+
+
+def test_capture_before_a_warm_call_is_refused(groups):
+    group = dist.new_group()
+    x, w = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    counterpoint.all_gather_matmul(x, w, group=group, plan="graded")
+    big = torch.randn(4096, 1024, device="cuda")
+    w_big = torch.randn(1024, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    match = r"workspace must be warm when a graph is captured, .*; call it once at this size before"
+    with pytest.raises(counterpoint.InputError, match=match), torch.cuda.graph(graph):
+        counterpoint.all_gather_matmul(big, w_big, group=group, plan="graded")
+    y = counterpoint.all_gather_matmul(big, w_big, group=group, plan="graded")
+    assert y.shape == (4096 * group.size(), 64)
+
+
+def test_a_smaller_size_captures_after_a_larger_one(groups):
+    group = dist.group.WORLD
+    for op in (AG, RS):
+        x, w, b, *_ = operands(op, 512, 256, 256, group)
+        run(op, x, w, b, group, "shard_p2p ring")
+        x, w, b, want, plain = operands(op, 96, 128, 192, group)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(op, x, w, b, group, "shard_p2p ring")
+        out.fill_(torch.nan)
+        graph.replay()
+        check(out, want, plain, f"{op} captured at a smaller size")
+
+
+def test_calls_on_two_streams_stay_in_order(groups):
+    group = dist.group.WORLD
+    x, w, b, want, plain = operands(AG, 256, 256, 256, group)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        first = run(AG, x, w, b, group, "graded")
+        with torch.cuda.stream(side):
+            second = run(AG, x, w, b, group, "shard_p2p ring")
+    torch.cuda.synchronize()
+    check(first, want, plain, "main stream")
+    check(second, want, plain, "side stream")
+
+
+def test_compiles_without_a_graph_break(groups):
+    group = dist.group.WORLD
+    x, w, b, want, plain = operands(AG, 64, 64, 64, group)
+
+    def layer(x, w):
+        return counterpoint.all_gather_matmul(x, w, group=group, plan="graded")
+
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, w)
+    check(got, want, plain, "compiled")
