@@ -17,9 +17,11 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVarTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -67,6 +69,9 @@ class RankPool:
         self._env = dict(env or {})
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
+        # inductor imports triton, which looks at the environment once: at the server's start
+        with mock.patch.dict(os.environ, self._env):
+            forkserver.ensure_running()
         self._folder = Path(tempfile.mkdtemp(prefix="rankpool-"))
         self._workers: dict[int, RankProcess] = {}
         self._num_runs = 0

@@ -5,6 +5,7 @@ Elsewhere nothing here is collected.
 
 import faulthandler
 import os
+import sys
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,17 @@ UNDER_TORCHRUN = "LOCAL_RANK" in os.environ
 
 if not UNDER_TORCHRUN:
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_runtest_logreport(report):
+    """A rank that fails says so and ends at once: the launcher then ends the others.
+
+    Left running, it would be out of step with them, and the failure would look like a hang.
+    """
+    if report.failed:
+        print(f"rank {os.environ['RANK']} failed {report.nodeid}\n{report.longreprtext}")
+        sys.stdout.flush()
+        os._exit(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,12 +48,20 @@ def gpus():
 
 @pytest.fixture(scope="session")
 def groups(gpus):
-    """Groups of the first 2, 4 and 8 ranks, as far as there are GPUs, by number of ranks."""
+    """This rank's group of 2, 4 and 8 neighbours, as far as there are GPUs, by number of ranks.
+
+    Every rank is in one group of each size: torch's rendezvous counts calls per process, so
+    ranks that have set up different numbers of groups no longer meet.
+    """
     import torch.distributed as dist
 
-    world = dist.get_world_size()
-    found = {n: dist.new_group(list(range(n))) for n in (2, 4, 8) if n < world}
-    return {**found, world: dist.group.WORLD}
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found = {world: dist.group.WORLD}
+    for size in (2, 4, 8):
+        if size < world:
+            blocks = [list(range(i, i + size)) for i in range(0, world, size)]
+            found[size] = [dist.new_group(block) for block in blocks][rank // size]
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from counterpoint.errors import InputError
-from counterpoint.measure.draw import (
-    DPI,
-    EXPOSED,
-    LOOKS,
-    BarRow,
-    draw_bars,
-    draw_timeline,
-)
+from counterpoint.measure.bars import BarRow, draw_bars
+from counterpoint.measure.canvas import DPI
+from counterpoint.measure.draw import EXPOSED, LOOKS, draw_timeline
 from counterpoint.timeline import KINDS, Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

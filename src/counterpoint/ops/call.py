@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from math import prod
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -93,9 +94,12 @@ def check_rows(op: str, rows: Sequence[int] | None, ranks: int) -> list[int]:
     """
     if rows is None:
         return []
-    counts = [int(n) for n in rows]
+    try:
+        counts = [index(n) for n in rows]
+    except TypeError:  # no sequence, or not of whole numbers
+        counts = []
     if len(counts) != ranks or min(counts) < 0:
-        raise InputError(op, "rows", want=f"{ranks} counts >= 0", got=list(rows))
+        raise InputError(op, "rows", want=f"{ranks} counts >= 0", got=rows)
     return counts
 
 
@@ -209,7 +213,8 @@ def _compare(op: str, key: tuple[object, ...], workspace: Workspace) -> None:
         for rank, theirs in enumerate(everyone):
             if theirs[i] != everyone[0][i]:
                 want = f"equal on all ranks, {everyone[0][i]} as on rank 0"
-                raise InputError(op, name, want=want, got=f"{theirs[i]} on rank {rank}")
+                # the op of rank 0: all ranks say the same
+                raise InputError(everyone[0][0], name, want=want, got=f"{theirs[i]} on rank {rank}")
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, direction: Directi
         if direction == "push":
             shards = tuple(order.source(d) for d in range(start, start + size))
             edges = {"waits": tuple(order.wait(p.ranks + d, d) for d in distances)}
-            if distances:
+            if 1 in distances:  # the first to wait; the lane orders the others
                 edges["after"] = ("open",)
         else:
             shards = tuple(order.to(d) for d in range(start, start + size))

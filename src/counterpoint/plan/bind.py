@@ -1,4 +1,4 @@
-"""From a Plan to the Program of one rank: concrete boxes, peers and signal slots. Pure and cached."""
+"""From a Plan to the Program of one rank: concrete boxes, peers and slots. Pure and cached."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +126,8 @@ class _Binder:
             waits = tuple(Arrival(s.slot, resolve(self.plan, s.at, rank)) for s in step.waits)
             posts = tuple(Arrival(s.slot, resolve(self.plan, s.at, rank)) for s in step.posts)
         except PlanError as error:
-            raise PlanError(self.plan.spec, error.problem, step=step.name) from error
+            problem = str(error).removeprefix(str(PlanError(self.plan.spec, "")))
+            raise PlanError(self.plan.spec, problem, step=step.name) from error
         return BoundStep(step, parts, waits, posts)
 
     def parts(self, step: Step, rank: int) -> tuple[Part, ...]:
@@ -149,7 +150,11 @@ class _Binder:
         self.check_shapes(step, parts)
         if step.kind == "collective":
             return tuple(parts)  # a rank without rows takes part all the same
-        return tuple(_merged([p for p in parts if not p.write.empty]))
+        # the weight of a matmul and the bias serve every part; all other boxes go on with it
+        shared = {1} if step.kind == "matmul" else set[int]()
+        if step.arg("bias"):
+            shared.add(len(reads) - 1)
+        return tuple(_merged([p for p in parts if not p.write.empty], shared))
 
     def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
         """Pair the cells of regions of many blocks; a region of one cell serves all of them."""
@@ -225,9 +230,13 @@ class _Binder:
             if extent != self.plan.problem.m:
                 self.fail(f"{buffer.name} is split, so it needs {self.plan.problem.m} rows")
             return self.plan.problem.rows
+        if buffer.holds != "all":
+            self.fail(f"{buffer.name} is counted: it holds a block for every rank")
         if extent.table not in self.counts:
             self.fail(f"counts has no table {extent.table!r}")
-        table = self.counts[extent.table]
+        table, ranks = self.counts[extent.table], self.plan.problem.ranks
+        if [len(line) for line in table] != [ranks] * ranks:
+            self.fail(f"counts of {extent.table!r} must be {ranks} rows of {ranks} counts")
         row = table[holder] if extent.by == "source" else [line[holder] for line in table]
         if not all(0 <= n <= extent.limit for n in row):
             self.fail(f"counts of {extent.table!r} must be within 0..{extent.limit}, got {row}")
@@ -250,26 +259,30 @@ def _piece(rows: int, i: int, of: int) -> tuple[int, int]:
 
 def _hull(boxes: list[Box]) -> list[Box]:
     """Boxes that follow one another as one."""
-    merged = _merged([Part((), box) for box in boxes])
+    merged = _merged([Part((), box) for box in boxes], set())
     return [part.write for part in merged]
 
 
-def _merged(parts: list[Part]) -> list[Part]:
-    """Join neighbours whose boxes follow one another in memory, all but those that serve both."""
+def _merged(parts: list[Part], shared: set[int]) -> list[Part]:
+    """Join neighbours whose boxes follow one another in memory; `shared` reads are equal."""
     merged: list[Part] = []
     for part in parts:
-        if merged and _joins(merged[-1], part):
+        if merged and _joins(merged[-1], part, shared):
             reads = zip(merged[-1].reads, part.reads, strict=True)
-            joined = tuple(a if a == b else a._replace(r1=b.r1) for a, b in reads)
+            joined = tuple(
+                a if i in shared else a._replace(r1=b.r1) for i, (a, b) in enumerate(reads)
+            )
             merged[-1] = Part(joined, merged[-1].write._replace(r1=part.write.r1))
         else:
             merged.append(part)
     return merged
 
 
-def _joins(first: Part, second: Part) -> bool:
+def _joins(first: Part, second: Part, shared: set[int]) -> bool:
     def follows(a: Box, b: Box) -> bool:
         return a._replace(r0=0, r1=0) == b._replace(r0=0, r1=0) and a.r1 == b.r0
 
-    reads = zip(first.reads, second.reads, strict=True)
-    return follows(first.write, second.write) and all(a == b or follows(a, b) for a, b in reads)
+    reads = enumerate(zip(first.reads, second.reads, strict=True))
+    return follows(first.write, second.write) and all(
+        a == b if i in shared else follows(a, b) for i, (a, b) in reads
+    )

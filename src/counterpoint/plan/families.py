@@ -98,14 +98,14 @@ class _Options:
             self.direction = "pull" if word == "pull" else "push"
         elif word.startswith("reduce=") and not gathers and family != "serial":
             self.reduces = self.sizes(word.removeprefix("reduce="), self.problem.ranks - 1)
-        elif word[0].isdigit() and family == "graded":
+        elif word[0].isdecimal() and family == "graded":
             self.groups = self.sizes(word, self.problem.ranks)
         else:
             self.refuse(f"of words that {family} knows, without {word!r}")
 
     def sizes(self, word: str, total: int) -> tuple[int, ...]:
         parts = word.split("/")
-        if not all(part.isdigit() and int(part) > 0 for part in parts):
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
             self.refuse(f"with sizes like 1/1/2, without {word!r}")
         sizes = tuple(int(part) for part in parts)
         if sum(sizes) != total:

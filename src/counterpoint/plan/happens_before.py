@@ -7,6 +7,7 @@ ends on any.
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from counterpoint.errors import PlanError
 from counterpoint.plan.bind import Program
@@ -125,9 +126,14 @@ class HappensBefore:
                     )
 
     def _one_after_another(self) -> Iterable[tuple[int, int]]:
-        sm = [i for i, s in enumerate(self.plan.steps) if self.plan.lane(s.lane).engine == "sm"]
+        # the signals of a copy are kernels too
+        sm = [
+            i
+            for i, s in enumerate(self.plan.steps)
+            if self.plan.lane(s.lane).engine == "sm" or s.waits or s.posts
+        ]
         for c, r in self._everywhere():
-            for i, j in zip(sm, sm[1:], strict=False):
+            for i, j in pairwise(sm):
                 yield self.end(c, r, i), self.begin(c, r, j)
 
     def _sorted(self, edges: list[tuple[int, int]], how: str) -> list[int]:

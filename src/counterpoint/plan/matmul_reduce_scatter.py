@@ -5,8 +5,16 @@ dtype; the owner sums the slots in fp32 and rounds once. Own rows are computed l
 """
 
 from counterpoint.plan.all_gather_matmul import (
-    BIAS, COMPUTE, COPY, OWN, SIGNAL, W, Y, Peers, bias_row,
-)  # fmt: skip
+    BIAS,
+    COMPUTE,
+    COPY,
+    OWN,
+    SIGNAL,
+    Peers,
+    W,
+    Y,
+    bias_row,
+)
 from counterpoint.plan.peers import Order
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import Problem
@@ -54,7 +62,10 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, reduces: tuple[int
         rows = Region("x", shards=owners)
         target = Region("partial", shards=owners)
         steps.append(Step(f"matmul_{i}", "compute", "matmul", (rows, W), (target,)))
-        steps.extend(_push(order, d, f"matmul_{i}") for d in group if d > 0)
+        # the first push of a group waits for its matmul; the lane orders the others
+        steps.extend(
+            _push(order, d, after=(f"matmul_{i}",) if d == group[0] else ()) for d in group if d > 0
+        )
         start += size
     steps.extend(_reductions(p, order, reduces))
 
@@ -73,9 +84,10 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, reduces: tuple[int
     return Plan(p, family, f"{sizes}{peers}{staged}", peers, tuple(buffers), lanes, tuple(steps))
 
 
-def _push(order: Order, d: int, matmul: str) -> Step:
+def _push(order: Order, d: int, after: tuple[str, ...]) -> Step:
     """The partial rows of the rank at distance d into my slot there."""
-    after = (matmul, "open") if d == 1 else (matmul,)
+    if d == 1:
+        after = (*after, "open")
     source, target = Region("partial", shards=(order.to(d),)), Region("slots", order.to(d), OWN)
     posts = (order.post(order.ranks + d, d),)
     return Step(f"push_{d}", "copy", "copy", (source,), (target,), after=after, posts=posts)
@@ -94,6 +106,7 @@ def _reductions(p: Problem, order: Order, reduces: tuple[int, ...]) -> list[Step
         waits = tuple(order.wait(p.ranks + d, d) for d in now)
         args = (("bias", 1),) if last and p.bias else ()
         write = Y if last else Region("sum")
-        steps.append(Step(f"reduce_{i}", "compute", "reduce", tuple(reads), (write,), ("open",),
+        after = () if i else ("open",)
+        steps.append(Step(f"reduce_{i}", "compute", "reduce", tuple(reads), (write,), after,
                           waits, args=args))  # fmt: skip
     return steps

@@ -25,7 +25,7 @@ def from_json(text: str) -> Plan:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
         raise PlanError("plan file", f"not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError("plan file", f"the field 'format' must be {FORMAT!r}")

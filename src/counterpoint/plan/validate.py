@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import values
-from counterpoint.plan.bind import Box, BoundStep, Counts, Program, bind
-from counterpoint.plan.families import OPERANDS
+from counterpoint.plan.bind import BoundStep, Box, Counts, Program, bind
+from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
-from counterpoint.plan.steps import Buffer, Count, Plan, Step
+from counterpoint.plan.steps import Buffer, Plan
 from counterpoint.plan.values import Cell, Contradiction, Memory, Piece, Product, Row, Value
 
 CALLS = 2
-COLLECTIVES = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
 
 
 class Access(NamedTuple):
@@ -25,6 +24,7 @@ class Access(NamedTuple):
     writes: bool
     begin: int
     end: int
+    part: int = -1  # of the step, where each cell of the box is read just before it is written
 
 
 def validate(plan: Plan, counts: Counts | None = None) -> None:
@@ -40,7 +40,7 @@ def validate(plan: Plan, counts: Counts | None = None) -> None:
     Raises:
         PlanError: names the plan, the step and what is wrong.
     """
-    _check_form(plan)
+    check_form(plan)
     programs = tuple(bind(plan, rank, counts) for rank in range(plan.problem.ranks))
     order = HappensBefore(programs, CALLS)
     _check_opening(plan, programs, order)
@@ -48,79 +48,12 @@ def validate(plan: Plan, counts: Counts | None = None) -> None:
     _check_values(plan, programs, order)
 
 
-def _check_form(plan: Plan) -> None:
-    """What can be seen without binding."""
-
-    def fail(problem: str, step: str = "") -> None:
-        raise PlanError(plan.spec, problem, step=step)
-
-    for name, items in (("buffer", plan.buffers), ("lane", plan.lanes), ("step", plan.steps)):
-        names = [item.name for item in items]
-        if len(set(names)) < len(names):
-            fail(f"two {name}s have one name: {', '.join(names)}")
-    operands = {b.name: b for b in OPERANDS[plan.problem.op](plan.problem)}
-    users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
-    if users != operands:
-        fail(f"inputs and outputs must be {list(operands.values())}, got {list(users.values())}")
-    limit = plan.problem.scratch_bytes_limit
-    used = plan.num_bytes("scratch", "symmetric")
-    if limit and used > limit:
-        fail(f"needs {used} bytes of scratch, scratch_bytes_limit is {limit}")
-    seen: set[str] = set()
-    for step in plan.steps:
-        for name in step.after:
-            if name not in seen:
-                fail(f"is after {name!r}, which is no earlier step", step.name)
-        seen.add(step.name)
-        if problem := _misuse(plan, step):
-            fail(problem, step.name)
-
-
-def _misuse(plan: Plan, step: Step) -> str:
-    """Why a step cannot run, or ''."""
-    engine = plan.lane(step.lane).engine
-    reads = [plan.buffer(r.buffer) for r in step.reads]
-    writes = [plan.buffer(r.buffer) for r in step.writes]
-    if (engine == "copy") != (step.kind == "copy"):
-        return f"a {step.kind} cannot run on lane {step.lane!r}, whose engine is {engine}"
-    if (step.kind == "barrier") == bool(step.writes):
-        return "a barrier moves no data, every other kind writes"
-    for region, buffer in zip(step.reads + step.writes, reads + writes, strict=True):
-        if region.at and step.kind != "copy":
-            return f"reaches {region.buffer!r} on a peer: only copies do"
-        if region.at and buffer.space != "symmetric":
-            return f"reaches {region.buffer!r} on a peer, but it is not symmetric"
-        if step.kind == "copy" and _device_count(buffer):
-            return f"copies {region.buffer!r}, whose count only the device knows"
-    if any(buffer.space == "input" for buffer in writes):
-        return "writes to an input"
-    operand_reads = reads[:-1] if step.arg("bias") else reads
-    dtypes = {b.dtype for b in operand_reads}
-    match step.kind:
-        case "copy" if dtypes | {b.dtype for b in writes} != dtypes or len(dtypes) != 1:
-            return "a copy keeps the dtype"
-        case "matmul" if len(operand_reads) != 2 + step.accumulates:
-            return "a matmul reads x, w and, to accumulate, its target"
-        case "matmul" if step.accumulates and writes[0].dtype != "float32":
-            return f"accumulates in {writes[0].dtype}: every pass would round"
-        case "move" if len(operand_reads) != 1:
-            return "a move reads one region"
-        case "reduce" if not operand_reads:
-            return "a reduce reads at least one region"
-        case "collective":
-            if (name := step.arg("collective")) != COLLECTIVES[plan.problem.op]:
-                return f"has no collective {name!r}"
-        case _:
-            pass
-    return ""
-
-
-def _device_count(buffer: Buffer) -> bool:
-    return isinstance(buffer.shape[0], Count) and buffer.shape[0].known == "device"
-
-
 def _check_opening(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> None:
-    """The first signal of a call is a barrier: it advances the epoch that the others post."""
+    """The first signal of a call is a barrier of all: it advances the epoch that the others post.
+
+    Calls of other plans use the same slots and memory: all ranks have to have left them.
+    """
+    others = range(1, plan.problem.ranks)
     for rank, program in enumerate(programs):
         first = program.opens
         for i, bound in enumerate(program.steps):
@@ -130,6 +63,10 @@ def _check_opening(plan: Plan, programs: tuple[Program, ...], order: HappensBefo
             later = i == first or order.before(order.end(0, rank, first), order.begin(0, rank, i))
             if not (opens and later):
                 problem = "signals before or beside the barrier that opens the call"
+                raise PlanError(plan.spec, problem, step=bound.step.name)
+            heard = {(arrival.rank - rank) % plan.problem.ranks for arrival in bound.waits}
+            if i == first and not heard.issuperset(others):
+                problem = "opens the call, so every rank has to wait in it for every other"
                 raise PlanError(plan.spec, problem, step=bound.step.name)
 
 
@@ -160,15 +97,19 @@ def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore):
                     yield Access(_whole(plan, buffer, r), False, stop, stop)
             for i, bound in enumerate(program.steps):
                 begin, end = order.begin(call, r, i), order.end(call, r, i)
-                shared: set[Box] = set()
-                for part in bound.parts:
-                    shared.update(part.reads)
-                    yield Access(part.write, True, begin, end)
-                yield from (Access(box, False, begin, end) for box in shared)
+                reads: dict[Box, int] = {}
+                for number, part in enumerate(bound.parts):
+                    yield Access(part.write, True, begin, end, number)
+                    for j, box in enumerate(part.reads):
+                        cellwise = not (bound.step.kind == "matmul" and j < 2)
+                        here = number if cellwise else -1
+                        # parts may run in any order: a box that two of them read is not in place
+                        reads[box] = here if reads.get(box, here) == here else -1
+                yield from (Access(box, False, begin, end, n) for box, n in reads.items())
 
 
 def _check_ordered(plan: Plan, a: Access, b: Access, order: HappensBefore) -> None:
-    if a.begin == b.begin and a.writes != b.writes and a.box == b.box:
+    if a.begin == b.begin and a.box == b.box and a.part == b.part and a.writes != b.writes:
         return  # a step that updates in place
     if not (order.before(a.end, b.begin) or order.before(b.end, a.begin)):
         first, second = order.name(b.begin), order.name(a.begin)

@@ -84,10 +84,11 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     def scatter(operands: Operands) -> None:
         partial = source(operands)
         for r in ranks:
-            block = partial[starts[r] : starts[r + 1]]
+            block = partial[starts[r] : starts[r + 1]].clone()  # the library sums in place
             if block.numel():
                 dist.reduce(block, dist.get_global_rank(group, r), group=group)
-        target(operands).copy_(partial[starts[me] : starts[me + 1]])
+            if r == me:
+                target(operands).copy_(block)
 
     return gather if gathers else scatter
 

@@ -4,7 +4,7 @@ torch's `copy_` is a DMA copy only for contiguous tensors of one dtype; here a c
 because nothing else is asked for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -34,7 +34,8 @@ def bindings() -> ModuleType:
         UnsupportedError: it is not installed.
     """
     try:
-        from cuda.bindings import runtime
+        # optional, and without types
+        from cuda.bindings import runtime  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     except ImportError as error:
         fix = "pip install cuda-bindings, of torch's CUDA version"
         raise UnsupportedError(f"copy engine: needs cuda-bindings ({error}); {fix}") from error
@@ -77,13 +78,27 @@ def copy_batch_async(copies: Sequence[Copy], stream: int) -> None:
     _check(result[0], "cudaMemcpyBatchAsync")
 
 
+def num_copy_engines(device: int) -> int:
+    """How many copies of a GPU's copy engines can run at a time.
+
+    Raises:
+        UnsupportedError: cuda-bindings is not installed.
+        CounterpointError: there is no such GPU.
+    """
+    rt = bindings()
+    engines = rt.cudaDeviceAttr.cudaDevAttrAsyncEngineCount
+    status, count = rt.cudaDeviceGetAttribute(engines, device)
+    _check(status, "cudaDeviceGetAttribute")
+    return int(count)
+
+
 def _check(status: Any, call: str) -> None:
     if int(status) != 0:
         raise CounterpointError(f"{call} failed: {status}")
 
 
 @contextmanager
-def relaxed_capture() -> Iterator[None]:
+def relaxed_capture() -> Generator[None]:
     """Let this thread allocate, load modules and synchronise although a capture is open.
 
     What runs inside must use a stream that is not being captured.

@@ -24,6 +24,7 @@ from counterpoint.timeline import Span
 YIELDS = 20  # then sleep: ranks may outnumber cores
 SLEEP_S = 50e-6
 LOOK_EVERY_S = 0.05  # how often a late peer's process is looked at
+LOST_S = 0.2  # a dying process closes its connections before it shows as dead
 
 COMPUTE: dict[str, Callable[[BoundStep, object, Places], Action]] = {
     "matmul": compute.matmul,
@@ -101,6 +102,8 @@ class _Call:
     def _lane(self, indices: list[int]) -> None:
         try:
             for i in indices:
+                if self.failed.is_set():
+                    return
                 self._step(i)
         except BaseException:
             self.failed.set()  # the other lanes must not wait for this one
@@ -121,6 +124,8 @@ class _Call:
             self._wait(bound)
         else:
             self._wait(bound)
+            if self.failed.is_set():
+                return  # what was waited for may not be there
             if self.spans is not None and bound.waits:
                 self._note(bound, "wait", start_s)
                 start_s = time.perf_counter()
@@ -140,9 +145,10 @@ class _Call:
 
     def _lost(self, bound: BoundStep) -> PeerTimeoutError:
         """What a failed collective means: the group's timeout, or a peer that has gone."""
-        pids = self.workspace.pads.peer_pids
-        states = [(r, describe_process(pid)) for r, pid in enumerate(pids)]
-        gone = [(r, state) for r, state in states if not state.endswith("alive")]
+        gone, deadline_s = self._gone(), time.monotonic() + LOST_S
+        while not gone and time.monotonic() < deadline_s:
+            time.sleep(SLEEP_S)
+            gone = self._gone()
         who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
         plan, step = self.code.program.plan, bound.step.name
         self.workspace.fault = PeerTimeoutError(
@@ -152,6 +158,11 @@ class _Call:
             step=step,
         )
         return self.workspace.fault
+
+    def _gone(self) -> list[tuple[int, str]]:
+        """The ranks whose processes are dead or stopped, and which of the two."""
+        states = enumerate(map(describe_process, self.workspace.pads.peer_pids))
+        return [(r, state) for r, state in states if not state.endswith("alive")]
 
     def _note(self, bound: BoundStep, kind: str, start_s: float) -> None:
         if self.spans is not None:
@@ -186,13 +197,16 @@ class _Call:
         state = describe_process(self.workspace.pads.peer_pids[arrival.rank])
         if waited_s < self.workspace.timeout_s and not state.endswith("dead"):
             return
+        # the awaited rank may be alive, and have given up on one that is not
+        gone = [(r, theirs) for r, theirs in self._gone() if r != arrival.rank]
+        who = "".join(f", rank {r}: {theirs}" for r, theirs in gone)
         step = bound.step.name
         plan = self.code.program.plan
         self.workspace.fault = PeerTimeoutError(
             f"{plan.problem.op}: rank {arrival.rank} did not signal step {step!r} of plan "
-            f"{plan.spec} to rank {self.workspace.rank} within {waited_s:.2f} s ({state}); "
+            f"{plan.spec} to rank {self.workspace.rank} within {waited_s:.2f} s ({state}{who}); "
             "the group is unusable, restart its ranks",
-            rank=arrival.rank,
+            rank=gone[0][0] if gone and state.endswith("alive") else arrival.rank,
             step=step,
         )
         raise self.workspace.fault

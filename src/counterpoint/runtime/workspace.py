@@ -57,11 +57,11 @@ class Workspace:
         self.device = device
         self.rank = dist.get_rank(group)
         self.timeout_s = default_timeout_s()
-        self.pads: SymmetricMemory = allocate(4 * NUM_SLOTS, group, device)
+        self.fault: PeerTimeoutError | None = None
+        self.pads: SymmetricMemory = self._allocate(4 * NUM_SLOTS)
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None
         self.captured = False
-        self.fault: PeerTimeoutError | None = None
         self.epoch = 0  # of CPU ranks; on a GPU it lives in device memory
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.code: dict[Hashable, Any] = {}
@@ -72,6 +72,7 @@ class Workspace:
 
         Raises:
             InputError: memory has to grow while a graph is being captured.
+            PeerTimeoutError: memory has to grow, and a rank did not come to it.
             UnsupportedError: the plan uses more signals than a pad has.
         """
         if plan.num_slots > NUM_SLOTS:
@@ -96,10 +97,22 @@ class Workspace:
             self.captured = False
         self.code.clear()
         if symmetric > has_symmetric:
-            self.arena = allocate(symmetric, self.group, self.device)
+            self.arena = self._allocate(symmetric)
         if scratch > has_scratch:
             self.scratch = None
             self.scratch = torch.empty(scratch, dtype=torch.uint8, device=self.device)
+
+    def _allocate(self, num_bytes: int) -> SymmetricMemory:
+        try:
+            return allocate(num_bytes, self.group, self.device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # the group's own timeout bounds this meeting of the ranks
+            name = self.group.group_name
+            problem = f"a rank of group {name!r} did not come to set up its workspace"
+            self.fault = PeerTimeoutError(f"{problem}: {error}", step="workspace")
+            raise self.fault from error
 
     def remember(self, key: Hashable, code: Any) -> None:
         """Keep a compiled program; the oldest is forgotten when there are many."""
@@ -196,14 +209,7 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     found = _workspaces.get(key)
     # a group that was destroyed and made again has the same name, and none of the old memory
     if found is None or found.group is not group:
-        try:
-            found = _workspaces[key] = Workspace(group, device)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            # the group's own timeout bounds this first meeting of the ranks
-            problem = f"a rank of group {group.group_name!r} did not come to set up its workspace"
-            raise PeerTimeoutError(f"{problem}: {error}", step="workspace") from error
+        found = _workspaces[key] = Workspace(group, device)
     return found
 
 

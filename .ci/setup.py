@@ -1,0 +1,123 @@
+"""Make .venv: `run` what the library needs, `dev` what its checks need as well. Safe to repeat.
+
+A torch that the Python at hand already has is used, with its numpy and triton; otherwise the
+versions in constraints.txt are installed. Standard library only.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+VENV = Path(".venv")
+PYTHON = VENV / "bin" / "python"
+LOG = VENV / "setup.log"
+PINS = VENV / "constraints.txt"
+KEPT = ("torch", "numpy", "triton")  # what is there stays: they belong together
+USABLE = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)"
+
+
+def main(want: str) -> None:
+    """Create or complete .venv, and leave its stamp."""
+    make_venv()
+    if not runs(PYTHON, USABLE):
+        pins = read_pins()
+        PINS.write_text("".join(f"{n}=={v}\n" for n, v in pins.items() if n != "triton"))
+        what = f"torch {pins['torch']}, numpy {pins['numpy']} (a minute, or as your network has it)"
+        pip(what, "-c", str(PINS), "torch", "numpy")
+    there = installed()
+    pins = {name: there.get(name, version) for name, version in read_pins().items()}
+    PINS.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+    needed = [line for line in requirements(want) if name_of(line) not in there]
+    pip(", ".join(map(name_of, needed)), "-c", str(PINS), *needed)
+    pip("counterpoint", "--no-deps", "-e", ".")
+    (VENV / f".ready-{want}").touch()
+
+
+def make_venv() -> None:
+    if runs(PYTHON, ""):
+        return
+    flags = ["--system-site-packages"] if runs(Path(sys.executable), USABLE) else []
+    what = "that sees the torch installed here" if flags else "of its own"
+    say(f"a .venv {what}, Python {sys.version.split()[0]}\n")
+    command = [sys.executable, "-m", "venv", "--clear", *flags, str(VENV)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        fix = "install the venv module of this Python (Debian, Ubuntu: apt install python3-venv)"
+        fail(f"{made.stdout}{made.stderr}\n{' '.join(command)} failed; {fix}")
+
+
+def runs(python: Path, code: str) -> bool:
+    try:
+        return not subprocess.run([python, "-c", code], capture_output=True).returncode
+    except OSError:
+        return False
+
+
+def read_pins() -> dict[str, str]:
+    lines = Path("constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def installed() -> dict[str, str]:
+    """Version of each of KEPT that .venv has."""
+    code = f"""
+from importlib.metadata import PackageNotFoundError, version
+for name in {KEPT}:
+    try:
+        print(name, version(name))
+    except PackageNotFoundError:
+        pass
+"""
+    text = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout
+    return dict(line.split() for line in text.splitlines())
+
+
+def requirements(want: str) -> list[str]:
+    import tomllib  # Python 3.11, which has been made sure of
+
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    lines = list(project["dependencies"])
+    if want == "dev":
+        lines += project["optional-dependencies"]["dev"]
+    return lines
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9-]", requirement)[0]
+
+
+def pip(what: str, *arguments: str) -> None:
+    """Install, with a dot each second in place of pip's chatter, which goes to a log."""
+    say(f"{what} ")
+    start_s = time.monotonic()
+    command = [str(PYTHON), "-m", "pip", "install", "--no-input", *arguments]
+    with LOG.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                time.sleep(1)
+                print(".", end="", flush=True)
+        finally:
+            process.kill()
+    print(f" {time.monotonic() - start_s:.0f} s", flush=True)
+    if process.returncode:
+        tail = [line for line in LOG.read_text().splitlines() if not line.startswith("WARNING")]
+        text = "\n".join(tail[-15:])
+        fail(f"{text}\npip failed; is the package index reached? All it said is in {LOG}")
+
+
+def say(text: str) -> None:
+    print(f"setting up: {text}", end="", flush=True)
+
+
+def fail(text: str) -> None:
+    sys.exit(f"setting up: {text}")
+
+
+if __name__ == "__main__":
+    if sys.version_info < (3, 11):  # noqa: UP036 (this file runs before any version is certain)
+        fail(f"needs Python 3.11 or newer, this is {sys.version.split()[0]}; "
+             "have another? make PYTHON=python3.12")  # fmt: skip
+    main(sys.argv[1])

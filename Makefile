@@ -1,0 +1,43 @@
+PYTHON ?= python3
+SUITE ?= full
+OUT ?= out/gpu
+ARGS ?=
+
+VENV := .venv
+SETUP := .ci/setup.py pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test gpu readme clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.ready-run  ## every plan of every operator, checked; CPU ranks, or GPUs if there are two (ARGS="--ranks 2")
+	@PYTHONPATH=src $(VENV)/bin/python -m counterpoint demo $(ARGS)
+
+test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded" for pytest)
+	@echo "[1/4] ruff check"
+	@$(VENV)/bin/ruff check --quiet .
+	@echo "[2/4] ruff format"
+	@$(VENV)/bin/ruff format --quiet --check .
+	@echo "[3/4] pyright"
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
+	@echo "[4/4] pytest"
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+gpu:  ## tests and benchmarks on the GPUs here, with the python3 at hand (SUITE=smoke OUT=folder)
+	PYTHONPATH=src python3 benchmarks/gpu_suite.py --suite $(SUITE) --out $(OUT)
+
+readme: $(VENV)/.ready-run  ## the README's tables, from the committed measurements
+	@PYTHONPATH=src $(VENV)/bin/python benchmarks/tables.py
+
+clean:  ## remove all that make made
+	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.ready-run: $(SETUP)
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) .ci/setup.py run
+
+$(VENV)/.ready-dev: $(VENV)/.ready-run
+	@$(PYTHON) .ci/setup.py dev

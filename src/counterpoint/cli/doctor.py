@@ -1,0 +1,173 @@
+"""`counterpoint doctor`: what this machine has, what it lacks, and how to get that.
+
+It reports and never fails: whoever asks may have no GPU at all.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from counterpoint.errors import CounterpointError
+from counterpoint.measure import record
+from counterpoint.runtime.driver import num_copy_engines
+
+SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
+PACKAGES = ("counterpoint", "torch", "triton", "numpy", "cuda-bindings")
+VARIABLES = {
+    "NCCL_NVLS_ENABLE": "0: NCCL without NVLink multicast",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: torch's symmetric memory without multicast",
+    "COUNTERPOINT_TIMEOUT_S": "bound of every wait on a peer, 30 if not set",
+    "COUNTERPOINT_CHECK": "1: each call compares its arguments over the ranks first",
+}
+
+
+def doctor(*, as_json: bool) -> None:
+    """Print the facts of this machine as tables, or as JSON."""
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(Console(), facts)
+
+
+def collect() -> dict[str, Any]:
+    """Facts of this machine; each is there on every machine, empty where it has no meaning."""
+    environment = record.environment()
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
+    facts: dict[str, Any] = {
+        "gpus": gpus,
+        "driver": environment.get("driver", ""),
+        "peer_access": [
+            [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))]
+            for i in range(len(gpus))
+        ],
+        "topology": _topology() if gpus else "",
+        "versions": _versions(environment),
+        "symmetric_memory": bool(gpus) and find_spec(SYMMETRIC_MEMORY) is not None,
+        "cpu_ranks": _cpu_ranks(),
+        "environment": {name: os.environ.get(name) for name in VARIABLES},
+    }  # fmt: skip
+    return facts | {"missing": _missing(facts)}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties: Any = torch.cuda.get_device_properties(index)  # torch leaves it without types
+    try:
+        engines = num_copy_engines(index)
+    except CounterpointError:
+        engines = None
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "num_sms": properties.multi_processor_count,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "num_copy_engines": engines,
+    }
+
+
+def _versions(environment: dict[str, Any]) -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    found["CUDA"] = torch.version.cuda
+    found["NCCL"] = environment.get("nccl")
+    return found
+
+
+def _cpu_ranks() -> str:
+    """What CPU ranks lack here, "" if nothing: a memfd that peers open through /proc."""
+    if not hasattr(os, "memfd_create"):
+        return f"{platform.system()} has no memfd; use Linux"
+    try:
+        fd = os.memfd_create("counterpoint-doctor")
+        try:
+            os.close(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return f"{error}; allow memfd_create and mount /proc"
+    return ""
+
+
+def _missing(facts: dict[str, Any]) -> dict[str, str]:
+    """What is missing -> how to get it."""
+    missing: dict[str, str] = {}
+    gpus, versions = facts["gpus"], facts["versions"]
+    if not gpus:
+        built = versions["CUDA"] or torch.version.hip
+        why = "no driver, or no device given to this container" if built else "torch is a CPU build"
+        missing["GPUs"] = f"{why}; CPU ranks run every plan, to check it and not to be fast"
+    elif len(gpus) == 1:
+        missing["a second GPU"] = "one GPU has no peer; CPU ranks run every plan"
+    if gpus and not facts["symmetric_memory"]:
+        missing["symmetric memory"] = "install torch >= 2.11, built for CUDA"
+    if gpus and not all(map(all, facts["peer_access"])):
+        missing["peer access"] = (
+            "all GPUs of a group must reach each other; see `nvidia-smi topo -p2p n`"
+        )
+    if gpus and versions["cuda-bindings"] is None:
+        major = str(versions["CUDA"]).split(".")[0]
+        missing["cuda-bindings"] = f"pip install 'cuda-bindings=={major}.*'"
+    if versions["triton"] is None:
+        missing["triton"] = "pip install triton, 3.6 or newer"
+    if facts["cpu_ranks"]:
+        missing["CPU ranks"] = facts["cpu_ranks"]
+    return missing
+
+
+def _topology() -> str:
+    try:
+        command = ["nvidia-smi", "topo", "-m"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _print(console: Console, facts: dict[str, Any]) -> None:
+    table = Table(title="this machine", title_justify="left", title_style="bold", show_header=False)
+    for i, gpu in enumerate(facts["gpus"]):
+        engines = gpu["num_copy_engines"]
+        copies = "unknown" if engines is None else engines
+        table.add_row(f"GPU {i}", f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, "
+                      f"{gpu['num_sms']} SMs, copy engines {copies}")  # fmt: skip
+    table.add_row("GPUs", str(len(facts["gpus"])))
+    table.add_row("driver", facts["driver"] or "-")
+    table.add_row("peer access", _peers(facts["peer_access"]))
+    table.add_row("symmetric memory", "yes" if facts["symmetric_memory"] else "no")
+    table.add_row("CPU ranks", facts["cpu_ranks"] or "yes", end_section=True)
+    for name, number in facts["versions"].items():
+        table.add_row(name, number or "-", end_section=name == "NCCL")
+    for name, value in facts["environment"].items():
+        table.add_row(name, f"{'not set' if value is None else value} [dim]({VARIABLES[name]})[/]")
+    console.print(table)
+    if facts["topology"]:
+        console.print("links (nvidia-smi topo -m)", style="bold")
+        console.print(facts["topology"], markup=False, highlight=False, soft_wrap=True)
+    for what, fix in facts["missing"].items():
+        console.print(f"[yellow]missing:[/] {what}: {fix}")
+    if not facts["missing"]:
+        console.print("[green]nothing is missing[/]")
+
+
+def _peers(matrix: list[list[bool]]) -> str:
+    """A line for each GPU that lacks a peer."""
+    if len(matrix) < 2:
+        return "-"
+    lacking = [
+        f"GPU {i} does not reach {', '.join(str(j) for j, ok in enumerate(row) if not ok)}"
+        for i, row in enumerate(matrix)
+        if not all(row)
+    ]
+    return "\n".join(lacking) or "every GPU reaches every other"

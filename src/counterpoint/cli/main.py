@@ -1,0 +1,78 @@
+"""The commands and their options. What a command does is imported when it runs: help is quick."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Communication hidden behind computation on multi-GPU machines.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+class Suite(StrEnum):
+    """How much is measured."""
+
+    smoke = "smoke"
+    full = "full"
+
+
+@app.command()
+def demo(
+    ranks: Annotated[
+        int, typer.Option(min=0, max=8, help="CPU ranks (0: 4), or GPUs (0: all).")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random operands.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out"),
+    scale: Annotated[int, typer.Option(min=1, max=64, hidden=True)] = 16,
+) -> None:
+    """Run every plan family of every operator and check it against fp64.
+
+    With two GPUs or more it times them; otherwise it runs on CPU ranks, which takes some seconds
+    and shows that the plans are right, not how fast they are.
+
+    **Example:** `counterpoint demo --ranks 2 --out /tmp/demo`
+    """
+    from counterpoint.cli.demo import demo as run
+
+    raise typer.Exit(run(ranks=ranks, seed=seed, out=out, scale=scale))
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Option(help="One operator; all if left out.")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="M,N,K triples as 8192,7168,8192:512,7168,8192.")
+    ] = "",
+    suite: Annotated[Suite, typer.Option(help="The published shapes, a few or all.")] = Suite.smoke,
+    out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
+) -> None:
+    """Time plans against the serial way on the GPUs of this node.
+
+    **Example:** `counterpoint bench --op all_gather_matmul --shapes 2048,7168,8192`
+    """
+    from counterpoint.cli.bench import bench as run
+
+    raise typer.Exit(run(op=op, shapes=shapes, suite=suite.value, out=out))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, for a report.")] = False,
+) -> None:
+    """Show what this machine has, what it lacks, and how to get that.
+
+    **Example:** `counterpoint doctor --json > doctor.json`
+    """
+    from counterpoint.cli.doctor import doctor as run
+
+    run(as_json=as_json)
+
+
+if __name__ == "__main__":
+    app(prog_name="counterpoint")

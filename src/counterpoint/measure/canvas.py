@@ -1,0 +1,140 @@
+"""The sheet that pictures are drawn on: figure, heading, legend, time axis, text, file.
+
+matplotlib is imported on the first drawing; no pyplot, so no global figure and no window.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from counterpoint.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+SUFFIXES = (".png", ".svg", ".pdf")
+DPI = 150
+INK, FAINT_INK, GRID_INK = "#222222", "#666666", "#DDDDDD"
+TITLE_HEIGHT, EDGE = 0.72, 0.2  # inches
+
+
+def checked(op: str, path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        want = f"a file name that ends in {', '.join(SUFFIXES)}"
+        raise InputError(op, "path", want=want, got=str(path))
+    return path
+
+
+def new_figure(
+    width_in: float, height_in: float,
+    *, left_in: float, right_in: float, top_in: float, foot_in: float,
+) -> "tuple[Figure, Axes]":  # fmt: skip
+    """Return a white figure of this size and its axes, inside these margins."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes(
+        (
+            left_in / width_in,
+            foot_in / height_in,
+            (width_in - left_in - right_in) / width_in,
+            (height_in - top_in - foot_in) / height_in,
+        )
+    )
+    return figure, axes
+
+
+def heading(figure: "Figure", title: str, source: str) -> None:
+    """Write title and source at the top left, smaller if they would not fit."""
+    width_in, height_in = figure.get_size_inches()
+    # 0.85: bold letters are wider than those that were measured
+    room_pt = (width_in - 2 * EDGE) * 72 * 0.85
+    for text, down_in, size_pt, weight, color in (
+        (title, 0.28, 12.0, "bold", INK),
+        (source, 0.50, 8.5, "normal", FAINT_INK),
+    ):
+        fitting_pt = min(size_pt, room_pt / max(text_width_pt(text, 1.0), 1e-9))
+        figure.text(
+            EDGE / width_in, 1 - down_in / height_in, text,
+            fontsize=fitting_pt, fontweight=weight, color=color, parse_math=False,
+        )  # fmt: skip
+
+
+def legend(
+    figure: "Figure", patches: "list[Patch]", *, left_in: float, bottom_in: float, name: str = ""
+) -> None:
+    """Write one line of legend whose first patch is at `left_in`, and `name` before it."""
+    width_in, height_in = figure.get_size_inches()
+    figure.legend(
+        handles=patches, loc="lower left", ncols=len(patches), frameon=False, fontsize=8,
+        bbox_to_anchor=(left_in / width_in, bottom_in / height_in), labelcolor=INK,
+        handlelength=1.3, handleheight=0.9, columnspacing=1.4, borderpad=0.0, borderaxespad=0.0,
+    )  # fmt: skip
+    if name:
+        figure.text(
+            (left_in - 0.08) / width_in, (bottom_in + 0.055) / height_in, name,
+            ha="right", va="center", fontsize=8, fontweight="bold", color=INK,
+        )  # fmt: skip
+
+
+def time_axis(axes: "Axes", unit: str) -> None:
+    axes.set_yticks([])
+    axes.set_xlabel(f"time [{unit}]", fontsize=9, color=INK)
+    axes.tick_params(axis="x", labelsize=8, colors=FAINT_INK)
+    axes.grid(axis="x", color=GRID_INK, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+
+
+def note(
+    axes: "Axes", x: float, y: float, text: str, *, shift_pt: float = 0.0, ha: str = "left",
+    va: str = "center", fontsize: float = 8, color: str = INK, fontweight: str = "normal",
+) -> None:  # fmt: skip
+    """Write `text` at the data point (x, y), moved right by `shift_pt`; it may leave the axes."""
+    axes.annotate(
+        text, (x, y), xytext=(shift_pt, 0), textcoords="offset points", annotation_clip=False,
+        ha=ha, va=va, fontsize=fontsize, color=color, fontweight=fontweight, parse_math=False,
+    )  # fmt: skip
+
+
+def text_width_pt(text: str, size_pt: float) -> float:
+    from matplotlib.textpath import TextPath
+
+    if not text.strip():
+        return 0.0
+    # a dollar would start a formula
+    path = TextPath((0, 0), text.replace("$", r"\$"), size=size_pt)
+    return float(path.get_extents().width)
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """Units per second and name, so that the longest time reads between 1 and 1000."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if longest_s * scale >= 1:
+            return scale, unit
+    return 1e6, "us"
+
+
+def duration(seconds: float) -> str:
+    scale, unit = time_unit(seconds)
+    return f"{digits(seconds * scale)} {unit}"
+
+
+def digits(value: float) -> str:
+    """Three significant digits, trailing zeros kept, and no fraction from 100 up."""
+    return f"{value:#.3g}" if value < 99.95 else f"{value:.0f}"
+
+
+def save(figure: "Figure", path: Path) -> Path:
+    import matplotlib
+
+    # no date and fixed ids: the same timeline gives the same file
+    date = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[path.suffix]
+    with matplotlib.rc_context({"svg.hashsalt": "counterpoint"}):
+        figure.savefig(path, dpi=DPI, metadata=date)
+    return path

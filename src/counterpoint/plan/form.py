@@ -1,0 +1,113 @@
+"""What can be seen of a plan without binding it: names, operands, engines, dtypes, regions."""
+
+from counterpoint.errors import PlanError
+from counterpoint.plan.families import OPERANDS
+from counterpoint.plan.steps import Buffer, Count, Plan, Region, Step
+
+COLLECTIVES = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+
+
+def check_form(plan: Plan) -> None:
+    """Check buffers, and that each step can run.
+
+    Raises:
+        PlanError: names the plan, the step and what is wrong.
+    """
+
+    def fail(problem: str, step: str = "") -> None:
+        raise PlanError(plan.spec, problem, step=step)
+
+    for name, items in (("buffer", plan.buffers), ("lane", plan.lanes), ("step", plan.steps)):
+        names = [item.name for item in items]
+        if len(set(names)) < len(names):
+            fail(f"two {name}s have one name: {', '.join(names)}")
+    operands = {b.name: b for b in OPERANDS[plan.problem.op](plan.problem)}
+    users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
+    if users != operands:
+        fail(f"inputs and outputs must be {list(operands.values())}, got {list(users.values())}")
+    for buffer in plan.buffers:
+        if buffer.dtype not in (plan.problem.dtype, "float32"):
+            fail(
+                f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
+            )
+    limit = plan.problem.scratch_bytes_limit
+    used = plan.num_bytes("scratch", "symmetric")
+    if limit and used > limit:
+        fail(f"needs {used} bytes of scratch, scratch_bytes_limit is {limit}")
+    seen: set[str] = set()
+    for step in plan.steps:
+        for name in step.after:
+            if name not in seen:
+                fail(f"is after {name!r}, which is no earlier step", step.name)
+        seen.add(step.name)
+        if problem := _misuse(plan, step):
+            fail(problem, step.name)
+
+
+def _misuse(plan: Plan, step: Step) -> str:
+    """Why a step cannot run, or ''."""
+    engine = plan.lane(step.lane).engine
+    reads = [plan.buffer(r.buffer) for r in step.reads]
+    writes = [plan.buffer(r.buffer) for r in step.writes]
+    if (engine == "copy") != (step.kind == "copy"):
+        return f"a {step.kind} cannot run on lane {step.lane!r}, whose engine is {engine}"
+    if (step.kind == "barrier") == bool(step.writes):
+        return "a barrier moves no data, every other kind writes"
+    for region, buffer in zip(step.reads + step.writes, reads + writes, strict=True):
+        if region.at and step.kind != "copy":
+            return f"reaches {region.buffer!r} on a peer: only copies do"
+        if region.at and buffer.space != "symmetric":
+            return f"reaches {region.buffer!r} on a peer, but it is not symmetric"
+        if step.kind == "copy" and _device_count(buffer):
+            return f"copies {region.buffer!r}, whose count only the device knows"
+    if any(buffer.space == "input" for buffer in writes):
+        return "writes to an input"
+    if any(signal.slot < 0 for signal in step.waits + step.posts):
+        return "signals a slot below 0"
+    bias = bool(step.arg("bias"))
+    if bias and step.kind not in ("matmul", "move", "reduce"):
+        return f"a {step.kind} adds no bias"
+    operands = reads[:-1] if bias else reads
+    dtypes = {b.dtype for b in operands}
+    own = plan.problem.dtype
+    match step.kind:
+        case "copy" if dtypes | {b.dtype for b in writes} != dtypes or len(dtypes) != 1:
+            return "a copy keeps the dtype"
+        case "matmul" if len(operands) != 2 + step.accumulates:
+            return "a matmul reads x, w and, to accumulate, its target"
+        case "matmul" if {b.dtype for b in operands[:2]} != {own}:
+            return f"a matmul multiplies {own}"
+        case "matmul" if step.accumulates and writes[0].dtype != "float32":
+            return f"accumulates in {writes[0].dtype}: every pass would round"
+        case "matmul" if bias and (step.accumulates or writes[0].dtype != own):
+            return "adds a bias to a sum that is not yet rounded: a move or a reduce does"
+        case "move" if len(operands) != 1:
+            return "a move reads one region"
+        case "reduce" if not operands:
+            return "a reduce reads at least one region"
+        case "reduce" if writes[0].space != "output" and writes[0].dtype != "float32":
+            return f"sums into {writes[0].dtype}, which a later step would round again"
+        case "collective":
+            return _misuse_of_collective(plan, step, reads + writes)
+        case _:
+            return ""
+
+
+def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
+    want = COLLECTIVES[plan.problem.op]
+    if (name := step.arg("collective")) != want:
+        return f"has no collective {name!r}"
+    regions = step.reads + step.writes
+    whole = all(
+        r == Region(r.buffer) and b.pieces == 1 for r, b in zip(regions, buffers, strict=True)
+    )
+    holds = ["own", "all"] if want == "all_gather" else ["all", "own"]
+    if [b.split and b.holds for b in buffers] != holds or not whole:
+        return f"a collective {want} takes whole buffers, from {holds[0]!r} to {holds[1]!r}"
+    if len({(b.dtype, b.shape) for b in buffers}) != 1 or buffers[0].shape[0] != plan.problem.m:
+        return f"a collective {want} keeps columns and dtype of all {plan.problem.m} rows"
+    return ""
+
+
+def _device_count(buffer: Buffer) -> bool:
+    return isinstance(buffer.shape[0], Count) and buffer.shape[0].known == "device"

@@ -1,0 +1,80 @@
+"""Launches of our Triton kernels: signals and the sum that ends a matmul_reduce_scatter."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from counterpoint.errors import UnsupportedError
+from counterpoint.kernels.reduce import reduce_kernel
+from counterpoint.kernels.signal import signal_kernel
+from counterpoint.plan.bind import Arrival, BoundStep, Part
+from counterpoint.runtime.compute import Action
+from counterpoint.runtime.lanes_cuda import CudaLanes
+from counterpoint.runtime.workspace import Operands, Places
+
+MIN_LANES = 32
+REDUCE_BLOCK = 1024  # columns of one program: 16 bytes per thread and load in bf16
+
+
+def signal(
+    lanes: CudaLanes, posts: Sequence[Arrival], waits: Sequence[Arrival], tag: int, *, opens: bool
+) -> Callable[[int], None]:
+    """One warp that posts, then waits, on the stream (a handle) that it is called with.
+
+    All arguments are constants of the step, so the compiled kernel is launched directly: the
+    binder of `kernel[grid](...)` takes three times as long on the host.
+    """
+    num_lanes = MIN_LANES
+    while num_lanes < max(len(posts), len(waits)):
+        num_lanes *= 2
+    timeout_ns = int(lanes.workspace.timeout_s * 1e9)
+    arguments = (lanes.posted_words(posts), len(posts), lanes.awaited_words(waits), len(waits),
+                 lanes.epoch, lanes.fault, tag, timeout_ns, opens, True, num_lanes)  # fmt: skip
+    compiled = signal_kernel.warmup(*arguments, grid=(1,), num_warps=1)
+    launch = compiled[(1, 1, 1)]
+    return lambda stream: launch(*arguments, stream=stream)
+
+
+def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Action:
+    """The sum kernel. Reads, in order: a running fp32 sum, slots, own partial, bias; each optional.
+
+    Tables hold slot numbers, not addresses: they depend on the plan's form, not on its sizes.
+    """
+    plan = places.plan
+    reads = list(part.reads)
+    bias = places.of(reads.pop()) if bound.step.arg("bias") else None
+    holds = [plan.buffer(box.buffer).holds for box in reads]
+    running = places.fixed(reads.pop(0)) if len(reads) > 1 and holds[0] != "slots" else None
+    own = places.fixed(reads.pop()) if reads and holds[-1] != "slots" else None
+    slots = [box for box in reads if plan.buffer(box.buffer).holds == "slots"]
+    one_buffer = len({box._replace(slot=0) for box in slots}) <= 1
+    wide = running is None or running.dtype == torch.float32
+    if len(slots) < len(reads) or not one_buffer or not wide:
+        form = "a running sum, slots of one buffer, an own partial and a bias, in this order"
+        raise UnsupportedError(f"plan {plan.spec}: on a GPU a reduce reads {form}")
+    base = places.fixed(slots[0]._replace(slot=0)) if slots else None
+    second = places.fixed(slots[0]._replace(slot=1)) if slots and plan.problem.ranks > 1 else None
+    slot_stride = 0
+    if base is not None and second is not None:
+        slot_stride = (second.data_ptr() - base.data_ptr()) // base.element_size()
+    order = lanes.table([box.slot for box in slots])
+    rows, cols = part.write.shape
+    target = places.of(part.write)
+    grid = (rows, -(-cols // REDUCE_BLOCK))
+
+    def run(operands: Operands) -> None:
+        out = target(operands)
+        reduce_kernel[grid](
+            running if running is not None else out,
+            base if base is not None else out,
+            own if own is not None else out,
+            bias(operands) if bias else out,
+            out, order, len(slots), rows, cols, slot_stride,
+            running.stride(0) if running is not None else 0,
+            base.stride(0) if base is not None else 0,
+            own.stride(0) if own is not None else 0,
+            out.stride(0), HAS_SUM=running is not None, HAS_OWN=own is not None,
+            HAS_BIAS=bias is not None, BLOCK=REDUCE_BLOCK,
+        )  # fmt: skip
+
+    return run

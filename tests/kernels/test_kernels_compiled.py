@@ -1,0 +1,155 @@
+"""Each kernel compiled for three generations of GPUs, without one: what must stand in its PTX.
+
+x86 orders stores, so no run on CPU ranks shows a missing release, or a missing barrier before it.
+"""
+
+import os
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from counterpoint.kernels.reduce import reduce_kernel
+from counterpoint.kernels.signal import signal_kernel
+
+assert os.environ.get("TRITON_INTERPRET") != "1", "here kernels are compiled"
+
+CAPABILITIES = [80, 90, 100]
+CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+
+
+class Compiled(NamedTuple):
+    """The PTX, and what the assembler says of the machine code."""
+
+    ptx: str
+    registers: int
+    shared_bytes: int
+    stack_bytes: int  # spills lie there
+    local_bytes: int
+
+
+def compiled(
+    kernel: Any,
+    capability: int,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    num_warps: int,
+    aligned: tuple[str, ...] = (),
+) -> Compiled:
+    """`kernel` for arguments of `types`; those `aligned` are multiples of 16."""
+    signature = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=constants,
+        attrs={(list(types).index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    found = triton.compile(source, target=target, options={"num_warps": num_warps})
+    usage = _usage(found.asm["cubin"])
+    names = ("REG", "SHARED", "STACK", "LOCAL")
+    numbers = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
+    return Compiled(found.asm["ptx"], *numbers)
+
+
+@cache
+def _usage(cubin: bytes) -> str:
+    # not a pipe: cuobjdump wants a file
+    path = Path(f"/proc/{os.getpid()}/fd") / str(fd := os.memfd_create("cubin"))
+    try:
+        os.write(fd, cubin)
+        command = [CUOBJDUMP, "-res-usage", path]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        os.close(fd)
+
+
+def lines_with(ptx: str, pattern: str) -> list[int]:
+    return [i for i, line in enumerate(ptx.splitlines()) if re.search(pattern, line)]
+
+
+def signal(capability: int, *, advance: bool, bounded: bool = True, lanes: int = 32) -> Compiled:
+    types = {
+        "post_ptrs": "*i64", "num_posts": "i32", "wait_ptrs": "*i64", "num_waits": "i32",
+        "epoch_ptr": "*i32", "fault_ptr": "*i32", "step": "i32", "timeout_ns": "i64",
+    }  # fmt: skip
+    constants = {"ADVANCE": advance, "BOUNDED": bounded, "LANES": lanes}
+    return compiled(signal_kernel, capability, types, constants, num_warps=1)
+
+
+@pytest.mark.parametrize("lanes", [32, 128])
+@pytest.mark.parametrize("advance", [False, True])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_signal_publishes_and_acquires(capability: int, advance: bool, lanes: int):
+    ptx = signal(capability, advance=advance, lanes=lanes).ptx
+
+    releases = lines_with(ptx, r"atom\.global\.sys\.release\.exch\.b32")
+    acquires = lines_with(ptx, r"atom\.global\.sys\.acquire\.add\.u32|ld\.global\.sys\.acquire")
+    barriers = lines_with(ptx, r"\bbar(rier)?\.(warp\.)?sync")
+    stores = lines_with(ptx, r"\bst\.global")
+    assert len(releases) == lanes // 32
+    assert len(acquires) == lanes // 32
+    # the epoch's store, then a barrier of the block, then the release; then the polls
+    if advance:
+        assert stores[0] < barriers[0]
+    assert barriers[0] < releases[0] <= releases[-1] < acquires[0]
+    # nothing of it has block or GPU scope
+    assert not lines_with(ptx, r"\b(atom|red|ld|st)\.\S*(\.gpu|\.cta)\b")
+    assert len(stores) == advance + 2, "the epoch, and the two words of a fault"
+    assert stores[-2] > acquires[-1]
+
+
+@pytest.mark.parametrize("advance", [False, True])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_signal_fits_beside_any_kernel(capability: int, advance: bool):
+    found = signal(capability, advance=advance)
+    assert found.registers <= 32
+    assert found.shared_bytes == found.stack_bytes == found.local_bytes == 0
+    assert ".reqntid 32" in found.ptx, "one warp"
+
+
+def test_an_unbounded_wait_reads_no_clock():
+    assert "globaltimer" in signal(90, advance=True).ptx
+    assert "globaltimer" not in signal(90, advance=True, bounded=False).ptx
+
+
+REDUCE_TYPES = {
+    "sum_ptr": "*fp32", "slots_ptr": "*{}", "own_ptr": "*{}", "bias_ptr": "*{}", "out_ptr": "*{}",
+    "order_ptr": "*i64", "num_slots": "i32", "rows": "i32", "cols": "i32", "stride_slot": "i32",
+    "stride_sum": "i32", "stride_slots": "i32", "stride_own": "i32", "stride_out": "i32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_reduce_loads_16_bytes_at_a_time(capability: int, dtype: str):
+    types = {name: kind.format(dtype) for name, kind in REDUCE_TYPES.items()}
+    constants = {"HAS_SUM": True, "HAS_OWN": True, "HAS_BIAS": True, "BLOCK": 1024}
+    aligned = tuple(name for name in types if name not in ("num_slots", "rows"))
+    found = compiled(reduce_kernel, capability, types, constants, num_warps=4, aligned=aligned)
+
+    accesses = re.findall(r"\b(ld|st)\.global\.(\S+)", found.ptx)
+    wide = {"v4.b32", "v2.b64"}
+    # the number of a slot is one word for the whole block
+    assert [kind for kind in accesses if kind[1] not in wide] == [("ld", "b64")]
+    assert {op for op, size in accesses if size in wide} == {"ld", "st"}
+    assert found.stack_bytes == found.local_bytes == 0
+    assert found.shared_bytes == 0
+    assert found.registers <= 64  # 8 blocks of 128 threads on an SM, and more
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_reduce_of_any_width_compiles(capability: int):
+    """The last column of an odd width: nothing is a multiple of anything."""
+    types = {name: kind.format("bf16") for name, kind in REDUCE_TYPES.items()}
+    constants = {"HAS_SUM": False, "HAS_OWN": True, "HAS_BIAS": False, "BLOCK": 1024}
+    found = compiled(reduce_kernel, capability, types, constants, num_warps=4)
+    assert found.stack_bytes == found.local_bytes == 0

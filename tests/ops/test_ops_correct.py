@@ -1,0 +1,122 @@
+"""Every family of both ops, on 1 to 4 ranks and odd shapes: against fp64, and bit for bit."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from rank_bodies import Case, wrong_cases
+from rankpool import RankPool
+
+from counterpoint.plan.families import build
+from counterpoint.plan.grading import compositions
+from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+LAYOUTS = ["plain", "transposed", "strided"]
+OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
+
+
+def shapes(ranks: int) -> list[tuple[tuple[int, ...], int, int, tuple[int, ...]]]:
+    """(rows, K, N, inner): ones, primes, one less and one more than a tile, ranks without rows."""
+    uneven = (3, 0, 7, 1)[:ranks]
+    return [
+        ((1,) * ranks, 1, 1, ()),
+        ((1,) * ranks, 31, 1, ()),
+        ((7,) * ranks, 1, 13, ()),
+        ((13,) * ranks, 67, 5, ()),
+        ((16,) * ranks, 64, 48, ()),
+        (uneven, 17, 11, ()),
+        (uneven[::-1], 129, 3, ()),
+        ((2,) * ranks, 9, 10, (5,)),
+        (uneven, 8, 6, (1, 3)),
+    ]
+
+
+def specs(op: str, ranks: int) -> list[tuple[str, str]]:
+    """(spec, whose bits): each family with what its spec may say."""
+    gathers = op == "all_gather_matmul"
+    whole = "whole" if gathers else ""
+    found = [("serial", whole), ("auto", whole)]
+    if ranks == 1:
+        return [*found, ("graded", whole), ("shard_p2p", whole)]
+    orders = ["ring"] if ranks & (ranks - 1) else ["ring", "xor"]
+    for peers in orders:
+        if gathers:
+            found += [(f"uniform_fused_2d {peers}", ""), (f"uniform_fused_1d {peers}", "")]
+            for way in ("push", "pull"):
+                found.append((f"shard_p2p {peers} {way}", "shards"))
+                for groups in compositions(ranks):
+                    bits = {1: "whole", ranks: "shards"}.get(len(groups), "")
+                    found.append((f"graded {'/'.join(map(str, groups))} {peers} {way}", bits))
+        else:
+            for reduces in compositions(ranks - 1):
+                staged = f"reduce={'/'.join(map(str, reduces))}"
+                found.append((f"shard_p2p {peers} {staged}", ""))
+                for groups in list(compositions(ranks))[:: 1 if reduces == (ranks - 1,) else 3]:
+                    spec = f"graded {'/'.join(map(str, groups))} {peers} {staged}"
+                    found.append((spec, ""))
+    return [*found, ("graded", ""), ("shard_p2p", "shards" if gathers else "")]
+
+
+def cases(op: str, ranks: int) -> list[Case]:
+    """Specs x shapes, the rest in turn; 3, 3 and 2 against 9 shapes: all pairs come up."""
+    turns = count()
+    found: list[Case] = []
+    for spec, bits in specs(op, ranks):
+        for rows, k, n, inner in shapes(ranks):
+            turn = next(turns)
+            found.append(Case(op, spec, rows, k, n, DTYPES[turn % 3], turn % 2 == 0,
+                              LAYOUTS[turn // 3 % 3], inner, bits))  # fmt: skip
+    return found
+
+
+def assert_none_wrong(pool: RankPool, ranks: int, found: list[Case]) -> None:
+    __tracebackhide__ = True
+    reports = pool.run(wrong_cases, ranks, found, timeout_s=60)
+    problems = [problem for report in reports for problem in report]
+    assert not problems, "\n".join(problems[:20])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_every_family_and_spec(pool: RankPool, op: str, ranks: int):
+    found = cases(op, ranks)
+    assert {case.plan for case in found} == {spec for spec, _ in specs(op, ranks)}
+    assert_none_wrong(pool, ranks, found)
+
+
+def test_sizes_and_families_in_turn_on_one_workspace(pool: RankPool):
+    """Memory grows twice (a granule is 2 MiB), shrinking calls use a part of it."""
+    gather, scatter = OPS
+    found = [
+        Case(gather, "graded 1/1/2 ring push", (3,) * 4, 5, 7, torch.float16),
+        Case(scatter, "graded 2/2 xor reduce=1/2", (331,) * 4, 64, 457, bias=True),
+        Case(gather, "uniform_fused_2d xor", (5, 1, 0, 2), 200, 9, torch.bfloat16, bias=True),
+        Case(gather, "graded 2/2 ring pull", (331,) * 4, 457, 31, layout="transposed"),
+        Case(scatter, "serial", (1,) * 4, 3, 2, bias=True),
+        Case(scatter, "shard_p2p ring", (509, 0, 1, 1021), 16, 811, torch.float16),
+        Case(gather, "uniform_fused_1d ring", (509, 0, 1, 1021), 811, 17),
+        Case(gather, "serial", (2, 3, 4, 5), 811, 17, bits="whole"),
+        Case(gather, "shard_p2p xor pull", (1,) * 4, 1, 1, bits="shards"),
+    ]
+    assert_none_wrong(pool, 4, [*found, *found[::-1]])
+
+
+def own_plans(op: str, ranks: int) -> list[Plan]:
+    """Plans of a user: a family's with another name, more order than it needs, and out of a file."""
+    rows = (4, 0, 3)[:ranks]
+    problem = Problem(op, 7, 5, 6, ranks, "float32", rows, bias=True)  # type: ignore[arg-type]
+    plan = build(problem, "graded 1/2 ring")
+    last = plan.steps[-1]
+    ordered = replace(last, after=tuple(step.name for step in plan.steps[:-1]))
+    mine = replace(plan, family="mine", variant="", steps=(*plan.steps[:-1], ordered))
+    return [mine, from_json(to_json(mine)), from_json(to_json(plan))]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_own_plans(pool: RankPool, op: str):
+    found = [Case(op, plan, plan.problem.rows, 6, 5, bias=True) for plan in own_plans(op, 3)]
+    assert_none_wrong(pool, 3, found)

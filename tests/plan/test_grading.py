@@ -1,0 +1,88 @@
+"""Sizes of groups: they add up, and follow the machine where the answer is known."""
+
+import pytest
+
+from counterpoint.machine import preset
+from counterpoint.plan.families import build
+from counterpoint.plan.grading import MAX_GROUPS, compositions, copy_s, graded_groups, matmul_s
+from counterpoint.plan.steps import Region
+from counterpoint.problem import OPS, Op, Problem
+
+H200 = preset("h200-8")
+
+
+@pytest.mark.parametrize("ranks", range(1, 13))
+def test_compositions_are_all_ways_to_cut(ranks: int):
+    cuts = list(compositions(ranks))
+    assert len(set(cuts)) == len(cuts)
+    assert all(sum(groups) == ranks and min(groups) > 0 for groups in cuts)
+    if ranks <= 8:
+        assert len(cuts) == 2 ** (ranks - 1)
+    else:
+        assert max(len(groups) for groups in cuts) == MAX_GROUPS
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("size", [0, 1, 127, 4096])
+def test_groups_add_up_to_the_ranks(op: Op, ranks: int, size: int):
+    groups = graded_groups(Problem(op, size * ranks, size, size, ranks), H200)
+    assert sum(groups) == ranks
+    assert min(groups) > 0
+
+
+@pytest.mark.parametrize("groups", list(compositions(4)))
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_own_shard_is_gathered_first_and_once(groups: tuple[int, ...], way: str):
+    plan = build(
+        Problem("all_gather_matmul", 32, 8, 8, 4), f"graded {'/'.join(map(str, groups))} {way}"
+    )
+    own = [s for s in plan.steps if s.kind == "matmul" and (0,) in s.writes[0].shards]
+    assert [s.name for s in own] == ["matmul_0"]
+    # alone it is read where the user has it; no copy is made of it
+    kept = [s for s in plan.steps if s.name == "keep"]
+    assert (own[0].reads[0] == Region("x")) == (groups[0] == 1) == (not kept)
+
+
+@pytest.mark.parametrize("groups", list(compositions(4)))
+def test_own_rows_are_scattered_last_and_stay(groups: tuple[int, ...]):
+    spec = f"graded {'/'.join(map(str, groups))}"
+    plan = build(Problem("matmul_reduce_scatter", 32, 8, 8, 4), spec)
+    matmuls = [s for s in plan.steps if s.kind == "matmul"]
+    assert [(0,) in s.writes[0].shards for s in matmuls] == [False] * (len(groups) - 1) + [True]
+    assert all((0,) not in s.reads[0].shards for s in plan.steps if s.kind == "copy")
+
+
+def test_a_matmul_takes_whole_waves():
+    problem = Problem("all_gather_matmul", 8192, 8192, 8192, 8)
+    wave_rows = H200.gemm_tile[0]
+    one = matmul_s(problem, wave_rows, H200)
+    assert one > 0
+    # 8192 columns are 32 tiles, so 4 rows of tiles fit into a wave of 132 SMs and 5 do not
+    assert matmul_s(problem, 4 * wave_rows, H200) == one
+    assert matmul_s(problem, 4 * wave_rows + 1, H200) == 2 * one
+    times = [matmul_s(problem, rows, H200) for rows in range(0, 8193, 64)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129])
+@pytest.mark.parametrize(("n", "k"), [(0, 0), (0, 8), (8, 0), (1, 1), (257, 3)])
+def test_times_are_never_negative(rows: int, n: int, k: int):
+    problem = Problem("all_gather_matmul", rows * 4, n, k, 4)
+    assert matmul_s(problem, rows, H200) >= 0
+    assert copy_s(rows * k * 2, H200) >= H200.link.copy_overhead_s
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_small_problem_is_not_cut(op: Op):
+    # each cut costs a launch, and there is less than a wave to hide behind
+    assert len(graded_groups(Problem(op, 256, 1024, 1024, 8), H200)) <= 2
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_large_problem_is_cut(op: Op):
+    assert len(graded_groups(Problem(op, 16384, 8192, 8192, 8), H200)) >= 3
+
+
+def test_of_equal_plans_the_fewest_groups():
+    assert graded_groups(Problem("all_gather_matmul", 0, 0, 0, 8), H200) == (8,)

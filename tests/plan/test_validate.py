@@ -1,0 +1,354 @@
+"""Plans that are wrong in one way each, and what validate says about them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from counterpoint.errors import PlanError
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
+from counterpoint.plan.validate import validate
+from counterpoint.problem import Problem
+
+GATHER = Problem("all_gather_matmul", 6, 5, 4, 2)
+SCATTER = Problem("matmul_reduce_scatter", 6, 5, 4, 2)
+PUSH = build(GATHER, "shard_p2p ring push")  # open, matmul_0, push_1, matmul_1
+FUSED = build(GATHER, "uniform_fused_2d ring")
+SERIAL = build(GATHER, "serial")  # gather, matmul
+
+
+def changed(plan: Plan, step: str, /, **changes: Any) -> Plan:
+    assert any(s.name == step for s in plan.steps)
+    steps = tuple(replace(s, **changes) if s.name == step else s for s in plan.steps)
+    return replace(plan, steps=steps)
+
+
+def buffer_of(plan: Plan, name: str, **changes: Any) -> Plan:
+    buffers = tuple(replace(b, **changes) if b.name == name else b for b in plan.buffers)
+    return replace(plan, buffers=buffers)
+
+
+def step_of(plan: Plan, name: str) -> Step:
+    return next(step for step in plan.steps if step.name == name)
+
+
+def ordered(plan: Plan, *names: str) -> Plan:
+    return replace(plan, steps=tuple(step_of(plan, name) for name in names))
+
+
+def refused(plan: Plan, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        validate(plan)
+
+
+# --- deadlock
+
+
+def talking() -> Plan:
+    """After the opening, b tells the peer's a, on another lane."""
+    a = Step("a", "compute", "barrier", after=("open",), waits=(Signal(9, (1,)),))
+    b = Step("b", "signal", "barrier", after=("open",), posts=(Signal(9, (1,)),))
+    return replace(PUSH, steps=(*PUSH.steps, b, a))
+
+
+def test_deadlock_by_crossed_waits():
+    # matmul_1 posts only when it has ended, and waits for a push that waits for it
+    plan = changed(PUSH, "push_1", waits=(Signal(8, (1,)),))
+    plan = changed(plan, "matmul_1", posts=(Signal(8, (1,)),))
+    refused(plan, "^plan shard_p2p ring push: deadlock: .*these wait for one another: .*'push_1'")
+
+
+def test_a_barrier_posts_before_it_waits():
+    meet = Step("meet", "compute", "barrier", (), (), ("open",), (Signal(9, (1,)),),
+                (Signal(9, (1,)),))  # fmt: skip
+    validate(replace(PUSH, steps=(*PUSH.steps, meet)))
+
+
+def test_deadlock_only_in_launch_order():
+    validate(talking())
+    # a waits for b of the other rank, and b is launched behind a: if a fills the GPU, b never runs
+    names = [step.name for step in PUSH.steps]
+    refused(
+        ordered(talking(), *names, "a", "b"),
+        "deadlock: launched in tuple order, these wait for one another: 'a' on rank 0",
+    )
+
+
+def test_a_signal_of_a_copy_is_launched_in_order_too():
+    # the post of push_1 is a kernel; behind a matmul_1 that fills the GPU it never runs
+    plan = ordered(PUSH, "open", "matmul_0", "matmul_1", "push_1")
+    refused(plan, "deadlock: launched in tuple order, .*'matmul_1' on rank 0.*'push_1' on rank 0")
+
+
+# --- signals
+
+
+def test_posts_and_waits_pair():
+    plan = changed(PUSH, "push_1", posts=())
+    refused(plan, "step matmul_1: rank 0 waits for slot 3 from rank 1, which never posts it")
+    plan = changed(changed(PUSH, "matmul_1", waits=()), "matmul_1", after=("open", "push_1"))
+    refused(plan, "step push_1: slot 3 is posted to rank 1, which never waits for it")
+
+
+def test_a_slot_is_posted_once():
+    again = replace(step_of(PUSH, "push_1"), name="again")
+    refused(
+        replace(PUSH, steps=(*PUSH.steps, again)), "step again: slot 3 of rank 1 is posted twice"
+    )
+    again = Step("again", "compute", "barrier", waits=(Signal(3, (1,)),))
+    refused(
+        replace(PUSH, steps=(*PUSH.steps, again)),
+        "step again: slot 3 of rank 0 is waited for twice",
+    )
+
+
+def test_a_slot_is_not_below_zero():
+    plan = changed(PUSH, "push_1", posts=(Signal(-1, (1,)),))
+    refused(
+        changed(plan, "matmul_1", waits=(Signal(-1, (1,)),)), "step push_1: signals a slot below"
+    )
+
+
+def test_nothing_signals_beside_the_barrier_that_opens():
+    plan = changed(PUSH, "push_1", after=())
+    refused(plan, "step push_1: signals before or beside the barrier that opens the call")
+    plan = changed(ordered(PUSH, "matmul_0", "push_1", "matmul_1"), "push_1", after=())
+    plan = changed(plan, "matmul_1", after=())
+    refused(plan, "step push_1: signals before or beside the barrier that opens the call")
+
+
+def test_all_ranks_meet_in_the_barrier_that_opens():
+    problem = Problem("all_gather_matmul", 6, 5, 4, 3)
+    plan = build(problem, "shard_p2p ring push")
+    # rank r no longer hears of r - 2 that it has left the call before
+    opens = step_of(plan, "open")
+    plan = changed(plan, "open", waits=opens.waits[:1], posts=opens.posts[:1])
+    refused(plan, "step open: opens the call, so every rank has to wait in it for every other")
+
+
+# --- memory
+
+
+def test_without_its_opening_barrier_a_call_writes_into_the_one_before():
+    plan = replace(PUSH, steps=tuple(replace(s, after=()) for s in PUSH.steps if s.name != "open"))
+    refused(plan, "step push_1: signals before or beside the barrier")
+    # without any signal: serial with a copy of x to the peer, which reads it at some time
+    full = buffer_of(SERIAL, "full", space="symmetric")
+    push = Step("push", "copy", "copy", (Region("x"),), (Region("full", (1,), ((0,),)),))
+    own = Step("own", "copy", "copy", (Region("x"),), (Region("full", shards=((0,),)),))
+    plan = replace(
+        full, lanes=(*SERIAL.lanes, Lane("copy", "copy")),
+        steps=(own, push, replace(SERIAL.steps[1], after=("push", "own"))),
+    )  # fmt: skip
+    refused(plan, "race: '.*' on rank .* and '.*' on rank .* read and write 'full' on rank")
+
+
+def test_a_race_across_calls_is_seen():
+    # pull: the stage is written again in call 1 while the peer may still read it in call 0
+    plan = build(GATHER, "shard_p2p ring pull")
+    stage = replace(step_of(plan, "stage"), after=())
+    names = [s.name for s in plan.steps]
+    plan = replace(plan, steps=tuple(stage if n == "stage" else step_of(plan, n) for n in names))
+    refused(plan, "race: '(stage|pull_1)' .*call 1.* read and write 'stage' on rank")
+
+
+def test_a_race_of_two_lanes_is_seen():
+    plan = build(SCATTER, "shard_p2p ring")
+    refused(
+        changed(plan, "push_1", after=("open",)),
+        "race: '(matmul_0|push_1)' on rank 0 and '(matmul_0|push_1)' on rank 0 read and write",
+    )
+
+
+def test_memory_is_written_before_it_is_read():
+    refused(
+        changed(PUSH, "matmul_1", reads=(Region("full", shards=((0,),)), Region("w"))),
+        r"'matmul_1' on rank . reads rows .:., columns 0:4 of 'full' on rank . before it is",
+    )
+    refused(
+        ordered(PUSH, "open", "push_1", "matmul_1"),
+        r"the user on rank . reads rows .:., columns 0:5 of 'y' on rank . before it is written",
+    )
+
+
+def two_moves(*pairs: tuple[Region, Region]) -> Plan:
+    """Serial, and one copy step of those pairs over what has been gathered."""
+    spare = Buffer("spare", (6, 4), "bfloat16", "scratch", split=True)
+    fill = Step("fill", "compute", "move", (Region("full"),), (Region("spare"),))
+    reads, writes = zip(*pairs, strict=True)
+    copy = Step("copy", "copy", "copy", reads, writes, after=("fill",))
+    return replace(
+        SERIAL, buffers=(*SERIAL.buffers, spare), lanes=(*SERIAL.lanes, Lane("copy", "copy")),
+        steps=(SERIAL.steps[0], fill, copy, replace(SERIAL.steps[1], after=("copy",))),
+    )  # fmt: skip
+
+
+def test_parts_of_one_step_run_in_any_order():
+    full, spare = Region("full"), Region("spare")
+    validate(two_moves((full, spare)))
+    validate(two_moves((full, full)))
+    # at once this would exchange the two; one after the other it does not
+    refused(two_moves((full, spare), (spare, full)), "race: 'copy' on rank 0 and 'copy' on rank 0")
+
+
+def test_a_matmul_does_not_overwrite_what_it_multiplies():
+    problem = Problem("all_gather_matmul", 6, 4, 4, 2)
+    plan = build(problem, "serial")
+    copy = Step("matmul", "compute", "matmul", (Region("full", cols=(0, 4)), Region("w")),
+                (Region("full"),))  # fmt: skip
+    out = Step("out", "compute", "move", (Region("full"),), (Region("y"),))
+    refused(replace(plan, steps=(plan.steps[0], copy, out)), "race: 'matmul' .*'matmul' .*'full'")
+
+
+# --- values
+
+
+def test_the_wrong_block_is_seen():
+    plan = changed(PUSH, "matmul_0", writes=(Region("y", shards=((1,),)),))
+    plan = changed(plan, "matmul_1", writes=(Region("y", shards=((0,),)),))
+    refused(plan, r"y of rank 0, rows 0:3, columns 0:5, holds .*x_rank=1.*, the op defines .*=0")
+
+
+def test_a_column_too_far_is_seen():
+    plan = changed(
+        FUSED, "push_0",
+        reads=(Region("x", cols=(1, 3)),) * 2,
+    )  # fmt: skip
+    refused(plan, r"step matmul_0: x and w meet at different k \(1, 0\)")
+
+
+def test_a_bias_is_added_once_and_on_one_way():
+    problem = replace(GATHER, bias=True)
+    plan = build(problem, "shard_p2p ring push")
+    bare = step_of(plan, "matmul_1").reads[:2]
+    refused(changed(plan, "matmul_1", reads=bare, args=()), "y of rank 0, rows 3:6, .*, the op def")
+
+    scatter = build(replace(SCATTER, bias=True), "shard_p2p ring")
+    biased = (*step_of(scatter, "matmul_1").reads, Region("bias"))
+    twice = changed(scatter, "matmul_1", reads=biased, args=(("bias", 1),))
+    refused(twice, r"y of rank 0, .*Row\(rank=0, .*Row\(rank=0, .*the op defines")
+    refused(changed(scatter, "push_1", args=(("bias", 1),)), "step push_1: a copy adds no bias")
+    only = changed(scatter, "reduce_0", reads=(Region("bias"),))
+    refused(only, "step reduce_0: a reduce reads at least one region")
+
+
+def test_sums_are_rounded_once():
+    refused(
+        buffer_of(FUSED, "sum", dtype="bfloat16"),
+        "step matmul_1: accumulates in bfloat16: every pass would round",
+    )
+    staged = build(Problem("matmul_reduce_scatter", 6, 5, 4, 3), "shard_p2p ring reduce=1/1")
+    refused(
+        buffer_of(staged, "sum", dtype="bfloat16"),
+        "step reduce_0: sums into bfloat16, which a later step would round again",
+    )
+    fused = build(replace(GATHER, bias=True), "uniform_fused_2d ring")
+    reads = (*step_of(fused, "matmul_1").reads, Region("bias"))
+    refused(
+        changed(fused, "matmul_1", reads=reads, args=(("bias", 1),)),
+        "step matmul_1: adds a bias to a sum that is not yet rounded: a move or a reduce does",
+    )
+
+
+def test_dtypes():
+    refused(buffer_of(SERIAL, "full", dtype="float16"), "buffer 'full' is float16: neither float32")
+    refused(buffer_of(PUSH, "full", dtype="float32"), "step push_1: a copy keeps the dtype")
+    wide = buffer_of(build(GATHER, "graded 2 ring push"), "full", dtype="float32")
+    refused(changed(wide, "push_1", kind="copy"), "step (keep|push_1): ")
+    full = Buffer("wide", (6, 4), "float32", "scratch", split=True)
+    move = Step("widen", "compute", "move", (Region("full"),), (Region("wide"),))
+    matmul = replace(SERIAL.steps[1], reads=(Region("wide"), Region("w")))
+    plan = replace(SERIAL, buffers=(*SERIAL.buffers, full), steps=(SERIAL.steps[0], move, matmul))
+    refused(plan, "step matmul: a matmul multiplies bfloat16")
+
+
+# --- form
+
+
+def test_scratch_is_limited():
+    need = PUSH.num_bytes("scratch", "symmetric")
+    assert need == 6 * 4 * 2
+    validate(replace(PUSH, problem=replace(GATHER, scratch_bytes_limit=need)))
+    less = replace(PUSH, problem=replace(GATHER, scratch_bytes_limit=need - 1))
+    refused(less, "needs 48 bytes of scratch, scratch_bytes_limit is 47")
+
+
+def test_only_copies_reach_a_peer_and_only_in_symmetric_memory():
+    plan = changed(PUSH, "matmul_1", reads=(Region("full", (1,), ((0,),)), Region("w")))
+    refused(plan, "step matmul_1: reaches 'full' on a peer: only copies do")
+    plan = buffer_of(PUSH, "full", space="scratch")
+    refused(plan, "step push_1: reaches 'full' on a peer, but it is not symmetric")
+
+
+def test_inputs_are_not_written():
+    move = Step("spoil", "compute", "move", (Region("x"),), (Region("x"),))
+    refused(replace(PUSH, steps=(*PUSH.steps, move)), "step spoil: writes to an input")
+
+
+def test_xor_needs_a_power_of_two():
+    plan = build(Problem("all_gather_matmul", 6, 5, 4, 3), "shard_p2p ring push")
+    refused(replace(plan, peers="xor"), "XOR peers need a power of two of ranks, got 3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lane": "compute"}, "a copy cannot run on lane 'compute', whose engine is sm"),
+        ({"kind": "move"}, "a move cannot run on lane 'copy', whose engine is copy"),
+        ({"lane": "nic"}, "no lane 'nic'"),
+        ({"after": ("matmul_1",)}, "is after 'matmul_1', which is no earlier step"),
+        ({"after": ("push_1",)}, "is after 'push_1', which is no earlier step"),
+        ({"writes": ()}, "a barrier moves no data, every other kind writes"),
+        ({"reads": ()}, "a copy keeps the dtype"),
+        ({"reads": (Region("z"),)}, "no buffer 'z'"),
+        ({"name": "open"}, "two steps have one name: open, matmul_0, open, matmul_1"),
+    ],
+)
+def test_a_step_that_cannot_run_is_refused(changes: dict[str, Any], message: str):
+    refused(changed(PUSH, "push_1", **changes), message)
+
+
+def test_matmul_move_and_reduce_read_what_they_need():
+    x, w = Region("x"), Region("w")
+    for reads in ((x,), (x, w, w), ()):
+        plan = changed(PUSH, "matmul_0", reads=reads)
+        refused(plan, "step matmul_0: a matmul reads x, w and, to accumulate, its target")
+    plan = changed(FUSED, "round", reads=(Region("sum"), Region("sum")))
+    refused(plan, "step round: a move reads one region")
+
+
+def test_a_barrier_writes_nothing():
+    plan = changed(PUSH, "open", writes=(Region("full"),))
+    refused(plan, "step open: a barrier moves no data, every other kind writes")
+
+
+def test_operands_are_those_of_the_op():
+    refused(
+        buffer_of(PUSH, "y", shape=(6, 4)), "^plan shard_p2p ring push: inputs and outputs must"
+    )
+    refused(replace(PUSH, buffers=PUSH.buffers[1:]), "inputs and outputs must be")
+    refused(replace(PUSH, buffers=(*PUSH.buffers, PUSH.buffers[-1])), "two buffers have one name")
+    refused(replace(PUSH, lanes=(*PUSH.lanes, PUSH.lanes[0])), "two lanes have one name: compute")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"args": ()}, "has no collective 0"),
+        ({"args": (("collective", "reduce_scatter"),)}, "has no collective 'reduce_scatter'"),
+        ({"reads": (Region("x", cols=(0, 3)),)}, "takes whole buffers, from 'own' to 'all'"),
+        ({"reads": ()}, "takes whole buffers, from 'own' to 'all'"),
+        ({"reads": (Region("full"),)}, "takes whole buffers, from 'own' to 'all'"),
+        ({"writes": (Region("full", shards=((1,), (0,))),)}, "takes whole buffers"),
+        ({"writes": (Region("y"),)}, "keeps columns and dtype of all 6 rows"),
+    ],
+)
+def test_a_collective_takes_whole_buffers(changes: dict[str, Any], message: str):
+    refused(changed(SERIAL, "gather", **changes), f"step gather: .*{message}")
+
+
+def test_the_message_names_plan_step_and_call():
+    with pytest.raises(PlanError) as error:
+        validate(changed(PUSH, "push_1", reads=(Region("x", cols=(0, 3)),)))
+    assert str(error.value).startswith("plan shard_p2p ring push, step push_1: shapes [(3, 3)] -> ")

@@ -1,0 +1,179 @@
+"""A plan run on arrays, its events interleaved at random: what validate says, seen from outside.
+
+Shares `bind` with validate, and no more. What a step reads has to stay while the step is under
+way; what it writes is NaN until it ends; inputs change with every call; some rank or lane is slow.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from counterpoint.plan.bind import BoundStep, Box, bind
+from counterpoint.plan.steps import Count, Plan
+
+Array = NDArray[np.float64]
+CALLS = 2
+
+
+class Stuck(Exception):
+    """No rank can go on."""
+
+
+def simulate(plan: Plan, seed: int) -> bool:
+    """Whether every call on every rank leaves in y what the op defines.
+
+    Raises:
+        Stuck: the ranks wait for one another.
+    """
+    return _Simulation(plan, Random(seed)).run()
+
+
+class _Simulation:
+    def __init__(self, plan: Plan, random: Random) -> None:
+        self.plan = plan
+        self.random = random
+        self.ranks = range(plan.problem.ranks)
+        self.programs = [bind(plan, rank) for rank in self.ranks]
+        self.memory = {(b.name, r): self.fresh(b.name, r) for b in plan.buffers for r in self.ranks}
+        self.pads = [[0] * plan.num_slots for _ in self.ranks]
+        self.ended: set[tuple[int, int, str]] = set()  # call, rank, step
+        self.gathered: dict[tuple[int, int, str], Array] = {}
+        rng = np.random.default_rng(random.randrange(1 << 32))
+        p = plan.problem
+        self.inputs = [
+            [
+                {
+                    b.name: rng.integers(-8, 9, self.memory[b.name, r].shape[1:]).astype(float)
+                    for b in plan.buffers
+                    if b.space == "input"
+                }
+                for r in self.ranks
+            ]
+            for _ in range(CALLS)
+        ]
+        self.starts = p.row_starts
+        self.right = True
+
+    def fresh(self, name: str, rank: int) -> Array:
+        buffer, p = self.plan.buffer(name), self.plan.problem
+        rows, cols = buffer.shape
+        assert not isinstance(rows, Count)
+        slots = p.ranks if buffer.holds == "slots" else 1
+        rows = p.rows[rank] if buffer.split and buffer.holds != "all" else rows
+        return np.full((slots, rows, cols), np.nan)
+
+    def run(self) -> bool:
+        actors: dict[tuple[int, str], Iterator[bool]] = {}
+        call = dict.fromkeys(self.ranks, -1)
+        in_order = self.random.random() < 0.5  # one SM step after the other, as if each filled it
+        speed: dict[tuple[int, str], float] = {}
+        for rank in self.ranks:
+            self.enter(call, rank, actors, in_order)
+        while actors:
+            for key in actors:
+                if key not in speed or self.random.random() < 0.02:
+                    speed[key] = self.random.random()
+            for key in sorted(actors, key=lambda key: speed[key]):
+                try:
+                    moved = next(actors[key])
+                except StopIteration:
+                    del actors[key]
+                    rank, moved = key[0], True
+                    if not any(r == rank for r, _ in actors):
+                        self.leave(call[rank], rank)
+                        self.enter(call, rank, actors, in_order)
+                if moved:
+                    break
+            else:
+                raise Stuck(f"{self.plan.spec}: {sorted(actors)}")
+        return self.right
+
+    def enter(self, call: dict[int, int], rank: int, actors: dict, in_order: bool) -> None:
+        call[rank] += 1
+        if call[rank] == CALLS:
+            return
+        for name, values in self.inputs[call[rank]][rank].items():
+            self.memory[name, rank][0] = values
+        self.memory["y", rank][:] = np.nan
+        queues: dict[str, list[BoundStep]] = {}
+        for bound in self.programs[rank].steps:
+            lane = self.plan.lane(bound.step.lane)
+            queue = "sm" if in_order and lane.engine == "sm" else lane.name
+            queues.setdefault(queue, []).append(bound)
+        for queue, steps in queues.items():
+            actors[rank, queue] = self.lane(call[rank], rank, steps)
+
+    def leave(self, call: int, rank: int) -> None:
+        p, inputs = self.plan.problem, self.inputs[call]
+        if p.op == "all_gather_matmul":
+            x = np.concatenate([inputs[r]["x"] for r in self.ranks])
+            want = x @ inputs[rank]["w"]
+        else:
+            rows = slice(self.starts[rank], self.starts[rank + 1])
+            want = sum(inputs[r]["x"][rows] @ inputs[r]["w"] for r in self.ranks)
+        if p.bias:
+            want = want + inputs[rank]["bias"]
+        self.right = self.right and bool(np.array_equal(self.memory["y", rank][0], want))
+
+    def lane(self, call: int, rank: int, steps: list[BoundStep]) -> Iterator[bool]:
+        """Yields True after an event, False where it has to wait."""
+        for bound in steps:
+            step = bound.step
+            while not all((call, rank, name) in self.ended for name in step.after):
+                yield False
+            if step.kind == "barrier":
+                self.post(call, bound)
+                yield True
+            while not all(self.pads[rank][slot] > call for slot, _ in bound.waits):
+                yield False
+            if step.kind == "collective":
+                yield from self.collective(call, rank, bound)
+            elif step.kind != "barrier":
+                seen = [[self.at(box).copy() for box in part.reads] for part in bound.parts]
+                for part in bound.parts:
+                    if not any(b[:3] == part.write[:3] for p in bound.parts for b in p.reads):
+                        self.at(part.write)[:] = np.nan
+                yield True
+                self.finish(bound, seen)
+            if step.kind != "barrier":
+                self.post(call, bound)
+            self.ended.add((call, rank, step.name))
+            yield True
+
+    def post(self, call: int, bound: BoundStep) -> None:
+        for slot, rank in bound.posts:
+            self.pads[rank][slot] = call + 1
+
+    def finish(self, bound: BoundStep, seen: list[list[Array]]) -> None:
+        same = all(
+            np.array_equal(self.at(box), before, equal_nan=True)
+            for part, reads in zip(bound.parts, seen, strict=True)
+            for box, before in zip(part.reads, reads, strict=True)
+        )
+        for part in self.random.sample(bound.parts, len(bound.parts)):
+            reads = [self.at(box) for box in part.reads]
+            if bound.step.kind == "matmul":
+                reads = [reads[0] @ reads[1], *reads[2:]]
+            self.at(part.write)[:] = sum(reads) if same else np.nan
+
+    def collective(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
+        name = bound.step.name
+        (part,) = bound.parts
+        self.gathered[call, rank, name] = self.at(part.reads[0]).copy()
+        self.at(part.write)[:] = np.nan
+        yield True
+        while not all((call, r, name) in self.gathered for r in self.ranks):
+            yield False
+        everyone = [self.gathered[call, r, name] for r in self.ranks]
+        if bound.step.arg("collective") == "all_gather":
+            self.at(part.write)[:] = np.concatenate(everyone)
+        else:
+            start, stop = list(pairwise(self.starts))[rank]
+            self.at(part.write)[:] = sum(each[start:stop] for each in everyone)
+
+    def at(self, box: Box) -> Array:
+        whole = self.memory[box.buffer, box.rank]
+        return whole[box.slot, box.r0 : box.r1, box.c0 : box.c1]

@@ -1,0 +1,211 @@
+"""Ranks that die, stay away, freeze or are late: the others say which, in time, and nothing hangs."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from rank_bodies import Case, operands, world, wrong
+from rank_bodies import call as call_op
+from rankpool import RankPool
+
+import counterpoint as cp
+from counterpoint.errors import PeerTimeoutError
+from counterpoint.plan.bind import BoundStep
+from counterpoint.runtime import execute_cpu
+from counterpoint.runtime.workspace import workspace_of
+
+TIMEOUT_S = 2.0
+SLACK_S = 1.5
+RUN_TIMEOUT_S = 5.0
+GROUP_TIMEOUT_S = 0.75 * RUN_TIMEOUT_S  # as the pool sets it
+VICTIM = 1
+GATHER = Case("all_gather_matmul", "graded 1/2 ring push", (2,) * 3, 5, 4)
+SCATTER = Case("matmul_reduce_scatter", "graded 1/2 ring", (2,) * 3, 5, 4)
+SERIAL_GATHER = Case("all_gather_matmul", "serial", (2,) * 3, 5, 4)
+SERIAL_SCATTER = Case("matmul_reduce_scatter", "serial", (2,) * 3, 5, 4)
+
+
+class Report(NamedTuple):
+    """What a survivor was told."""
+
+    rank: int | None
+    step: str
+    text: str
+
+
+def survive(rank: int, world_size: int, case: Case, fault: str, folder: str) -> Report | None:
+    """A good call, then the victim's fault: what the others see."""
+    given = operands(case, rank, 0, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_TIMEOUT_S", str(TIMEOUT_S))
+        call_op(case, given)
+        if rank == VICTIM:
+            fail(case, fault, Path(folder), patch)
+            return None
+        start_s = time.monotonic()
+        with pytest.raises(PeerTimeoutError) as info:
+            # what the victim has sent before its end may be enough for one call
+            for _ in range(2):
+                start_s = time.monotonic()
+                call_op(case, given)
+        assert time.monotonic() - start_s < bound_s(case)
+
+        start_s = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match="unusable"):
+            call_op(case, given)
+        with pytest.raises(PeerTimeoutError, match="unusable"):
+            cp.check()
+        assert time.monotonic() - start_s < 0.2, "waited again"
+    (Path(folder) / f"done.{rank}").touch()
+    return Report(info.value.rank, info.value.step, str(info.value))
+
+
+def bound_s(case: Case) -> float:
+    # a collective of the library has the bound of its group
+    return (GROUP_TIMEOUT_S if case.plan == "serial" else TIMEOUT_S) + SLACK_S
+
+
+def fail(case: Case, fault: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """The fault itself, on the victim."""
+    given = operands(case, VICTIM, 0, torch.device("cpu"))
+    match fault.split():
+        case ["killed"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["killed", "in", step]:
+
+            def note(call: object, bound: BoundStep, kind: str, start_s: float) -> None:
+                if bound.step.name == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            patch.setattr(execute_cpu._Call, "_note", note)
+            call_op(case, given)
+        case ["returns"]:
+            pass
+        case ["sleeps"]:
+            wait_for_survivors(folder)
+        case ["stops"]:
+            os.kill(os.getpid(), signal.SIGSTOP)  # until the test lets it go on
+            with pytest.raises(PeerTimeoutError):
+                call_op(case, given)  # the others have gone on without it
+        case _:
+            raise AssertionError(fault)
+
+
+def wait_for_survivors(folder: Path) -> None:
+    deadline_s = time.monotonic() + 10
+    while len(list(folder.glob("done.*"))) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+
+
+def name(value: Case | str) -> str:
+    """Of a test."""
+    return value if isinstance(value, str) else f"{value.op} {value.plan}"
+
+
+def reports_of(pool: RankPool, case: Case, fault: str, folder: Path) -> list[Report]:
+    """What each survivor was told; all name the step that they were at."""
+    dead = (VICTIM,) if fault.startswith("killed") else ()
+    run_s = RUN_TIMEOUT_S if case.plan == "serial" else 20.0
+    found = pool.run(survive, 3, case, fault, str(folder), expect_dead=dead, timeout_s=run_s)
+    reports = [report for report in found if report is not None]
+    assert len(reports) == 2
+    for report in reports:
+        assert report.step and repr(report.step) in report.text
+        assert report.text.startswith(case.op)
+        assert f"of plan {case.plan}" in report.text
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [
+        (GATHER, "killed"),
+        (GATHER, "killed in matmul_0"),
+        (GATHER, "killed in push_1"),
+        (SCATTER, "killed"),
+        (SCATTER, "killed in push_1"),
+        (SCATTER, "killed in reduce_0"),
+        (SERIAL_GATHER, "killed"),
+        (SERIAL_SCATTER, "killed in matmul"),
+    ],
+    ids=name,
+)
+def test_a_dead_rank_is_named(pool: RankPool, tmp_path: Path, case: Case, fault: str):
+    for report in reports_of(pool, case, fault, tmp_path):
+        assert report.rank == VICTIM, report
+        assert "is dead" in report.text
+
+
+@pytest.mark.parametrize(
+    ("case", "fault"), [(GATHER, "sleeps"), (SCATTER, "returns"), (SERIAL_SCATTER, "returns")],
+    ids=name,
+)  # fmt: skip
+def test_a_rank_that_does_not_come_is_named(
+    pool: RankPool, tmp_path: Path, case: Case, fault: str
+):
+    for report in reports_of(pool, case, fault, tmp_path):
+        # the library does not say which rank it has lost
+        assert report.rank == (None if case.plan == "serial" else VICTIM), report
+        assert "is dead" not in report.text
+
+
+@pytest.mark.parametrize("case", [GATHER, SCATTER, SERIAL_GATHER], ids=name)
+def test_a_frozen_rank_is_named(pool: RankPool, tmp_path: Path, case: Case):
+    pool.run(no_op, 3, group=False)
+    pid = pool.pids()[VICTIM]
+    assert pid is not None
+
+    def let_go_on() -> None:
+        wait_for_survivors(tmp_path)
+        os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=let_go_on)
+    thread.start()
+    try:
+        reports = reports_of(pool, case, "stops", tmp_path)
+    finally:
+        thread.join()
+    for report in reports:
+        assert report.rank == VICTIM, report
+        assert f"pid {pid} is stopped" in report.text
+
+
+def no_op(rank: int, world_size: int) -> None:
+    """Starts the workers, so that their process ids are known."""
+
+
+def come_late(rank: int, world_size: int, cases: list[Case]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_TIMEOUT_S", str(TIMEOUT_S))
+        problems: list[str] = []
+        for i, case in enumerate(cases):
+            if i % world_size == rank:
+                time.sleep(0.3)
+            problems += wrong(case, seed=i)
+    return problems
+
+
+def test_a_late_rank_is_waited_for(pool: RankPool):
+    found = pool.run(come_late, 3, [GATHER, SCATTER, SERIAL_GATHER, SERIAL_SCATTER])
+    assert found == [[]] * 3
+
+
+def start_at(rank: int, world_size: int, epoch: int, cases: list[Case]) -> list[str]:
+    """Go on from `epoch`, with every word of every pad there."""
+    workspace = workspace_of(world(), torch.device("cpu"))
+    workspace.epoch = epoch
+    workspace.pads.local().view(torch.int32).fill_(epoch)
+    torch.distributed.barrier()
+    problems = [problem for i, case in enumerate(cases) for problem in wrong(case, seed=i)]
+    assert workspace.epoch != epoch
+    return problems
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3 - 2**32], ids=["sign", "zero"])
+def test_the_epoch_wraps(pool: RankPool, epoch: int):
+    assert pool.run(start_at, 3, epoch, [GATHER, SCATTER]) == [[]] * 3

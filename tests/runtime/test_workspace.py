@@ -1,0 +1,143 @@
+"""The memory of a group: it grows when it has to, is reused by every call, and is all accounted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rank_bodies import Case, call, operands, world, wrong
+from rankpool import RankPool
+
+from counterpoint.errors import UnsupportedError
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Plan, Signal
+from counterpoint.problem import Problem
+from counterpoint.runtime import workspace as module
+from counterpoint.runtime.workspace import (
+    ALIGN_BYTES,
+    GRANULE_BYTES,
+    NUM_SLOTS,
+    Places,
+    Workspace,
+    workspace_of,
+)
+
+CPU = torch.device("cpu")
+
+
+def space() -> Workspace:
+    return workspace_of(world(), CPU)
+
+
+def gather(rows: int, spec: str = "graded 1/1 ring pull") -> Case:
+    return Case("all_gather_matmul", spec, (rows, rows), 512, 3)
+
+
+def once(case: Case, rank: int, turn: int = 0) -> None:
+    given = operands(case, rank, turn, CPU)
+    y = call(case, given)
+    assert y.isfinite().all()
+
+
+def grow(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """(symmetric, scratch) bytes after calls of these rows: pull has `full` in scratch."""
+    sizes: list[tuple[int, int]] = []
+    for rows in (8, 1024, 512, 1025, 1, 2048):
+        once(gather(rows), rank)
+        sizes.append(space().num_bytes())
+    return sizes
+
+
+def test_memory_grows_to_the_largest_plan_in_granules(pool: RankPool):
+    found = pool.run(grow, 2)
+    granule = GRANULE_BYTES
+    # rows x 512 x 4 bytes staged, twice that gathered
+    one, two, four = [(s * granule, f * granule) for s, f in [(1, 1), (2, 3), (2, 4)]]
+    assert granule == 2 << 20
+    assert found[0] == found[1], "symmetric memory is equal on all ranks"
+    assert found[0] == [one, (granule, 2 * granule), (granule, 2 * granule), two, two, four]
+
+
+def reuse(rank: int, world_size: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    once(gather(1200), rank)
+    once(Case("matmul_reduce_scatter", "graded 1/1 ring", (1200,) * 2, 3, 512), rank)
+    before = space()
+    arena, scratch, sizes = before.arena, before.scratch, before.num_bytes()
+    for turn in range(100):
+        rows = int(torch.randint(1, 1201, (), generator=generator))
+        case = gather(rows) if turn % 3 else replace(gather(rows, "uniform_fused_1d"), n=1)
+        once(case, rank, turn)
+    after = space()
+    assert after is before
+    assert after.arena is arena
+    assert after.scratch is scratch
+    assert after.num_bytes() == sizes
+
+
+def test_no_growth_over_a_hundred_smaller_calls(pool: RankPool):
+    pool.run(reuse, 2)
+
+
+def forget(rank: int, world_size: int) -> list[str]:
+    """More programs than a workspace remembers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_CODE", 3)
+        cases = [gather(rows) for rows in (1, 2, 3, 4, 5, 1, 5, 2)]
+        problems = [problem for i, case in enumerate(cases) for problem in wrong(case, seed=i)]
+        assert len(space().code) == 3
+    return problems
+
+
+def test_old_programs_are_forgotten(pool: RankPool):
+    assert pool.run(forget, 2) == [[], []]
+
+
+def many_signals(rank: int, world_size: int) -> str:
+    plan = build(Problem("all_gather_matmul", 4, 3, 2, 2), "shard_p2p")
+
+    def moved(signals: tuple[Signal, ...]) -> tuple[Signal, ...]:
+        return tuple(replace(s, slot=s.slot + NUM_SLOTS - 3) for s in signals)
+
+    steps = tuple(replace(s, waits=moved(s.waits), posts=moved(s.posts)) for s in plan.steps)
+    workspace = space()
+    fits: Plan = plan
+    workspace.reserve(fits)
+    before = workspace.num_bytes()
+    with pytest.raises(UnsupportedError) as info:
+        workspace.reserve(replace(plan, steps=steps))
+    assert workspace.num_bytes() == before
+    return str(info.value)
+
+
+def test_more_signals_than_a_pad_has_are_refused(pool: RankPool):
+    text = "plan shard_p2p ring push: has 4097 signals, a pad holds 4096"
+    assert pool.run(many_signals, 2) == [text] * 2
+
+
+def place(rank: int, world_size: int) -> None:
+    workspace = space()
+    ranks = [rank, 1 - rank]
+    for op, spec in [("all_gather_matmul", "graded 1/1 ring pull"),
+                     ("all_gather_matmul", "uniform_fused_2d"),
+                     ("matmul_reduce_scatter", "graded 1/1 xor")]:  # fmt: skip
+        problem = Problem(op, 7, 5, 3, 2, "bfloat16", (3, 4))  # type: ignore[arg-type]
+        plan = build(problem, spec)
+        workspace.reserve(plan)
+        places = Places(workspace, plan)
+        ends = {"symmetric": 0, "scratch": 0}
+        for buffer in plan.buffers:
+            if buffer.space not in ends:
+                continue
+            offset = places.offsets[buffer.name]
+            assert offset % ALIGN_BYTES == 0
+            assert offset >= ends[buffer.space], "buffers overlap"
+            ends[buffer.space] = offset + plan.buffer_bytes(buffer)
+        symmetric, scratch = workspace.num_bytes()
+        assert ends["symmetric"] <= symmetric
+        assert ends["scratch"] <= scratch
+        assert workspace.arena is not None
+        assert all(workspace.arena.buffer_ptrs[r] % ALIGN_BYTES == 0 for r in ranks)
+
+
+def test_buffers_are_aligned_and_apart(pool: RankPool):
+    pool.run(place, 2)

@@ -1,0 +1,149 @@
+"""Who imports whom, and what `import counterpoint` costs and shows."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import counterpoint
+
+PACKAGE = Path(counterpoint.__file__).parent
+FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+HEAVY = ("torch", "triton", "cuda")
+
+# what a place (a file, or a directory with /) must not import, at any depth of its functions
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    place: (*HEAVY, *(f"counterpoint.{part}" for part in above))
+    for place, above in {
+        "errors.py": ("problem", "machine", "timeline", "plan", "choose", "runtime", "ops"),
+        "problem.py": ("machine", "timeline", "plan", "choose", "runtime", "ops", "kernels", "cli"),
+        "machine.py": ("problem", "timeline", "plan", "choose", "runtime", "ops", "kernels", "cli"),
+        "timeline.py": ("problem", "plan", "choose", "runtime", "ops", "kernels", "cli"),
+        "plan/": ("choose", "measure", "runtime", "ops", "kernels", "nn", "cli"),
+        "choose/rule.py": ("measure", "runtime", "ops", "kernels", "nn", "cli"),
+    }.items()
+}
+FORBIDDEN |= {
+    "kernels/": ("torch.distributed", *(f"counterpoint.{p}" for p in
+                 ("plan", "choose", "measure", "runtime", "ops", "nn", "cli"))),
+    "runtime/": tuple(f"counterpoint.{p}" for p in ("choose", "measure", "ops", "nn", "cli")),
+    "ops/": ("counterpoint.nn", "counterpoint.cli"),
+    "nn/": ("counterpoint.cli",),
+}  # fmt: skip
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports at run time, wherever it does."""
+    tree = ast.parse(path.read_text())
+    checking = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if node in checking:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+@pytest.mark.parametrize("place", FORBIDDEN)
+def test_import_directions(place: str):
+    files = [f for f in FILES if f == place or (place.endswith("/") and f.startswith(place))]
+    assert files or place == "nn/", f"no file {place}"
+    for file in files:
+        for name in imported(FILES[file]):
+            wrong = [package for package in FORBIDDEN[place] if within(name, package)]
+            assert not wrong, f"{file} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        (r"cuda\.bindings", "runtime/driver.py"),
+        (r"torch\.distributed\._symmetric_memory|_SymmetricMemory", "runtime/symmetric_cuda.py"),
+    ],
+)
+def test_a_private_interface_has_one_home(name: str, home: str):
+    mentions = [file for file, path in FILES.items() if re.search(name, path.read_text())]
+    assert mentions == [home]
+
+
+def fresh(code: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    env = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_pure_half_is_used_without_torch():
+    loaded = fresh(
+        "import sys\n"
+        "import counterpoint as cp\n"
+        "first = sorted(m for m in sys.modules if m.startswith('counterpoint'))\n"
+        "problem = cp.Problem('all_gather_matmul', 8, 4, 4, 2)\n"
+        "cp.validate(cp.build(problem, 'graded', cp.preset('h200-2')))\n"
+        "import counterpoint.choose.rule, counterpoint.timeline, counterpoint.plan.serialize\n"
+        "heavy = [m for m in ('torch', 'triton', 'numpy', 'cuda') if m in sys.modules]\n"
+        "print(first, heavy)"
+    )
+    assert loaded.strip() == "['counterpoint'] []"
+
+
+def test_all_is_sorted_and_is_what_dir_shows():
+    assert list(counterpoint.__all__) == sorted(set(counterpoint.__all__))
+    assert dir(counterpoint) == sorted([*counterpoint.__all__, "__version__"])
+
+
+def test_names_for_type_checkers_are_those_at_run_time():
+    tree = ast.parse(FILES["__init__.py"].read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    shown = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(shown) == list(counterpoint.__all__)
+    homes = {name: f"counterpoint.{home}" for name, home in counterpoint._HOME.items()}
+    assert homes == shown
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'counterpoint' has no attribute 'all_reduce'"):
+        _ = counterpoint.all_reduce  # type: ignore[attr-defined]
+
+
+def test_public_names_resolve_and_say_what_they_take_and_raise():
+    """In a process of its own: this one stays without torch."""
+    text = fresh(
+        "import inspect, counterpoint as cp\n"
+        "for name in cp.__all__:\n"
+        "    value = getattr(cp, name)\n"
+        "    assert inspect.getdoc(value), name\n"
+        "    if inspect.isfunction(value) and inspect.signature(value).parameters:\n"
+        "        for section in ('Args:', 'Raises:'):\n"
+        "            if section not in inspect.getdoc(value):\n"
+        "                print(name, 'has no', section)\n"
+    )
+    assert text == ""
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith(("plan/", "choose/"))])
+def test_modules_have_docstrings_and_no_second_idea(file: str):
+    source = FILES[file].read_text()
+    assert inspect.cleandoc(ast.get_docstring(ast.parse(source)) or ""), f"{file}: no docstring"
+    assert len(source.splitlines()) <= 320, f"{file} is long: it has two ideas"

@@ -1,0 +1,81 @@
+"""Problem: what it refuses, and the sizes that follow from it."""
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from counterpoint.errors import InputError
+from counterpoint.problem import ITEM_BYTES, Problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"op": "all_reduce"},
+            "Problem: op must be one of all_gather_matmul, .*, got 'all_reduce'",
+        ),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"ranks": 0}, "ranks must be at least 1, got 0"),
+        ({"ranks": -1}, "ranks must be at least 1, got -1"),
+        ({"m": -4}, "m must be 0 or more, got -4"),
+        ({"n": -1}, "n must be 0 or more, got -1"),
+        ({"k": -1}, "k must be 0 or more, got -1"),
+        ({"scratch_bytes_limit": -1}, "scratch_bytes_limit must be 0 or more, got -1"),
+        ({"m": 9}, "m must be a multiple of the 4 ranks, got 9; pass rows=, one count per rank"),
+        ({"rows": (4, 4)}, r"rows must be 4 counts >= 0 that add up to 8, got \(4, 4\)"),
+        ({"rows": (2, 2, 2, 3)}, r"rows must be 4 counts >= 0 that add up to 8, got \(2, 2, 2, 3"),
+        ({"rows": (9, 0, 0, -1)}, r"rows must be 4 counts >= 0 that add up to 8, got \(9, 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused(changes: dict[str, Any], message: str):
+    good: dict[str, Any] = {"op": "all_gather_matmul", "m": 8, "n": 3, "k": 5, "ranks": 4}
+    op = "" if "op" in changes else "all_gather_matmul: "
+    with pytest.raises(InputError, match=f"^{op}{message}"):
+        Problem(**(good | changes))
+
+
+def test_rows_are_equal_unless_they_are_given():
+    assert Problem("all_gather_matmul", 12, 1, 1, 4).rows == (3, 3, 3, 3)
+    assert Problem("all_gather_matmul", 12, 1, 1, 4) == Problem(
+        "all_gather_matmul", 12, 1, 1, 4, rows=(3, 3, 3, 3)
+    )
+    unequal = Problem("all_gather_matmul", 9, 1, 1, 4, rows=(4, 0, 5, 0))
+    assert unequal.row_starts == (0, 4, 4, 9, 9)
+
+
+def test_a_list_of_rows_becomes_a_tuple_so_that_problems_hash():
+    problem = Problem("all_gather_matmul", 3, 1, 1, 2, rows=[1, 2])  # type: ignore[arg-type]
+    assert problem.rows == (1, 2)
+    assert len({problem, Problem("all_gather_matmul", 3, 1, 1, 2, rows=(1, 2))}) == 1
+
+
+def test_a_problem_does_not_change():
+    with pytest.raises(FrozenInstanceError):
+        Problem("all_gather_matmul", 4, 1, 1, 2).m = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_bytes_and_flop(dtype: Any):
+    gather = Problem("all_gather_matmul", 10, 7, 5, 3, dtype, rows=(2, 5, 3))
+    item_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
+    assert gather.item_bytes == item_bytes
+    assert gather.flop == 2 * 10 * 7 * 5
+    # the rank with the smallest shard receives the most
+    assert gather.link_bytes == (5 + 3) * 5 * item_bytes
+    scatter = Problem("matmul_reduce_scatter", 10, 7, 5, 3, dtype, rows=(2, 5, 3))
+    # the rank with the most rows receives two partials of them
+    assert scatter.link_bytes == 2 * 5 * 7 * item_bytes
+
+
+def test_one_rank_moves_nothing():
+    assert Problem("all_gather_matmul", 8, 4, 4, 1).link_bytes == 0
+    assert Problem("matmul_reduce_scatter", 8, 4, 4, 1).link_bytes == 0
+
+
+def test_a_problem_prints_on_one_line():
+    even = Problem("all_gather_matmul", 8, 4, 2, 2, bias=True)
+    assert str(even) == "all_gather_matmul M8 N4 K2 bfloat16 +bias on 2 ranks"
+    uneven = Problem("matmul_reduce_scatter", 3, 4, 2, 2, "float32", rows=(1, 2))
+    assert str(uneven) == "matmul_reduce_scatter M3 N4 K2 float32 on 2 ranks rows 1/2"
