@@ -1,10 +1,12 @@
-"""`make gpu`: tests, then benchmark, on whatever GPUs are there; rows as JSONL. Installs nothing.
+"""`make gpu`: questions to the hardware, tests, benchmark, on whatever GPUs are there.
+
+Rows as JSONL; installs nothing.
 
     SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
 
-It starts one process for each GPU: first pytest on tests/gpu, in step on all ranks, then the
-benchmark. A hang ends in the stacks of all ranks.
+Each part starts one process for each GPU; pytest runs tests/gpu in step on all ranks. A hang ends
+in the stacks of all ranks.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS_S = {"smoke": (100, 60), "full": (240, 300)}  # tests, benchmark
+LIMITS_S = {"smoke": (100, 60), "full": (200, 280)}  # tests, benchmark
 
 
 def main() -> int:
@@ -23,7 +25,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suite", choices=("smoke", "full"), default="full")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
-    parser.add_argument("--only", choices=("tests", "bench"), help="one half of the suite")
+    parser.add_argument(
+        "--only", choices=("hardware", "tests", "bench"), help="one part of the suite"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="how many; 0: all that are there")
     args = parser.parse_args()
 
@@ -36,15 +40,21 @@ def main() -> int:
     # groups of 2, 4 and 8 ranks are measured
     num_gpus = 8 if num_gpus >= 8 else 4 if num_gpus >= 4 else 2
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = args.out / f"overlap-{num_gpus}x.jsonl"
-    rows.unlink(missing_ok=True)
+    gpu = torch.cuda.get_device_name().split()[-1].lower()
+    rows = args.out / f"overlap-{num_gpus}x-{gpu}.jsonl"
+    hardware = args.out / f"hardware-{num_gpus}x-{gpu}.jsonl"
+    for path in (rows, hardware):
+        path.unlink(missing_ok=True)
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
     tests = ["-m", "pytest", "tests/gpu", "-q", "-x", "-p", "no:cacheprovider", "-W", "default",
              "-o", f"faulthandler_timeout={test_s - 10}", "--durations=8"]  # fmt: skip
     bench = ["benchmarks/overlap.py", "--suite", args.suite, "--out", str(rows)]
-    halves = {"tests": (tests, test_s), "bench": (bench, bench_s)}
-    for name, (command, limit_s) in halves.items():
+    ask = ["benchmarks/ask_hardware.py", "--out", str(hardware)]
+    parts = {"tests": (tests, test_s), "bench": (bench, bench_s)}
+    if args.suite == "full":
+        parts = {"hardware": (ask, 60), **parts}
+    for name, (command, limit_s) in parts.items():
         if args.only in (None, name):
             start_s = time.monotonic()
             code = _torchrun(num_gpus, command, limit_s)

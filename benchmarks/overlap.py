@@ -11,14 +11,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from plans import specs
+from plans import PLANS
 from shapes import SHAPES
 
+import counterpoint
 from counterpoint.measure import record
-from counterpoint.measure.compare import Case, compare
+from counterpoint.measure.compare import FIXED, Case, compare
+from counterpoint.runtime.symmetric import allocate
 from counterpoint.runtime.workspace import release_all
+from counterpoint.timeline import Timeline
 
 SMOKE = ("70B gate+up, 2048 tokens", "70B down, 2048 tokens")
+PICTURED = ("70B qkv", "70B down")
 
 
 def main() -> None:
@@ -40,33 +44,61 @@ def main() -> None:
         for layer, (m, n, k) in SHAPES[op].items():
             if args.suite == "smoke" and layer not in SMOKE:
                 continue
-            chosen = specs(op, ranks)[1:]
+            chosen = PLANS[op, ranks][1:]
             chosen = chosen[:6] if args.suite == "smoke" else chosen
             case = Case(op, m, n, k, layer)
             rows = compare(case, chosen, group=group, device=device)
             if rank == 0:
                 record.append(args.out, rows)
                 print(_line(rows), f"[{time.monotonic() - start_s:.0f} s]", flush=True)
+            if layer in PICTURED and args.suite == "full":
+                _picture(rows, case, args.out.parent / f"timeline-{ranks}x-{op}.json")
             torch.cuda.empty_cache()
     release_all()
     dist.destroy_process_group()
 
 
+def _picture(rows: list[dict], case: Case, path: Path) -> None:
+    """The timeline of one call of the best plan."""
+    graph = {r["arm"]: r["median_s"] for r in rows if r["mode"] == "graph"}
+    best = min((a for a in graph if a not in FIXED), key=graph.__getitem__)
+    ranks, device = dist.get_world_size(), torch.cuda.current_device()
+    gathers = case.op == "all_gather_matmul"
+    x = torch.randn(case.m // ranks if gathers else case.m, case.k, device=device).bfloat16()
+    w = torch.randn(case.n, case.k, device=device).bfloat16().t()
+    op = getattr(counterpoint, case.op)
+    meeting = allocate(1 << 16, dist.group.WORLD, x.device)
+
+    def call() -> None:
+        torch.cuda._sleep(20_000_000)  # the host, slow under a profiler, is ahead of the GPU
+        meeting.handle.barrier(channel=0)
+        op(x, w, plan=best)
+
+    call()
+    title = f"{case.op} {case.m}, {case.n}, {case.k}: {best}"
+    _, timeline = counterpoint.profile(call, title=title)
+    ours = tuple(s for s in timeline.spans if s.kind != "other")
+    if dist.get_rank() == 0:
+        only = Timeline(ours, title=timeline.title, source=timeline.source).shifted()
+        path.write_text(only.to_json())
+
+
 def _line(rows: list[dict]) -> str:
     graph = {r["arm"]: r["median_s"] for r in rows if r["mode"] == "graph"}
     eager = {r["arm"]: r for r in rows if r["mode"] == "eager"}
-    fixed = ("compute", "communication", "serial", "torch_symm_mem")
-    ours = sorted((arm for arm in graph if arm not in fixed), key=graph.__getitem__)
+    ours = sorted((arm for arm in graph if arm not in FIXED), key=graph.__getitem__)
     first = rows[0]
-    known = "  ".join(f"{arm} {graph[arm] * 1e3:.3f}" for arm in fixed if arm in graph)
+    known = "  ".join(f"{arm} {graph[arm] * 1e3:.3f}" for arm in FIXED if arm in graph)
     best = ", ".join(f"{arm} {graph[arm] * 1e3:.3f}" for arm in ours[:4])
     hosts = ", ".join(
-        f"{arm} {r['median_s'] * 1e3:.3f}/{r['plain_eager_s'] * 1e3:.3f} host {r['host_s'] * 1e6:.0f}us"
+        f"{arm} {r['median_s'] * 1e3:.3f}/{r['plain_eager_s'] * 1e3:.3f} "
+        f"host {r['host_s'] * 1e6:.0f}us"
         for arm, r in eager.items()
     )
     ratio = graph["serial"] / graph[ours[0]]
     shape = f"{first['op']} {first['m']},{first['n']},{first['k']}"
-    return f"{shape}: {known} | {ratio:.3f}x {best}\n    worst {ours[-1]} {graph[ours[-1]] * 1e3:.3f} | eager {hosts}"
+    worst = f"worst {ours[-1]} {graph[ours[-1]] * 1e3:.3f}"
+    return f"{shape}: {known} | {ratio:.3f}x {best}\n    {worst} | eager {hosts}"
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ _HOME = {
     "validate": "plan.validate",
 }
 
-__all__ = [  # noqa: RUF022 (sorted as sorted() does, which a test compares)
+__all__ = [
     "CounterpointError",
     "InputError",
     "Machine",

@@ -20,7 +20,8 @@ ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 class Problem:
     """One distributed matmul.
 
-    all_gather_matmul:     y[M, N] = concat over ranks of x_r[rows[r], K], times w[K, N], plus bias[N]
+    all_gather_matmul:     y[M, N] = the x_r[rows[r], K] of all ranks, one under the other, times
+                           w[K, N], plus bias[N]
     matmul_reduce_scatter: y_r[rows[r], N] = own rows of the sum over ranks of x_s[M, K] w_s[K, N],
                            plus bias[N], added once
 

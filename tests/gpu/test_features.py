@@ -34,7 +34,10 @@ def test_symmetric_memory_reaches_every_peer(gpus):
 
 
 def test_matmul_accumulates_bf16_products_in_fp32(gpus):
-    x, w = torch.randn(64, 128, device=gpus).bfloat16(), torch.randn(128, 32, device=gpus).bfloat16()
+    x, w = (
+        torch.randn(64, 128, device=gpus).bfloat16(),
+        torch.randn(128, 32, device=gpus).bfloat16(),
+    )
     total = torch.randn(64, 32, device=gpus)
     want = total.double() + x.double() @ w.double()
     torch.addmm(total, x, w, torch.float32, out=total)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from plans import specs
+from plans import PLANS
 
 import counterpoint
 from counterpoint.measure.timing import relative_error
@@ -61,7 +61,7 @@ def test_every_plan_at_odd_shapes(groups, op, ranks):
         for bias in (False, True):
             x, w, b, want, plain = operands(op, *shape, group, bias=bias)
             before = x.clone()
-            for spec in specs(op, ranks):
+            for spec in PLANS[op, ranks]:
                 got = run(op, x, w, b, group, spec)
                 check(got, want, plain, f"{op} {spec} {shape} on {ranks} ranks")
                 assert torch.equal(run(op, x, w, b, group, spec), got), f"{spec}: bits differ"
@@ -74,7 +74,7 @@ def test_every_plan_at_odd_shapes(groups, op, ranks):
 def test_other_dtypes(groups, op, dtype):
     group = dist.group.WORLD
     x, w, b, want, plain = operands(op, 37, 96, 72, group, dtype, bias=True)
-    for spec in specs(op, group.size()):
+    for spec in PLANS[op, group.size()]:
         check(run(op, x, w, b, group, spec), want, plain, f"{op} {spec} {dtype}")
 
 
@@ -95,7 +95,7 @@ def test_unequal_rows(groups, op):
         total = x.double() @ w.double()
         dist.all_reduce(total)
         want = total[mine]
-    for spec in specs(op, ranks):
+    for spec in PLANS[op, ranks]:
         got = getattr(counterpoint, op)(x, w, plan=spec, rows=rows)
         assert got.shape == want.shape
         error = relative_error(got, want) if want.numel() else 0.0
@@ -106,12 +106,10 @@ def test_unequal_rows(groups, op):
 def test_a_thousand_replays_mixed_with_eager_calls(groups, op):
     """Graphs of all plans and eager calls of others in turn, on one workspace, inputs changing."""
     group = dist.group.WORLD
-    names = specs(op, group.size())
+    names = PLANS[op, group.size()]
     inputs = [operands(op, 64, 256, 256, group) for _ in range(3)]
     w = inputs[0][1]
-    wants = {
-        spec: [run(op, x, w, None, group, spec).clone() for x, *_ in inputs] for spec in names
-    }
+    wants = {spec: [run(op, x, w, None, group, spec).clone() for x, *_ in inputs] for spec in names}
     first = inputs[0]
     for spec in names:
         check(wants[spec][0], first[3], first[4], f"{op} {spec}")
@@ -207,7 +205,7 @@ def test_calls_on_two_streams_stay_in_order(groups):
 
 def test_compiles_without_a_graph_break(groups):
     group = dist.group.WORLD
-    x, w, b, want, plain = operands(AG, 64, 64, 64, group)
+    x, w, _, want, plain = operands(AG, 64, 64, 64, group)
 
     def layer(x, w):
         return counterpoint.all_gather_matmul(x, w, group=group, plan="graded")

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pytest
 
 from counterpoint.errors import InputError
-from counterpoint.measure.bars import BarRow, draw_bars
 from counterpoint.measure.canvas import DPI
 from counterpoint.measure.draw import EXPOSED, LOOKS, draw_timeline
 from counterpoint.timeline import KINDS, Span, Timeline
@@ -40,13 +39,6 @@ def fills(path):
     assert root.tag == f"{SVG}svg"
     styles = [path.get("style", "") for path in root.iter(f"{SVG}path")]
     return [style.split("fill: ")[1].split(";")[0] for style in styles if "fill: #" in style]
-
-
-def rows():
-    return [
-        BarRow(label="8192, 1280, 8192", serial_s=613e-6, ours_s=425e-6, ideal_s=390e-6),
-        BarRow(label="512, 7168, 8192", serial_s=144e-6, ours_s=151e-6, ideal_s=94e-6),
-    ]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(1, 1), (1, 20), (4, 20)])
@@ -101,30 +93,28 @@ def test_save_draws_every_picture_suffix(tmp_path, suffix):
     assert path.read_bytes().startswith(start)
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_bars(tmp_path, relative):
-    path = draw_bars(
-        rows(), tmp_path / "bars.png", title="t", source="s", relative_to_serial=relative
+def test_lanes_are_in_the_same_order_on_all_ranks(tmp_path):
+    spans = (
+        Span(0, "compute", 0, 1, "matmul", "m"),
+        Span(0, "copy", 0, 1, "copy", "c"),
+        Span(1, "copy", 0, 1, "copy", "c"),
+        Span(1, "compute", 0, 1, "matmul", "m"),
     )
-    assert png_size(path)[0] == 9 * DPI
-    assert b"<svg" in draw_bars(rows(), tmp_path / "bars.svg").read_bytes()
+    drawn = fills(draw_timeline(Timeline(spans), tmp_path / "plan.svg"))
+    colours = [LOOKS[kind][0].lower() for kind in ("matmul", "copy")]
+    assert [fill for fill in drawn if fill in colours][:4] == colours * 2
 
 
 def test_refusals(tmp_path):
     with pytest.raises(InputError, match=r"draw_timeline: path must be .*\.pdf, got .*plan.jpg"):
         draw_timeline(steps(1, 1), tmp_path / "plan.jpg")
-    with pytest.raises(InputError, match=r"draw_bars: path must be .*\.pdf, got .*plan.json"):
-        draw_bars(rows(), tmp_path / "plan.json")
-    with pytest.raises(InputError, match="rows must be at least one row, got none"):
-        draw_bars([], tmp_path / "bars.png")
-    with pytest.raises(InputError, match=r"ours_s must be above 0, got 0.0"):
-        BarRow(label="x", serial_s=1.0, ours_s=0.0, ideal_s=1.0)
 
 
 def test_import_is_light_and_drawing_leaves_pyplot_alone(tmp_path):
     code = f"""
 import sys
-import counterpoint.machine, counterpoint.measure.draw, counterpoint.measure.trace
+import counterpoint.machine, counterpoint.measure.trace
+import counterpoint.measure.bars, counterpoint.measure.draw
 from counterpoint.timeline import Span, Timeline
 heavy = {{"torch", "triton", "matplotlib", "numpy"}} & set(sys.modules)
 assert not heavy, heavy

@@ -106,7 +106,7 @@ def test_sizes_and_families_in_turn_on_one_workspace(pool: RankPool):
 
 
 def own_plans(op: str, ranks: int) -> list[Plan]:
-    """Plans of a user: a family's with another name, more order than it needs, and out of a file."""
+    """A family's plan with another name and more order than it needs, and out of files."""
     rows = (4, 0, 3)[:ranks]
     problem = Problem(op, 7, 5, 6, ranks, "float32", rows, bias=True)  # type: ignore[arg-type]
     plan = build(problem, "graded 1/2 ring")

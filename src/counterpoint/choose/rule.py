@@ -1,4 +1,4 @@
-"""`plan="auto"` from static sizes alone: a graded plan where overlap is sure to pay, else serial."""
+"""`plan="auto"` from static sizes alone: graded where overlap is sure to pay, else serial."""
 
 from counterpoint.machine import Machine
 from counterpoint.plan.grading import copy_s, matmul_s

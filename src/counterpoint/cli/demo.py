@@ -5,8 +5,6 @@ CPU ranks show that the plans are right; their times say nothing about a GPU.
 
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.cli.launch import torchrun, under_torchrun
 from counterpoint.plan.families import FAMILIES
 from counterpoint.problem import Op, Problem
 from counterpoint.runtime.ranks import spawn
@@ -67,13 +66,11 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
 
 
 def _on_gpus(ranks: int, out: Path) -> int:
-    if "LOCAL_RANK" in os.environ:
-        from counterpoint.cli.bench import bench
+    if not under_torchrun():
+        return torchrun(ranks, ["demo", "--out", str(out)])
+    from counterpoint.cli.bench import bench
 
-        return bench(op="", shapes="", suite="smoke", out=out / "demo.jsonl")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = ["-m", "counterpoint.cli.main", "demo", "--out", str(out)]
-    return subprocess.run([*launcher, f"--nproc-per-node={ranks}", *command]).returncode
+    return bench(op="", shapes="", suite="smoke", out=out / "demo.jsonl")
 
 
 def _on_cpu(ranks: int, seed: int, out: Path, scale: int) -> int:

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from rich.table import Table
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
+from counterpoint.runtime import symmetric_cuda
 from counterpoint.runtime.driver import num_copy_engines
 
-SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 PACKAGES = ("counterpoint", "torch", "triton", "numpy", "cuda-bindings")
 VARIABLES = {
     "NCCL_NVLS_ENABLE": "0: NCCL without NVLink multicast",
@@ -51,7 +50,7 @@ def collect() -> dict[str, Any]:
         ],
         "topology": _topology() if gpus else "",
         "versions": _versions(environment),
-        "symmetric_memory": bool(gpus) and find_spec(SYMMETRIC_MEMORY) is not None,
+        "symmetric_memory": _symmetric_memory() if gpus else "no GPU",
         "cpu_ranks": _cpu_ranks(),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
     }  # fmt: skip
@@ -85,6 +84,15 @@ def _versions(environment: dict[str, Any]) -> dict[str, str | None]:
     return found
 
 
+def _symmetric_memory() -> str:
+    """Why torch's symmetric memory is not to be had, "" if it is."""
+    try:
+        symmetric_cuda._torch_symmetric_memory()  # pyright: ignore[reportPrivateUsage]
+    except CounterpointError as error:
+        return str(error)
+    return ""
+
+
 def _cpu_ranks() -> str:
     """What CPU ranks lack here, "" if nothing: a memfd that peers open through /proc."""
     if not hasattr(os, "memfd_create"):
@@ -110,8 +118,8 @@ def _missing(facts: dict[str, Any]) -> dict[str, str]:
         missing["GPUs"] = f"{why}; CPU ranks run every plan, to check it and not to be fast"
     elif len(gpus) == 1:
         missing["a second GPU"] = "one GPU has no peer; CPU ranks run every plan"
-    if gpus and not facts["symmetric_memory"]:
-        missing["symmetric memory"] = "install torch >= 2.11, built for CUDA"
+    if gpus and facts["symmetric_memory"]:
+        missing["symmetric memory"] = facts["symmetric_memory"]
     if gpus and not all(map(all, facts["peer_access"])):
         missing["peer access"] = (
             "all GPUs of a group must reach each other; see `nvidia-smi topo -p2p n`"
@@ -145,7 +153,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     table.add_row("GPUs", str(len(facts["gpus"])))
     table.add_row("driver", facts["driver"] or "-")
     table.add_row("peer access", _peers(facts["peer_access"]))
-    table.add_row("symmetric memory", "yes" if facts["symmetric_memory"] else "no")
+    table.add_row("symmetric memory", facts["symmetric_memory"] or "yes")
     table.add_row("CPU ranks", facts["cpu_ranks"] or "yes", end_section=True)
     for name, number in facts["versions"].items():
         table.add_row(name, number or "-", end_section=name == "NCCL")

@@ -1,8 +1,9 @@
 """Plans against the serial way, on GPUs: checked against fp64 first, then timed in one rotation.
 
-Arms: compute (the matmul alone), communication (NCCL's collective alone), serial (both, none of our
-code, preallocated tensors), torch_symm_mem (torch's fused op), and our plans, which start from an
-ordinary tensor. As graphs of several calls with weights in rotation, and eager beside.
+Arms: compute (the matmul alone), communication (NCCL's collective alone), copy_engine (the same
+bytes as bare DMA copies), serial (matmul and NCCL, none of our code, preallocated tensors),
+torch_symm_mem (torch's fused op), and our plans, which start from an ordinary tensor. As graphs of
+several calls with weights in rotation, and eager beside.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +22,15 @@ from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from counterpoint.problem import ITEM_BYTES, Op
 from counterpoint.runtime import compute
+from counterpoint.runtime.driver import Copy, copy_async
+from counterpoint.runtime.symmetric import allocate
 from counterpoint.runtime.workspace import workspace_of
 
 L2_ROTATIONS = 4  # weights in rotation cover this many times the L2
 MIN_CALLS = 8  # of one graph
 SAMPLE_ROWS = 64  # rows of the result that are compared with fp64
 TORCH_SYMM_MEM = "torch_symm_mem"
+FIXED = ("compute", "communication", "copy_engine", "serial", TORCH_SYMM_MEM)  # arms, no plans
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def compare(
     ranks = dist.get_world_size(group)
     inputs = _inputs(case, group, device)
     calls = {name: _serial(case, inputs, group, name) for name in ("compute", "communication")}
+    calls["copy_engine"] = _copy_engine(inputs, case.op == "all_gather_matmul", group, device)
     calls["serial"] = _serial(case, inputs, group, "serial")
     calls |= {spec: _ours(case, inputs, group, spec) for spec in specs}
     errors = _errors(case, inputs, group, {k: calls[k] for k in ("serial", *specs)})
@@ -173,6 +178,25 @@ def _serial(
         return y
 
     return {"compute": multiply, "communication": communicate, "serial": both}[part]
+
+
+def _copy_engine(
+    inputs: Inputs, gathers: bool, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[int], object]:
+    """What a plan copies, and nothing else: a push to each peer, in ring order, no signals."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    piece = inputs.x if gathers else inputs.y  # the shard, or the rows of one owner
+    num_bytes = piece.numel() * piece.element_size()
+    memory = allocate(num_bytes * ranks, group, device)
+
+    def push(_: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for d in range(1, ranks):
+            target = memory.buffer_ptrs[(rank + d) % ranks] + rank * num_bytes
+            copy = Copy(target, num_bytes, piece.data_ptr(), num_bytes, num_bytes, 1)
+            copy_async(copy, stream)
+
+    return push
 
 
 def _ours(

@@ -89,9 +89,7 @@ def rotate(
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(fastest, op=dist.ReduceOp.MIN, group=group)
     skew = (slowest - fastest).median(dim=1).values
-    return {
-        name: Times(tuple(slowest[i].tolist()), float(skew[i])) for i, name in enumerate(arms)
-    }
+    return {name: Times(tuple(slowest[i].tolist()), float(skew[i])) for i, name in enumerate(arms)}
 
 
 def _time_once(arm: Arm, meeting: object, group: dist.ProcessGroup, backlog_cycles: int) -> float:

@@ -151,16 +151,19 @@ def run(
         workspace.remember(key, found)
     problem, code = found
 
-    mine = problem.rows[workspace.rank] if op == "matmul_reduce_scatter" else problem.m
-    y = x.new_empty(mine, problem.n)
+    if op == "all_gather_matmul":
+        mine = sum(rows) if rows else x.shape[0] * group.size()
+    else:
+        mine = rows[workspace.rank] if rows else x.shape[0] // group.size()
+    y = x.new_empty(mine, *x.shape[1:-1], problem.n)
     if code is None:
         y.zero_() if bias is None else y.copy_(bias.expand_as(y))
     else:
-        operands = {"x": _flat(x), "w": _columns(w), "y": y}
+        operands = {"x": _flat(x), "w": _columns(w), "y": _flat(y)}
         if bias is not None:
             operands["bias"] = bias.contiguous().view(1, -1)
         code.run(operands)
-    return y if x.dim() == 2 else y.view(-1, *x.shape[1:-1], problem.n)
+    return y
 
 
 def _problem(
@@ -198,7 +201,7 @@ def _machine(device: torch.device, ranks: int) -> Machine | None:
 
 def _compare(op: str, key: tuple[object, ...], workspace: Workspace) -> None:
     """Refuse a call whose facts differ between ranks, naming the first that differs."""
-    names = ("op", "x.shape", "w.shape", "x.dtype", "no bias", "plan", "rows")
+    names = ("op", "x.shape", "w.shape", "x.dtype", "bias is None", "plan", "rows")
     # a gathered x may have a shape of its own on each rank, as rows= says
     facts = [str(tuple(fact) if isinstance(fact, torch.Size) else fact) for fact in key]
     if op == "all_gather_matmul" and key[-1]:

@@ -1,4 +1,4 @@
-"""Multiply, sum over ranks, keep the own rows: the second linear layer under sequence parallelism."""
+"""Multiply, sum over ranks, keep own rows: the second linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
 

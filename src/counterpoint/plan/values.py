@@ -159,11 +159,11 @@ def normal(terms: Iterable[Term]) -> Value:
     result: list[Term] = []
     for term in sorted(terms, key=lambda t: (type(t).__name__, t)):
         last = result[-1] if result else None
-        if isinstance(term, Product) and isinstance(last, Product):
-            if last[:4] == term[:4] and last.k1 == term.k0:
-                result[-1] = last._replace(k1=term.k1)
-                continue
-        result.append(term)
+        both = isinstance(term, Product) and isinstance(last, Product)
+        if both and term[:5] == (*last[:4], last.k1):
+            result[-1] = last._replace(k1=term.k1)
+        else:
+            result.append(term)
     return tuple(result)
 
 

@@ -1,0 +1,116 @@
+"""`counterpoint bench`: plans against the serial way at one's own shapes, on this node's GPUs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from counterpoint.cli.launch import torchrun, under_torchrun
+from counterpoint.errors import InputError
+from counterpoint.measure import record
+from counterpoint.measure.compare import FIXED, Case, compare
+from counterpoint.plan.families import FAMILIES
+from counterpoint.plan.variants import variants
+from counterpoint.problem import Op
+from counterpoint.runtime.workspace import release_all
+
+# N and K of one rank of eight of Llama-3-70B, 2048 and 8192 tokens
+SHAPES: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "all_gather_matmul": ((2048, 7168, 8192), (8192, 1280, 8192), (8192, 7168, 8192)),
+    "matmul_reduce_scatter": ((2048, 8192, 3584), (8192, 8192, 1024), (8192, 8192, 3584)),
+}
+
+
+def bench(*, op: str, shapes: str, suite: str, out: Path | None) -> int:
+    """Time and print; 0 when every plan was right.
+
+    Args:
+        op: one operator; "" for all.
+        shapes: M,N,K triples with colons between; "" for Llama-3-70B's.
+        suite: "smoke": the first of those shapes, and a few plans; "full": all.
+        out: JSONL file that rows are added to.
+
+    Raises:
+        InputError: an unknown op, or shapes that are not three numbers each.
+    """
+    cases = _cases(op, shapes, suite)
+    if torch.cuda.device_count() < 2:
+        Console().print("counterpoint bench: needs 2 GPUs or more; `counterpoint doctor` shows "
+                        "what is here, `counterpoint demo` runs without")  # fmt: skip
+        return 2
+    if not under_torchrun():
+        arguments = ["bench", "--suite", suite, *(("--op", op) if op else ())]
+        arguments += [
+            *(("--shapes", shapes) if shapes else ()),
+            *(("--out", str(out)) if out else ()),
+        ]
+        return torchrun(torch.cuda.device_count(), arguments)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    first = dist.get_rank() == 0
+    console = Console(quiet=not first)
+    try:
+        for case in cases:
+            specs = variants(case.op, group.size())[1:]
+            if suite == "smoke":
+                specs = specs[:8]
+            with console.status(f"{case.op} {case.m},{case.n},{case.k}") as status:
+                rows = compare(case, specs, group=group, device=device, progress=status.update)
+            console.print(table_of(rows))
+            if first and out is not None:
+                record.append(out, rows)
+    finally:
+        release_all()
+        dist.destroy_process_group()
+    return 0
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """One shape: what is compared, our plans from the fastest to the slowest, eager beside."""
+    graph = {r["arm"]: r for r in rows if r["mode"] == "graph"}
+    eager = {r["arm"]: r for r in rows if r["mode"] == "eager"}
+    head = rows[0]
+    title = (
+        f"{head['op']}  M {head['m']}  N {head['n']}  K {head['k']}  {head['ranks']}x {head['gpu']}"
+    )
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    for column in ("arm", "graph ms", "serial /", "eager ms", "host us", "error"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    ours = sorted((a for a in graph if a not in FIXED), key=lambda a: graph[a]["median_s"])
+    serial_s = graph["serial"]["median_s"]
+    for arm in (*(a for a in FIXED if a in graph), *ours):
+        row, beside = graph[arm], eager.get(arm)
+        table.add_row(
+            arm,
+            f"{row['median_s'] * 1e3:.3f}",
+            f"{serial_s / row['median_s']:.2f}",
+            f"{beside['plain_eager_s'] * 1e3:.3f}" if beside else "",
+            f"{beside['host_s'] * 1e6:.0f}" if beside else "",
+            f"{row['error']:.1e}" if row["error"] is not None else "",
+        )
+    return table
+
+
+def _cases(op: str, shapes: str, suite: str) -> list[Case]:
+    if op and op not in FAMILIES:
+        raise InputError("bench", "--op", want=f"one of {', '.join(FAMILIES)}", got=repr(op))
+    ops: list[Op] = [name for name in FAMILIES if not op or name == op]  # type: ignore[misc]
+    own = [_shape(text) for text in shapes.split(":")] if shapes else None
+    chosen = {name: own or SHAPES[name][: 1 if suite == "smoke" else None] for name in ops}
+    return [Case(name, *shape) for name, sizes in chosen.items() for shape in sizes]
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
+        raise InputError("bench", "--shapes", want="M,N,K of numbers above 0", got=repr(text))
+    m, n, k = (int(part) for part in parts)
+    return m, n, k

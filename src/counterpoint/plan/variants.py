@@ -1,0 +1,45 @@
+"""Specs worth trying for an op on a group: what is timed, and what a chooser may choose from."""
+
+from counterpoint.problem import Op
+
+MAX_VARIANTS = 24
+
+GATHER_GROUPS: dict[int, tuple[str, ...]] = {
+    2: ("2",),
+    4: ("4", "1/3", "2/2", "1/1/2", "1/2/1"),
+    8: ("8", "2/6", "1/7", "1/2/5", "1/3/4", "1/1/6", "1/1/2/4", "2/2/4", "1/1/1/2/3"),
+}
+SCATTER_GROUPS: dict[int, tuple[str, ...]] = {
+    2: ("2",),
+    4: ("4", "3/1", "2/2", "2/1/1", "1/2/1"),
+    8: ("8", "6/2", "4/4", "4/3/1", "4/2/1/1", "3/2/2/1", "2/2/2/1/1", "2/2/2/2", "3/2/1/1/1"),
+}
+REDUCES: dict[int, str] = {4: "reduce=2/1", 8: "reduce=4/3"}
+
+
+def variants(op: Op, ranks: int) -> tuple[str, ...]:
+    """Specs of at most MAX_VARIANTS plans of `op` for a group of `ranks`, serial first.
+
+    Groups are listed for 2, 4 and 8 ranks; for others graded chooses its own.
+    """
+    powers = ranks & (ranks - 1) == 0
+    peers = ("ring", "xor") if powers else ("ring",)
+    found = ["serial"]
+    if op == "all_gather_matmul":
+        groups = GATHER_GROUPS.get(ranks, ())
+        found += [f"shard_p2p {p} {d}" for p in peers for d in ("push", "pull")]
+        found += [f"graded {g} ring push" for g in groups] or ["graded ring push"]
+        # ring groups wrap on some ranks, xor groups are contiguous on all
+        found += [f"graded {g} xor push" for g in groups if "/" in g][:4]
+        found += [f"graded {g} ring pull" for g in groups[1:4]]
+        found += ["uniform_fused_2d ring", "uniform_fused_1d ring"]
+    else:
+        groups = SCATTER_GROUPS.get(ranks, ())
+        found += [f"shard_p2p {p}" for p in peers]
+        found += [f"graded {g} ring" for g in groups] or ["graded ring"]
+        found += [f"graded {g} xor" for g in groups if "/" in g][2:6]
+        if ranks in REDUCES:
+            staged = ("shard_p2p ring", *(f"graded {g} ring" for g in groups[2:6]))
+            found += [f"{spec} {REDUCES[ranks]}" for spec in staged]
+    assert len(found) <= MAX_VARIANTS, f"{op} on {ranks} ranks: {len(found)} variants"
+    return tuple(found)

@@ -1,0 +1,169 @@
+"""The ops as torch's own: opcheck, fake tensors, torch.compile, groups of every kind."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_bodies import Case, Operands, call, device, exact, operands, tensors, world, wrong
+from rankpool import RankPool
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from counterpoint import all_gather_matmul, matmul_reduce_scatter
+from counterpoint.runtime.workspace import workspace_of
+
+GATHER = Case("all_gather_matmul", "graded", (3, 3), 5, 4, bias=True)
+SCATTER = Case("matmul_reduce_scatter", "graded", (3, 3), 5, 4, bias=True)
+
+
+def on_ranks(case: Case, ranks: int, **changes: object) -> Case:
+    return Case(**{**vars(case), "rows": case.rows[:1] * ranks, **changes})
+
+
+def run_opcheck(rank: int, world_size: int, case: Case) -> dict[str, str]:
+    x, w, bias = operands(case, rank, 0, device())
+    rows = [] if case.even else list(case.rows)
+    args = [x, w, bias, case.plan, rows, world().group_name, world_size]
+    if case.op == "matmul_reduce_scatter":
+        args.append(rank)
+    op = getattr(torch.ops.counterpoint, case.op).default
+    return torch.library.opcheck(op, tuple(args))
+
+
+@pytest.mark.parametrize("case", [GATHER, SCATTER], ids=lambda case: case.op)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_opcheck(pool: RankPool, ranks: int, case: Case):
+    uneven = on_ranks(case, ranks, inner=(2,), plan="serial", rows=(1, 4, 2)[:ranks], bias=False)
+    for each in (on_ranks(case, ranks), uneven):
+        for report in pool.run(run_opcheck, ranks, each):
+            assert set(report.values()) == {"SUCCESS"}, report
+
+
+def fake_shapes(rank: int, world_size: int, cases: list[Case]) -> None:
+    for case in cases:
+        real = call(case, operands(case, rank, 0, device()))
+        with FakeTensorMode() as mode:
+            given = operands(case, rank, 0, device())
+            fake = [None if t is None else mode.from_tensor(t) for t in given]
+            y = call(case, Operands(*fake))  # type: ignore[arg-type]
+        assert (y.shape, y.dtype, y.stride()) == (real.shape, real.dtype, real.stride()), case
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones(pool: RankPool):
+    cases = [
+        on_ranks(case, 3, rows=rows, inner=inner)
+        for case in (GATHER, SCATTER)
+        for rows in [(3, 3, 3), (0, 5, 2), (1, 1, 1)]
+        for inner in [(), (2, 3)]
+    ]
+    pool.run(fake_shapes, 3, cases)
+
+
+def two_layers(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """What a user compiles: both ops in one function, the group left out."""
+    hidden = torch.relu(all_gather_matmul(x, w, bias=bias, plan="graded"))
+    return matmul_reduce_scatter(hidden, w.t(), plan="shard_p2p")
+
+
+def run_compiled(rank: int, world_size: int, backend: str, cache: str, sizes: list[int]) -> None:
+    """Rows of each call: at the second size, torch compiles again, for any size."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        # inductor's own imports warn
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled: Callable[..., Tensor] = torch.compile(two_layers, fullgraph=True, backend=backend)
+        for turn, rows in enumerate(sizes):
+            case = on_ranks(GATHER, world_size, rows=(rows,) * world_size)
+            everyone = [operands(case, r, turn, device()) for r in range(world_size)]
+            y = compiled(*everyone[rank])
+            hidden = [exact(case, r, everyone).relu() for r in range(world_size)]
+            products = [h @ o.w.t().double() for h, o in zip(hidden, everyone, strict=True)]
+            total = torch.stack(products).sum(0)
+            want = total[rank * rows : (rank + 1) * rows]
+            torch.testing.assert_close(y, want.float())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_compile_without_a_graph_break(pool: RankPool, tmp_path_factory, ranks: int):
+    cache = str(tmp_path_factory.getbasetemp() / "inductor")
+    pool.run(run_compiled, ranks, "aot_eager", cache, [2, 2, 3, 5])
+
+
+def test_inductor_keeps_group_sizes_apart(pool: RankPool, tmp_path):
+    """Its cache on disk, shared by both runs, knows nothing of groups."""
+    for ranks in (1, 2):
+        pool.run(run_compiled, ranks, "inductor", str(tmp_path), [2, 2], timeout_s=60)
+
+
+def look_for_aliases(rank: int, world_size: int, cases: list[Case]) -> None:
+    for case in cases:
+        given = operands(case, rank, 0, device())
+        y = call(case, given)
+        kept = y.clone()
+        places = {t.untyped_storage().data_ptr() for t in tensors(given)}
+        assert y.untyped_storage().data_ptr() not in places, case
+        # nor a part of the workspace, which the next call writes to
+        call(case, operands(case, rank, 1, device()))
+        assert torch.equal(y, kept), case
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_result_is_memory_of_its_own(pool: RankPool, ranks: int):
+    cases = [
+        on_ranks(case, ranks, plan=plan, inner=inner)
+        for case in (GATHER, SCATTER)
+        for plan in ("auto", "serial", "graded", "shard_p2p")
+        for inner in [(), (1,)]
+    ]
+    pool.run(look_for_aliases, ranks, cases)
+
+
+def use_subgroup(rank: int, world_size: int) -> list[str]:
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return []
+    return wrong(GATHER, group) + wrong(SCATTER, group)
+
+
+def test_a_group_of_some_ranks(pool: RankPool):
+    assert pool.run(use_subgroup, 4) == [[]] * 4
+
+
+def use_groups_in_turn(rank: int, world_size: int) -> list[str]:
+    """Two groups of two at once, of other sizes and plans, and all ranks between them."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    mine = pairs[rank % 2]
+    problems: list[str] = []
+    for turn in range(3):
+        case = on_ranks((GATHER, SCATTER)[(rank + turn) % 2], 2, k=7 + rank % 2)
+        problems += wrong(case, mine, seed=turn)
+        problems += wrong(on_ranks((GATHER, SCATTER)[turn % 2], 4), None, seed=turn)
+    workspaces = {id(workspace_of(group, device())) for group in (mine, world())}
+    assert len(workspaces) == 2
+    return problems
+
+
+def test_groups_side_by_side(pool: RankPool):
+    assert pool.run(use_groups_in_turn, 4) == [[]] * 4
+
+
+def remake_group(rank: int, world_size: int, store: str) -> list[str]:
+    old = world()
+    name = old.group_name
+    problems = wrong(GATHER)
+    kept = workspace_of(old, device())
+    dist.destroy_process_group()
+    # the ranks change places: what the old group knew of its peers is wrong now
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1 - rank, world_size=2)
+    assert world().group_name == name
+    problems += wrong(SCATTER) + wrong(GATHER)
+    workspace = workspace_of(world(), device())
+    assert workspace is not kept
+    assert workspace.rank == 1 - rank
+    return problems
+
+
+def test_a_group_made_again_with_the_same_name(pool: RankPool, tmp_path):
+    assert pool.run(remake_group, 2, str(tmp_path / "store")) == [[], []]
