@@ -4,6 +4,8 @@ A torch that the Python at hand already has is used, with its numpy and triton; 
 versions in constraints.txt are installed. Standard library only.
 """
 
+from __future__ import annotations  # an old Python is to reach the line that says so
+
 import re
 import subprocess
 import sys

@@ -38,7 +38,7 @@ def world(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Case:
-    """One op, one plan, one shape. `rows` is of x's dim 0; `bits`: exactly the serial way's."""
+    """One op, one plan, one shape. `rows` is of x's dim 0; `bits` must come out as they say."""
 
     op: str
     plan: str | Plan
@@ -49,7 +49,10 @@ class Case:
     bias: bool = False
     layout: str = "plain"  # or "transposed", w is a weight.t(); "strided", x and w have gaps
     inner: tuple[int, ...] = ()
-    bits: str = ""  # of all_gather_matmul: "whole" or "shards", how the matmul is cut
+    # "exact": those of fp64, rounded once; or of all_gather_matmul, with the matmul "whole" or cut
+    # into "shards"
+    bits: str = ""
+    integers: bool = False  # so small that products, and sums in fp32, are exact
 
     @property
     def starts(self) -> list[int]:
@@ -77,7 +80,10 @@ def operands(case: Case, rank: int, seed: int, dev: torch.device) -> Operands:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(case.dtype).to(dev)
+        values = torch.randn(*shape, generator=generator)
+        if case.integers:
+            values = torch.randint(-15, 16, shape, generator=generator).float()
+        return values.to(case.dtype).to(dev)
 
     rows = case.rows[rank] if case.op == "all_gather_matmul" else sum(case.rows)
     x, w = normal(rows, *case.inner, case.k), normal(case.k, case.n)
@@ -185,10 +191,16 @@ def wrong(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> 
         for i, difference in enumerate((y.double() - want, plain.double() - want, want)):
             squares[i] += difference.square().sum()
         if case.bits:
-            same = plain if case.bits == "whole" else in_shards(case, rank, everyone)
-            if not torch.equal(bits(y), bits(same)):
-                problems.append(f"call {turn}: not the bits of a {case.bits} matmul")
-    if not torch.equal(bits(results[0]), bits(results[-1])):
+            match case.bits:
+                case "whole":
+                    same = plain
+                case "shards":
+                    same = in_shards(case, rank, everyone)
+                case _:
+                    same = want.to(case.dtype)
+            if not torch.equal(y, same):
+                problems.append(f"call {turn}: not the bits of {case.bits} matmuls")
+    if not torch.equal(results[0], results[-1]):
         problems.append("other bits at the second run")
     # over all calls and ranks, and with the rounding of the result that nobody is spared on top:
     # of a result of one cell, either can be lucky
@@ -201,10 +213,6 @@ def wrong(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> 
 
 def tensors(given: Operands) -> list[Tensor]:
     return [t for t in given if t is not None]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
 def wrong_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[str]:

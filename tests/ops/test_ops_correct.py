@@ -120,3 +120,16 @@ def own_plans(op: str, ranks: int) -> list[Plan]:
 def test_own_plans(pool: RankPool, op: str):
     found = [Case(op, plan, plan.problem.rows, 6, 5, bias=True) for plan in own_plans(op, 3)]
     assert_none_wrong(pool, 3, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_over_ranks_and_slices_are_rounded_once(pool: RankPool, dtype: torch.dtype):
+    """Each partial result is a whole number that the dtype holds, their sum need not be."""
+    found = [
+        # K as many slices: what a rank multiplies at a time is one product
+        *(Case(OPS[0], spec, (5,) * 4, 4, 37, dtype, True, bits="exact", integers=True)
+          for spec in ("uniform_fused_2d ring", "uniform_fused_2d xor")),
+        *(Case(OPS[1], spec, (5,) * 4, 1, 37, dtype, True, bits="exact", integers=True)
+          for spec, _ in specs(OPS[1], 4) if spec.split()[0] in ("shard_p2p", "graded")),
+    ]  # fmt: skip
+    assert_none_wrong(pool, 4, found)

@@ -1,4 +1,4 @@
-"""Ranks that die, stay away, freeze or are late: the others say which, in time, and nothing hangs."""
+"""Ranks that die, stay away, freeze or are late: the others say which, in time; nothing hangs."""
 
 import os
 import signal
@@ -145,9 +145,7 @@ def test_a_dead_rank_is_named(pool: RankPool, tmp_path: Path, case: Case, fault:
     ("case", "fault"), [(GATHER, "sleeps"), (SCATTER, "returns"), (SERIAL_SCATTER, "returns")],
     ids=name,
 )  # fmt: skip
-def test_a_rank_that_does_not_come_is_named(
-    pool: RankPool, tmp_path: Path, case: Case, fault: str
-):
+def test_a_rank_that_does_not_come_is_named(pool: RankPool, tmp_path: Path, case: Case, fault: str):
     for report in reports_of(pool, case, fault, tmp_path):
         # the library does not say which rank it has lost
         assert report.rank == (None if case.plan == "serial" else VICTIM), report

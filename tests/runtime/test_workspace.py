@@ -1,5 +1,6 @@
 """The memory of a group: it grows when it has to, is reused by every call, and is all accounted."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,10 @@ def grow(rank: int, world_size: int) -> list[tuple[int, int]]:
     for rows in (8, 1024, 512, 1025, 1, 2048):
         once(gather(rows), rank)
         sizes.append(space().num_bytes())
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            mapped = maps.read().count("memfd:counterpoint")
+        assert mapped == 2 * world_size, "pads and arena: what is outgrown is freed"
     return sizes
 
 

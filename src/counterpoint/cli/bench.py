@@ -102,7 +102,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 def _cases(op: str, shapes: str, suite: str) -> list[Case]:
     if op and op not in FAMILIES:
         raise InputError("bench", "--op", want=f"one of {', '.join(FAMILIES)}", got=repr(op))
-    ops: list[Op] = [name for name in FAMILIES if not op or name == op]  # type: ignore[misc]
+    ops: list[Op] = [name for name in FAMILIES if not op or name == op]
     own = [_shape(text) for text in shapes.split(":")] if shapes else None
     chosen = {name: own or SHAPES[name][: 1 if suite == "smoke" else None] for name in ops}
     return [Case(name, *shape) for name, sizes in chosen.items() for shape in sizes]

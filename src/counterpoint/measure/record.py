@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 
 
 def environment() -> dict[str, Any]:

@@ -40,6 +40,11 @@ class Times:
         return statistics.quantiles(self.rounds_s, n=10)[q - 1]
 
 
+def backlog(cycles: int) -> None:
+    """Keep the current stream busy for `cycles` GPU cycles: torch's own test kernel, private."""
+    torch.cuda._sleep(cycles)  # pyright: ignore[reportPrivateUsage]
+
+
 def soak(seconds: float, device: torch.device) -> None:
     """Keep the GPU at a large GEMM, so that clocks and power have settled."""
     a = torch.randn(8192, 8192, device=device).bfloat16()
@@ -96,7 +101,7 @@ def _time_once(arm: Arm, meeting: object, group: dist.ProcessGroup, backlog_cycl
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     dist.barrier(group)
     torch.cuda.synchronize()
-    torch.cuda._sleep(backlog_cycles)
+    backlog(backlog_cycles)
     meeting.handle.barrier(channel=0)  # type: ignore[attr-defined]
     start.record()
     arm()
@@ -110,7 +115,7 @@ def host_s(arm: Arm, *, group: dist.ProcessGroup, calls: int = 30) -> float:
     arm()
     torch.cuda.synchronize()
     dist.barrier(group)
-    torch.cuda._sleep(100_000_000)  # the queue must not drain, nor a call wait for the GPU
+    backlog(100_000_000)  # the queue must not drain, nor a call wait for the GPU
     start_s = time.perf_counter()
     for _ in range(calls):
         arm()

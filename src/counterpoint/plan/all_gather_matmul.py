@@ -34,11 +34,19 @@ def bias_row(p: Problem) -> tuple[Buffer, ...]:
     return (Buffer("bias", (1, p.n), p.dtype, "input"),) if p.bias else ()
 
 
-def matmul(p: Problem, name: str, x: Region, y: Region, **edges: tuple) -> Step:
+def matmul(
+    p: Problem,
+    name: str,
+    x: Region,
+    y: Region,
+    *,
+    after: tuple[str, ...] = (),
+    waits: tuple[Signal, ...] = (),
+) -> Step:
     """x w (+ bias) -> y on the compute lane."""
     bias = (BIAS,) if p.bias else ()
     args = (("bias", 1),) if p.bias else ()
-    return Step(name, "compute", "matmul", (x, W, *bias), (y,), args=args, **edges)
+    return Step(name, "compute", "matmul", (x, W, *bias), (y,), after, waits, args=args)
 
 
 def serial(p: Problem) -> Plan:

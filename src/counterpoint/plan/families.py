@@ -10,9 +10,9 @@ from counterpoint.machine import Machine, preset
 from counterpoint.plan import all_gather_matmul, matmul_reduce_scatter
 from counterpoint.plan.grading import graded_groups
 from counterpoint.plan.steps import Plan, Region
-from counterpoint.problem import Problem
+from counterpoint.problem import Op, Problem
 
-FAMILIES: dict[str, tuple[str, ...]] = {
+FAMILIES: dict[Op, tuple[str, ...]] = {
     "all_gather_matmul": (
         "serial", "shard_p2p", "graded", "uniform_fused_2d", "uniform_fused_1d",
     ),
