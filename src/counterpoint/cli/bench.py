@@ -20,7 +20,7 @@ from counterpoint.problem import Op
 from counterpoint.runtime.workspace import release_all
 
 # N and K of one rank of eight of Llama-3-70B, 2048 and 8192 tokens
-SHAPES: dict[str, tuple[tuple[int, int, int], ...]] = {
+SHAPES: dict[Op, tuple[tuple[int, int, int], ...]] = {
     "all_gather_matmul": ((2048, 7168, 8192), (8192, 1280, 8192), (8192, 7168, 8192)),
     "matmul_reduce_scatter": ((2048, 8192, 3584), (8192, 8192, 1024), (8192, 8192, 3584)),
 }
@@ -104,8 +104,8 @@ def _cases(op: str, shapes: str, suite: str) -> list[Case]:
         raise InputError("bench", "--op", want=f"one of {', '.join(FAMILIES)}", got=repr(op))
     ops: list[Op] = [name for name in FAMILIES if not op or name == op]
     own = [_shape(text) for text in shapes.split(":")] if shapes else None
-    chosen = {name: own or SHAPES[name][: 1 if suite == "smoke" else None] for name in ops}
-    return [Case(name, *shape) for name, sizes in chosen.items() for shape in sizes]
+    count = 1 if suite == "smoke" else None
+    return [Case(name, *shape) for name in ops for shape in own or SHAPES[name][:count]]
 
 
 def _shape(text: str) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ makes calls of any plans, eager or replayed from a graph, safe on one workspace 
 from typing import Literal
 
 from counterpoint.plan.peers import Order
-from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Step
+from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.problem import Problem
 
 Direction = Literal["push", "pull"]
@@ -78,16 +78,17 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, direction: Directi
     start = 0
     for i, size in enumerate(groups):
         distances = [d for d in range(start, start + size) if d > 0]
+        after, waits = (), ()
         if direction == "push":
             shards = tuple(order.source(d) for d in range(start, start + size))
-            edges = {"waits": tuple(order.wait(p.ranks + d, d) for d in distances)}
-            if 1 in distances:  # the first to wait; the lane orders the others
-                edges["after"] = ("open",)
+            waits = tuple(order.wait(p.ranks + d, d) for d in distances)
+            after = ("open",) if 1 in distances else ()  # the lane orders those that wait later
         else:
             shards = tuple(order.to(d) for d in range(start, start + size))
-            edges = {"after": (f"pull_{distances[-1]}",) if distances else ()}
+            after = (f"pull_{distances[-1]}",) if distances else ()
         source = X if i == 0 and own_alone else Region(full.buffer, shards=shards)
-        matmuls.append(matmul(p, f"matmul_{i}", source, Region("y", shards=shards), **edges))
+        target = Region("y", shards=shards)
+        matmuls.append(matmul(p, f"matmul_{i}", source, target, after=after, waits=waits))
         start += size
 
     head, rest = ((matmuls[0],), matmuls[1:]) if own_alone else (keep, matmuls)

@@ -60,7 +60,7 @@ def _decode(value: Any, want: Any, where: str) -> Any:
         if len(types_) == len(value):
             pairs = enumerate(zip(value, types_, strict=True))
             return tuple(_decode(v, t, f"{where}[{i}]") for i, (v, t) in pairs)
-    elif is_dataclass(want) and isinstance(value, Mapping):
+    elif isinstance(want, type) and is_dataclass(want) and isinstance(value, Mapping):
         hints = get_type_hints(want)
         if set(value) == set(hints):
             return want(**{k: _decode(value[k], hints[k], f"{where}.{k}") for k in hints})

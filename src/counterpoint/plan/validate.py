@@ -4,11 +4,12 @@ Two calls are unrolled, because what a call leaves behind must not disturb the n
 writes inputs before and reads outputs after each.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import values
-from counterpoint.plan.bind import BoundStep, Box, Counts, Program, bind
+from counterpoint.plan.bind import BoundStep, Box, Counts, Part, Program, bind
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
 from counterpoint.plan.steps import Buffer, Plan
@@ -86,7 +87,7 @@ def _check_accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBef
             _check_covered(plan, read, writes, order)
 
 
-def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore):
+def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> Iterator[Access]:
     for call in range(order.calls):
         for r, program in enumerate(programs):
             start, stop = order.start(call, r), order.stop(call, r)
@@ -168,7 +169,7 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
                     raise PlanError(plan.spec, problem)
 
 
-def _result(bound: BoundStep, part, memory: Memory) -> list[Piece]:
+def _result(bound: BoundStep, part: Part, memory: Memory) -> list[Piece]:
     """What a part of a step writes, from what memory holds at its begin."""
     step, target = bound.step, part.write
     reads = list(part.reads)
@@ -187,7 +188,9 @@ def _result(bound: BoundStep, part, memory: Memory) -> list[Piece]:
     return values.total(target, added + bias)
 
 
-def _collective(plan: Plan, bound: BoundStep, rank: int, everyone: list) -> list[Piece]:
+def _collective(
+    plan: Plan, bound: BoundStep, rank: int, everyone: list[list[list[Piece]]]
+) -> list[Piece]:
     starts = plan.problem.row_starts
     target = bound.parts[0].write if bound.parts else None
     if target is None:

@@ -159,12 +159,15 @@ def normal(terms: Iterable[Term]) -> Value:
     result: list[Term] = []
     for term in sorted(terms, key=lambda t: (type(t).__name__, t)):
         last = result[-1] if result else None
-        both = isinstance(term, Product) and isinstance(last, Product)
-        if both and term[:5] == (*last[:4], last.k1):
+        if isinstance(term, Product) and isinstance(last, Product) and _continues(last, term):
             result[-1] = last._replace(k1=term.k1)
         else:
             result.append(term)
     return tuple(result)
+
+
+def _continues(first: Product, second: Product) -> bool:
+    return first[:4] == second[:4] and first.k1 == second.k0
 
 
 def _shifted(term: Term, dr: int, dc: int) -> Term:

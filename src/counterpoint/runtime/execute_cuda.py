@@ -53,7 +53,7 @@ class CudaCode:
             # calls of one group are in order whatever streams they are on
             main.wait_stream(lanes.last_stream)
             lanes.last_stream = main
-        annotate = torch.autograd._profiler_enabled()
+        annotate = torch.autograd._profiler_enabled()  # pyright: ignore  (private, and typed so)
         if self.side:
             lanes.fork.record(main)
         for stream in self.side.values():

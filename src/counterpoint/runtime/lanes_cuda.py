@@ -10,6 +10,7 @@ from counterpoint.errors import PeerTimeoutError, UnsupportedError
 from counterpoint.plan.bind import Arrival
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.watchdog import Watchdog
 from counterpoint.runtime.workspace import Workspace
 
@@ -76,10 +77,12 @@ class CudaLanes:
             return PeerTimeoutError(f"a plan no longer in use was not signalled {timeout}")
         bound = code.program.steps[tag % MAX_STEPS]
         ranks = [a.rank for i, a in enumerate(bound.waits) if late >> i & 1]
+        states = ", ".join(describe_process(self.workspace.pads.peer_pids[r]) for r in ranks)
         plan, name = code.program.plan, bound.step.name
         return PeerTimeoutError(
-            f"{plan.problem.op}: ranks {ranks} did not signal step {name!r} of plan {plan.spec} "
-            f"to rank {self.workspace.rank} {timeout}; the group is unusable, restart its ranks",
+            f"{plan.problem.op}: ranks {ranks} did not signal step {name!r} of plan {plan.spec} to "
+            f"rank {self.workspace.rank} {timeout} ({states}); the group is unusable, restart its "
+            "ranks",
             rank=ranks[0] if ranks else None,
             step=name,
         )

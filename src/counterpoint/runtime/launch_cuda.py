@@ -1,6 +1,7 @@
 """Launches of our Triton kernels: signals and the sum that ends a matmul_reduce_scatter."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -30,9 +31,13 @@ def signal(
     timeout_ns = int(lanes.workspace.timeout_s * 1e9)
     arguments = (lanes.posted_words(posts), len(posts), lanes.awaited_words(waits), len(waits),
                  lanes.epoch, lanes.fault, tag, timeout_ns, opens, True, num_lanes)  # fmt: skip
-    compiled = signal_kernel.warmup(*arguments, grid=(1,), num_warps=1)
-    launch = compiled[(1, 1, 1)]
-    return lambda stream: launch(*arguments, stream=stream)
+    compiled: Any = signal_kernel.warmup(*arguments, grid=(1,), num_warps=1)
+    launch: Callable[..., None] = compiled[(1, 1, 1)]
+
+    def run(stream: int) -> None:
+        launch(*arguments, stream=stream)
+
+    return run
 
 
 def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Action:
@@ -62,9 +67,11 @@ def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Ac
     target = places.of(part.write)
     grid = (rows, -(-cols // REDUCE_BLOCK))
 
+    launch: Any = reduce_kernel  # its constexpr arguments are plain values for the caller
+
     def run(operands: Operands) -> None:
         out = target(operands)
-        reduce_kernel[grid](
+        launch[grid](
             running if running is not None else out,
             base if base is not None else out,
             own if own is not None else out,

@@ -255,8 +255,7 @@ def describe_process(pid: int) -> str:
 def gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
     """All-gather a picklable value: no rank returns before each has called it."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    # pyright: torch leaves its signature without types
-    dist.all_gather_object(values, value, group=group)  # pyright: ignore[reportUnknownMemberType]
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -30,6 +30,11 @@ class SymmetricMemory(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
+    def peer_pids(self) -> tuple[int, ...]:
+        """Process of each rank on this host, in rank order."""
+        ...
+
+    @property
     def buffer_ptrs(self) -> tuple[int, ...]:
         """Address of each rank's buffer, in this process, in rank order."""
         ...

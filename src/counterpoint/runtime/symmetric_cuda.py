@@ -5,6 +5,7 @@ are those of torch 2.11.
 """
 
 import importlib
+import os
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ class CudaSymmetricMemory:
 
     rank: int
     buffers: tuple[Tensor, ...]
+    peer_pids: tuple[int, ...]
     handle: Any  # torch's _SymmetricMemory; keeps the peers' mappings alive
 
     @property
@@ -68,9 +70,9 @@ def allocate_cuda(
         except RuntimeError as error:
             problem = str(error)
         # rendezvous waits for all ranks, so none may stay away from it alone
-        reports = gather_object((num_bytes, problem), group)
-        check_sizes([size for size, _ in reports])
-        for rank, (_, problem) in enumerate(reports):
+        reports = gather_object((num_bytes, problem, os.getpid()), group)
+        check_sizes([size for size, *_ in reports])
+        for rank, (_, problem, _) in enumerate(reports):
             if problem:
                 # the allocator reports both as a RuntimeError of the CUDA driver
                 lack = "out of memory" in problem
@@ -97,7 +99,8 @@ def allocate_cuda(
                     f"allocate: rank {rank} cannot open the memory of its peers: {problem}; "
                     "`nvidia-smi topo -p2p n` shows which GPUs reach each other"
                 )
-    return CudaSymmetricMemory(rank=dist.get_rank(group), buffers=buffers, handle=handle)
+    pids = tuple(pid for *_, pid in reports)
+    return CudaSymmetricMemory(dist.get_rank(group), buffers, pids, handle)
 
 
 def _torch_symmetric_memory() -> ModuleType:
