@@ -168,7 +168,7 @@ def test_capture_before_a_warm_call_is_refused(groups):
     big = torch.randn(4096, 1024, device="cuda")
     w_big = torch.randn(1024, 64, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    match = r"workspace must be warm when a graph is captured, .*; call it once at this size before"
+    match = "workspace must be warm when a graph is captured, .*; call the op once at this size"
     with pytest.raises(counterpoint.InputError, match=match), torch.cuda.graph(graph):
         counterpoint.all_gather_matmul(big, w_big, group=group, plan="graded")
     y = counterpoint.all_gather_matmul(big, w_big, group=group, plan="graded")
@@ -187,6 +187,31 @@ def test_a_smaller_size_captures_after_a_larger_one(groups):
         out.fill_(torch.nan)
         graph.replay()
         check(out, want, plain, f"{op} captured at a smaller size")
+
+
+@pytest.mark.parametrize("op", [AG, RS])
+def test_a_plan_that_is_new_in_a_capture(groups, op):
+    """Memory is warm, the plan and its kernels are not."""
+    group = dist.group.WORLD
+    x, w, b, *_ = operands(op, 512, 256, 256, group)
+    run(op, x, w, b, group, "graded")
+    x, w, b, want, plain = operands(op, 80, 176, 192, group, torch.float16, bias=True)
+    graph = torch.cuda.CUDAGraph()
+    spec = f"graded {group.size()} ring"
+    with torch.cuda.graph(graph):
+        out = run(op, x, w, b, group, spec)
+    out.fill_(torch.nan)
+    graph.replay()
+    check(out, want, plain, f"{op} {spec} first met in a capture")
+
+
+def test_a_first_call_in_a_capture_is_refused(groups):
+    group = dist.new_group()
+    x, w = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    match = "workspace must be warm when a graph is captured, got none"
+    with pytest.raises(counterpoint.InputError, match=match), torch.cuda.graph(graph):
+        counterpoint.all_gather_matmul(x, w, group=group, plan="graded")
 
 
 def test_calls_on_two_streams_stay_in_order(groups):

@@ -79,7 +79,7 @@ def lines_with(ptx: str, pattern: str) -> list[int]:
 def signal(capability: int, *, advance: bool, bounded: bool = True, lanes: int = 32) -> Compiled:
     types = {
         "post_ptrs": "*i64", "num_posts": "i32", "wait_ptrs": "*i64", "num_waits": "i32",
-        "epoch_ptr": "*i32", "fault_ptr": "*i32", "step": "i32", "timeout_ns": "i64",
+        "epoch_ptr": "*i32", "fault_ptr": "*i64", "step": "i32", "timeout_ns": "i64",
     }  # fmt: skip
     constants = {"ADVANCE": advance, "BOUNDED": bounded, "LANES": lanes}
     return compiled(signal_kernel, capability, types, constants, num_warps=1)
@@ -103,8 +103,8 @@ def test_signal_publishes_and_acquires(capability: int, advance: bool, lanes: in
     assert barriers[0] < releases[0] <= releases[-1] < acquires[0]
     # nothing of it has block or GPU scope
     assert not lines_with(ptx, r"\b(atom|red|ld|st)\.\S*(\.gpu|\.cta)\b")
-    assert len(stores) == advance + 2, "the epoch, and the two words of a fault"
-    assert stores[-2] > acquires[-1]
+    assert len(stores) == advance + 1, "the epoch, and the word of a fault"
+    assert stores[-1] > acquires[-1]
 
 
 @pytest.mark.parametrize("advance", [False, True])

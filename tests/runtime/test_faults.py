@@ -147,8 +147,7 @@ def test_a_dead_rank_is_named(pool: RankPool, tmp_path: Path, case: Case, fault:
 )  # fmt: skip
 def test_a_rank_that_does_not_come_is_named(pool: RankPool, tmp_path: Path, case: Case, fault: str):
     for report in reports_of(pool, case, fault, tmp_path):
-        # the library does not say which rank it has lost
-        assert report.rank == (None if case.plan == "serial" else VICTIM), report
+        assert report.rank == VICTIM, report
         assert "is dead" not in report.text
 
 

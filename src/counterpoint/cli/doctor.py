@@ -87,7 +87,7 @@ def _versions(environment: dict[str, Any]) -> dict[str, str | None]:
 def _symmetric_memory() -> str:
     """Why torch's symmetric memory is not to be had, "" if it is."""
     try:
-        symmetric_cuda._torch_symmetric_memory()  # pyright: ignore[reportPrivateUsage]
+        symmetric_cuda.torch_symmetric_memory()
     except CounterpointError as error:
         return str(error)
     return ""

@@ -22,7 +22,7 @@ def signal_kernel(
     wait_ptrs,  # [LANES] int64: addresses of the words to poll, on the own pad
     num_waits,
     epoch_ptr,  # [1] int32
-    fault_ptr,  # [2] int32, pinned host memory: 1 + step, bits of the late words
+    fault_ptr,  # [1] int64, pinned host memory: 1 + step, and above it the bits of the late words
     step,
     timeout_ns,
     ADVANCE: tl.constexpr,  # this is the barrier that opens the call
@@ -55,7 +55,7 @@ def signal_kernel(
         if BOUNDED:
             if num_late > 0:
                 if now_ns() - start_ns > timeout_ns:
-                    bits = tl.sum(tl.where(late, 1 << lanes, 0))
-                    tl.store(fault_ptr + 1, bits)
-                    tl.store(fault_ptr, step + 1)
+                    # one store, so that the host sees both or neither
+                    bits = tl.sum(tl.where(late, 1 << lanes, 0).to(tl.int64))
+                    tl.store(fault_ptr, (bits << 32) | (step + 1))
                     num_late = 0

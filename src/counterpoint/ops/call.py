@@ -43,6 +43,8 @@ def check_tensors(op: str, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("x", x), ("w", w), ("bias", bias)):
         if tensor is not None and not isinstance(tensor, Tensor):
             raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
+        if tensor is not None and tensor.layout != torch.strided:
+            raise InputError(op, name, want="a dense tensor", got=tensor.layout)
     if x.dtype not in DTYPES:
         raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
     if x.device.type not in ("cpu", "cuda"):

@@ -88,10 +88,16 @@ class _Options:
         self.reduces: tuple[int, ...] | None = None
         self.peers: all_gather_matmul.Peers = "ring"
         self.direction: all_gather_matmul.Direction = "push"
+        self._taken: set[str] = set()
 
     def take(self, word: str) -> None:
         family = self.spec.split()[0]
         gathers = self.problem.op == "all_gather_matmul"
+        kind = "peers" if word in PEERS else "direction" if word in DIRECTIONS else word[:1]
+        kind = "groups" if kind.isdecimal() else kind
+        if kind in self._taken:
+            self.refuse(f"with each choice made once, without {word!r}")
+        self._taken.add(kind)
         if word in PEERS and family != "serial":
             self.peers = "xor" if word == "xor" else "ring"
         elif word in DIRECTIONS and gathers and family in ("shard_p2p", "graded"):

@@ -6,7 +6,7 @@ their order. A wait yields, then sleeps, looks whether its peer is alive, and gi
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
@@ -18,7 +18,7 @@ from counterpoint.plan.bind import Arrival, BoundStep, Program
 from counterpoint.runtime import compute, execute
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.ranks import describe_process
-from counterpoint.runtime.workspace import Operands, Places, Workspace
+from counterpoint.runtime.workspace import NUM_SLOTS, Operands, Places, Workspace
 from counterpoint.timeline import Span
 
 YIELDS = 20  # then sleep: ranks may outnumber cores
@@ -135,6 +135,8 @@ class _Call:
         self.ended[step.name].set()
 
     def _act(self, bound: BoundStep, actions: list[Action]) -> None:
+        if bound.step.kind == "collective":
+            self._meet(bound)
         try:
             for action in actions:
                 action(self.operands)
@@ -142,6 +144,21 @@ class _Call:
             if bound.step.kind != "collective":
                 raise
             raise self._lost(bound) from error
+
+    def _meet(self, bound: BoundStep) -> None:
+        """Come together before a library's collective, which cannot say who is missing."""
+        self.workspace.meetings += 1
+        count, pads = self.workspace.meetings, self.code.pads
+        mine = NUM_SLOTS - 1 - self.workspace.rank
+        for pad in pads:
+            pad[mine] = count
+        try:
+            slots = [Arrival(NUM_SLOTS - 1 - r, r) for r in range(len(pads))]
+            self._await(bound, slots, count)
+        except PeerTimeoutError:
+            for pad in pads:  # who comes later must not wait inside the collective
+                pad[mine] = count - 1
+            raise
 
     def _lost(self, bound: BoundStep) -> PeerTimeoutError:
         """What a failed collective means: the group's timeout, or a peer that has gone."""
@@ -175,11 +192,14 @@ class _Call:
             self.code.pads[rank][slot] = self.workspace.epoch
 
     def _wait(self, bound: BoundStep) -> None:
-        pad, epoch = self.code.pads[self.workspace.rank], self.workspace.epoch
+        self._await(bound, bound.waits, self.workspace.epoch)
+
+    def _await(self, bound: BoundStep, arrivals: Sequence[Arrival], count: int) -> None:
+        pad = self.code.pads[self.workspace.rank]
         start_s = look_s = time.monotonic()
         polls = 0
-        for arrival in bound.waits:
-            while _wrapped(int(pad[arrival.slot]) - epoch) < 0:
+        for arrival in arrivals:
+            while _wrapped(int(pad[arrival.slot]) - count) < 0:
                 if self.failed.is_set():
                     return
                 polls += 1

@@ -11,10 +11,10 @@ import torch
 from torch.profiler import record_function
 
 from counterpoint.plan.bind import BoundStep, Program
-from counterpoint.runtime import compute, copy_engine, launch_cuda
+from counterpoint.runtime import compute, copy_engine, driver, launch_cuda
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes
-from counterpoint.runtime.workspace import Operands, Places, Workspace
+from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
 
@@ -24,11 +24,13 @@ class CudaCode:
 
     def __init__(self, program: Program, workspace: Workspace) -> None:
         if workspace.lanes is None:
+            refuse_capture("none: this is the group's first call")
             workspace.lanes = CudaLanes(workspace)
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
         self.workspace = workspace
         self.index = self.lanes.register(self)
+        self.ran = False
         places = Places(workspace, program.plan)
         plan = program.plan
         self.side = {
@@ -40,7 +42,9 @@ class CudaCode:
         edges = {name for step in plan.steps for name in step.after if lane_of[name] != step.lane}
         self.events = {name: torch.cuda.Event() for name in edges}
         self.joins = {name: torch.cuda.Event() for name in self.side}
-        self.steps = [_CudaStep(self, i, places) for i in range(len(program.steps))]
+        # a plan that is new while a graph is captured: its kernels are compiled and loaded now
+        with driver.relaxed_capture():
+            self.steps = [_CudaStep(self, i, places) for i in range(len(program.steps))]
 
     def run(self, operands: Operands) -> None:
         """See `execute.Code.run`."""
@@ -53,11 +57,16 @@ class CudaCode:
             # calls of one group are in order whatever streams they are on
             main.wait_stream(lanes.last_stream)
             lanes.last_stream = main
+        with nullcontext() if self.ran else driver.relaxed_capture():
+            self._enqueue(operands, main, capturing)
+        self.ran = True
+
+    def _enqueue(self, operands: Operands, main: torch.cuda.Stream, capturing: bool) -> None:
         annotate = torch.autograd._profiler_enabled()  # pyright: ignore  (private, and typed so)
         if self.side:
-            lanes.fork.record(main)
+            self.lanes.fork.record(main)
         for stream in self.side.values():
-            stream.wait_event(lanes.fork)
+            stream.wait_event(self.lanes.fork)
         try:
             for step in self.steps:
                 step.enqueue(operands, main, capturing, annotate)

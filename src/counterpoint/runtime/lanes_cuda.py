@@ -30,7 +30,7 @@ class CudaLanes:
         self.workspace = workspace
         self.pad_ptrs = workspace.pads.buffer_ptrs
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
-        self.fault = torch.zeros(2, dtype=torch.int32).pin_memory()
+        self.fault = torch.zeros(1, dtype=torch.int64).pin_memory()
         self.last_stream = torch.cuda.current_stream(device)
         self.fork = torch.cuda.Event()
         self._streams: dict[tuple[str, int], torch.cuda.Stream] = {}

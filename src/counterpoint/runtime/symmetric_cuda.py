@@ -58,7 +58,7 @@ def allocate_cuda(
         UnsupportedError: this torch has no symmetric memory, or the GPUs are not peers.
         torch.OutOfMemoryError: a rank is out of memory.
     """
-    symmetric_memory = _torch_symmetric_memory()
+    symmetric_memory = torch_symmetric_memory()
     world_size = dist.get_world_size(group)
     with torch.cuda.device(device):
         buffer = None
@@ -103,7 +103,7 @@ def allocate_cuda(
     return CudaSymmetricMemory(dist.get_rank(group), buffers, pids, handle)
 
 
-def _torch_symmetric_memory() -> ModuleType:
+def torch_symmetric_memory() -> ModuleType:
     name = "torch.distributed._symmetric_memory"
     if not torch.cuda.is_available():
         raise UnsupportedError("allocate: symmetric memory on cuda needs a GPU, torch sees none")

@@ -19,13 +19,13 @@ PERIOD_S = 0.05
 
 
 class Watchdog:
-    """Watches two words: 1 + tag of the step that gave up, and the bits of its late waits.
+    """Watches a word: 1 + tag of the step that gave up, and above it the bits of its late waits.
 
     Its thread ends with it.
     """
 
     def __init__(
-        self, words: NDArray[np.int32], describe: Callable[[int, int], PeerTimeoutError]
+        self, words: NDArray[np.int64], describe: Callable[[int, int], PeerTimeoutError]
     ) -> None:
         self._words = words
         self._describe = describe
@@ -36,8 +36,8 @@ class Watchdog:
     def look(self) -> PeerTimeoutError | None:
         """The fault, once a wait has given up; says it on stderr the first time it is seen."""
         if self._fault is None and self._words[0]:
-            # the kernel writes the bits before the tag
-            fault = self._describe(int(self._words[0]) - 1, int(self._words[1]) & 0xFFFFFFFF)
+            word = int(self._words[0])
+            fault = self._describe((word & 0xFFFFFFFF) - 1, word >> 32 & 0xFFFFFFFF)
             self._fault = fault
             print(f"counterpoint: {fault}", file=sys.stderr, flush=True)
         return self._fault

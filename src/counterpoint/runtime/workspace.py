@@ -63,6 +63,7 @@ class Workspace:
         self.scratch: Tensor | None = None
         self.captured = False
         self.epoch = 0  # of CPU ranks; on a GPU it lives in device memory
+        self.meetings = 0  # of CPU ranks, before a library's collective
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.code: dict[Hashable, Any] = {}
         self._kept: list[object] = []
@@ -75,8 +76,8 @@ class Workspace:
             PeerTimeoutError: memory has to grow, and a rank did not come to it.
             UnsupportedError: the plan uses more signals than a pad has.
         """
-        if plan.num_slots > NUM_SLOTS:
-            want = f"has {plan.num_slots} signals, a pad holds {NUM_SLOTS}"
+        if plan.num_slots > NUM_SLOTS - plan.problem.ranks:  # the last ones are for `meet`
+            want = f"has {plan.num_slots} signals, a pad holds {NUM_SLOTS - plan.problem.ranks}"
             raise UnsupportedError(f"plan {plan.spec}: {want}")
         symmetric = _arena_bytes(plan, "symmetric")
         scratch = _arena_bytes(plan, "scratch")
@@ -85,12 +86,8 @@ class Workspace:
         if symmetric <= has_symmetric and scratch <= has_scratch:
             return
         if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                op = plan.problem.op
-                fix = "call it once at this size before capturing"
-                raise InputError(op, "workspace", want="warm when a graph is captured",
-                                 got=f"{has_symmetric + has_scratch} bytes, the plan needs "
-                                 f"{symmetric + scratch}", fix=fix)  # fmt: skip
+            has, needs = has_symmetric + has_scratch, symmetric + scratch
+            refuse_capture(f"{has} bytes, the plan needs {needs}")
             torch.cuda.synchronize(self.device)
         if self.captured:
             self._kept += [self.arena, self.scratch]
@@ -207,14 +204,28 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """The one workspace of `group` on `device`; collective at its first call."""
     key = (group.group_name, str(device))
     found = _workspaces.get(key)
+    if found is None and device.type == "cuda":
+        refuse_capture("none: this is the group's first call")
     # a group that was destroyed and made again has the same name, and none of the old memory
     if found is None or found.group is not group:
         found = _workspaces[key] = Workspace(group, device)
     return found
 
 
+def refuse_capture(got: str) -> None:
+    """Raise where memory has to be made while a graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        fix = "call the op once at this size before capturing"
+        want = "warm when a graph is captured"
+        raise InputError("counterpoint", "workspace", want=want, got=got, fix=fix)
+
+
 def release_all() -> None:
     """Forget every workspace of this process, for tests and before a group is destroyed."""
+    for workspace in _workspaces.values():
+        # compiled code and lanes point back at it: without this, memory waits for the collector
+        workspace.code.clear()
+        workspace.lanes = None
     _workspaces.clear()
 
 
