@@ -71,7 +71,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
-        return getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
+        found = globals()[name] = getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
+        return found
     raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
 
 

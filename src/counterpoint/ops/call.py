@@ -79,11 +79,13 @@ def check_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     Raises:
         InputError: there is no group, or this rank is not in it.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
         fix = "start ranks with torchrun and call torch.distributed.init_process_group"
         raise InputError(op, "group", want="an initialised process group", got=group, fix=fix)
-    group = group if group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+    # a rank outside of a new group gets a placeholder in its place
+    if not isinstance(group, dist.ProcessGroup):
         raise InputError(op, "group", want="a ProcessGroup that has this rank", got=group)
     return group
 

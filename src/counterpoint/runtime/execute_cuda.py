@@ -14,6 +14,7 @@ from counterpoint.plan.bind import BoundStep, Program
 from counterpoint.runtime import compute, copy_engine, driver, launch_cuda
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes
+from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
@@ -26,6 +27,9 @@ class CudaCode:
         if workspace.lanes is None:
             refuse_capture("none: this is the group's first call")
             workspace.lanes = CudaLanes(workspace)
+            # all ranks have compiled their signals before one of them waits for another
+            launch_cuda.compile_signals(workspace.lanes)
+            gather_object(None, workspace.group)
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
         self.workspace = workspace

@@ -40,6 +40,12 @@ def signal(
     return run
 
 
+def compile_signals(lanes: CudaLanes) -> None:
+    """Compile and load what every plan launches, so that no rank does so while others wait."""
+    for opens in (False, True):
+        signal(lanes, (), (), 0, opens=opens)
+
+
 def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Action:
     """The sum kernel. Reads, in order: a running fp32 sum, slots, own partial, bias; each optional.
 
