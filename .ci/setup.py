@@ -32,6 +32,7 @@ def main(want: str) -> None:
     pins = {name: there.get(name, version) for name, version in read_pins().items()}
     PINS.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
     needed = [line for line in requirements(want) if name_of(line) not in there]
+    needed += cuda_bindings()
     pip(", ".join(map(name_of, needed)), "-c", str(PINS), *needed)
     pip("counterpoint", "--no-deps", "-e", ".")
     (VENV / f".ready-{want}").touch()
@@ -84,6 +85,16 @@ def requirements(want: str) -> list[str]:
     if want == "dev":
         lines += project["optional-dependencies"]["dev"]
     return lines
+
+
+def cuda_bindings() -> list[str]:
+    """What the copy engines need beside a torch that was built for CUDA."""
+    code = "import torch; print((torch.version.cuda or '').partition('.')[0])"
+    text = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout
+    major = text.strip()
+    return (
+        [f"cuda-bindings=={major}.*"] if major and not runs(PYTHON, "import cuda.bindings") else []
+    )
 
 
 def name_of(requirement: str) -> str:

@@ -11,9 +11,11 @@ in the stacks of all ranks.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,16 +73,21 @@ def _torchrun(num_gpus: int, command: list[str], limit_s: int) -> int:
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc-per-node={num_gpus}", "--local-ranks-filter=0"]  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher.append(f"--nproc-per-node={num_gpus}")
     if command[0] == "-m":
         launcher, command = [*launcher, "-m"], command[1:]
+    # a session of its own, so that no rank outlives the launcher
+    process = subprocess.Popen([*launcher, *command], cwd=ROOT, env=environment,
+                               start_new_session=True)  # fmt: skip
     try:
-        return subprocess.run([*launcher, *command], cwd=ROOT, env=environment,
-                              timeout=limit_s).returncode  # fmt: skip
+        return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         print(f"make gpu: not done after {limit_s} s")
         return 124
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from plans import PLANS
-from shapes import SHAPES
 
-import counterpoint
 from counterpoint.measure import record
-from counterpoint.measure.compare import FIXED, Case, compare
-from counterpoint.runtime.symmetric import allocate
+from counterpoint.measure.compare import FIXED, Case, compare, profile_best
+from counterpoint.measure.shapes import SHAPES
 from counterpoint.runtime.workspace import release_all
-from counterpoint.timeline import Timeline
 
 SMOKE = ("70B gate+up, 2048 tokens", "70B down, 2048 tokens")
 PICTURED = ("70B qkv", "70B down")
@@ -52,42 +49,13 @@ def main() -> None:
                 record.append(args.out, rows)
                 print(_line(rows), f"[{time.monotonic() - start_s:.0f} s]", flush=True)
             if layer in PICTURED and args.suite == "full":
-                _picture(rows, case, args.out.parent / f"timeline-{ranks}x-{op}.json")
+                timeline = profile_best(case, rows, group=group, device=device)
+                if rank == 0:
+                    path = args.out.parent / f"timeline-{ranks}x-{op}.json"
+                    path.write_text(timeline.to_json())
             torch.cuda.empty_cache()
     release_all()
     dist.destroy_process_group()
-
-
-def _picture(rows: list[dict], case: Case, path: Path) -> None:
-    """The timeline of one call of the best plan."""
-    graph = {r["arm"]: r["median_s"] for r in rows if r["mode"] == "graph"}
-    best = min((a for a in graph if a not in FIXED), key=graph.__getitem__)
-    ranks, device = dist.get_world_size(), torch.cuda.current_device()
-    gathers = case.op == "all_gather_matmul"
-    x = torch.randn(case.m // ranks if gathers else case.m, case.k, device=device).bfloat16()
-    w = torch.randn(case.n, case.k, device=device).bfloat16().t()
-    op = getattr(counterpoint, case.op)
-    meeting = allocate(1 << 16, dist.group.WORLD, x.device)
-
-    busy = torch.randn(8192, 8192, device=device).bfloat16()
-
-    def call() -> None:
-        # the host, slow under a profiler, is ahead of the GPU, whose clocks have settled
-        for _ in range(12):
-            torch.mm(busy, busy)
-        meeting.handle.barrier(channel=0)
-        op(x, w, plan=best)
-
-    call()
-    title = f"{case.op} {case.m}, {case.n}, {case.k}: {best}"
-    timelines = [counterpoint.profile(call, title=title)[1] for _ in range(5)]
-    if dist.get_rank() == 0:
-        only = [
-            Timeline(tuple(s for s in t.spans if s.kind != "other"), t.title, t.source).shifted()
-            for t in timelines
-        ]
-        middle = sorted(only, key=lambda t: t.duration_s)[len(only) // 2]
-        path.write_text(middle.to_json())
 
 
 def _line(rows: list[dict]) -> str:

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shapes import BARS_ON_8
-
 from counterpoint.measure import record
 from counterpoint.measure.bars import BarRow, draw_bars
 from counterpoint.measure.compare import FIXED
@@ -53,11 +51,6 @@ class Shape:
         serial_s = self.seconds("serial")
         return (serial_s - self.seconds(self.best)) / (serial_s - self.ideal_s)
 
-    @property
-    def bar(self) -> float | None:
-        """The least ratio that we promise for this shape on 8 GPUs."""
-        return BARS_ON_8[self.head["op"]].get(self.head["layer"])
-
 
 def shapes_of(path: Path) -> list[Shape]:
     """The shapes of a results file, in its order."""
@@ -70,9 +63,9 @@ def shapes_of(path: Path) -> list[Shape]:
 def overlap_table(shapes: list[Shape]) -> str:
     """The main table: graph replays."""
     lines = [
-        "| op | M, N, K | matmul | NCCL | copies | serial | torch symm_mem | ours | plan "
+        "| op | M, N, K | matmul | NCCL | copies | serial | torch symm_mem | auto | ours | plan "
         "| serial / ours | hidden |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for s in shapes:
         h = s.head
@@ -173,12 +166,11 @@ def main() -> None:
     largest = paths[-1]
     ranks = largest.name.split("-")[1]
     shapes = shapes_of(largest)
-    main_shapes = [s for s in shapes if s.bar is not None]
     IMAGES.mkdir(exist_ok=True)
     bars = [
         BarRow(label=f"{s.head['op']}\n{s.head['m']}, {s.head['n']}, {s.head['k']}",
                serial_s=s.seconds("serial"), ours_s=s.seconds(s.best), ideal_s=s.ideal_s)
-        for s in main_shapes
+        for s in shapes
     ]  # fmt: skip
     h = shapes[0].head
     source = f"{h['ranks']}x {h['gpu']}, bf16, {h['date']}; serial is NCCL + cuBLAS"

@@ -63,7 +63,7 @@ def test_exposed_intervals_and_ends():
     timeline = pipeline()
     assert (timeline.start_s, timeline.end_s, timeline.duration_s) == (0.0, 10.0, 10.0)
     assert timeline.ranks == (0, 1)
-    assert timeline.lanes(0) == ("copy", "compute")  # order of appearance
+    assert timeline.lanes(0) == ("compute", "copy")
     assert timeline.exposed(0) == ((1.0, 2.0), (6.0, 8.0), (8.5, 9.0))
     assert timeline.exposed_s(1) == 0.0
 
@@ -116,14 +116,30 @@ def test_perfetto_spans_that_touch_do_not_overlap():
         assert start + length == following
 
 
-def test_save_json_is_perfetto(tmp_path):
-    path = pipeline().save(tmp_path / "plan.json")
+def test_lanes_have_one_order_on_all_ranks_and_in_perfetto():
+    appearances = (("stream 9", "copy", "compute", "stream 7", "signal"), ("stream 7", "stream 9"))
+    spans = (span(0, 1, rank=r, lane=lane) for r, lanes in enumerate(appearances) for lane in lanes)
+    timeline = Timeline(tuple(spans))
+    wanted = {0: ("compute", "signal", "copy", "stream 9", "stream 7"), 1: ("stream 9", "stream 7")}
+    assert {rank: timeline.lanes(rank) for rank in timeline.ranks} == wanted
+    events = json.loads(timeline.to_perfetto())["traceEvents"]
+    for rank, lanes in wanted.items():
+        mine = [e for e in events if e["pid"] == rank]
+        order = {e["tid"]: e["args"]["sort_index"] for e in mine if "thread_sort" in e["name"]}
+        names = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
+        assert tuple(names[tid] for tid in sorted(order, key=order.__getitem__)) == lanes
+        assert rank not in names, "a main thread, which is shown on top"
+
+
+def test_save_json_is_perfetto_and_makes_the_folder(tmp_path):
+    path = pipeline().save(tmp_path / "new" / "folder" / "plan.json")
     assert path.read_text(encoding="utf-8") == pipeline().to_perfetto()
 
 
 def test_save_refuses_an_unknown_suffix(tmp_path):
     with pytest.raises(InputError, match=r"path must be a file name that ends in .png.*got .*gif"):
-        pipeline().save(tmp_path / "plan.gif")
+        pipeline().save(tmp_path / "new" / "plan.gif")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("end_s", [0.9, math.nan])
@@ -144,5 +160,5 @@ def test_what_is_not_there_raises_instead_of_reading_zero():
         with pytest.raises(InputError, match=r"rank must be one of \(0, 1\), got 7"):
             ask(pipeline(), 7)
     for ask in (Timeline.busy_s, Timeline.idle_s):
-        with pytest.raises(InputError, match=r"lane must be one of \('copy', 'compute'\), got 'x'"):
+        with pytest.raises(InputError, match=r"lane must be one of \('compute', 'copy'\), got 'x'"):
             ask(pipeline(), 0, "x")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from counterpoint.plan.steps import Plan
     from counterpoint.plan.validate import validate
     from counterpoint.problem import Problem
-    from counterpoint.runtime.check import check
+    from counterpoint.runtime.groups import check, release
     from counterpoint.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -41,10 +41,11 @@ _HOME = {
     "all_gather_matmul": "ops.all_gather_matmul",
     "bind": "plan.bind",
     "build": "plan.families",
-    "check": "runtime.check",
+    "check": "runtime.groups",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
     "preset": "machine",
     "profile": "measure.profile",
+    "release": "runtime.groups",
     "validate": "plan.validate",
 }
 
@@ -65,6 +66,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "preset",
     "profile",
+    "release",
     "validate",
 ]
 

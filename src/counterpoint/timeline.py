@@ -15,6 +15,7 @@ from counterpoint.errors import InputError
 COMMUNICATION_KINDS = ("copy", "collective", "barrier", "wait")
 COMPUTE_KINDS = ("matmul", "reduce", "move", "fused", "opaque")
 KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "other")
+FIRST_LANES = ("compute", "signal", "copy")
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 Interval = tuple[float, float]
@@ -30,7 +31,7 @@ class Span:
         start_s: Begin, in seconds on a clock that all spans of a timeline share.
         end_s: End, on the same clock.
         kind: One of `KINDS`: a step's kind, "wait" for a spin on a peer, or "other".
-        label: What a reader sees: the step's name.
+        label: What a reader sees: the step's name; of a wait "wait for " and the step's name.
 
     Raises:
         InputError: The span ends before it starts, or `kind` is not in `KINDS`.
@@ -62,7 +63,7 @@ class Timeline:
     """Spans of one call or of several, on one clock.
 
     Args:
-        spans: At least one, in any order; their order is the order in which lanes are shown.
+        spans: At least one, in any order.
         title: Heading of the picture.
         source: Where the times come from, e.g. "predicted for h200-8"; stands in the picture.
 
@@ -99,12 +100,16 @@ class Timeline:
         return tuple(sorted({span.rank for span in self.spans}))
 
     def lanes(self, rank: int) -> tuple[str, ...]:
-        """Return the lanes of `rank` in order of appearance.
+        """Return the lanes of `rank` from top to bottom, in one order on all ranks.
+
+        Compute, signal and copy come first, then others as they appear in `spans`.
 
         Raises:
             InputError: `rank` has no span.
         """
-        return tuple(dict.fromkeys(span.lane for span in self._of_rank("lanes", rank)))
+        own = {span.lane for span in self._of_rank("lanes", rank)}
+        order = dict.fromkeys((*FIRST_LANES, *(span.lane for span in self.spans)))
+        return tuple(lane for lane in order if lane in own)
 
     def busy_s(self, rank: int, lane: str) -> float:
         """Return the seconds in which `lane` of `rank` runs something (overlaps count once).
@@ -194,7 +199,8 @@ class Timeline:
         for rank in self.ranks:
             events.append(_metadata(rank, 0, "process_name", {"name": f"rank {rank}"}))
             events.append(_metadata(rank, 0, "process_sort_index", {"sort_index": rank}))
-            for thread_id, lane in enumerate(self.lanes(rank), start=1):
+            # a thread with its process's number is its main thread, which is shown on top
+            for thread_id, lane in enumerate(self.lanes(rank), start=1000 * (rank + 1)):
                 thread_ids[rank, lane] = thread_id
                 events.append(_metadata(rank, thread_id, "thread_name", {"name": lane}))
                 sort_index = {"sort_index": thread_id}
@@ -219,6 +225,8 @@ class Timeline:
     def save(self, path: str | Path) -> Path:
         """Write a picture (.png, .svg, .pdf) or a Perfetto trace (.json), by the suffix of `path`.
 
+        Folders that are missing are made.
+
         Returns:
             The path written.
 
@@ -226,16 +234,17 @@ class Timeline:
             InputError: The suffix is none of these.
         """
         path = Path(path)
+        if path.suffix not in (*PICTURE_SUFFIXES, ".json"):
+            want = "a file name that ends in .png, .svg, .pdf or .json"
+            raise InputError("Timeline.save", "path", want=want, got=str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in PICTURE_SUFFIXES:
             # here, not at the top: matplotlib takes a second to import, and models never draw
             from counterpoint.measure.draw import draw_timeline
 
             return draw_timeline(self, path)
-        if path.suffix == ".json":
-            path.write_text(self.to_perfetto(), encoding="utf-8")
-            return path
-        want = "a file name that ends in .png, .svg, .pdf or .json"
-        raise InputError("Timeline.save", "path", want=want, got=str(path))
+        path.write_text(self.to_perfetto(), encoding="utf-8")
+        return path
 
     def _of_rank(self, op: str, rank: int) -> tuple[Span, ...]:
         spans = tuple(span for span in self.spans if span.rank == rank)

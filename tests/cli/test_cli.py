@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from counterpoint.cli import demo, main
-from counterpoint.problem import Problem
+import counterpoint
+from counterpoint.cli import demo, doctor, main
+from counterpoint.problem import OPS, Problem
 
 COMMANDS = sorted(typer.main.get_command(main.app).commands)
 SMALL = ("demo", "--ranks", "2", "--scale", "64")
@@ -42,6 +45,29 @@ def test_help_lists_the_commands_and_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     text = run("--help")
     assert all(f" {command} " in text for command in COMMANDS)
+
+
+def test_bench_help_names_the_operators():
+    text = " ".join(run("bench", "--help").split())
+    assert all(op in text for op in OPS)
+
+
+def test_version():
+    assert run("--version") == f"{counterpoint.__version__}\n"
+
+
+def test_our_own_errors_are_one_line_and_no_traceback():
+    result = CliRunner().invoke(main.app, ["bench", "--op", "all_reduce"])
+    assert result.exit_code == 1
+    wanted = f"--op must be one of {', '.join(OPS)}, got 'all_reduce'"
+    assert result.output == f"Error: bench: {wanted}\n"
+
+
+def test_one_rank_is_not_ranks(tmp_path: Path):
+    text = run("demo", "--ranks", "1", "--scale", "64", "--out", str(tmp_path))
+    assert re.search(r"^counterpoint on 1 CPU rank and \d+ cores?$", text, re.MULTILINE)
+    trace = json.loads((tmp_path / "demo-cpu.json").read_text())
+    assert trace["otherData"]["source"].startswith("measured on 1 CPU rank:")
 
 
 def test_demo_checks_every_family_and_leaves_a_picture_and_a_trace(tmp_path: Path):
@@ -78,7 +104,37 @@ def test_doctor_says_what_is_missing_here_and_how_to_get_it():
     facts = json.loads(run("doctor", "--json"))
     assert facts["gpus"] == []
     assert "CPU ranks" in facts["missing"]["GPUs"]
-    assert facts["cpu_ranks"] == ""
+    assert facts["cpu_ranks"] == "yes"
+    assert facts["versions"]["counterpoint"] == counterpoint.__version__
     assert facts["versions"]["torch"]
     assert "COUNTERPOINT_TIMEOUT_S" in facts["environment"]
     assert "missing: GPUs" in run("doctor")
+
+
+LONE_GPU = {
+    "gpus": [{}], "versions": {"CUDA": "13.0", "cuda-bindings": None, "triton": None},
+    "symmetric_memory": "torch 2.0 has none; install torch >= 2.11", "peer_access": [[True]],
+    "cpu_ranks": "no memfd; use Linux",
+}  # fmt: skip
+TWO_GPUS = LONE_GPU | {"gpus": [{}, {}], "peer_access": [[True, False], [False, True]]}
+NO_GPUS = LONE_GPU | {"gpus": [], "peer_access": []}
+
+
+@pytest.mark.parametrize(
+    ("facts", "what", "remedy"),
+    [
+        (NO_GPUS, "GPUs", "no NVIDIA GPU found; install its driver"),
+        (NO_GPUS | {"versions": {"CUDA": None, "triton": "3.6"}}, "GPUs", "install a CUDA build"),
+        (LONE_GPU, "a second GPU", "take a node with two or more"),
+        (TWO_GPUS, "peer access", "take those that `nvidia-smi topo -p2p n` shows as OK"),
+        (LONE_GPU, "symmetric memory", "install torch >= 2.11"),
+        (LONE_GPU, "cuda-bindings", "pip install 'cuda-bindings==13.*'"),
+        (LONE_GPU, "triton", "pip install 'triton>=3.6'"),
+        (NO_GPUS, "CPU ranks", "use Linux"),
+    ],
+)
+def test_doctor_has_a_remedy_for_each_missing_thing(
+    facts: dict[str, Any], what: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(doctor.torch.version, "hip", None, raising=False)
+    assert remedy in doctor._missing(facts)[what]

@@ -16,14 +16,21 @@ if not UNDER_TORCHRUN:
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_configure(config):
+    """One rank reports progress; what fails, every rank says for itself, on stderr."""
+    if UNDER_TORCHRUN and os.environ["RANK"] != "0":
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 (it lives as long as pytest)
+
+
 def pytest_runtest_logreport(report):
     """A rank that fails says so and ends at once: the launcher then ends the others.
 
     Left running, it would be out of step with them, and the failure would look like a hang.
     """
     if report.failed:
-        print(f"rank {os.environ['RANK']} failed {report.nodeid}\n{report.longreprtext}")
-        sys.stdout.flush()
+        text = f"\nrank {os.environ['RANK']} failed {report.nodeid}\n{report.longreprtext}\n"
+        os.write(sys.__stderr__.fileno(), text.encode())
         os._exit(1)
 
 

@@ -27,8 +27,8 @@ def test_a_missing_rank_is_named(gpus, op):
         call(x, w, group=group, plan="graded")
         with pytest.raises(counterpoint.PeerTimeoutError, match=r"ranks \[.*1.*\] did not signal"):
             counterpoint.check(group)
-        # the barrier that opens, then each wait of the call, gives up after 2 s
-        assert time.monotonic() - start_s < 2.0 * (ranks + 2)
+        # the barrier that opens gives up after 2 s, and with it all that waits behind it
+        assert time.monotonic() - start_s < 2.0 * 2 + 1.0
         with pytest.raises(counterpoint.PeerTimeoutError, match="the group is unusable"):
             call(x, w, group=group, plan="graded")
     dist.barrier()
@@ -36,10 +36,12 @@ def test_a_missing_rank_is_named(gpus, op):
 
 def test_a_late_rank_is_waited_for(gpus):
     group = dist.group.WORLD
-    x, w = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
     for late in range(group.size()):
+        x = torch.full((64, 64), group.rank() + 1.0, device="cuda") + late
+        w = torch.eye(64, device="cuda")
         if group.rank() == late:
             time.sleep(0.3)
         y = counterpoint.all_gather_matmul(x, w, plan="shard_p2p ring")
+        want = torch.arange(1.0, group.size() + 1, device="cuda").repeat_interleave(64) + late
+        assert torch.equal(y, want[:, None].expand_as(y))
     counterpoint.check(group)
-    assert torch.isfinite(y).all()

@@ -1,19 +1,13 @@
 """What the library relies on beyond torch's public API: one test each, first in `make gpu`."""
 
-import os
-
 import torch
 import torch.distributed as dist
 import triton
 
+from counterpoint.kernels.signal import signal_kernel
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.symmetric import allocate
-
-
-def test_multicast_is_off():
-    assert os.environ.get("NCCL_NVLS_ENABLE") == "0"
-    assert os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1"
 
 
 def test_versions():
@@ -80,3 +74,19 @@ def test_tables_can_be_uploaded_while_a_graph_is_captured(gpus):
 
 def _copy(target: torch.Tensor, source: torch.Tensor, width: int, height: int) -> Copy:
     return Copy(target.data_ptr(), width, source.data_ptr(), width, width, height)
+
+
+def test_kernels_are_compiled_once_and_launched_directly(gpus):
+    """`warmup` and `compiled[grid]` of Triton, which take what `kernel[grid]` takes."""
+    word = torch.zeros(1, dtype=torch.int64, device=gpus)
+    epoch = torch.tensor([4, 0], dtype=torch.int32, device=gpus)
+    fault = torch.zeros(1, dtype=torch.int64).pin_memory()
+    pad = torch.zeros(4, dtype=torch.int32, device=gpus)
+    word.fill_(pad.data_ptr() + 8)
+    arguments = (word, 1, word, 1, epoch, fault, 0, 10**9, True, True, 32)
+    compiled = signal_kernel.warmup(*arguments, grid=(1,), num_warps=1)
+    compiled[(1, 1, 1)](*arguments, stream=torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert pad.tolist() == [0, 0, 5, 0]
+    assert epoch.tolist() == [5, 0]
+    assert fault.item() == 0

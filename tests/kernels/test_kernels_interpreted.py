@@ -31,7 +31,7 @@ def signal(
     posts: list[int], waits: list[int], epoch: Tensor, *, advance: bool, launch: Any = None
 ) -> None:
     """One launch: write the words at `posts`, wait for those at `waits`."""
-    fault = torch.zeros(2, dtype=torch.int32)
+    fault = torch.zeros(1, dtype=torch.int64)
     signal_kernel[(1,)](
         table(posts), len(posts), table(waits), len(waits), epoch, fault, 0, 0,
         ADVANCE=advance, BOUNDED=False, LANES=LANES, num_warps=1,
@@ -45,7 +45,7 @@ def meet(rank: int, world_size: int, first_epoch: int) -> list[int]:
     pads = allocate(4 * 64, world(), "cpu")
     data = allocate(8 * world_size, world(), "cpu")
     pads.local().view(torch.int32).fill_(first_epoch)
-    epoch = torch.tensor([first_epoch], dtype=torch.int32)
+    epoch = torch.tensor([first_epoch, 0], dtype=torch.int32)
     dist.barrier()
     others = [peer for peer in range(world_size) if peer != rank]
     # slot r is what rank r posts; a second row of slots for the second barrier of a turn
@@ -64,7 +64,7 @@ def meet(rank: int, world_size: int, first_epoch: int) -> list[int]:
         signal([], sent_words, epoch, advance=False)
         want = [100 * turn + peer for peer in range(world_size)]
         assert data.local().view(torch.int64).tolist() == want, turn
-        seen.append(int(epoch))
+        seen.append(int(epoch[0]))
     dist.barrier()
     return seen
 
@@ -83,7 +83,7 @@ def test_epochs_wrap(pool: RankPool, first_epoch: int):
 def look_at_one_word(rank: int, world_size: int) -> list[int]:
     """What a post writes, and where: lanes beyond the number of posts write nothing."""
     pad = torch.full((LANES,), 7, dtype=torch.int32)
-    epoch = torch.tensor([41], dtype=torch.int32)
+    epoch = torch.tensor([41, 0], dtype=torch.int32)
     signal([pad.data_ptr() + 4 * i for i in (0, 2)], [], epoch, advance=True)
     # a wait for less than what is there returns
     signal([], [pad.data_ptr()], epoch, advance=False)

@@ -102,6 +102,19 @@ def test_each_activity_gets_the_innermost_step_of_its_thread():
     assert timeline.source == "measured on NVIDIA H200, torch.profiler"
 
 
+def test_a_wait_is_told_from_the_step_behind_it():
+    content = trace()
+    content["traceEvents"] += [
+        annotation("counterpoint/compute/wait/gemm 0", 90, 99),
+        launch(10, 95),
+        activity(10, 990, 9, 7, name="signal_kernel"),
+    ]
+    assert [(s.kind, s.label) for s in read_trace(content).spans[:2]] == [
+        ("wait", "wait for gemm 0"),
+        ("matmul", "gemm 0"),
+    ]
+
+
 def test_copy_steps_that_used_a_kernel_or_nothing_are_seen():
     assert copy_activities(trace()) == {
         "pull 0": CopyActivities(num_memcpy=2, num_kernels=0),

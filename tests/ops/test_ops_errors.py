@@ -46,7 +46,7 @@ def broken_plan() -> Plan:
 
 
 FIX_LINEAR = "pass w.t() of a torch.nn.Linear weight"
-GROUPS = "plan must be with sizes that add up to 3, without {}, got {}"
+GROUPS = "plan must be a spec whose sizes add up to 3; {} do not, got {}"
 BAD = [
     Bad(lambda: {"x": [1.0]}, "x must be a Tensor, got list"),
     Bad(lambda: {"w": 3}, "w must be a Tensor, got int"),
@@ -95,44 +95,45 @@ BAD = [
         (SCATTER,),
     ),
     Bad(lambda: {"plan": 5}, "plan must be a family's name or a Plan, got int"),
-    Bad(lambda: {"plan": "fast"}, "plan must be one of {families}, got 'fast'"),
-    Bad(lambda: {"plan": ""}, "plan must be one of {families}, got ''"),
+    Bad(lambda: {"plan": "fast"}, "plan must be auto or one of {families}, got 'fast'"),
+    Bad(lambda: {"plan": ""}, "plan must be auto or one of {families}, got ''"),
     Bad(
         lambda: {"plan": "uniform_fused_1d"},
-        "plan must be one of {families}, got 'uniform_fused_1d'",
+        "plan must be auto or one of {families}, got 'uniform_fused_1d'",
         (SCATTER,),
     ),
     Bad(
         lambda: {"plan": "shard_p2p xor"},
-        "plan must be with a power of two of ranks for xor, got 'shard_p2p xor'; use ring",
+        "plan must be for a power of two of ranks where it says xor, got 'shard_p2p xor'; use ring",
     ),
     Bad(lambda: {"plan": "graded 1/1"}, GROUPS.format("'1/1'", "'graded 1/1'")),
     Bad(lambda: {"plan": "graded 4 ring"}, GROUPS.format("'4'", "'graded 4 ring'")),
     Bad(
         lambda: {"plan": "graded 1/0/2"},
-        "plan must be with sizes like 1/1/2, without '1/0/2', got 'graded 1/0/2'",
+        "plan must be a spec with sizes like 1/1/2; '1/0/2' are none, got 'graded 1/0/2'",
     ),
     Bad(
         lambda: {"plan": "graded 1/²"},
-        "plan must be with sizes like 1/1/2, without '1/²', got 'graded 1/²'",
+        "plan must be a spec with sizes like 1/1/2; '1/²' are none, got 'graded 1/²'",
     ),
     Bad(
         lambda: {"plan": "serial ring"},
-        "plan must be of words that serial knows, without 'ring', got 'serial ring'",
+        "plan must be a spec of words that serial knows; 'ring' is none, got 'serial ring'",
     ),
     Bad(
         lambda: {"plan": "shard_p2p reduce=2"},
-        "plan must be of words that shard_p2p knows, without 'reduce=2', got 'shard_p2p reduce=2'",
+        "plan must be a spec of words that shard_p2p knows; 'reduce=2' is none, "
+        "got 'shard_p2p reduce=2'",
         (GATHER,),
     ),
     Bad(
         lambda: {"plan": "shard_p2p push"},
-        "plan must be of words that shard_p2p knows, without 'push', got 'shard_p2p push'",
+        "plan must be a spec of words that shard_p2p knows; 'push' is none, got 'shard_p2p push'",
         (SCATTER,),
     ),
     Bad(
         lambda: {"plan": "shard_p2p reduce=1/2"},
-        "plan must be with sizes that add up to 2, without '1/2', got 'shard_p2p reduce=1/2'",
+        "plan must be a spec whose sizes add up to 2; '1/2' do not, got 'shard_p2p reduce=1/2'",
         (SCATTER,),
     ),
     Bad(
@@ -263,6 +264,9 @@ def environment(name: str, value: str) -> Iterator[None]:
         yield
 
 
+ROWS_FIX = "; pass rows= where shards differ"
+
+
 def disagree(rank: int, world_size: int) -> list[str]:
     """The texts of calls in which rank 1 differs from the others in one fact each."""
     odd = rank == 1
@@ -279,11 +283,15 @@ def disagree(rank: int, world_size: int) -> list[str]:
         lambda: other(x, w, rows=[1, 2, 3] if odd else [2, 2, 2]),
     ]
     texts: list[str] = []
+    # compared at the first call with new facts, and where it is asked for at each call
+    for call in calls:
+        with pytest.raises(InputError) as info:
+            call()
+        texts.append(str(info.value))
+    one(x, w)
     with environment("COUNTERPOINT_CHECK", "1"):
-        for call in calls:
-            with pytest.raises(InputError) as info:
-                call()
-            texts.append(str(info.value))
+        with pytest.raises(InputError, match=r"x.shape must be equal on all ranks, \(6, 5\) as on"):
+            one(normal(M + odd, K), w)
         # rows of an own size are as rows= says
         one(normal(M + odd, K), w, rows=[M, M + 1, M])
         problems = wrong(Case(GATHER, "graded 1/2", (2, 2, 2), K, N))
@@ -295,8 +303,8 @@ def test_ranks_that_disagree_are_named_on_all(pool: RankPool):
     as_on = "must be equal on all ranks, {} as on rank 0, got {} on rank 1"
     want = [
         f"{GATHER}: op " + as_on.format(GATHER, SCATTER),
-        f"{GATHER}: x.shape " + as_on.format("(6, 5)", "(7, 5)"),
-        f"{GATHER}: x.shape " + as_on.format("(6, 5)", "(6, 6)"),
+        f"{GATHER}: x.shape " + as_on.format("(6, 5)", "(7, 5)") + ROWS_FIX,
+        f"{GATHER}: x.shape " + as_on.format("(6, 5)", "(6, 6)") + ROWS_FIX,
         f"{SCATTER}: w.shape " + as_on.format("(5, 4)", "(5, 5)"),
         f"{GATHER}: x.dtype " + as_on.format("torch.float32", "torch.bfloat16"),
         f"{GATHER}: bias is None " + as_on.format("True", "False"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.plan.validate import validate
@@ -39,6 +39,13 @@ def ordered(plan: Plan, *names: str) -> Plan:
 
 def refused(plan: Plan, message: str) -> None:
     with pytest.raises(PlanError, match=message):
+        validate(plan)
+
+
+@pytest.mark.parametrize("plan", ["graded", None])
+def test_what_is_no_plan_is_refused(plan: Any):
+    got = type(plan).__name__
+    with pytest.raises(InputError, match=f"^validate: plan must be a Plan, got {got}$"):
         validate(plan)
 
 

@@ -13,27 +13,27 @@ from rich.table import Table
 from counterpoint.cli.launch import torchrun, under_torchrun
 from counterpoint.errors import InputError
 from counterpoint.measure import record
-from counterpoint.measure.compare import FIXED, Case, compare
+from counterpoint.measure.compare import FIXED, Case, compare, profile_best
+from counterpoint.measure.shapes import SHAPES
 from counterpoint.plan.families import FAMILIES
 from counterpoint.plan.variants import variants
 from counterpoint.problem import Op
 from counterpoint.runtime.workspace import release_all
 
-# N and K of one rank of eight of Llama-3-70B, 2048 and 8192 tokens
-SHAPES: dict[Op, tuple[tuple[int, int, int], ...]] = {
-    "all_gather_matmul": ((2048, 7168, 8192), (8192, 1280, 8192), (8192, 7168, 8192)),
-    "matmul_reduce_scatter": ((2048, 8192, 3584), (8192, 8192, 1024), (8192, 8192, 3584)),
-}
+SMOKE = slice(3, 4)  # of the published shapes of an op: 2048 tokens of Llama-3-70B
 
 
-def bench(*, op: str, shapes: str, suite: str, out: Path | None) -> int:
+def bench(
+    *, op: str, shapes: str, suite: str, out: Path | None, pictures: Path | None = None
+) -> int:
     """Time and print; 0 when every plan was right.
 
     Args:
         op: one operator; "" for all.
-        shapes: M,N,K triples with colons between; "" for Llama-3-70B's.
-        suite: "smoke": the first of those shapes, and a few plans; "full": all.
+        shapes: M,N,K triples with colons between; "" for the published ones.
+        suite: "smoke": one of those for each op, and a few plans; "full": all.
         out: JSONL file that rows are added to.
+        pictures: folder for the timeline of the best plan of each shape.
 
     Raises:
         InputError: an unknown op, or shapes that are not three numbers each.
@@ -67,6 +67,11 @@ def bench(*, op: str, shapes: str, suite: str, out: Path | None) -> int:
             console.print(table_of(rows))
             if first and out is not None:
                 record.append(out, rows)
+            if pictures is not None:
+                timeline = profile_best(case, rows, group=group, device=device)
+                if first:
+                    path = timeline.save(pictures / f"{case.op}-{case.m}-{case.n}-{case.k}.png")
+                    console.print(f"its best plan as a picture: {path}")
     finally:
         release_all()
         dist.destroy_process_group()
@@ -104,8 +109,10 @@ def _cases(op: str, shapes: str, suite: str) -> list[Case]:
         raise InputError("bench", "--op", want=f"one of {', '.join(FAMILIES)}", got=repr(op))
     ops: list[Op] = [name for name in FAMILIES if not op or name == op]
     own = [_shape(text) for text in shapes.split(":")] if shapes else None
-    count = 1 if suite == "smoke" else None
-    return [Case(name, *shape) for name in ops for shape in own or SHAPES[name][:count]]
+    some = SMOKE if suite == "smoke" else slice(None)
+    return [
+        Case(name, *shape) for name in ops for shape in own or list(SHAPES[name].values())[some]
+    ]
 
 
 def _shape(text: str) -> tuple[int, int, int]:

@@ -70,14 +70,16 @@ def _on_gpus(ranks: int, out: Path) -> int:
         return torchrun(ranks, ["demo", "--out", str(out)])
     from counterpoint.cli.bench import bench
 
-    return bench(op="", shapes="", suite="smoke", out=out / "demo.jsonl")
+    return bench(op="", shapes="", suite="smoke", out=out / "demo.jsonl", pictures=out)
 
 
 def _on_cpu(ranks: int, seed: int, out: Path, scale: int) -> int:
     console = Console()
     # one GPU has nobody to talk to: the ranks are to take the CPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    console.print(f"[bold]counterpoint[/] on {ranks} CPU ranks, which share {_cores()} cores")
+    cores = len(os.sched_getaffinity(0))
+    console.print(f"[bold]counterpoint[/] on {ranks} CPU rank{'s' * (ranks != 1)} and "
+                  f"{cores} core{'s' * (cores != 1)}")  # fmt: skip
     start_s = time.monotonic()
     try:
         results = spawn(_rank, ranks, seed, scale, console.is_terminal, timeout_s=TIMEOUT_S)
@@ -94,10 +96,6 @@ def _on_cpu(ranks: int, seed: int, out: Path, scale: int) -> int:
         console.print("[red]A wrong result is a bug:[/] run `make test`, and report what fails, "
                       "with what `counterpoint doctor --json` says.")  # fmt: skip
     return int(wrong > 0)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _rank(
@@ -230,7 +228,6 @@ def _print_checks(console: Console, checks: list[Check]) -> int:
 
 
 def _save_timeline(console: Console, timeline: Timeline, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     picture = timeline.save(out / "demo-cpu.png")
     trace = timeline.save(out / "demo-cpu.json")
     console.print(f"what ran when on the CPU ranks: {picture}, and for ui.perfetto.dev {trace}",

@@ -14,12 +14,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from counterpoint import __version__
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
 from counterpoint.runtime import symmetric_cuda
 from counterpoint.runtime.driver import num_copy_engines
 
-PACKAGES = ("counterpoint", "torch", "triton", "numpy", "cuda-bindings")
+PACKAGES = ("torch", "triton", "numpy", "cuda-bindings")
+NO_GPU = (
+    "no NVIDIA GPU found; install its driver, or give this container its GPUs "
+    "(docker run --gpus all), or unset CUDA_VISIBLE_DEVICES"
+)
 VARIABLES = {
     "NCCL_NVLS_ENABLE": "0: NCCL without NVLink multicast",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: torch's symmetric memory without multicast",
@@ -73,7 +78,10 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _versions(environment: dict[str, Any]) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "counterpoint": __version__,  # a source tree need not be an installed package
+    }
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -85,16 +93,16 @@ def _versions(environment: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _symmetric_memory() -> str:
-    """Why torch's symmetric memory is not to be had, "" if it is."""
+    """Why torch's symmetric memory is not to be had, or "yes" if it is."""
     try:
         symmetric_cuda.torch_symmetric_memory()
     except CounterpointError as error:
         return str(error)
-    return ""
+    return "yes"
 
 
 def _cpu_ranks() -> str:
-    """What CPU ranks lack here, "" if nothing: a memfd that peers open through /proc."""
+    """What CPU ranks lack here, or "yes" if nothing: a memfd that peers open through /proc."""
     if not hasattr(os, "memfd_create"):
         return f"{platform.system()} has no memfd; use Linux"
     try:
@@ -105,7 +113,7 @@ def _cpu_ranks() -> str:
             os.close(fd)
     except OSError as error:
         return f"{error}; allow memfd_create and mount /proc"
-    return ""
+    return "yes"
 
 
 def _missing(facts: dict[str, Any]) -> dict[str, str]:
@@ -114,22 +122,26 @@ def _missing(facts: dict[str, Any]) -> dict[str, str]:
     gpus, versions = facts["gpus"], facts["versions"]
     if not gpus:
         built = versions["CUDA"] or torch.version.hip
-        why = "no driver, or no device given to this container" if built else "torch is a CPU build"
-        missing["GPUs"] = f"{why}; CPU ranks run every plan, to check it and not to be fast"
+        why = NO_GPU if built else "torch is a CPU build; install a CUDA build of torch"
+        missing["GPUs"] = f"{why}. CPU ranks run every plan, to check it and not to be fast"
     elif len(gpus) == 1:
-        missing["a second GPU"] = "one GPU has no peer; CPU ranks run every plan"
-    if gpus and facts["symmetric_memory"]:
+        missing["a second GPU"] = (
+            "one GPU has no peer; take a node with two or more, or name more of them in "
+            "CUDA_VISIBLE_DEVICES. CPU ranks run every plan"
+        )
+    if gpus and facts["symmetric_memory"] != "yes":
         missing["symmetric memory"] = facts["symmetric_memory"]
     if gpus and not all(map(all, facts["peer_access"])):
         missing["peer access"] = (
-            "all GPUs of a group must reach each other; see `nvidia-smi topo -p2p n`"
+            "all GPUs of a group must reach each other; take those that "
+            "`nvidia-smi topo -p2p n` shows as OK, by CUDA_VISIBLE_DEVICES"
         )
     if gpus and versions["cuda-bindings"] is None:
         major = str(versions["CUDA"]).split(".")[0]
         missing["cuda-bindings"] = f"pip install 'cuda-bindings=={major}.*'"
     if versions["triton"] is None:
-        missing["triton"] = "pip install triton, 3.6 or newer"
-    if facts["cpu_ranks"]:
+        missing["triton"] = "pip install 'triton>=3.6'"
+    if facts["cpu_ranks"] != "yes":
         missing["CPU ranks"] = facts["cpu_ranks"]
     return missing
 
@@ -153,8 +165,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     table.add_row("GPUs", str(len(facts["gpus"])))
     table.add_row("driver", facts["driver"] or "-")
     table.add_row("peer access", _peers(facts["peer_access"]))
-    table.add_row("symmetric memory", facts["symmetric_memory"] or "yes")
-    table.add_row("CPU ranks", facts["cpu_ranks"] or "yes", end_section=True)
+    table.add_row("symmetric memory", facts["symmetric_memory"])
+    table.add_row("CPU ranks", facts["cpu_ranks"], end_section=True)
     for name, number in facts["versions"].items():
         table.add_row(name, number or "-", end_section=name == "NCCL")
     for name, value in facts["environment"].items():

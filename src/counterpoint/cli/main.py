@@ -2,12 +2,30 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from counterpoint import __version__
+from counterpoint.errors import CounterpointError
+from counterpoint.problem import OPS
+
+
+class _Commands(TyperGroup):
+    """Shows our own errors as their message: a traceback would say no more."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CounterpointError as error:
+            # no ClickException: newer releases of typer hold a click of their own
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(1) from error
+
 
 app = typer.Typer(
-    help="Communication hidden behind computation on multi-GPU machines.",
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     add_completion=False,
@@ -20,6 +38,22 @@ class Suite(StrEnum):
 
     smoke = "smoke"
     full = "full"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Communication hidden behind computation on multi-GPU machines."""
 
 
 @app.command()
@@ -45,7 +79,9 @@ def demo(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Option(help="One operator; all if left out.")] = "",
+    op: Annotated[
+        str, typer.Option(help=f"One operator: {' or '.join(OPS)}. All if left out.")
+    ] = "",
     shapes: Annotated[
         str, typer.Option(help="M,N,K triples as 8192,7168,8192:512,7168,8192.")
     ] = "",

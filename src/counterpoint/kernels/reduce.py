@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_slots", "rows"])
+@triton.jit(do_not_specialize=["num_slots", "rows"], do_not_specialize_on_alignment=["bias_ptr"])
 def reduce_kernel(
     sum_ptr,  # [rows, cols] fp32, what earlier reductions have summed
     slots_ptr,  # [ranks, rows, cols], one slot per sender

@@ -6,7 +6,9 @@ The epoch lives in device memory, and the barrier that opens a call advances it:
 counts on like an eager call.
 
 A wait that outlasts its bound does not trap: it writes which step and which words are late into
-pinned host memory and returns, so that the streams drain and the host can say who is missing.
+pinned host memory and returns. From then on no wait of this rank waits and no kernel posts, so that
+the streams drain at once; and the epoch is set far back, so that what copies still post from it is
+no signal to anyone: the peers give up in their turn.
 """
 
 import triton
@@ -21,7 +23,7 @@ def signal_kernel(
     num_posts,
     wait_ptrs,  # [LANES] int64: addresses of the words to poll, on the own pad
     num_waits,
-    epoch_ptr,  # [1] int32
+    epoch_ptr,  # [2] int32: the epoch, and whether a wait of this rank has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + step, and above it the bits of the late words
     step,
     timeout_ns,
@@ -31,18 +33,19 @@ def signal_kernel(
 ):
     lanes = tl.arange(0, LANES)
     epoch = tl.load(epoch_ptr)
+    works = tl.load(epoch_ptr + 1) == 0
     if ADVANCE:
         epoch += 1
-        tl.store(epoch_ptr, epoch)
+        tl.store(epoch_ptr, epoch, mask=works)
 
-    posting = lanes < num_posts
+    posting = (lanes < num_posts) & works
     targets = tl.load(post_ptrs + lanes, mask=posting, other=0).to(tl.pointer_type(tl.int32))
     # pairs with the acquire below, on the peers; what it publishes was written by earlier work of
     # this stream. The barrier is for the epoch's own store: one thread writes it, all may post
     tl.debug_barrier()
     tl.atomic_xchg(targets, epoch, mask=posting, sem="release", scope="sys")
 
-    waiting = lanes < num_waits
+    waiting = (lanes < num_waits) & works
     words = tl.load(wait_ptrs + lanes, mask=waiting, other=0).to(tl.pointer_type(tl.int32))
     late = waiting
     start_ns = now_ns() if BOUNDED else 0
@@ -55,7 +58,9 @@ def signal_kernel(
         if BOUNDED:
             if num_late > 0:
                 if now_ns() - start_ns > timeout_ns:
+                    tl.store(epoch_ptr + 1, 1)
+                    tl.store(epoch_ptr, epoch - (1 << 30))
                     # one store, so that the host sees both or neither
-                    bits = tl.sum(tl.where(late, 1 << lanes, 0).to(tl.int64))
+                    bits = tl.sum(tl.where(late, 1 << (lanes % 32), 0).to(tl.int64))
                     tl.store(fault_ptr, (bits << 32) | (step + 1))
                     num_late = 0

@@ -8,6 +8,7 @@ several calls with weights in rotation, and eager beside.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
+from counterpoint.measure.profile import profile
 from counterpoint.measure.timing import Arm, Times, captured, host_s, relative_error, rotate
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -25,12 +27,15 @@ from counterpoint.runtime import compute
 from counterpoint.runtime.driver import Copy, copy_async
 from counterpoint.runtime.symmetric import allocate
 from counterpoint.runtime.workspace import workspace_of
+from counterpoint.timeline import Timeline
 
 L2_ROTATIONS = 4  # weights in rotation cover this many times the L2
 MIN_CALLS = 8  # of one graph
 SAMPLE_ROWS = 64  # rows of the result that are compared with fp64
 TORCH_SYMM_MEM = "torch_symm_mem"
-FIXED = ("compute", "communication", "copy_engine", "serial", TORCH_SYMM_MEM)  # arms, no plans
+AUTO = "auto"
+# arms that are not one of the plans compared
+FIXED = ("compute", "communication", "copy_engine", "serial", TORCH_SYMM_MEM, AUTO)
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,8 @@ def compare(
     calls = {name: _serial(case, inputs, group, name) for name in ("compute", "communication")}
     calls["copy_engine"] = _copy_engine(inputs, case.op == "all_gather_matmul", group, device)
     calls["serial"] = _serial(case, inputs, group, "serial")
-    calls |= {spec: _ours(case, inputs, group, spec) for spec in specs}
-    errors = _errors(case, inputs, group, {k: calls[k] for k in ("serial", *specs)})
+    calls |= {spec: _ours(case, inputs, group, spec) for spec in (AUTO, *specs)}
+    errors = _errors(case, inputs, group, {k: calls[k] for k in ("serial", AUTO, *specs)})
     peer = _torch_symm_mem(case, inputs, group)
     num_calls = max(MIN_CALLS, len(inputs.weights))
 
@@ -98,9 +103,8 @@ def compare(
     times = rotate(graphs, group=group, device=device, rounds=rounds, soak_s=soak_s)
     clock = record.sm_clock_mhz()
     best = min(specs, key=lambda s: times[s].median_s)
-    eager_specs = dict.fromkeys(["serial", best, "auto"])
-    eager_calls = {**calls, "auto": _ours(case, inputs, group, "auto"), **peer}
-    eager = {n: (lambda c=eager_calls[n]: c(0)) for n in [*eager_specs, *peer]}
+    eager_calls = {name: {**calls, **peer}[name] for name in ("serial", best, AUTO, *peer)}
+    eager: dict[str, Arm] = {name: partial(call, 0) for name, call in eager_calls.items()}
     progress("timing eager")
     behind = rotate(eager, group=group, device=device, rounds=rounds, soak_s=0.1,
                     backlog_cycles=5_000_000)  # fmt: skip
@@ -128,6 +132,39 @@ def compare(
         more = {"host_s": hosts[arm], "plain_eager_s": plain[arm].median_s}
         rows.append(row(arm, "eager", behind[arm], 1, **more))
     return rows
+
+
+def profile_best(
+    case: Case,
+    rows: Sequence[dict[str, Any]],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    runs: int = 5,
+) -> Timeline:
+    """The timeline of one call of the best plan in `rows`, on all ranks: the middle of `runs`."""
+    graph = {r["arm"]: r["median_s"] for r in rows if r["mode"] == "graph"}
+    best = min((a for a in graph if a not in FIXED), key=graph.__getitem__)
+    inputs = _inputs(case, group, device)
+    call = _ours(case, inputs, group, best)
+    meeting: Any = allocate(1 << 16, group, device)
+    busy = torch.randn(8192, 8192, device=device).bfloat16()
+
+    def settled() -> None:
+        # the host, slow under a profiler, is ahead of the GPU, whose clocks have settled
+        for _ in range(12):
+            torch.mm(busy, busy)
+        meeting.handle.barrier(channel=0)
+        call(0)
+
+    settled()
+    title = f"{case.op} {case.m}, {case.n}, {case.k}: {best}"
+    timelines = [profile(settled, group=group, title=title)[1] for _ in range(runs)]
+    ours = [
+        Timeline(tuple(s for s in t.spans if s.kind != "other"), t.title, t.source).shifted()
+        for t in timelines
+    ]
+    return sorted(ours, key=lambda t: t.duration_s)[runs // 2]
 
 
 def _inputs(case: Case, group: dist.ProcessGroup, device: torch.device) -> Inputs:

@@ -94,9 +94,7 @@ def _draw_rank(
     """Draw the lanes of one rank from `top_in` down; return where they end."""
     from matplotlib.patches import Rectangle
 
-    # in the same order on all ranks, whichever lane of a rank was first
-    order = dict.fromkeys(span.lane for span in timeline.spans)
-    lanes = [lane for lane in order if lane in timeline.lanes(rank)]
+    lanes = timeline.lanes(rank)
     first_in = top_in
     for lane in lanes:
         axes.add_patch(Rectangle((0, top_in + 0.02), end, LANE_HEIGHT - 0.04, color=IDLE, zorder=1))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from counterpoint.measure import trace
 from counterpoint.measure.trace import CopyActivities, read_trace
+from counterpoint.ops.call import check_group
 from counterpoint.runtime import execute
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.timeline import Span, Timeline
@@ -32,28 +33,31 @@ def profile(
     Args:
         fn: calls of this library, and of others; on GPUs all that they launch is seen.
         group: the default group if None.
-        title: of the timeline.
+        title: of the timeline; the number of ranks if left out.
 
     Returns:
         What `fn` returned, and the timeline of all ranks, from zero. Clocks of GPUs are compared
         through the host's and may differ by some microseconds between ranks.
 
     Raises:
+        InputError: there is no group, or this rank is not in it.
         CounterpointError: `fn` launched nothing that could be seen.
     """
-    group = group if group is not None else dist.group.WORLD
-    assert group is not None
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    group = check_group("profile", group)
+    rank, num_ranks = group.rank(), group.size()
+    plural = "s" * (num_ranks != 1)
     if torch.cuda.is_available():
         result, spans = _on_gpu(fn, rank)
         device = torch.cuda.get_device_name()
         source = f"measured on {num_ranks}x {device}"
     else:
         result, spans = _on_cpu(fn)
-        source = f"measured on {num_ranks} CPU ranks: the order is real, the times are not a GPU's"
+        where = f"{num_ranks} CPU rank{plural}"
+        source = f"measured on {where}: the order is real, the times are not a GPU's"
     everyone = gather_object(spans, group)
-    timeline = Timeline(tuple(s for spans in everyone for s in spans), title=title, source=source)
-    return result, timeline.shifted()
+    together = tuple(span for spans in everyone for span in spans)
+    title = title or f"{num_ranks} rank{plural}"
+    return result, Timeline(together, title=title, source=source).shifted()
 
 
 def _on_cpu(fn: Callable[[], T]) -> tuple[T, list[Span]]:

@@ -57,9 +57,10 @@ class _Activity:
 def read_trace(trace: Trace, rank: int = 0) -> Timeline:
     """Return the GPU activities of a profiled run as a timeline, in order of their start.
 
-    An activity of a step has the step's lane, kind and name as its label; any other one has the
-    lane "stream N", kind "other" and its own name. A step of several activities has several spans.
-    Times count from the trace's base time, which is the same for all ranks of a host.
+    An activity of a step has the step's lane, kind and name as its label, after "wait for " where
+    it is the step's wait; any other one has the lane "stream N", kind "other" and its own name.
+    A step of several activities has several spans. Times count from the trace's base time, which
+    is the same for all ranks of a host.
 
     Args:
         trace: Path of what `prof.export_chrome_trace` wrote (.json or .json.gz), or its content.
@@ -203,7 +204,9 @@ def _span(activity: _Activity, rank: int) -> Span:
     start_s, end_s = activity.start_us * 1e-6, activity.end_us * 1e-6
     if activity.step is None:
         return Span(rank, f"stream {activity.stream}", start_s, end_s, "other", activity.name)
-    return Span(rank, activity.step.lane, start_s, end_s, activity.step.kind, activity.step.name)
+    step = activity.step
+    label = f"wait for {step.name}" if step.kind == "wait" else step.name
+    return Span(rank, step.lane, start_s, end_s, step.kind, label)
 
 
 def _source(content: dict[str, Any]) -> str:

@@ -140,13 +140,18 @@ def run(
             a graph is captured before a warm call.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return run(op, x, w, bias, plan, rows, group_name)
     group = group_of(group_name)
     workspace = workspace_of(group, x.device)
     workspace.check()
     key = (op, x.shape, w.shape, x.dtype, bias is None, plan, tuple(rows))
-    if os.environ.get("COUNTERPOINT_CHECK") == "1":
-        _compare(op, key, workspace)
     found = workspace.code.get(key)
+    # ranks that disagree would wait for one another, or compute something else: compared at the
+    # first call with these facts, and at each call where that is asked for
+    if found is None or os.environ.get("COUNTERPOINT_CHECK") == "1":
+        _compare(op, key, workspace)
     if found is None:
         problem = _problem(op, x, w, bias, rows, group.size())
         code = None if not problem.m * problem.n * problem.k else compile_plan(
@@ -204,7 +209,12 @@ def _machine(device: torch.device, ranks: int) -> Machine | None:
 
 
 def _compare(op: str, key: tuple[object, ...], workspace: Workspace) -> None:
-    """Refuse a call whose facts differ between ranks, naming the first that differs."""
+    """Refuse a call whose facts differ between ranks, naming the first that differs.
+
+    Not while a graph is captured: ranks cannot talk then.
+    """
+    if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
     names = ("op", "x.shape", "w.shape", "x.dtype", "bias is None", "plan", "rows")
     # a gathered x may have a shape of its own on each rank, as rows= says
     facts = [str(tuple(fact) if isinstance(fact, torch.Size) else fact) for fact in key]
@@ -213,15 +223,23 @@ def _compare(op: str, key: tuple[object, ...], workspace: Workspace) -> None:
     try:
         everyone = gather_object(facts, workspace.group)
     except RuntimeError as error:
-        raise PeerTimeoutError(
-            f"{op}: a rank did not come to COUNTERPOINT_CHECK: {error}"
-        ) from error
+        gone = workspace.gone()
+        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
+        workspace.fault = PeerTimeoutError(
+            f"{op}: {who} did not come to compare its arguments ({error}); the group is unusable, "
+            "restart its ranks",
+            rank=gone[0][0] if gone else None,
+            step="compare",
+        )
+        raise workspace.fault from error
     for i, name in enumerate(names):
         for rank, theirs in enumerate(everyone):
             if theirs[i] != everyone[0][i]:
                 want = f"equal on all ranks, {everyone[0][i]} as on rank 0"
+                got = f"{theirs[i]} on rank {rank}"
+                fix = "pass rows= where shards differ" if name == "x.shape" else ""
                 # the op of rank 0: all ranks say the same
-                raise InputError(everyone[0][0], name, want=want, got=f"{theirs[i]} on rank {rank}")
+                raise InputError(everyone[0][0], name, want=want, got=got, fix=fix)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -71,7 +71,8 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, direction: Directi
     own_alone = groups[0] == 1
     keep: tuple[Step, ...] = ()
     if not own_alone:
-        keep = (Step("keep", "compute", "move", (X,), (Region("full", shards=OWN),)),)
+        kept = Region("full", shards=OWN)
+        keep = (Step("keep", "compute", "move", (X,), (kept,), after=("open",)),)
     transfers = push_shards(order) if direction == "push" else pull_shards(order)
 
     matmuls: list[Step] = []
@@ -82,7 +83,7 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, direction: Directi
         if direction == "push":
             shards = tuple(order.source(d) for d in range(start, start + size))
             waits = tuple(order.wait(p.ranks + d, d) for d in distances)
-            after = ("open",) if 1 in distances else ()  # the lane orders those that wait later
+            after = ("open",) if i == 1 and own_alone else ()  # the lane orders the others
         else:
             shards = tuple(order.to(d) for d in range(start, start + size))
             after = (f"pull_{distances[-1]}",) if distances else ()

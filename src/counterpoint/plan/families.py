@@ -38,7 +38,8 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     family, *words = spec.split() or [""]
     known = FAMILIES[problem.op]
     if family not in known:
-        raise InputError(problem.op, "plan", want=f"one of {', '.join(known)}", got=repr(spec))
+        want = f"auto or one of {', '.join(known)}"
+        raise InputError(problem.op, "plan", want=want, got=repr(spec))
     options = _Options(problem, spec)
     for word in words:
         options.take(word)
@@ -51,7 +52,7 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
         return alone(problem)
     if options.peers == "xor" and problem.ranks & (problem.ranks - 1):
         fix = "use ring"
-        options.refuse("with a power of two of ranks for xor", fix=fix)
+        options.refuse("for a power of two of ranks where it says xor", fix=fix)
 
     if problem.op == "all_gather_matmul":
         match family:
@@ -96,7 +97,7 @@ class _Options:
         kind = "peers" if word in PEERS else "direction" if word in DIRECTIONS else word[:1]
         kind = "groups" if kind.isdecimal() else kind
         if kind in self._taken:
-            self.refuse(f"with each choice made once, without {word!r}")
+            self.refuse(f"a spec that makes each choice once; {word!r} is the second")
         self._taken.add(kind)
         if word in PEERS and family != "serial":
             self.peers = "xor" if word == "xor" else "ring"
@@ -107,15 +108,15 @@ class _Options:
         elif word[0].isdecimal() and family == "graded":
             self.groups = self.sizes(word, self.problem.ranks)
         else:
-            self.refuse(f"of words that {family} knows, without {word!r}")
+            self.refuse(f"a spec of words that {family} knows; {word!r} is none")
 
     def sizes(self, word: str, total: int) -> tuple[int, ...]:
         parts = word.split("/")
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
-            self.refuse(f"with sizes like 1/1/2, without {word!r}")
+            self.refuse(f"a spec with sizes like 1/1/2; {word!r} are none")
         sizes = tuple(int(part) for part in parts)
         if sum(sizes) != total:
-            self.refuse(f"with sizes that add up to {total}, without {word!r}")
+            self.refuse(f"a spec whose sizes add up to {total}; {word!r} do not")
         return sizes
 
     def refuse(self, want: str, fix: str = "") -> None:

@@ -58,6 +58,8 @@ def _misuse(plan: Plan, step: Step) -> str:
             return f"reaches {region.buffer!r} on a peer: only copies do"
         if region.at and buffer.space != "symmetric":
             return f"reaches {region.buffer!r} on a peer, but it is not symmetric"
+        if step.kind == "copy" and region.buffer in ("w", "bias"):
+            return f"copies {region.buffer!r}, whose strides are the user's"
         if step.kind == "copy" and _device_count(buffer):
             return f"copies {region.buffer!r}, whose count only the device knows"
     if any(buffer.space == "input" for buffer in writes):

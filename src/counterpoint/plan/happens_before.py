@@ -126,11 +126,11 @@ class HappensBefore:
                     )
 
     def _one_after_another(self) -> Iterable[tuple[int, int]]:
-        # the signals of a copy are kernels too
+        # a copy that waits does so in a kernel
         sm = [
             i
             for i, s in enumerate(self.plan.steps)
-            if self.plan.lane(s.lane).engine == "sm" or s.waits or s.posts
+            if self.plan.lane(s.lane).engine == "sm" or s.waits
         ]
         for c, r in self._everywhere():
             for i, j in pairwise(sm):

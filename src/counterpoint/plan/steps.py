@@ -120,11 +120,6 @@ class Step:
         """Whether the step adds to what its target holds: the target is then read as well."""
         return self.kind == "matmul" and self.writes[0] in self.reads
 
-    @property
-    def spins(self) -> bool:
-        """Whether the step holds its lane until a peer has posted."""
-        return bool(self.waits)
-
 
 @dataclass(frozen=True, slots=True)
 class Lane:
@@ -150,6 +145,26 @@ class Plan:
     buffers: tuple[Buffer, ...]
     lanes: tuple[Lane, ...]
     steps: tuple[Step, ...]
+
+    def to_json(self) -> str:
+        """The plan as JSON text, the same text for equal plans."""
+        from counterpoint.plan.serialize import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan that `to_json` wrote, checked field by field; an op proves it before it runs.
+
+        Args:
+            text: what `to_json` returned.
+
+        Raises:
+            PlanError: not JSON, another format, or a field that is missing, unknown or wrong.
+        """
+        from counterpoint.plan.serialize import from_json
+
+        return from_json(text)
 
     @property
     def spec(self) -> str:

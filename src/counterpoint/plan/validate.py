@@ -7,7 +7,7 @@ writes inputs before and reads outputs after each.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from counterpoint.errors import PlanError
+from counterpoint.errors import InputError, PlanError
 from counterpoint.plan import values
 from counterpoint.plan.bind import BoundStep, Box, Counts, Part, Program, bind
 from counterpoint.plan.form import check_form
@@ -39,8 +39,11 @@ def validate(plan: Plan, counts: Counts | None = None) -> None:
         counts: for plans with Count extents, the tables to prove it for.
 
     Raises:
+        InputError: `plan` is no Plan.
         PlanError: names the plan, the step and what is wrong.
     """
+    if not isinstance(plan, Plan):
+        raise InputError("validate", "plan", want="a Plan", got=type(plan).__name__)
     check_form(plan)
     programs = tuple(bind(plan, rank, counts) for rank in range(plan.problem.ranks))
     order = HappensBefore(programs, CALLS)
@@ -50,20 +53,27 @@ def validate(plan: Plan, counts: Counts | None = None) -> None:
 
 
 def _check_opening(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> None:
-    """The first signal of a call is a barrier of all: it advances the epoch that the others post.
+    """A barrier of all ranks comes before every other signal and all use of symmetric memory.
 
-    Calls of other plans use the same slots and memory: all ranks have to have left them.
+    It advances the epoch that the others post; and calls of other plans use the same slots and
+    the same memory in other ways, so all ranks have to have left them.
     """
+    symmetric = {b.name for b in plan.buffers if b.space == "symmetric"}
     others = range(1, plan.problem.ranks)
     for rank, program in enumerate(programs):
         first = program.opens
         for i, bound in enumerate(program.steps):
-            if not (bound.waits or bound.posts):
+            signals = bool(bound.waits or bound.posts)
+            shares = any(r.buffer in symmetric for r in bound.step.reads + bound.step.writes)
+            if not (signals or shares):
                 continue
-            opens = program.steps[first].step.kind == "barrier"
-            later = i == first or order.before(order.end(0, rank, first), order.begin(0, rank, i))
+            opens = first >= 0 and program.steps[first].step.kind == "barrier"
+            later = i == first or (
+                opens and order.before(order.end(0, rank, first), order.begin(0, rank, i))
+            )
             if not (opens and later):
-                problem = "signals before or beside the barrier that opens the call"
+                what = "signals" if signals else "uses symmetric memory"
+                problem = f"{what} before or beside the barrier that opens the call"
                 raise PlanError(plan.spec, problem, step=bound.step.name)
             heard = {(arrival.rank - rank) % plan.problem.ranks for arrival in bound.waits}
             if i == first and not heard.issuperset(others):

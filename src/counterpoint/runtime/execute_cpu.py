@@ -162,10 +162,10 @@ class _Call:
 
     def _lost(self, bound: BoundStep) -> PeerTimeoutError:
         """What a failed collective means: the group's timeout, or a peer that has gone."""
-        gone, deadline_s = self._gone(), time.monotonic() + LOST_S
+        gone, deadline_s = self.workspace.gone(), time.monotonic() + LOST_S
         while not gone and time.monotonic() < deadline_s:
             time.sleep(SLEEP_S)
-            gone = self._gone()
+            gone = self.workspace.gone()
         who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
         plan, step = self.code.program.plan, bound.step.name
         self.workspace.fault = PeerTimeoutError(
@@ -176,16 +176,12 @@ class _Call:
         )
         return self.workspace.fault
 
-    def _gone(self) -> list[tuple[int, str]]:
-        """The ranks whose processes are dead or stopped, and which of the two."""
-        states = enumerate(map(describe_process, self.workspace.pads.peer_pids))
-        return [(r, state) for r, state in states if not state.endswith("alive")]
-
     def _note(self, bound: BoundStep, kind: str, start_s: float) -> None:
         if self.spans is not None:
             step, end_s = bound.step, time.perf_counter()
             rank = self.workspace.rank
-            self.spans.append(Span(rank, step.lane, start_s, end_s, kind, step.name))
+            label = f"wait for {step.name}" if kind == "wait" else step.name
+            self.spans.append(Span(rank, step.lane, start_s, end_s, kind, label))
 
     def _post(self, bound: BoundStep) -> None:
         for slot, rank in bound.posts:
@@ -218,14 +214,14 @@ class _Call:
         if waited_s < self.workspace.timeout_s and not state.endswith("dead"):
             return
         # the awaited rank may be alive, and have given up on one that is not
-        gone = [(r, theirs) for r, theirs in self._gone() if r != arrival.rank]
+        gone = [(r, theirs) for r, theirs in self.workspace.gone() if r != arrival.rank]
         who = "".join(f", rank {r}: {theirs}" for r, theirs in gone)
         step = bound.step.name
         plan = self.code.program.plan
         self.workspace.fault = PeerTimeoutError(
             f"{plan.problem.op}: rank {arrival.rank} did not signal step {step!r} of plan "
             f"{plan.spec} to rank {self.workspace.rank} within {waited_s:.2f} s ({state}{who}); "
-            "the group is unusable, restart its ranks",
+            "the group is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
             rank=gone[0][0] if gone and state.endswith("alive") else arrival.rank,
             step=step,
         )

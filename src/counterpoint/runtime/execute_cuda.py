@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from counterpoint.plan.bind import BoundStep, Program
 from counterpoint.runtime import compute, copy_engine, driver, launch_cuda
 from counterpoint.runtime.compute import Action
-from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes
+from counterpoint.runtime.lanes_cuda import CudaLanes
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
@@ -27,13 +27,16 @@ class CudaCode:
         if workspace.lanes is None:
             refuse_capture("none: this is the group's first call")
             workspace.lanes = CudaLanes(workspace)
+        if program.opens >= 0 and not workspace.lanes.signals_compiled:
+            refuse_capture("none: this is the group's first call of a plan with signals")
             # all ranks have compiled their signals before one of them waits for another
             launch_cuda.compile_signals(workspace.lanes)
             gather_object(None, workspace.group)
+            workspace.lanes.signals_compiled = True
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
         self.workspace = workspace
-        self.index = self.lanes.register(self)
+        self.tag = self.lanes.register(program)
         self.ran = False
         places = Places(workspace, program.plan)
         plan = program.plan
@@ -47,7 +50,7 @@ class CudaCode:
         self.events = {name: torch.cuda.Event() for name in edges}
         self.joins = {name: torch.cuda.Event() for name in self.side}
         # a plan that is new while a graph is captured: its kernels are compiled and loaded now
-        with driver.relaxed_capture():
+        with self._loading():
             self.steps = [_CudaStep(self, i, places) for i in range(len(program.steps))]
 
     def run(self, operands: Operands) -> None:
@@ -61,9 +64,15 @@ class CudaCode:
             # calls of one group are in order whatever streams they are on
             main.wait_stream(lanes.last_stream)
             lanes.last_stream = main
-        with nullcontext() if self.ran else driver.relaxed_capture():
+        with nullcontext() if self.ran else self._loading():
             self._enqueue(operands, main, capturing)
         self.ran = True
+
+    def _loading(self) -> AbstractContextManager[object]:
+        """Where kernels may be compiled and loaded: also while a graph is captured."""
+        if torch.cuda.is_current_stream_capturing():
+            return driver.relaxed_capture()
+        return nullcontext()
 
     def _enqueue(self, operands: Operands, main: torch.cuda.Stream, capturing: bool) -> None:
         annotate = torch.autograd._profiler_enabled()  # pyright: ignore  (private, and typed so)
@@ -91,7 +100,7 @@ class _CudaStep:
         self.ended = code.events.get(step.name)
         self.actions = _actions(lanes, bound, places)
         self.copy = self.before = self.after = None
-        tag = code.index * MAX_STEPS + index
+        tag = code.tag + index
         if step.kind == "barrier":
             opens = index == code.program.opens
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)

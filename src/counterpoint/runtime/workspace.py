@@ -17,6 +17,7 @@ from torch import Tensor
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.plan.bind import Box
 from counterpoint.plan.steps import Buffer, Count, Plan
+from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 NUM_SLOTS = 4096  # words of a signal pad
@@ -58,7 +59,7 @@ class Workspace:
         self.rank = dist.get_rank(group)
         self.timeout_s = default_timeout_s()
         self.fault: PeerTimeoutError | None = None
-        self.pads: SymmetricMemory = self._allocate(4 * NUM_SLOTS)
+        self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None
         self.captured = False
@@ -79,15 +80,19 @@ class Workspace:
         if plan.num_slots > NUM_SLOTS - plan.problem.ranks:  # the last ones are for `meet`
             want = f"has {plan.num_slots} signals, a pad holds {NUM_SLOTS - plan.problem.ranks}"
             raise UnsupportedError(f"plan {plan.spec}: {want}")
+        # CPU ranks meet on their pads; on a GPU serial plans need nothing symmetric at all
+        if self._pads is None and (plan.num_slots or self.device.type == "cpu"):
+            self._refuse_capture("none: this is the group's first call of such a plan")
+            self._pads = self._allocate(4 * NUM_SLOTS)
         symmetric = _arena_bytes(plan, "symmetric")
         scratch = _arena_bytes(plan, "scratch")
         has_symmetric = self.arena.num_bytes if self.arena else 0
         has_scratch = self.scratch.numel() if self.scratch is not None else 0
         if symmetric <= has_symmetric and scratch <= has_scratch:
             return
+        has, needs = has_symmetric + has_scratch, symmetric + scratch
+        self._refuse_capture(f"{has} bytes, the plan needs {needs}")
         if self.device.type == "cuda":
-            has, needs = has_symmetric + has_scratch, symmetric + scratch
-            refuse_capture(f"{has} bytes, the plan needs {needs}")
             torch.cuda.synchronize(self.device)
         if self.captured:
             self._kept += [self.arena, self.scratch]
@@ -98,6 +103,22 @@ class Workspace:
         if scratch > has_scratch:
             self.scratch = None
             self.scratch = torch.empty(scratch, dtype=torch.uint8, device=self.device)
+
+    @property
+    def pads(self) -> SymmetricMemory:
+        """The signal pads of all ranks: NUM_SLOTS words each."""
+        assert self._pads is not None, "reserve() comes before signals"
+        return self._pads
+
+    def gone(self) -> list[tuple[int, str]]:
+        """The ranks whose processes are dead or stopped, and which of the two."""
+        pids = self._pads.peer_pids if self._pads else ()
+        states = enumerate(map(describe_process, pids))
+        return [(r, state) for r, state in states if not state.endswith("alive")]
+
+    def _refuse_capture(self, got: str) -> None:
+        if self.device.type == "cuda":
+            refuse_capture(got)
 
     def _allocate(self, num_bytes: int) -> SymmetricMemory:
         try:
@@ -204,8 +225,6 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """The one workspace of `group` on `device`; collective at its first call."""
     key = (group.group_name, str(device))
     found = _workspaces.get(key)
-    if found is None and device.type == "cuda":
-        refuse_capture("none: this is the group's first call")
     # a group that was destroyed and made again has the same name, and none of the old memory
     if found is None or found.group is not group:
         found = _workspaces[key] = Workspace(group, device)
@@ -221,12 +240,19 @@ def refuse_capture(got: str) -> None:
 
 
 def release_all() -> None:
-    """Forget every workspace of this process, for tests and before a group is destroyed."""
-    for workspace in _workspaces.values():
-        # compiled code and lanes point back at it: without this, memory waits for the collector
-        workspace.code.clear()
-        workspace.lanes = None
-    _workspaces.clear()
+    """Forget every workspace of this process, when it is about to end."""
+    for workspace in list(_workspaces.values()):
+        forget(workspace)
+
+
+def forget(workspace: Workspace) -> None:
+    """Drop a workspace and free its memory."""
+    # compiled code and lanes point back at it: without this, memory waits for the collector
+    workspace.code.clear()
+    workspace.lanes = None
+    for key, known in list(_workspaces.items()):
+        if known is workspace:
+            del _workspaces[key]
 
 
 def workspaces_of(group: dist.ProcessGroup | None) -> list[Workspace]:

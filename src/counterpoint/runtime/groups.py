@@ -1,0 +1,42 @@
+"""What a user asks of a group: were all its waits answered, and to give its memory back."""
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.runtime.workspace import forget, workspaces_of
+
+
+def check(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for the GPU, then raise if a peer did not answer in an earlier call of `group`.
+
+    On CPU ranks an op raises by itself; on a GPU it returns before its work has run.
+
+    Args:
+        group: the default group if None.
+
+    Raises:
+        PeerTimeoutError: names the ranks and the step; the group is unusable.
+    """
+    for workspace in workspaces_of(group if group is not None else dist.group.WORLD):
+        if workspace.device.type == "cuda":
+            torch.cuda.synchronize(workspace.device)
+        workspace.check()
+
+
+def release(group: dist.ProcessGroup | None = None) -> None:
+    """Free the memory that `group` has here, before it is destroyed.
+
+    All its ranks call this, when no graph that was captured with it will be replayed again. A
+    later call with the group starts anew.
+
+    Args:
+        group: the default group if None.
+
+    Raises:
+        RuntimeError: a rank did not come, within the group's own timeout.
+    """
+    for workspace in workspaces_of(group if group is not None else dist.group.WORLD):
+        if workspace.device.type == "cuda":
+            torch.cuda.synchronize(workspace.device)
+        dist.barrier(workspace.group)  # no rank frees what another one still uses
+        forget(workspace)
