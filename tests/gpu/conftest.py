@@ -16,10 +16,10 @@ if not UNDER_TORCHRUN:
     collect_ignore_glob = ["test_*.py"]
 
 
-def pytest_configure(config):
+def pytest_sessionstart(session):
     """One rank reports progress; what fails, every rank says for itself, on stderr."""
     if UNDER_TORCHRUN and os.environ["RANK"] != "0":
-        reporter = config.pluginmanager.getplugin("terminalreporter")
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 (it lives as long as pytest)
 
 

@@ -181,7 +181,7 @@ def test_a_group_of_one_rank_is_a_plain_matmul():
         (AG, 4, "graded 1/3 reduce=3", "of words that graded knows; 'reduce=3' is none"),
         (AG, 4, "uniform_fused_1d pull", "of words that uniform_fused_1d knows; 'pull' is none"),
         (RS, 4, "graded pull", "of words that graded knows; 'pull' is none"),
-        (RS, 4, "graded reduce=2/2", "with sizes that add up to 3, without '2/2'"),
+        (RS, 4, "graded reduce=2/2", "whose sizes add up to 3; '2/2' do not"),
         (RS, 4, "shard_p2p 1/3", "of words that shard_p2p knows; '1/3' is none"),
     ],
 )

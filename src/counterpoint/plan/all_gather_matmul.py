@@ -72,7 +72,9 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, direction: Directi
     keep: tuple[Step, ...] = ()
     if not own_alone:
         kept = Region("full", shards=OWN)
-        keep = (Step("keep", "compute", "move", (X,), (kept,), after=("open",)),)
+        # what is pushed to is shared: peers may still be at it in the call before
+        after = ("open",) if direction == "push" else ()
+        keep = (Step("keep", "compute", "move", (X,), (kept,), after),)
     transfers = push_shards(order) if direction == "push" else pull_shards(order)
 
     matmuls: list[Step] = []
