@@ -53,14 +53,16 @@ def test_own_rows_are_scattered_last_and_stay(groups: tuple[int, ...]):
     assert all((0,) not in s.reads[0].shards for s in plan.steps if s.kind == "copy")
 
 
-def test_a_matmul_takes_whole_waves():
+def test_a_matmul_takes_whole_waves_of_the_best_tile():
     problem = Problem("all_gather_matmul", 8192, 8192, 8192, 8)
-    wave_rows = H200.gemm_tile[0]
-    one = matmul_s(problem, wave_rows, H200)
-    assert one > 0
-    # 8192 columns are 32 tiles, so 4 rows of tiles fit into a wave of 132 SMs and 5 do not
-    assert matmul_s(problem, 4 * wave_rows, H200) == one
-    assert matmul_s(problem, 4 * wave_rows + 1, H200) == 2 * one
+    rows = 4 * H200.gemm_tile[0]
+    # 8192 columns are 32 tiles: 4 rows of tiles fit into a wave of 132 SMs
+    wave_s = matmul_s(problem, rows, H200)
+    assert wave_s == pytest.approx(2 * 128 * 256 * 8192 * 132 / (989e12 * 0.8))
+    # of the fifth row, smaller tiles need less than a second wave of large ones
+    assert wave_s < matmul_s(problem, rows + 1, H200) < 2 * wave_s
+    # and a quarter of the rows takes more than a quarter of the time, but less than all of it
+    assert wave_s / 4 < matmul_s(problem, rows // 4, H200) < wave_s / 2
     times = [matmul_s(problem, rows, H200) for rows in range(0, 8193, 64)]
     assert times == sorted(times)
 

@@ -16,38 +16,7 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.symmetric import check_sizes
-
-
-@dataclass(frozen=True, eq=False)
-class CpuSymmetricMemory:
-    """Shared memory of this host; see `SymmetricMemory`.
-
-    `peer_pids` is in rank order: `ranks.describe_process` tells a dead peer from a late one.
-    """
-
-    rank: int
-    buffers: tuple[Tensor, ...]  # each keeps its mapping alive
-    peer_pids: tuple[int, ...]
-
-    @property
-    def world_size(self) -> int:
-        return len(self.buffers)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffers[self.rank].numel()
-
-    @property
-    def buffer_ptrs(self) -> tuple[int, ...]:
-        return tuple(buffer.data_ptr() for buffer in self.buffers)
-
-    def local(self) -> Tensor:
-        return self.buffers[self.rank]
-
-    def peer(self, rank: int) -> Tensor:
-        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
-        return self.buffers[rank]
+from counterpoint.runtime.symmetric import SymmetricMemory, check_sizes
 
 
 @dataclass(frozen=True)
@@ -63,7 +32,7 @@ class _Offer:
     problem: str = ""
 
 
-def allocate_cpu(num_bytes: int, group: dist.ProcessGroup) -> CpuSymmetricMemory:
+def allocate_cpu(num_bytes: int, group: dist.ProcessGroup) -> SymmetricMemory:
     """Allocate on CPU; see `symmetric.allocate`.
 
     Raises:
@@ -95,7 +64,7 @@ def allocate_cpu(num_bytes: int, group: dist.ProcessGroup) -> CpuSymmetricMemory
                 f"allocate: rank {rank} cannot open the memory of its peers: {problem}; "
                 "run all ranks as one user who may look into /proc/<pid>/fd"
             )
-    return CpuSymmetricMemory(
+    return SymmetricMemory(
         rank=dist.get_rank(group),
         buffers=tuple(buffers),
         peer_pids=tuple(peer.pid for peer in offers),

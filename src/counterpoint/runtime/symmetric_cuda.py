@@ -6,7 +6,6 @@ are those of torch 2.11.
 
 import importlib
 import os
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -16,41 +15,12 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.symmetric import check_sizes
-
-
-@dataclass(frozen=True, eq=False)
-class CudaSymmetricMemory:
-    """GPU memory mapped by all peers; see `SymmetricMemory`."""
-
-    rank: int
-    buffers: tuple[Tensor, ...]
-    peer_pids: tuple[int, ...]
-    handle: Any  # torch's _SymmetricMemory; keeps the peers' mappings alive
-
-    @property
-    def world_size(self) -> int:
-        return len(self.buffers)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffers[self.rank].numel()
-
-    @property
-    def buffer_ptrs(self) -> tuple[int, ...]:
-        return tuple(buffer.data_ptr() for buffer in self.buffers)
-
-    def local(self) -> Tensor:
-        return self.buffers[self.rank]
-
-    def peer(self, rank: int) -> Tensor:
-        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
-        return self.buffers[rank]
+from counterpoint.runtime.symmetric import SymmetricMemory, check_sizes
 
 
 def allocate_cuda(
     num_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> CudaSymmetricMemory:
+) -> SymmetricMemory:
     """Allocate on CUDA; see `symmetric.allocate`. Synchronises the host with `device`.
 
     Raises:
@@ -100,7 +70,7 @@ def allocate_cuda(
                     "`nvidia-smi topo -p2p n` shows which GPUs reach each other"
                 )
     pids = tuple(pid for *_, pid in reports)
-    return CudaSymmetricMemory(dist.get_rank(group), buffers, pids, handle)
+    return SymmetricMemory(dist.get_rank(group), buffers, pids, handle)
 
 
 def torch_symmetric_memory() -> ModuleType:
