@@ -1,7 +1,7 @@
 """Peak rates and limits of GPUs and their links: the constants of the performance model.
 
 `preset("h200-8")` gives datasheet peaks. What a machine reaches is lower and is measured:
-`counterpoint characterize` writes a `Machine` with `measured=True`.
+A `Machine` with `measured=True` holds those instead.
 """
 
 import json
