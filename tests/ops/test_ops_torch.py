@@ -11,7 +11,7 @@ from rankpool import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from counterpoint import all_gather_matmul, matmul_reduce_scatter
+from counterpoint import Problem, all_gather_matmul, build, matmul_reduce_scatter
 from counterpoint.runtime.workspace import workspace_of
 
 GATHER = Case("all_gather_matmul", "graded", (3, 3), 5, 4, bias=True)
@@ -89,6 +89,25 @@ def run_compiled(rank: int, world_size: int, backend: str, cache: str, sizes: li
 def test_compile_without_a_graph_break(pool: RankPool, tmp_path_factory, ranks: int):
     cache = str(tmp_path_factory.getbasetemp() / "inductor")
     pool.run(run_compiled, ranks, "aot_eager", cache, [2, 2, 3, 5])
+
+
+def compile_a_plan(rank: int, world_size: int) -> None:
+    """A Plan is an argument as a family's name is."""
+    plan = build(
+        Problem("all_gather_matmul", 3 * world_size, 4, 5, world_size, "float32"), "graded"
+    )
+    x, w = torch.randn(3, 5), torch.randn(5, 4)
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return all_gather_matmul(x, w, plan=plan)
+
+    want = layer(x, w)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, w)
+    assert torch.equal(got, want)
+
+
+def test_a_plan_of_ones_own_compiles(pool: RankPool):
+    pool.run(compile_a_plan, 2)
 
 
 def test_inductor_keeps_group_sizes_apart(pool: RankPool, tmp_path):

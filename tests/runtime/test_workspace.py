@@ -13,6 +13,7 @@ from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan, Signal
 from counterpoint.problem import Problem
 from counterpoint.runtime import workspace as module
+from counterpoint.runtime.groups import release
 from counterpoint.runtime.workspace import (
     ALIGN_BYTES,
     GRANULE_BYTES,
@@ -146,3 +147,19 @@ def place(rank: int, world_size: int) -> None:
 
 def test_buffers_are_aligned_and_apart(pool: RankPool):
     pool.run(place, 2)
+
+
+def give_back(rank: int, world_size: int) -> None:
+    """Calls, gives the memory back, and calls again."""
+    for turn in range(2):
+        once(gather(8), rank, turn)
+        assert space().num_bytes() != (0, 0)
+        release()
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            assert "memfd:counterpoint" not in maps.read()
+        assert space().num_bytes() == (0, 0)
+
+
+def test_a_group_gives_its_memory_back(pool: RankPool):
+    pool.run(give_back, 2)
