@@ -123,9 +123,9 @@ def test_an_unbounded_wait_reads_no_clock():
 
 
 REDUCE_TYPES = {
-    "sum_ptr": "*fp32", "slots_ptr": "*{}", "own_ptr": "*{}", "bias_ptr": "*{}", "out_ptr": "*{}",
+    "slots_ptr": "*{}", "own_ptr": "*{}", "bias_ptr": "*{}", "out_ptr": "*{}",
     "order_ptr": "*i64", "num_slots": "i32", "rows": "i32", "cols": "i32", "stride_slot": "i32",
-    "stride_sum": "i32", "stride_slots": "i32", "stride_own": "i32", "stride_out": "i32",
+    "stride_slots": "i32", "stride_own": "i32", "stride_out": "i32",
 }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ REDUCE_TYPES = {
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_reduce_loads_16_bytes_at_a_time(capability: int, dtype: str):
     types = {name: kind.format(dtype) for name, kind in REDUCE_TYPES.items()}
-    constants = {"HAS_SUM": True, "HAS_OWN": True, "HAS_BIAS": True, "BLOCK": 1024}
+    constants = {"HAS_OWN": True, "HAS_BIAS": True, "BLOCK": 1024}
     aligned = tuple(name for name in types if name not in ("num_slots", "rows"))
     found = compiled(reduce_kernel, capability, types, constants, num_warps=4, aligned=aligned)
 
@@ -151,6 +151,6 @@ def test_reduce_loads_16_bytes_at_a_time(capability: int, dtype: str):
 def test_reduce_of_any_width_compiles(capability: int):
     """The last column of an odd width: nothing is a multiple of anything."""
     types = {name: kind.format("bf16") for name, kind in REDUCE_TYPES.items()}
-    constants = {"HAS_SUM": False, "HAS_OWN": True, "HAS_BIAS": False, "BLOCK": 1024}
+    constants = {"HAS_OWN": True, "HAS_BIAS": False, "BLOCK": 1024}
     found = compiled(reduce_kernel, capability, types, constants, num_warps=4)
     assert found.stack_bytes == found.local_bytes == 0

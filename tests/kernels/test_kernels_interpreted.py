@@ -117,22 +117,20 @@ def wrong_sum(
     cols: int,
     order: list[int],
     dtype: torch.dtype,
-    has_sum: int,
     has_own: int,
     has_bias: int,
 ) -> list[str]:
     slots = torch.randn(4, rows + 1, cols + 3).to(dtype)[:, :rows, :cols]
     own = torch.randn(rows, cols + 5).to(dtype)[:, :cols]
-    total, bias = torch.randn(rows, cols), torch.randn(cols).to(dtype)
+    bias = torch.randn(cols).to(dtype)
     out = torch.empty(rows, cols + 1, dtype=dtype)[:, :cols]
     order_words = torch.tensor([*order, 0], dtype=torch.int64)
     reduce_kernel[(rows, -(-cols // REDUCE_BLOCK))](
-        total, slots, own, bias, out, order_words, len(order), rows, cols,
-        slots.stride(0), total.stride(0), slots.stride(1), own.stride(0), out.stride(0),
-        HAS_SUM=has_sum, HAS_OWN=has_own, HAS_BIAS=has_bias, BLOCK=REDUCE_BLOCK,
+        slots, own, bias, out, order_words, len(order), rows, cols,
+        slots.stride(0), slots.stride(1), own.stride(0), out.stride(0),
+        HAS_OWN=has_own, HAS_BIAS=has_bias, BLOCK=REDUCE_BLOCK,
     )  # fmt: skip
     want = torch.zeros(rows, cols)
-    want += total if has_sum else 0
     for slot in order:
         want += slots[slot].float()
     want += own.float() if has_own else 0
@@ -142,7 +140,7 @@ def wrong_sum(
     if torch.equal(out, expected):
         return []
     off = (out.float() - expected.float()).abs().max()
-    return [f"{rows}x{cols}, {order}, {dtype}, {has_sum} {has_own} {has_bias}: {off:.3g} off"]
+    return [f"{rows}x{cols}, {order}, {dtype}, {has_own} {has_bias}: {off:.3g} off"]
 
 
 def truncated(x: Tensor) -> Tensor:
@@ -151,10 +149,10 @@ def truncated(x: Tensor) -> Tensor:
 
 def test_reduce(pool: RankPool):
     cases = [
-        (rows, cols, order, dtype, has_sum, has_own, has_bias)
+        (rows, cols, order, dtype, has_own, has_bias)
         for rows, cols in [(1, 1), (3, 15), (2, 16), (5, 37)]
         for order in [[1], [3, 0, 2], []]
         for dtype in [torch.float32, torch.float16, torch.bfloat16]
-        for has_sum, has_own, has_bias in [(0, 1, 0), (1, 0, 0), (1, 1, 1), (0, 1, 1)]
+        for has_own, has_bias in [(1, 0), (0, 0), (1, 1), (0, 1)]
     ]
     assert pool.run(reduce_wrong, 1, cases, group=False) == [[]]

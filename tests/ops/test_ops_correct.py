@@ -48,16 +48,17 @@ def specs(op: str, ranks: int) -> list[tuple[str, str]]:
             found += [(f"uniform_fused_2d {peers}", ""), (f"uniform_fused_1d {peers}", "")]
             for way in ("push", "pull"):
                 found.append((f"shard_p2p {peers} {way}", "shards"))
+                found.append((f"shard_p2p {peers} {way} pieces=3", ""))
                 for groups in compositions(ranks):
                     bits = {1: "whole", ranks: "shards"}.get(len(groups), "")
                     found.append((f"graded {'/'.join(map(str, groups))} {peers} {way}", bits))
         else:
-            for reduces in compositions(ranks - 1):
-                staged = f"reduce={'/'.join(map(str, reduces))}"
-                found.append((f"shard_p2p {peers} {staged}", ""))
-                for groups in list(compositions(ranks))[:: 1 if reduces == (ranks - 1,) else 3]:
-                    spec = f"graded {'/'.join(map(str, groups))} {peers} {staged}"
-                    found.append((spec, ""))
+            found += [(f"shard_p2p {peers}{tail}", "") for tail in ("", " pieces=2", " pieces=3")]
+            for groups in compositions(ranks):
+                spec = f"graded {'/'.join(map(str, groups))} {peers}"
+                found.append((spec, ""))
+                if groups[0] == 1 < len(groups):
+                    found.append((f"{spec} pieces=2", ""))
     return [*found, ("graded", ""), ("shard_p2p", "shards" if gathers else "")]
 
 
@@ -93,7 +94,7 @@ def test_sizes_and_families_in_turn_on_one_workspace(pool: RankPool):
     gather, scatter = OPS
     found = [
         Case(gather, "graded 1/1/2 ring push", (3,) * 4, 5, 7, torch.float16),
-        Case(scatter, "graded 2/2 xor reduce=1/2", (331,) * 4, 64, 457, bias=True),
+        Case(scatter, "graded 1/3 xor pieces=3", (331,) * 4, 64, 457, bias=True),
         Case(gather, "uniform_fused_2d xor", (5, 1, 0, 2), 200, 9, torch.bfloat16, bias=True),
         Case(gather, "graded 2/2 ring pull", (331,) * 4, 457, 31, layout="transposed"),
         Case(scatter, "serial", (1,) * 4, 3, 2, bias=True),

@@ -121,19 +121,14 @@ BAD = [
         "plan must be a spec of words that serial knows; 'ring' is none, got 'serial ring'",
     ),
     Bad(
-        lambda: {"plan": "shard_p2p reduce=2"},
-        "plan must be a spec of words that shard_p2p knows; 'reduce=2' is none, "
-        "got 'shard_p2p reduce=2'",
+        lambda: {"plan": "uniform_fused_1d pieces=2"},
+        "plan must be a spec of words that uniform_fused_1d knows; 'pieces=2' is none, "
+        "got 'uniform_fused_1d pieces=2'",
         (GATHER,),
     ),
     Bad(
         lambda: {"plan": "shard_p2p push"},
         "plan must be a spec of words that shard_p2p knows; 'push' is none, got 'shard_p2p push'",
-        (SCATTER,),
-    ),
-    Bad(
-        lambda: {"plan": "shard_p2p reduce=1/2"},
-        "plan must be a spec whose sizes add up to 2; '1/2' do not, got 'shard_p2p reduce=1/2'",
         (SCATTER,),
     ),
     Bad(

@@ -115,7 +115,7 @@ def test_a_partial_goes_into_the_slot_of_its_sender(rank: int):
         (part,) = parts_of(plan, rank, f"push_{d}")
         assert part.reads == (Box(rank, "partial", 0, STARTS[owner], STARTS[owner + 1], 0, 6),)
         assert part.write == Box(owner, "slots", rank, 0, ROWS[owner], 0, 6)
-    (total,) = parts_of(plan, rank, "reduce_0")
+    (total,) = parts_of(plan, rank, "reduce")
     assert [box.slot for box in total.reads[:-1]] == [(rank - d) % 4 for d in (1, 2, 3)]
     assert total.reads[-1] == Box(rank, "partial", 0, STARTS[rank], STARTS[rank + 1], 0, 6)
     assert total.write == Box(rank, "y", 0, 0, ROWS[rank], 0, 6)

@@ -51,12 +51,14 @@ def specs(op: Op, ranks: int) -> list[str]:
             for way in DIRECTIONS:
                 graded = (f"graded {halves} {peers} {way}", f"graded {ranks} {peers} {way}")
                 found += [f"shard_p2p {peers} {way}", *graded]
+                if ranks > 1:
+                    found += [f"graded {ranks - 1}/1 {peers} {way} pieces=2"]
+                    found += [f"shard_p2p {peers} {way} pieces=3"]
             found += [f"uniform_fused_2d {peers}", f"uniform_fused_1d {peers}"]
         else:
             found += [f"shard_p2p {peers}", f"graded {halves} {peers}"]
-            if ranks > 2:
-                found += [f"graded {halves} {peers} reduce={ranks - 2}/1"]
-                found += [f"shard_p2p {peers} reduce={'/'.join('1' * (ranks - 1))}"]
+            if ranks > 1:
+                found += [f"graded 1/{ranks - 1} {peers} pieces=2", f"shard_p2p {peers} pieces=3"]
     return found
 
 
@@ -96,10 +98,10 @@ def test_every_family_is_right_in_other_dtypes(op: Op, dtype: str):
 def test_every_grouping_of_four_ranks_is_right(groups: tuple[int, ...], peers: str):
     sizes = "/".join(map(str, groups))
     for way in DIRECTIONS:
-        prove(problem_of(AG, "unequal", 4, bias=True), f"graded {sizes} {peers} {way}")
-    for reduces in compositions(3):
-        staged = "/".join(map(str, reduces))
-        prove(problem_of(RS, "unequal", 4, bias=True), f"graded {sizes} {peers} reduce={staged}")
+        for tail in ("", " pieces=2")[: 2 if groups[-1] == 1 else 1]:
+            prove(problem_of(AG, "unequal", 4, bias=True), f"graded {sizes} {peers} {way}{tail}")
+    for tail in ("", " pieces=2", " pieces=3")[: 3 if groups[0] == 1 else 1]:
+        prove(problem_of(RS, "unequal", 4, bias=True), f"graded {sizes} {peers}{tail}")
 
 
 @st.composite
@@ -116,10 +118,9 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
         words.append("/".join(map(str, draw(st.sampled_from(list(compositions(ranks)))))))
     if family != "serial":
         words.append(draw(st.sampled_from(peers_of(ranks))))
-        if op == RS and ranks > 1:
-            reduces = draw(st.sampled_from(list(compositions(ranks - 1))))
-            words.append("reduce=" + "/".join(map(str, reduces)))
-        elif op == AG and family in ("shard_p2p", "graded"):
+        if family == "shard_p2p":
+            words += draw(st.sampled_from([[], ["pieces=2"], ["pieces=5"]]))
+        if op == AG and family in ("shard_p2p", "graded"):
             words += draw(st.sampled_from([[], ["push"], ["pull"]]))
     return problem, " ".join(words)
 
@@ -178,10 +179,12 @@ def test_a_group_of_one_rank_is_a_plain_matmul():
         (AG, 4, "graded 4/0", "with sizes like 1/1/2; '4/0' are none"),
         (AG, 4, "graded 1//3", "with sizes like 1/1/2; '1//3' are none"),
         (AG, 4, "serial xor", "of words that serial knows; 'xor' is none"),
-        (AG, 4, "graded 1/3 reduce=3", "of words that graded knows; 'reduce=3' is none"),
+        (AG, 4, "graded 1/3 pieces=9", "of words that graded knows; 'pieces=9' is none"),
+        (AG, 4, "graded 1/3 pieces=2", "a spec whose last group is one shard, where it has pieces"),
+        (RS, 4, "graded 3/1 pieces=2", "a spec whose first group is one shard, where it has piec"),
         (AG, 4, "uniform_fused_1d pull", "of words that uniform_fused_1d knows; 'pull' is none"),
         (RS, 4, "graded pull", "of words that graded knows; 'pull' is none"),
-        (RS, 4, "graded reduce=2/2", "whose sizes add up to 3; '2/2' do not"),
+        (RS, 4, "graded 2/1", "whose sizes add up to 4; '2/1' do not"),
         (RS, 4, "shard_p2p 1/3", "of words that shard_p2p knows; '1/3' is none"),
     ],
 )

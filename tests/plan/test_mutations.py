@@ -37,6 +37,7 @@ CASES: list[tuple[Op, str, tuple[int, ...], bool]] = [
     (AG, "graded 2/1/1 ring push", (2, 2, 2, 2), True),
     (AG, "graded 1/1/2 xor pull", (2, 2, 2, 2), True),
     (AG, "graded 2/1 ring pull", (2, 2, 2), False),
+    (AG, "graded 2/1 ring push pieces=2", (2, 2, 2), False),
     (AG, "uniform_fused_2d ring", (2, 2, 2), True),
     (AG, "uniform_fused_2d xor", (3, 2), False),
     (AG, "uniform_fused_1d ring", (3, 4, 2), True),
@@ -46,8 +47,8 @@ CASES: list[tuple[Op, str, tuple[int, ...], bool]] = [
     (RS, "shard_p2p ring", (2, 2, 2), True),
     (RS, "shard_p2p xor", (2, 3), True),
     (RS, "graded 2/1/1 xor", (2, 3, 1, 2), False),
-    (RS, "graded 1/3 ring reduce=2/1", (2, 2, 2, 2), True),
-    (RS, "graded 1/2 ring reduce=1/1", (2, 0, 3), False),
+    (RS, "graded 1/3 ring pieces=2", (2, 2, 2, 2), True),
+    (RS, "shard_p2p ring pieces=2", (2, 0, 3), False),
 ]
 
 STILL_RIGHT = {

@@ -129,7 +129,7 @@ def reports_of(pool: RankPool, case: Case, fault: str, folder: Path) -> list[Rep
         (GATHER, "killed in push_1"),
         (SCATTER, "killed"),
         (SCATTER, "killed in push_1"),
-        (SCATTER, "killed in reduce_0"),
+        (SCATTER, "killed in reduce"),
         (SERIAL_GATHER, "killed"),
         (SERIAL_SCATTER, "killed in matmul"),
     ],

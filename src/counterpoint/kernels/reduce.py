@@ -9,7 +9,6 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_slots", "rows"], do_not_specialize_on_alignment=["bias_ptr"])
 def reduce_kernel(
-    sum_ptr,  # [rows, cols] fp32, what earlier reductions have summed
     slots_ptr,  # [ranks, rows, cols], one slot per sender
     own_ptr,  # [rows, cols], the partial that this rank computed itself
     bias_ptr,  # [cols]
@@ -19,11 +18,9 @@ def reduce_kernel(
     rows,
     cols,
     stride_slot,  # elements from slot to slot
-    stride_sum,
     stride_slots,  # elements from row to row, here and below
     stride_own,
     stride_out,
-    HAS_SUM: tl.constexpr,
     HAS_OWN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -32,8 +29,6 @@ def reduce_kernel(
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < cols
     acc = tl.zeros([BLOCK], tl.float32)
-    if HAS_SUM:
-        acc += tl.load(sum_ptr + row * stride_sum + offs, mask=mask, other=0.0)
     # the order of the plan: the same bits in every run
     for i in range(num_slots):
         slot = tl.load(order_ptr + i)

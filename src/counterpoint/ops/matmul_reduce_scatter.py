@@ -39,7 +39,7 @@ def matmul_reduce_scatter(
         group: whose ranks take part; see `all_gather_matmul`.
         bias: dtype of x, [N]; each rank adds its own to its rows.
         plan: "auto", a family ("serial", "shard_p2p", "graded"), a spec such as
-            "graded 2/1/1 ring reduce=2/1", or a Plan, which is validated once.
+            "graded 1/2/1 ring pieces=2", or a Plan, which is validated once.
         rows: how many of dim 0 of x each rank gets, equal on all ranks; None means equal parts,
             and then the number of ranks must divide dim 0.
 

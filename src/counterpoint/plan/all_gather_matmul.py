@@ -7,7 +7,7 @@ makes calls of any plans, eager or replayed from a graph, safe on one workspace 
 
 from typing import Literal
 
-from counterpoint.plan.peers import Order
+from counterpoint.plan.peers import Order, cuts
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.problem import Problem
 
@@ -58,49 +58,56 @@ def serial(p: Problem) -> Plan:
     return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
 
 
-def graded(p: Problem, groups: tuple[int, ...], peers: Peers, direction: Direction) -> Plan:
+def graded(
+    p: Problem, groups: tuple[int, ...], peers: Peers, direction: Direction, pieces: int = 1
+) -> Plan:
     """Gather shard by shard; one matmul for each group of shards, as groups arrive.
 
-    Group 0 holds this rank's own shard; alone, it is read where the user has it.
+    Group 0 holds this rank's own shard; alone, it is read where the user has it. With `pieces`,
+    the shard that arrives last, a group of its own, comes and is multiplied in parts: where copies
+    take longer than matmuls, only the matmul of its last part is left at the end.
 
     push: each rank writes its shard into its peers' `full`, straight from the user's tensor, and
     posts a signal; pull: it stages its shard, and its peers read it.
     """
     order = Order(peers, p.ranks)
-    full = Region("full")
     own_alone = groups[0] == 1
-    keep: tuple[Step, ...] = ()
-    if not own_alone:
-        kept = Region("full", shards=OWN)
-        # what is pushed to is shared: peers may still be at it in the call before
-        after = ("open",) if direction == "push" else ()
-        keep = (Step("keep", "compute", "move", (X,), (kept,), after),)
-    transfers = push_shards(order) if direction == "push" else pull_shards(order)
-
+    pushes = direction == "push"
     matmuls: list[Step] = []
     start = 0
     for i, size in enumerate(groups):
-        distances = [d for d in range(start, start + size) if d > 0]
-        after, waits = (), ()
-        if direction == "push":
-            shards = tuple(order.source(d) for d in range(start, start + size))
-            waits = tuple(order.wait(p.ranks + d, d) for d in distances)
-            after = ("open",) if i == 1 and own_alone else ()  # the lane orders the others
-        else:
-            shards = tuple(order.to(d) for d in range(start, start + size))
-            after = (f"pull_{distances[-1]}",) if distances else ()
-        source = X if i == 0 and own_alone else Region(full.buffer, shards=shards)
-        target = Region("y", shards=shards)
-        matmuls.append(matmul(p, f"matmul_{i}", source, target, after=after, waits=waits))
+        distances = range(start, start + size)
+        meet = order.source if pushes else order.to
+        shards = tuple(meet(d) for d in distances)
+        last = i == len(groups) - 1
+        for suffix, piece in cuts(pieces if last else 1):
+            after, waits = (), ()
+            if pushes:
+                waits = tuple(order.wait(p.ranks + d + piece[0], d) for d in distances if d > 0)
+                # the lane orders those that wait later
+                after = ("open",) if i == 1 and own_alone and piece[0] == 0 else ()
+            elif distances[-1] > 0:
+                after = (f"pull_{distances[-1]}{suffix}",)
+            source = X if i == 0 and own_alone else Region("full", shards=shards, piece=piece)
+            target = Region("y", shards=shards, piece=piece)
+            name = f"matmul_{i}{suffix}"
+            matmuls.append(matmul(p, name, source, target, after=after, waits=waits))
         start += size
 
-    head, rest = ((matmuls[0],), matmuls[1:]) if own_alone else (keep, matmuls)
+    head, rest = tuple(matmuls[:1]), tuple(matmuls[1:])
+    if not own_alone:
+        # what is pushed to is shared: peers may still be at it in the call before
+        after = ("open",) if pushes else ()
+        kept = Region("full", shards=OWN)
+        head, rest = (Step("keep", "compute", "move", (X,), (kept,), after),), tuple(matmuls)
+    transfers = push_shards(order, pieces) if pushes else pull_shards(order, pieces)
     steps = (order.barrier("open", "signal", 0), *head, *transfers, *rest)
     buffers = (*operands(p), *gathered(p, direction))
     family = "shard_p2p" if set(groups) == {1} else "graded"
     sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
+    tail = f" pieces={pieces}" if pieces > 1 else ""
     lanes = (COMPUTE, SIGNAL, COPY)
-    return Plan(p, family, f"{sizes}{peers} {direction}", peers, buffers, lanes, steps)
+    return Plan(p, family, f"{sizes}{peers} {direction}{tail}", peers, buffers, lanes, steps)
 
 
 def gathered(p: Problem, direction: Direction) -> tuple[Buffer, ...]:
@@ -113,23 +120,28 @@ def gathered(p: Problem, direction: Direction) -> tuple[Buffer, ...]:
     )
 
 
-def push_shards(order: Order) -> tuple[Step, ...]:
-    """My shard into each peer's `full`, nearest first, each with its signal."""
+def push_shards(order: Order, pieces: int) -> tuple[Step, ...]:
+    """My shard into each peer's `full`, nearest first, each part with its signal."""
     return tuple(
-        Step(f"push_{d}", "copy", "copy", (X,), (Region("full", order.to(d), OWN),),
-             after=("open",) if d == 1 else (), posts=(order.post(order.ranks + d, d),))
+        Step(f"push_{d}{suffix}", "copy", "copy", (Region("x", piece=piece),),
+             (Region("full", order.to(d), OWN, piece),),
+             after=("open",) if d == 1 and piece[0] == 0 else (),
+             posts=(order.post(order.ranks + d + piece[0], d),))
         for d in order.distances
+        for suffix, piece in cuts(pieces if d == order.farthest else 1)
     )  # fmt: skip
 
 
-def pull_shards(order: Order) -> tuple[Step, ...]:
+def pull_shards(order: Order, pieces: int) -> tuple[Step, ...]:
     """My shard into `stage`; a barrier, all are staged; each peer's into my `full`."""
     stage = Step("stage", "copy", "copy", (X,), (Region("stage"),), after=("open",))
     staged = order.barrier("staged", "signal", order.ranks, after=("stage",))
     pulls = (
-        Step(f"pull_{d}", "copy", "copy", (Region("stage", order.to(d)),),
-             (Region("full", shards=(order.to(d),)),), after=("staged",) if d == 1 else ())
+        Step(f"pull_{d}{suffix}", "copy", "copy", (Region("stage", order.to(d), piece=piece),),
+             (Region("full", shards=(order.to(d),), piece=piece),),
+             after=("staged",) if d == 1 and piece[0] == 0 else ())
         for d in order.distances
+        for suffix, piece in cuts(pieces if d == order.farthest else 1)
     )  # fmt: skip
     return stage, staged, *pulls
 

@@ -1,7 +1,7 @@
 """The families of plans by name, and the spec string that names one plan of a family.
 
 A spec is the family and its variant: "serial", "shard_p2p xor push", "graded 1/1/2 ring pull",
-"graded 4/3/1 ring reduce=4/3". What a spec leaves out is filled in: ring, push, and for graded
+"shard_p2p ring pieces=2". What a spec leaves out is filled in: ring, push, and for graded
 the group sizes that fit the machine's waves. `build(problem, plan.spec) == plan`.
 """
 
@@ -24,6 +24,7 @@ OPERANDS = {
 }
 PEERS = ("ring", "xor")
 DIRECTIONS = ("push", "pull")
+PIECES = tuple(f"pieces={i}" for i in range(1, 9))
 
 
 def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
@@ -54,6 +55,11 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
         fix = "use ring"
         options.refuse("for a power of two of ranks where it says xor", fix=fix)
 
+    edge = -1 if problem.op == "all_gather_matmul" else 0
+    if options.pieces > 1 and groups is not None and groups[edge] != 1:
+        which = "last" if edge else "first"
+        options.refuse(f"a spec whose {which} group is one shard, where it has pieces")
+
     if problem.op == "all_gather_matmul":
         match family:
             case "serial":
@@ -64,12 +70,13 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
                 return all_gather_matmul.uniform_fused_1d(problem, options.peers)
             case _:
                 assert groups is not None
-                return all_gather_matmul.graded(problem, groups, options.peers, options.direction)
+                return all_gather_matmul.graded(
+                    problem, groups, options.peers, options.direction, options.pieces
+                )
     if family == "serial":
         return matmul_reduce_scatter.serial(problem)
     assert groups is not None
-    reduces = options.reduces or (problem.ranks - 1,)
-    return matmul_reduce_scatter.graded(problem, groups, options.peers, reduces)
+    return matmul_reduce_scatter.graded(problem, groups, options.peers, options.pieces)
 
 
 def alone(problem: Problem) -> Plan:
@@ -86,7 +93,7 @@ class _Options:
         self.problem = problem
         self.spec = spec
         self.groups: tuple[int, ...] | None = None
-        self.reduces: tuple[int, ...] | None = None
+        self.pieces = 1
         self.peers: all_gather_matmul.Peers = "ring"
         self.direction: all_gather_matmul.Direction = "push"
         self._taken: set[str] = set()
@@ -103,8 +110,8 @@ class _Options:
             self.peers = "xor" if word == "xor" else "ring"
         elif word in DIRECTIONS and gathers and family in ("shard_p2p", "graded"):
             self.direction = "pull" if word == "pull" else "push"
-        elif word.startswith("reduce=") and not gathers and family != "serial":
-            self.reduces = self.sizes(word.removeprefix("reduce="), self.problem.ranks - 1)
+        elif word in PIECES and family in ("shard_p2p", "graded"):
+            self.pieces = PIECES.index(word) + 1
         elif word[0].isdecimal() and family == "graded":
             self.groups = self.sizes(word, self.problem.ranks)
         else:

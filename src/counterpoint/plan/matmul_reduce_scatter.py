@@ -15,7 +15,7 @@ from counterpoint.plan.all_gather_matmul import (
     Y,
     bias_row,
 )
-from counterpoint.plan.peers import Order
+from counterpoint.plan.peers import Order, Piece, cuts
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import Problem
 
@@ -45,12 +45,12 @@ def serial(p: Problem) -> Plan:
     return Plan(p, "serial", "", "ring", buffers, (COMPUTE,), tuple(steps))
 
 
-def graded(p: Problem, groups: tuple[int, ...], peers: Peers, reduces: tuple[int, ...]) -> Plan:
+def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
     """One matmul for each group of owners, whose rows are pushed while the next one computes.
 
-    The last group holds this rank's own rows. `reduces` are the numbers of slots of each
-    reduction, in order of arrival: with more than one, those that arrive first are summed (in
-    fp32) while the others are on their way; the own partial belongs to the last.
+    The last group holds this rank's own rows. With `pieces`, the rows of the first owner, a group
+    of its own, are computed in parts, so that its push starts early; and those of the last come in
+    parts, each of which is reduced while the next is on its way.
     """
     order = Order(peers, p.ranks)
     distances = [*order.distances, 0]
@@ -59,54 +59,59 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, reduces: tuple[int
     for i, size in enumerate(groups):
         group = distances[start : start + size]
         owners = tuple(order.to(d) for d in group)
-        rows = Region("x", shards=owners)
-        target = Region("partial", shards=owners)
-        steps.append(Step(f"matmul_{i}", "compute", "matmul", (rows, W), (target,)))
-        # the first push of a group waits for its matmul; the lane orders the others
-        steps.extend(
-            _push(order, d, after=(f"matmul_{i}",) if d == group[0] else ()) for d in group if d > 0
-        )
+        for suffix, piece in cuts(pieces if i == 0 else 1):
+            rows = Region("x", shards=owners, piece=piece)
+            target = Region("partial", shards=owners, piece=piece)
+            name = f"matmul_{i}{suffix}"
+            steps.append(Step(name, "compute", "matmul", (rows, W), (target,)))
+            if i == 0 and pieces > 1:
+                steps.append(_push(order, group[0], suffix, piece, (name,)))
+        if i > 0 or pieces == 1:
+            for d in (d for d in group if d > 0):
+                # the first push of a group waits for its matmul; the lane orders the others
+                after = (f"matmul_{i}",) if d == group[0] else ()
+                parts = cuts(pieces if d == order.farthest else 1)
+                steps += [
+                    _push(order, d, *part, after if part[1][0] == 0 else ()) for part in parts
+                ]
         start += size
-    steps.extend(_reductions(p, order, reduces))
+    for suffix, piece in cuts(pieces):
+        arrivals = [d for d in order.distances if piece[0] == 0 or d == order.farthest]
+        slots = [Region("slots", shards=(order.source(d),), piece=piece) for d in order.distances]
+        reads = (*slots, Region("partial", shards=OWN, piece=piece), *((BIAS,) if p.bias else ()))
+        waits = tuple(
+            order.wait(p.ranks + d + (piece[0] if d == order.farthest else 0), d) for d in arrivals
+        )
+        args = (("bias", 1),) if p.bias else ()
+        after = ("open",) if piece[0] == 0 else ()
+        target = Region("y", piece=piece)
+        steps.append(Step(f"reduce{suffix}", "compute", "reduce", reads, (target,), after, waits,
+                          args=args))  # fmt: skip
 
-    buffers = [
+    buffers = (
         *operands(p),
         Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True),
         Buffer("slots", (p.m, p.n), p.dtype, "symmetric", split=True, holds="slots"),
-    ]
-    if len(reduces) > 1:
-        sums = Buffer("sum", (p.m, p.n), "float32", "scratch", split=True, holds="own")
-        buffers.append(sums)
+    )
     family = "shard_p2p" if set(groups) == {1} else "graded"
     sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
-    staged = f" reduce={'/'.join(map(str, reduces))}" if len(reduces) > 1 else ""
+    tail = f" pieces={pieces}" if pieces > 1 else ""
     lanes = (COMPUTE, SIGNAL, COPY)
-    return Plan(p, family, f"{sizes}{peers}{staged}", peers, tuple(buffers), lanes, tuple(steps))
+    return Plan(p, family, f"{sizes}{peers}{tail}", peers, buffers, lanes, tuple(steps))
 
 
-def _push(order: Order, d: int, after: tuple[str, ...]) -> Step:
-    """The partial rows of the rank at distance d into my slot there."""
-    if d == 1:
+def _push(order: Order, d: int, suffix: str, piece: Piece, after: tuple[str, ...]) -> Step:
+    """Partial rows of the rank at distance d into my slot there.
+
+    Of the farthest rank's rows each part has its signal, of others the last part.
+    """
+    if d == 1 and piece[0] == 0:
         after = (*after, "open")
-    source, target = Region("partial", shards=(order.to(d),)), Region("slots", order.to(d), OWN)
-    posts = (order.post(order.ranks + d, d),)
-    return Step(f"push_{d}", "copy", "copy", (source,), (target,), after=after, posts=posts)
-
-
-def _reductions(p: Problem, order: Order, reduces: tuple[int, ...]) -> list[Step]:
-    steps: list[Step] = []
-    arrivals = list(order.distances)
-    for i, size in enumerate(reduces):
-        last = i == len(reduces) - 1
-        now, arrivals = arrivals[:size], arrivals[size:]
-        reads = [Region("sum")] if i else []
-        reads += [Region("slots", shards=(order.source(d),)) for d in now]
-        reads += [Region("partial", shards=OWN)] if last else []
-        reads += [BIAS] if last and p.bias else []
-        waits = tuple(order.wait(p.ranks + d, d) for d in now)
-        args = (("bias", 1),) if last and p.bias else ()
-        write = Y if last else Region("sum")
-        after = () if i else ("open",)
-        steps.append(Step(f"reduce_{i}", "compute", "reduce", tuple(reads), (write,), after,
-                          waits, args=args))  # fmt: skip
-    return steps
+    source = Region("partial", shards=(order.to(d),), piece=piece)
+    target = Region("slots", order.to(d), OWN, piece)
+    posts = ()
+    if d == order.farthest:
+        posts = (order.post(order.ranks + d + piece[0], d),)
+    elif piece[0] == piece[1] - 1:
+        posts = (order.post(order.ranks + d, d),)
+    return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)

@@ -6,6 +6,13 @@ from typing import Literal
 
 from counterpoint.plan.steps import Peer, Signal, Step
 
+Piece = tuple[int, int]
+
+
+def cuts(pieces: int) -> list[tuple[str, Piece]]:
+    """Parts of a block in order, each with what its steps have behind their names."""
+    return [(f"_{i}" if pieces > 1 else "", (i, pieces)) for i in range(pieces)]
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -22,6 +29,11 @@ class Order:
     def distances(self) -> range:
         """1 .. ranks - 1, nearest first."""
         return range(1, self.ranks)
+
+    @property
+    def farthest(self) -> int:
+        """The distance whose copies come last."""
+        return self.ranks - 1
 
     def to(self, d: int) -> Peer:
         """Whom I send to at distance d; d = 0 is me."""

@@ -14,7 +14,6 @@ SCATTER_GROUPS: dict[int, tuple[str, ...]] = {
     4: ("4", "3/1", "2/2", "2/1/1", "1/2/1"),
     8: ("8", "6/2", "4/4", "4/3/1", "4/2/1/1", "3/2/2/1", "2/2/2/1/1", "2/2/2/2", "3/2/1/1/1"),
 }
-REDUCES: dict[int, str] = {4: "reduce=2/1", 8: "reduce=4/3"}
 
 
 def variants(op: Op, ranks: int) -> tuple[str, ...]:
@@ -30,16 +29,17 @@ def variants(op: Op, ranks: int) -> tuple[str, ...]:
         found += [f"shard_p2p {p} {d}" for p in peers for d in ("push", "pull")]
         found += [f"graded {g} ring push" for g in groups] or ["graded ring push"]
         # ring groups wrap on some ranks, xor groups are contiguous on all
-        found += [f"graded {g} xor push" for g in groups if "/" in g][:4]
-        found += [f"graded {g} ring pull" for g in groups[1:4]]
+        finest = sorted(groups, key=lambda g: -g.count("/"))[:4]
+        found += [f"graded {g} xor push" for g in finest if powers and "/" in g]
+        found += [f"graded {g} ring pull" for g in groups[1:3]]
+        found += ["shard_p2p ring push pieces=2", "shard_p2p xor push pieces=4"][: len(peers)]
         found += ["uniform_fused_2d ring", "uniform_fused_1d ring"]
     else:
         groups = SCATTER_GROUPS.get(ranks, ())
         found += [f"shard_p2p {p}" for p in peers]
         found += [f"graded {g} ring" for g in groups] or ["graded ring"]
         found += [f"graded {g} xor" for g in groups if "/" in g][2:6]
-        if ranks in REDUCES:
-            staged = ("shard_p2p ring", *(f"graded {g} ring" for g in groups[2:6]))
-            found += [f"{spec} {REDUCES[ranks]}" for spec in staged]
+        found += [f"shard_p2p ring pieces={n}" for n in (2, 4)]
+        found += [f"graded {g} ring pieces=2" for g in groups if g.startswith("1/")]
     assert len(found) <= MAX_VARIANTS, f"{op} on {ranks} ranks: {len(found)} variants"
     return tuple(found)

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
@@ -47,7 +45,7 @@ def compile_signals(lanes: CudaLanes) -> None:
 
 
 def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Action:
-    """The sum kernel. Reads, in order: a running fp32 sum, slots, own partial, bias; each optional.
+    """The sum kernel. Reads, in order: slots, own partial, bias; each optional.
 
     Tables hold slot numbers, not addresses: they depend on the plan's form, not on its sizes.
     """
@@ -55,13 +53,11 @@ def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Ac
     reads = list(part.reads)
     bias = places.of(reads.pop()) if bound.step.arg("bias") else None
     holds = [plan.buffer(box.buffer).holds for box in reads]
-    running = places.fixed(reads.pop(0)) if len(reads) > 1 and holds[0] != "slots" else None
     own = places.fixed(reads.pop()) if reads and holds[-1] != "slots" else None
     slots = [box for box in reads if plan.buffer(box.buffer).holds == "slots"]
     one_buffer = len({box._replace(slot=0) for box in slots}) <= 1
-    wide = running is None or running.dtype == torch.float32
-    if len(slots) < len(reads) or not one_buffer or not wide:
-        form = "a running sum, slots of one buffer, an own partial and a bias, in this order"
+    if len(slots) < len(reads) or not one_buffer:
+        form = "slots of one buffer, an own partial and a bias, in this order"
         raise UnsupportedError(f"plan {plan.spec}: on a GPU a reduce reads {form}")
     base = places.fixed(slots[0]._replace(slot=0)) if slots else None
     second = places.fixed(slots[0]._replace(slot=1)) if slots and plan.problem.ranks > 1 else None
@@ -78,15 +74,13 @@ def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Ac
     def run(operands: Operands) -> None:
         out = target(operands)
         launch[grid](
-            running if running is not None else out,
             base if base is not None else out,
             own if own is not None else out,
             bias(operands) if bias else out,
             out, order, len(slots), rows, cols, slot_stride,
-            running.stride(0) if running is not None else 0,
             base.stride(0) if base is not None else 0,
             own.stride(0) if own is not None else 0,
-            out.stride(0), HAS_SUM=running is not None, HAS_OWN=own is not None,
+            out.stride(0), HAS_OWN=own is not None,
             HAS_BIAS=bias is not None, BLOCK=REDUCE_BLOCK,
         )  # fmt: skip
 
