@@ -45,19 +45,20 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = args.out / f"overlap-{num_gpus}x-{gpu}.jsonl"
     hardware = args.out / f"hardware-{num_gpus}x-{gpu}.jsonl"
-    for path in (rows, hardware):
-        path.unlink(missing_ok=True)
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
     tests = ["-m", "pytest", "tests/gpu", "-q", "-x", "-p", "no:cacheprovider", "-W", "default",
              "-o", f"faulthandler_timeout={test_s - 10}", "--durations=8"]  # fmt: skip
     bench = ["benchmarks/overlap.py", "--suite", args.suite, "--out", str(rows)]
+    written = {"hardware": hardware, "bench": rows}
     ask = ["benchmarks/ask_hardware.py", "--out", str(hardware)]
     parts = {"tests": (tests, test_s), "bench": (bench, bench_s)}
     if args.suite == "full":
         parts = {"hardware": (ask, 60), **parts}
     for name, (command, limit_s) in parts.items():
         if args.only in (None, name):
+            if name in written:
+                written[name].unlink(missing_ok=True)  # rows are appended
             start_s = time.monotonic()
             code = _torchrun(num_gpus, command, limit_s)
             print(f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s")
