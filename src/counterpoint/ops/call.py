@@ -136,8 +136,8 @@ def run(
     """Run `op` on the current stream; x and the result are [rows, ..., columns].
 
     Raises:
-        InputError: the plan is not for these sizes, the ranks disagree (COUNTERPOINT_CHECK=1), or
-            a graph is captured before a warm call.
+        InputError: the plan is not for these sizes, the ranks disagree, or a graph is captured
+            before a warm call.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
     if x.is_cuda and x.device.index != torch.cuda.current_device():

@@ -34,7 +34,7 @@ class CudaLanes:
         self._used = 0
         self._upload = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)  # the zeros above are there, whatever stream comes next
-        self._awaited: dict[int, tuple[str, Awaited]] = {}
+        self._awaited: dict[int, tuple[str, str, Awaited]] = {}
         self._num_programs = 0
         self.signals_compiled = False
         self.watchdog = Watchdog(self.fault.numpy(), self.describe)
@@ -62,22 +62,21 @@ class CudaLanes:
     def register(self, program: Program) -> int:
         """A number by which a fault word names a step of `program`: this plus the step's index."""
         self._num_programs = (self._num_programs + 1) % MAX_PROGRAMS
-        self._awaited[self._num_programs] = (
-            f"{program.plan.problem.op}: ranks {{}} did not signal step {{!r}} of plan "
-            f"{program.plan.spec} to rank {self.workspace.rank}",
-            tuple((b.step.name, tuple(a.rank for a in b.waits)) for b in program.steps),
-        )
+        steps = tuple((b.step.name, tuple(a.rank for a in b.waits)) for b in program.steps)
+        plan = program.plan
+        self._awaited[self._num_programs] = plan.problem.op, plan.spec, steps
         return self._num_programs * MAX_STEPS
 
     def describe(self, tag: int, late: int) -> PeerTimeoutError:
         """The error that a fault word stands for: a step's tag, and bits of its late waits."""
-        text, steps = self._awaited[tag // MAX_STEPS]
+        op, spec, steps = self._awaited[tag // MAX_STEPS]
         name, sources = steps[tag % MAX_STEPS]
         ranks = [rank for i, rank in enumerate(sources) if late >> i % 32 & 1]
         states = ", ".join(describe_process(self.workspace.pads.peer_pids[r]) for r in ranks)
         return PeerTimeoutError(
-            f"{text.format(ranks, name)} within {self.workspace.timeout_s:g} s ({states}); the "
-            "group is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+            f"{op}: ranks {ranks} did not signal step {name!r} of plan {spec} to rank "
+            f"{self.workspace.rank} within {self.workspace.timeout_s:g} s ({states}); the group is "
+            "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
             rank=ranks[0] if ranks else None,
             step=name,
         )

@@ -1,0 +1,63 @@
+"""What a fault word of a GPU says, and that the watchdog says it: no GPU needed."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from counterpoint.plan.bind import bind
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
+from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes
+from counterpoint.runtime.watchdog import Watchdog
+
+RANK = 1
+
+
+@pytest.fixture
+def lanes() -> CudaLanes:
+    """The part of a GPU's lanes that names steps; process 1 lives, 2^22 is no process."""
+    made = object.__new__(CudaLanes)
+    pads = SimpleNamespace(peer_pids=(1, 1, 2**22 + 1, 1))
+    made.workspace = SimpleNamespace(rank=RANK, timeout_s=2.0, pads=pads)  # type: ignore[assignment]
+    made._awaited, made._num_programs = {}, 0
+    return made
+
+
+def test_a_fault_word_names_ranks_and_step(lanes: CudaLanes, capfd: pytest.CaptureFixture[str]):
+    plan = build(Problem("all_gather_matmul", 16, 8, 8, 4), "graded 1/3 ring push")
+    lanes.register(bind(build(plan.problem, "shard_p2p"), RANK))
+    tag = lanes.register(bind(plan, RANK))
+    assert tag == 2 * MAX_STEPS
+    index = [step.name for step in plan.steps].index("matmul_1")
+    word = np.zeros(1, dtype=np.int64)
+    watchdog = Watchdog(word, lanes.describe)
+    assert watchdog.look() is None
+    # matmul_1 waits for ranks 0, 3 and 2, in this order: the last two are late
+    word[0] = (0b110 << 32) | (tag + index + 1)
+    fault = watchdog.look()
+    assert fault is not None
+    assert (fault.rank, fault.step) == (3, "matmul_1")
+    want = (
+        "all_gather_matmul: ranks [3, 2] did not signal step 'matmul_1' of plan graded 1/3 ring "
+        "push to rank 1 within 2 s (pid 1 is alive, pid 4194305 is dead); the group is unusable"
+    )
+    assert str(fault).startswith(want)
+    assert watchdog.look() is fault
+    assert capfd.readouterr().err.count(want) == 1
+
+
+def test_the_thread_says_it_by_itself(lanes: CudaLanes, capfd: pytest.CaptureFixture[str]):
+    plan = build(Problem("matmul_reduce_scatter", 16, 8, 8, 4), "shard_p2p")
+    tag = lanes.register(bind(plan, RANK))
+    word = np.zeros(1, dtype=np.int64)
+    watchdog = Watchdog(word, lanes.describe)
+    word[0] = (1 << 32) | (tag + 1)  # the barrier that opens, its first wait
+    deadline_s = time.monotonic() + 5
+    said = ""
+    while "did not signal step 'open'" not in said and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        said += capfd.readouterr().err
+    assert "ranks [0] did not signal step 'open'" in said
+    assert watchdog.look() is not None
