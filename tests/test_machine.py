@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.errors import InputError
-from counterpoint.machine import A40, H200, MI300X, LinkSpec, Machine, preset
+from counterpoint.machine import LinkSpec, Machine
+from counterpoint.presets import A40, H200, MI300X, preset
 
 NAMES = ("a100-8", "a40-4", "h100-8", "h200-8", "b200-8", "mi250x-8", "mi300x-8")
 

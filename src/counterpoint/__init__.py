@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         PlanError,
         UnsupportedError,
     )
-    from counterpoint.machine import Machine, preset
+    from counterpoint.machine import Machine
     from counterpoint.measure.profile import profile
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from counterpoint.plan.families import build
     from counterpoint.plan.steps import Plan
     from counterpoint.plan.validate import validate
+    from counterpoint.presets import preset
     from counterpoint.problem import Problem
     from counterpoint.runtime.groups import check, release
     from counterpoint.timeline import Timeline
@@ -43,7 +44,7 @@ _HOME = {
     "build": "plan.families",
     "check": "runtime.groups",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
-    "preset": "machine",
+    "preset": "presets",
     "profile": "measure.profile",
     "release": "runtime.groups",
     "validate": "plan.validate",

@@ -1,12 +1,11 @@
-"""Peak rates and limits of GPUs and their links: the constants of the performance model.
+"""What a machine is in numbers: limits and peak rates of its GPUs, and their links.
 
-`preset("h200-8")` gives datasheet peaks. What a machine reaches is lower and is measured:
-A `Machine` with `measured=True` holds those instead.
+The constants of the performance model. `counterpoint.presets` has those of datasheets; what a
+machine reaches is lower, and a `Machine` with `measured=True` holds that instead.
 """
 
 import json
-import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from counterpoint.errors import InputError
@@ -91,8 +90,8 @@ class DeviceSpec:
 class LinkSpec:
     """How the GPUs of one node reach each other.
 
-    8xH200, torch 2.11, 2026-11: one copy engine pulls 368 GB/s and pushes 386 GB/s of the 450 GB/s
-    below (256 MB a copy), SMs reach 306 and 337 GB/s, and each copy costs 5 to 6 us at every size.
+    4xH200, torch 2.11, 2026-11: a copy engine pulls 359 and pushes 378 GB/s of the 450 that the
+    datasheet states (64 MiB a copy); of the 9 us of a 1 MiB copy, 6 are overhead.
 
     Args:
         name: Generation and form.
@@ -200,259 +199,8 @@ class Machine:
             raise InputError("Machine.from_json", "text", want=want, got=repr(error)) from error
 
 
-def preset(name: str) -> Machine:
-    """Return the datasheet machine called `name`: a base name and a number of GPUs, "h200-4".
-
-    A mesh has one link per pair of GPUs, so with fewer GPUs each of them has fewer links:
-    `link.bytes_per_s` of "mi300x-4" is 3/7 of that of "mi300x-8".
-
-    Args:
-        name: A base name (a100, a40, h100, h200, b200, mi250x, mi300x), "-", and 1 to 8 GPUs.
-
-    Raises:
-        InputError: The base name or the number is not one of these; the message lists them.
-
-    Example:
-        >>> preset("h200-4").device.num_sms
-        132
-    """
-    match = re.fullmatch(r"([a-z0-9]+)-([1-8])", name)
-    if match is None or match[1] not in _PRESETS:
-        want = f"one of {', '.join(m.name for m in _PRESETS.values())}, or these with 1 to 8 GPUs"
-        raise InputError("preset", "name", want=want, got=repr(name))
-    full, num_devices = _PRESETS[match[1]], int(match[2])
-    link = full.link
-    if link.topology == "mesh" and num_devices > 1:
-        pair_bytes_per_s = link.pair_bytes_per_s(full.num_devices)
-        link = replace(link, bytes_per_s=pair_bytes_per_s * (num_devices - 1))
-    return replace(full, name=name, link=link, num_devices=num_devices)
-
-
-def preset_of(device_name: str, num_devices: int) -> Machine | None:
-    """The preset of a GPU by the name its driver gives it, such as "NVIDIA H200"; None if none."""
-    words = device_name.lower().replace("-", " ").split()
-    base = next((base for base in _PRESETS if base in words), None)
-    return preset(f"{base}-{num_devices}") if base else None
-
-
 def _check_floor(op: str, field: str, value: float, floor: float, unit: str) -> None:
     # `not >=` also refuses NaN
     if not value >= floor:
         fix = f"pass {unit}"
         raise InputError(op, field, want=f"at least {floor:g}", got=f"{value:g}", fix=fix)
-
-
-# latencies and copy overheads stand in no datasheet: those without a measurement are placeholders
-_LATENCY_S = 2e-6
-_COPY_OVERHEAD_S = 5.5e-6
-_PLACEHOLDERS = "latency and copy overhead are placeholders until calibrated"
-
-A100 = Machine(
-    name="a100-8",
-    device=DeviceSpec(
-        name="A100 SXM 80GB",
-        num_sms=108,
-        max_threads_per_sm=2048,
-        max_warps_per_sm=64,
-        max_blocks_per_sm=32,
-        registers_per_sm=65536,
-        shared_bytes_per_sm=164 * KIB,
-        shared_bytes_per_block=163 * KIB,
-        bf16_flop_per_s=312 * TERA,
-        fp32_flop_per_s=19.5 * TERA,
-        hbm_bytes_per_s=2.039 * TERA,
-        hbm_bytes=80 * GIGA,
-        l2_bytes=40 * MIB,
-        source="NVIDIA A100 datasheet; CUDA C++ Programming Guide, compute capability 8.0",
-    ),
-    link=LinkSpec(
-        name="NVLink 3, NVSwitch",
-        bytes_per_s=300 * GIGA,  # 600 GB/s is the sum of both directions
-        latency_s=_LATENCY_S,
-        topology="switch",
-        copy_overhead_s=_COPY_OVERHEAD_S,
-        source=f"NVIDIA A100 datasheet; {_PLACEHOLDERS}",
-    ),
-    num_devices=8,
-    source="datasheet peaks of HGX A100 with 8 GPUs",
-)
-
-A40 = Machine(
-    name="a40-4",
-    device=DeviceSpec(
-        name="A40 PCIe",
-        num_sms=84,
-        max_threads_per_sm=1536,
-        max_warps_per_sm=48,
-        max_blocks_per_sm=16,
-        registers_per_sm=65536,
-        shared_bytes_per_sm=100 * KIB,
-        shared_bytes_per_block=99 * KIB,
-        bf16_flop_per_s=149.7 * TERA,
-        fp32_flop_per_s=37.4 * TERA,
-        hbm_bytes_per_s=696 * GIGA,  # GDDR6
-        hbm_bytes=48 * GIGA,
-        l2_bytes=6 * MIB,
-        source="NVIDIA A40 datasheet; CUDA C++ Programming Guide, compute capability 8.6",
-    ),
-    link=LinkSpec(
-        name="PCIe 4.0 x16, no NVLink bridge",
-        bytes_per_s=31.5 * GIGA,  # 16 GT/s x 16 lanes x 128/130; "64 GB/s" sums both directions
-        latency_s=_LATENCY_S,
-        topology="pcie",
-        copy_overhead_s=_COPY_OVERHEAD_S,
-        source=f"PCIe 4.0; {_PLACEHOLDERS}",
-    ),
-    num_devices=4,
-    source="datasheet peaks of a server with 4 A40 on PCIe",
-)
-
-H100 = Machine(
-    name="h100-8",
-    device=DeviceSpec(
-        name="H100 SXM",
-        num_sms=132,
-        max_threads_per_sm=2048,
-        max_warps_per_sm=64,
-        max_blocks_per_sm=32,
-        registers_per_sm=65536,
-        shared_bytes_per_sm=228 * KIB,
-        shared_bytes_per_block=227 * KIB,
-        bf16_flop_per_s=989 * TERA,
-        fp32_flop_per_s=67 * TERA,
-        hbm_bytes_per_s=3.35 * TERA,
-        hbm_bytes=80 * GIGA,
-        l2_bytes=50 * MIB,
-        source="NVIDIA H100 datasheet; CUDA C++ Programming Guide, compute capability 9.0",
-    ),
-    link=LinkSpec(
-        name="NVLink 4, NVSwitch",
-        bytes_per_s=450 * GIGA,  # 900 GB/s is the sum of both directions
-        latency_s=_LATENCY_S,
-        topology="switch",
-        copy_overhead_s=_COPY_OVERHEAD_S,
-        source=f"NVIDIA H100 datasheet; {_PLACEHOLDERS}",
-    ),
-    num_devices=8,
-    source="datasheet peaks of HGX H100 with 8 GPUs",
-)
-
-H200 = replace(
-    H100,
-    name="h200-8",
-    device=replace(
-        H100.device,
-        name="H200 SXM",
-        hbm_bytes_per_s=4.8 * TERA,
-        hbm_bytes=141 * GIGA,
-        l2_bytes=60 * MIB,  # as the device reports it; the datasheet does not say
-        source="NVIDIA H200 datasheet; CUDA C++ Programming Guide, compute capability 9.0",
-    ),
-    link=replace(
-        H100.link,
-        source="NVIDIA H200 datasheet; copy overhead measured on 8xH200, 2026-11; latency is a "
-        "placeholder until calibrated",
-    ),
-    source="datasheet peaks of HGX H200 with 8 GPUs",
-)
-
-B200 = Machine(
-    name="b200-8",
-    device=DeviceSpec(
-        name="B200 SXM",
-        num_sms=148,
-        max_threads_per_sm=2048,
-        max_warps_per_sm=64,
-        max_blocks_per_sm=32,
-        registers_per_sm=65536,
-        shared_bytes_per_sm=228 * KIB,
-        shared_bytes_per_block=227 * KIB,
-        bf16_flop_per_s=2250 * TERA,  # DGX B200: 36 Pflop/s of 8 GPUs is with sparsity
-        fp32_flop_per_s=75 * TERA,
-        hbm_bytes_per_s=8 * TERA,
-        hbm_bytes=180 * GIGA,
-        l2_bytes=126 * MIB,
-        source="NVIDIA DGX B200 datasheet; Blackwell tuning guide, compute capability 10.0",
-    ),
-    link=LinkSpec(
-        name="NVLink 5, NVSwitch",
-        bytes_per_s=900 * GIGA,  # 1.8 TB/s is the sum of both directions
-        latency_s=_LATENCY_S,
-        topology="switch",
-        copy_overhead_s=_COPY_OVERHEAD_S,
-        source=f"NVIDIA DGX B200 datasheet; {_PLACEHOLDERS}",
-    ),
-    num_devices=8,
-    source="datasheet peaks of DGX B200 with 8 GPUs",
-)
-
-MI250X = Machine(
-    name="mi250x-8",
-    device=DeviceSpec(
-        name="MI250X GCD",
-        num_sms=110,
-        max_threads_per_sm=2048,
-        max_warps_per_sm=32,
-        max_blocks_per_sm=32,
-        registers_per_sm=131072,  # 512 KiB
-        shared_bytes_per_sm=64 * KIB,
-        shared_bytes_per_block=64 * KIB,
-        shared_reserved_bytes_per_block=0,
-        shared_granule_bytes=512,
-        bf16_flop_per_s=191.5 * TERA,  # half of the package, as all rates here
-        fp32_flop_per_s=23.9 * TERA,
-        hbm_bytes_per_s=1.6384 * TERA,
-        hbm_bytes=64 * GIGA,
-        l2_bytes=8 * MIB,
-        source="AMD Instinct MI250X datasheet, halved; CDNA 2 white paper",
-    ),
-    link=LinkSpec(
-        # as a mesh of equal links this is a mean: a GCD has 4 links to the other one of its
-        # package and 3 to other packages, and reaches some GCDs through others only
-        name="Infinity Fabric 3, 7 links of a GCD to GCDs",
-        bytes_per_s=350 * GIGA,  # 50 GB/s a link and direction
-        latency_s=_LATENCY_S,
-        topology="mesh",
-        copy_overhead_s=_COPY_OVERHEAD_S,
-        source=f"ROCm docs, MI250 microarchitecture; {_PLACEHOLDERS}",
-    ),
-    num_devices=8,
-    source="datasheet peaks of a node with 4 MI250X, 8 GCDs",
-)
-
-MI300X = Machine(
-    name="mi300x-8",
-    device=DeviceSpec(
-        name="MI300X OAM",
-        num_sms=304,
-        max_threads_per_sm=2048,
-        max_warps_per_sm=32,
-        max_blocks_per_sm=32,
-        registers_per_sm=131072,  # 512 KiB
-        shared_bytes_per_sm=64 * KIB,
-        shared_bytes_per_block=64 * KIB,
-        shared_reserved_bytes_per_block=0,
-        shared_granule_bytes=512,
-        bf16_flop_per_s=1307.4 * TERA,
-        fp32_flop_per_s=163.4 * TERA,
-        hbm_bytes_per_s=5.3 * TERA,
-        hbm_bytes=192 * GIGA,
-        l2_bytes=32 * MIB,  # 4 MiB in each of 8 XCDs; the 256 MB Infinity Cache is behind them
-        source="AMD Instinct MI300X datasheet; CDNA 3 white paper",
-    ),
-    link=LinkSpec(
-        name="Infinity Fabric 4, one x16 link to each of 7 peers",
-        bytes_per_s=448 * GIGA,  # 7 x 64 GB/s; "896 GB/s" is the sum of both directions
-        latency_s=_LATENCY_S,
-        topology="mesh",
-        copy_overhead_s=_COPY_OVERHEAD_S,
-        source=f"AMD Instinct MI300X platform datasheet; {_PLACEHOLDERS}",
-    ),
-    num_devices=8,
-    source="datasheet peaks of the MI300X platform with 8 GPUs",
-)
-
-_PRESETS = {
-    machine.name.partition("-")[0]: machine
-    for machine in (A100, A40, H100, H200, B200, MI250X, MI300X)
-}

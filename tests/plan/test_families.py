@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
-from counterpoint.machine import preset
 from counterpoint.plan.families import DIRECTIONS, FAMILIES, build
 from counterpoint.plan.grading import compositions
 from counterpoint.plan.serialize import from_json, to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
+from counterpoint.presets import preset
 from counterpoint.problem import OPS, Op, Problem
 
 AG: Op = "all_gather_matmul"

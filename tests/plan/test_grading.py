@@ -2,10 +2,10 @@
 
 import pytest
 
-from counterpoint.machine import preset
 from counterpoint.plan.families import build
 from counterpoint.plan.grading import MAX_GROUPS, compositions, copy_s, graded_groups, matmul_s
 from counterpoint.plan.steps import Region
+from counterpoint.presets import preset
 from counterpoint.problem import OPS, Op, Problem
 
 H200 = preset("h200-8")

@@ -4,8 +4,8 @@ from counterpoint.machine import Machine
 from counterpoint.plan.grading import copy_s, matmul_s
 from counterpoint.problem import Problem
 
-# 8xH200, bf16, 2026-11: with 0.094 ms of matmul and 0.054 ms of all-gather (M 512) every plan
-# lost, with 0.178 and 0.118 ms (M 2048) plans won by 1.2x; below this, serial
+# 4xH200, bf16, 2026-11: eager on an idle GPU, plans lost where one of both took 0.11 ms (M 2048) or
+# less, to the host's time, and won from 0.2 ms on; in a graph they won at 0.11 ms as well
 WORTHWHILE_S = 100e-6
 
 

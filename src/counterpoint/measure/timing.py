@@ -1,7 +1,8 @@
 """Time several implementations fairly on GPUs: one randomised rotation at settled clocks.
 
-The same GEMM took 1.06 ms on a cool chip and 1.23 ms under load (8xH200, bf16, 2026-11), so arms
-that are not interleaved in one run mislead. Every round runs every arm once, in a random order that
+The same all-gather and matmul took 1.58 ms called singly and 1.81 ms a call in graphs of eight,
+which leave the chip less time to cool (4xH200, bf16, 8192,7168,8192, 2026-11): arms that are not
+interleaved in one run mislead. Every round runs every arm once, in a random order that
 is the same on all ranks; before each, a backlog and a device-side barrier, so that neither host
 time nor late ranks count. A round's time is that of the slowest rank.
 """

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from counterpoint.choose.rule import choose_spec
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
-from counterpoint.machine import Machine, preset_of
+from counterpoint.machine import Machine
 from counterpoint.plan.families import build
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
+from counterpoint.presets import preset_of
 from counterpoint.problem import Op, Problem
 from counterpoint.runtime.execute import compile_plan
 from counterpoint.runtime.ranks import gather_object, group_of

@@ -6,10 +6,11 @@ the group sizes that fit the machine's waves. `build(problem, plan.spec) == plan
 """
 
 from counterpoint.errors import InputError
-from counterpoint.machine import Machine, preset
+from counterpoint.machine import Machine
 from counterpoint.plan import all_gather_matmul, matmul_reduce_scatter
 from counterpoint.plan.grading import graded_groups
 from counterpoint.plan.steps import Plan, Region
+from counterpoint.presets import preset
 from counterpoint.problem import Op, Problem
 
 FAMILIES: dict[Op, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from counterpoint.machine import Machine
 from counterpoint.problem import Problem
 
 MAX_GROUPS = 4  # above 8 ranks, so that the number of candidates stays in the hundreds
-GEMM_EFFICIENCY = 0.8  # 8xH200, bf16, 2026-11: cuBLAS reaches 773 of 989 TFLOP/s at 8192^3
+GEMM_EFFICIENCY = 0.8  # H200, bf16, 2026-11: cuBLAS reaches 781 of 989 TFLOP/s at 8192,1280,8192
 # of a tile of the machine's size, and of its halvings. 4xH200, bf16, 2026-11: with these, matmuls
 # of 80 to 1792 tiles of 128x256 are predicted within 15 %; without halvings, 80 tiles are 60 % off
 TILE_EFFICIENCY = (1.0, 0.97, 0.94, 0.9)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from counterpoint.errors import PeerTimeoutError
-from counterpoint.plan.bind import Arrival, BoundStep, Program
+from counterpoint.plan.bind import Arrival, BoundStep, Part, Program
 from counterpoint.runtime import compute, execute
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.ranks import describe_process
@@ -26,12 +26,12 @@ SLEEP_S = 50e-6
 LOOK_EVERY_S = 0.05  # how often a late peer's process is looked at
 LOST_S = 0.2  # a dying process closes its connections before it shows as dead
 
-COMPUTE: dict[str, Callable[[BoundStep, object, Places], Action]] = {
+COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
     "matmul": compute.matmul,
     "move": compute.move,
     "reduce": compute.reduce,
     "collective": compute.collective,
-}  # type: ignore[assignment]
+}
 
 _threads: dict[str, ThreadPoolExecutor] = {}
 
