@@ -196,9 +196,25 @@ def _shrunken_pairs(plan: Plan) -> Iterator[Mutant]:
                     writes = _but(step.writes, j, replace(write, cols=cols))
                     mutant = with_step(plan, i, reads=reads, writes=writes)
                     yield f"pair: {step.name} copies columns {cols}", mutant
-        if step.kind == "matmul":
+        if step.kind == "matmul" and step.arg("contract"):
+            x, dy, dw = *step.reads, step.writes[0]
+            for a, b in _shrunken(x.cols, plan.buffer(x.buffer).shape[1]):
+                reads, writes = (replace(x, cols=(a, b)), dy), (replace(dw, rows=(a, b)),)
+                mutant = with_step(plan, i, reads=reads, writes=writes)
+                yield f"pair: {step.name} of columns {a}:{b} of x", mutant
+            for a, b in _shrunken(dy.cols, plan.buffer(dy.buffer).shape[1]):
+                reads, writes = (x, replace(dy, cols=(a, b))), (replace(dw, cols=(a, b)),)
+                mutant = with_step(plan, i, reads=reads, writes=writes)
+                yield f"pair: {step.name} of columns {a}:{b} of dy", mutant
+            if all(plan.buffer(r.buffer).holds == "all" for r in step.reads):
+                for peer in range(plan.problem.ranks):
+                    reads = tuple(replace(r, shards=((peer,),)) for r in step.reads)
+                    if reads != step.reads:
+                        mutant = with_step(plan, i, reads=reads)
+                        yield f"pair: {step.name} over shard {peer}", mutant
+        elif step.kind == "matmul":
             x, w = step.reads[:2]
-            for a, b in _shrunken(x.cols, plan.problem.k):
+            for a, b in _shrunken(x.cols, plan.buffer(x.buffer).shape[1]):
                 reads = (replace(x, cols=(a, b)), replace(w, rows=(a, b)), *step.reads[2:])
                 yield f"pair: {step.name} over k {a}:{b}", with_step(plan, i, reads=reads)
 

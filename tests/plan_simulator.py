@@ -23,7 +23,7 @@ class Stuck(Exception):
 
 
 def simulate(plan: Plan, seed: int) -> bool:
-    """Whether every call on every rank leaves in y what the op defines.
+    """Whether every call on every rank leaves in the outputs what the op defines.
 
     Raises:
         Stuck: the ranks wait for one another.
@@ -97,7 +97,9 @@ class _Simulation:
             return
         for name, values in self.inputs[call[rank]][rank].items():
             self.memory[name, rank][0] = values
-        self.memory["y", rank][:] = np.nan
+        for buffer in self.plan.buffers:
+            if buffer.space == "output":
+                self.memory[buffer.name, rank][:] = np.nan
         queues: dict[str, list[BoundStep]] = {}
         for bound in self.programs[rank].steps:
             lane = self.plan.lane(bound.step.lane)
@@ -107,16 +109,35 @@ class _Simulation:
             actors[rank, queue] = self.lane(call[rank], rank, steps)
 
     def leave(self, call: int, rank: int) -> None:
-        p, inputs = self.plan.problem, self.inputs[call]
-        if p.op == "all_gather_matmul":
-            x = np.concatenate([inputs[r]["x"] for r in self.ranks])
-            want = x @ inputs[rank]["w"]
-        else:
-            rows = slice(self.starts[rank], self.starts[rank + 1])
-            want = sum(inputs[r]["x"][rows] @ inputs[r]["w"] for r in self.ranks)
-        if p.bias:
-            want = want + inputs[rank]["bias"]
-        self.right = self.right and bool(np.array_equal(self.memory["y", rank][0], want))
+        for name, want in self.wanted(self.inputs[call], rank).items():
+            self.right = self.right and bool(np.array_equal(self.memory[name, rank][0], want))
+
+    def wanted(self, inputs: list[dict[str, Array]], rank: int) -> dict[str, Array]:
+        """The outputs of `rank` as the op defines them."""
+        mine = inputs[rank]
+        own = slice(self.starts[rank], self.starts[rank + 1])
+
+        def gathered(name: str) -> Array:
+            return np.concatenate([each[name] for each in inputs])
+
+        def scattered(x: str, w: str) -> Array:
+            return np.sum([each[x] @ each[w] for each in inputs], axis=0)[own]
+
+        bias = mine.get("bias", np.zeros((1, 1)))
+        match self.plan.problem.op:
+            case "all_gather_matmul":
+                weights = {name: w for name, w in mine.items() if name.startswith("w")}
+                x = gathered("x")
+                return {name.replace("w", "y"): x @ w + bias for name, w in weights.items()}
+            case "matmul_reduce_scatter":
+                return {"y": scattered("x", "w") + bias}
+            case "all_gather_matmul_wgrad":
+                return {"dw": gathered("x").T @ mine["dy"]}
+            case "all_gather_matmul_backward":
+                return {"dx": scattered("dy", "wt"), "dw": gathered("x").T @ mine["dy"]}
+            case "matmul_reduce_scatter_backward":
+                dy = gathered("dy")
+                return {"dx": dy @ mine["wt"], "dw": mine["x"].T @ dy}
 
     def lane(self, call: int, rank: int, steps: list[BoundStep]) -> Iterator[bool]:
         """Yields True after an event, False where it has to wait."""
@@ -156,7 +177,8 @@ class _Simulation:
         for part in self.random.sample(bound.parts, len(bound.parts)):
             reads = [self.at(box) for box in part.reads]
             if bound.step.kind == "matmul":
-                reads = [reads[0] @ reads[1], *reads[2:]]
+                x = reads[0].T if bound.step.arg("contract") else reads[0]
+                reads = [x @ reads[1], *reads[2:]]
             self.at(part.write)[:] = sum(reads) if same else np.nan
 
     def collective(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:

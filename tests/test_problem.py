@@ -1,12 +1,12 @@
 """Problem: what it refuses, and the sizes that follow from it."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 
 from counterpoint.errors import InputError
-from counterpoint.problem import ITEM_BYTES, Problem
+from counterpoint.problem import FORWARD, ITEM_BYTES, OPS, Problem
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,9 @@ from counterpoint.problem import ITEM_BYTES, Problem
         ({"rows": (4, 4)}, r"rows must be 4 counts >= 0 that add up to 8, got \(4, 4\)"),
         ({"rows": (2, 2, 2, 3)}, r"rows must be 4 counts >= 0 that add up to 8, got \(2, 2, 2, 3"),
         ({"rows": (9, 0, 0, -1)}, r"rows must be 4 counts >= 0 that add up to 8, got \(9, 0"),
+        ({"splits": (2, 2)}, r"splits must be counts >= 0 that add up to 3, got \(2, 2\)"),
+        ({"splits": (4, -1)}, r"splits must be counts >= 0 that add up to 3, got \(4, -1\)"),
+        ({"splits": (1, 2), "bias": True}, r"splits must be empty: only all_gather_matmul without"),
     ],
 )
 def test_a_wrong_argument_is_refused(changes: dict[str, Any], message: str):
@@ -34,6 +37,16 @@ def test_a_wrong_argument_is_refused(changes: dict[str, Any], message: str):
     op = "" if "op" in changes else "all_gather_matmul: "
     with pytest.raises(InputError, match=f"^{op}{message}"):
         Problem(**(good | changes))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_only_some_ops_have_a_bias_or_several_weights(op: Any):
+    if op not in FORWARD:
+        with pytest.raises(InputError, match=f"^{op}: bias must be False: a gradient adds none"):
+            Problem(op, 8, 3, 5, 4, bias=True)
+    if op != "all_gather_matmul":
+        with pytest.raises(InputError, match=f"^{op}: splits must be empty: only all_gather_mat"):
+            Problem(op, 8, 3, 5, 4, splits=(1, 2))
 
 
 def test_rows_are_equal_unless_they_are_given():
@@ -69,13 +82,32 @@ def test_bytes_and_flop(dtype: Any):
     assert scatter.link_bytes == 2 * 5 * 7 * item_bytes
 
 
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_bytes_and_flop_of_gradients(dtype: Any):
+    item_bytes = ITEM_BYTES[dtype]
+    # shards of x, [rows, K], as of the forward gather
+    wgrad = Problem("all_gather_matmul_wgrad", 10, 7, 5, 3, dtype, rows=(2, 5, 3))
+    assert wgrad.flop == 2 * 10 * 7 * 5
+    assert wgrad.link_bytes == (5 + 3) * 5 * item_bytes
+    # and two partials of the own rows of dx, [rows, K]: the rank with the most rows
+    both = Problem("all_gather_matmul_backward", 10, 7, 5, 3, dtype, rows=(2, 5, 3))
+    assert both.flop == 4 * 10 * 7 * 5
+    assert both.link_bytes == (2 + 3 + 2 * 5) * 5 * item_bytes
+    # shards of dy, [rows, N]
+    scatter = Problem("matmul_reduce_scatter_backward", 10, 7, 5, 3, dtype, rows=(2, 5, 3))
+    assert scatter.flop == 4 * 10 * 7 * 5
+    assert scatter.link_bytes == (5 + 3) * 7 * item_bytes
+
+
 def test_one_rank_moves_nothing():
-    assert Problem("all_gather_matmul", 8, 4, 4, 1).link_bytes == 0
-    assert Problem("matmul_reduce_scatter", 8, 4, 4, 1).link_bytes == 0
+    assert [Problem(op, 8, 4, 4, 1).link_bytes for op in OPS] == [0] * len(OPS)
 
 
 def test_a_problem_prints_on_one_line():
     even = Problem("all_gather_matmul", 8, 4, 2, 2, bias=True)
     assert str(even) == "all_gather_matmul M8 N4 K2 bfloat16 +bias on 2 ranks"
+    several = Problem("all_gather_matmul", 8, 4, 2, 2, splits=[3, 1])  # type: ignore[arg-type]
+    assert str(several) == "all_gather_matmul M8 N3+1 K2 bfloat16 on 2 ranks"
+    assert hash(several) == hash(replace(several, splits=(3, 1)))
     uneven = Problem("matmul_reduce_scatter", 3, 4, 2, 2, "float32", rows=(1, 2))
     assert str(uneven) == "matmul_reduce_scatter M3 N4 K2 float32 on 2 ranks rows 1/2"

@@ -3,12 +3,20 @@
 import json
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.timeline import COMMUNICATION_KINDS, COMPUTE_KINDS, KINDS, Span, Timeline
+from counterpoint.timeline import (
+    COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
+    KINDS,
+    Span,
+    Timeline,
+    side_by_side,
+)
 
 
 def span(start_s, end_s, kind="matmul", *, rank=0, lane="compute", label="step"):
@@ -129,6 +137,52 @@ def test_lanes_have_one_order_on_all_ranks_and_in_perfetto():
         names = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
         assert tuple(names[tid] for tid in sorted(order, key=order.__getitem__)) == lanes
         assert rank not in names, "a main thread, which is shown on top"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_perfetto_pair_has_both_as_processes_of_their_own_from_zero(swapped):
+    predicted = replace(pipeline(), source="predicted for 4x H200")
+    measured = replace(pipeline().shifted(-7.0), title="", source="measured on 4x H200")
+    both = (measured, predicted) if swapped else (predicted, measured)
+    trace = json.loads(both[0].to_perfetto(beside=both[1]))
+    events = trace["traceEvents"]
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"].startswith("process_s")}
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [names[pid] for pid in sorted(order, key=order.__getitem__)] == [
+        "predicted: rank 0", "measured: rank 0", "predicted: rank 1", "measured: rank 1",
+    ]  # fmt: skip
+    threads = [(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"]
+    assert len({tid for _, tid in threads}) == len(threads) == 2 * 3
+    assert not {tid for _, tid in threads} & set(names), "a main thread, which is shown on top"
+    for name in ("predicted", "measured"):
+        drawn = [
+            (names[e["pid"]], e["name"], e["ts"], e["dur"])
+            for e in events
+            if e["ph"] == "X" and (e["pid"], e["tid"]) in threads
+            if names[e["pid"]].startswith(name)
+        ]
+        assert drawn == [
+            (f"{name}: rank {s.rank}", s.label, s.start_s * 1e6, s.duration_s * 1e6)
+            for s in pipeline().spans
+        ]
+    assert trace["otherData"] == {
+        "predicted: title": "a title", "predicted: source": "predicted for 4x H200",
+        "measured: title": "", "measured: source": "measured on 4x H200",
+    }  # fmt: skip
+
+
+def test_two_of_the_same_kind_are_first_and_second():
+    other = replace(pipeline(), title="other").shifted(5.0)
+    shown = side_by_side(other, pipeline())
+    assert {name: t.title for name, t in shown.items()} == {"first": "other", "second": "a title"}
+    assert [t.start_s for t in shown.values()] == [0.0, 0.0]
+
+
+def test_save_json_with_another_beside(tmp_path):
+    path = pipeline().save(tmp_path / "plan.json", beside=pipeline())
+    assert path.read_text(encoding="utf-8") == pipeline().to_perfetto(beside=pipeline())
+    with pytest.raises(InputError, match=r"ranks must be left out for a Perfetto .*, got \(0,\)"):
+        pipeline().save(tmp_path / "new" / "plan.json", ranks=[0])
 
 
 def test_save_json_is_perfetto_and_makes_the_folder(tmp_path):

@@ -5,6 +5,8 @@ CounterpointError
 ├── PlanError(ValueError)     a plan is wrong; nothing was launched
 ├── UnsupportedError          the call is right, but not on this hardware or build
 └── PeerTimeoutError          a peer did not answer in time; its group is unusable
+
+CounterpointWarning(UserWarning)  something was ignored; the message says what, and why
 """
 
 from typing import Any
@@ -70,3 +72,7 @@ class PeerTimeoutError(CounterpointError):
         super().__init__(message)
         self.rank = rank
         self.step = step
+
+
+class CounterpointWarning(UserWarning):
+    """Something was ignored, such as a damaged file; the call goes on without it."""

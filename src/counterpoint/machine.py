@@ -1,13 +1,15 @@
-"""What a machine is in numbers: limits and peak rates of its GPUs, and their links.
+"""What a machine is in numbers: limits and peak rates of its GPUs, their links, what work costs.
 
-The constants of the performance model. `counterpoint.presets` has those of datasheets; what a
-machine reaches is lower, and a `Machine` with `measured=True` holds that instead.
+`counterpoint.presets` has machines as their datasheets state them; what a machine reaches is
+lower: its `costs` say so, measured on it or, where nobody has measured, derived from the peaks.
 """
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
+from counterpoint.costs import Costs, Sms
 from counterpoint.errors import InputError
 
 KIB, MIB = 2**10, 2**20
@@ -154,7 +156,7 @@ class Machine:
         link: Of each of its GPUs.
         num_devices: GPUs of the node.
         gemm_tile: Rows and columns of the output tile of the vendor's large GEMM, for wave counts.
-        measured: True if the rates were measured on this machine, False for datasheet peaks.
+        measured: What the parts of a plan cost, measured on such a machine; None if nobody has.
         source: Where the numbers come from.
 
     Raises:
@@ -166,7 +168,7 @@ class Machine:
     link: LinkSpec
     num_devices: int
     gemm_tile: tuple[int, int] = (128, 256)
-    measured: bool = False
+    measured: Costs | None = None
     source: str
 
     def __post_init__(self) -> None:
@@ -176,6 +178,16 @@ class Machine:
         if len(self.gemm_tile) != 2 or min(self.gemm_tile) < 1:
             want = "two positive numbers (rows, columns)"
             raise InputError(op, "gemm_tile", want=want, got=self.gemm_tile)
+
+    @property
+    def costs(self) -> Costs:
+        """What the parts of a plan cost: as measured, or else derived from the datasheet."""
+        return self.measured or _from_datasheet(self.device, self.link)
+
+    @property
+    def sms(self) -> Sms:
+        """What a matmul runs on."""
+        return Sms(self.device.num_sms, self.gemm_tile)
 
     def to_json(self) -> str:
         """Return all fields as JSON; `from_json` gives an equal machine back."""
@@ -193,10 +205,35 @@ class Machine:
             values["device"] = DeviceSpec(**values["device"])
             values["link"] = LinkSpec(**values["link"])
             values["gemm_tile"] = tuple(values["gemm_tile"])
+            if values["measured"] is not None:
+                values["measured"] = Costs(**values["measured"])
             return cls(**values)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             want = "JSON written by Machine.to_json"
             raise InputError("Machine.from_json", "text", want=want, got=repr(error)) from error
+
+
+@cache
+def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
+    """The fractions of its peaks and the fixed times that 4xH200 showed, 2026-11, bf16."""
+    return Costs(
+        gemm_flop_per_s=0.81 * device.bf16_flop_per_s,
+        gemm_partial_wave=0.8,
+        gemm_wave_s=1e-6,
+        gemm_launch_s=5e-6,
+        gemm_settled=1.12,
+        hbm_bytes_per_s=0.8 * device.hbm_bytes_per_s,
+        kernel_s=1.5e-6,
+        copy_bytes_per_s=0.86 * link.bytes_per_s,
+        copy_overhead_s=link.copy_overhead_s,
+        barrier_s=2 * link.latency_s,
+        collective_bytes_per_s=0.7 * link.bytes_per_s,
+        collective_latency_s=30e-6,
+        matmul_beside_copy=1.1,
+        copy_beside_matmul=1.1,
+        host_call_s=40e-6,
+        host_step_s=15e-6,
+    )
 
 
 def _check_floor(op: str, field: str, value: float, floor: float, unit: str) -> None:

@@ -1,6 +1,7 @@
 """What is computed: the facts of one call, equal on all ranks.
 
-Legend: M rows in all (the gathered or the scattered dim), N and K as one rank sees them.
+Legend: M rows in all (the gathered or the scattered dim), N and K as one rank sees them; of a
+gradient, those of the forward call.
 """
 
 from dataclasses import dataclass
@@ -9,21 +10,36 @@ from typing import Literal, get_args
 
 from counterpoint.errors import InputError
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+Op = Literal[
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "all_gather_matmul_wgrad",
+    "all_gather_matmul_backward",
+    "matmul_reduce_scatter_backward",
+]
 DType = Literal["bfloat16", "float16", "float32"]
 
 OPS: tuple[str, ...] = get_args(Op)
+FORWARD: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One distributed matmul.
+    """One distributed matmul, or the gradients of one.
 
     all_gather_matmul:     y[M, N] = the x_r[rows[r], K] of all ranks, one under the other, times
-                           w[K, N], plus bias[N]
+                           w[K, N], plus bias[N]; with `splits` one y_i for each w_i[K, splits[i]]
     matmul_reduce_scatter: y_r[rows[r], N] = own rows of the sum over ranks of x_s[M, K] w_s[K, N],
                            plus bias[N], added once
+
+    With dy the gradient of y, and wt[N, K] the transposed weight:
+
+    all_gather_matmul_wgrad:        dw[K, N] = (the x_r[rows[r], K], one under the other)^T dy[M, N]
+    all_gather_matmul_backward:     dx_r[rows[r], K] = own rows of the sum over ranks of
+                                    dy_s[M, N] wt_s[N, K], and dw as all_gather_matmul_wgrad
+    matmul_reduce_scatter_backward: dx[M, K] = the dy_r[rows[r], N], one under the other, times
+                                    wt[N, K], and dw[K, N] = x[M, K]^T (the dy_r, as in dx)
 
     Args:
         op: the operator.
@@ -33,12 +49,14 @@ class Problem:
         ranks: number of ranks of the group.
         dtype: of x, w and y; products are accumulated in fp32.
         rows: rows of each rank; empty means equal, and then `ranks` must divide `m`.
-        bias: whether a bias row is added.
+        bias: whether a bias row is added; of forward ops.
         scratch_bytes_limit: most bytes of scratch and symmetric memory that a plan may use on a
             rank; 0 means no limit.
+        splits: columns of each weight of an all_gather_matmul of several; empty means one weight.
 
     Raises:
-        InputError: a size is negative, or `rows` does not add up to `m`.
+        InputError: a size is negative, `rows` does not add up to `m` or `splits` to `n`, or the op
+            takes no bias or one weight only.
     """
 
     op: Op
@@ -50,6 +68,7 @@ class Problem:
     rows: tuple[int, ...] = ()
     bias: bool = False
     scratch_bytes_limit: int = 0
+    splits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -73,6 +92,19 @@ class Problem:
             want = f"{self.ranks} counts >= 0 that add up to {self.m}"
             raise InputError(self.op, "rows", want=want, got=rows)
         object.__setattr__(self, "rows", rows)
+        if self.bias and self.op not in FORWARD:
+            raise InputError(self.op, "bias", want="False: a gradient adds none", got=self.bias)
+        object.__setattr__(self, "splits", tuple(self.splits))
+        self._check_splits()
+
+    def _check_splits(self) -> None:
+        splits = self.splits
+        if splits and (self.op != "all_gather_matmul" or self.bias):
+            want = "empty: only all_gather_matmul without a bias takes several weights"
+            raise InputError(self.op, "splits", want=want, got=splits)
+        if splits and (sum(splits) != self.n or min(splits) < 0):
+            want = f"counts >= 0 that add up to {self.n}"
+            raise InputError(self.op, "splits", want=want, got=splits)
 
     @property
     def row_starts(self) -> tuple[int, ...]:
@@ -81,24 +113,43 @@ class Problem:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element of x, w and y."""
+        """Bytes of one element of every operand."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def flop(self) -> int:
-        """Floating-point operations of one rank: 2 M N K."""
-        return 2 * self.m * self.n * self.k
+        """Floating-point operations of one rank: 2 M N K for each matmul."""
+        matmuls = 2 if self.op.endswith("_backward") else 1
+        return matmuls * 2 * self.m * self.n * self.k
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that the busiest rank receives: every shard (or partial) but its own."""
-        if self.op == "all_gather_matmul":
-            return (self.m - min(self.rows)) * self.k * self.item_bytes
-        return (self.ranks - 1) * max(self.rows) * self.n * self.item_bytes
+        """Bytes that the busiest rank receives.
+
+        Of what is gathered, every shard but its own; of what is scattered, from each peer a partial
+        of its own rows.
+        """
+        gathered, scattered = self._columns
+        rows = ((self.m - own) * gathered + (self.ranks - 1) * own * scattered for own in self.rows)
+        return max(rows) * self.item_bytes
+
+    @property
+    def _columns(self) -> tuple[int, int]:
+        """Columns of what is gathered and of what is scattered."""
+        match self.op:
+            case "matmul_reduce_scatter":
+                return 0, self.n
+            case "all_gather_matmul_backward":
+                return self.k, self.k
+            case "matmul_reduce_scatter_backward":
+                return self.n, 0
+            case _:
+                return self.k, 0
 
     def __str__(self) -> str:
         even = len(set(self.rows)) == 1
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
-        shape = f"M{self.m} N{self.n} K{self.k}"
+        columns = "+".join(map(str, self.splits or (self.n,)))
+        shape = f"M{self.m} N{columns} K{self.k}"
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"

@@ -5,7 +5,7 @@ One format with three writers (`model.estimate`, a profiled run, `measure.trace`
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -186,25 +186,41 @@ class Timeline:
             want = "JSON written by Timeline.to_json"
             raise InputError("Timeline.from_json", "text", want=want, got=repr(error)) from error
 
-    def to_perfetto(self) -> str:
+    def to_perfetto(self, *, beside: "Timeline | None" = None) -> str:
         """Return Chrome trace event JSON for ui.perfetto.dev: rank = process, lane = thread.
 
         Times are rounded to 1 ns first: spans that touch must not overlap, because Perfetto
         drops a span that overlaps another one of its thread in part.
 
+        Args:
+            beside: Another timeline; then both start at 0, and each rank is two processes, such
+                as "predicted: rank 0" above "measured: rank 0".
+
         Source: "Trace Event Format" (Google), complete and metadata events; ts and dur in us.
         """
+        shown = {"": self} if beside is None else side_by_side(self, beside)
+        events: list[dict[str, Any]] = []
+        about: dict[str, str] = {}
+        for place, (name, timeline) in enumerate(shown.items()):
+            prefix = f"{name}: " if name else ""
+            processes = {rank: len(shown) * rank + place for rank in timeline.ranks}
+            events += timeline._perfetto_events(processes, prefix)
+            about |= {f"{prefix}title": timeline.title, f"{prefix}source": timeline.source}
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": about})
+
+    def _perfetto_events(self, processes: dict[int, int], prefix: str) -> list[dict[str, Any]]:
+        """Return the events of all ranks; `processes` has the number of each rank's process."""
         events: list[dict[str, Any]] = []
         thread_ids: dict[tuple[int, str], int] = {}
-        for rank in self.ranks:
-            events.append(_metadata(rank, 0, "process_name", {"name": f"rank {rank}"}))
-            events.append(_metadata(rank, 0, "process_sort_index", {"sort_index": rank}))
+        for rank, process in processes.items():
+            events.append(_metadata(process, 0, "process_name", {"name": f"{prefix}rank {rank}"}))
+            events.append(_metadata(process, 0, "process_sort_index", {"sort_index": process}))
             # a thread with its process's number is its main thread, which is shown on top
-            for thread_id, lane in enumerate(self.lanes(rank), start=1000 * (rank + 1)):
+            for thread_id, lane in enumerate(self.lanes(rank), start=1000 * (process + 1)):
                 thread_ids[rank, lane] = thread_id
-                events.append(_metadata(rank, thread_id, "thread_name", {"name": lane}))
+                events.append(_metadata(process, thread_id, "thread_name", {"name": lane}))
                 sort_index = {"sort_index": thread_id}
-                events.append(_metadata(rank, thread_id, "thread_sort_index", sort_index))
+                events.append(_metadata(process, thread_id, "thread_sort_index", sort_index))
         for span in self.spans:
             start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
             events.append(
@@ -212,38 +228,53 @@ class Timeline:
                     "ph": "X",
                     "name": span.label,
                     "cat": span.kind,
-                    "pid": span.rank,
+                    "pid": processes[span.rank],
                     "tid": thread_ids[span.rank, span.lane],
                     "ts": start_ns / 1e3,
                     "dur": (end_ns - start_ns) / 1e3,
                     "args": {"kind": span.kind},
                 }
             )
-        about = {"title": self.title, "source": self.source}
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": about})
+        return events
 
-    def save(self, path: str | Path) -> Path:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        beside: "Timeline | None" = None,
+        ranks: Sequence[int] | None = None,
+    ) -> Path:
         """Write a picture (.png, .svg, .pdf) or a Perfetto trace (.json), by the suffix of `path`.
 
         Folders that are missing are made.
+
+        Args:
+            path: What to write, and in which form.
+            beside: Another timeline for the same file: what was measured beside what was
+                predicted, on one time axis. Which is which, their `source` says.
+            ranks: Ranks that a picture shows; `measure.draw.draw_timeline` has the defaults.
 
         Returns:
             The path written.
 
         Raises:
-            InputError: The suffix is none of these.
+            InputError: The suffix is none of these; `ranks` are not ranks of each timeline, or
+                are given for a trace, which has all; or the two timelines share no rank.
         """
         path = Path(path)
         if path.suffix not in (*PICTURE_SUFFIXES, ".json"):
             want = "a file name that ends in .png, .svg, .pdf or .json"
             raise InputError("Timeline.save", "path", want=want, got=str(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in PICTURE_SUFFIXES:
             # here, not at the top: matplotlib takes a second to import, and models never draw
             from counterpoint.measure.draw import draw_timeline
 
-            return draw_timeline(self, path)
-        path.write_text(self.to_perfetto(), encoding="utf-8")
+            return draw_timeline(self, path, beside=beside, ranks=ranks)
+        if ranks is not None:
+            want = "left out for a Perfetto trace, which has all"
+            raise InputError("Timeline.save", "ranks", want=want, got=tuple(ranks))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_perfetto(beside=beside), encoding="utf-8")
         return path
 
     def _of_rank(self, op: str, rank: int) -> tuple[Span, ...]:
@@ -260,8 +291,21 @@ class Timeline:
         return spans
 
 
-def _metadata(rank: int, thread_id: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": thread_id, "name": name, "args": args}
+def side_by_side(timeline: Timeline, beside: Timeline) -> dict[str, Timeline]:
+    """Name two timelines and put both at time zero: what was predicted first, then the measured.
+
+    Their sources begin with "predicted" and "measured"; else they are "first" and "second", in
+    the order given.
+    """
+    names = ("predicted", "measured")
+    for pair in ((timeline, beside), (beside, timeline)):
+        if all(t.source.startswith(name) for name, t in zip(names, pair, strict=True)):
+            return {name: t.shifted() for name, t in zip(names, pair, strict=True)}
+    return {"first": timeline.shifted(), "second": beside.shifted()}
+
+
+def _metadata(process: int, thread_id: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "tid": thread_id, "name": name, "args": args}
 
 
 def _union(spans: Iterable[Span]) -> list[Interval]:

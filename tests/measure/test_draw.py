@@ -1,13 +1,17 @@
 """Pictures: valid files of the right size that hold what was asked for, and no global state."""
 
+import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
 
 from counterpoint.errors import InputError
+from counterpoint.measure import canvas
 from counterpoint.measure.canvas import DPI
 from counterpoint.measure.draw import EXPOSED, LOOKS, draw_timeline
 from counterpoint.timeline import KINDS, Span, Timeline
@@ -39,6 +43,66 @@ def fills(path):
     assert root.tag == f"{SVG}svg"
     styles = [path.get("style", "") for path in root.iter(f"{SVG}path")]
     return [style.split("fill: ")[1].split(";")[0] for style in styles if "fill: #" in style]
+
+
+def words(path):
+    """The texts of an .svg in the order of drawing: beside the outlines they stand as comments."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+
+
+def figure_of(monkeypatch, draw):
+    """The matplotlib figure that `draw` would have saved."""
+    figures = []
+    with monkeypatch.context() as patch:
+        patch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
+        draw()
+    return figures[0]
+
+
+def extents(figure):
+    """Text -> its box in pixels, for all texts that are seen."""
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()
+    hidden = {
+        text
+        for axes in figure.axes
+        if not axes.axison
+        for axis in (axes.xaxis, axes.yaxis)
+        for text in axis.findobj(Text)
+    }
+    return [
+        (text.get_text(), text.get_window_extent())
+        for text in figure.findobj(Text)
+        if text.get_text().strip() and text.get_visible() and text not in hidden
+    ]
+
+
+def collisions(figure):
+    """Pairs of texts that overlap, and texts that leave the picture."""
+    boxes = extents(figure)
+    pairs = [
+        (text, other)
+        for (text, box), (other, second) in combinations(boxes, 2)
+        if box.x0 < second.x1 and second.x0 < box.x1 and box.y0 < second.y1 and second.y0 < box.y1
+    ]
+    page = figure.bbox
+    inside = page.x0, page.y0, page.x1, page.y1
+    return pairs + [
+        (text, inside)
+        for text, box in boxes
+        if box.x0 < page.x0 or box.y0 < page.y0 or box.x1 > page.x1 or box.y1 > page.y1
+    ]
+
+
+def pair(num_ranks=8, *, slowest=5, factor=1.25):
+    """A prediction, and a measurement `factor` as long of which one rank ends last."""
+    predicted = replace(steps(num_ranks, 4), source="predicted for 8x H200")
+    late_s = predicted.end_s * factor
+    late = Span(slowest, "compute", late_s - 1e-6, late_s, "matmul", "late")
+    return predicted, replace(
+        predicted, spans=(*predicted.spans, late), source="measured on 8x H200"
+    )
 
 
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(1, 1), (1, 20), (4, 20)])
@@ -105,9 +169,116 @@ def test_lanes_are_in_the_same_order_on_all_ranks(tmp_path):
     assert [fill for fill in drawn if fill in colours][:4] == colours * 2
 
 
+def test_some_ranks_of_one_timeline(tmp_path):
+    seen = words(draw_timeline(steps(4, 2), tmp_path / "plan.svg", ranks=[3, 1]))
+    assert [word for word in seen if re.fullmatch(r"rank \d", word)] == ["rank 1", "rank 3"]
+    assert "made up, not measured; ranks 1, 3 of 4; totals are over all ranks" in seen
+    whole = steps(4, 2).duration_s * 1e6
+    assert f"total {whole:.1f} us" in seen
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_pair_has_both_sources_and_totals_and_their_ratio(tmp_path, swapped):
+    timelines = pair()[::-1] if swapped else pair()
+    seen = words(timelines[0].save(tmp_path / "pair.svg", beside=timelines[1]))
+    # the predicted one on top, whoever was asked
+    order = [w for w in seen if w.startswith(("predicted for", "measured on", "total"))]
+    assert order == ["predicted for 8x H200", "total 47.0 us", "measured on 8x H200",
+                     "total 58.8 us"]  # fmt: skip
+    assert "predicted / measured 0.80" in seen
+    assert seen.count("a title") == 1
+
+
+def test_pair_shows_the_first_and_the_slowest_rank_unless_told(tmp_path):
+    predicted, measured = pair(slowest=5)
+
+    def shown(name, **ranks):
+        seen = words(predicted.save(tmp_path / name, beside=measured, **ranks))
+        return [w for w in seen if re.fullmatch(r"rank \d", w)], seen
+
+    names, seen = shown("default.svg")
+    assert names == ["rank 0", "rank 5"] * 2
+    assert "ranks 0, 5 of 8; below, rank 5 ends last; totals are over all ranks" in seen
+    assert shown("told.svg", ranks=(2,))[0] == ["rank 2"] * 2
+    names, seen = shown("all.svg", ranks=range(8))
+    assert names == [f"rank {rank}" for rank in range(8)] * 2
+    assert "all ranks" in seen
+
+
+def test_pair_of_few_ranks_shows_them_all(tmp_path):
+    predicted, measured = pair(2, slowest=1)
+    seen = words(predicted.save(tmp_path / "pair.svg", beside=measured))
+    assert [w for w in seen if re.fullmatch(r"rank \d", w)] == ["rank 0", "rank 1"] * 2
+
+
+def test_pair_has_one_time_axis_on_which_each_ends_where_it_ends(monkeypatch):
+    predicted, measured = pair(2, slowest=1)
+    late = Timeline(measured.shifted(-3.0).spans, source=measured.source)
+    figure = figure_of(monkeypatch, lambda: draw_timeline(predicted, "x.png", beside=late))
+    (axes,) = figure.axes
+    totals_us = [timeline.duration_s * 1e6 for timeline in (predicted, measured)]
+    assert axes.get_xlim() == pytest.approx((0, totals_us[1]))
+    upper, lower = (line.get_xydata() for line in axes.lines)
+    assert [upper[0, 0], lower[0, 0]] == pytest.approx(totals_us)
+    # y is in inches from the top: one ends where the other has not begun
+    assert upper[1, 1] < lower[0, 1]
+    boxes = [patch.get_bbox() for patch in axes.patches]
+    blue = [box for box, patch in zip(boxes, axes.patches, strict=True)
+            if patch.get_facecolor()[:3] == pytest.approx((0, 0x72 / 255, 0xB2 / 255))]  # fmt: skip
+    above = [box for box in blue if box.y1 < upper[1, 1]]
+    below = [box for box in blue if box.y0 > lower[0, 1]]
+    assert (len(above), len(below)) == (8, 9)
+    for panel, timeline in ((above, predicted), (below, measured)):
+        starts_us = sorted(s.start_s * 1e6 for s in timeline.spans if s.kind == "matmul")
+        assert sorted(box.x0 for box in panel) == pytest.approx(starts_us, abs=1e-6)
+
+
+def test_pair_marks_what_each_exposes(tmp_path):
+    one = Timeline((Span(0, "copy", 0, 4, "copy", "c"), Span(0, "compute", 1, 2, "matmul", "m")))
+    other = Timeline((Span(0, "copy", 0, 4, "copy", "c"),))
+    drawn = fills(draw_timeline(one, tmp_path / "pair.svg", beside=other))
+    assert drawn.count(EXPOSED.lower()) == 2 + 1 + 1  # and the legend
+
+
+def test_pair_of_the_same_kind_is_first_and_second_and_says_whose_title(tmp_path):
+    first = steps(1, 2)
+    second = replace(steps(1, 4), title="another title")
+    seen = words(draw_timeline(first, tmp_path / "pair.svg", beside=second))
+    assert {"first / second 0.50", "a title", "made up, not measured",
+            "made up, not measured: another title"} <= {*seen}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("timeline", "beside"),
+    [
+        pair(),
+        pair(factor=40.0),
+        pair(factor=1.0),
+        (pair()[0], replace(pair()[1], source="measured on something " * 20)),
+        (steps(2, 2), Timeline((Span(1, "a long name of a lane", 0, 0, "copy", "no length"),))),
+    ],
+    ids=["as usual", "much longer", "as long", "a long source", "no length"],
+)
+@pytest.mark.parametrize("width_in", [9.0, 12.0])
+def test_no_text_of_a_pair_overlaps_another(monkeypatch, timeline, beside, width_in):
+    figure = figure_of(
+        monkeypatch, lambda: draw_timeline(timeline, "x.png", beside=beside, width_in=width_in)
+    )
+    assert not collisions(figure)
+
+
 def test_refusals(tmp_path):
     with pytest.raises(InputError, match=r"draw_timeline: path must be .*\.pdf, got .*plan.jpg"):
         draw_timeline(steps(1, 1), tmp_path / "plan.jpg")
+    for ranks in ((0, 7), ()):
+        with pytest.raises(InputError, match=r"ranks must be some of \(0, 1\), got \("):
+            steps(2, 1).save(tmp_path / "plan.png", ranks=ranks)
+    with pytest.raises(InputError, match=r"ranks must be some of \(0, 1\), got \(2,\)"):
+        steps(2, 1).save(tmp_path / "plan.png", beside=steps(3, 1), ranks=(2,))
+    apart = Timeline((Span(4, "compute", 0, 1, "matmul", "m"),))
+    with pytest.raises(InputError, match=r"beside must be .* ranks \(0, 1\), got one with \(4,\)"):
+        steps(2, 1).save(tmp_path / "plan.png", beside=apart)
+    assert not list(tmp_path.iterdir())
 
 
 def test_import_is_light_and_drawing_leaves_pyplot_alone(tmp_path):

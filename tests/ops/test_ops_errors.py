@@ -13,7 +13,7 @@ from rank_bodies import Case, device, wrong
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.errors import CounterpointError, InputError, PlanError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, PlanError
 from counterpoint.plan.families import FAMILIES, build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -45,6 +45,7 @@ def broken_plan() -> Plan:
     return replace(plan, steps=plan.steps[:-1])
 
 
+DIM = "must be a dim of x but the last, 0 to 0"
 FIX_LINEAR = "pass w.t() of a torch.nn.Linear weight"
 GROUPS = "plan must be a spec whose sizes add up to 3; {} do not, got {}"
 BAD = [
@@ -66,10 +67,22 @@ BAD = [
     Bad(lambda: {"w": normal(K, N).bfloat16()}, "w must be torch.float32 as x, got torch.bfloat16"),
     Bad(lambda: {"bias": normal(N).half()}, "bias must be torch.float32 as x, got torch.float16"),
     Bad(lambda: {"w": normal(K, N).to("meta")}, f"w must be on {device()} as x, got meta"),
+    Bad(lambda: {"gather_dim": 1}, f"gather_dim {DIM}, got 1", (GATHER,)),
+    Bad(lambda: {"gather_dim": -3}, f"gather_dim {DIM}, got -3", (GATHER,)),
+    Bad(lambda: {"gather_dim": "rows"}, f"gather_dim {DIM}, got 'rows'", (GATHER,)),
+    Bad(lambda: {"scatter_dim": 1}, f"scatter_dim {DIM}, got 1", (SCATTER,)),
+    Bad(lambda: {"w": []}, "w must be a Tensor or several, got none", (GATHER,)),
+    Bad(lambda: {"w": [normal(K, N), 3]}, "w must be a Tensor, got int", (GATHER,)),
     Bad(
-        lambda: {"w": normal(K, N).requires_grad_()},
-        "has no backward yet; call it under torch.no_grad() or on detached tensors",
-        error=UnsupportedError,
+        lambda: {"w": [normal(K, N), normal(N, K)]},
+        f"w must be [K=5, N], got (4, 5); {FIX_LINEAR}",
+        (GATHER,),
+    ),
+    Bad(
+        lambda: {"w": [normal(K, N), normal(K, 1)], "bias": normal(N)},
+        "bias must be None with several weights, got a Tensor; "
+        "add it to the result, or make one weight of them",
+        (GATHER,),
     ),
     Bad(lambda: {"group": "tp"}, "group must be a ProcessGroup that has this rank, got tp"),
     Bad(lambda: {"rows": [M]}, "rows must be 3 counts >= 0, got [6]"),

@@ -130,6 +130,43 @@ def test_slices_of_k_keep_the_whole_group_in_one_box():
     assert part.write == part.reads[2]
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_a_sum_over_rows_reads_all_of_them_at_once(rank: int):
+    wgrad = Problem("all_gather_matmul_wgrad", 11, 6, 8, 4, rows=ROWS)
+    (part,) = parts_of(build(wgrad, "sliced ring pieces=2"), rank, "matmul_1")
+    assert part.reads == (Box(rank, "full", 0, 0, 11, 4, 8), Box(rank, "dy", 0, 0, 11, 0, 6))
+    assert part.write == Box(rank, "dw", 0, 4, 8, 0, 6)
+    # blocks without rows are no gap
+    sparse = Problem("all_gather_matmul_wgrad", 5, 6, 8, 4, rows=(0, 2, 0, 3))
+    plan = build(sparse, "serial")
+    few = tuple(Region(name, shards=((1,), (3,))) for name in ("full", "dy"))
+    matmul = replace(plan.steps[1], reads=few)
+    (part,) = parts_of(replace(plan, steps=(plan.steps[0], matmul)), 0, "matmul")
+    assert rows_of(part.reads) == [(0, 5), (0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("reads", "message"),
+    [
+        (("full", "dy"), "contracts over rows, so it takes one box: its part of full on rank 0 is"),
+        (
+            ("dy", "full"),
+            "contracts over rows, so it takes one box: its part of dy on rank 0 is se",
+        ),
+    ],
+)
+def test_a_sum_over_rows_of_several_boxes_is_refused(reads: tuple[str, str], message: str):
+    plan = build(Problem("all_gather_matmul_wgrad", 11, 6, 6, 4, rows=ROWS), "serial")
+    ends = tuple(Region(name, shards=((3,), (0,))) for name in reads)
+    split = replace(plan, steps=(plan.steps[0], replace(plan.steps[1], reads=ends)))
+    with pytest.raises(PlanError, match=f"step matmul: {message}"):
+        bind(split, 0)
+    bind(split, 1)  # they follow one another there
+    parts = Region("full", piece=(0, 2)), Region("dy", piece=(0, 2))
+    with pytest.raises(PlanError, match="its part of full on rank 1 is several"):
+        bind(replace(plan, steps=(plan.steps[0], replace(plan.steps[1], reads=parts))), 1)
+
+
 def test_a_collective_is_one_part_even_without_rows():
     problem = Problem("all_gather_matmul", 4, 6, 8, 2, rows=(0, 4))
     for rank in range(2):

@@ -12,11 +12,15 @@ from counterpoint.plan.grading import compositions
 from counterpoint.plan.serialize import from_json, to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
+from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
-from counterpoint.problem import OPS, Op, Problem
+from counterpoint.problem import FORWARD, OPS, Op, Problem
 
 AG: Op = "all_gather_matmul"
 RS: Op = "matmul_reduce_scatter"
+AG_WGRAD: Op = "all_gather_matmul_wgrad"
+AG_BACKWARD: Op = "all_gather_matmul_backward"
+RS_BACKWARD: Op = "matmul_reduce_scatter_backward"
 
 # rows of each rank, n, k: one, primes, one less than a tile, nothing at all
 SHAPES = {
@@ -55,6 +59,14 @@ def specs(op: Op, ranks: int) -> list[str]:
                     found += [f"graded {ranks - 1}/1 {peers} {way} pieces=2"]
                     found += [f"shard_p2p {peers} {way} pieces=3"]
             found += [f"uniform_fused_2d {peers}", f"uniform_fused_1d {peers}"]
+        elif op == AG_WGRAD:
+            found += [f"sliced {peers}{tail}" for tail in ("", " pieces=1", " pieces=3")]
+        elif op == AG_BACKWARD:
+            found += [f"side_by_side {peers}{tail}" for tail in ("", " pieces=3")]
+        elif op == RS_BACKWARD:
+            found += [f"shard_p2p {peers}", f"graded {halves} {peers}", f"graded {ranks} {peers}"]
+            if ranks > 1:
+                found += [f"graded {ranks - 1}/1 {peers} pieces=2", f"shard_p2p {peers} pieces=3"]
         else:
             found += [f"shard_p2p {peers}", f"graded {halves} {peers}"]
             if ranks > 1:
@@ -75,7 +87,7 @@ def prove(problem: Problem, spec: str) -> Plan:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_family_is_right(op: Op, ranks: int, shape: str):
     for spec in specs(op, ranks):
-        for bias in (False, True):
+        for bias in (False, True)[: 2 if op in FORWARD else 1]:
             prove(problem_of(op, shape, ranks, bias=bias), spec)
 
 
@@ -83,14 +95,80 @@ def test_every_family_is_right(op: Op, ranks: int, shape: str):
 @pytest.mark.parametrize("shape", ["primes", "unequal"])
 def test_every_family_is_right_on_eight_ranks(op: Op, shape: str):
     for spec in specs(op, 8):
-        prove(problem_of(op, shape, 8, bias=shape == "unequal"), spec)
+        prove(problem_of(op, shape, 8, bias=shape == "unequal" and op in FORWARD), spec)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_family_is_right_in_other_dtypes(op: Op, dtype: str):
     for spec in specs(op, 3):
-        prove(problem_of(op, "primes", 3, dtype=dtype, bias=True), spec)
+        prove(problem_of(op, "primes", 3, dtype=dtype, bias=op in FORWARD), spec)
+
+
+@pytest.mark.parametrize("splits", [(17, 0), (0, 2, 15), (9, 8), (17,)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_several_weights_are_right(ranks: int, splits: tuple[int, ...]):
+    for spec in (spec for spec in specs(AG, ranks) if not spec.startswith("uniform")):
+        for shape in ("primes", "unequal"):
+            rows = tuple(SHAPES[shape][0][:ranks])
+            plan = prove(Problem(AG, sum(rows), 17, 19, ranks, rows=rows, splits=splits), spec)
+            outputs = [b.name for b in plan.buffers if b.space == "output"]
+            assert outputs == [f"y{i}" for i in range(len(splits))]
+
+
+def test_several_weights_share_what_is_gathered_and_waited_for():
+    one = build(Problem(AG, 8, 12, 4, 4), "graded 1/3")
+    two = build(Problem(AG, 8, 12, 4, 4, splits=(8, 4)), "graded 1/3")
+    groups = [s.name for s in two.steps if s.kind == "matmul"]
+    assert groups == ["matmul_0_w0", "matmul_0_w1", "matmul_1_w0", "matmul_1_w1"]
+    assert [s for s in one.steps if s.kind != "matmul"] == [
+        s for s in two.steps if s.kind != "matmul"
+    ]
+    assert [bool(s.waits) for s in two.steps if s.kind == "matmul"] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("op", OPS)
+def test_every_variant_is_right(op: Op, ranks: int):
+    found = variants(op, ranks)
+    assert found[0] == "serial" and len(set(found)) == len(found)
+    assert len(found) <= (24 if op in FORWARD else 8)
+    for spec in found:
+        prove(Problem(op, 2 * ranks, 5, 7, ranks), spec)
+
+
+def lane_of(plan: Plan, lane: str) -> list[str]:
+    return [step.name for step in plan.steps if step.lane == lane]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_gather_hides_behind_dgrad_and_scatter_behind_wgrad(ranks: int):
+    for peers in peers_of(ranks):
+        plan = build(problem_of(AG_BACKWARD, "primes", ranks), f"side_by_side {peers} pieces=2")
+        compute = ["dx_matmul_0", "wgrad", "dx_reduce_0", "dx_reduce_1"]
+        assert lane_of(plan, "compute") == compute
+        copies = [name.rpartition("_")[0].partition("_push")[0] for name in lane_of(plan, "copy")]
+        assert copies == [*["x"] * ranks, *["dx"] * ranks]
+        edges = {step.name: step.after for step in plan.steps if step.after}
+        first = next(name for name in lane_of(plan, "copy") if name.startswith("dx"))
+        assert edges == {"x_push_1": ("open",), "wgrad": ("x_keep",), first: ("dx_matmul_0",)}
+
+
+@pytest.mark.parametrize("groups", list(compositions(4)), ids=lambda g: "/".join(map(str, g)))
+def test_dw_of_reduce_scatter_takes_what_was_gathered_for_dx(groups: tuple[int, ...]):
+    sizes = "/".join(map(str, groups))
+    plan = prove(problem_of(RS_BACKWARD, "unequal", 4), f"graded {sizes} ring")
+    assert lane_of(plan, "compute")[-1] == "wgrad"
+    # own rows are where all rows are: put there beside the matmuls, or already for the first
+    alone = groups[0] == 1
+    assert lane_of(plan, "copy") == [f"dx_push_{d}" for d in (1, 2, 3)] + ["keep"] * alone
+    assert ("dx_keep" in lane_of(plan, "compute")) == (not alone)
+
+
+def test_groups_of_a_backward_are_those_of_the_matmul_that_they_cut():
+    problem = Problem(RS_BACKWARD, 8192, 4096, 1024, 8)
+    forward = Problem(AG, 8192, 1024, 4096, 8)
+    assert build(problem, "graded").spec == build(forward, "graded").spec.replace(" push", "")
 
 
 @pytest.mark.parametrize("peers", ["ring", "xor"])
@@ -106,19 +184,20 @@ def test_every_grouping_of_four_ranks_is_right(groups: tuple[int, ...], peers: s
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, str]:
-    op: Op = draw(st.sampled_from([AG, RS]))
+    op: Op = draw(st.sampled_from(OPS))
     ranks = draw(st.integers(1, 6))
     rows = tuple(draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks)))
     n, k = draw(st.integers(0, 300)), draw(st.integers(0, 600))
     dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
-    problem = Problem(op, sum(rows), n, k, ranks, dtype, rows, draw(st.booleans()))
+    bias = draw(st.booleans()) and op in FORWARD
+    problem = Problem(op, sum(rows), n, k, ranks, dtype, rows, bias)
     family = draw(st.sampled_from(FAMILIES[op]))
     words = [family]
     if family == "graded":
         words.append("/".join(map(str, draw(st.sampled_from(list(compositions(ranks)))))))
     if family != "serial":
         words.append(draw(st.sampled_from(peers_of(ranks))))
-        if family == "shard_p2p":
+        if family in ("shard_p2p", "sliced", "side_by_side"):
             words += draw(st.sampled_from([[], ["pieces=2"], ["pieces=5"]]))
         if op == AG and family in ("shard_p2p", "graded"):
             words += draw(st.sampled_from([[], ["push"], ["pull"]]))
@@ -126,7 +205,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
 
 
 @given(cases())
-@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@settings(max_examples=250, derandomize=True, deadline=None, database=None)
 def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
     prove(*case)
 
@@ -142,7 +221,7 @@ def test_steps_name_each_predecessor_once(op: Op):
         assert len(set(edges(plan))) == len(list(edges(plan)))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [AG, RS, RS_BACKWARD])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 def test_graded_without_sizes_takes_those_of_the_machine(op: Op, ranks: int):
     problem = Problem(op, 1024 * ranks, 1024, 1024, ranks)
@@ -150,12 +229,15 @@ def test_graded_without_sizes_takes_those_of_the_machine(op: Op, ranks: int):
     validate(build(problem, "graded"))
 
 
-def test_a_group_of_one_rank_is_a_plain_matmul():
+def test_a_group_of_one_rank_is_plain_matmuls():
     for op in OPS:
         for family in FAMILIES[op]:
             plan = build(problem_of(op, "primes", 1), family)
-            assert [step.kind for step in plan.steps] == ["matmul"]
+            matmuls = 2 if op in (AG_BACKWARD, RS_BACKWARD) else 1
+            assert [step.kind for step in plan.steps] == ["matmul"] * matmuls
             assert plan.spec == "serial"
+    plan = build(Problem(AG, 4, 5, 3, 1, splits=(2, 3)), "graded 1")
+    assert [step.name for step in plan.steps] == ["matmul_w0", "matmul_w1"]
 
 
 @pytest.mark.parametrize(
@@ -186,11 +268,27 @@ def test_a_group_of_one_rank_is_a_plain_matmul():
         (RS, 4, "graded pull", "of words that graded knows; 'pull' is none"),
         (RS, 4, "graded 2/1", "whose sizes add up to 4; '2/1' do not"),
         (RS, 4, "shard_p2p 1/3", "of words that shard_p2p knows; '1/3' is none"),
+        (AG_WGRAD, 4, "graded", "plan must be auto or one of serial, sliced, got 'graded'"),
+        (AG_WGRAD, 4, "sliced push", "of words that sliced knows; 'push' is none"),
+        (AG_WGRAD, 4, "serial pieces=2", "of words that serial knows; 'pieces=2' is none"),
+        (AG_BACKWARD, 4, "side_by_side 1/3", "of words that side_by_side knows; '1/3' is none"),
+        (AG_BACKWARD, 3, "side_by_side xor", "for a power of two of ranks where it says xor"),
+        (RS_BACKWARD, 4, "graded 1/3 push", "of words that graded knows; 'push' is none"),
+        (RS_BACKWARD, 4, "graded 1/3 pieces=2", "a spec whose last group is one shard, where it"),
     ],
 )
 def test_a_spec_that_does_not_fit_is_refused(op: Op, ranks: int, spec: str, message: str):
     with pytest.raises(InputError, match=f"^{op}: plan must be .*{message.split('must be ')[-1]}"):
         build(problem_of(op, "primes", ranks), spec)
+
+
+@pytest.mark.parametrize("family", ["uniform_fused_1d", "uniform_fused_2d"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_uniform_families_take_one_weight(family: str, ranks: int):
+    problem = Problem(AG, 4, 5, 3, ranks, splits=(2, 3))
+    want = f"plan must be serial, shard_p2p or graded for several weights, got '{family} ring'"
+    with pytest.raises(InputError, match=want):
+        build(problem, f"{family} ring")
 
 
 def test_a_plan_prints_its_steps_and_memory():

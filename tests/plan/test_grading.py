@@ -6,7 +6,7 @@ from counterpoint.plan.families import build
 from counterpoint.plan.grading import MAX_GROUPS, compositions, copy_s, graded_groups, matmul_s
 from counterpoint.plan.steps import Region
 from counterpoint.presets import preset
-from counterpoint.problem import OPS, Op, Problem
+from counterpoint.problem import FORWARD, Op, Problem
 
 H200 = preset("h200-8")
 
@@ -22,7 +22,7 @@ def test_compositions_are_all_ways_to_cut(ranks: int):
         assert max(len(groups) for groups in cuts) == MAX_GROUPS
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORWARD)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("size", [0, 1, 127, 4096])
 def test_groups_add_up_to_the_ranks(op: Op, ranks: int, size: int):
@@ -75,13 +75,13 @@ def test_times_are_never_negative(rows: int, n: int, k: int):
     assert copy_s(rows * k * 2, H200) >= H200.link.copy_overhead_s
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORWARD)
 def test_a_small_problem_is_not_cut(op: Op):
     # each cut costs a launch, and there is less than a wave to hide behind
     assert len(graded_groups(Problem(op, 256, 1024, 1024, 8), H200)) <= 2
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORWARD)
 def test_a_large_problem_is_cut(op: Op):
     assert len(graded_groups(Problem(op, 16384, 8192, 8192, 8), H200)) >= 3
 

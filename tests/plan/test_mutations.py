@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
 from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 from plan_mutants import mutants
@@ -16,7 +17,7 @@ from plan_simulator import Stuck, simulate
 
 from counterpoint.errors import CounterpointError
 from counterpoint.plan.bind import bind
-from counterpoint.plan.families import build
+from counterpoint.plan.families import FAMILIES, build
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
 from counterpoint.plan.steps import Plan
@@ -25,30 +26,61 @@ from counterpoint.problem import Op, Problem
 
 AG: Op = "all_gather_matmul"
 RS: Op = "matmul_reduce_scatter"
+AG_WGRAD: Op = "all_gather_matmul_wgrad"
+AG_BACKWARD: Op = "all_gather_matmul_backward"
+RS_BACKWARD: Op = "matmul_reduce_scatter_backward"
 SCHEDULES = 8
 
+
+class Case(NamedTuple):
+    """A plan: its op and spec, rows of each rank, and what else its problem has."""
+
+    op: Op
+    spec: str
+    rows: tuple[int, ...]
+    bias: bool = False
+    splits: tuple[int, ...] = ()
+    n: int = 5
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
+
+
 # equal rows let a swapped peer pass every check of shapes; unequal ones tell blocks apart
-CASES: list[tuple[Op, str, tuple[int, ...], bool]] = [
-    (AG, "serial", (3, 0, 2), True),
-    (AG, "serial", (2, 2), False),
-    (AG, "shard_p2p ring push", (3, 2), True),
-    (AG, "shard_p2p xor pull", (2, 3, 1, 2), False),
-    (AG, "graded 1/2 ring push", (2, 0, 3), False),
-    (AG, "graded 2/1/1 ring push", (2, 2, 2, 2), True),
-    (AG, "graded 1/1/2 xor pull", (2, 2, 2, 2), True),
-    (AG, "graded 2/1 ring pull", (2, 2, 2), False),
-    (AG, "graded 2/1 ring push pieces=2", (2, 2, 2), False),
-    (AG, "uniform_fused_2d ring", (2, 2, 2), True),
-    (AG, "uniform_fused_2d xor", (3, 2), False),
-    (AG, "uniform_fused_1d ring", (3, 4, 2), True),
-    (AG, "uniform_fused_1d xor", (4, 4), False),
-    (RS, "serial", (2, 2, 2), True),
-    (RS, "serial", (2, 3), False),
-    (RS, "shard_p2p ring", (2, 2, 2), True),
-    (RS, "shard_p2p xor", (2, 3), True),
-    (RS, "graded 2/1/1 xor", (2, 3, 1, 2), False),
-    (RS, "graded 1/3 ring pieces=2", (2, 2, 2, 2), True),
-    (RS, "shard_p2p ring pieces=2", (2, 0, 3), False),
+CASES = [
+    Case(AG, "serial", (3, 0, 2), bias=True),
+    Case(AG, "serial", (2, 2)),
+    Case(AG, "shard_p2p ring push", (3, 2), bias=True),
+    Case(AG, "shard_p2p xor pull", (2, 3, 1, 2)),
+    Case(AG, "graded 1/2 ring push", (2, 0, 3)),
+    Case(AG, "graded 2/1/1 ring push", (2, 2, 2, 2), bias=True),
+    Case(AG, "graded 1/1/2 xor pull", (2, 2, 2, 2), bias=True),
+    Case(AG, "graded 2/1 ring pull", (2, 2, 2)),
+    Case(AG, "graded 2/1 ring push pieces=2", (2, 2, 2)),
+    Case(AG, "uniform_fused_2d ring", (2, 2, 2), bias=True),
+    Case(AG, "uniform_fused_2d xor", (3, 2)),
+    Case(AG, "uniform_fused_1d ring", (3, 4, 2), bias=True),
+    Case(AG, "uniform_fused_1d xor", (4, 4)),
+    Case(RS, "serial", (2, 2, 2), bias=True),
+    Case(RS, "serial", (2, 3)),
+    Case(RS, "shard_p2p ring", (2, 2, 2), bias=True),
+    Case(RS, "shard_p2p xor", (2, 3), bias=True),
+    Case(RS, "graded 2/1/1 xor", (2, 3, 1, 2)),
+    Case(RS, "graded 1/3 ring pieces=2", (2, 2, 2, 2), bias=True),
+    Case(RS, "shard_p2p ring pieces=2", (2, 0, 3)),
+    Case(AG, "serial", (2, 2), splits=(3, 3)),
+    Case(AG, "graded 1/2 ring push", (2, 0, 3), splits=(2, 3)),
+    Case(AG, "graded 2/1 ring pull", (2, 2, 2), splits=(3, 3)),
+    Case(AG_WGRAD, "serial", (2, 2, 2)),
+    Case(AG_WGRAD, "sliced ring pieces=2", (3, 0, 2)),
+    Case(AG_WGRAD, "sliced xor pieces=3", (2, 2), n=7),
+    Case(AG_BACKWARD, "serial", (2, 2, 2)),
+    Case(AG_BACKWARD, "side_by_side ring", (2, 2, 2)),
+    Case(AG_BACKWARD, "side_by_side xor pieces=2", (2, 2), n=7),
+    Case(RS_BACKWARD, "serial", (2, 3)),
+    Case(RS_BACKWARD, "shard_p2p ring pieces=2", (2, 2, 2)),
+    Case(RS_BACKWARD, "graded 1/2 ring", (3, 2, 0)),
+    Case(RS_BACKWARD, "graded 2/2 xor", (2, 2, 2, 2), n=7),
 ]
 
 STILL_RIGHT = {
@@ -64,6 +96,7 @@ STILL_RIGHT = {
     "scratch as symmetric": "memory that peers could reach, and do not",
     "slots as blocks": "rows are equal on all ranks, so a slot has the size of a block",
     "pieces by rank": "the same cells stored rank-major: more copies and matmuls, equal results",
+    "edge of a join": "`>>` orders a plan behind all that was before, also what went to peers",
     "wider product": "an intermediate result in fp32 where the problem's dtype would do",
 }
 
@@ -78,8 +111,10 @@ class Result:
     plausible: bool  # well formed, binds, its signals pair and it cannot deadlock
 
 
-def plan_of(op: Op, spec: str, rows: tuple[int, ...], bias: bool) -> Plan:
-    return build(Problem(op, sum(rows), 5, 7, len(rows), rows=rows, bias=bias), spec)
+def plan_of(case: Case) -> Plan:
+    options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits}
+    n = sum(case.splits) or case.n
+    return build(Problem(case.op, sum(case.rows), n, 7, len(case.rows), **options), case.spec)
 
 
 def accepts(plan: Plan) -> bool:
@@ -104,10 +139,10 @@ def is_plausible(plan: Plan) -> bool:
 def results() -> list[Result]:
     found: list[Result] = []
     for case in CASES:
-        plan = plan_of(*case)
+        plan = plan_of(case)
         for what, mutant in mutants(plan):
             refused, plausible = not accepts(mutant), is_plausible(mutant)
-            name = f"{case[0]} {plan.spec}"
+            name = f"{case.op} {plan.spec}"
             found.append(Result(name, plan, what, mutant, refused, plausible))
     return found
 
@@ -118,15 +153,19 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
     names = rest.split()
     lane = {step.name: step.lane for step in plan.steps}
     buffers = {b.name: b for b in plan.buffers}
+    steps = {step.name: step for step in plan.steps}
+    if kind == "edge" and plan.problem.op == RS_BACKWARD:
+        first, second = steps[names[3]], steps[names[0]]
+        left = {r.buffer for r in first.writes if not r.at}
+        return "" if left & {r.buffer for r in second.reads} else "edge of a join"
     if kind == "swap":
-        a, b = (next(s for s in plan.steps if s.name == name) for name in (names[0], names[2]))
+        a, b = steps[names[0]], steps[names[2]]
         if a.lane != b.lane:
             return "swap over lanes"
         written = {r.buffer for r in a.writes} & {r.buffer for r in b.reads}
         return "" if a.name in b.after or written else "swap on a lane"
     if kind == "slots":
-        kinds = {step.name: step.kind for step in plan.steps}
-        copies = kinds[names[0]] == kinds[names[2]] == "copy"
+        copies = steps[names[0]].kind == steps[names[2]].kind == "copy"
         return "later signal" if copies and lane[names[0]] == lane[names[2]] else ""
     if kind == "lane":
         to_compute = names[2] == "compute" and lane[names[0]] == "signal"
@@ -168,10 +207,11 @@ def test_every_kind_of_mutation_occurs_and_is_refused_at_times():
     assert {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at", "shard",
             "piece", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
             "memory"} == set(made)  # fmt: skip
-    never_accepted = {"step", "edge", "wait", "post", "signal", "slot", "signal peer",
+    never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
                       "at", "shard", "piece", "cols", "rows", "buffer", "read", "pair", "arg",
                       "bias"}  # fmt: skip
     assert all(made[kind] == refused[kind] for kind in never_accepted)
+    assert made["edge"] - refused["edge"] == 1
 
 
 def test_accepted_mutants_are_those_of_the_table():
@@ -205,8 +245,8 @@ def test_accepted_double_mutants_compute_the_op_in_every_schedule():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_simulator_agrees_on_plans_that_are_right(case: tuple[Op, str, tuple[int, ...], bool]):
-    plan = plan_of(*case)
+def test_the_simulator_agrees_on_plans_that_are_right(case: Case):
+    plan = plan_of(case)
     validate(plan)
     assert all(simulate(plan, seed) for seed in range(20))
 
@@ -227,13 +267,9 @@ def test_the_simulator_sees_what_is_wrong():
     assert seen / wrong > 0.9
 
 
-def test_cases_hold_every_family_of_both_ops():
-    specs = {(op, spec.split()[0]) for op, spec, *_ in CASES}
-    assert specs == {
-        *((AG, f) for f in ("serial", "shard_p2p", "graded", "uniform_fused_2d",
-                            "uniform_fused_1d")),
-        *((RS, f) for f in ("serial", "shard_p2p", "graded")),
-    }  # fmt: skip
-    words = set(chain.from_iterable(spec.split() for _, spec, *_ in CASES))
+def test_cases_hold_every_family_of_every_op():
+    specs = {(case.op, case.spec.split()[0]) for case in CASES}
+    assert specs == {(op, family) for op, families in FAMILIES.items() for family in families}
+    words = set(chain.from_iterable(case.spec.split() for case in CASES))
     assert {"ring", "xor", "push", "pull"} <= words
-    assert {len(rows) for *_, rows, _ in CASES} == {2, 3, 4}
+    assert {len(case.rows) for case in CASES} == {2, 3, 4}

@@ -35,6 +35,21 @@ def test_a_plan_comes_back_equal_and_hashes_alike():
     assert to_json(again) == to_json(PLAN)
 
 
+@pytest.mark.parametrize(
+    ("problem", "spec"),
+    [
+        (Problem("all_gather_matmul", 7, 5, 8, 2, rows=(3, 4), splits=(2, 3)), "graded 1/1"),
+        (Problem("all_gather_matmul_wgrad", 7, 5, 8, 2, rows=(3, 4)), "sliced xor"),
+        (Problem("all_gather_matmul_backward", 7, 5, 8, 2, rows=(3, 4)), "side_by_side ring"),
+        (Problem("matmul_reduce_scatter_backward", 8, 5, 8, 2), "graded 1/1 pieces=2"),
+    ],
+    ids=str,
+)
+def test_plans_of_every_op_come_back_equal(problem: Problem, spec: str):
+    plan = build(problem, spec)
+    assert from_json(to_json(plan)) == plan
+
+
 def test_counts_and_empty_tuples_come_back():
     count = Count("moe", "source", "device", 7)
     buffer = Buffer("send", (count, 4), "bfloat16", "scratch", split=True)
@@ -108,6 +123,8 @@ def the_problem(data: dict[str, Any]) -> dict[str, Any]:
         (put(the_problem, "m", -7), "all_gather_matmul: m must be 0 or more, got -7"),
         (put(the_problem, "op", "eval"), "plan.problem.op must be .*, got 'eval'"),
         (put(the_problem, "rows", [3, 5]), "all_gather_matmul: rows must be 2 counts"),
+        (put(the_problem, "splits", [2, 3]), "all_gather_matmul: splits must be empty: only"),
+        (put(the_problem, "splits", 5), "plan.problem.splits must be .*, got '5'"),
     ],
 )  # fmt: skip
 def test_the_message_names_the_place(change: Callable[[dict[str, Any]], object], message: str):

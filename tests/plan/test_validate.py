@@ -211,7 +211,10 @@ def test_a_matmul_does_not_overwrite_what_it_multiplies():
 def test_the_wrong_block_is_seen():
     plan = changed(PUSH, "matmul_0", writes=(Region("y", shards=((1,),)),))
     plan = changed(plan, "matmul_1", writes=(Region("y", shards=((0,),)),))
-    refused(plan, r"y of rank 0, rows 0:3, columns 0:5, holds .*x_rank=1.*, the op defines .*=0")
+    refused(
+        plan,
+        r"y of rank 0, rows 0:3, columns 0:5, holds .*left_rank=1.*, the op defines .*left_rank=0",
+    )
 
 
 def test_a_column_too_far_is_seen():
@@ -269,7 +272,79 @@ def test_dtypes():
     refused(plan, "step matmul: a matmul multiplies bfloat16")
 
 
+def backward(spec: str, op: Any = "all_gather_matmul_backward") -> Plan:
+    return build(Problem(op, 6, 5, 4, 2), spec)
+
+
+def test_rows_that_do_not_belong_together_are_seen():
+    """Equal shards: by their shapes x of one rank fits dy of another."""
+    plan = build(Problem("all_gather_matmul_wgrad", 6, 5, 4, 2), "serial")
+    for x, dy in ((((0,),), ((1,),)), (((1,),), ((0,),))):
+        reads = (Region("full", shards=x), Region("dy", shards=dy))
+        refused(changed(plan, "matmul", reads=reads), "dw of rank 0, .*, holds .*shift=.*, the op")
+    # and a sum over some rows is no sum over all
+    reads = (Region("full", shards=((0,),)), Region("dy", shards=((0,),)))
+    refused(changed(plan, "matmul", reads=reads), "dw of rank 0, rows 0:4, columns 0:5, holds")
+
+
+def test_a_matmul_that_is_not_transposed_is_seen():
+    # all square: 6 rows, n and k
+    plan = build(Problem("all_gather_matmul_wgrad", 6, 6, 6, 1), "serial")
+    validate(plan)
+    refused(changed(plan, "matmul", args=()), "dw of rank 0, .*, holds .*transposed=False, .*True")
+
+
+def test_all_outputs_are_looked_at():
+    plan = backward("serial")
+    swapped = changed(plan, "dgrad", reads=(Region("dy", shards=((1,), (0,))), Region("wt")))
+    validate(swapped)  # in the order of absolute ranks all the same
+    half = changed(plan, "wgrad", writes=(Region("dw", rows=(0, 2)),),
+                   reads=(Region("full", cols=(0, 2)), Region("dy")))  # fmt: skip
+    refused(half, "the user on rank . reads rows 2:4, columns 0:5 of 'dw' on rank . before it is")
+    half = changed(plan, "wgrad", writes=(Region("dw", rows=(0, 2)),),
+                   reads=(Region("full", cols=(2, 4)), Region("dy")))  # fmt: skip
+    rest = replace(step_of(half, "wgrad"), name="rest", writes=(Region("dw", rows=(2, 4)),),
+                   reads=(Region("full", cols=(0, 2)), Region("dy")))  # fmt: skip
+    refused(replace(half, steps=(*half.steps, rest)), "dw of rank 0, rows 0:2, .*, holds .*dr=2")
+    several = build(Problem("all_gather_matmul", 6, 6, 4, 2, splits=(3, 3)), "serial")
+    first = step_of(several, "matmul_w0").reads
+    refused(changed(several, "matmul_w1", reads=first), "y1 of rank 0, .*'w0'.*, the op .*'w1'")
+
+
+def test_wgrad_beside_the_gather_of_x_is_seen():
+    plan = backward("side_by_side ring")
+    refused(
+        changed(plan, "wgrad", after=("open",)),
+        "race: '(x_keep|wgrad)' on rank . and '(x_keep|wgrad)' on rank . read and write 'full'",
+    )
+    scatter = backward("graded 1/1", "matmul_reduce_scatter_backward")
+    refused(changed(scatter, "wgrad", after=()), "race: '(keep|wgrad)' on rank .*'full'")
+
+
 # --- form
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "message"),
+    [
+        ("wgrad", (("contract", "cols"),), "a matmul contracts over 'cols': a matmul may, over"),
+        ("gather", (("contract", "rows"),), "a collective contracts over 'rows': a matmul may"),
+        ("wgrad", (), r"pairs regions of \[2\] blocks"),
+        ("dgrad", (("contract", "rows"),), r"shapes .* -> \(6, 4\) do not fit a matmul"),
+    ],
+)
+def test_only_matmuls_contract_and_only_over_rows(step: str, args: Any, message: str):
+    refused(changed(backward("serial"), step, args=args), f"step {step}: {message}")
+
+
+@pytest.mark.parametrize("name", ["wt", "dw"])
+def test_copies_touch_nothing_whose_strides_are_the_user_s(name: str):
+    plan = backward("side_by_side ring")
+    spare = Buffer("spare", plan.buffer(name).shape, "bfloat16", "scratch")
+    pair = (Region("wt"), Region("spare")) if name == "wt" else (Region("spare"), Region("dw"))
+    copy = Step("more", "copy", "copy", *((region,) for region in pair))
+    plan = replace(plan, buffers=(*plan.buffers, spare), steps=(*plan.steps, copy))
+    refused(plan, f"step more: copies '{name}', whose strides are the user's")
 
 
 def test_scratch_is_limited():

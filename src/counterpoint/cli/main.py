@@ -100,14 +100,25 @@ def bench(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, for a report.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Instead: what a step's kernels take of a GPU.")
+    ] = False,
+    shape: Annotated[
+        str, typer.Option(help="M,N,K of that step's matmul; 8192,7168,8192 if left out.")
+    ] = "",
 ) -> None:
     """Show what this machine has, what it lacks, and how to get that.
 
+    With `--kernels`: threads, registers, shared memory, grid, cluster, priority and tile of the
+    kernels of a step, as they are launched. Under torchrun, those of NCCL too.
+
     **Example:** `counterpoint doctor --json > doctor.json`
+
+    **Example:** `counterpoint doctor --kernels --shape 2048,7168,8192`
     """
     from counterpoint.cli.doctor import doctor as run
 
-    run(as_json=as_json)
+    raise typer.Exit(run(as_json=as_json, kernels=kernels, shape=shape))
 
 
 if __name__ == "__main__":

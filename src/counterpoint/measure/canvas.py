@@ -51,16 +51,14 @@ def new_figure(
 def heading(figure: "Figure", title: str, source: str) -> None:
     """Write title and source at the top left, smaller if they would not fit."""
     width_in, height_in = figure.get_size_inches()
-    # 0.85: bold letters are wider than those that were measured
-    room_pt = (width_in - 2 * EDGE) * 72 * 0.85
     for text, down_in, size_pt, weight, color in (
         (title, 0.28, 12.0, "bold", INK),
         (source, 0.50, 8.5, "normal", FAINT_INK),
     ):
-        fitting_pt = min(size_pt, room_pt / max(text_width_pt(text, 1.0), 1e-9))
         figure.text(
             EDGE / width_in, 1 - down_in / height_in, text,
-            fontsize=fitting_pt, fontweight=weight, color=color, parse_math=False,
+            fontsize=fitting_pt(text, size_pt, width_in - 2 * EDGE), fontweight=weight,
+            color=color, parse_math=False,
         )  # fmt: skip
 
 
@@ -102,6 +100,12 @@ def note(
     )  # fmt: skip
 
 
+def fitting_pt(text: str, size_pt: float, room_in: float) -> float:
+    """Return `size_pt`, or the largest size at which the text, were it bold, fits into the room."""
+    # 0.85: bold letters are wider than those that were measured
+    return min(size_pt, room_in * 72 * 0.85 / max(text_width_pt(text, 1.0), 1e-9))
+
+
 def text_width_pt(text: str, size_pt: float) -> float:
     from matplotlib.textpath import TextPath
 
@@ -135,6 +139,7 @@ def save(figure: "Figure", path: Path) -> Path:
 
     # no date and fixed ids: the same timeline gives the same file
     date = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[path.suffix]
+    path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "counterpoint"}):
         figure.savefig(path, dpi=DPI, metadata=date)
     return path

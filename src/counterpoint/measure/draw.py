@@ -1,16 +1,18 @@
-"""A timeline as a picture: a row per lane, and what each rank hides.
+"""A timeline as a picture, or two on one time axis: a row per lane, and what each rank hides.
 
 Cool colours compute, warm colours communicate (Okabe and Ito's palette, safe for colour-blind
 readers).
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from counterpoint.errors import InputError
 from counterpoint.measure import canvas
-from counterpoint.timeline import COMMUNICATION_KINDS, COMPUTE_KINDS, Span, Timeline
+from counterpoint.timeline import COMMUNICATION_KINDS, COMPUTE_KINDS, Span, Timeline, side_by_side
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,63 +39,186 @@ HATCH_INK = "#B9A93C"
 # inches
 LANE_HEIGHT, EXPOSED_HEIGHT, RANK_GAP = 0.30, 0.07, 0.16
 FOOT_HEIGHT, SUMMARY_WIDTH = 1.05, 1.95
+PANEL_HEAD, PANEL_GAP = 0.40, 0.20  # above each of two panels; between them
 
 
-def draw_timeline(timeline: Timeline, path: str | Path, *, width_in: float = 12.0) -> Path:
+@dataclass(frozen=True)
+class _Sheet:
+    """What all lanes are drawn on: axes whose y is in inches from the top."""
+
+    axes: "Axes"
+    scale: float  # units of the time axis per second
+    right: float  # end of the time axis, in its unit
+    width_in: float  # of the whole picture
+    left_in: float  # from its edge to the axes
+    name_in: float  # of the lanes' names
+
+
+def draw_timeline(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    beside: Timeline | None = None,
+    ranks: Sequence[int] | None = None,
+    width_in: float = 12.0,
+) -> Path:
     """Draw one row per lane, grouped by rank, and what each rank hides.
 
-    The red strip under the lanes of a rank marks exposed communication. Time starts at 0.
+    The red strip under the lanes of a rank marks exposed communication. Time starts at 0. Two
+    timelines stand one above the other on one time axis, the predicted one above the measured.
 
     Args:
         timeline: What to draw; its title and its source stand above.
         path: Ends in .png, .svg or .pdf.
+        beside: A second timeline, whose total is compared with that of the first.
+        ranks: Ranks to show; totals remain those of all ranks. By default all; of two timelines
+            with more than two ranks, the first and the one that ends last in the lower panel.
         width_in: Width of the picture in inches; the height follows from the number of lanes.
 
     Returns:
         The path written.
 
     Raises:
-        InputError: The suffix is none of these.
+        InputError: The suffix is none of these, `ranks` are not ranks of each timeline, or the
+            two timelines share no rank.
     """
     path = canvas.checked("draw_timeline", path)
-    timeline = timeline.shifted()
-    num_lanes = sum(len(timeline.lanes(rank)) for rank in timeline.ranks)
-    num_ranks = len(timeline.ranks)
-    body_in = num_lanes * LANE_HEIGHT + num_ranks * EXPOSED_HEIGHT + (num_ranks - 1) * RANK_GAP
-    name_in = 0.25 + 0.075 * max(len(span.lane) for span in timeline.spans)
+    pair = {"": timeline.shifted()} if beside is None else side_by_side(timeline, beside)
+    panels = list(pair.values())
+    ranks = _shown_ranks(panels, ranks)
+    spans = [span for panel in panels for span in panel.spans if span.rank in ranks]
+    heights_in = [_height_in(panel, ranks) for panel in panels]
+    head_in = 0.0 if beside is None else PANEL_HEAD
+    body_in = sum(heights_in) + len(panels) * head_in + (len(panels) - 1) * PANEL_GAP
+    name_in = 0.25 + 0.075 * max(len(span.lane) for span in spans)
     left_in = name_in + 0.65
     figure, axes = canvas.new_figure(
         width_in, canvas.TITLE_HEIGHT + body_in + FOOT_HEIGHT,
         left_in=left_in, right_in=SUMMARY_WIDTH, top_in=canvas.TITLE_HEIGHT, foot_in=FOOT_HEIGHT,
     )  # fmt: skip
-    scale, unit = canvas.time_unit(timeline.duration_s)
+    longest_s = max(panel.duration_s for panel in panels)
+    scale, unit = canvas.time_unit(longest_s)
     # a timeline of no length still needs an axis
-    end = timeline.duration_s * scale or 1.0
-    axes.set_xlim(0, end)
+    sheet = _Sheet(axes, scale, longest_s * scale or 1.0, width_in, left_in, name_in)
+    axes.set_xlim(0, sheet.right)
     # a little air between the last red strip and the axis
     axes.set_ylim(body_in + 0.04, 0)
 
+    title = panels[0].title or panels[-1].title
     top_in = 0.0
-    for rank in timeline.ranks:
-        top_in = _draw_rank(axes, timeline, rank, top_in, end=end, scale=scale, name_in=name_in)
-        top_in += RANK_GAP
+    for panel, height_in in zip(panels, heights_in, strict=True):
+        if beside is not None:
+            _draw_panel_head(sheet, panel, title, top_in)
+        top_in += head_in
+        end = sheet.right * (panel.duration_s / longest_s if longest_s else 1.0)
+        _draw_panel(sheet, panel, ranks, top_in, height_in, end=end)
+        top_in += height_in + PANEL_GAP
+    if beside is not None:
+        _draw_ratio(sheet, pair, top_in - PANEL_GAP - heights_in[-1])
 
     canvas.time_axis(axes, unit)
-    axes.axvline(end, color=canvas.INK, linewidth=1.0, zorder=4)
-    total = f"total {canvas.duration(timeline.duration_s)}"
-    canvas.note(axes, end, -0.06, total, ha="right", va="bottom", fontsize=9, fontweight="bold")
-    canvas.heading(figure, timeline.title, timeline.source)
-    _kinds_legend(figure, {span.kind for span in timeline.spans}, left_in)
+    canvas.heading(figure, title, _subtitle(panels, ranks))
+    _kinds_legend(figure, {span.kind for span in spans}, left_in)
     return canvas.save(figure, path)
 
 
-def _draw_rank(
-    axes: "Axes", timeline: Timeline, rank: int, top_in: float,
-    *, end: float, scale: float, name_in: float,
-) -> float:  # fmt: skip
+def _shown_ranks(panels: Sequence[Timeline], ranks: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the ranks to show, all of which each panel has."""
+    common = sorted(set(panels[0].ranks).intersection(panels[-1].ranks))
+    if not common:
+        want = f"a timeline with one of the ranks {panels[0].ranks}"
+        raise InputError("draw_timeline", "beside", want=want, got=f"one with {panels[-1].ranks}")
+    if ranks is None:
+        few = len(panels) == 1 or len(common) <= 2
+        return tuple(common) if few else tuple(sorted({common[0], _last_rank(panels[-1], common)}))
+    if not ranks or not set(ranks) <= set(common):
+        raise InputError(
+            "draw_timeline", "ranks", want=f"some of {tuple(common)}", got=tuple(ranks)
+        )
+    return tuple(sorted(set(ranks)))
+
+
+def _last_rank(timeline: Timeline, ranks: Iterable[int]) -> int:
+    """Return the rank of `ranks` that ends last."""
+    spans = (span for span in timeline.spans if span.rank in ranks)
+    return max(spans, key=lambda span: span.end_s).rank
+
+
+def _height_in(timeline: Timeline, ranks: Sequence[int]) -> float:
+    """Return the height of the lanes of `ranks`, with a strip for each rank, and gaps between."""
+    num_lanes = sum(len(timeline.lanes(rank)) for rank in ranks)
+    return num_lanes * LANE_HEIGHT + len(ranks) * EXPOSED_HEIGHT + (len(ranks) - 1) * RANK_GAP
+
+
+def _subtitle(panels: Sequence[Timeline], ranks: Sequence[int]) -> str:
+    """Say which ranks are shown; before it the source, unless each panel has its own above it."""
+    alone = len(panels) == 1
+    facts = [panels[0].source] if alone else []
+    num_ranks = len({rank for panel in panels for rank in panel.ranks})
+    if len(ranks) < num_ranks:
+        plural = "s" * (len(ranks) > 1)
+        facts.append(f"rank{plural} {', '.join(str(rank) for rank in ranks)} of {num_ranks}")
+        if not alone:
+            facts.append(f"below, rank {_last_rank(panels[-1], panels[-1].ranks)} ends last")
+        facts.append("totals are over all ranks")
+    elif not alone:
+        facts.append("all ranks")
+    return "; ".join(facts)
+
+
+def _draw_ratio(sheet: _Sheet, pair: dict[str, Timeline], top_in: float) -> None:
+    """Write first / second total to the right of the second, whose lanes begin at `top_in`."""
+    first, second = pair.values()
+    if not second.duration_s:
+        return
+    text = f"{' / '.join(pair)} {first.duration_s / second.duration_s:.2f}"
+    size_pt = canvas.fitting_pt(text, 8.5, SUMMARY_WIDTH - 0.11 - canvas.EDGE)
+    canvas.note(
+        sheet.axes, sheet.right, top_in - 0.06, text, shift_pt=8, va="bottom", fontsize=size_pt,
+        fontweight="bold",
+    )  # fmt: skip
+
+
+def _draw_panel_head(sheet: _Sheet, timeline: Timeline, title: str, top_in: float) -> None:
+    """Write where the times come from, on white: grid lines end below it."""
+    from matplotlib.patches import Rectangle
+
+    box = ((0, top_in - PANEL_GAP), sheet.right, PANEL_HEAD + PANEL_GAP)
+    sheet.axes.add_patch(Rectangle(*box, color="white", linewidth=0, zorder=1))
+    own = "" if timeline.title in ("", title) else timeline.title
+    text = ": ".join(part for part in (timeline.source, own) if part)
+    room_in = sheet.width_in - 2 * canvas.EDGE
+    canvas.note(
+        sheet.axes, 0, top_in + 0.10, text, shift_pt=(canvas.EDGE - sheet.left_in) * 72,
+        fontsize=canvas.fitting_pt(text, 9.5, room_in), fontweight="bold",
+    )  # fmt: skip
+
+
+def _draw_panel(
+    sheet: _Sheet, timeline: Timeline, ranks: Sequence[int], top_in: float, height_in: float,
+    *, end: float,
+) -> None:  # fmt: skip
+    """Draw the ranks of one timeline from `top_in` down, with a line where it ends."""
+    rank_in = top_in
+    for rank in ranks:
+        rank_in = _draw_rank(sheet, timeline, rank, rank_in, end=end) + RANK_GAP
+    # to the time axis, if this is the lowest panel
+    bottom_in = top_in + height_in + 0.04
+    # at the edge of the axes half of it is cut off
+    width_pt = 1.0 if end == sheet.right else 0.5
+    sheet.axes.plot([end, end], [top_in, bottom_in], color=canvas.INK, linewidth=width_pt, zorder=4)
+    total = f"total {canvas.duration(timeline.duration_s)}"
+    canvas.note(
+        sheet.axes, end, top_in - 0.06, total, ha="right", va="bottom", fontsize=9,
+        fontweight="bold",
+    )  # fmt: skip
+
+
+def _draw_rank(sheet: _Sheet, timeline: Timeline, rank: int, top_in: float, *, end: float) -> float:
     """Draw the lanes of one rank from `top_in` down; return where they end."""
     from matplotlib.patches import Rectangle
 
+    axes, scale = sheet.axes, sheet.scale
     lanes = timeline.lanes(rank)
     first_in = top_in
     for lane in lanes:
@@ -108,12 +233,14 @@ def _draw_rank(
         axes.add_patch(Rectangle(*box, color=EXPOSED, linewidth=0, zorder=2))
 
     middle_in = first_in + len(lanes) * LANE_HEIGHT / 2
-    name, shift_pt = f"rank {rank}", -name_in * 72 - 2
+    name, shift_pt = f"rank {rank}", -sheet.name_in * 72 - 2
     canvas.note(
         axes, 0, middle_in, name, shift_pt=shift_pt, ha="right", fontsize=9.5, fontweight="bold"
     )
     summary = _summary(timeline, rank)
-    canvas.note(axes, end, middle_in, summary, shift_pt=8, fontsize=7.5, color=canvas.FAINT_INK)
+    canvas.note(
+        axes, sheet.right, middle_in, summary, shift_pt=8, fontsize=7.5, color=canvas.FAINT_INK
+    )
     return top_in + EXPOSED_HEIGHT
 
 

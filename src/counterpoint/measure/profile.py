@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from counterpoint.measure import trace
 from counterpoint.measure.trace import CopyActivities, read_trace
-from counterpoint.ops.call import check_group
+from counterpoint.ops.check import check_group
 from counterpoint.runtime import execute
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.timeline import Span, Timeline

@@ -1,6 +1,9 @@
 """Gather the rows of all ranks and multiply: the first linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -8,92 +11,273 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call
+from counterpoint.ops.backward import dtype_of, flat_rows, gradients
+from counterpoint.ops.call import Input, Operator, Output
+from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
+from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
+from counterpoint.runtime.ranks import group_of
 
 OP = "all_gather_matmul"
+SEVERAL = f"{OP}_list"  # of several weights
 
-call.LIBRARY.define(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, int[] rows, str group_name, int group_size)"
-    " -> Tensor"
-)
+_SCHEMA = "str plan, int[] rows, str group_name, int group_size"
+call.LIBRARY.define(f"{OP}(Tensor x, Tensor w, Tensor? bias, {_SCHEMA}) -> Tensor")
+call.LIBRARY.define(f"{SEVERAL}(Tensor x, Tensor[] w, {_SCHEMA}) -> Tensor[]")
 
 
+@overload
+def all_gather_matmul(
+    x: Tensor, w: Tensor, *, group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
+    plan: str | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x: Tensor, w: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, bias: None = None,
+    plan: str | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+) -> list[Tensor]: ...  # fmt: skip
 def all_gather_matmul(
     x: Tensor,
-    w: Tensor,
+    w: Tensor | Sequence[Tensor],
     *,
     group: dist.ProcessGroup | None = None,
     bias: Tensor | None = None,
     plan: str | Plan = "auto",
     rows: Sequence[int] | None = None,
-) -> Tensor:
+    gather_dim: int = 0,
+) -> Tensor | list[Tensor]:
     """Multiply the gathered x: y = concat(x_0, ..., x_{n-1}) w + bias.
 
     In place of `all_gather_into_tensor` and `matmul`. Accumulates in fp32. Runs on the current
     stream and is done in stream order; captures in a CUDA graph after one call outside of it at
     the same or a larger size. The same plan and shape give the same bits in every run.
+    Differentiable: x and w are what is saved, and x is gathered again beside the matmuls of the
+    gradient.
 
     Args:
         x: bf16, fp16 or fp32 [rows of this rank, ..., K], on CPU or CUDA; the dims between are
             those of a 3-D activation. Where it is not contiguous it is copied first.
-        w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
+        w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear. Or several
+            of them, of one K: x is gathered once for all.
         group: whose ranks take part, all with the same arguments; the default group if None. CPU
             tensors take a gloo group of one host, CUDA tensors an NCCL group of one node.
-        bias: dtype of x, [N], added once.
+        bias: dtype of x, [N], added once; not with several weights.
         plan: "auto", a family ("serial", "shard_p2p", "graded", "uniform_fused_2d",
             "uniform_fused_1d"), a spec such as "graded 1/1/2 ring push", or a Plan, which is
-            validated once.
-        rows: dim 0 of x on each rank, equal on all ranks; None means that all are equal.
+            validated once. The backward of "auto" and "serial" is chosen in the same way, that
+            of all others overlaps.
+        rows: `gather_dim` of x on each rank, equal on all ranks; None means that all are equal.
+        gather_dim: the dim of x that the ranks have parts of. Where it is not 0, x is copied so
+            that it comes first, and y is a view with that dim back in its place.
 
     Returns:
-        dtype of x, [sum of rows, ..., N], a new tensor.
+        dtype of x, [sum of rows, ..., N], a new tensor; of several weights a list.
 
     Raises:
         InputError: an argument is wrong; nothing was launched.
         PlanError: `plan` is a Plan that is wrong; nothing was launched.
-        UnsupportedError: a gradient is asked for, or the machine lacks something.
+        UnsupportedError: the machine lacks something, or a gradient of the gradient is asked for.
         PeerTimeoutError: a rank did not come within COUNTERPOINT_TIMEOUT_S (30). On a GPU it is
             raised by the next call, or by `counterpoint.check`.
 
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
     """
-    call.check_tensors(OP, x, w, bias)
-    group = call.check_group(OP, group)
-    counts = call.check_rows(OP, rows, group.size())
-    if counts and x.shape[0] != counts[group.rank()]:
+    if isinstance(w, list | tuple):
+        return _several(x, w, group, bias, plan, rows, gather_dim)
+    return _one(x, w, group, bias, plan, rows, gather_dim)  # type: ignore[arg-type]
+
+
+def _one(
+    x: Tensor, w: Tensor, group: dist.ProcessGroup | None,
+    bias: Tensor | None, plan: str | Plan, rows: Sequence[int] | None, gather_dim: int,
+) -> Tensor:  # fmt: skip
+    tensors = (x, w, bias)
+    group = check_group(OP, group)
+    key = call.key_of(OP, tensors, group, plan, rows, gather_dim)
+    ready = call.known(key, group) if key else None
+    if ready is not None:
+        if not gather_dim:
+            return ready(tensors)[0]
+        dim = gather_dim % x.dim()
+        return ready((x.movedim(dim, 0), w, bias))[0].movedim(0, dim)
+    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
+    check_tensors(OP, x, w, bias)
+    dim = check_dim(OP, "gather_dim", gather_dim, x)
+    counts = check_rows(OP, rows, group.size())
+    if counts and x.shape[dim] != counts[group.rank()]:
         want = f"[{counts[group.rank()]}, ..., K] as rows[{group.rank()}] says"
         raise InputError(OP, "x", want=want, got=tuple(x.shape))
-    key = call.plan_key(OP, plan)
-    op = torch.ops.counterpoint.all_gather_matmul
-    return op(x, w, bias, key, counts, group.group_name, group.size())
+    spec = plan_key(OP, plan)
+    front = x.movedim(dim, 0) if dim else x
+    if key is not None:
+        ready = call.prepare(OPERATOR, (front, w, bias), spec, counts, group)
+        call.remember(key, ready)
+        y = ready((front, w, bias))[0]
+    else:
+        op = torch.ops.counterpoint.all_gather_matmul
+        y = op(front, w, bias, spec, counts, group.group_name, group.size())
+    return y.movedim(0, dim) if dim else y
+
+
+def _several(
+    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None,
+    bias: Tensor | None, plan: str | Plan, rows: Sequence[int] | None, gather_dim: int,
+) -> list[Tensor]:  # fmt: skip
+    if not weights:
+        raise InputError(OP, "w", want="a Tensor or several", got="none")
+    if bias is not None:
+        fix = "add it to the result, or make one weight of them"
+        raise InputError(OP, "bias", want="None with several weights", got="a Tensor", fix=fix)
+    x, *weights = autocast(x, *weights)  # type: ignore[assignment]
+    for w in weights:
+        check_tensors(OP, x, w, None)
+    group = check_group(OP, group)
+    dim = check_dim(OP, "gather_dim", gather_dim, x)
+    counts = check_rows(OP, rows, group.size())
+    if counts and x.shape[dim] != counts[group.rank()]:
+        want = f"[{counts[group.rank()]}, ..., K] as rows[{group.rank()}] says"
+        raise InputError(OP, "x", want=want, got=tuple(x.shape))
+    if len(weights) == 1:
+        return [_one(x, weights[0], group, None, plan, rows, dim)]
+    spec = plan_key(OP, plan)
+    front = x.movedim(dim, 0) if dim else x
+    op = torch.ops.counterpoint.all_gather_matmul_list
+    results = op(front, list(weights), spec, counts, group.group_name, group.size())
+    return [y.movedim(0, dim) if dim else y for y in results]
+
+
+def _problem(tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int) -> Problem:
+    x, w, bias = tensors
+    assert x is not None
+    assert w is not None
+    gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
+    return Problem(
+        OP, gathered, w.shape[1], w.shape[0], ranks, dtype_of(x),
+        flat_rows(x, rows), bias is not None,
+    )  # fmt: skip
+
+
+def _problem_of_several(
+    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int
+) -> Problem:
+    x, *weights = (t for t in tensors if t is not None)
+    gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
+    splits = tuple(w.shape[1] for w in weights)
+    return Problem(
+        OP, gathered, sum(splits), x.shape[-1], ranks, dtype_of(x),
+        flat_rows(x, rows), splits=splits,
+    )  # fmt: skip
+
+
+def _gathered(x: Tensor, rows: Sequence[int], group_size: int, n: int) -> tuple[int, ...]:
+    return (sum(rows) if rows else x.shape[0] * group_size, *x.shape[1:-1], n)
+
+
+def _outputs(
+    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
+) -> tuple[Output, ...]:
+    x, w, _ = tensors
+    assert x is not None
+    assert w is not None
+    return (Output("y", _gathered(x, rows, ranks, w.shape[1])),)
+
+
+def _outputs_of_several(
+    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
+) -> tuple[Output, ...]:
+    x, *weights = (t for t in tensors if t is not None)
+    shapes = [_gathered(x, rows, ranks, w.shape[1]) for w in weights]
+    return tuple(Output(f"y{i}", shape) for i, shape in enumerate(shapes))
+
+
+OPERATOR: Operator = Operator(
+    OP,
+    (Input("x", "rows", own=True), Input("w", "matrix"), Input("bias", "row")),
+    _problem,
+    _outputs,
+)
+
+
+@cache
+def _operator_of_several(count: int) -> Operator:
+    inputs = (Input("x", "rows", own=True), *(Input(f"w{i}", "matrix") for i in range(count)))
+    return Operator(OP, inputs, _problem_of_several, _outputs_of_several)
 
 
 def _run(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    plan: str,
-    rows: list[int],
-    group_name: str,
-    group_size: int,
-) -> Tensor:
-    return call.run(OP, x, w, bias, plan, rows, group_name)
+    x: Tensor, w: Tensor, bias: Tensor | None,
+    plan: str, rows: list[int], group_name: str, group_size: int,
+) -> Tensor:  # fmt: skip
+    (y,) = call.run(OPERATOR, (x, w, bias), plan, rows, group_name)
+    return y
+
+
+def _run_several(
+    x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int
+) -> list[Tensor]:
+    return call.run(_operator_of_several(len(w)), (x, *w), plan, rows, group_name)
 
 
 # the size is an argument: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    plan: str,
-    rows: list[int],
-    group_name: str,
-    group_size: int,
-) -> Tensor:
-    gathered = sum(rows) if rows else x.shape[0] * group_size
-    return x.new_empty(gathered, *x.shape[1:-1], w.shape[1])
+    x: Tensor, w: Tensor, bias: Tensor | None,
+    plan: str, rows: list[int], group_name: str, group_size: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(_gathered(x, rows, group_size, w.shape[1]))
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+def _fake_several(
+    x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int
+) -> list[Tensor]:
+    return [x.new_empty(_gathered(x, rows, group_size, each.shape[1])) for each in w]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, bias, ctx.plan, ctx.rows, ctx.group_name, ctx.group_size = inputs
+    ctx.save_for_backward(x, w)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    where = (ctx.group_name, ctx.group_size, _rank(ctx.group_name))
+    dx, dw = gradients(OP, dy, x, w, (need_x, need_w), ctx.plan, ctx.rows, where)
+    db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
+    return dx, dw, db, None, None, None, None
+
+
+def _save_several(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, ctx.plan, ctx.rows, ctx.group_name, ctx.group_size = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _backward_of_several(ctx: Any, dys: Sequence[Tensor]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    # one gradient of x, so one product: the weights side by side
+    w, dy = torch.cat(weights, 1), torch.cat(list(dys), -1)
+    where = (ctx.group_name, ctx.group_size, _rank(ctx.group_name))
+    needs = (ctx.needs_input_grad[0], any(each.requires_grad for each in weights))
+    dx, dw = gradients(OP, dy, x, w, needs, ctx.plan, ctx.rows, where)
+    parts = list(dw.split([each.shape[1] for each in weights], 1)) if dw is not None else None
+    if parts is None:
+        parts = [None] * len(weights)
+    # in the structure of the inputs; torch takes an empty list for one of tensors
+    return dx, parts, None, None if ctx.rows else [], None, None
+
+
+def _rank(group_name: str) -> int:
+    return dist.get_rank(group_of(group_name))
+
+
+for _op, _impl, _meta, _grad, _setup in (
+    (OP, _run, _fake, _backward, _save),
+    (SEVERAL, _run_several, _fake_several, _backward_of_several, _save_several),
+):
+    call.LIBRARY.impl(_op, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"counterpoint::{_op}", _meta, lib=call.LIBRARY)
+    torch.library.register_autograd(
+        f"counterpoint::{_op}", _grad, setup_context=_setup, lib=call.LIBRARY
+    )

@@ -1,254 +1,311 @@
-"""What all operators share: their checks, the choice of a plan, and running it.
+"""From the tensors of a call to a program that is ready to run.
 
-Everything is checked before the first launch, from facts that are equal on all ranks.
+All that can be wrong with a call is checked before its first launch, from facts that are equal on
+all ranks, once for each new set of facts. What has been checked is remembered: a repeated eager
+call looks itself up, allocates its results and runs.
 """
 
-import hashlib
 import os
-from collections.abc import Sequence
-from functools import cache
-from math import prod
-from operator import index
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
-from counterpoint.choose.rule import choose_spec
-from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
-from counterpoint.machine import Machine
-from counterpoint.plan.families import build
-from counterpoint.plan.serialize import to_json
-from counterpoint.plan.steps import Plan
-from counterpoint.plan.validate import validate
-from counterpoint.presets import preset_of
+from counterpoint.errors import InputError, PeerTimeoutError
+from counterpoint.ops.plans import plan_of
 from counterpoint.problem import Op, Problem
-from counterpoint.runtime.execute import compile_plan
+from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import gather_object, group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PLAN_KEY = "plan:"
-
-_plans: dict[str, Plan] = {}  # users' own plans by digest: an operator takes strings only
-_keys: dict[int, tuple[Plan, str]] = {}
+Shape = tuple[int, ...]
 
 
-def check_tensors(op: str, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-    """Refuse operands that do not fit one another.
+@dataclass(frozen=True)
+class Input:
+    """One tensor of an operator.
 
-    Raises:
-        InputError: names the argument, what it must be, and what it is.
-        UnsupportedError: a gradient is asked for.
+    Args:
+        name: of the plan's buffer.
+        form: "rows": [rows, ..., columns], flattened; "matrix": 2-D of any strides; "row": 1-D.
+        own: a shard, so its dim 0 may differ between ranks where `rows=` is given.
     """
-    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
-        if tensor is not None and tensor.layout != torch.strided:
-            raise InputError(op, name, want="a dense tensor", got=tensor.layout)
-    if x.dtype not in DTYPES:
-        raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
-    if x.device.type not in ("cpu", "cuda"):
-        raise InputError(op, "x", want="on cpu or cuda", got=x.device)
-    if x.dim() < 2:
-        raise InputError(op, "x", want="[rows, ..., K] of 2 or more dims", got=f"{x.dim()}-D")
-    if w.dim() != 2:
-        raise InputError(op, "w", want="[K, N] of 2 dims", got=f"{w.dim()}-D")
-    if w.shape[0] != x.shape[-1]:
-        fix = "pass w.t() of a torch.nn.Linear weight"
-        shape = tuple(w.shape)
-        raise InputError(op, "w", want=f"[K={x.shape[-1]}, N]", got=f"{shape}", fix=fix)
-    if bias is not None and tuple(bias.shape) != (w.shape[1],):
-        raise InputError(op, "bias", want=f"[N={w.shape[1]}]", got=f"{tuple(bias.shape)}")
-    for name, tensor in (("w", w), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype:
-            raise InputError(op, name, want=f"{x.dtype} as x", got=tensor.dtype)
-        if tensor.device != x.device:
-            raise InputError(op, name, want=f"on {x.device} as x", got=tensor.device)
-    grad = any(t is not None and t.requires_grad for t in (x, w, bias))
-    if grad and torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{op}: has no backward yet; call it under torch.no_grad() or on detached tensors"
-        )
+
+    name: str
+    form: Literal["rows", "matrix", "row"]
+    own: bool = False
 
 
-def check_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group to use, the default one for None.
+@dataclass(frozen=True)
+class Output:
+    """One result: its buffer, its shape, and whether it is stored transposed."""
 
-    Raises:
-        InputError: there is no group, or this rank is not in it.
+    name: str
+    shape: Shape
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What an operator is to this file: its tensors, and how they make a problem and results.
+
+    Args:
+        op: of the problem.
+        inputs: its tensors in order; those whose argument is None are left out of the plan.
+        problem: from the tensors, rows (one count a rank, of dim 0) and the number of ranks.
+        outputs: from the tensors, rows, the number of ranks and this rank.
     """
-    if group is None:
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is None:
-        fix = "start ranks with torchrun and call torch.distributed.init_process_group"
-        raise InputError(op, "group", want="an initialised process group", got=group, fix=fix)
-    # a rank outside of a new group gets a placeholder in its place
-    if not isinstance(group, dist.ProcessGroup):
-        raise InputError(op, "group", want="a ProcessGroup that has this rank", got=group)
-    return group
+
+    op: Op
+    inputs: tuple[Input, ...]
+    problem: Callable[[Sequence[Tensor | None], Sequence[int], int], Problem]
+    outputs: Callable[[Sequence[Tensor | None], Sequence[int], int, int], tuple[Output, ...]]
 
 
-def check_rows(op: str, rows: Sequence[int] | None, ranks: int) -> list[int]:
-    """`rows=` as a list; empty means equal shards.
+class Ready:
+    """A call whose facts have been checked, compiled."""
 
-    Raises:
-        InputError: not one count >= 0 for each rank.
+    def __init__(
+        self,
+        workspace: Workspace,
+        code: Code | None,
+        operator: Operator,
+        tensors: Sequence[Tensor | None],
+        outputs: tuple[Output, ...],
+    ) -> None:
+        self.workspace = workspace
+        self.generation = workspace.generation
+        self.code = code
+        self.outputs = outputs
+        given = zip(operator.inputs, tensors, strict=True)
+        self.names = [i.name if t is not None else "" for i, t in given]
+        given = zip(operator.inputs, tensors, strict=True)
+        self.forms = [_form(i, t) if t is not None else None for i, t in given]
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run on the current stream; the results are new tensors.
+
+        Raises:
+            PeerTimeoutError: a peer did not answer; the group is unusable.
+        """
+        if torch.is_grad_enabled():
+            # views of the workspace carry no history, whatever the mode they were made in
+            with torch.no_grad():
+                return self(tensors)
+        self.workspace.check()
+        like = next(t for t in tensors if t is not None)
+        results: list[Tensor] = []
+        operands: dict[str, Tensor] = {}
+        for name, form, tensor in zip(self.names, self.forms, tensors, strict=True):
+            if tensor is not None:
+                operands[name] = form(tensor) if form else tensor
+        for output in self.outputs:
+            if output.transposed:
+                y = like.new_empty(output.shape[::-1]).t()
+                operands[output.name] = y
+            else:
+                y = like.new_empty(output.shape)
+                operands[output.name] = y if y.dim() == 2 else y.view(-1, output.shape[-1])
+            results.append(y)
+        if self.code is not None:
+            self.code.run(operands)
+            return results
+        bias = operands.get("bias")
+        for y in results:
+            y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+        return results
+
+
+_known: dict[tuple[object, ...], Ready] = {}
+MAX_KNOWN = 4096
+
+
+def key_of(
+    op: str, tensors: Sequence[Tensor | None], group: dist.ProcessGroup, plan: object,
+    rows: object, dim: object,
+) -> tuple[object, ...] | None:  # fmt: skip
+    """What a call that nothing watches is remembered by; None: it goes through the dispatcher.
+
+    That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
+    subclass, or one of which a gradient is asked for.
     """
-    if rows is None:
-        return []
-    try:
-        counts = [index(n) for n in rows]
-    except TypeError:  # no sequence, or not of whole numbers
-        counts = []
-    if len(counts) != ranks or min(counts) < 0:
-        raise InputError(op, "rows", want=f"{ranks} counts >= 0", got=rows)
-    return counts
+    if torch.compiler.is_compiling() or _num_dispatch_modes():
+        return None
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (
+            (type(tensor) is not Tensor and type(tensor) is not Parameter)
+            or (grad and tensor.requires_grad)
+            or tensor.device.type not in ("cpu", "cuda")
+        ):
+            return None
+    if torch.is_autocast_enabled(_device_type(tensors)):
+        return None
+    if rows is not None:
+        if not isinstance(rows, list | tuple) or not all(type(n) is int for n in rows):  # pyright: ignore[reportUnknownVariableType]
+            return None
+        rows = tuple(rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    plan = plan if isinstance(plan, str) else id(plan)
+    dim = dim if isinstance(dim, int) else None
+    return op, id(group), plan, rows, dim, facts(tensors)
 
 
-def plan_key(op: str, plan: str | Plan) -> str:
-    """A plan as an operator's string argument; a user's own Plan is proved first.
-
-    Raises:
-        InputError: neither a string nor a Plan.
-        PlanError: the plan is wrong.
-    """
-    if isinstance(plan, str):
-        return plan
-    if not isinstance(plan, Plan):
-        raise InputError(op, "plan", want="a family's name or a Plan", got=type(plan).__name__)
-    # by identity first: the hash of a plan walks all of it
-    known, key = _keys.get(id(plan), (None, ""))
-    if known is not plan:
-        key = PLAN_KEY + hashlib.sha256(to_json(plan).encode()).hexdigest()[:32]
-        if key not in _plans:
-            validate(plan)
-            _plans[key] = plan
-        _keys[id(plan)] = plan, key
-    return key
+def known(key: tuple[object, ...], group: dist.ProcessGroup) -> Ready | None:
+    """What `remember` has kept for these facts, unless its memory has been outgrown."""
+    ready = _known.get(key)
+    if ready is None or ready.workspace.group is not group:
+        return None
+    if ready.generation != ready.workspace.generation or _checking():
+        return None
+    return ready
 
 
-def run(
-    op: Op, x: Tensor, w: Tensor, bias: Tensor | None, plan: str, rows: list[int], group_name: str
-) -> Tensor:
-    """Run `op` on the current stream; x and the result are [rows, ..., columns].
+def remember(key: tuple[object, ...], ready: Ready) -> None:
+    """Keep what a call is ready with, so that the next one with equal facts finds it."""
+    if len(_known) >= MAX_KNOWN:
+        _known.clear()
+    _known[key] = ready
+
+
+def facts(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
+    """What of the tensors decides how a call runs."""
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+
+
+def prepare(
+    operator: Operator,
+    tensors: Sequence[Tensor | None],
+    plan: str,
+    rows: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Ready:
+    """Check, choose and compile; collective at the first call with these facts.
 
     Raises:
         InputError: the plan is not for these sizes, the ranks disagree, or a graph is captured
             before a warm call.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return run(op, x, w, bias, plan, rows, group_name)
-    group = group_of(group_name)
-    workspace = workspace_of(group, x.device)
+    first = next(t for t in tensors if t is not None)
+    workspace = workspace_of(group, first.device)
     workspace.check()
-    key = (op, x.shape, w.shape, x.dtype, bias is None, plan, tuple(rows))
-    found = workspace.code.get(key)
+    key = (operator.op, plan, tuple(rows), facts(tensors))
+    ready: Ready | None = workspace.code.get(key)
     # ranks that disagree would wait for one another, or compute something else: compared at the
     # first call with these facts, and at each call where that is asked for
-    if found is None or os.environ.get("COUNTERPOINT_CHECK") == "1":
-        _compare(op, key, workspace)
-    if found is None:
-        problem = _problem(op, x, w, bias, rows, group.size())
-        code = None if not problem.m * problem.n * problem.k else compile_plan(
-            _plan(problem, plan, x.device), workspace)  # fmt: skip
-        found = (problem, code)
-        workspace.remember(key, found)
-    problem, code = found
-
-    if op == "all_gather_matmul":
-        mine = sum(rows) if rows else x.shape[0] * group.size()
-    else:
-        mine = rows[workspace.rank] if rows else x.shape[0] // group.size()
-    y = x.new_empty(mine, *x.shape[1:-1], problem.n)
-    if code is None:
-        y.zero_() if bias is None else y.copy_(bias.expand_as(y))
-    else:
-        operands = {"x": _flat(x), "w": _columns(w), "y": _flat(y)}
-        if bias is not None:
-            operands["bias"] = bias.contiguous().view(1, -1)
-        code.run(operands)
-    return y
+    if ready is None or _checking():
+        _compare(operator, tensors, plan, rows, workspace)
+    if ready is not None:
+        return ready
+    ranks, rank = group.size(), workspace.rank
+    problem = operator.problem(tensors, rows, ranks)
+    code: Code | None = None
+    if problem.m * problem.n * problem.k:
+        code = compile_plan(plan_of(problem, plan, workspace, tensors), workspace)
+    ready = Ready(workspace, code, operator, tensors, operator.outputs(tensors, rows, ranks, rank))
+    workspace.remember(key, ready)
+    return ready
 
 
-def _problem(
-    op: Op, x: Tensor, w: Tensor, bias: Tensor | None, rows: list[int], ranks: int
-) -> Problem:
-    inner = prod(x.shape[1:-1])
-    m = x.shape[0] * inner
-    if op == "all_gather_matmul":
-        m = sum(rows) * inner if rows else m * ranks
-    dtype = str(x.dtype).removeprefix("torch.")
-    counts = tuple(n * inner for n in rows)
-    return Problem(op, m, w.shape[1], w.shape[0], ranks, dtype, counts, bias is not None)  # type: ignore[arg-type]
+def run(
+    operator: Operator,
+    tensors: Sequence[Tensor | None],
+    plan: str,
+    rows: Sequence[int],
+    group_name: str,
+) -> list[Tensor]:
+    """Prepare and run: what torch's dispatcher calls.
+
+    Raises:
+        InputError: see `prepare`.
+        PeerTimeoutError: a peer did not answer; the group is unusable.
+    """
+    first = next(t for t in tensors if t is not None)
+    if first.is_cuda and first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            return run(operator, tensors, plan, rows, group_name)
+    return prepare(operator, tensors, plan, rows, group_of(group_name))(tensors)
 
 
-def _plan(problem: Problem, plan: str, device: torch.device) -> Plan:
-    if plan.startswith(PLAN_KEY):
-        own = _plans.get(plan)
-        if own is None:
-            fix = "pass the Plan itself to the function"
-            raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
-        if own.problem != problem:
-            raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
-        return own
-    machine = _machine(device, problem.ranks)
-    return build(problem, choose_spec(problem, machine) if plan == "auto" else plan, machine)
+def _checking() -> bool:
+    return os.environ.get("COUNTERPOINT_CHECK") == "1"
 
 
-@cache
-def _machine(device: torch.device, ranks: int) -> Machine | None:
-    """The preset of this GPU, by its name; None where there is none."""
-    if device.type != "cuda":
-        return None
-    return preset_of(torch.cuda.get_device_name(device), min(ranks, 8))
+def _device_type(tensors: Sequence[Tensor | None]) -> str:
+    return next(t for t in tensors if t is not None).device.type
 
 
-def _compare(op: str, key: tuple[object, ...], workspace: Workspace) -> None:
+def _num_dispatch_modes() -> int:
+    return torch._C._len_torch_dispatch_stack()  # pyright: ignore  (private; a feature test holds it)
+
+
+def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """How the tensor becomes the 2-D operand of the plan; None: it is one already."""
+    if given.form == "row":
+        return lambda t: t.contiguous().view(1, -1)
+    if given.form == "rows":
+        cols = tensor.shape[-1]
+        if not tensor.is_contiguous():
+            return lambda t: t.contiguous().view(-1, cols)
+        return None if tensor.dim() == 2 else lambda t: t.view(-1, cols)
+    # as the matmul library takes it: one of the two dims without gaps
+    row_stride, col_stride = tensor.stride()
+    plain = (col_stride == 1 and row_stride >= tensor.shape[1]) or (
+        row_stride == 1 and col_stride >= tensor.shape[0]
+    )
+    return None if plain else lambda t: t.contiguous()
+
+
+def _compare(
+    operator: Operator,
+    tensors: Sequence[Tensor | None],
+    plan: str,
+    rows: Sequence[int],
+    workspace: Workspace,
+) -> None:
     """Refuse a call whose facts differ between ranks, naming the first that differs.
 
     Not while a graph is captured: ranks cannot talk then.
     """
     if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    names = ("op", "x.shape", "w.shape", "x.dtype", "bias is None", "plan", "rows")
-    # a gathered x may have a shape of its own on each rank, as rows= says
-    facts = [str(tuple(fact) if isinstance(fact, torch.Size) else fact) for fact in key]
-    if op == "all_gather_matmul" and key[-1]:
-        facts[1] = str(tuple(key[1])[1:])  # type: ignore[arg-type]
+    here: dict[str, str] = {"op": operator.op}
+    for given, tensor in zip(operator.inputs, tensors, strict=True):
+        if given.form == "row":
+            here[f"{given.name} is None"] = str(tensor is None)
+        elif tensor is not None:
+            free = given.own and rows  # a shard then has a dim 0 of its own on each rank
+            here[f"{given.name}.shape"] = str(tuple(tensor.shape[1 if free else 0 :]))
+    first = next(t for t in tensors if t is not None)
+    here |= {f"{operator.inputs[0].name}.dtype": str(first.dtype), "plan": plan}
+    here["rows"] = str(tuple(rows))
     try:
-        everyone = gather_object(facts, workspace.group)
+        everyone = gather_object(here, workspace.group)
     except RuntimeError as error:
         gone = workspace.gone()
         who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
         workspace.fault = PeerTimeoutError(
-            f"{op}: {who} did not come to compare its arguments ({error}); the group is unusable, "
-            "restart its ranks",
+            f"{operator.op}: {who} did not come to compare its arguments ({error}); the group is "
+            "unusable, restart its ranks",
             rank=gone[0][0] if gone else None,
             step="compare",
         )
         raise workspace.fault from error
-    for i, name in enumerate(names):
+    # in the words of rank 0: all ranks say the same
+    for name, want in everyone[0].items():
         for rank, theirs in enumerate(everyone):
-            if theirs[i] != everyone[0][i]:
-                want = f"equal on all ranks, {everyone[0][i]} as on rank 0"
-                got = f"{theirs[i]} on rank {rank}"
+            got = theirs.get(name, f"op {theirs['op']}")
+            if got != want:
                 fix = "pass rows= where shards differ" if name == "x.shape" else ""
-                # the op of rank 0: all ranks say the same
-                raise InputError(everyone[0][0], name, want=want, got=got, fix=fix)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return (x if x.is_contiguous() else x.contiguous()).view(-1, x.shape[-1])
-
-
-def _columns(w: Tensor) -> Tensor:
-    """w as the matmul library takes it: one of its two dims without gaps."""
-    rows, cols = w.stride()
-    plain = (cols == 1 and rows >= w.shape[1]) or (rows == 1 and cols >= w.shape[0])
-    return w if plain else w.contiguous()
+                raise InputError(
+                    everyone[0]["op"],
+                    name,
+                    want=f"equal on all ranks, {want} as on rank 0",
+                    got=f"{got} on rank {rank}",
+                    fix=fix,
+                )

@@ -1,6 +1,8 @@
 """Multiply, sum over ranks, keep own rows: the second linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,12 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call
+from counterpoint.ops.backward import dtype_of, flat_rows, gradients
+from counterpoint.ops.call import Input, Operator, Output
+from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
+from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
 
 OP = "matmul_reduce_scatter"
 
@@ -26,12 +33,14 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     plan: str | Plan = "auto",
     rows: Sequence[int] | None = None,
+    scatter_dim: int = 0,
 ) -> Tensor:
     """Sum the products of all ranks: y_r = rows of rank r of (x_0 w_0 + ... + x_{n-1} w_{n-1}).
 
     In place of `matmul` and `reduce_scatter_tensor`. Partial results are rounded to the dtype of
     x for the way, summed in fp32 in an order fixed by the plan, and rounded once; the bias is
     added once, after the sum. Streams, graphs and repeated bits: see `all_gather_matmul`.
+    Differentiable: x and w are what is saved.
 
     Args:
         x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA: all rows, K the part of this rank.
@@ -40,8 +49,10 @@ def matmul_reduce_scatter(
         bias: dtype of x, [N]; each rank adds its own to its rows.
         plan: "auto", a family ("serial", "shard_p2p", "graded"), a spec such as
             "graded 1/2/1 ring pieces=2", or a Plan, which is validated once.
-        rows: how many of dim 0 of x each rank gets, equal on all ranks; None means equal parts,
-            and then the number of ranks must divide dim 0.
+        rows: how many of `scatter_dim` of x each rank gets, equal on all ranks; None means equal
+            parts, and then the number of ranks must divide that dim.
+        scatter_dim: the dim of x of which each rank gets a part. Where it is not 0, x is copied so
+            that it comes first, and y is a view with that dim back in its place.
 
     Returns:
         dtype of x, [rows of this rank, ..., N], a new tensor.
@@ -49,53 +60,105 @@ def matmul_reduce_scatter(
     Raises:
         InputError: an argument is wrong; nothing was launched.
         PlanError: `plan` is a Plan that is wrong; nothing was launched.
-        UnsupportedError: a gradient is asked for, or the machine lacks something.
+        UnsupportedError: the machine lacks something, or a gradient of the gradient is asked for.
         PeerTimeoutError: as for `all_gather_matmul`.
 
     Example:
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
-    call.check_tensors(OP, x, w, bias)
-    group = call.check_group(OP, group)
-    counts = call.check_rows(OP, rows, group.size())
-    if counts and sum(counts) != x.shape[0]:
-        raise InputError(OP, "rows", want=f"counts that add up to {x.shape[0]}", got=counts)
-    if not counts and x.shape[0] % group.size():
+    tensors = (x, w, bias)
+    group = check_group(OP, group)
+    key = call.key_of(OP, tensors, group, plan, rows, scatter_dim)
+    ready = call.known(key, group) if key else None
+    if ready is not None:
+        if not scatter_dim:
+            return ready(tensors)[0]
+        dim = scatter_dim % x.dim()
+        return ready((x.movedim(dim, 0), w, bias))[0].movedim(0, dim)
+    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
+    check_tensors(OP, x, w, bias)
+    dim = check_dim(OP, "scatter_dim", scatter_dim, x)
+    counts = check_rows(OP, rows, group.size())
+    if counts and sum(counts) != x.shape[dim]:
+        raise InputError(OP, "rows", want=f"counts that add up to {x.shape[dim]}", got=counts)
+    if not counts and x.shape[dim] % group.size():
         want = f"[M, ..., K] with M a multiple of the {group.size()} ranks"
         fix = "pass rows=, one count per rank"
         raise InputError(OP, "x", want=want, got=tuple(x.shape), fix=fix)
-    key = call.plan_key(OP, plan)
-    op = torch.ops.counterpoint.matmul_reduce_scatter
-    return op(x, w, bias, key, counts, group.group_name, group.size(), group.rank())
+    spec = plan_key(OP, plan)
+    front = x.movedim(dim, 0) if dim else x
+    if key is not None:
+        ready = call.prepare(OPERATOR, (front, w, bias), spec, counts, group)
+        call.remember(key, ready)
+        y = ready((front, w, bias))[0]
+    else:
+        op = torch.ops.counterpoint.matmul_reduce_scatter
+        y = op(front, w, bias, spec, counts, group.group_name, group.size(), group.rank())
+    return y.movedim(0, dim) if dim else y
+
+
+def _problem(tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int) -> Problem:
+    x, w, bias = tensors
+    assert x is not None
+    assert w is not None
+    m = prod(x.shape[:-1])
+    return Problem(
+        OP, m, w.shape[1], w.shape[0], ranks, dtype_of(x),
+        flat_rows(x, rows), bias is not None,
+    )  # fmt: skip
+
+
+def _kept(x: Tensor, rows: Sequence[int], ranks: int, rank: int, n: int) -> tuple[int, ...]:
+    return (rows[rank] if rows else x.shape[0] // ranks, *x.shape[1:-1], n)
+
+
+def _outputs(
+    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
+) -> tuple[Output, ...]:
+    x, w, _ = tensors
+    assert x is not None
+    assert w is not None
+    return (Output("y", _kept(x, rows, ranks, rank, w.shape[1])),)
+
+
+OPERATOR: Operator = Operator(
+    OP, (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row")), _problem, _outputs
+)
 
 
 def _run(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    plan: str,
-    rows: list[int],
-    group_name: str,
-    group_size: int,
-    rank: int,
-) -> Tensor:
-    return call.run(OP, x, w, bias, plan, rows, group_name)
+    x: Tensor, w: Tensor, bias: Tensor | None,
+    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
+) -> Tensor:  # fmt: skip
+    (y,) = call.run(OPERATOR, (x, w, bias), plan, rows, group_name)
+    return y
 
 
 # size and rank are arguments: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    plan: str,
-    rows: list[int],
-    group_name: str,
-    group_size: int,
-    rank: int,
-) -> Tensor:
-    mine = rows[rank] if rows else x.shape[0] // group_size
-    return x.new_empty(mine, *x.shape[1:-1], w.shape[1])
+    x: Tensor, w: Tensor, bias: Tensor | None,
+    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(_kept(x, rows, group_size, rank, w.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, bias, ctx.plan, ctx.rows, *ctx.where = inputs
+    ctx.save_for_backward(x, w)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    where = tuple(ctx.where)
+    dx, dw = gradients(OP, dy, x, w, (need_x, need_w), ctx.plan, ctx.rows, where)
+    db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
+    return dx, dw, db, None, None, None, None, None
 
 
 call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+torch.library.register_autograd(
+    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
+)

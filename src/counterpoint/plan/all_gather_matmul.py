@@ -3,8 +3,12 @@
 Every family but serial opens with a barrier on the signal lane: it says that all ranks have left
 the call before, so peers may write the shared buffers. It hides behind the first matmul, and it
 makes calls of any plans, eager or replayed from a graph, safe on one workspace in any order.
+
+Several weights, y_i = gather(x) w_i, are gathered for once and multiplied one after another.
 """
 
+from dataclasses import replace
+from itertools import chain
 from typing import Literal
 
 from counterpoint.plan.peers import Order, cuts
@@ -25,8 +29,14 @@ X, W, BIAS, Y = Region("x"), Region("w"), Region("bias"), Region("y")
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: x is the shard, y the whole."""
     x = Buffer("x", (p.m, p.k), p.dtype, "input", split=True, holds="own")
-    y = Buffer("y", (p.m, p.n), p.dtype, "output", split=True)
-    return x, Buffer("w", (p.k, p.n), p.dtype, "input"), *bias_row(p), y
+    w = (Buffer(f"w{i}", (p.k, n), p.dtype, "input") for i, n in weights(p))
+    y = (Buffer(f"y{i}", (p.m, n), p.dtype, "output", split=True) for i, n in weights(p))
+    return x, *w, *bias_row(p), *y
+
+
+def weights(p: Problem) -> list[tuple[str, int]]:
+    """What stands behind the w and the y of each weight, and its columns."""
+    return [(str(i), n) for i, n in enumerate(p.splits)] or [("", p.n)]
 
 
 def bias_row(p: Problem) -> tuple[Buffer, ...]:
@@ -34,7 +44,7 @@ def bias_row(p: Problem) -> tuple[Buffer, ...]:
     return (Buffer("bias", (1, p.n), p.dtype, "input"),) if p.bias else ()
 
 
-def matmul(
+def matmuls(
     p: Problem,
     name: str,
     x: Region,
@@ -42,11 +52,17 @@ def matmul(
     *,
     after: tuple[str, ...] = (),
     waits: tuple[Signal, ...] = (),
-) -> Step:
-    """x w (+ bias) -> y on the compute lane."""
+) -> tuple[Step, ...]:
+    """x w (+ bias) -> y on the compute lane, one step for each weight; the first of them waits."""
     bias = (BIAS,) if p.bias else ()
     args = (("bias", 1),) if p.bias else ()
-    return Step(name, "compute", "matmul", (x, W, *bias), (y,), after, waits, args=args)
+    steps: list[Step] = []
+    for i, _ in weights(p):
+        reads, writes = (x, Region(f"w{i}"), *bias), (replace(y, buffer=f"y{i}"),)
+        full_name = f"{name}_w{i}" if i else name
+        steps.append(Step(full_name, "compute", "matmul", reads, writes, after, waits, args=args))
+        after, waits = (), ()
+    return tuple(steps)
 
 
 def serial(p: Problem) -> Plan:
@@ -54,8 +70,13 @@ def serial(p: Problem) -> Plan:
     full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
     gather = Step("gather", "compute", "collective", (X,), (Region("full"),),
                   args=(("collective", "all_gather"),))  # fmt: skip
-    steps = (gather, matmul(p, "matmul", Region("full"), Y))
+    steps = (gather, *matmuls(p, "matmul", Region("full"), Y))
     return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
+
+
+def alone(p: Problem) -> tuple[Step, ...]:
+    """What a group of one rank does."""
+    return matmuls(p, "matmul", X, Y)
 
 
 def graded(
@@ -73,7 +94,7 @@ def graded(
     order = Order(peers, p.ranks)
     own_alone = groups[0] == 1
     pushes = direction == "push"
-    matmuls: list[Step] = []
+    multiplied: list[tuple[Step, ...]] = []
     start = 0
     for i, size in enumerate(groups):
         distances = range(start, start + size)
@@ -91,17 +112,18 @@ def graded(
             source = X if i == 0 and own_alone else Region("full", shards=shards, piece=piece)
             target = Region("y", shards=shards, piece=piece)
             name = f"matmul_{i}{suffix}"
-            matmuls.append(matmul(p, name, source, target, after=after, waits=waits))
+            multiplied.append(matmuls(p, name, source, target, after=after, waits=waits))
         start += size
 
-    head, rest = tuple(matmuls[:1]), tuple(matmuls[1:])
     if not own_alone:
         # what is pushed to is shared: peers may still be at it in the call before
         after = ("open",) if pushes else ()
         kept = Region("full", shards=OWN)
-        head, rest = (Step("keep", "compute", "move", (X,), (kept,), after),), tuple(matmuls)
+        multiplied.insert(0, (Step("keep", "compute", "move", (X,), (kept,), after),))
+    head, *rest = multiplied
     transfers = push_shards(order, pieces) if pushes else pull_shards(order, pieces)
-    steps = (order.barrier("open", "signal", 0), *head, *transfers, *rest)
+    opening = order.barrier("open", "signal", 0)
+    steps = (opening, *head, *transfers, *chain.from_iterable(rest))
     buffers = (*operands(p), *gathered(p, direction))
     family = "shard_p2p" if set(groups) == {1} else "graded"
     sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
@@ -153,14 +175,12 @@ def uniform_fused_2d(p: Problem, peers: Peers) -> Plan:
     Source: FiCCO, arXiv 2512.10236.
     """
     order = Order(peers, p.ranks)
-    edges = [_slice_edge(p.k, i, p.ranks) for i in range(p.ranks + 1)]
-    slices = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b] or [(0, 0)]
     steps: list[Step] = [order.barrier("open", "signal", 0)]
     total = Region("sum")
-    for i, cols in enumerate(slices):
-        steps.append(_exchange(order, i, Region("x", cols=cols), Region("full", cols=cols)))
+    for i, cols in enumerate(slices(p.k, p.ranks)):
+        steps.append(exchange(order, i, Region("x", cols=cols), Region("full", cols=cols)))
         reads = (Region("full", cols=cols), Region("w", rows=cols), *((total,) if i else ()))
-        steps.append(_after_exchange(order, i, "matmul", reads, total))
+        steps.append(after_exchange(order, i, reads, total))
     bias = (BIAS,) if p.bias else ()
     args = (("bias", 1),) if p.bias else ()
     steps.append(Step("round", "compute", "move", (total, *bias), (Y,), args=args))
@@ -180,11 +200,11 @@ def uniform_fused_1d(p: Problem, peers: Peers) -> Plan:
     for i in range(n):
         chunk = (i, n)
         source, target = Region("x", piece=chunk), Region("packed", piece=chunk)
-        steps.append(_exchange(order, i, source, target))
+        steps.append(exchange(order, i, source, target))
         product = Region("product", piece=chunk)
         bias = (BIAS,) if p.bias else ()
         args = (("bias", 1),) if p.bias else ()
-        step = _after_exchange(order, i, "matmul", (target, W, *bias), product, args)
+        step = after_exchange(order, i, (target, W, *bias), product, args)
         steps.append(step)
         steps.append(Step(f"scatter_{i}", "compute", "move", (product,),
                           (Region("y", piece=chunk),)))  # fmt: skip
@@ -195,7 +215,7 @@ def uniform_fused_1d(p: Problem, peers: Peers) -> Plan:
     return Plan(p, "uniform_fused_1d", peers, peers, buffers, lanes, tuple(steps))
 
 
-def _exchange(order: Order, i: int, source: Region, target: Region) -> Step:
+def exchange(order: Order, i: int, source: Region, target: Region) -> Step:
     """Chunk i from me to every rank, me included, as one batch of copies."""
 
     def at(d: int) -> Region:
@@ -214,21 +234,23 @@ def _exchange(order: Order, i: int, source: Region, target: Region) -> Step:
     )
 
 
-def _after_exchange(
+def after_exchange(
     order: Order,
     i: int,
-    kind: Literal["matmul"],
     reads: tuple[Region, ...],
     write: Region,
     args: tuple[tuple[str, int | str], ...] = (),
 ) -> Step:
-    """The compute step that reads chunk i of all ranks."""
+    """The matmul that reads chunk i of all ranks."""
     waits = tuple(order.wait((i + 1) * order.ranks + d, d) for d in order.distances)
     after = (f"push_{i}",)
-    return Step(f"{kind}_{i}", "compute", kind, reads, (write,), after, waits, args=args)
+    return Step(f"matmul_{i}", "compute", "matmul", reads, (write,), after, waits, args=args)
 
 
-def _slice_edge(k: int, i: int, of: int) -> int:
-    # multiples of 64 elements keep the copies and the tensor cores on aligned addresses
-    edge = k * i // of
-    return edge if k < 64 * of or i == of else edge // 64 * 64
+def slices(k: int, of: int) -> list[tuple[int, int]]:
+    """Columns [start, stop) of about equal slices of K; fewer where there are not that many."""
+    edges = [k * i // of for i in range(of + 1)]
+    if k >= 64 * of:
+        # multiples of 64 elements keep the copies and the tensor cores on aligned addresses
+        edges = [*(edge // 64 * 64 for edge in edges[:-1]), k]
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b] or [(0, 0)]

@@ -146,6 +146,9 @@ class _Binder:
         else:
             if len(writes) != 1:
                 self.fail(f"a {step.kind} writes one region, got {len(writes)}")
+            if step.arg("contract"):
+                # a sum over rows: matmuls of some of the rows would each write a part of the sum
+                reads, writes = [[self.one(r)] for r in reads], [[self.one(w)] for w in writes]
             parts = self.zipped(reads, writes[0])
         self.check_shapes(step, parts)
         if step.kind == "collective":
@@ -164,6 +167,14 @@ class _Binder:
         wide = [cells if len(cells) == len(write) else cells * len(write) for cells in reads]
         return [Part(boxes[:-1], boxes[-1]) for boxes in zip(*wide, write, strict=True)]
 
+    def one(self, cells: list[Box]) -> Box:
+        """The cells of a region that has to be one box; blocks without rows are none."""
+        boxes = _hull([box for box in cells if box.r0 < box.r1] or cells[:1])
+        if len(boxes) > 1:
+            place = f"{boxes[0].buffer} on rank {boxes[0].rank}"
+            self.fail(f"contracts over rows, so it takes one box: its part of {place} is several")
+        return boxes[0]
+
     def check_shapes(self, step: Step, parts: list[Part]) -> None:
         for part in parts:
             shapes = [box.shape for box in part.reads]
@@ -173,6 +184,8 @@ class _Binder:
                     continue
                 case "matmul":
                     x, w = shapes[:2]
+                    if step.arg("contract"):
+                        x = x[::-1]
                     ok = (x[0], w[1]) == want and x[1] == w[0]
                     rest = shapes[2:]
                 case _:

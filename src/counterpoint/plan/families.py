@@ -5,11 +5,19 @@ A spec is the family and its variant: "serial", "shard_p2p xor push", "graded 1/
 the group sizes that fit the machine's waves. `build(problem, plan.spec) == plan`.
 """
 
+from collections.abc import Callable
+
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.plan import all_gather_matmul, matmul_reduce_scatter
+from counterpoint.plan import (
+    all_gather_matmul,
+    all_gather_matmul_backward,
+    all_gather_matmul_wgrad,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_backward,
+)
 from counterpoint.plan.grading import graded_groups
-from counterpoint.plan.steps import Plan, Region
+from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.presets import preset
 from counterpoint.problem import Op, Problem
 
@@ -18,14 +26,28 @@ FAMILIES: dict[Op, tuple[str, ...]] = {
         "serial", "shard_p2p", "graded", "uniform_fused_2d", "uniform_fused_1d",
     ),
     "matmul_reduce_scatter": ("serial", "shard_p2p", "graded"),
+    "all_gather_matmul_wgrad": ("serial", "sliced"),
+    "all_gather_matmul_backward": ("serial", "side_by_side"),
+    "matmul_reduce_scatter_backward": ("serial", "shard_p2p", "graded"),
 }  # fmt: skip
-OPERANDS = {
+OPERANDS: dict[Op, Callable[[Problem], tuple[Buffer, ...]]] = {
     "all_gather_matmul": all_gather_matmul.operands,
     "matmul_reduce_scatter": matmul_reduce_scatter.operands,
+    "all_gather_matmul_wgrad": all_gather_matmul_wgrad.operands,
+    "all_gather_matmul_backward": all_gather_matmul_backward.operands,
+    "matmul_reduce_scatter_backward": matmul_reduce_scatter_backward.operands,
+}
+ALONE: dict[Op, Callable[[Problem], tuple[Step, ...]]] = {
+    "all_gather_matmul": all_gather_matmul.alone,
+    "matmul_reduce_scatter": all_gather_matmul.alone,
+    "all_gather_matmul_wgrad": all_gather_matmul_wgrad.alone,
+    "all_gather_matmul_backward": all_gather_matmul_backward.alone,
+    "matmul_reduce_scatter_backward": matmul_reduce_scatter_backward.alone,
 }
 PEERS = ("ring", "xor")
 DIRECTIONS = ("push", "pull")
 PIECES = tuple(f"pieces={i}" for i in range(1, 9))
+IN_PIECES = ("shard_p2p", "graded", "sliced", "side_by_side")
 
 
 def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
@@ -45,46 +67,58 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     options = _Options(problem, spec)
     for word in words:
         options.take(word)
-    groups = options.groups
-    if family == "shard_p2p":
-        groups = (1,) * problem.ranks
-    elif family == "graded" and groups is None:
-        groups = graded_groups(problem, machine or preset(f"h200-{min(problem.ranks, 8)}"))
+    if problem.splits and family.startswith("uniform"):
+        options.refuse("serial, shard_p2p or graded for several weights")
     if problem.ranks == 1:
         return alone(problem)
     if options.peers == "xor" and problem.ranks & (problem.ranks - 1):
         fix = "use ring"
         options.refuse("for a power of two of ranks where it says xor", fix=fix)
+    match problem.op:
+        case "all_gather_matmul":
+            return _all_gather_matmul(problem, family, options, machine)
+        case "matmul_reduce_scatter":
+            if family == "serial":
+                return matmul_reduce_scatter.serial(problem)
+            groups, pieces = options.grades(family, problem, machine), options.pieces
+            return matmul_reduce_scatter.graded(problem, groups, options.peers, pieces)
+        case "all_gather_matmul_wgrad":
+            if family == "serial":
+                return all_gather_matmul_wgrad.serial(problem)
+            return all_gather_matmul_wgrad.sliced(problem, options.peers, options.pieces)
+        case "all_gather_matmul_backward":
+            if family == "serial":
+                return all_gather_matmul_backward.serial(problem)
+            return all_gather_matmul_backward.side_by_side(problem, options.peers, options.pieces)
+        case "matmul_reduce_scatter_backward":
+            if family == "serial":
+                return matmul_reduce_scatter_backward.serial(problem)
+            forward = matmul_reduce_scatter_backward.gather_problem(problem)
+            groups, pieces = options.grades(family, forward, machine), options.pieces
+            return matmul_reduce_scatter_backward.graded(problem, groups, options.peers, pieces)
 
-    edge = -1 if problem.op == "all_gather_matmul" else 0
-    if options.pieces > 1 and groups is not None and groups[edge] != 1:
-        which = "last" if edge else "first"
-        options.refuse(f"a spec whose {which} group is one shard, where it has pieces")
 
-    if problem.op == "all_gather_matmul":
-        match family:
-            case "serial":
-                return all_gather_matmul.serial(problem)
-            case "uniform_fused_2d":
-                return all_gather_matmul.uniform_fused_2d(problem, options.peers)
-            case "uniform_fused_1d":
-                return all_gather_matmul.uniform_fused_1d(problem, options.peers)
-            case _:
-                assert groups is not None
-                return all_gather_matmul.graded(
-                    problem, groups, options.peers, options.direction, options.pieces
-                )
-    if family == "serial":
-        return matmul_reduce_scatter.serial(problem)
-    assert groups is not None
-    return matmul_reduce_scatter.graded(problem, groups, options.peers, options.pieces)
+def _all_gather_matmul(
+    problem: Problem, family: str, options: "_Options", machine: Machine | None
+) -> Plan:
+    match family:
+        case "serial":
+            return all_gather_matmul.serial(problem)
+        case "uniform_fused_2d":
+            return all_gather_matmul.uniform_fused_2d(problem, options.peers)
+        case "uniform_fused_1d":
+            return all_gather_matmul.uniform_fused_1d(problem, options.peers)
+        case _:
+            groups = options.grades(family, problem, machine)
+            return all_gather_matmul.graded(
+                problem, groups, options.peers, options.direction, options.pieces
+            )
 
 
 def alone(problem: Problem) -> Plan:
-    """A group of one rank: a plain matmul, whatever family was asked for."""
-    step = all_gather_matmul.matmul(problem, "matmul", Region("x"), Region("y"))
-    operands = OPERANDS[problem.op](problem)
-    return Plan(problem, "serial", "", "ring", operands, (all_gather_matmul.COMPUTE,), (step,))
+    """A group of one rank: plain matmuls, whatever family was asked for."""
+    operands, steps = OPERANDS[problem.op](problem), ALONE[problem.op](problem)
+    return Plan(problem, "serial", "", "ring", operands, (all_gather_matmul.COMPUTE,), steps)
 
 
 class _Options:
@@ -94,7 +128,7 @@ class _Options:
         self.problem = problem
         self.spec = spec
         self.groups: tuple[int, ...] | None = None
-        self.pieces = 1
+        self.pieces = 2 if spec.split()[0] == "sliced" else 1
         self.peers: all_gather_matmul.Peers = "ring"
         self.direction: all_gather_matmul.Direction = "push"
         self._taken: set[str] = set()
@@ -111,12 +145,24 @@ class _Options:
             self.peers = "xor" if word == "xor" else "ring"
         elif word in DIRECTIONS and gathers and family in ("shard_p2p", "graded"):
             self.direction = "pull" if word == "pull" else "push"
-        elif word in PIECES and family in ("shard_p2p", "graded"):
+        elif word in PIECES and family in IN_PIECES:
             self.pieces = PIECES.index(word) + 1
         elif word[0].isdecimal() and family == "graded":
             self.groups = self.sizes(word, self.problem.ranks)
         else:
             self.refuse(f"a spec of words that {family} knows; {word!r} is none")
+
+    def grades(self, family: str, problem: Problem, machine: Machine | None) -> tuple[int, ...]:
+        """The sizes of groups; those that are left out fit `problem`, a forward op."""
+        groups = (1,) * problem.ranks if family == "shard_p2p" else self.groups
+        groups = groups or graded_groups(
+            problem, machine or preset(f"h200-{min(problem.ranks, 8)}")
+        )
+        edge = -1 if problem.op == "all_gather_matmul" else 0
+        if self.pieces > 1 and groups[edge] != 1:
+            which = "last" if edge else "first"
+            self.refuse(f"a spec whose {which} group is one shard, where it has pieces")
+        return groups
 
     def sizes(self, word: str, total: int) -> tuple[int, ...]:
         parts = word.split("/")

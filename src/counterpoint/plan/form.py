@@ -3,8 +3,15 @@
 from counterpoint.errors import PlanError
 from counterpoint.plan.families import OPERANDS
 from counterpoint.plan.steps import Buffer, Count, Plan, Region, Step
+from counterpoint.problem import Op
 
-COLLECTIVES = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+COLLECTIVES: dict[Op, tuple[str, ...]] = {
+    "all_gather_matmul": ("all_gather",),
+    "matmul_reduce_scatter": ("reduce_scatter",),
+    "all_gather_matmul_wgrad": ("all_gather",),
+    "all_gather_matmul_backward": ("all_gather", "reduce_scatter"),
+    "matmul_reduce_scatter_backward": ("all_gather",),
+}
 
 
 def check_form(plan: Plan) -> None:
@@ -60,7 +67,8 @@ def _misuse(plan: Plan, step: Step) -> str:
             return f"reaches {region.buffer!r} on a peer: only copies do"
         if region.at and buffer.space != "symmetric":
             return f"reaches {region.buffer!r} on a peer, but it is not symmetric"
-        if step.kind == "copy" and region.buffer in ("w", "bias"):
+        users = buffer.space in ("input", "output")
+        if step.kind == "copy" and users and not buffer.split:
             return f"copies {region.buffer!r}, whose strides are the user's"
         if step.kind == "copy" and _device_count(buffer):
             return f"copies {region.buffer!r}, whose count only the device knows"
@@ -71,6 +79,8 @@ def _misuse(plan: Plan, step: Step) -> str:
     bias = bool(step.arg("bias"))
     if bias and step.kind not in ("matmul", "move", "reduce"):
         return f"a {step.kind} adds no bias"
+    if step.arg("contract", "rows") != "rows" or (step.arg("contract") and step.kind != "matmul"):
+        return f"a {step.kind} contracts over {step.arg('contract')!r}: a matmul may, over 'rows'"
     operands = reads[:-1] if bias else reads
     dtypes = {b.dtype for b in operands}
     own = plan.problem.dtype
@@ -98,9 +108,9 @@ def _misuse(plan: Plan, step: Step) -> str:
 
 
 def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
-    want = COLLECTIVES[plan.problem.op]
-    if (name := step.arg("collective")) != want:
-        return f"has no collective {name!r}"
+    want = step.arg("collective")
+    if want not in COLLECTIVES[plan.problem.op]:
+        return f"has no collective {want!r}"
     regions = step.reads + step.writes
     whole = all(
         r == Region(r.buffer) and b.pieces == 1 for r, b in zip(regions, buffers, strict=True)

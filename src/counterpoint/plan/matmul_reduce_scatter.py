@@ -48,9 +48,9 @@ def serial(p: Problem) -> Plan:
 def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
     """One matmul for each group of owners, whose rows are pushed while the next one computes.
 
-    The last group holds this rank's own rows. With `pieces`, the rows of the first owner, a group
-    of its own, are computed in parts, so that its push starts early; and those of the last come in
-    parts, each of which is reduced while the next is on its way.
+    The last group holds this rank's own rows. With `pieces`, the rows of the first owner, where it
+    is a group of its own, are computed in parts, so that its push starts early; and those of the
+    last come in parts, each of which is reduced while the next is on its way.
     """
     order = Order(peers, p.ranks)
     distances = [*order.distances, 0]
@@ -59,14 +59,15 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
     for i, size in enumerate(groups):
         group = distances[start : start + size]
         owners = tuple(order.to(d) for d in group)
-        for suffix, piece in cuts(pieces if i == 0 else 1):
+        early = pieces > 1 and i == 0 and size == 1
+        for suffix, piece in cuts(pieces if early else 1):
             rows = Region("x", shards=owners, piece=piece)
             target = Region("partial", shards=owners, piece=piece)
             name = f"matmul_{i}{suffix}"
             steps.append(Step(name, "compute", "matmul", (rows, W), (target,)))
-            if i == 0 and pieces > 1:
+            if early:
                 steps.append(_push(order, group[0], suffix, piece, (name,)))
-        if i > 0 or pieces == 1:
+        if not early:
             for d in (d for d in group if d > 0):
                 # the first push of a group waits for its matmul; the lane orders the others
                 after = (f"matmul_{i}",) if d == group[0] else ()

@@ -90,7 +90,8 @@ class Step:
     Kinds, with what they read and write, paired in order:
         copy        reads[i] -> writes[i], bytes as they are; the only kind that may reach a peer
         move        reads[0] -> writes[0] on an SM, changing dtype where they differ; + bias
-        matmul      reads x, w (+ the target, to accumulate) (+ bias) -> writes y
+        matmul      reads x, w (+ the target, to accumulate) (+ bias) -> writes y = x w; where it
+                    contracts over rows, y = x^T w, of regions that are one box each
         reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
         collective  a library collective, named by args: reads[0] -> writes[0]
         barrier     posts, then waits; moves no data
@@ -98,7 +99,8 @@ class Step:
 
     Args:
         after: names of earlier steps of this rank that must have ended.
-        args: "bias": 1, the last read is a [1, N] row that is added; "collective": its name.
+        args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
+            matmul; "collective": its name.
     """
 
     name: str
@@ -166,6 +168,22 @@ class Plan:
 
         return from_json(text)
 
+    def __rshift__(self, other: "Plan") -> "Plan":
+        """This plan, then the other: see `compose.in_order`."""
+        from counterpoint.plan.compose import in_order
+
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return in_order(self, other)
+
+    def __or__(self, other: "Plan") -> "Plan":
+        """This plan and the other at the same time: see `compose.side_by_side`."""
+        from counterpoint.plan.compose import side_by_side
+
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return side_by_side(self, other)
+
     @property
     def spec(self) -> str:
         """Family and variant in one string."""
@@ -215,6 +233,7 @@ class Plan:
         width = max((len(s.name) for s in self.steps), default=0)
         for s in self.steps:
             flow = f"{_regions(s.reads)} -> {_regions(s.writes)}" if s.writes else ""
+            flow += "  contracts rows" if s.arg("contract") else ""
             order = f"  after {', '.join(s.after)}" if s.after else ""
             waits = f"  waits {_signals(s.waits)}" if s.waits else ""
             posts = f"  posts {_signals(s.posts)}" if s.posts else ""

@@ -10,10 +10,11 @@ from typing import NamedTuple
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan import values
 from counterpoint.plan.bind import BoundStep, Box, Counts, Part, Program, bind
+from counterpoint.plan.definition import definition
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
 from counterpoint.plan.steps import Buffer, Plan
-from counterpoint.plan.values import Cell, Contradiction, Memory, Piece, Product, Row, Value
+from counterpoint.plan.values import Cell, Contradiction, Memory, Piece
 
 CALLS = 2
 
@@ -171,11 +172,12 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
         except Contradiction as error:
             raise PlanError(plan.spec, str(error), step=bound.step.name) from error
     for rank in range(plan.problem.ranks):
-        for box, want in _definition(plan, rank):
+        for box, want in definition(plan.problem, rank):
             for place, got in memory.read(box):
                 if got != want:
+                    where = f"{box.buffer} of rank {rank}"
                     rows = f"rows {place.r0}:{place.r1}, columns {place.c0}:{place.c1}"
-                    problem = f"y of rank {rank}, {rows}, holds {got}, the op defines {want}"
+                    problem = f"{where}, {rows}, holds {got}, the op defines {want}"
                     raise PlanError(plan.spec, problem)
 
 
@@ -192,7 +194,8 @@ def _result(bound: BoundStep, part: Part, memory: Memory) -> list[Piece]:
     added: list[Piece] = []
     if step.kind == "matmul":
         x, w, *reads = reads
-        added = values.product(memory.read(x), memory.read(w), x, w, target)
+        added = values.product(memory.read(x), memory.read(w), x, w, target,
+                               transposed=bool(step.arg("contract")))  # fmt: skip
     for box in reads:
         added += values.moved(memory.read(box), box, target)
     return values.total(target, added + bias)
@@ -220,22 +223,3 @@ def _collective(
         kept = [(box, value) for box, value in inside if box is not None]
         added += values.moved(kept, block, target)
     return values.total(target, added)
-
-
-def _definition(plan: Plan, rank: int) -> list[tuple[Box, Value]]:
-    """The boxes of y on `rank`, and what the op says each holds."""
-    p, starts = plan.problem, plan.problem.row_starts
-    bias: Value = (Row(rank, "bias", 0),) if p.bias else ()
-    whole = _whole(plan, plan.buffer("y"), rank)
-    if p.op == "all_gather_matmul":
-        return [
-            (whole._replace(r0=starts[s], r1=starts[s + 1]),
-             values.normal((*_product(p.k, s, -starts[s], rank), *bias)))
-            for s in range(p.ranks)
-        ]  # fmt: skip
-    terms = [t for s in range(p.ranks) for t in _product(p.k, s, starts[rank], s)]
-    return [(whole, values.normal((*terms, *bias)))]
-
-
-def _product(k: int, x_rank: int, dr: int, w_rank: int) -> Value:
-    return (Product(x_rank, dr, w_rank, 0, 0, k),) if k else ()

@@ -3,7 +3,8 @@
 A value is a multiset of terms, the same formula for all cells (i, j) of a box:
     Cell      input[rank, buffer][i + dr, j + dc]
     Row       input[rank, buffer][0, j + dc], a bias
-    Product   sum over k in [k0, k1) of x[x_rank][i + dr, k] w[w_rank][k, j + dc]
+    Product   sum over k in [k0, k1) of left[i + dr, k] right[k + shift, j + dc], two inputs;
+              where it is transposed, of left[k, i + dr] right[k + shift, j + dc]
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,12 +31,16 @@ class Row(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A part of a dot product."""
+    """A part of a dot product; k as the left input counts it."""
 
-    x_rank: int
+    left: str
+    left_rank: int
+    transposed: bool
     dr: int
-    w_rank: int
+    right: str
+    right_rank: int
     dc: int
+    shift: int
     k0: int
     k1: int
 
@@ -117,27 +122,46 @@ def as_rows(pieces: Iterable[Piece], source: Box, target: Box) -> list[Piece]:
 
 
 def product(
-    x_pieces: Iterable[Piece], w_pieces: list[Piece], x: Box, w: Box, target: Box
+    x_pieces: Iterable[Piece],
+    w_pieces: list[Piece],
+    x: Box,
+    w: Box,
+    target: Box,
+    *,
+    transposed: bool = False,
 ) -> list[Piece]:
-    """What a matmul of x and w adds to `target`."""
+    """What a matmul of x (or, transposed, of x^T) and w adds to `target`."""
     result: list[Piece] = []
+    if transposed:
+        x, x_pieces = _turned(x), [(_turned(box), value) for box, value in x_pieces]
     for x_box, x_value in x_pieces:
         for w_box, w_value in w_pieces:
             k0 = max(x_box.c0 - x.c0, w_box.r0 - w.r0)
             k1 = min(x_box.c1 - x.c0, w_box.r1 - w.r0)
             if k0 >= k1:
                 continue
-            a, b = _operand(x_value, "x"), _operand(w_value, "w")
-            if k0 + x.c0 + a.dc != k0 + w.r0 + b.dr:
-                raise Contradiction(f"x and w meet at different k ({x.c0 + a.dc}, {w.r0 + b.dr})")
-            start = k0 + x.c0 + a.dc
+            a, b = _operand(x_value, x), _operand(w_value, w)
+            if transposed:
+                a = a._replace(dr=a.dc, dc=a.dr)
+            start, shift = k0 + x.c0 + a.dc, w.r0 + b.dr - x.c0 - a.dc
+            # a shard counts its rows from 0, the whole from the first rank's; columns are the same
+            if shift and not transposed:
+                where = f"({x.c0 + a.dc}, {w.r0 + b.dr})"
+                raise Contradiction(f"{a.buffer} and {b.buffer} meet at different k {where}")
             dr, dc = x.r0 - target.r0, w.c0 - target.c0
-            term = Product(a.rank, a.dr + dr, b.rank, b.dc + dc, start, start + k1 - k0)
+            term = Product(
+                a.buffer, a.rank, transposed, a.dr + dr,
+                b.buffer, b.rank, b.dc + dc, shift, start, start + k1 - k0,
+            )  # fmt: skip
             place = target._replace(
                 r0=x_box.r0 - dr, r1=x_box.r1 - dr, c0=w_box.c0 - dc, c1=w_box.c1 - dc
             )
             result.append((place, (term,)))
     return result
+
+
+def _turned(box: Box) -> Box:
+    return box._replace(r0=box.c0, r1=box.c1, c0=box.r0, c1=box.r1)
 
 
 def total(target: Box, contributions: Iterable[Piece]) -> list[Piece]:
@@ -167,7 +191,7 @@ def normal(terms: Iterable[Term]) -> Value:
 
 
 def _continues(first: Product, second: Product) -> bool:
-    return first[:4] == second[:4] and first.k1 == second.k0
+    return first[:-2] == second[:-2] and first.k1 == second.k0
 
 
 def _shifted(term: Term, dr: int, dc: int) -> Term:
@@ -176,7 +200,7 @@ def _shifted(term: Term, dr: int, dc: int) -> Term:
     return term._replace(dr=term.dr + dr, dc=term.dc + dc)
 
 
-def _operand(value: Value, buffer: str) -> Cell:
-    if len(value) != 1 or not isinstance(value[0], Cell) or value[0].buffer != buffer:
-        raise Contradiction(f"operand {buffer} of a matmul does not hold {buffer}")
+def _operand(value: Value, box: Box) -> Cell:
+    if len(value) != 1 or not isinstance(value[0], Cell):
+        raise Contradiction(f"operand {box.buffer} of a matmul does not hold an input")
     return value[0]

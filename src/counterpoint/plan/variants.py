@@ -34,12 +34,22 @@ def variants(op: Op, ranks: int) -> tuple[str, ...]:
         found += [f"graded {g} ring pull" for g in groups[1:3]]
         found += ["shard_p2p ring push pieces=2", "shard_p2p xor push pieces=4"][: len(peers)]
         found += ["uniform_fused_2d ring", "uniform_fused_1d ring"]
-    else:
+    elif op == "matmul_reduce_scatter":
         groups = SCATTER_GROUPS.get(ranks, ())
         found += [f"shard_p2p {p}" for p in peers]
         found += [f"graded {g} ring" for g in groups] or ["graded ring"]
         found += [f"graded {g} xor" for g in groups if "/" in g][2:6]
         found += [f"shard_p2p ring pieces={n}" for n in (2, 4)]
         found += [f"graded {g} ring pieces=2" for g in groups if g.startswith("1/")]
+    elif op == "all_gather_matmul_wgrad":
+        found += [f"sliced ring pieces={n}" for n in (2, 3, 4)]
+        found += [f"sliced {p} pieces=2" for p in peers[1:]]
+    elif op == "all_gather_matmul_backward":
+        found += [f"side_by_side {p}{tail}" for p in peers for tail in ("", " pieces=2")]
+    else:
+        groups = GATHER_GROUPS.get(ranks, ())
+        found += [f"shard_p2p {p}" for p in peers]
+        found += [f"graded {g} ring" for g in groups if "/" in g][-4:] or ["graded ring"]
+        found += ["shard_p2p ring pieces=2"]
     assert len(found) <= MAX_VARIANTS, f"{op} on {ranks} ranks: {len(found)} variants"
     return tuple(found)

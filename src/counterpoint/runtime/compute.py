@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.plan.bind import BoundStep, Part
-from counterpoint.runtime.workspace import Operands, Places
+from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], None]
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
-    """y = x w (+ y, to accumulate in fp32) (+ bias)."""
+    """y = x w, or x^T w (+ y, to accumulate in fp32) (+ bias); y may have any strides."""
     x, w, *rest = (places.of(box) for box in part.reads)
+    if bound.step.arg("contract"):
+        x = _transposed(x)
     y = places.of(part.write)
     if bound.step.arg("bias"):
         bias = rest[-1]
@@ -91,6 +93,10 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
                 target(operands).copy_(block)
 
     return gather if gathers else scatter
+
+
+def _transposed(x: Place) -> Place:
+    return lambda operands: x(operands).t()
 
 
 def _into(call: Callable[..., object], *args: object, **kwargs: object) -> None:

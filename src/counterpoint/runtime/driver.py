@@ -1,12 +1,13 @@
-"""The CUDA runtime's copies, through cuda-bindings. The only importer of `cuda.bindings`.
+"""Copies and the nodes of captured graphs, through cuda-bindings. The only importer of it.
 
 torch's `copy_` is a DMA copy only for contiguous tensors of one dtype; here a copy is a DMA copy
-because nothing else is asked for.
+because nothing else is asked for. What a node of a graph launches, torch does not tell at all.
 """
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,20 +27,45 @@ class Copy(NamedTuple):
     height: int
 
 
+class KernelNode(NamedTuple):
+    """What a kernel node of a graph launches; triples are along x, y and z."""
+
+    name: str  # as the linker sees it
+    grid: tuple[int, int, int]  # blocks
+    block: tuple[int, int, int]  # threads
+    cluster: tuple[int, int, int]  # blocks; ones where there are no clusters
+    registers_per_thread: int
+    static_shared_bytes: int  # per block, here and below
+    dynamic_shared_bytes: int
+    priority: int
+
+
 @cache
 def bindings() -> ModuleType:
-    """cuda.bindings.runtime.
+    """The CUDA runtime.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: cuda-bindings is not installed.
     """
+    return _bindings("runtime", "copy engine")
+
+
+@cache
+def driver_bindings() -> ModuleType:
+    """The CUDA driver.
+
+    Raises:
+        UnsupportedError: cuda-bindings is not installed.
+    """
+    return _bindings("driver", "graph nodes")
+
+
+def _bindings(part: str, user: str) -> ModuleType:
     try:
-        # optional, and without types
-        from cuda.bindings import runtime  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        return import_module(f"cuda.bindings.{part}")
     except ImportError as error:
         fix = "pip install cuda-bindings, of torch's CUDA version"
-        raise UnsupportedError(f"copy engine: needs cuda-bindings ({error}); {fix}") from error
-    return runtime
+        raise UnsupportedError(f"{user}: needs cuda-bindings ({error}); {fix}") from error
 
 
 def copy_async(copy: Copy, stream: int) -> None:
@@ -94,7 +120,7 @@ def num_copy_engines(device: int) -> int:
 
 def _check(status: Any, call: str) -> None:
     if int(status) != 0:
-        raise CounterpointError(f"{call} failed: {status}")
+        raise CounterpointError(f"{call} failed: {getattr(status, 'name', status)}")
 
 
 @contextmanager
@@ -128,3 +154,95 @@ def upload(host: Tensor, target: int, stream: int) -> None:
         _check(status, "cudaMemcpyAsync")
         (status,) = rt.cudaStreamSynchronize(stream)
         _check(status, "cudaStreamSynchronize")
+
+
+def graph_nodes(graph: int) -> list[int]:
+    """The nodes of a graph (a CUgraph), in no promised order.
+
+    Raises:
+        UnsupportedError: cuda-bindings is not installed; so for all that ask about graphs.
+        CounterpointError: the driver refused the call; likewise.
+    """
+    _, count = _ask("cuGraphGetNodes", graph, 0)
+    nodes, _ = _ask("cuGraphGetNodes", graph, count)
+    return [int(node) for node in nodes]
+
+
+def graph_edges(graph: int) -> list[tuple[int, int]]:
+    """The edges of a graph, each from the node that comes first."""
+    # without this name, CUDA 12's query refuses graphs that have edges of programmatic launches
+    newer = hasattr(driver_bindings(), "cuGraphGetEdges_v2")
+    call = "cuGraphGetEdges_v2" if newer else "cuGraphGetEdges"
+    *_, count = _ask(call, graph, 0)
+    # the data of the edges, third, is already freed here
+    sources, targets, *_ = _ask(call, graph, count)
+    return [(int(a), int(b)) for a, b in zip(sources, targets, strict=True)]
+
+
+def node_kind(node: int) -> str:
+    """Type of a node as the driver names it, in lower case: kernel, memcpy, memset, graph, ..."""
+    return _ask("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+
+
+def child_graph(node: int) -> int:
+    """The graph in a node of kind graph."""
+    return int(_ask("cuGraphChildGraphNodeGetGraph", node))
+
+
+def kernel_node(node: int) -> KernelNode:
+    """What a node of kind kernel launches."""
+    params = _ask("cuGraphKernelNodeGetParams", node)
+    # a node holds a kernel of a context, or else one of a library
+    function = int(params.func) or int(_ask("cuKernelGetFunction", params.kern))
+    return KernelNode(
+        name=_ask("cuFuncGetName", function).decode(),
+        grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+        block=(params.blockDimX, params.blockDimY, params.blockDimZ),
+        cluster=_cluster(node, function),
+        registers_per_thread=_function_attribute(function, "NUM_REGS"),
+        static_shared_bytes=_function_attribute(function, "SHARED_SIZE_BYTES"),
+        dynamic_shared_bytes=params.sharedMemBytes,
+        priority=_node_attribute(node, "PRIORITY").priority,
+    )
+
+
+def memcpy_bytes(node: int) -> int:
+    """What a node of kind memcpy copies."""
+    box = _ask("cuGraphMemcpyNodeGetParams", node)
+    return box.WidthInBytes * max(box.Height, 1) * max(box.Depth, 1)
+
+
+def memset_bytes(node: int) -> int:
+    """What a node of kind memset sets."""
+    rows = _ask("cuGraphMemsetNodeGetParams", node)
+    return rows.elementSize * rows.width * max(rows.height, 1)
+
+
+def _cluster(node: int, function: int) -> tuple[int, int, int]:
+    """Clusters as asked for at launch, else as compiled in, else of one block."""
+    value = _node_attribute(node, "CLUSTER_DIMENSION")
+    asked = value.clusterDim  # a view: it does not keep the memory of `value`
+    if asked.x and asked.y and asked.z:
+        return asked.x, asked.y, asked.z
+    width, height, depth = (
+        _function_attribute(function, f"REQUIRED_CLUSTER_{side}") or 1
+        for side in ("WIDTH", "HEIGHT", "DEPTH")
+    )
+    return width, height, depth
+
+
+def _node_attribute(node: int, name: str) -> Any:
+    names = driver_bindings().CUkernelNodeAttrID
+    return _ask("cuGraphKernelNodeGetAttribute", node, names[f"CU_LAUNCH_ATTRIBUTE_{name}"])
+
+
+def _function_attribute(function: int, name: str) -> int:
+    names = driver_bindings().CUfunction_attribute
+    return _ask("cuFuncGetAttribute", names[f"CU_FUNC_ATTRIBUTE_{name}"], function)
+
+
+def _ask(call: str, *arguments: Any) -> Any:
+    """What a driver call returns behind its status: one value, or a list of them."""
+    status, *found = getattr(driver_bindings(), call)(*arguments)
+    _check(status, call)
+    return found[0] if len(found) == 1 else found

@@ -99,6 +99,7 @@ class _Call:
             if error is not None:
                 raise error
 
+    @torch.no_grad()  # the mode is a thread's own
     def _lane(self, indices: list[int]) -> None:
         try:
             for i in indices:

@@ -15,6 +15,7 @@ from counterpoint.runtime import compute, copy_engine, driver, launch_cuda
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.lanes_cuda import CudaLanes
 from counterpoint.runtime.ranks import gather_object
+from counterpoint.runtime.replay import addresses
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
@@ -38,6 +39,9 @@ class CudaCode:
         self.workspace = workspace
         self.tag = self.lanes.register(program)
         self.ran = False
+        # a library's collective stays outside of graphs that the user did not ask for
+        kinds = {step.kind for step in program.plan.steps}
+        self.replayable = len(program.steps) > 1 and "collective" not in kinds
         places = Places(workspace, program.plan)
         plan = program.plan
         self.side = {
@@ -64,6 +68,15 @@ class CudaCode:
             # calls of one group are in order whatever streams they are on
             main.wait_stream(lanes.last_stream)
             lanes.last_stream = main
+        # under a profiler step by step, so that it sees which step launched what
+        if self.replayable and not (capturing or _profiling()):
+            key = (self.tag, addresses(operands))
+
+            def enqueue(stream: torch.cuda.Stream) -> None:
+                self._enqueue(operands, stream, capturing=True)
+
+            if lanes.replays.run(key, enqueue):
+                return
         with nullcontext() if self.ran else self._loading():
             self._enqueue(operands, main, capturing)
         self.ran = True
@@ -75,7 +88,7 @@ class CudaCode:
         return nullcontext()
 
     def _enqueue(self, operands: Operands, main: torch.cuda.Stream, capturing: bool) -> None:
-        annotate = torch.autograd._profiler_enabled()  # pyright: ignore  (private, and typed so)
+        annotate = _profiling()
         if self.side:
             self.lanes.fork.record(main)
         for stream in self.side.values():
@@ -143,6 +156,10 @@ class _CudaStep:
 
 
 _NOTHING = nullcontext()
+
+
+def _profiling() -> bool:
+    return torch.autograd._profiler_enabled()  # pyright: ignore  (private, and typed so)
 
 
 def _no_mark(_: str) -> AbstractContextManager[object]:

@@ -9,6 +9,7 @@ from counterpoint.plan.bind import Arrival, Program
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.ranks import describe_process
+from counterpoint.runtime.replay import Replays
 from counterpoint.runtime.watchdog import Watchdog
 from counterpoint.runtime.workspace import Workspace
 
@@ -37,6 +38,7 @@ class CudaLanes:
         self._awaited: dict[int, tuple[str, str, Awaited]] = {}
         self._num_programs = 0
         self.signals_compiled = False
+        self.replays = Replays(device)
         self.watchdog = Watchdog(self.fault.numpy(), self.describe)
 
     def stream(self, name: str, priority: int) -> torch.cuda.Stream:

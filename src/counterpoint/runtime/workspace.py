@@ -67,6 +67,8 @@ class Workspace:
         self.meetings = 0  # of CPU ranks, before a library's collective
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.code: dict[Hashable, Any] = {}
+        self.generation = 0  # counts how often the code was dropped because memory moved
+        self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
 
     def reserve(self, plan: Plan) -> None:
@@ -97,7 +99,7 @@ class Workspace:
         if self.captured:
             self._kept += [self.arena, self.scratch]
             self.captured = False
-        self.code.clear()
+        self.drop_code()
         if symmetric > has_symmetric:
             self.arena = self._allocate(symmetric)
         if scratch > has_scratch:
@@ -137,6 +139,13 @@ class Workspace:
         if len(self.code) >= MAX_CODE:
             self.code.pop(next(iter(self.code)))
         self.code[key] = code
+
+    def drop_code(self) -> None:
+        """Forget what has been compiled: it points into memory that is about to go."""
+        self.code.clear()
+        self.generation += 1
+        if self.lanes is not None:
+            self.lanes.replays.clear()
 
     def num_bytes(self) -> tuple[int, int]:
         """(symmetric, scratch) bytes of this rank now, the signal pad left out."""
@@ -248,7 +257,7 @@ def release_all() -> None:
 def forget(workspace: Workspace) -> None:
     """Drop a workspace and free its memory."""
     # compiled code and lanes point back at it: without this, memory waits for the collector
-    workspace.code.clear()
+    workspace.drop_code()
     workspace.lanes = None
     for key, known in list(_workspaces.items()):
         if known is workspace:

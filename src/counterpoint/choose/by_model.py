@@ -1,0 +1,136 @@
+"""The plan with the smallest predicted time: closed forms sort out, simulations decide.
+
+Serial is a candidate like the others, and wins unless another is faster by more than predictions
+are off: see MARGINS.
+"""
+
+from counterpoint.choose.choice import Candidate, Choice
+from counterpoint.costs import Costs
+from counterpoint.machine import Machine
+from counterpoint.model.estimate import NO_TILES, Tiles, predicted_s
+from counterpoint.plan.families import build
+from counterpoint.plan.grading import graded_groups
+from counterpoint.plan.makespan import gather_s, scatter_s
+from counterpoint.plan.variants import variants
+from counterpoint.problem import Problem
+
+MAX_SIMULATED = 5  # besides serial
+# a plan has to be predicted this much faster than serial: on measured machines predictions are off
+# by 5 % in the median, most of it common to all plans of a shape; a datasheet may be far off
+MARGINS = {True: 1.03, False: 1.15}
+TIE = 1.01  # of plans as close as that, the one with fewer steps
+
+
+def by_model(
+    problem: Problem, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES
+) -> Choice:
+    """Choose for `problem` on `machine` by prediction.
+
+    Args:
+        eager: count the host's time.
+        tiles: the matmul library's tile for (rows, n, k), where it is known.
+    """
+    specs = [s for s in variants(problem.op, problem.ranks) if " pull" not in s]
+    specs.remove("serial")
+    guesses: dict[str, float] = {}
+    if len(specs) > MAX_SIMULATED and problem.ranks > 1:
+        guesses = {spec: _closed_form_s(problem, spec, machine) for spec in specs}
+        specs = sorted(specs, key=guesses.__getitem__)[:MAX_SIMULATED]
+    if problem.ranks == 1:
+        specs = []
+    serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager, tiles=tiles)
+    times: dict[str, float] = {}
+    steps: dict[str, int] = {}
+    limits: dict[str, str] = {}
+    for spec in specs:
+        plan = build(problem, spec, machine)
+        limit, used = problem.scratch_bytes_limit, plan.num_bytes("scratch", "symmetric")
+        if limit and used > limit:
+            limits[spec] = f"needs {used} bytes of scratch, the limit is {limit}"
+            continue
+        if any(b.dtype == "float32" != problem.dtype for b in plan.buffers):
+            limits[spec] = "sums in an fp32 scratch, which only an explicit plan= may take"
+            continue
+        times[spec] = predicted_s(plan, machine, eager=eager, tiles=tiles)
+        steps[spec] = len(plan.steps)
+
+    margin = MARGINS[machine.measured is not None]
+    chosen = "serial"
+    if times:
+        fastest_s = min(times.values())
+        close = [spec for spec in times if times[spec] <= fastest_s * TIE]
+        best = min(close, key=lambda spec: (steps[spec], times[spec]))
+        if times[best] * margin <= serial_s:
+            chosen = best
+
+    def verdict(spec: str, seconds: float) -> str:
+        if spec == chosen:
+            return "chosen"
+        if spec == "serial":
+            return "slower"
+        if seconds * margin > serial_s:
+            return f"not {margin - 1:.0%} faster than serial"
+        return "slower" if seconds > times[chosen] else "as fast, with more steps"
+
+    table = [Candidate("serial", serial_s, "simulated", verdict("serial", serial_s))]
+    table += [Candidate(s, t, "simulated", verdict(s, t)) for s, t in times.items()]
+    table += [
+        Candidate(s, t, "closed form", "not among the closest")
+        for s, t in guesses.items()
+        if s not in times and s not in limits
+    ]
+    table.sort(key=lambda c: (c.basis == "closed form", c.seconds))
+    table += [Candidate(s, float("nan"), "refused", why) for s, why in limits.items()]
+    compute_s, comm_s = parts_s(problem, machine, tiles)
+    return Choice(problem, machine, chosen, tuple(table), eager, "model", compute_s, comm_s, tiles)
+
+
+def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tuple[float, float]:
+    """Seconds of the matmuls alone, each in one piece, and of the communication alone.
+
+    Lower bounds of every plan: the communication is that of copies without overhead or of the
+    library, whichever is faster.
+    """
+    costs: Costs = machine.costs
+    compute_s = 0.0
+    for rows, n, k in matmuls(problem):
+        tile = tiles.get((rows, n, k))
+        compute_s += costs.matmul_s(rows, n, k, problem.item_bytes, machine.sms, tile)
+    rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
+    return compute_s * costs.settling(compute_s), problem.link_bytes / rate
+
+
+def matmuls(problem: Problem) -> tuple[tuple[int, int, int], ...]:
+    """(rows, columns, contracted) of each matmul of the op, in one piece."""
+    m, n, k = problem.m, problem.n, problem.k
+    if problem.op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return ((m, n, k),)
+    wgrad = (k, n, m)
+    return (wgrad,) if problem.op.endswith("wgrad") else ((m, k, n), wgrad)
+
+
+def part_rows(problem: Problem) -> tuple[int, ...]:
+    """How many rows a plan may multiply at a time: groups of shards, parts of one, and all."""
+    shard = max(problem.rows)
+    parts = {shard * count for count in range(1, problem.ranks + 1)}
+    parts |= {shard // pieces for pieces in (2, 4)} | {problem.m}
+    return tuple(sorted(rows for rows in parts if rows))
+
+
+def _closed_form_s(problem: Problem, spec: str, machine: Machine) -> float:
+    """A guess at the time of a plan that need not be built for it."""
+    family, *words = spec.split()
+    pieces = next((int(w.partition("=")[2]) for w in words if w.startswith("pieces=")), 1)
+    groups = next((tuple(map(int, w.split("/"))) for w in words if w[0].isdecimal()), ())
+    if family == "shard_p2p":
+        groups = (1,) * problem.ranks
+    elif family == "graded":
+        groups = groups or graded_groups(problem, machine)
+    elif family == "uniform_fused_1d":
+        # n equal steps, and two passes over y
+        passes_s = machine.costs.memory_s(2 * problem.m * problem.n * problem.item_bytes)
+        return gather_s(problem, (1,) * problem.ranks, 1, machine) + passes_s
+    else:
+        return float("inf")
+    closed = gather_s if problem.op == "all_gather_matmul" else scatter_s
+    return closed(problem, groups, pieces, machine)

@@ -1,0 +1,111 @@
+"""A choice among plans, and why: every candidate with its time, and what spoke against it."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+
+from counterpoint.machine import Machine
+from counterpoint.model.estimate import Tiles, estimate
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
+from counterpoint.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan that was weighed.
+
+    Args:
+        spec: its family and variant.
+        seconds: predicted or measured time of one call.
+        basis: "simulated", "closed form" or "measured".
+        verdict: why it was not chosen; "chosen" of the one that was.
+    """
+
+    spec: str
+    seconds: float
+    basis: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan chosen for a problem, every candidate, and the timeline of the one chosen.
+
+    Args:
+        problem: what is computed.
+        machine: where.
+        spec: of the plan chosen.
+        table: all candidates, the fastest first.
+        eager: whether host time counted.
+        basis: how it was chosen: "rule", "model" or "measurement".
+        compute_s: of the matmuls alone, in one piece.
+        comm_s: of the communication alone, by its fastest transport.
+        tiles: the matmul library's tiles that were known.
+    """
+
+    problem: Problem
+    machine: Machine
+    spec: str
+    table: tuple[Candidate, ...]
+    eager: bool
+    basis: str
+    compute_s: float
+    comm_s: float
+    tiles: Tiles = field(repr=False)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan chosen."""
+        return build(self.problem, self.spec, self.machine)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted timeline of the plan chosen, all ranks."""
+        return estimate(self.plan, self.machine, eager=self.eager, tiles=self.tiles)
+
+    @property
+    def seconds(self) -> float:
+        """Time of the plan chosen."""
+        return next(c.seconds for c in self.table if c.spec == self.spec)
+
+    @property
+    def serial_s(self) -> float:
+        """Time of the serial way."""
+        return next(c.seconds for c in self.table if c.spec == "serial")
+
+    @property
+    def ideal_s(self) -> float:
+        """What no plan can be faster than: the longer of matmuls and communication."""
+        return max(self.compute_s, self.comm_s)
+
+    @property
+    def hidden(self) -> float:
+        """Part of the time between serial and ideal that is saved; 1 where nothing is to hide."""
+        room_s = self.serial_s - self.ideal_s
+        return (self.serial_s - self.seconds) / room_s if room_s > 0 else 1.0
+
+    def explain(self) -> str:
+        """The choice in words and a table: times, what is hidden, why not the others."""
+        p, us = self.problem, 1e6
+        how = {"rule": "by rule", "model": "predicted", "measurement": "measured"}[self.basis]
+        known = "measured" if self.machine.measured else "datasheet"
+        mode = "eager" if self.eager else "in a CUDA graph"
+        lines = [
+            f"{p}",
+            f"on {self.machine.name} ({known} rates: {self.machine.source}), {mode}",
+            f"matmuls alone {self.compute_s * us:.0f} us, communication alone "
+            f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us",
+            f"chosen {how}: {self.spec}, {self.seconds * us:.0f} us, "
+            f"{self.serial_s / self.seconds:.2f}x serial, {self.hidden:.0%} hidden",
+            "",
+        ]
+        width = max(len(c.spec) for c in self.table)
+        lines.append(f"{'plan':{width}}        us  serial /  basis        verdict")
+        for c in self.table:
+            known = isfinite(c.seconds)
+            time = f"{c.seconds * us:8.1f}" if known else f"{'-':>8}"
+            ratio = f"{self.serial_s / c.seconds:8.2f}" if known else f"{'-':>8}"
+            lines.append(f"{c.spec:{width}}  {time}  {ratio}  {c.basis:11}  {c.verdict}")
+        return "\n".join(lines)

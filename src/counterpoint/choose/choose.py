@@ -1,0 +1,76 @@
+"""Which plan for a problem on a machine, and why: on a laptop, for any machine that is known."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from counterpoint.choose.by_model import by_model
+from counterpoint.choose.choice import Choice
+from counterpoint.choose.known import shipped
+from counterpoint.choose.rule import by_rule
+from counterpoint.errors import InputError
+from counterpoint.machine import Machine
+from counterpoint.presets import preset
+from counterpoint.problem import Problem
+
+Level = Literal["model", "rule"]
+
+
+def choose(
+    problem: Problem,
+    machine: Machine | str | Path | None = None,
+    *,
+    by: Level = "model",
+    eager: bool = False,
+) -> Choice:
+    """Choose a plan for `problem` without running anything.
+
+    What an operator with `plan="auto"` does, but that there the matmul library's tiles are asked
+    for, and a plan that was tuned by measurement goes before.
+
+    Args:
+        problem: what is computed, on how many ranks.
+        machine: a `Machine`, a preset such as "h200-8" (with the costs measured on such a machine
+            where the library has them), or a file that `counterpoint characterize` wrote; None for
+            H200s, as many as there are ranks.
+        by: "model" weighs every family by simulation, "rule" compares two sizes.
+        eager: count the host's time, as outside of a CUDA graph.
+
+    Returns:
+        The choice: `plan`, `table` of all candidates, `timeline`, `explain()`.
+
+    Raises:
+        InputError: no such machine or level, or the machine has fewer GPUs than there are ranks.
+
+    Example:
+        >>> problem = Problem("all_gather_matmul", m=8192, n=7168, k=8192, ranks=8)
+        >>> choose(problem, "h200-8").plan.family
+        'graded'
+    """
+    if by not in ("model", "rule"):
+        raise InputError("choose", "by", want="model or rule", got=repr(by))
+    where = machine_of(machine if machine is not None else f"h200-{min(problem.ranks, 8)}")
+    if where.num_devices < problem.ranks:
+        want = f"a machine of {problem.ranks} GPUs or more, as the problem has ranks"
+        raise InputError("choose", "machine", want=want, got=f"{where.name}")
+    level = by_model if by == "model" else by_rule
+    return level(problem, where, eager=eager)
+
+
+def machine_of(machine: Machine | str | Path) -> Machine:
+    """The machine that a name, a file or itself stands for.
+
+    Raises:
+        InputError: no such preset, or the file is not one that `counterpoint characterize` wrote.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    if isinstance(machine, Path) or machine.endswith(".json"):
+        try:
+            content = json.loads(Path(machine).read_text())
+            return Machine.from_json(json.dumps(content["machine"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            want = "a file that `counterpoint characterize` wrote"
+            raise InputError("choose", "machine", want=want, got=f"{machine}: {error}") from error
+    found = preset(machine)
+    return shipped(f"NVIDIA {machine.partition('-')[0].upper()}", found.num_devices) or found

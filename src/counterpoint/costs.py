@@ -1,0 +1,137 @@
+"""What the parts of a plan cost on one machine: sixteen constants and the closed forms over them.
+
+Everything that predicts a time reads these: the sizes of graded groups, the choosers, the model.
+`counterpoint characterize` measures them; without that they are derived from the datasheet.
+"""
+
+from dataclasses import dataclass, fields
+from math import ceil, log2
+
+from counterpoint.errors import InputError
+
+GIGA, TERA = 1e9, 1e12
+TILE_HALVINGS = 4  # the matmul library has tiles of the machine's size and of its halvings
+TILE_EFFICIENCY = 0.97  # rate of a tile against one of twice its size; 4xH200, bf16, 2026-11
+SETTLING_S = 1e-3  # matmuls of this length, one after another, bring half of the loss of clock
+ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
+
+Tile = tuple[int, int]  # rows and columns of the result that one block computes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Constants of one machine with its GPUs at work, in SI base units.
+
+    Args:
+        gemm_flop_per_s: Of whole waves of the largest tile, in matmuls too short to lower clocks.
+        gemm_partial_wave: Time of a wave of a few tiles against that of a whole one.
+        gemm_wave_s: Of each wave beside its products: filling, and writing the result.
+        gemm_launch_s: Of each matmul beside its waves.
+        gemm_settled: Time of long matmuls against that by `gemm_flop_per_s`: power lowers clocks.
+        hbm_bytes_per_s: Of a kernel that only reads and writes.
+        kernel_s: Of each such kernel beside its bytes, and of a wait that need not wait.
+        copy_bytes_per_s: Of a large copy to one peer while all ranks copy.
+        copy_overhead_s: Of each copy beside its bytes, its signal included.
+        barrier_s: Of a barrier of all ranks that nobody is late for.
+        collective_bytes_per_s: Of the library's all-gather or reduce-scatter, received by a rank.
+        collective_latency_s: Of each of these beside its bytes.
+        matmul_beside_copy: A matmul takes this many times as long while a copy is under way.
+        copy_beside_matmul: And a copy while a matmul is.
+        host_call_s: Host time of an eager call of one of our operators.
+        host_step_s: Host time of each of its steps.
+
+    Raises:
+        InputError: A constant is not positive, a rate looks like GB/s, a time like microseconds.
+    """
+
+    gemm_flop_per_s: float
+    gemm_partial_wave: float
+    gemm_wave_s: float
+    gemm_launch_s: float
+    gemm_settled: float
+    hbm_bytes_per_s: float
+    kernel_s: float
+    copy_bytes_per_s: float
+    copy_overhead_s: float
+    barrier_s: float
+    collective_bytes_per_s: float
+    collective_latency_s: float
+    matmul_beside_copy: float
+    copy_beside_matmul: float
+    host_call_s: float
+    host_step_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_per_s"):
+                floor = TERA / 10 if "flop" in field.name else GIGA
+                ok, want = value >= floor, f"at least {floor:g}, in SI units"
+            elif field.name.endswith("_s"):
+                ok, want = 0 <= value < 1e-2, "seconds, from 0 to below 1e-2"
+            else:
+                least, most = (0, 1) if field.name == "gemm_partial_wave" else (1, 10)
+                ok, want = least <= value <= most, f"a factor from {least} to {most}"
+            if not ok:
+                raise InputError("Costs", field.name, want=want, got=f"{value!r}")
+
+    def matmul_s(
+        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None
+    ) -> float:
+        """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
+
+        Waves of one tile per SM, and memory as a bound. Where the library's tile is not known, the
+        best of its largest and its halvings is taken. fp32 products are counted at half the rate
+        of 16-bit ones.
+        """
+        if not rows * n * k:
+            return 0.0
+        flop_per_s = self.gemm_flop_per_s * 2 / max(item_bytes, 2)
+        largest = sms.tile[0] * sms.tile[1]
+
+        def waves_s(tile_m: int, tile_n: int, partial: float) -> float:
+            whole, rest = divmod(ceil(rows / tile_m) * ceil(n / tile_n), sms.count)
+            waves = whole + (partial + (1 - partial) * rest / sms.count if rest else 0.0)
+            efficiency = TILE_EFFICIENCY ** log2(largest / (tile_m * tile_n))
+            tile_flop = 2 * tile_m * tile_n * k
+            return waves * (tile_flop * sms.count / (flop_per_s * efficiency) + self.gemm_wave_s)
+
+        if tile:
+            compute_s = waves_s(*tile, 1.0)
+        else:
+            halvings = [sms.tile]
+            for _ in range(TILE_HALVINGS):
+                tile_m, tile_n = halvings[-1]
+                halvings.append((min(tile_m, tile_n // 2), max(tile_m, tile_n // 2)))
+            compute_s = min(waves_s(*tile, self.gemm_partial_wave) for tile in halvings)
+        memory_s = (rows * k + n * k + rows * n) * item_bytes / self.hbm_bytes_per_s
+        return self.gemm_launch_s + max(compute_s, memory_s)
+
+    def settling(self, matmuls_s: float) -> float:
+        """The factor on the times of matmuls that take `matmuls_s` seconds of a call together."""
+        return 1 + (self.gemm_settled - 1) * matmuls_s / (matmuls_s + SETTLING_S)
+
+    def copy_s(self, num_bytes: int, row_bytes: int = 0) -> float:
+        """Seconds of one copy-engine copy between two ranks, and of its signal.
+
+        Args:
+            row_bytes: of a strided copy, how many bytes follow one another.
+        """
+        strides = num_bytes / row_bytes * ROW_BYTES if row_bytes else 0.0
+        return self.copy_overhead_s + (num_bytes + strides) / self.copy_bytes_per_s
+
+    def memory_s(self, num_bytes: int) -> float:
+        """Seconds of a kernel that reads and writes `num_bytes` in all."""
+        return self.kernel_s + num_bytes / self.hbm_bytes_per_s
+
+    def collective_s(self, received_bytes: int) -> float:
+        """Seconds of the library's all-gather or reduce-scatter."""
+        return self.collective_latency_s + received_bytes / self.collective_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Sms:
+    """What a matmul runs on: the number of SMs, and the library's largest tile (rows, columns)."""
+
+    count: int
+    tile: Tile

@@ -1,0 +1,94 @@
+"""`plan="auto"`: what was tuned, else what the model predicts, equally on all ranks.
+
+What is known of the machine is read once for each group, by rank 0, and told to the others; from
+then on every rank decides by itself from equal facts.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from counterpoint.choose.by_model import by_model, part_rows
+from counterpoint.choose.known import Knowledge, load, problem_key
+from counterpoint.errors import CounterpointWarning, InputError
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
+from counterpoint.runtime.ranks import gather_object
+from counterpoint.runtime.workspace import Workspace
+
+
+def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor | None]) -> str:
+    """The spec of the plan for `problem`; collective unless a graph is being captured."""
+    known = knowledge_of(workspace)
+    if problem.ranks == 1 or known.machine is None:
+        return "serial"
+    tuned = known.tuned.get(problem_key(problem))
+    if tuned is not None:
+        try:
+            build(problem, tuned, known.machine)
+            return tuned
+        except InputError as error:  # a file that someone has written into
+            what = f"the plan tuned for {problem} is ignored: {error}"
+            warnings.warn(what, CounterpointWarning, stacklevel=2)
+    capturing = torch.cuda.is_current_stream_capturing()
+    tiles = {} if capturing else _tiles(problem, tensors)
+    spec = by_model(problem, known.machine, tiles=tiles).spec
+    # the library's tiles are asked of each GPU by itself
+    return spec if capturing else gather_object(spec, workspace.group)[0]
+
+
+def knowledge_of(workspace: Workspace) -> Knowledge:
+    """What is known of the machine of this group; collective at its first call."""
+    if workspace.knowledge is None:
+        if workspace.device.type != "cuda":
+            workspace.knowledge = Knowledge(None, {})
+            return workspace.knowledge
+        name, ranks = torch.cuda.get_device_name(workspace.device), workspace.group.size()
+        if torch.cuda.is_current_stream_capturing():
+            # ranks cannot talk now: what the package has is equal on all of them
+            return Knowledge(load(name, ranks, torch.__version__, folder=None).machine, {})
+        mine = load(name, ranks, torch.__version__) if workspace.rank == 0 else None
+        workspace.knowledge = gather_object(mine, workspace.group)[0]
+    return workspace.knowledge
+
+
+def _tiles(
+    problem: Problem, tensors: Sequence[Tensor | None]
+) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """The matmul library's tile for each number of rows that a plan may multiply at a time."""
+    first = next(t for t in tensors if t is not None)
+    columns = any(t is not None and t.dim() == 2 and t.stride(0) == 1 for t in tensors[1:])
+    found: dict[tuple[int, int, int], tuple[int, int]] = {}
+    if problem.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return found  # their plans differ little in how they cut matmuls
+    for rows in part_rows(problem):
+        tile = matmul_tile(rows, problem.n, problem.k, first.dtype, first.device, columns)
+        if tile is not None:
+            found[rows, problem.n, problem.k] = tile
+    return found
+
+
+@cache
+def matmul_tile(
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, columns: bool
+) -> tuple[int, int] | None:
+    """Rows and columns of the tile of y[rows, n] = x[rows, k] w[k, n]; None where unknown."""
+    from counterpoint.resources.footprint import footprints, gemm_tile
+
+    try:
+        x = torch.empty(rows, k, dtype=dtype, device=device)
+        w = torch.empty(n, k, dtype=dtype, device=device).t()
+        w = w if columns else w.contiguous()
+        y = torch.empty(rows, n, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:
+        return None  # the model then takes the best of the tiles there may be
+    kernels = footprints(lambda: torch.mm(x, w, out=y))
+    tiles = [tile for kernel in kernels if (tile := gemm_tile(kernel)) is not None]
+    # a matmul split along k has a kernel for its sum, and more blocks than tiles
+    if len(tiles) != 1 or len(kernels) != 1:
+        return None
+    # the library computes the transpose of a row-major y: its first number is along columns
+    return tiles[0][1], tiles[0][0]

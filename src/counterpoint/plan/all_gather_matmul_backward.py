@@ -1,0 +1,75 @@
+"""Families of all_gather_matmul_backward: dx_r = rows of rank r of the sum of dy_s wt_s, and dw.
+
+Two matmuls and two transfers, of which neither matmul needs the other's transfer: dgrad needs no
+transfer and its result is scattered, wgrad needs x gathered and stays. So the gather of x hides
+behind dgrad, and the scatter of dx behind wgrad.
+"""
+
+from dataclasses import replace
+
+from counterpoint.plan import all_gather_matmul_wgrad, matmul_reduce_scatter
+from counterpoint.plan.all_gather_matmul import COMPUTE, COPY, OWN, SIGNAL, Peers, X, push_shards
+from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad
+from counterpoint.plan.compose import part
+from counterpoint.plan.peers import Order
+from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.problem import Problem
+
+DX, WT = Region("dx"), Region("wt")
+
+
+def operands(p: Problem) -> tuple[Buffer, ...]:
+    """The user's tensors: dy is the whole, x and dx are shards."""
+    dx = Buffer("dx", (p.m, p.k), p.dtype, "output", split=True, holds="own")
+    wt = Buffer("wt", (p.n, p.k), p.dtype, "input")
+    return *all_gather_matmul_wgrad.operands(p), wt, dx
+
+
+def dgrad(dy: Region, dx: Region) -> Step:
+    """dy wt -> dx on the compute lane."""
+    return Step("dgrad", "compute", "matmul", (dy, WT), (dx,))
+
+
+def scatter_problem(p: Problem) -> Problem:
+    """The matmul_reduce_scatter that makes dx: of dy, by wt."""
+    return Problem("matmul_reduce_scatter", p.m, p.k, p.n, p.ranks, p.dtype, p.rows)
+
+
+def serial(p: Problem) -> Plan:
+    """The library's collectives and two matmuls, one after another: what users do today."""
+    full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
+    partial = Buffer("partial", (p.m, p.k), p.dtype, "scratch", split=True)
+    scatter = Step("reduce_scatter", "compute", "collective", (Region("partial"),), (DX,),
+                   args=(("collective", "reduce_scatter"),))  # fmt: skip
+    steps = (gather("x"), dgrad(DY, Region("partial")), wgrad(FULL, DY), scatter)
+    return Plan(p, "serial", "", "ring", (*operands(p), full, partial), (COMPUTE,), steps)
+
+
+def side_by_side(p: Problem, peers: Peers, pieces: int) -> Plan:
+    """dgrad beside the gather of x, then wgrad beside the scatter of dx, and its sum.
+
+    With `pieces`, the partial rows that come last come in parts, each summed while the next is on
+    its way: where copies take longer than matmuls, only the sum of its last part is at the end.
+    """
+    order = Order(peers, p.ranks)
+    # behind the pushes, which peers wait for; on the copy lane, where it takes no time of dgrad's
+    keep = Step("x_keep", "copy", "copy", (X,), (Region("full", shards=OWN),))
+    pushes = tuple(replace(s, name=f"x_{s.name}") for s in push_shards(order, 1))
+    waits = tuple(order.wait(p.ranks + d, d) for d in order.distances)
+    steps = (
+        order.barrier("open", "signal", 0), *pushes, keep,
+        wgrad(FULL, DY, after=("x_keep",), waits=waits),
+    )  # fmt: skip
+    full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
+    lanes = (COMPUTE, SIGNAL, COPY)
+    dw = Plan(p, "gather", "", peers, (*all_gather_matmul_wgrad.operands(p), full), lanes, steps)
+    dx = matmul_reduce_scatter.graded(scatter_problem(p), (p.ranks,), peers, pieces)
+    names = {"x": "dy", "w": "wt", "y": "dx"}
+    both = dw | part(dx, p, buffers=names, prefix="dx_")
+    tail = f" pieces={pieces}" if pieces > 1 else ""
+    return replace(both, family="side_by_side", variant=f"{peers}{tail}")
+
+
+def alone(p: Problem) -> tuple[Step, ...]:
+    """What a group of one rank does."""
+    return dgrad(DY, DX), wgrad(X, DY)

@@ -1,0 +1,70 @@
+"""Closed forms of how long a graded plan takes: two resources, matmuls and copies.
+
+A group's matmul starts when the one before has ended and its shards are there; a copy when the one
+before has ended and what it sends is computed. Good enough to size groups and to sort out most
+candidates; `model.estimate` knows the rest.
+"""
+
+from counterpoint.machine import Machine
+from counterpoint.problem import Problem
+
+
+def gather_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Machine) -> float:
+    """Seconds of an all_gather_matmul whose groups of shards have those sizes.
+
+    Args:
+        pieces: parts of the last shard, where the last group is one.
+    """
+    costs, rows = machine.costs, max(problem.rows)
+    row_bytes = problem.k * problem.item_bytes
+    end_s = 0.0
+    arrived_s = costs.barrier_s
+    for i, size in enumerate(groups):
+        last = i == len(groups) - 1
+        parts = pieces if last and size == 1 else 1
+        remote = size - (i == 0)
+        for _ in range(parts):
+            arrived_s += max(remote, 0) * costs.copy_s(rows * row_bytes // parts)
+            after_s = max(end_s, arrived_s) if remote else end_s
+            end_s = after_s + _matmul_s(problem, rows * size // parts, machine)
+            end_s += costs.kernel_s if remote else 0.0
+    return end_s
+
+
+def scatter_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Machine) -> float:
+    """Seconds of a matmul_reduce_scatter whose groups of owners have those sizes.
+
+    Args:
+        pieces: parts of the first owner's rows, where the first group is one, and of the sum.
+    """
+    costs, rows = machine.costs, max(problem.rows)
+    row_bytes = problem.n * problem.item_bytes
+    block_s = costs.copy_s(rows * row_bytes)
+    computed_s, copied_s = 0.0, costs.barrier_s
+    owners = 0
+    for i, size in enumerate(groups):
+        parts = pieces if i == 0 and size == 1 else 1
+        owners += size
+        remote = size - (owners == problem.ranks)  # the last group holds the own rows
+        for _ in range(parts):
+            computed_s += _matmul_s(problem, rows * size // parts, machine)
+            if parts > 1:
+                copied_s = max(copied_s, computed_s) + costs.copy_s(rows * row_bytes // parts)
+        if parts == 1 and remote:
+            copied_s = max(copied_s, computed_s) + remote * block_s
+    sum_s = costs.memory_s((problem.ranks + 1) * rows * row_bytes // pieces)
+    # all parts of the sum but the last run while the last block is on its way
+    return max(computed_s + (pieces - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
+
+
+def serial_s(problem: Problem, machine: Machine) -> float:
+    """Seconds of the library's collective and one matmul."""
+    costs = machine.costs
+    return costs.collective_s(problem.link_bytes) + _matmul_s(problem, problem.m, machine)
+
+
+def _matmul_s(problem: Problem, rows: int, machine: Machine) -> float:
+    costs = machine.costs
+    whole_s = costs.matmul_s(problem.m, problem.n, problem.k, problem.item_bytes, machine.sms)
+    part_s = costs.matmul_s(rows, problem.n, problem.k, problem.item_bytes, machine.sms)
+    return part_s * costs.settling(whole_s)

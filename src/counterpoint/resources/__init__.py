@@ -1,0 +1,1 @@
+"""How lanes share a GPU: what a kernel takes of it."""

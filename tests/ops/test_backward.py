@@ -1,0 +1,229 @@
+"""Gradients: against fp64, what is saved, and how torch's own machinery runs them."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from grad_bodies import GradCase, several_weights, wrong_grad_cases
+from rank_bodies import Case, device
+from rankpool import RankPool
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import counterpoint as cp
+from counterpoint.errors import UnsupportedError
+from counterpoint.ops.operators import OPERATORS, operands
+from counterpoint.plan.variants import variants
+from counterpoint.problem import Problem
+
+OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
+
+
+def cases(op: str, ranks: int) -> list[GradCase]:
+    even, uneven = (5,) * ranks, (3, 0, 7, 1)[:ranks]
+    found = [
+        GradCase(Case(op, plan, even, 17, 12, dtype, bias=True, layout=layout))
+        for plan in ("auto", "graded", "shard_p2p")
+        for dtype, layout in ((torch.float32, "plain"), (torch.bfloat16, "transposed"))
+    ]
+    for needs in ((True, False), (False, True)):
+        for plan in ("serial", "graded"):
+            found.append(GradCase(Case(op, plan, even, 9, 6, layout="strided"), needs))
+    found.append(GradCase(Case(op, "graded", uneven, 16, 10, bias=True)))
+    found.append(GradCase(Case(op, "serial", uneven, 16, 10, inner=(2,))))
+    found.append(GradCase(Case(op, "graded", (2,) * ranks, 8, 4, inner=(3,))))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_those_of_fp64(pool: RankPool, op: str, ranks: int):
+    problems = sum(pool.run(wrong_grad_cases, ranks, cases(op, ranks), timeout_s=60), [])
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("plan", ["serial", "graded", "shard_p2p"])
+def test_a_list_of_weights(pool: RankPool, plan: str):
+    for rows in ((4, 4, 4), (1, 5, 2)):
+        problems = sum(pool.run(several_weights, 3, plan, rows, torch.float32), [])
+        assert not problems, "\n".join(problems)
+
+
+def every_backward_plan(rank: int, world_size: int, op: str) -> list[str]:
+    """Each variant computes the same as serial, bit for bit where it sums in the same order."""
+    problem = Problem(op, 8 * world_size, 12, 20, world_size, "float32")  # type: ignore[arg-type]
+    torch.manual_seed(rank)
+    given = operands(problem, rank, device())
+    tail = [] if op.endswith("wgrad") else None
+    problems: list[str] = []
+    want: list[Tensor] = []
+    for spec in variants(problem.op, world_size):
+        from counterpoint.ops.call import prepare
+
+        group = dist.group.WORLD
+        assert group is not None
+        got = prepare(OPERATORS[problem.op], given, spec, [], group)(given)
+        want = want or got
+        for a, b in zip(got, want, strict=True):
+            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4):
+                problems.append(f"{op} {spec}: off by {(a - b).abs().max()}")
+    assert tail is None or len(want) == 1
+    return problems
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op not in OPS])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_backward_plan(pool: RankPool, op: str, ranks: int):
+    problems = sum(pool.run(every_backward_plan, ranks, op), [])
+    assert not problems, "\n".join(problems)
+
+
+def saved_bytes(rank: int, world_size: int, op: str) -> tuple[int, int]:
+    """Bytes that autograd keeps, and those of x and w."""
+    x, w = torch.randn(6, 16), torch.randn(16, 8)
+    x.requires_grad_()
+    w.requires_grad_()
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = getattr(cp, op)(x, w, plan="graded")
+    y.sum().backward()
+    return sum(kept.values()), x.untyped_storage().nbytes() + w.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_only_the_operands_are_saved(pool: RankPool, op: str):
+    for kept, given in pool.run(saved_bytes, 3, op):
+        assert kept == given
+
+
+def twice(rank: int, world_size: int, op: str) -> str:
+    x = torch.randn(6, 5, requires_grad=True)
+    w = torch.randn(5, 4, requires_grad=True)
+    y = getattr(cp, op)(x, w, plan="graded")
+    (dx,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+    with pytest.raises(
+        UnsupportedError, match=r"double backward .* is not supported; call backward"
+    ):
+        dx.sum().backward()
+    return "refused"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_double_backward_is_refused(pool: RankPool, op: str):
+    assert pool.run(twice, 2, op) == ["refused"] * 2
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    hidden = torch.relu(cp.all_gather_matmul(x, up.t(), plan="graded"))
+    return cp.matmul_reduce_scatter(hidden, down.t(), plan="graded")
+
+
+def layer(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(rank)
+    tensors = [torch.randn(6, 16), torch.randn(8, 16), torch.randn(16, 8)]
+    return [t.to(dtype).requires_grad_() for t in tensors]
+
+
+def trained(call, given: list[Tensor]) -> list[Tensor]:
+    y = call(*given)
+    y.square().sum().backward()
+    grads = [t.grad for t in given]
+    assert all(g is not None for g in grads)
+    return [y.detach(), *(g for g in grads if g is not None)]
+
+
+def same_as_eager(rank: int, world_size: int, how: str) -> None:
+    want = trained(mlp, layer(rank))
+    if how == "checkpoint":
+        got = trained(lambda *a: checkpoint(mlp, *a, use_reentrant=False), layer(rank))
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
+            compiled = torch.compile(mlp, fullgraph=True, backend=how)
+            got = trained(compiled, layer(rank))
+            got = trained(compiled, layer(rank))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "aot_eager", "inductor"])
+def test_checkpointing_and_compilation(pool: RankPool, how: str, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    pool.run(same_as_eager, 2, how, timeout_s=120)
+
+
+def under_autocast(rank: int, world_size: int) -> None:
+    given = layer(rank)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mlp(*given)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    for t in given:
+        assert t.grad is not None
+        assert t.grad.dtype == torch.float32
+    # the mixture that a master weight is: refused without autocast, cast with it
+    with torch.autocast("cpu", torch.bfloat16):
+        cp.all_gather_matmul(torch.randn(2, 4).bfloat16(), torch.randn(4, 3))
+
+
+def test_autocast(pool: RankPool):
+    pool.run(under_autocast, 2)
+
+
+def opcheck(rank: int, world_size: int, op: str) -> dict[str, str]:
+    problem = Problem(op, 4 * world_size, 6, 10, world_size, "float32")  # type: ignore[arg-type]
+    group = dist.group.WORLD
+    assert group is not None
+    where = ["serial", [], group.group_name, world_size, rank]
+    given = [t for t in operands(problem, rank, device()) if t is not None]
+    if op.endswith("wgrad"):
+        args = [*given, True, *where]
+    else:
+        args = [given[0], given[1], given[2].t(), *where]
+    # without test_autograd_registration: a gradient of these is refused, which it takes for one
+    tests = ("test_schema", "test_faketensor")
+    return torch.library.opcheck(
+        getattr(torch.ops.counterpoint, op).default, args, test_utils=tests
+    )
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op not in OPS])
+def test_opcheck_of_the_gradients(pool: RankPool, op: str):
+    for report in pool.run(opcheck, 2, op):
+        assert set(report.values()) == {"SUCCESS"}, report
+
+
+def along_dim_1(rank: int, world_size: int) -> None:
+    batch, seq, k, n = 3, 4, 10, 6
+    torch.manual_seed(0)
+    whole = torch.randn(batch, seq * world_size, k)
+    weights = [torch.randn(k, n) for _ in range(world_size)]
+    mine = slice(rank * seq, (rank + 1) * seq)
+    x = whole[:, mine].clone().requires_grad_()
+    y = cp.all_gather_matmul(x, weights[rank], gather_dim=1, plan="graded")
+    torch.testing.assert_close(y, whole @ weights[rank])
+    y.sum().backward()
+    total = sum(w.sum(1) for w in weights)
+    assert isinstance(total, Tensor)
+    torch.testing.assert_close(x.grad, total.expand(batch, seq, k))
+
+    parts = [torch.randn(batch, seq * world_size, k) for _ in range(world_size)]
+    for dim in (1, -2):
+        z = cp.matmul_reduce_scatter(parts[rank], weights[rank], scatter_dim=dim, plan="graded")
+        both = sum(p @ w for p, w in zip(parts, weights, strict=True))
+        assert isinstance(both, Tensor)
+        torch.testing.assert_close(z, both[:, mine])
+    rows = [1, *[seq * world_size - 1] * 1, *[0] * (world_size - 2)]
+    z = cp.matmul_reduce_scatter(parts[rank], weights[rank], scatter_dim=1, rows=rows)
+    assert z.shape == (batch, rows[rank], n)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_dim_1_of_an_activation(pool: RankPool, ranks: int):
+    pool.run(along_dim_1, ranks)
