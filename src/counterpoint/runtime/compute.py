@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.plan.bind import BoundStep, Part
+from counterpoint.runtime import library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], None]
@@ -72,8 +73,8 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     ranks = range(problem.ranks)
     gathers = bound.step.arg("collective") == "all_gather"
     if even:
-        call = all_gather if gathers else reduce_scatter
-        return lambda o: _into(call, target(o), source(o), group=group)
+        call = library.all_gather if gathers else library.reduce_scatter
+        return lambda o: call(target(o), source(o), group)
 
     def gather(operands: Operands) -> None:
         whole = target(operands)
