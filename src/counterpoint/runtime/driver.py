@@ -181,7 +181,12 @@ def graph_edges(graph: int) -> list[tuple[int, int]]:
 
 def node_kind(node: int) -> str:
     """Type of a node as the driver names it, in lower case: kernel, memcpy, memset, graph, ..."""
-    return _ask("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+    kinds, prefix = driver_bindings().CUgraphNodeType, "CU_GRAPH_NODE_TYPE_"
+    kind = int(_ask("cuGraphNodeGetType", node))
+    # enumerations of some versions of the bindings are not Python's
+    names = (name for name in dir(kinds) if name.startswith(prefix))
+    name = next((n for n in names if int(getattr(kinds, n)) == kind), f"kind {kind}")
+    return name.removeprefix(prefix).lower()
 
 
 def child_graph(node: int) -> int:
@@ -233,12 +238,13 @@ def _cluster(node: int, function: int) -> tuple[int, int, int]:
 
 def _node_attribute(node: int, name: str) -> Any:
     names = driver_bindings().CUkernelNodeAttrID
-    return _ask("cuGraphKernelNodeGetAttribute", node, names[f"CU_LAUNCH_ATTRIBUTE_{name}"])
+    attribute = getattr(names, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    return _ask("cuGraphKernelNodeGetAttribute", node, attribute)
 
 
 def _function_attribute(function: int, name: str) -> int:
     names = driver_bindings().CUfunction_attribute
-    return _ask("cuFuncGetAttribute", names[f"CU_FUNC_ATTRIBUTE_{name}"], function)
+    return _ask("cuFuncGetAttribute", getattr(names, f"CU_FUNC_ATTRIBUTE_{name}"), function)
 
 
 def _ask(call: str, *arguments: Any) -> Any:

@@ -10,6 +10,7 @@ epoch that lives in device memory, so replays and eager calls mix.
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ class Replays:
         # 0 switches it off, for a measurement or a debugger
         self.off = os.environ.get("COUNTERPOINT_REPLAY") == "0"
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
 
     def clear(self) -> None:
         """Forget all: the memory that they point into is about to go."""
@@ -63,13 +63,20 @@ class Replays:
 
     def _capture(self, enqueue: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        # one pool for all: what a capture allocates is a workspace of the matmul library. A pool
+        # ends with its last graph
+        other = next(iter(self.graphs.values()), None)
+        pool = other.pool() if other is not None else None
         # only what this thread does counts: others may allocate, record events and so on meanwhile
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 enqueue(self._stream)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
 
