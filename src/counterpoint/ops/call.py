@@ -93,10 +93,6 @@ class Ready:
         Raises:
             PeerTimeoutError: a peer did not answer; the group is unusable.
         """
-        if torch.is_grad_enabled():
-            # views of the workspace carry no history, whatever the mode they were made in
-            with torch.no_grad():
-                return self(tensors)
         self.workspace.check()
         like = next(t for t in tensors if t is not None)
         results: list[Tensor] = []
@@ -206,7 +202,9 @@ def prepare(
     problem = operator.problem(tensors, rows, ranks)
     code: Code | None = None
     if problem.m * problem.n * problem.k:
-        code = compile_plan(plan_of(problem, plan, workspace, tensors), workspace)
+        # memory and views of it that calls in any mode may write to
+        with torch.inference_mode(False), torch.enable_grad():
+            code = compile_plan(plan_of(problem, plan, workspace, tensors), workspace)
     ready = Ready(workspace, code, operator, tensors, operator.outputs(tensors, rows, ranks, rank))
     workspace.remember(key, ready)
     return ready

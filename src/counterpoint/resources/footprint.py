@@ -93,7 +93,8 @@ def footprints(call: Callable[[], object]) -> tuple[Footprint, ...]:
         fix = "`counterpoint doctor` shows what is here"
         raise UnsupportedError(f"footprints: needs an NVIDIA GPU; {fix}")
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
+    # other threads may call CUDA meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
     return graph_footprints(int(graph.raw_cuda_graph()))
 

@@ -6,6 +6,7 @@ on the host, so a call can be captured in a CUDA graph.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch.profiler import record_function
@@ -56,29 +57,32 @@ class CudaCode:
         # a plan that is new while a graph is captured: its kernels are compiled and loaded now
         with self._loading():
             self.steps = [_CudaStep(self, i, places) for i in range(len(program.steps))]
+        # a plan of one lane without signals is a list of torch calls on the current stream
+        signals = any(step.waits or step.posts for step in plan.steps)
+        self.plain: list[Action] | None = None
+        if not self.side and not signals:
+            self.plain = [action for step in self.steps for action in step.actions]
 
     def run(self, operands: Operands) -> None:
         """See `execute.Code.run`."""
-        lanes = self.lanes
-        main = torch.cuda.current_stream(self.workspace.device)
         capturing = torch.cuda.is_current_stream_capturing()
+        profiling = _profiling()
         if capturing:
             self.workspace.captured = True
-        elif main != lanes.last_stream:
+        else:
             # calls of one group are in order whatever streams they are on
-            main.wait_stream(lanes.last_stream)
-            lanes.last_stream = main
-        # under a profiler step by step, so that it sees which step launched what
-        if self.replayable and not (capturing or _profiling()):
-            key = (self.tag, addresses(operands))
-
-            def enqueue(stream: torch.cuda.Stream) -> None:
-                self._enqueue(operands, stream, capturing=True)
-
-            if lanes.replays.run(key, enqueue):
-                return
+            self.lanes.follow()
+            # under a profiler step by step, so that it sees which step launched what
+            if self.replayable and not profiling:
+                key = (self.tag, addresses(operands))
+                if self.lanes.replays.run(key, partial(self._enqueue, operands, capturing=True)):
+                    return
+        if self.plain is not None and not profiling:
+            for action in self.plain:
+                action(operands)
+            return
         with nullcontext() if self.ran else self._loading():
-            self._enqueue(operands, main, capturing)
+            self._enqueue(operands, torch.cuda.current_stream(), capturing=capturing)
         self.ran = True
 
     def _loading(self) -> AbstractContextManager[object]:
@@ -87,7 +91,7 @@ class CudaCode:
             return driver.relaxed_capture()
         return nullcontext()
 
-    def _enqueue(self, operands: Operands, main: torch.cuda.Stream, capturing: bool) -> None:
+    def _enqueue(self, operands: Operands, main: torch.cuda.Stream, *, capturing: bool) -> None:
         annotate = _profiling()
         if self.side:
             self.lanes.fork.record(main)

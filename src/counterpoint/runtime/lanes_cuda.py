@@ -19,6 +19,11 @@ MAX_PROGRAMS = 1 << 16  # that are told apart; replayed graphs may hold old ones
 Awaited = tuple[tuple[str, tuple[int, ...]], ...]  # of each step: its name, the ranks it waits for
 
 
+# the handle of a device's current stream, in a tenth of the time that a torch.cuda.Stream takes;
+# private, and what torch's own compiler emits: a feature test holds it
+raw_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else lambda device: 0  # pyright: ignore
+
+
 class CudaLanes:
     """Side streams by lane, the epoch, the words of a wait that gave up, constants of kernels."""
 
@@ -27,7 +32,7 @@ class CudaLanes:
         self.workspace = workspace
         self.epoch = torch.zeros(2, dtype=torch.int32, device=device)
         self.fault = torch.zeros(1, dtype=torch.int64).pin_memory()
-        self.last_stream = torch.cuda.current_stream(device)
+        self._last = (raw_stream(device.index), torch.cuda.current_stream(device))
         self.fork = torch.cuda.Event()
         self._streams: dict[tuple[str, int], torch.cuda.Stream] = {}
         self._pool = torch.zeros(TABLE_WORDS, dtype=torch.int64, device=device)
@@ -40,6 +45,14 @@ class CudaLanes:
         self.signals_compiled = False
         self.replays = Replays(device)
         self.watchdog = Watchdog(self.fault.numpy(), self.describe)
+
+    def follow(self) -> None:
+        """Let the current stream wait for the last call, where that was on another one."""
+        raw = raw_stream(self.workspace.device.index)
+        if raw != self._last[0]:
+            stream = torch.cuda.current_stream(self.workspace.device)
+            stream.wait_stream(self._last[1])
+            self._last = (raw, stream)
 
     def stream(self, name: str, priority: int) -> torch.cuda.Stream:
         """The side stream of a lane."""
