@@ -1,4 +1,4 @@
-"""`make gpu`: questions to the hardware, tests, benchmark, on whatever GPUs are there.
+"""`make gpu`: the hardware, its constants, tests, benchmarks, on whatever GPUs are there.
 
 Rows as JSONL; installs nothing.
 
@@ -19,7 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS_S = {"smoke": (100, 60), "full": (200, 280)}  # tests, benchmark
+LIMITS_S = {"smoke": (100, 60), "full": (160, 210)}  # tests, benchmark
+SHORT_S = 60  # of each other part
+PARTS = ("hardware", "characterize", "tests", "bench", "training")
 
 
 def main() -> int:
@@ -28,7 +30,7 @@ def main() -> int:
     parser.add_argument("--suite", choices=("smoke", "full"), default="full")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
     parser.add_argument(
-        "--only", choices=("hardware", "tests", "bench"), help="one part of the suite"
+        "--only", nargs="*", choices=PARTS, default=PARTS, help="some parts of the suite"
     )
     parser.add_argument("--gpus", type=int, default=0, help="how many; 0: all that are there")
     args = parser.parse_args()
@@ -43,22 +45,31 @@ def main() -> int:
     num_gpus = 8 if num_gpus >= 8 else 4 if num_gpus >= 4 else 2
     args.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name().split()[-1].lower()
-    rows = args.out / f"overlap-{num_gpus}x-{gpu}.jsonl"
-    hardware = args.out / f"hardware-{num_gpus}x-{gpu}.jsonl"
+    rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
+        ("hardware", "hardware"), ("characterize", "characterize"), ("bench", "overlap"),
+        ("training", "training"),
+    )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
     tests = ["-m", "pytest", "tests/gpu", "-q", "-x", "-p", "no:cacheprovider", "-W", "default",
              "-o", f"faulthandler_timeout={test_s - 10}", "--durations=8"]  # fmt: skip
-    bench = ["benchmarks/overlap.py", "--suite", args.suite, "--out", str(rows)]
-    written = {"hardware": hardware, "bench": rows}
-    ask = ["benchmarks/ask_hardware.py", "--out", str(hardware)]
-    parts = {"tests": (tests, test_s), "bench": (bench, bench_s)}
-    if args.suite == "full":
-        parts = {"hardware": (ask, 60), **parts}
+    suite = ["--suite", args.suite]
+    parts = {
+        "hardware": (["benchmarks/ask_hardware.py"], SHORT_S),
+        "characterize": (["benchmarks/characterize.py"], SHORT_S),
+        "tests": (tests, test_s),
+        "bench": (["benchmarks/overlap.py", *suite], bench_s),
+        "training": (["benchmarks/training.py", *suite], SHORT_S),
+    }
+    # what is measured here stays here, and nothing measured before is used
+    os.environ["COUNTERPOINT_CACHE"] = str(args.out / "cache")
+    if args.suite == "smoke":
+        del parts["hardware"]
     for name, (command, limit_s) in parts.items():
-        if args.only in (None, name):
-            if name in written:
-                written[name].unlink(missing_ok=True)  # rows are appended
+        if name in args.only:
+            if name in rows:
+                rows[name].unlink(missing_ok=True)  # rows are appended
+                command = [*command, "--out", str(rows[name])]
             start_s = time.monotonic()
             code = _torchrun(num_gpus, command, limit_s)
             print(f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s")

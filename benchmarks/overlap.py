@@ -73,7 +73,13 @@ def _line(rows: list[dict]) -> str:
     ratio = graph["serial"] / graph[ours[0]]
     shape = f"{first['op']} {first['m']},{first['n']},{first['k']}"
     worst = f"worst {ours[-1]} {graph[ours[-1]] * 1e3:.3f}"
-    return f"{shape}: {known} | {ratio:.3f}x {best}\n    {worst} | eager {hosts}"
+    auto = next(r for r in rows if r["arm"] == "auto" and r["mode"] == "graph")
+    regret = graph["auto"] / graph[ours[0]] - 1
+    off = [r["predicted_s"] / r["median_s"] - 1 for r in rows
+           if r["mode"] == "graph" and r.get("predicted_s")]  # fmt: skip
+    pick = f"auto {auto['pick']} +{regret:.1%}, pairs {auto['serial_over_auto']}, predictions off "
+    pick += f"{sorted(map(abs, off))[len(off) // 2]:.1%}, worst {max(off, key=abs):+.1%}"
+    return f"{shape}: {known} | {ratio:.3f}x {best}\n    {worst} | {pick}\n    eager {hosts}"
 
 
 if __name__ == "__main__":

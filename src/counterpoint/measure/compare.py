@@ -7,7 +7,7 @@ several calls with weights in rotation, and eager beside.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -16,12 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterpoint.choose.by_model import by_model
+from counterpoint.choose.choice import Choice
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
 from counterpoint.measure.profile import profile
-from counterpoint.measure.timing import Arm, Times, captured, host_s, relative_error, rotate
+from counterpoint.measure.timing import (
+    BACKLOG_CYCLES,
+    Arm,
+    Times,
+    captured,
+    host_s,
+    relative_error,
+    rotate,
+)
+from counterpoint.model.estimate import predicted_s
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
+from counterpoint.ops.auto import knowledge_of, known_tiles
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.plan.families import build
 from counterpoint.problem import ITEM_BYTES, Op
 from counterpoint.runtime import compute
 from counterpoint.runtime.driver import Copy, copy_async
@@ -34,6 +47,9 @@ MIN_CALLS = 8  # of one graph
 SAMPLE_ROWS = 64  # rows of the result that are compared with fp64
 TORCH_SYMM_MEM = "torch_symm_mem"
 AUTO = "auto"
+# of M up to this, serial and auto are timed once more, in pairs: it is there that they are close
+PAIRED_M = 2048
+PAIRED_ROUNDS = 200
 # arms that are not one of the plans compared
 FIXED = ("compute", "communication", "copy_engine", "serial", TORCH_SYMM_MEM, AUTO)
 
@@ -110,6 +126,15 @@ def compare(
                     backlog_cycles=5_000_000)  # fmt: skip
     plain = rotate(eager, group=group, device=device, rounds=rounds, soak_s=0.1, backlog_cycles=1)
     hosts = {name: host_s(arm, group=group) for name, arm in eager.items()}
+    pairs: dict[str, tuple[float, float, float]] = {}
+    if case.m <= PAIRED_M:
+        progress("timing pairs")
+        for mode, arms, cycles in (("graph", graphs, BACKLOG_CYCLES), ("eager", eager, 1)):
+            two = {name: arms[name] for name in ("serial", AUTO)}
+            paired = rotate(two, group=group, device=device, rounds=PAIRED_ROUNDS, soak_s=0.1,
+                            backlog_cycles=cycles)  # fmt: skip
+            pairs[mode] = paired[AUTO].ratio_of(paired["serial"])
+    choice = _choice(case, group, device)
     memory = workspace_of(group, device).num_bytes()
     del graphs, kept
 
@@ -124,14 +149,43 @@ def compare(
             "arm": arm, "mode": mode, "median_s": t.median_s / per, "p20_s": t.quantile_s(2) / per,
             "p80_s": t.quantile_s(8) / per, "skew_s": t.skew_s / per, "rounds": len(t.rounds_s),
             "calls_per_graph": per if mode == "graph" else 0, "error": errors.get(arm),
+            "predicted_s": predicted.get(arm),
             **more, **facts,
         }  # fmt: skip
 
+    predicted = {spec: _predicted_s(case, spec, choice) for spec in ("serial", *specs)}
+    predicted[AUTO] = predicted.get(choice.spec) or choice.seconds
     rows = [row(arm, "graph", t, num_calls) for arm, t in times.items()]
+    for arm in rows:
+        if arm["arm"] == AUTO:
+            arm |= {"pick": choice.spec, "bounds_s": [choice.compute_s, choice.comm_s]}
+            arm |= {"serial_over_auto": pairs.get("graph")}
     for arm in eager:
         more = {"host_s": hosts[arm], "plain_eager_s": plain[arm].median_s}
+        if arm == AUTO:
+            more |= {"serial_over_auto": pairs.get("eager"), "replayed": choice.spec != "serial"}
         rows.append(row(arm, "eager", behind[arm], 1, **more))
     return rows
+
+
+def _choice(case: Case, group: dist.ProcessGroup, device: torch.device) -> Choice:
+    """What "auto" has chosen here, and with what the model knew."""
+    workspace = workspace_of(group, device)
+    for key, ready in workspace.code.items():
+        if isinstance(key, tuple) and key[:2] == (case.op, AUTO) and ready.code is not None:
+            plan = ready.code.program.plan
+            p = plan.problem
+            if (p.m, p.n, p.k, p.dtype) == (case.m, case.n, case.k, case.dtype):
+                machine = knowledge_of(workspace).machine
+                assert machine is not None, "auto has chosen without a machine"
+                choice = by_model(p, machine, tiles=known_tiles(p, device))
+                return replace(choice, spec=plan.spec, table=choice.table)
+    raise CounterpointError(f"auto was not called at {case}")
+
+
+def _predicted_s(case: Case, spec: str, choice: Choice) -> float:
+    plan = build(choice.problem, spec, choice.machine)
+    return predicted_s(plan, choice.machine, tiles=choice.tiles)
 
 
 def profile_best(

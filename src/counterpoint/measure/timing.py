@@ -36,6 +36,18 @@ class Times:
         """Median over rounds."""
         return statistics.median(self.rounds_s)
 
+    def ratio_of(self, other: "Times") -> tuple[float, float, float]:
+        """Median over rounds of other / self of one round, and its 95 % interval.
+
+        Both were timed in one rotation: what differs between rounds then differs for both. The
+        interval is that of order statistics.
+        """
+        pairs = zip(other.rounds_s, self.rounds_s, strict=True)
+        ratios = sorted(theirs / mine for theirs, mine in pairs)
+        spread = 0.98 * len(ratios) ** 0.5
+        low, high = int(len(ratios) / 2 - spread), int(len(ratios) / 2 + spread)
+        return statistics.median(ratios), ratios[max(low, 0)], ratios[min(high, len(ratios) - 1)]
+
     def quantile_s(self, q: int) -> float:
         """The q-th of ten quantiles."""
         return statistics.quantiles(self.rounds_s, n=10)[q - 1]

@@ -15,7 +15,7 @@ from counterpoint.choose.by_model import by_model, part_rows
 from counterpoint.choose.known import Knowledge, load, problem_key
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.plan.families import build
-from counterpoint.problem import Problem
+from counterpoint.problem import FORWARD, Problem
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
 
@@ -34,7 +34,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
             what = f"the plan tuned for {problem} is ignored: {error}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
     capturing = torch.cuda.is_current_stream_capturing()
-    tiles = {} if capturing else _tiles(problem, tensors)
+    tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
     spec = by_model(problem, known.machine, tiles=tiles).spec
     # the library's tiles are asked of each GPU by itself
     return spec if capturing else gather_object(spec, workspace.group)[0]
@@ -55,20 +55,27 @@ def knowledge_of(workspace: Workspace) -> Knowledge:
     return workspace.knowledge
 
 
-def _tiles(
-    problem: Problem, tensors: Sequence[Tensor | None]
+def known_tiles(
+    problem: Problem, device: torch.device, columns: bool = True
 ) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """The matmul library's tile for each number of rows that a plan may multiply at a time."""
-    first = next(t for t in tensors if t is not None)
-    columns = any(t is not None and t.dim() == 2 and t.stride(0) == 1 for t in tensors[1:])
+    """The matmul library's tile for each number of rows that a plan may multiply at a time.
+
+    Args:
+        columns: whether w is stored as a torch.nn.Linear has it, [N, K].
+    """
     found: dict[tuple[int, int, int], tuple[int, int]] = {}
-    if problem.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
-        return found  # their plans differ little in how they cut matmuls
+    if problem.op not in FORWARD:
+        return found  # plans of gradients differ little in how they cut matmuls
+    dtype = getattr(torch, problem.dtype)
     for rows in part_rows(problem):
-        tile = matmul_tile(rows, problem.n, problem.k, first.dtype, first.device, columns)
+        tile = matmul_tile(rows, problem.n, problem.k, dtype, device, columns)
         if tile is not None:
             found[rows, problem.n, problem.k] = tile
     return found
+
+
+def _columns(tensors: Sequence[Tensor | None]) -> bool:
+    return any(t is not None and t.dim() == 2 and t.stride(0) == 1 for t in tensors[1:])
 
 
 @cache
