@@ -3,14 +3,25 @@
 Nothing in them is written by hand: `make readme` makes them again from benchmarks/results/.
 """
 
+import dataclasses
 import json
+import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
+from counterpoint.choose.known import SHIPPED
+from counterpoint.costs import Costs
+from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.bars import BarRow, draw_bars
 from counterpoint.measure.compare import FIXED
+from counterpoint.measure.draw import draw_timeline
+from counterpoint.measure.scatter import Point, draw_scatter
+from counterpoint.model.estimate import estimate
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
 from counterpoint.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,14 +53,24 @@ class Shape:
 
     @property
     def ratio(self) -> float:
-        """serial / best."""
-        return self.seconds("serial") / self.seconds(self.best)
+        """serial / auto."""
+        return self.seconds("serial") / self.seconds("auto")
 
     @property
     def hidden(self) -> float:
-        """The share of what could be hidden that is."""
+        """The share of what could be hidden that is, by auto."""
         serial_s = self.seconds("serial")
-        return (serial_s - self.seconds(self.best)) / (serial_s - self.ideal_s)
+        return (serial_s - self.seconds("auto")) / (serial_s - self.ideal_s)
+
+    @property
+    def points(self) -> list[Point]:
+        """Predicted against measured, of serial and every plan."""
+        h = self.head
+        return [
+            Point(f"{arm}, {h['m']},{h['n']},{h['k']}", h["op"], row["predicted_s"],
+                  row["median_s"])
+            for arm, row in self.graph.items() if row.get("predicted_s") and arm != "auto"
+        ]  # fmt: skip
 
 
 def shapes_of(path: Path) -> list[Shape]:
@@ -63,17 +84,98 @@ def shapes_of(path: Path) -> list[Shape]:
 def overlap_table(shapes: list[Shape]) -> str:
     """The main table: graph replays."""
     lines = [
-        "| op | M, N, K | matmul | NCCL | copies | serial | torch symm_mem | auto | ours | plan "
-        "| serial / ours | hidden |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| op | M, N, K | matmul | NCCL | serial | torch symm_mem | **auto** | its plan "
+        "| serial / auto | hidden | best plan measured |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    arms = ("compute", "communication", "serial", "torch_symm_mem", "auto")
     for s in shapes:
         h = s.head
         cells = [h["op"], f"{h['m']}, {h['n']}, {h['k']}"]
-        cells += [ms(s.seconds(arm)) for arm in FIXED]
+        cells += [ms(s.seconds(arm)) for arm in arms]
         hidden = f"{s.hidden:.0%}" if s.ratio > 1 else "loses"
-        cells += [ms(s.seconds(s.best)), s.best, f"**{s.ratio:.2f}**", hidden]
+        cells += [s.graph["auto"]["pick"], f"**{s.ratio:.2f}**", hidden]
+        cells += [f"{ms(s.seconds(s.best))} {s.best}"]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(shapes: list[Shape]) -> str:
+    """What the rows say together: against the peer, against the best, of the model."""
+    peer = [s.seconds("torch_symm_mem") / s.seconds("auto") for s in shapes]
+    large = [r for r, s in zip(peer, shapes, strict=True) if s.head["m"] >= 2048]
+    serial = [s.ratio for s in shapes]
+    regret = [s.seconds("auto") / s.seconds(s.best) - 1 for s in shapes]
+    eager = [s.eager["serial"]["plain_eager_s"] / s.eager["auto"]["plain_eager_s"] for s in shapes]
+    peer_eager = [
+        s.eager["torch_symm_mem"]["plain_eager_s"] / s.eager["auto"]["plain_eager_s"]
+        for s in shapes
+    ]
+    off = sorted(abs(p.error) for s in shapes for p in s.points)
+    worst = max((p for s in shapes for p in s.points), key=lambda p: abs(p.error))
+    lines = [
+        f"- serial / auto: geometric mean {geometric(serial):.2f}, least {min(serial):.2f}; plain "
+        f"eager {geometric(eager):.2f}, least {min(eager):.2f}",
+        f"- torch symm_mem / auto: geometric mean {geometric(peer):.2f} ({geometric(large):.2f} of "
+        f"those with M >= 2048), least {min(peer):.2f}; plain eager {geometric(peer_eager):.2f}, "
+        f"least {min(peer_eager):.2f}",
+        f"- auto against the best plan measured beside it: {max(regret):.1%} slower at worst, "
+        f"{sum(regret) / len(regret):.1%} in the mean",
+        f"- {len(off)} predictions: median error {statistics.median(off):.1%}, worst "
+        f"{worst.error:+.1%} ({worst.label})",
+    ]
+    for s in shapes:
+        for mode, row in (("graph", s.graph["auto"]), ("plain eager", s.eager["auto"])):
+            if pair := row.get("serial_over_auto"):
+                h = s.head
+                lines.append(
+                    f"- {h['op']} {h['m']}, {h['n']}, {h['k']}, {mode}, 200 pairs: serial / auto "
+                    f"{pair[0]:.3f}, 95 % interval {pair[1]:.3f} to {pair[2]:.3f}"
+                )
+    return "\n".join(lines)
+
+
+def geometric(values: list[float]) -> float:
+    """Their geometric mean."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def training_table(path: Path) -> str:
+    """Forward and backward of an MLP, three ways."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in record.read(path):
+        cases.setdefault(row["layer"], {})[row["arm"]] = row
+    lines = [
+        "| tokens, hidden, ffn | serial | usual async | ours | serial / ours | async / ours "
+        "| eager serial, async, ours | saved MiB, each arm | ours: symmetric + scratch MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for layer, arms in cases.items():
+        h, s = arms["ours"], {name: row["median_s"] for name, row in arms.items()}
+        eager = [ms(arms[name]["plain_eager_s"]) for name in ("serial", "async", "ours")]
+        saved = [f"{arms[name]['saved_bytes'] / 2**20:.0f}" for name in arms]
+        memory = " + ".join(f"{n / 2**20:.0f}" for n in h["workspace_bytes"])
+        cells = [f"{h['m']}, {h['hidden']}, {h['ffn']} ({layer})", ms(s["serial"]), ms(s["async"])]
+        cells += [ms(s["ours"]), f"**{s['serial'] / s['ours']:.2f}**"]
+        cells += [f"**{s['async'] / s['ours']:.2f}**", ", ".join(eager), ", ".join(saved), memory]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def constants_table(path: Path) -> str:
+    """The measured costs of a machine."""
+    machine = Machine.from_json(json.dumps(json.loads(path.read_text())["machine"]))
+    assert machine.measured is not None
+    lines = [f"{machine.source}:", "", "| constant | value |", "|---|---|"]
+    for field in dataclasses.fields(Costs):
+        value = getattr(machine.measured, field.name)
+        if field.name.endswith("flop_per_s"):
+            text = f"{value / 1e12:.0f} Tflop/s"
+        elif field.name.endswith("_per_s"):
+            text = f"{value / 1e9:.0f} GB/s"
+        else:
+            text = f"{value * 1e6:.1f} us" if field.name.endswith("_s") else f"{value:.2f}"
+        lines.append(f"| `{field.name}` | {text} |")
     return "\n".join(lines)
 
 
@@ -160,6 +262,16 @@ def replace(path: Path, name: str, text: str) -> None:
     path.write_text(found)
 
 
+def draw_pair(path: Path, machine: Machine) -> None:
+    """A measured timeline under the one that the model predicts for the same plan."""
+    measured = Timeline.from_json(path.read_text())
+    op, sizes, spec = re.fullmatch(r"(\w+) ([\d, ]+): (.+)", measured.title).groups()  # type: ignore[union-attr]
+    m, n, k = map(int, sizes.split(","))
+    problem = Problem(op, m, n, k, machine.num_devices)  # type: ignore[arg-type]
+    predicted = estimate(build(problem, spec, machine), machine)
+    draw_timeline(measured, IMAGES / f"{path.stem}.png", beside=predicted, width_in=9)
+
+
 def main() -> None:
     """Write all of them from the results of the largest machine measured."""
     paths = sorted(RESULTS.glob("overlap-*x-*.jsonl"), key=lambda p: int(p.name.split("-")[1][:-1]))
@@ -169,29 +281,39 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     bars = [
         BarRow(label=f"{s.head['op']}\n{s.head['m']}, {s.head['n']}, {s.head['k']}",
-               serial_s=s.seconds("serial"), ours_s=s.seconds(s.best), ideal_s=s.ideal_s)
+               serial_s=s.seconds("serial"), ours_s=s.seconds("auto"), ideal_s=s.ideal_s)
         for s in shapes
     ]  # fmt: skip
     h = shapes[0].head
     source = f"{h['ranks']}x {h['gpu']}, bf16, {h['date']}; serial is NCCL + cuBLAS"
-    draw_bars(bars, IMAGES / "overlap.png", title="Time of one call, serial against overlapped",
+    draw_bars(bars, IMAGES / "overlap.png", title='Time of one call, serial against plan="auto"',
               source=source, relative_to_serial=True)  # fmt: skip
     where = caption(shapes)
     replace(ROOT / "README.md", "table", f"{overlap_table(shapes)}\n\n{where}")
     results = ROOT / "docs" / "results.md"
     sections = [
         f"## {p.name.split('-')[1][:-1]} GPUs\n\n{overlap_table(found)}\n\n{caption(found)}\n\n"
-        f"Eager, milliseconds:\n\n{eager_table(found)}"
+        f"{summary(found)}\n\nEager, milliseconds:\n\n{eager_table(found)}"
         for p in reversed(paths)
         for found in [shapes_of(p)]
     ]
     replace(results, "results", "\n\n".join(sections))
+    training = [
+        f"**{path.name.split('-')[1][:-1]} GPUs**\n\n{training_table(path)}"
+        for path in sorted(RESULTS.glob("training-*.jsonl"), reverse=True)
+    ]
+    replace(results, "training", "\n\n".join(training))
+    points = [point for s in shapes for point in s.points]
+    draw_scatter(points, IMAGES / "model.png", title="Predicted against measured",
+                 source=f"{h['ranks']}x {h['gpu']}, bf16, graphs, {h['date']}; constants fitted to "
+                 "other shapes")  # fmt: skip
+    constants = sorted(SHIPPED.glob("*.json"), reverse=True)
+    replace(results, "constants", "\n\n".join(map(constants_table, constants)))
     hardware = RESULTS / f"hardware-{ranks}-h200.jsonl"
     replace(ROOT / "docs" / "hardware.md", "hardware", hardware_tables(hardware))
+    machine = Machine.from_json(json.dumps(json.loads(constants[0].read_text())["machine"]))
     for path in sorted(RESULTS.glob("timeline-*.json")):
-        Timeline.from_json(json.dumps(json.loads(path.read_text()))).save(
-            IMAGES / f"{path.stem}.png"
-        )
+        draw_pair(path, machine)
 
 
 if __name__ == "__main__":

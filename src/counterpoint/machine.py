@@ -218,9 +218,8 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
     """The fractions of its peaks and the fixed times that 4xH200 showed, 2026-11, bf16."""
     return Costs(
         gemm_flop_per_s=0.81 * device.bf16_flop_per_s,
-        gemm_partial_wave=0.8,
-        gemm_wave_s=1e-6,
-        gemm_launch_s=5e-6,
+        gemm_launch_s=6e-6,
+        gemm_again_s=3e-6,
         gemm_settled=1.12,
         hbm_bytes_per_s=0.8 * device.hbm_bytes_per_s,
         kernel_s=1.5e-6,
@@ -228,7 +227,8 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
         copy_overhead_s=link.copy_overhead_s,
         barrier_s=2 * link.latency_s,
         collective_bytes_per_s=0.7 * link.bytes_per_s,
-        collective_latency_s=30e-6,
+        all_gather_s=30e-6,
+        reduce_scatter_s=22e-6,
         matmul_beside_copy=1.1,
         copy_beside_matmul=1.1,
         host_call_s=40e-6,

@@ -5,7 +5,8 @@ from functools import cached_property
 from math import isfinite
 
 from counterpoint.machine import Machine
-from counterpoint.model.estimate import Tiles, estimate
+from counterpoint.model.estimate import estimate
+from counterpoint.model.work import Tiles
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -86,6 +87,9 @@ class Choice:
         room_s = self.serial_s - self.ideal_s
         return (self.serial_s - self.seconds) / room_s if room_s > 0 else 1.0
 
+    def _speedup(self, seconds: float) -> float:
+        return self.serial_s / seconds if seconds else 1.0  # an empty matmul on one rank
+
     def explain(self) -> str:
         """The choice in words and a table: times, what is hidden, why not the others."""
         p, us = self.problem, 1e6
@@ -98,7 +102,7 @@ class Choice:
             f"matmuls alone {self.compute_s * us:.0f} us, communication alone "
             f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us",
             f"chosen {how}: {self.spec}, {self.seconds * us:.0f} us, "
-            f"{self.serial_s / self.seconds:.2f}x serial, {self.hidden:.0%} hidden",
+            f"{self._speedup(self.seconds):.2f}x serial, {self.hidden:.0%} hidden",
             "",
         ]
         width = max(len(c.spec) for c in self.table)
@@ -106,6 +110,6 @@ class Choice:
         for c in self.table:
             known = isfinite(c.seconds)
             time = f"{c.seconds * us:8.1f}" if known else f"{'-':>8}"
-            ratio = f"{self.serial_s / c.seconds:8.2f}" if known else f"{'-':>8}"
+            ratio = f"{self._speedup(c.seconds):8.2f}" if known else f"{'-':>8}"
             lines.append(f"{c.spec:{width}}  {time}  {ratio}  {c.basis:11}  {c.verdict}")
         return "\n".join(lines)

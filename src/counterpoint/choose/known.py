@@ -110,7 +110,7 @@ def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
         return None
     try:
         machine = Machine.from_json(json.dumps(content["machine"]))
-    except (CounterpointError, KeyError) as error:
+    except (CounterpointError, KeyError, OverflowError) as error:
         return _ignore(path, f"is damaged: {error}")
     return machine if machine.measured else _ignore(path, "has no measured costs")
 
@@ -140,7 +140,7 @@ def _read(path: Path, wants: Mapping[str, object]) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return _ignore(path, f"is damaged: {error}")
     if not isinstance(content, dict):
         return _ignore(path, "is damaged: no JSON object")
@@ -159,7 +159,10 @@ def _write(path: Path, content: Mapping[str, Any]) -> Path:
     """All or nothing: another process may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        json.dump(content, file, indent=1)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
     return path

@@ -3,10 +3,13 @@
 The coarsest of the three levels: it needs the datasheet only, and one comparison.
 """
 
-from counterpoint.choose.by_model import parts_s
+from dataclasses import replace
+
+from counterpoint.choose.by_model import parts_s, refusal
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.machine import Machine
-from counterpoint.model.estimate import NO_TILES, predicted_s
+from counterpoint.model.estimate import predicted_s
+from counterpoint.model.work import NO_TILES
 from counterpoint.plan.families import build
 from counterpoint.problem import Op, Problem
 
@@ -23,16 +26,27 @@ OVERLAPPED: dict[Op, str] = {
 
 
 def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choice:
-    """Choose for `problem` on `machine` by the rule; the times beside it are predictions."""
+    """Choose for `problem` on `machine` by the rule; the times beside it are predictions.
+
+    The rule never overrules a prediction that serial is faster, nor a memory limit.
+    """
     compute_s, comm_s = parts_s(problem, machine)
-    spec = "serial"
-    if problem.ranks > 1 and min(compute_s, comm_s) >= WORTHWHILE_S:
-        spec = build(problem, OVERLAPPED[problem.op], machine).spec
-    table: list[Candidate] = []
-    for each in dict.fromkeys((spec, "serial")):
-        seconds = predicted_s(build(problem, each, machine), machine, eager=eager)
-        shorter = "matmuls" if compute_s < comm_s else "communication"
-        size = f"{shorter} of {min(compute_s, comm_s) * 1e6:.0f} us"
-        verdict = "chosen" if each == spec else f"the rule overlaps {size}"
-        table.append(Candidate(each, seconds, "simulated", verdict))
-    return Choice(problem, machine, spec, tuple(table), eager, "rule", compute_s, comm_s, NO_TILES)
+    shorter = "matmuls" if compute_s < comm_s else "communication"
+    shorter_s = min(compute_s, comm_s)
+    serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager)
+    chosen = Candidate("serial", serial_s, "simulated", "chosen")
+    other: Candidate | None = None
+    if problem.ranks > 1 and shorter_s >= WORTHWHILE_S:
+        plan = build(problem, OVERLAPPED[problem.op], machine)
+        seconds = predicted_s(plan, machine, eager=eager)
+        if why := refusal(plan):
+            other = Candidate(plan.spec, float("nan"), "refused", why)
+        elif seconds >= serial_s:
+            other = Candidate(plan.spec, seconds, "simulated", "not faster than serial")
+        else:
+            verdict = f"the rule overlaps {shorter} of {shorter_s * 1e6:.0f} us"
+            other = replace(chosen, verdict=verdict)
+            chosen = Candidate(plan.spec, seconds, "simulated", "chosen")
+    table = (chosen, other) if other else (chosen,)
+    spec = chosen.spec
+    return Choice(problem, machine, spec, table, eager, "rule", compute_s, comm_s, NO_TILES)

@@ -47,6 +47,7 @@ MIN_CALLS = 8  # of one graph
 SAMPLE_ROWS = 64  # rows of the result that are compared with fp64
 TORCH_SYMM_MEM = "torch_symm_mem"
 AUTO = "auto"
+OUR_SERIAL = "plan serial"  # the serial way as a plan of ours, eager: what our host code costs
 # of M up to this, serial and auto are timed once more, in pairs: it is there that they are close
 PAIRED_M = 2048
 PAIRED_ROUNDS = 200
@@ -120,6 +121,7 @@ def compare(
     clock = record.sm_clock_mhz()
     best = min(specs, key=lambda s: times[s].median_s)
     eager_calls = {name: {**calls, **peer}[name] for name in ("serial", best, AUTO, *peer)}
+    eager_calls[OUR_SERIAL] = _ours(case, inputs, group, "serial")
     eager: dict[str, Arm] = {name: partial(call, 0) for name, call in eager_calls.items()}
     progress("timing eager")
     behind = rotate(eager, group=group, device=device, rounds=rounds, soak_s=0.1,

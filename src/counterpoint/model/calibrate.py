@@ -1,7 +1,7 @@
 """From measurements to the sixteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
-of time against bytes, a search over the four constants of matmuls, ratios for contention.
+of time against bytes, a search over the five constants of matmuls, ratios for contention.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,23 +33,35 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
 
     Args:
         rows: what `counterpoint characterize` measured: "question", "seconds", and of
-            matmul: rows, n, k, tile;  copy, memory, collective: num_bytes;
+            matmul: rows, n, k, tile;  again: the same, and first_s, by a weight not read before;
+            copy, memory: num_bytes;  collective: num_bytes, kind;
             barrier, kernel: nothing;  beside: which of "matmul" and "copy", alone_s, other_s;
             host: num_steps.
         machine: what was measured; its number of SMs is what counts.
 
     Raises:
-        InputError: a question has no rows.
+        InputError: a question has no rows, or times that do not grow with the bytes.
     """
 
-    def of(question: str) -> list[Row]:
+    def of(question: str, which: str = "") -> list[Row]:
         found = [row for row in rows if row["question"] == question]
+        found = [row for row in found if not which or row["which"] == which]
         if not found:
-            raise InputError("fit", "rows", want=f"some of question {question!r}", got="none")
+            want = f"some of question {f'{question} {which}'.strip()!r}"
+            raise InputError("fit", "rows", want=want, got="none")
         return found
 
     copy_s, copy_rate = _line(of("copy"))
-    collective_s, collective_rate = _line(of("collective"))
+    # one rate for both, and each its own rest
+    _, collective_rate = _line(of("collective"))
+    latency_s = {
+        kind: _median(
+            max(row["seconds"] - row["num_bytes"] / collective_rate, 0.0)
+            for row in of("collective")
+            if row["kind"] == kind
+        )
+        for kind in ("all_gather", "reduce_scatter")
+    }
     memory = max(of("memory"), key=lambda row: row["num_bytes"])
     kernel_s = _median(row["seconds"] for row in of("kernel"))
     host = sorted(of("host"), key=lambda row: row["num_steps"])
@@ -63,9 +75,10 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         copy_overhead_s=copy_s,
         barrier_s=_median(row["seconds"] for row in of("barrier")),
         collective_bytes_per_s=collective_rate,
-        collective_latency_s=collective_s,
-        matmul_beside_copy=_beside(of("beside"), "matmul"),
-        copy_beside_matmul=_beside(of("beside"), "copy"),
+        all_gather_s=latency_s["all_gather"],
+        reduce_scatter_s=latency_s["reduce_scatter"],
+        matmul_beside_copy=_beside(of("beside", "matmul")),
+        copy_beside_matmul=_beside(of("beside", "copy")),
         host_step_s=max(step_s, 0.0),
         host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
     )
@@ -74,18 +87,18 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
                (row["tile"][0], row["tile"][1]) if row.get("tile") else None)
         for row in of("matmul")
     ]  # fmt: skip
-    return fit_matmuls(matmuls, costs, machine)
+    costs = fit_matmuls(matmuls, costs, machine)
+    saved_s = _median(row["first_s"] - row["seconds"] for row in of("again"))
+    return replace(costs, gemm_again_s=min(max(costs.gemm_launch_s - saved_s, 0.0), 1e-4))
 
 
 def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Costs:
-    """`costs` with the five constants of matmuls that fit best, by coordinate search."""
+    """`costs` with the five constants of matmuls that fit best, on a grid."""
     peak = machine.device.bf16_flop_per_s
     grid: dict[str, list[float]] = {
-        "gemm_flop_per_s": [peak * part / 100 for part in range(40, 101)],
-        "gemm_settled": [1 + part / 50 for part in range(16)],
-        "gemm_wave_s": [part * 0.25e-6 for part in range(13)],
+        "gemm_flop_per_s": [peak * part / 200 for part in range(80, 201)],
+        "gemm_settled": [1 + part / 100 for part in range(31)],
         "gemm_launch_s": [part * 0.5e-6 for part in range(17)],
-        "gemm_partial_wave": [part / 10 for part in range(11)],
     }
     # a coarse start, then one constant at a time until none helps
     starts = product((0.7, 0.8), (1.0, 1.12))
@@ -107,7 +120,36 @@ def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Co
                     best, smallest = tried, found
         if before - smallest < 1e-6:
             break
-    return best
+    return _stepped(matmuls, best, grid, machine)
+
+
+def _stepped(
+    matmuls: Sequence[Matmul], costs: Costs, grid: Mapping[str, list[float]], machine: Machine
+) -> Costs:
+    """Steps on the grid, of all constants at once, until none helps.
+
+    A lower rate, say, may be made up for by less at each wave and launch: one constant at a time
+    then stays where it is, on the slope of a narrow valley.
+    """
+
+    def at(place: Sequence[int]) -> Costs:
+        values = {name: grid[name][i] for name, i in zip(grid, place, strict=True)}
+        return replace(costs, **values)
+
+    place = tuple(
+        min(range(len(values)), key=lambda i: abs(values[i] - getattr(costs, name)))
+        for name, values in grid.items()
+    )
+    smallest = error(matmuls, at(place), machine)
+    while True:
+        around = product(*(
+            range(max(i - 1, 0), min(i + 2, len(values)))
+            for i, values in zip(place, grid.values(), strict=True)
+        ))  # fmt: skip
+        found, nearby = min((error(matmuls, at(each), machine), each) for each in around)
+        if found >= smallest - 1e-9:
+            return at(place)
+        place, smallest = nearby, found
 
 
 def error(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> float:
@@ -129,17 +171,18 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
     mean_y = sum(w * b for w, b in zip(weights, y, strict=True)) / total
     across = sum(w * (a - mean_x) * (b - mean_y) for w, a, b in zip(weights, x, y, strict=True))
     along = sum(w * (a - mean_x) ** 2 for w, a in zip(weights, x, strict=True))
+    if across <= 0:
+        question, sizes = rows[0]["question"], sorted({row["num_bytes"] for row in rows})
+        want = f"times of question {question!r} that grow with the bytes, of two sizes or more"
+        raise InputError("fit", "rows", want=want, got=f"sizes {sizes}, seconds {y}")
     slope = across / along
     return max(mean_y - slope * mean_x, 0.0), 1 / slope
 
 
-def _beside(rows: Sequence[Row], which: str) -> float:
+def _beside(rows: Sequence[Row]) -> float:
     """How much longer one takes while the other is under way, from the whole of both."""
-    factors: list[float] = []
-    for row in rows:
-        if row["which"] == which:
-            # it ran beside the other for as long as the other took
-            factors.append(1 + (row["seconds"] - row["alone_s"]) / row["other_s"])
+    # it ran beside the other for as long as the other took
+    factors = (1 + (row["seconds"] - row["alone_s"]) / row["other_s"] for row in rows)
     return max(_median(factors), 1.0)
 
 

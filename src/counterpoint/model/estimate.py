@@ -1,29 +1,24 @@
 """When each step of a plan will run on a machine: a simulation of its lanes and signals.
 
 Each lane works through its steps in order; a step starts when its lane is free, what it comes
-after has ended and what it waits for has been posted. Work has a time of its own, by the closed
-forms of `Costs`; while a matmul and a copy run side by side, both are slower. Eager, the host is a
-lane too: it enqueues one step after another.
+after has ended and what it waits for has been posted. Work has a time of its own: `work_s`. While a
+matmul and a copy run side by side, both are slower. Eager, the host is a lane too: it enqueues one
+step after another.
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from types import MappingProxyType
+from itertools import chain
 from typing import Literal, NamedTuple
 
-from counterpoint.costs import Costs, Tile
+from counterpoint.costs import Costs
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
-from counterpoint.plan.bind import BoundStep, Box, Part, Program, bind
+from counterpoint.model.work import NO_TILES, Tiles, work_s
+from counterpoint.plan.bind import BoundStep, Box, Program, bind
 from counterpoint.plan.steps import Plan
-from counterpoint.problem import ITEM_BYTES
 from counterpoint.timeline import Span, Timeline
-
-LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calibrated
-
-Tiles = Mapping[tuple[int, int, int], Tile]
-NO_TILES: Tiles = MappingProxyType({})
 
 
 class Ran(NamedTuple):
@@ -71,40 +66,58 @@ def estimate(
 def predicted_s(
     plan: Plan, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES
 ) -> float:
-    """Seconds of one call: as `estimate`, of one rank whose peers do as it does.
+    """Seconds of one call: as `estimate`, where rows are equal from one rank alone.
 
-    The rank is the one that has most to do: see `slowest_rank`.
+    Its peers then do as it does; it is the one that has most to do: see `slowest_rank`.
 
     Raises:
         PlanError: the plan waits for what never comes.
     """
-    program = bind(plan, slowest_rank(plan))
-    return max(ran.end_s for ran in _Simulation([program], machine, eager, tiles).run())
+    equal = len(set(plan.problem.rows)) == 1
+    ranks = (slowest_rank(plan, machine, tiles),) if equal else range(plan.problem.ranks)
+    programs = [bind(plan, rank) for rank in ranks]
+    return max(ran.end_s for ran in _Simulation(programs, machine, eager, tiles).run())
 
 
-def slowest_rank(plan: Plan) -> int:
-    """A rank with most rows; of these one whose matmuls are cut most, as their groups wrap."""
-    regions = {r for s in plan.steps if s.kind == "matmul" for r in s.reads[:1] + s.writes}
-    groups = {tuple(peer[0] if peer else 0 for peer in r.shards) for r in regions}
-    groups = tuple(sorted(group for group in groups if len(group) > 1))
-    return _most_cut(plan.peers, plan.problem.rows, groups)
+def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
+    """Where rows are equal: the rank to whose matmuls it does most that their groups wrap.
+
+    The matmul that no copy hides counts twice: the first one of a scatter, the last of a gather.
+    """
+    p = plan.problem
+    times_s = [[0.0] for _ in range(p.ranks)]
+    for step in plan.steps:
+        region = max(step.reads[:1] + step.writes, key=lambda r: len(r.shards), default=None)
+        if step.kind != "matmul" or region is None or not region.shards:
+            continue
+        k, n = plan.buffer(step.reads[1].buffer).shape
+        assert isinstance(k, int), "a weight has no count"
+        group = tuple(peer[0] if peer else 0 for peer in region.shards)
+        all_runs = _runs(plan.peers, p.ranks, group)
+        time_s: dict[int, float] = {}
+        for run in set(chain.from_iterable(all_runs)):
+            rows = run * p.rows[0] // region.piece[1]
+            tile = tiles.get((rows, n, k))
+            time_s[run] = machine.costs.matmul_s(rows, n, k, p.item_bytes, machine.sms, tile)
+        for of_rank, runs in zip(times_s, all_runs, strict=True):
+            of_rank.append(sum(time_s[run] for run in runs))
+    edge = 1 if p.op == "matmul_reduce_scatter" else -1
+    scores_s = [sum(of_rank) + of_rank[edge if of_rank[1:] else 0] for of_rank in times_s]
+    return max(range(p.ranks), key=scores_s.__getitem__)
 
 
 @lru_cache(maxsize=1024)
-def _most_cut(
-    peers: Literal["ring", "xor"], rows: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
-) -> int:
-    ranks = len(rows)
-
-    def launches(rank: int) -> int:
-        """Runs of neighbouring shards, over all groups."""
-        count = 0
-        for group in groups:
-            shards = {(rank + d) % ranks if peers == "ring" else rank ^ d for d in group}
-            count += sum(shard - 1 not in shards for shard in shards)
-        return count
-
-    return max(range(ranks), key=lambda rank: (rows[rank], launches(rank)))
+def _runs(
+    peers: Literal["ring", "xor"], ranks: int, group: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """For each rank, how many shards of a group follow one another, and how many after a gap."""
+    found: list[tuple[int, ...]] = []
+    for rank in range(ranks):
+        shards = {(rank + d) % ranks if peers == "ring" else rank ^ d for d in group}
+        starts = [shard for shard in sorted(shards) if shard - 1 not in shards]
+        ends = [shard + 1 for shard in sorted(shards) if shard + 1 not in shards]
+        found.append(tuple(end - start for start, end in zip(starts, ends, strict=True)))
+    return tuple(found)
 
 
 def source(machine: Machine) -> str:
@@ -131,14 +144,13 @@ class _Rank:
         self.program = program
         names = {bound.step.name: i for i, bound in enumerate(program.steps)}
         self.after = [[names[name] for name in b.step.after] for b in program.steps]
-        self.work_s = [_work_s(bound, program.plan, machine, tiles) for bound in program.steps]
-        kinds = [bound.step.kind for bound in program.steps]
-        matmuls_s = sum(s for s, kind in zip(self.work_s, kinds, strict=True) if kind == "matmul")
-        settling = machine.costs.settling(matmuls_s)
-        self.work_s = [
-            s * settling if kind == "matmul" else s
-            for s, kind in zip(self.work_s, kinds, strict=True)
-        ]
+        read: set[Box] = set()
+        self.work_s = [work_s(b, program.plan, machine, tiles, read) for b in program.steps]
+        matmuls = [i for i, b in enumerate(program.steps) if b.step.kind == "matmul"]
+        settling = machine.costs.settling(sum(self.work_s[i] for i in matmuls))
+        for i in matmuls:
+            self.work_s[i] *= settling
+        self.into = [_into(bound) for bound in program.steps]
         self.ended = [False] * len(program.steps)
         lanes: dict[str, list[int]] = {}
         for i, bound in enumerate(program.steps):
@@ -161,6 +173,9 @@ class _Simulation:
         self.costs: Costs = machine.costs
         self.ranks = [_Rank(program, machine, tiles) for program in programs]
         self.alone = len(programs) == 1
+        # equal copies go to one rank each, and on a mesh each pair has its own link
+        unequal = len(set(programs[0].plan.problem.rows)) > 1
+        self.shares = unequal and machine.link.topology != "mesh"
         self.eager = eager
         self.posted: set[tuple[int, int, int]] = set()
         self.now_s = 0.0
@@ -185,7 +200,9 @@ class _Simulation:
                 self.now_s = min(later)
                 continue
             slowness = {id(rank): self._slowness(rank) for rank in self.ranks}
-            factors = [self._factor(rank, lane, slowness[id(rank)]) for rank, lane in busy]
+            into = Counter(rank.into[lane.current] for rank, lane in busy if self.shares)
+            del into[-1]
+            factors = [self._factor(rank, lane, slowness[id(rank)], into) for rank, lane in busy]
             step_s = min(
                 lane.left_s * factor for (_, lane), factor in zip(busy, factors, strict=True)
             )
@@ -253,68 +270,16 @@ class _Simulation:
             (self.costs.matmul_beside_copy, self.costs.copy_beside_matmul) if both else (1.0, 1.0)
         )
 
-    def _factor(self, rank: _Rank, lane: _Lane, slowness: tuple[float, float]) -> float:
+    def _factor(
+        self, rank: _Rank, lane: _Lane, slowness: tuple[float, float], into: Counter[int]
+    ) -> float:
         kind = rank.program.steps[lane.current].step.kind
-        return slowness[0] if kind == "matmul" else slowness[1] if kind == "copy" else 1.0
+        if kind == "copy":  # what comes to one rank from several shares its link
+            return slowness[1] * max(into[rank.into[lane.current]], 1)
+        return slowness[0] if kind == "matmul" else 1.0
 
 
-def _work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> float:
-    """Seconds of a step by itself."""
-    costs, kind = machine.costs, bound.step.kind
-    match kind:
-        case "barrier":
-            return costs.barrier_s
-        case "matmul":
-            return sum(_matmul_s(bound, part, plan, machine, tiles) for part in bound.parts)
-        case "copy":
-            return _copies_s(bound, plan, machine)
-        case "collective":
-            # of the whole buffer, the part that is not this rank's comes over the link
-            gathers = bound.step.arg("collective") == "all_gather"
-            whole = (bound.step.writes if gathers else bound.step.reads)[0].buffer
-            p = plan.problem
-            return costs.collective_s(
-                plan.buffer_bytes(plan.buffer(whole)) * (p.m - min(p.rows)) // max(p.m, 1)
-            )
-        case _:
-            return sum(
-                costs.memory_s(sum(_num_bytes(plan, box) for box in (*part.reads, part.write)))
-                for part in bound.parts
-            )
-
-
-def _matmul_s(bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles) -> float:
-    rows, n = part.write.shape
-    k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
-    costs, tile = machine.costs, tiles.get((rows, n, k))
-    seconds = costs.matmul_s(rows, n, k, plan.problem.item_bytes, machine.sms, tile)
-    if bound.step.accumulates:
-        # a sum in fp32, which every pass reads and writes
-        seconds = max(seconds, costs.memory_s(2 * _num_bytes(plan, part.write)))
-    return seconds
-
-
-def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
-    """Of a batch of copies: one after another on a switch; on a mesh each peer has its own link."""
-    costs = machine.costs
-    by_peer: dict[int, float] = {}
-    for part in bound.parts:
-        source, target = part.reads[0], part.write
-        cols = source.c1 - source.c0
-        row_bytes = (
-            cols * plan.problem.item_bytes if cols < plan.buffer(source.buffer).shape[1] else 0
-        )
-        num_bytes = _num_bytes(plan, target)
-        peers = {source.rank, target.rank}
-        if len(peers) == 1:
-            num_bytes = int(num_bytes / LOCAL_COPY)
-        elif machine.link.topology == "mesh":
-            num_bytes *= machine.num_devices - 1
-        peer = -1 if machine.link.topology != "mesh" else source.rank + target.rank
-        by_peer[peer] = by_peer.get(peer, 0.0) + costs.copy_s(num_bytes, row_bytes)
-    return max(by_peer.values(), default=0.0)
-
-
-def _num_bytes(plan: Plan, box: Box) -> int:
-    rows, cols = box.shape
-    return rows * cols * ITEM_BYTES[plan.buffer(box.buffer).dtype]
+def _into(bound: BoundStep) -> int:
+    """The peer that a copy writes to, where it is one; -1 for other steps."""
+    peers = {p.write.rank for p in bound.parts if p.reads[0].rank != p.write.rank}
+    return peers.pop() if bound.step.kind == "copy" and len(peers) == 1 else -1

@@ -23,12 +23,24 @@ def gather_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Ma
         last = i == len(groups) - 1
         parts = pieces if last and size == 1 else 1
         remote = size - (i == 0)
-        for _ in range(parts):
-            arrived_s += max(remote, 0) * costs.copy_s(rows * row_bytes // parts)
+        for part in range(parts):
+            arrived_s += max(remote, 0) * _copy_s(rows * row_bytes // parts, machine)
             after_s = max(end_s, arrived_s) if remote else end_s
-            end_s = after_s + _matmul_s(problem, rows * size // parts, machine)
+            end_s = after_s + _matmul_s(problem, rows * size // parts, machine, i + part > 0)
             end_s += costs.kernel_s if remote else 0.0
     return end_s
+
+
+def exchanges_s(problem: Problem, machine: Machine) -> float:
+    """Seconds of an all_gather_matmul of an n-th of every shard at a time, and passes over y."""
+    costs, ranks = machine.costs, problem.ranks
+    block_s = _copy_s(max(problem.rows) * problem.k * problem.item_bytes // ranks, machine)
+    exchange_s = block_s if machine.link.topology == "mesh" else (ranks - 1) * block_s
+    step_s = _matmul_s(problem, problem.m // ranks, machine) + costs.kernel_s
+    step_s += costs.memory_s(2 * problem.m * problem.n * problem.item_bytes // ranks)
+    # the longer of the two sides, and of the shorter one a step
+    rest_s = (ranks - 1) * max(exchange_s, step_s)
+    return costs.barrier_s + exchange_s + rest_s + step_s
 
 
 def scatter_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Machine) -> float:
@@ -39,17 +51,18 @@ def scatter_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: M
     """
     costs, rows = machine.costs, max(problem.rows)
     row_bytes = problem.n * problem.item_bytes
-    block_s = costs.copy_s(rows * row_bytes)
+    block_s = _copy_s(rows * row_bytes, machine)
     computed_s, copied_s = 0.0, costs.barrier_s
     owners = 0
     for i, size in enumerate(groups):
         parts = pieces if i == 0 and size == 1 else 1
         owners += size
         remote = size - (owners == problem.ranks)  # the last group holds the own rows
-        for _ in range(parts):
-            computed_s += _matmul_s(problem, rows * size // parts, machine)
+        for part in range(parts):
+            computed_s += _matmul_s(problem, rows * size // parts, machine, i + part > 0)
             if parts > 1:
-                copied_s = max(copied_s, computed_s) + costs.copy_s(rows * row_bytes // parts)
+                sent_s = _copy_s(rows * row_bytes // parts, machine)
+                copied_s = max(copied_s, computed_s) + sent_s
         if parts == 1 and remote:
             copied_s = max(copied_s, computed_s) + remote * block_s
     sum_s = costs.memory_s((problem.ranks + 1) * rows * row_bytes // pieces)
@@ -57,14 +70,14 @@ def scatter_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: M
     return max(computed_s + (pieces - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
 
 
-def serial_s(problem: Problem, machine: Machine) -> float:
-    """Seconds of the library's collective and one matmul."""
-    costs = machine.costs
-    return costs.collective_s(problem.link_bytes) + _matmul_s(problem, problem.m, machine)
+def _copy_s(num_bytes: int, machine: Machine) -> float:
+    """Of one copy to one peer: on a mesh it has one of the links."""
+    links = machine.num_devices - 1 if machine.link.topology == "mesh" else 1
+    return machine.costs.copy_s(num_bytes * links)
 
 
-def _matmul_s(problem: Problem, rows: int, machine: Machine) -> float:
-    costs = machine.costs
-    whole_s = costs.matmul_s(problem.m, problem.n, problem.k, problem.item_bytes, machine.sms)
-    part_s = costs.matmul_s(rows, problem.n, problem.k, problem.item_bytes, machine.sms)
+def _matmul_s(problem: Problem, rows: int, machine: Machine, again: bool = False) -> float:
+    costs, p = machine.costs, problem
+    whole_s = costs.matmul_s(p.m, p.n, p.k, p.item_bytes, machine.sms)
+    part_s = costs.matmul_s(rows, p.n, p.k, p.item_bytes, machine.sms, again=again)
     return part_s * costs.settling(whole_s)

@@ -1,0 +1,87 @@
+"""What each step of a plan takes by itself on a machine, by the closed forms of `Costs`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from counterpoint.costs import Collective, Tile
+from counterpoint.machine import Machine
+from counterpoint.plan.bind import BoundStep, Box, Part
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import ITEM_BYTES
+
+LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calibrated
+
+Tiles = Mapping[tuple[int, int, int], Tile]
+NO_TILES: Tiles = MappingProxyType({})
+
+
+def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, read: set[Box]) -> float:
+    """Seconds of a step of one rank by itself, clocks not yet lowered.
+
+    Args:
+        tiles: the matmul library's tile for (rows, n, k), where it is known.
+        read: weights that matmuls have read so far; this step's are added.
+    """
+    costs = machine.costs
+    match bound.step.kind:
+        case "barrier":
+            return costs.barrier_s
+        case "matmul":
+            return sum(_matmul_s(bound, part, plan, machine, tiles, read) for part in bound.parts)
+        case "copy":
+            return _copies_s(bound, plan, machine)
+        case "collective":
+            # of the whole buffer, what the busiest rank receives: see Problem.link_bytes
+            gathers = bound.step.arg("collective") == "all_gather"
+            whole = (bound.step.writes if gathers else bound.step.reads)[0].buffer
+            p = plan.problem
+            rows = p.m - min(p.rows) if gathers else (p.ranks - 1) * max(p.rows)
+            whole_bytes = plan.buffer_bytes(plan.buffer(whole))
+            kind: Collective = "all_gather" if gathers else "reduce_scatter"
+            return costs.collective_s(kind, whole_bytes * rows // max(p.m, 1))
+        case _:
+            return sum(
+                costs.memory_s(sum(_num_bytes(plan, box) for box in (*part.reads, part.write)))
+                for part in bound.parts
+            )
+
+
+def _matmul_s(
+    bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles, read: set[Box]
+) -> float:
+    rows, n = part.write.shape
+    k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
+    costs, tile = machine.costs, tiles.get((rows, n, k))
+    again = part.reads[1] in read
+    read.add(part.reads[1])
+    seconds = costs.matmul_s(rows, n, k, plan.problem.item_bytes, machine.sms, tile, again=again)
+    if bound.step.accumulates:
+        # a sum in fp32, which every pass reads and writes
+        seconds = max(seconds, costs.memory_s(2 * _num_bytes(plan, part.write)))
+    return seconds
+
+
+def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
+    """Of a batch of copies: one after another on a switch; on a mesh each peer has its own link."""
+    costs = machine.costs
+    by_peer: dict[int, float] = {}
+    for part in bound.parts:
+        source, target = part.reads[0], part.write
+        cols = source.c1 - source.c0
+        row_bytes = (
+            cols * plan.problem.item_bytes if cols < plan.buffer(source.buffer).shape[1] else 0
+        )
+        num_bytes = _num_bytes(plan, target)
+        peers = {source.rank, target.rank}
+        if len(peers) == 1:
+            num_bytes = int(num_bytes / LOCAL_COPY)
+        elif machine.link.topology == "mesh":
+            num_bytes *= machine.num_devices - 1
+        peer = -1 if machine.link.topology != "mesh" else source.rank + target.rank
+        by_peer[peer] = by_peer.get(peer, 0.0) + costs.copy_s(num_bytes, row_bytes)
+    return max(by_peer.values(), default=0.0)
+
+
+def _num_bytes(plan: Plan, box: Box) -> int:
+    rows, cols = box.shape
+    return rows * cols * ITEM_BYTES[plan.buffer(box.buffer).dtype]
