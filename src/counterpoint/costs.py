@@ -1,4 +1,4 @@
-"""What the parts of a plan cost on one machine: sixteen constants and the closed forms over them.
+"""What the parts of a plan cost on one machine: fifteen constants and the closed forms over them.
 
 Everything that predicts a time reads these: the sizes of graded groups, the choosers, the model.
 `counterpoint characterize` measures them; without that they are derived from the datasheet.
@@ -29,7 +29,6 @@ class Costs:
     Args:
         gemm_flop_per_s: Of whole waves of the largest tile, in matmuls too short to lower clocks.
         gemm_launch_s: Of each matmul beside its waves.
-        gemm_again_s: The same of a further one by a weight that has just been read.
         gemm_settled: Time of long matmuls against that by `gemm_flop_per_s`: power lowers clocks.
         hbm_bytes_per_s: Of a kernel that only reads and writes.
         kernel_s: Of each such kernel beside its bytes, and of a wait that need not wait.
@@ -50,7 +49,6 @@ class Costs:
 
     gemm_flop_per_s: float
     gemm_launch_s: float
-    gemm_again_s: float
     gemm_settled: float
     hbm_bytes_per_s: float
     kernel_s: float
@@ -80,30 +78,19 @@ class Costs:
                 raise InputError("Costs", field.name, want=want, got=f"{value!r}")
 
     def matmul_s(
-        self,
-        rows: int,
-        n: int,
-        k: int,
-        item_bytes: int,
-        sms: "Sms",
-        tile: Tile | None = None,
-        *,
-        again: bool = False,
+        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None
     ) -> float:
         """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
 
         Waves of one tile per SM, and memory as a bound. Where the library's tile is not known, the
         best of its largest and its halvings is taken. fp32 products are counted at half the rate
         of 16-bit ones.
-
-        Args:
-            again: the weight has just been read by another matmul, so part of it is in the cache.
         """
         if not rows * n * k:
             return 0.0
         compute_s = _waves_s(self, rows, n, k, item_bytes, sms, tile)
         memory_s = (rows * k + n * k + rows * n) * item_bytes / self.hbm_bytes_per_s
-        return (self.gemm_again_s if again else self.gemm_launch_s) + max(compute_s, memory_s)
+        return self.gemm_launch_s + max(compute_s, memory_s)
 
     def settling(self, matmuls_s: float) -> float:
         """The factor on the times of matmuls that take `matmuls_s` seconds of a call together."""

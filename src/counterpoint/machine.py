@@ -219,7 +219,6 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
     return Costs(
         gemm_flop_per_s=0.81 * device.bf16_flop_per_s,
         gemm_launch_s=6e-6,
-        gemm_again_s=3e-6,
         gemm_settled=1.12,
         hbm_bytes_per_s=0.8 * device.hbm_bytes_per_s,
         kernel_s=1.5e-6,

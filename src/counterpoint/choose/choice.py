@@ -85,7 +85,8 @@ class Choice:
     def hidden(self) -> float:
         """Part of the time between serial and ideal that is saved; 1 where nothing is to hide."""
         room_s = self.serial_s - self.ideal_s
-        return (self.serial_s - self.seconds) / room_s if room_s > 0 else 1.0
+        # a comparison that holds for NaN: where the ideal is not known, neither is this
+        return 1.0 if room_s <= 0 else (self.serial_s - self.seconds) / room_s
 
     def _speedup(self, seconds: float) -> float:
         return self.serial_s / seconds if seconds else 1.0  # an empty matmul on one rank
@@ -96,15 +97,21 @@ class Choice:
         how = {"rule": "by rule", "model": "predicted", "measurement": "measured"}[self.basis]
         known = "measured" if self.machine.measured else "datasheet"
         mode = "eager" if self.eager else "in a CUDA graph"
-        lines = [
-            f"{p}",
-            f"on {self.machine.name} ({known} rates: {self.machine.source}), {mode}",
-            f"matmuls alone {self.compute_s * us:.0f} us, communication alone "
-            f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us",
+        lines = [f"{p}", f"on {self.machine.name} ({known} rates: {self.machine.source}), {mode}"]
+        hidden = ""
+        if isfinite(self.ideal_s):
+            # not timed beside the plans
+            basis = "predicted: " if self.basis == "measurement" else ""
+            lines.append(
+                f"{basis}matmuls alone {self.compute_s * us:.0f} us, communication alone "
+                f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us"
+            )
+            hidden = f", {self.hidden:.0%} hidden"
+        lines.append(
             f"chosen {how}: {self.spec}, {self.seconds * us:.0f} us, "
-            f"{self._speedup(self.seconds):.2f}x serial, {self.hidden:.0%} hidden",
-            "",
-        ]
+            f"{self._speedup(self.seconds):.2f}x serial{hidden}"
+        )
+        lines.append("")
         width = max(len(c.spec) for c in self.table)
         lines.append(f"{'plan':{width}}        us  serial /  basis        verdict")
         for c in self.table:

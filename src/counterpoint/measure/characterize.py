@@ -36,9 +36,7 @@ ROWS = (256, 512, 1024, 2048, 4096, 8192)
 COPIES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVES = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 CONTENTION = ((8192, 6144, 5120), (2048, 6144, 5120))  # (rows, n, k)
-AGAIN_ROWS = (512, 1024)
 CALLS = 8
-AGAIN = 4  # matmuls in a row by one weight
 L2_ROTATIONS = 4
 
 Call = Callable[[int], object]
@@ -71,7 +69,7 @@ def characterize(
     bench = _Bench(group, device, rounds)
     rows: list[Row] = []
     questions = (
-        bench.matmuls, bench.again, bench.copies, bench.collectives, bench.memory, bench.signals,
+        bench.matmuls, bench.copies, bench.collectives, bench.memory, bench.signals,
         bench.contention, bench.host,
     )  # fmt: skip
     for question in questions:
@@ -129,33 +127,14 @@ class _Bench:
         return run
 
     def matmuls(self) -> list[Row]:
-        # each number of rows in a rotation of its own: clocks settle by what runs beside
         rows: list[Row] = []
-        for m in ROWS:
-            calls = {f"{n} {k}": self.multiply(m, n, k) for n, k in MATMULS}
-            for name, seconds in self.timed(calls).items():
-                n, k = map(int, name.split())
-                tile = matmul_tile(m, n, k, torch.bfloat16, self.device, True)
-                rows.append({"question": "matmul", "rows": m, "n": n, "k": k,
+        for n, k in MATMULS:
+            # long ones beside short ones: clocks settle by what runs beside, and a plan has both
+            calls = {str(m): self.multiply(m, n, k) for m in ROWS}
+            for m, seconds in self.timed(calls).items():
+                tile = matmul_tile(int(m), n, k, torch.bfloat16, self.device, True)
+                rows.append({"question": "matmul", "rows": int(m), "n": n, "k": k,
                              "tile": tile, "seconds": seconds})  # fmt: skip
-        return rows
-
-    def again(self) -> list[Row]:
-        """Matmuls in a row by one weight, against by others in turn."""
-        rows: list[Row] = []
-        for m in AGAIN_ROWS:
-            calls: dict[str, Call] = {}
-            for n, k in MATMULS:
-                multiply = self.multiply(m, n, k)
-                calls[f"{n} {k} first"] = multiply
-                calls[f"{n} {k} again"] = lambda i, multiply=multiply: multiply(i // AGAIN)
-            times = self.timed(calls)
-            for n, k in MATMULS:
-                first_s, mean_s = times[f"{n} {k} first"], times[f"{n} {k} again"]
-                # of AGAIN in a row the first meets a cold weight
-                again_s = (AGAIN * mean_s - first_s) / (AGAIN - 1)
-                rows.append({"question": "again", "rows": m, "n": n, "k": k,
-                             "first_s": first_s, "seconds": again_s})  # fmt: skip
         return rows
 
     def copies(self) -> list[Row]:

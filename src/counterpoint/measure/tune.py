@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, nan
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,11 @@ def tune(
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     workspace = workspace_of(group, device)
     machine = knowledge_of(workspace).machine or preset(f"h200-{min(problem.ranks, 8)}")
-    candidates = ["serial", *(specs or _candidates(problem, machine))]
+    # each once, also where serial is among those asked for
+    candidates = list(dict.fromkeys(["serial", *(specs or _candidates(problem, machine))]))
     operator, rows = OPERATORS[problem.op], _rows(problem)
     sets = _operands(problem, workspace.rank, device)
-    progress(f"checking {len(candidates)} plans")
+    progress(f"preparing {len(candidates)} plans")
     calls = {spec: _call(operator, sets, spec, rows, group) for spec in candidates}
     progress(f"timing {len(candidates)} plans")
     timed = _on_gpu if device.type == "cuda" else _on_cpu
@@ -90,16 +91,23 @@ def tune(
 
     best = min(candidates, key=times.__getitem__)
     chosen = best if times[best] * MIN_GAIN <= times["serial"] else "serial"
+    too_close = f"not {MIN_GAIN - 1:.0%} faster than serial"
     table = [
-        Candidate(spec, times[spec], "measured", "chosen" if spec == chosen else "slower")
+        Candidate(spec, times[spec], "measured", "chosen" if spec == chosen else
+                  too_close if times[spec] < times[chosen] else "slower")
         for spec in sorted(candidates, key=times.__getitem__)
-    ]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    compute_s, comm_s = parts_s(problem, machine)
+    ]  # fmt: skip
+    on_gpu = device.type == "cuda"
+    if not on_gpu:
+        what = "a stand-in for CPU ranks, whose times say nothing about a GPU"
+        machine = replace(machine, source=what)
+    # what CPU ranks cannot be faster than is not known
+    compute_s, comm_s = parts_s(problem, machine) if on_gpu else (nan, nan)
     choice = Choice(
-        problem, machine, chosen, tuple(table), False, "measurement", compute_s, comm_s, {}
+        problem, machine, chosen, tuple(table), not on_gpu, "measurement", compute_s, comm_s, {}
     )
-    if save and device.type == "cuda" and workspace.rank == 0:
+    if save and on_gpu and workspace.rank == 0:
+        name = torch.cuda.get_device_name(device)
         facts = record.environment()
         entry = {"spec": chosen, "seconds": times[chosen], "serial_s": times["serial"],
                  "date": facts["date"], "commit": facts["commit"]}  # fmt: skip

@@ -1,7 +1,7 @@
-"""From measurements to the sixteen constants of `Costs`.
+"""From measurements to the fifteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
-of time against bytes, a search over the five constants of matmuls, ratios for contention.
+of time against bytes, a search over the three constants of matmuls, ratios for contention.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
 
     Args:
         rows: what `counterpoint characterize` measured: "question", "seconds", and of
-            matmul: rows, n, k, tile;  again: the same, and first_s, by a weight not read before;
+            matmul: rows, n, k, tile;
             copy, memory: num_bytes;  collective: num_bytes, kind;
             barrier, kernel: nothing;  beside: which of "matmul" and "copy", alone_s, other_s;
             host: num_steps.
@@ -43,11 +43,11 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         InputError: a question has no rows, or times that do not grow with the bytes.
     """
 
-    def of(question: str, which: str = "") -> list[Row]:
-        found = [row for row in rows if row["question"] == question]
-        found = [row for row in found if not which or row["which"] == which]
+    def of(question: str, **facts: str) -> list[Row]:
+        wanted = {"question": question, **facts}
+        found = [row for row in rows if wanted.items() <= row.items()]
         if not found:
-            want = f"some of question {f'{question} {which}'.strip()!r}"
+            want = f"some of {', '.join(f'{name} {value!r}' for name, value in wanted.items())}"
             raise InputError("fit", "rows", want=want, got="none")
         return found
 
@@ -57,8 +57,7 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
     latency_s = {
         kind: _median(
             max(row["seconds"] - row["num_bytes"] / collective_rate, 0.0)
-            for row in of("collective")
-            if row["kind"] == kind
+            for row in of("collective", kind=kind)
         )
         for kind in ("all_gather", "reduce_scatter")
     }
@@ -77,8 +76,8 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         collective_bytes_per_s=collective_rate,
         all_gather_s=latency_s["all_gather"],
         reduce_scatter_s=latency_s["reduce_scatter"],
-        matmul_beside_copy=_beside(of("beside", "matmul")),
-        copy_beside_matmul=_beside(of("beside", "copy")),
+        matmul_beside_copy=_beside(of("beside", which="matmul")),
+        copy_beside_matmul=_beside(of("beside", which="copy")),
         host_step_s=max(step_s, 0.0),
         host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
     )
@@ -87,13 +86,11 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
                (row["tile"][0], row["tile"][1]) if row.get("tile") else None)
         for row in of("matmul")
     ]  # fmt: skip
-    costs = fit_matmuls(matmuls, costs, machine)
-    saved_s = _median(row["first_s"] - row["seconds"] for row in of("again"))
-    return replace(costs, gemm_again_s=min(max(costs.gemm_launch_s - saved_s, 0.0), 1e-4))
+    return fit_matmuls(matmuls, costs, machine)
 
 
 def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Costs:
-    """`costs` with the five constants of matmuls that fit best, on a grid."""
+    """`costs` with the three constants of matmuls that fit best, on a grid."""
     peak = machine.device.bf16_flop_per_s
     grid: dict[str, list[float]] = {
         "gemm_flop_per_s": [peak * part / 200 for part in range(80, 201)],
@@ -128,8 +125,8 @@ def _stepped(
 ) -> Costs:
     """Steps on the grid, of all constants at once, until none helps.
 
-    A lower rate, say, may be made up for by less at each wave and launch: one constant at a time
-    then stays where it is, on the slope of a narrow valley.
+    A higher rate, say, is made up for by more loss of clock: one constant at a time then stays
+    where it is, on the slope of a narrow valley.
     """
 
     def at(place: Sequence[int]) -> Costs:

@@ -16,7 +16,7 @@ from counterpoint.costs import Costs
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.model.work import NO_TILES, Tiles, work_s
-from counterpoint.plan.bind import BoundStep, Box, Program, bind
+from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
 from counterpoint.timeline import Span, Timeline
 
@@ -144,8 +144,7 @@ class _Rank:
         self.program = program
         names = {bound.step.name: i for i, bound in enumerate(program.steps)}
         self.after = [[names[name] for name in b.step.after] for b in program.steps]
-        read: set[Box] = set()
-        self.work_s = [work_s(b, program.plan, machine, tiles, read) for b in program.steps]
+        self.work_s = [work_s(b, program.plan, machine, tiles) for b in program.steps]
         matmuls = [i for i, b in enumerate(program.steps) if b.step.kind == "matmul"]
         settling = machine.costs.settling(sum(self.work_s[i] for i in matmuls))
         for i in matmuls:

@@ -15,19 +15,18 @@ Tiles = Mapping[tuple[int, int, int], Tile]
 NO_TILES: Tiles = MappingProxyType({})
 
 
-def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, read: set[Box]) -> float:
+def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> float:
     """Seconds of a step of one rank by itself, clocks not yet lowered.
 
     Args:
         tiles: the matmul library's tile for (rows, n, k), where it is known.
-        read: weights that matmuls have read so far; this step's are added.
     """
     costs = machine.costs
     match bound.step.kind:
         case "barrier":
             return costs.barrier_s
         case "matmul":
-            return sum(_matmul_s(bound, part, plan, machine, tiles, read) for part in bound.parts)
+            return sum(_matmul_s(bound, part, plan, machine, tiles) for part in bound.parts)
         case "copy":
             return _copies_s(bound, plan, machine)
         case "collective":
@@ -46,15 +45,11 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, read: s
             )
 
 
-def _matmul_s(
-    bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles, read: set[Box]
-) -> float:
+def _matmul_s(bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles) -> float:
     rows, n = part.write.shape
     k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
     costs, tile = machine.costs, tiles.get((rows, n, k))
-    again = part.reads[1] in read
-    read.add(part.reads[1])
-    seconds = costs.matmul_s(rows, n, k, plan.problem.item_bytes, machine.sms, tile, again=again)
+    seconds = costs.matmul_s(rows, n, k, plan.problem.item_bytes, machine.sms, tile)
     if bound.step.accumulates:
         # a sum in fp32, which every pass reads and writes
         seconds = max(seconds, costs.memory_s(2 * _num_bytes(plan, part.write)))

@@ -23,10 +23,10 @@ def gather_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Ma
         last = i == len(groups) - 1
         parts = pieces if last and size == 1 else 1
         remote = size - (i == 0)
-        for part in range(parts):
+        for _ in range(parts):
             arrived_s += max(remote, 0) * _copy_s(rows * row_bytes // parts, machine)
             after_s = max(end_s, arrived_s) if remote else end_s
-            end_s = after_s + _matmul_s(problem, rows * size // parts, machine, i + part > 0)
+            end_s = after_s + _matmul_s(problem, rows * size // parts, machine)
             end_s += costs.kernel_s if remote else 0.0
     return end_s
 
@@ -58,8 +58,8 @@ def scatter_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: M
         parts = pieces if i == 0 and size == 1 else 1
         owners += size
         remote = size - (owners == problem.ranks)  # the last group holds the own rows
-        for part in range(parts):
-            computed_s += _matmul_s(problem, rows * size // parts, machine, i + part > 0)
+        for _ in range(parts):
+            computed_s += _matmul_s(problem, rows * size // parts, machine)
             if parts > 1:
                 sent_s = _copy_s(rows * row_bytes // parts, machine)
                 copied_s = max(copied_s, computed_s) + sent_s
@@ -76,8 +76,8 @@ def _copy_s(num_bytes: int, machine: Machine) -> float:
     return machine.costs.copy_s(num_bytes * links)
 
 
-def _matmul_s(problem: Problem, rows: int, machine: Machine, again: bool = False) -> float:
+def _matmul_s(problem: Problem, rows: int, machine: Machine) -> float:
     costs, p = machine.costs, problem
     whole_s = costs.matmul_s(p.m, p.n, p.k, p.item_bytes, machine.sms)
-    part_s = costs.matmul_s(rows, p.n, p.k, p.item_bytes, machine.sms, again=again)
+    part_s = costs.matmul_s(rows, p.n, p.k, p.item_bytes, machine.sms)
     return part_s * costs.settling(whole_s)
