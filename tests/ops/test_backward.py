@@ -227,3 +227,20 @@ def along_dim_1(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_dim_1_of_an_activation(pool: RankPool, ranks: int):
     pool.run(along_dim_1, ranks)
+
+
+def modes_in_turn(rank: int, world_size: int) -> None:
+    """Memory that a call in inference mode has made serves calls in every mode."""
+    given = layer(rank)
+    with torch.inference_mode():
+        first = mlp(*given).clone()
+    want = trained(mlp, layer(rank))
+    torch.testing.assert_close(first, want[0])
+    for got, expected in zip(trained(mlp, given), want, strict=True):
+        torch.testing.assert_close(got, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(*given), want[0])
+
+
+def test_inference_mode_then_training(pool: RankPool):
+    pool.run(modes_in_turn, 3)

@@ -96,7 +96,7 @@ def _one(
     tensors = (x, w, bias)
     group = check_group(OP, group)
     key = call.key_of(OP, tensors, group, plan, rows, gather_dim)
-    ready = call.known(key, group) if key else None
+    ready = call.known(key, group, x.device) if key else None
     if ready is not None:
         if not gather_dim:
             return ready(tensors)[0]
@@ -256,8 +256,10 @@ def _save_several(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _backward_of_several(ctx: Any, dys: Sequence[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    # one gradient of x, so one product: the weights side by side
-    w, dy = torch.cat(weights, 1), torch.cat(list(dys), -1)
+    # one gradient of x, so one product: the weights side by side, stored as the first one is
+    stacked = weights[0].stride(0) == 1 and weights[0].shape[0] > 1
+    w = torch.cat([each.t() for each in weights]).t() if stacked else torch.cat(weights, 1)
+    dy = torch.cat(list(dys), -1)
     where = (ctx.group_name, ctx.group_size, _rank(ctx.group_name))
     needs = (ctx.needs_input_grad[0], any(each.requires_grad for each in weights))
     dx, dw = gradients(OP, dy, x, w, needs, ctx.plan, ctx.rows, where)

@@ -23,7 +23,7 @@ from counterpoint.runtime.workspace import Workspace
 def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor | None]) -> str:
     """The spec of the plan for `problem`; collective unless a graph is being captured."""
     known = knowledge_of(workspace)
-    if problem.ranks == 1 or known.machine is None:
+    if problem.ranks == 1:
         return "serial"
     tuned = known.tuned.get(problem_key(problem))
     if tuned is not None:
@@ -33,6 +33,8 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
         except InputError as error:  # a file that someone has written into
             what = f"the plan tuned for {problem} is ignored: {error}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
+    if known.machine is None:
+        return "serial"
     capturing = torch.cuda.is_current_stream_capturing()
     tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
     spec = by_model(problem, known.machine, tiles=tiles).spec

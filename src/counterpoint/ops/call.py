@@ -20,7 +20,7 @@ from counterpoint.ops.plans import plan_of
 from counterpoint.problem import Op, Problem
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import gather_object, group_of
-from counterpoint.runtime.workspace import Workspace, workspace_of
+from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspace_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 Shape = tuple[int, ...]
@@ -79,7 +79,6 @@ class Ready:
         outputs: tuple[Output, ...],
     ) -> None:
         self.workspace = workspace
-        self.generation = workspace.generation
         self.code = code
         self.outputs = outputs
         given = zip(operator.inputs, tensors, strict=True)
@@ -117,10 +116,6 @@ class Ready:
         return results
 
 
-_known: dict[tuple[object, ...], Ready] = {}
-MAX_KNOWN = 4096
-
-
 def key_of(
     op: str, tensors: Sequence[Tensor | None], group: dist.ProcessGroup, plan: object,
     rows: object, dim: object,
@@ -151,21 +146,17 @@ def key_of(
     return op, id(group), plan, rows, dim, facts(tensors)
 
 
-def known(key: tuple[object, ...], group: dist.ProcessGroup) -> Ready | None:
-    """What `remember` has kept for these facts, unless its memory has been outgrown."""
-    ready = _known.get(key)
-    if ready is None or ready.workspace.group is not group:
-        return None
-    if ready.generation != ready.workspace.generation or _checking():
-        return None
-    return ready
+def known(
+    key: tuple[object, ...] | None, group: dist.ProcessGroup, device: torch.device
+) -> Ready | None:
+    """What `remember` has kept for these facts; None if nothing, or if calls are to be checked."""
+    workspace = workspace_if_any(group, device) if key else None
+    return workspace.code.get(key) if workspace and not _checking() else None
 
 
 def remember(key: tuple[object, ...], ready: Ready) -> None:
     """Keep what a call is ready with, so that the next one with equal facts finds it."""
-    if len(_known) >= MAX_KNOWN:
-        _known.clear()
-    _known[key] = ready
+    ready.workspace.remember(key, ready)
 
 
 def facts(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:

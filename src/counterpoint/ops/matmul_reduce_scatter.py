@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
     tensors = (x, w, bias)
     group = check_group(OP, group)
     key = call.key_of(OP, tensors, group, plan, rows, scatter_dim)
-    ready = call.known(key, group) if key else None
+    ready = call.known(key, group, x.device) if key else None
     if ready is not None:
         if not scatter_dim:
             return ready(tensors)[0]

@@ -6,6 +6,7 @@ captured CUDA graph points into is kept as long as the workspace; other memory i
 outgrown, after all ranks have left it.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -67,7 +68,6 @@ class Workspace:
         self.meetings = 0  # of CPU ranks, before a library's collective
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.code: dict[Hashable, Any] = {}
-        self.generation = 0  # counts how often the code was dropped because memory moved
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
 
@@ -143,7 +143,6 @@ class Workspace:
     def drop_code(self) -> None:
         """Forget what has been compiled: it points into memory that is about to go."""
         self.code.clear()
-        self.generation += 1
         if self.lanes is not None:
             self.lanes.replays.clear()
 
@@ -227,17 +226,22 @@ def _arena_bytes(plan: Plan, space: str) -> int:
     return -(-used // GRANULE_BYTES) * GRANULE_BYTES
 
 
-_workspaces: dict[tuple[str, str], Workspace] = {}
+_workspaces: dict[tuple[str, torch.device], Workspace] = {}
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """The one workspace of `group` on `device`; collective at its first call."""
-    key = (group.group_name, str(device))
-    found = _workspaces.get(key)
-    # a group that was destroyed and made again has the same name, and none of the old memory
-    if found is None or found.group is not group:
-        found = _workspaces[key] = Workspace(group, device)
+    found = workspace_if_any(group, device)
+    if found is None:
+        found = _workspaces[group.group_name, device] = Workspace(group, device)
     return found
+
+
+def workspace_if_any(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
+    """The workspace of `group` on `device`, where it has one by now."""
+    found = _workspaces.get((group.group_name, device))
+    # a group that was destroyed and made again has the same name, and none of the old memory
+    return found if found is not None and found.group is group else None
 
 
 def refuse_capture(got: str) -> None:
@@ -248,6 +252,8 @@ def refuse_capture(got: str) -> None:
         raise InputError("counterpoint", "workspace", want=want, got=got, fix=fix)
 
 
+# a group that outlives the interpreter's end can abort the process: gloo's threads are still there
+@atexit.register
 def release_all() -> None:
     """Forget every workspace of this process, when it is about to end."""
     for workspace in list(_workspaces.values()):

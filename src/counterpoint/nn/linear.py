@@ -1,0 +1,307 @@
+"""Linear layers over the ranks of a group, sequence parallel and tensor parallel.
+
+Between layers a rank has its part of the sequence; within a pair of layers it has its features.
+
+    ColumnParallelLinear   y_r = gather(x) W_r^T + b_r               W_r: [out/n, in]
+    RowParallelLinear      y_r = rows of rank r of (sum over s of x_s W_s^T) + b    W_s: [out, in/n]
+
+A rank's weight is its slice of the whole layer's, in the layout of torch.nn.Linear: "column" and
+"row" are those of W^T, by which x is multiplied.
+"""
+
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from counterpoint.errors import InputError
+from counterpoint.nn.replicated import copy_to_group
+from counterpoint.ops.all_gather_matmul import all_gather_matmul
+from counterpoint.ops.check import check_group
+from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.plan.steps import Plan
+from counterpoint.runtime.ranks import group_of
+
+
+class _ParallelLinear(nn.Module):
+    """A rank's slice of a torch.nn.Linear. SHARD_DIM: the dim of the weight that is sliced."""
+
+    SHARD_DIM: ClassVar[int]
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, group: dist.ProcessGroup | None, bias: bool,
+        plan: str | Plan, device: torch.device | str | None, dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.group = check_group(self._get_name(), group)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.plan = plan
+        ranks, shape = self.group.size(), [out_features, in_features]
+        if shape[self.SHARD_DIM] % ranks:
+            split = ("out_features", "in_features")[self.SHARD_DIM]
+            want, got = f"a multiple of the {ranks} ranks", shape[self.SHARD_DIM]
+            fix = "pad the layer, or take another number of ranks"
+            raise InputError(self._get_name(), split, want=want, got=got, fix=fix)
+        shape[self.SHARD_DIM] //= ranks
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        own = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", own)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill with this rank's slice of what a torch.nn.Linear of the whole size would hold.
+
+        The whole layer is made on this device, and freed: so all ranks draw the same numbers where
+        they were given the same seed, and their generators end where that of one GPU does.
+        """
+        like = {"device": self.weight.device, "dtype": self.weight.dtype}
+        sizes, has_bias = (self.in_features, self.out_features), self.bias is not None
+        for name, whole in nn.Linear(*sizes, bias=has_bias, **like).named_parameters():
+            getattr(self, name).copy_(self._part(whole))
+
+    def _take(self, linear: nn.Linear) -> Self:
+        for name, whole in linear.named_parameters():
+            part = self._part(whole.detach()).clone()
+            setattr(self, name, nn.Parameter(part, whole.requires_grad))
+        return self
+
+    @torch.no_grad()
+    def to_linear(self) -> nn.Linear:
+        """Gather the whole layer, the inverse of `from_linear`. All ranks call it.
+
+        Returns:
+            A torch.nn.Linear of new memory, equal on all ranks.
+        """
+        sizes, has_bias = (self.in_features, self.out_features), self.bias is not None
+        linear = nn.Linear(*sizes, bias=has_bias, device="meta")
+        for name, part in self.named_parameters():
+            setattr(linear, name, nn.Parameter(self._whole(part), part.requires_grad))
+        return linear
+
+    # a bias has no dim 1: where the inputs are sliced, every rank has all of it
+    def _part(self, whole: Tensor) -> Tensor:
+        if whole.dim() <= self.SHARD_DIM:
+            return whole
+        return whole.chunk(self.group.size(), self.SHARD_DIM)[self.group.rank()]
+
+    def _whole(self, part: Tensor) -> Tensor:
+        if part.dim() <= self.SHARD_DIM:
+            return part.clone()
+        parts = [torch.empty_like(part) for _ in range(self.group.size())]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, self.SHARD_DIM)
+
+    def _check(self, x: Tensor) -> None:
+        features = self.weight.shape[1]
+        if x.shape[-1] != features:
+            want = f"[..., {features}], {self.in_features} in_features"
+            if self.SHARD_DIM == 1:
+                want += f" over {self.group.size()} ranks"
+            raise InputError(self._get_name(), "x", want=want, got=tuple(x.shape))
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer, and how many ranks have it."""
+        plan = self.plan if isinstance(self.plan, str) else self.plan.spec
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, ranks={self.group.size()}, plan={plan!r}"
+        )
+
+    # a process group can be neither copied nor pickled; its name can, for copy.deepcopy
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"group": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"group": group_of(state["group"])})
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """The first linear layer of a pair: y_r = gather(x) W_r^T + b_r.
+
+    [S / n, ..., in_features] -> [S, ..., out_features / n], where gather_dim is 0. By
+    `all_gather_matmul`, whose contract it has. The part of x is what is saved for the backward; it
+    is gathered again.
+
+    Args:
+        in_features: of the whole layer.
+        out_features: of the whole layer; a multiple of the ranks.
+        group: of the ranks; the default group if None.
+        bias: whether there is one; a rank has that of its columns.
+        gather_dim: the dim of x that is the sequence; 0 needs no copy.
+        plan: see `all_gather_matmul`.
+        device: of the parameters, as for torch.nn.Linear; "meta" as well.
+        dtype: of the parameters.
+
+    Raises:
+        InputError: out_features is no multiple of the ranks, or there is no group.
+
+    Example:
+        >>> up = cnn.ColumnParallelLinear(4096, 14336, group=tp)  # doctest: +SKIP
+    """
+
+    SHARD_DIM = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bias: bool = True,
+        gather_dim: int = 0,
+        plan: str | Plan = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, group, bias, plan, device, dtype)
+        self.gather_dim = gather_dim
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None,
+        gather_dim: int = 0, plan: str | Plan = "auto",
+    ) -> Self:  # fmt: skip
+        """Slice a whole layer, equal on all ranks; `linear` can be freed afterwards.
+
+        Raises:
+            InputError: as for the class.
+        """
+        return cls(
+            linear.in_features, linear.out_features, group=group, bias=_has_bias(linear),
+            gather_dim=gather_dim, plan=plan, device="meta",
+        )._take(linear)  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features of this rank for the whole sequence.
+
+        Raises:
+            InputError: x does not fit; nothing was launched.
+        """
+        self._check(x)
+        return all_gather_matmul(
+            x, self.weight.t(), group=self.group, bias=self.bias, plan=self.plan,
+            gather_dim=self.gather_dim,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """As that of a torch.nn.Linear, with what is more here."""
+        return f"{super().extra_repr()}, gather_dim={self.gather_dim}"
+
+
+class RowParallelLinear(_ParallelLinear):
+    """The second linear layer of a pair: y_r = rows of rank r of (sum over s of x_s W_s^T) + b.
+
+    [S, ..., in_features / n] -> [S / n, ..., out_features], where scatter_dim is 0. By
+    `matmul_reduce_scatter`, whose contract it has. Every rank has all of the bias, and its gradient
+    is summed over the group.
+
+    Args:
+        in_features: of the whole layer; a multiple of the ranks.
+        out_features: of the whole layer.
+        group: of the ranks; the default group if None.
+        bias: whether there is one, the same on all ranks.
+        scatter_dim: the dim of x that is the sequence, a multiple of the ranks; 0 needs no copy.
+        plan: see `matmul_reduce_scatter`.
+        device: of the parameters, as for torch.nn.Linear; "meta" as well.
+        dtype: of the parameters.
+
+    Raises:
+        InputError: in_features is no multiple of the ranks, or there is no group.
+
+    Example:
+        >>> down = cnn.RowParallelLinear(14336, 4096, group=tp)  # doctest: +SKIP
+    """
+
+    SHARD_DIM = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bias: bool = True,
+        scatter_dim: int = 0,
+        plan: str | Plan = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, group, bias, plan, device, dtype)
+        self.scatter_dim = scatter_dim
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None,
+        scatter_dim: int = 0, plan: str | Plan = "auto",
+    ) -> Self:  # fmt: skip
+        """Slice a whole layer, equal on all ranks; `linear` can be freed afterwards.
+
+        Raises:
+            InputError: as for the class.
+        """
+        return cls(
+            linear.in_features, linear.out_features, group=group, bias=_has_bias(linear),
+            scatter_dim=scatter_dim, plan=plan, device="meta",
+        )._take(linear)  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All features for this rank's part of the sequence.
+
+        Raises:
+            InputError: x does not fit; nothing was launched.
+        """
+        self._check(x)
+        bias = None if self.bias is None else copy_to_group(self.bias, group=self.group)
+        return matmul_reduce_scatter(
+            x, self.weight.t(), group=self.group, bias=bias, plan=self.plan,
+            scatter_dim=self.scatter_dim,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """As that of a torch.nn.Linear, with what is more here."""
+        return f"{super().extra_repr()}, scatter_dim={self.scatter_dim}"
+
+
+def _has_bias(linear: nn.Linear) -> bool:
+    return getattr(linear, "bias", None) is not None
+
+
+def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
+    """Call several layers on one x: [layer(x) for layer in layers], but x is gathered once.
+
+    For q, k and v, or gate and up. A bias is added after its matmul. Forward hooks of the layers
+    do not run.
+
+    Args:
+        x: as for each of the layers.
+        layers: of equal in_features, group, gather_dim and plan.
+
+    Returns:
+        One result for each layer.
+
+    Raises:
+        InputError: the layers differ, or x does not fit; nothing was launched.
+
+    Example:
+        >>> q, k, v = cnn.gather_once(x, self.q, self.k, self.v)  # doctest: +SKIP
+    """
+    if not layers:
+        raise InputError("gather_once", "layers", want="one or more", got="none")
+    first = layers[0]
+    for layer in layers:
+        layer._check(x)  # pyright: ignore[reportPrivateUsage]
+        for name in ("group", "gather_dim", "plan"):
+            ours, theirs = getattr(first, name), getattr(layer, name)
+            if ours is not theirs and ours != theirs:
+                want, got = f"of one {name}", f"{ours} and {theirs}"
+                raise InputError("gather_once", "layers", want=want, got=got)
+    ys = all_gather_matmul(
+        x, [layer.weight.t() for layer in layers], group=first.group, plan=first.plan,
+        gather_dim=first.gather_dim,
+    )  # fmt: skip
+    biases = [layer.bias for layer in layers]
+    return [y if b is None else y + b.to(y.dtype) for y, b in zip(ys, biases, strict=True)]

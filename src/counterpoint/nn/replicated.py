@@ -1,0 +1,78 @@
+"""Parameters that every rank has a copy of, used on its own part of the sequence.
+
+The gradient that a rank computes is then of its rows only. The sum over the group is the whole
+one, and the same bits on all ranks, so that the copies stay copies.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import UnsupportedError
+from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.check import check_group
+from counterpoint.runtime.ranks import group_of
+
+LIBRARY.define("sum_over_group(Tensor x, str group_name) -> Tensor")
+
+
+def copy_to_group(parameter: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Use a replicated parameter: itself, and its gradient is summed over the group.
+
+    The sum is one all-reduce of the library's, on the stream of the backward, of each use: so take
+    the copy once where a parameter is used twice.
+
+    Args:
+        parameter: of equal values on all ranks, such as the weight of a norm between two layers.
+        group: whose ranks have the parts of the sequence; the default group if None.
+
+    Returns:
+        A view of `parameter`; `parameter` where no gradient is asked for.
+
+    Raises:
+        InputError: there is no group, or this rank is not in it.
+
+    Example:
+        >>> y = F.rms_norm(x, (dim,), cnn.copy_to_group(self.weight, group=tp))  # doctest: +SKIP
+    """
+    group = check_group("copy_to_group", group)
+    if group.size() == 1 or not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    return _CopyToGroup.apply(parameter, group.group_name)  # pyright: ignore[reportReturnType]
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return torch.ops.counterpoint.sum_over_group(grad, ctx.group_name), None
+
+
+def _sum(x: Tensor, group_name: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group_of(group_name))
+    return total
+
+
+def _fake_sum(x: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _refuse(ctx: Any, grad: Tensor) -> None:
+    raise UnsupportedError(
+        "counterpoint: double backward (a gradient of a gradient) is not supported; "
+        "call backward without create_graph=True"
+    )
+
+
+# an operator of its own, so that a compiled graph holds it as one node
+LIBRARY.impl("sum_over_group", _sum, "CompositeExplicitAutograd")
+torch.library.register_fake("counterpoint::sum_over_group", _fake_sum, lib=LIBRARY)
+torch.library.register_autograd("counterpoint::sum_over_group", _refuse, lib=LIBRARY)
