@@ -3,12 +3,18 @@
 Importing it imports neither torch nor triton: names are loaded when they are first used.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from counterpoint.choose.choice import Choice
+    from counterpoint.choose.choose import choose
+    from counterpoint.costs import Costs
     from counterpoint.errors import (
         CounterpointError,
+        CounterpointWarning,
         InputError,
         PeerTimeoutError,
         PlanError,
@@ -16,6 +22,8 @@ if TYPE_CHECKING:
     )
     from counterpoint.machine import Machine
     from counterpoint.measure.profile import profile
+    from counterpoint.measure.tune import tune
+    from counterpoint.model.estimate import estimate
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from counterpoint.plan.bind import bind
@@ -30,7 +38,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Choice": "choose.choice",
+    "Costs": "costs",
     "CounterpointError": "errors",
+    "CounterpointWarning": "errors",
     "InputError": "errors",
     "Machine": "machine",
     "PeerTimeoutError": "errors",
@@ -43,15 +54,21 @@ _HOME = {
     "bind": "plan.bind",
     "build": "plan.families",
     "check": "runtime.groups",
+    "choose": "choose.choose",
+    "estimate": "model.estimate",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
     "preset": "presets",
     "profile": "measure.profile",
     "release": "runtime.groups",
+    "tune": "measure.tune",
     "validate": "plan.validate",
 }
 
 __all__ = [
+    "Choice",
+    "Costs",
     "CounterpointError",
+    "CounterpointWarning",
     "InputError",
     "Machine",
     "PeerTimeoutError",
@@ -64,20 +81,43 @@ __all__ = [
     "bind",
     "build",
     "check",
+    "choose",
+    "estimate",
     "matmul_reduce_scatter",
     "preset",
     "profile",
     "release",
+    "tune",
     "validate",
 ]
 
 
+def _load(name: str) -> object:
+    return getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
+
+
 def __getattr__(name: str) -> object:
     if name in _HOME:
-        found = globals()[name] = getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
+        found = globals()[name] = _load(name)
         return found
     raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+class _Package(ModuleType):
+    """Keeps `counterpoint.choose` the function: importing the package of that name would set it."""
+
+    @property
+    def choose(self) -> object:
+        """See `counterpoint.choose.choose`."""
+        return _load("choose")
+
+    @choose.setter
+    def choose(self, value: object) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package

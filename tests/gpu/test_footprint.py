@@ -6,7 +6,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from counterpoint.cli import doctor
+from counterpoint.cli import kernels
 from counterpoint.resources.footprint import Footprint, footprints, gemm_tile
 from counterpoint.resources.step import step_footprints
 from counterpoint.runtime import compute, driver
@@ -155,7 +155,7 @@ def test_doctor_finds_a_kernel_or_a_copy_in_every_call_of_a_step(gpus):
     assert "memcpy" in kinds.pop("copy")
     assert all("kernel" in of_call for of_call in kinds.values())
     for name, footprint in found:
-        row = doctor._row(name, footprint, (1000, 512, 256), 132)
+        row = kernels._row(name, footprint, (1000, 512, 256), 132)
         assert (row["tile"] is None) == (row["waves"] is None)
     named = {name: f.short_name for name, f in found if f.kind == "kernel"}
     assert (named["signal"], named["reduce"]) == ("signal_kernel", "reduce_kernel")

@@ -69,7 +69,7 @@ def machine_of(machine: Machine | str | Path) -> Machine:
         try:
             content = json.loads(Path(machine).read_text())
             return Machine.from_json(json.dumps(content["machine"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             want = "a file that `counterpoint characterize` wrote"
             raise InputError("choose", "machine", want=want, got=f"{machine}: {error}") from error
     found = preset(machine)

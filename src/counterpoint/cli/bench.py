@@ -1,24 +1,21 @@
 """`counterpoint bench`: plans against the serial way at one's own shapes, on this node's GPUs."""
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint.cli.launch import torchrun, under_torchrun
-from counterpoint.errors import InputError
+from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.cli.problems import op_of, shape_of
 from counterpoint.measure import record
 from counterpoint.measure.compare import FIXED, Case, compare, profile_best
 from counterpoint.measure.shapes import SHAPES
-from counterpoint.plan.families import FAMILIES
 from counterpoint.plan.variants import variants
-from counterpoint.problem import Op
-from counterpoint.runtime.workspace import release_all
+from counterpoint.problem import FORWARD, Op
 
 SMOKE = slice(3, 4)  # of the published shapes of an op: 2048 tokens of Llama-3-70B
 
@@ -40,9 +37,7 @@ def bench(
     """
     cases = _cases(op, shapes, suite)
     if torch.cuda.device_count() < 2:
-        Console().print("counterpoint bench: needs 2 GPUs or more; `counterpoint doctor` shows "
-                        "what is here, `counterpoint demo` runs without")  # fmt: skip
-        return 2
+        return too_few_gpus("bench", "`counterpoint demo` runs without")
     if not under_torchrun():
         arguments = ["bench", "--suite", suite, *(("--op", op) if op else ())]
         arguments += [
@@ -50,14 +45,9 @@ def bench(
             *(("--out", str(out)) if out else ()),
         ]
         return torchrun(torch.cuda.device_count(), arguments)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
-    first = dist.get_rank() == 0
-    console = Console(quiet=not first)
-    try:
+    with nccl_group() as (group, device):
+        first = group.rank() == 0
+        console = Console(quiet=not first)
         for case in cases:
             specs = variants(case.op, group.size())[1:]
             if suite == "smoke":
@@ -72,9 +62,6 @@ def bench(
                 if first:
                     path = timeline.save(pictures / f"{case.op}-{case.m}-{case.n}-{case.k}.png")
                     console.print(f"its best plan as a picture: {path}")
-    finally:
-        release_all()
-        dist.destroy_process_group()
     return 0
 
 
@@ -105,19 +92,9 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def _cases(op: str, shapes: str, suite: str) -> list[Case]:
-    if op and op not in FAMILIES:
-        raise InputError("bench", "--op", want=f"one of {', '.join(FAMILIES)}", got=repr(op))
-    ops: list[Op] = [name for name in FAMILIES if not op or name == op]
-    own = [_shape(text) for text in shapes.split(":")] if shapes else None
+    ops: Sequence[Op] = [op_of("bench", "--op", op, FORWARD)] if op else FORWARD
+    own = [shape_of("bench", "--shapes", text) for text in shapes.split(":")] if shapes else None
     some = SMOKE if suite == "smoke" else slice(None)
     return [
         Case(name, *shape) for name in ops for shape in own or list(SHAPES[name].values())[some]
     ]
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
-        raise InputError("bench", "--shapes", want="M,N,K of numbers above 0", got=repr(text))
-    m, n, k = (int(part) for part in parts)
-    return m, n, k

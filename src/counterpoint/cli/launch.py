@@ -1,9 +1,15 @@
-"""Start a command again as one process for each GPU, by torchrun."""
+"""Start a command again as one process for each GPU, by torchrun, and be one of these."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.runtime.workspace import release_all
 
 
 def under_torchrun() -> bool:
@@ -16,3 +22,26 @@ def torchrun(ranks: int, arguments: Sequence[str]) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = ["-m", "counterpoint.cli.main", *arguments]
     return subprocess.run([*launcher, f"--nproc-per-node={ranks}", *command]).returncode
+
+
+@contextmanager
+def nccl_group() -> Generator[tuple[dist.ProcessGroup, torch.device]]:
+    """The group of all ranks that torchrun has started, and the GPU of this one."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        yield group, device
+    finally:
+        release_all()
+        dist.destroy_process_group()
+
+
+def too_few_gpus(command: str, instead: str) -> int:
+    """Say that `command` needs GPUs and what there is `instead`; the exit code."""
+    found = torch.cuda.device_count()
+    sees = f"torch sees {found or 'none'} here, `counterpoint doctor` says why"
+    print(f"counterpoint {command}: needs 2 GPUs or more; {sees}. {instead}", file=sys.stderr)
+    return 2

@@ -8,8 +8,10 @@ import typer
 from typer.core import TyperGroup
 
 from counterpoint import __version__
-from counterpoint.errors import CounterpointError
-from counterpoint.problem import OPS
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.problem import FORWARD, OPS
+
+M_N_K = "M over all ranks, N and K of one rank"
 
 
 class _Commands(TyperGroup):
@@ -18,7 +20,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except CounterpointError as error:
+        except (CounterpointError, OSError) as error:
             # no ClickException: newer releases of typer hold a click of their own
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(1) from error
@@ -40,6 +42,21 @@ class Suite(StrEnum):
     full = "full"
 
 
+class By(StrEnum):
+    """How a plan is chosen without running any."""
+
+    model = "model"
+    rule = "rule"
+
+
+class Dtype(StrEnum):
+    """Of every operand."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
@@ -53,7 +70,11 @@ def every_command(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Communication hidden behind computation on multi-GPU machines."""
+    """Communication hidden behind computation on multi-GPU machines.
+
+    Exit codes: 0 done; 1 an error, or a check that fails; 2 wrong options, or what the command
+    needs is not on this machine.
+    """
 
 
 @app.command()
@@ -80,7 +101,7 @@ def demo(
 @app.command()
 def bench(
     op: Annotated[
-        str, typer.Option(help=f"One operator: {' or '.join(OPS)}. All if left out.")
+        str, typer.Option(help=f"One operator: {' or '.join(FORWARD)}. Both if left out.")
     ] = "",
     shapes: Annotated[
         str, typer.Option(help="M,N,K triples as 8192,7168,8192:512,7168,8192.")
@@ -95,6 +116,103 @@ def bench(
     from counterpoint.cli.bench import bench as run
 
     raise typer.Exit(run(op=op, shapes=shapes, suite=suite.value, out=out))
+
+
+@app.command()
+def plan(
+    op: Annotated[str, typer.Argument(show_default=False, help=f"One of {', '.join(OPS)}.")],
+    shape: Annotated[str, typer.Option(metavar="M,N,K", show_default=False, help=f"{M_N_K}.")],
+    machine: Annotated[
+        str,
+        typer.Option(help="A kind of GPU and how many, or a file that `characterize` wrote."),
+    ] = "h200-8",
+    ranks: Annotated[int, typer.Option(min=0, help="GPUs that take part; 0: all of them.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
+    spec: Annotated[
+        str, typer.Option("--plan", help='A plan, such as "graded 1/1/2", to see beside serial.')
+    ] = "auto",
+    by: Annotated[
+        By, typer.Option(help="Choose by simulating plans, or by comparing two sizes.")
+    ] = By.model,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Count host time, as outside of a CUDA graph.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="The plan's steps too.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Draw what runs when: .png, .svg or .pdf; .json for ui.perfetto.dev."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
+) -> None:
+    """Predict which plan is fastest on a machine, and say why. Needs no GPU.
+
+    **Example:** `counterpoint plan all_gather_matmul --shape 8192,7168,8192 --out plan.png`
+    """
+    from counterpoint.cli.plan import plan as run
+
+    raise typer.Exit(
+        run(op=op, shape=shape, machine=machine, ranks=ranks, dtype=dtype.value, spec=spec,
+            by=by.value, eager=eager, show=show, out=out, as_json=as_json)
+    )  # fmt: skip
+
+
+@app.command()
+def tune(
+    op: Annotated[
+        str, typer.Option(help=f"One of {', '.join(OPS)}. Both forward ones if left out.")
+    ] = "",
+    shape: Annotated[
+        str,
+        typer.Option(help=f"{M_N_K}, as 8192,7168,8192:512,7168,8192. Published ones if left out."),
+    ] = "",
+    layer: Annotated[str, typer.Option(help="Published layers by a part of their name: 70B.")] = "",
+    specs: Annotated[
+        str, typer.Option(help="Plans to time besides serial, with commas: graded,shard_p2p xor.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=2, help="How often each plan is timed.")] = 9,
+    ranks: Annotated[
+        int, typer.Option(min=0, help="GPUs, 0 for all; CPU ranks where there are no GPUs.")
+    ] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
+    out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
+) -> None:
+    """Time plans on the GPUs of this node, and keep the fastest for `plan="auto"`.
+
+    The model's best 12 of each shape are timed side by side, in a CUDA graph. What is kept is a
+    file; delete it to undo. On CPU ranks nothing is kept.
+
+    **Example:** `counterpoint tune --op all_gather_matmul --shape 2048,7168,8192`
+    """
+    from counterpoint.cli.tune import tune as run
+
+    raise typer.Exit(
+        run(op=op, shapes=shape, layer=layer, specs=specs, rounds=rounds, ranks=ranks,
+            dtype=dtype.value, out=out)
+    )  # fmt: skip
+
+
+@app.command()
+def characterize(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Each thing timed 7 times, or 3.")
+    ] = True,
+    ranks: Annotated[int, typer.Option(min=0, help="GPUs; 0: all.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="File of the machine; left out: where `auto` looks.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="JSONL file that what was measured is added to.")
+    ] = None,
+) -> None:
+    """Measure this machine's constants, by which plans are predicted: about a minute.
+
+    Without it they are those that came with the library, or derived from the datasheet.
+
+    **Example:** `counterpoint characterize --rows rows.jsonl`
+    """
+    from counterpoint.cli.characterize import characterize as run
+
+    raise typer.Exit(run(full=full, ranks=ranks, out=out, rows=rows))
 
 
 @app.command()
@@ -116,9 +234,15 @@ def doctor(
 
     **Example:** `counterpoint doctor --kernels --shape 2048,7168,8192`
     """
+    if shape and not kernels:
+        raise InputError("doctor", "--shape", want="given together with --kernels", got=repr(shape))
+    if kernels:
+        from counterpoint.cli.kernels import kernels as show
+
+        raise typer.Exit(show(shape=shape, as_json=as_json))
     from counterpoint.cli.doctor import doctor as run
 
-    raise typer.Exit(run(as_json=as_json, kernels=kernels, shape=shape))
+    raise typer.Exit(run(as_json=as_json))
 
 
 if __name__ == "__main__":
