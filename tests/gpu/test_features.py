@@ -90,3 +90,37 @@ def test_kernels_are_compiled_once_and_launched_directly(gpus):
     assert pad.tolist() == [0, 0, 5, 0]
     assert epoch.tolist() == [5, 0]
     assert fault.item() == 0
+
+
+def test_what_every_eager_call_asks_torch(gpus):
+    """Dispatch modes, autocast, the handle of the current stream, and the group's own collectives."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from counterpoint.ops import call
+    from counterpoint.runtime import library
+    from counterpoint.runtime.lanes_cuda import raw_stream
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert call._num_dispatch_modes() == 0
+    with Mode():
+        assert call._num_dispatch_modes() == 1
+    assert not call._autocast()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert call._autocast()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert raw_stream(gpus.index) == side.cuda_stream
+    world = dist.get_world_size()
+    mine, whole = (
+        torch.full((4,), dist.get_rank() + 1.0, device=gpus),
+        torch.empty(4 * world, device=gpus),
+    )
+    library.all_gather(whole, mine, dist.group.WORLD)
+    want = torch.arange(1.0, world + 1, device=gpus).repeat_interleave(4)
+    assert torch.equal(whole, want)
+    part = torch.empty(4, device=gpus)
+    library.reduce_scatter(part, whole, dist.group.WORLD)
+    assert torch.equal(part, mine * world)

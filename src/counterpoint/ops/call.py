@@ -8,7 +8,7 @@ call looks itself up, allocates its results and runs.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -80,11 +80,10 @@ class Ready:
     ) -> None:
         self.workspace = workspace
         self.code = code
-        self.outputs = outputs
-        given = zip(operator.inputs, tensors, strict=True)
-        self.names = [i.name if t is not None else "" for i, t in given]
-        given = zip(operator.inputs, tensors, strict=True)
-        self.forms = [_form(i, t) if t is not None else None for i, t in given]
+        given = [(i, x, t) for i, (x, t) in enumerate(zip(operator.inputs, tensors, strict=True))]
+        # positions of the tensors that are there, their buffers, and how they become operands
+        self.inputs = [(i, x.name, _form(x, t)) for i, x, t in given if t is not None]
+        self.outputs = [(out.name, out.shape, out.transposed) for out in outputs]
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Run on the current stream; the results are new tensors.
@@ -93,19 +92,15 @@ class Ready:
             PeerTimeoutError: a peer did not answer; the group is unusable.
         """
         self.workspace.check()
-        like = next(t for t in tensors if t is not None)
-        results: list[Tensor] = []
         operands: dict[str, Tensor] = {}
-        for name, form, tensor in zip(self.names, self.forms, tensors, strict=True):
-            if tensor is not None:
-                operands[name] = form(tensor) if form else tensor
-        for output in self.outputs:
-            if output.transposed:
-                y = like.new_empty(output.shape[::-1]).t()
-                operands[output.name] = y
-            else:
-                y = like.new_empty(output.shape)
-                operands[output.name] = y if y.dim() == 2 else y.view(-1, output.shape[-1])
+        like: Any = None
+        for i, name, form in self.inputs:
+            like = tensors[i]
+            operands[name] = form(like) if form else like
+        results: list[Tensor] = []
+        for name, shape, transposed in self.outputs:
+            y: Tensor = like.new_empty(shape[::-1]).t() if transposed else like.new_empty(shape)
+            operands[name] = y if len(shape) == 2 else y.view(-1, shape[-1])
             results.append(y)
         if self.code is not None:
             self.code.run(operands)
@@ -125,25 +120,29 @@ def key_of(
     That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
     subclass, or one of which a gradient is asked for.
     """
-    if torch.compiler.is_compiling() or _num_dispatch_modes():
+    if torch.compiler.is_compiling() or _num_dispatch_modes() or _autocast():
+        return None
+    if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is not None and (
-            (type(tensor) is not Tensor and type(tensor) is not Parameter)
-            or (grad and tensor.requires_grad)
-            or tensor.device.type not in ("cpu", "cuda")
-        ):
+    key: list[object] = [op, id(group), plan if isinstance(plan, str) else id(plan), dim]
+    for t in tensors:
+        if t is None:
+            key.append(None)
+            continue
+        kind = type(t)
+        if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
             return None
-    if torch.is_autocast_enabled(_device_type(tensors)):
+        key += (t.shape, t.stride(), t.dtype, t.device)
+    first: Any = tensors[0]
+    # another GPU than the current one has to be made that first
+    if not ((first.is_cuda and first.device.index == torch.cuda.current_device()) or first.is_cpu):
         return None
     if rows is not None:
         if not isinstance(rows, list | tuple) or not all(type(n) is int for n in rows):  # pyright: ignore[reportUnknownVariableType]
             return None
-        rows = tuple(rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    plan = plan if isinstance(plan, str) else id(plan)
-    dim = dim if isinstance(dim, int) else None
-    return op, id(group), plan, rows, dim, facts(tensors)
+        key += rows
+    return tuple(key)
 
 
 def known(
@@ -225,12 +224,13 @@ def _checking() -> bool:
     return os.environ.get("COUNTERPOINT_CHECK") == "1"
 
 
-def _device_type(tensors: Sequence[Tensor | None]) -> str:
-    return next(t for t in tensors if t is not None).device.type
-
-
+# both private, and asked at each call: a feature test holds them
 def _num_dispatch_modes() -> int:
-    return torch._C._len_torch_dispatch_stack()  # pyright: ignore  (private; a feature test holds it)
+    return torch._C._len_torch_dispatch_stack()  # pyright: ignore
+
+
+def _autocast() -> bool:
+    return torch._C._is_any_autocast_enabled()  # pyright: ignore
 
 
 def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
