@@ -7,7 +7,7 @@ from rank_bodies import world
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops import auto
-from counterpoint.runtime import compute
+from counterpoint.runtime import compute, replay
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import workspace_of
 
@@ -125,4 +125,44 @@ def test_auto_is_one_choice_on_all_ranks(gpus):
     everyone = gather_object(specs, world())
     assert all(each == everyone[0] for each in everyone)
     assert any(spec != "serial" for spec in specs), specs
+    cp.check()
+
+
+def test_graphs_are_bounded(gpus, monkeypatch):
+    """More calls in turn than there is room for: those that have a graph keep it."""
+    monkeypatch.setattr(replay, "MAX_GRAPHS", 8)
+    replays = workspace_of(world(), gpus).lanes.replays
+    replays.clear()
+    w = torch.randn(256, 128, device=gpus).bfloat16()
+    xs = [torch.randn(64, 256, device=gpus).bfloat16() for _ in range(12)]
+    wants = [result(x, w) for x in xs]
+    for _ in range(6):
+        for x, want in zip(xs, wants, strict=True):
+            assert relative_error(cp.all_gather_matmul(x, w, plan=SPEC), want) < 2**-7
+    kept = set(replays.graphs)
+    assert len(kept) == 8
+    for _ in range(2):
+        for x in xs:
+            cp.all_gather_matmul(x, w, plan=SPEC)
+    assert set(replays.graphs) == kept, "graphs of a cycle that does not fit push one another out"
+    # what is no longer called makes room
+    for _ in range(30):
+        cp.all_gather_matmul(xs[-1], w, plan=SPEC)
+    assert set(replays.graphs) != kept
+    cp.check()
+
+
+def test_a_graph_takes_little_memory(gpus):
+    w = torch.randn(256, 128, device=gpus).bfloat16()
+    xs = [torch.randn(64, 256, device=gpus).bfloat16() for _ in range(64)]
+    for x in xs:
+        cp.all_gather_matmul(x, w, plan=SPEC)
+    workspace_of(world(), gpus).lanes.replays.clear()
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(4):
+        for x in xs:
+            cp.all_gather_matmul(x, w, plan=SPEC)
+    torch.cuda.synchronize()
+    assert free - torch.cuda.mem_get_info()[0] <= 64 * (256 << 10)
     cp.check()

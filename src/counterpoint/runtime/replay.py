@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SEEN_BEFORE = 2  # calls with the same addresses that run step by step
-MAX_GRAPHS = 256  # of a workspace; each takes some 100 KiB of device memory
+MAX_GRAPHS = 512  # of a workspace; each takes some 160 KiB of device memory
 MAX_SEEN = 4096
 
 
@@ -29,11 +29,14 @@ class Replays:
         # 0 switches it off, for a measurement or a debugger
         self.off = os.environ.get("COUNTERPOINT_REPLAY") == "0"
         self._stream = torch.cuda.Stream(device)
+        self._used: dict[Hashable, int] = {}  # when each graph was last replayed, in calls
+        self._calls = 0
 
     def clear(self) -> None:
         """Forget all: the memory that they point into is about to go."""
         self.graphs.clear()
         self.seen.clear()
+        self._used.clear()
 
     def run(self, key: Hashable, enqueue: Callable[[torch.cuda.Stream], None]) -> bool:
         """Replay or capture the call `key` on the current stream; False: it is to run by itself.
@@ -42,23 +45,32 @@ class Replays:
             key: of the code, and all addresses and strides that it reads and writes.
             enqueue: what the call puts on a stream.
         """
+        self._calls += 1
         graph = self.graphs.get(key)
         if graph is None:
-            if self.off:
+            if self.off or not self._worth_capturing(key):
                 return False
-            count = self.seen.get(key, 0)
-            if count < SEEN_BEFORE:
-                if len(self.seen) >= MAX_SEEN:
-                    self.seen.clear()
-                self.seen[key] = count + 1
-                return False
-            graph = self._capture(enqueue)
-            if len(self.graphs) >= MAX_GRAPHS:
-                self.graphs.popitem(last=False)
-            self.graphs[key] = graph
+            graph = self.graphs[key] = self._capture(enqueue)
         else:
             self.graphs.move_to_end(key)
+        self._used[key] = self._calls
         graph.replay()
+        return True
+
+    def _worth_capturing(self, key: Hashable) -> bool:
+        """Whether the call has been seen often enough, and there is room for its graph."""
+        count = self.seen.get(key, 0)
+        if count < SEEN_BEFORE:
+            if len(self.seen) >= MAX_SEEN:
+                self.seen.clear()
+            self.seen[key] = count + 1
+            return False
+        if len(self.graphs) >= MAX_GRAPHS:
+            oldest = next(iter(self.graphs))
+            # a step of more calls than there is room for would capture each of them each time
+            if self._calls - self._used[oldest] < 2 * MAX_GRAPHS:
+                return False
+            del self.graphs[oldest], self._used[oldest]
         return True
 
     def _capture(self, enqueue: Callable[[torch.cuda.Stream], None]) -> torch.cuda.CUDAGraph:
