@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 import counterpoint
+from counterpoint.choose.known import save_machine, save_tuned
 from counterpoint.cli import demo, doctor, main
-from counterpoint.problem import OPS, Problem
+from counterpoint.presets import preset
+from counterpoint.problem import FORWARD, OPS, Problem
 
 COMMANDS = sorted(typer.main.get_command(main.app).commands)
 SMALL = ("demo", "--ranks", "2", "--scale", "64")
@@ -45,11 +48,22 @@ def test_help_lists_the_commands_and_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     text = run("--help")
     assert all(f" {command} " in text for command in COMMANDS)
+    assert "Exit codes: 0 done; 1 an error" in text
+
+
+def test_every_command_stands_in_the_docs():
+    docs = Path(counterpoint.__file__).parents[2] / "docs"
+    text = "".join(page.read_text() for page in docs.glob("*.md"))
+    text += (docs.parent / "README.md").read_text()
+    assert [
+        c for c in COMMANDS if f"counterpoint {c}" not in text and f"make {c}" not in text
+    ] == []
 
 
 def test_bench_help_names_the_operators():
-    text = " ".join(run("bench", "--help").split())
-    assert all(op in text for op in OPS)
+    text = run("bench", "--help")
+    assert all(op in text for op in FORWARD)
+    assert not any(op in text for op in set(OPS) - set(FORWARD)), "gradients have no such arms"
 
 
 def test_version():
@@ -59,7 +73,21 @@ def test_version():
 def test_our_own_errors_are_one_line_and_no_traceback():
     result = CliRunner().invoke(main.app, ["bench", "--op", "all_reduce"])
     assert result.exit_code == 1
-    wanted = f"--op must be one of {', '.join(OPS)}, got 'all_reduce'"
+    wanted = f"--op must be one of {', '.join(FORWARD)}, got 'all_reduce'"
+    assert result.output == f"Error: bench: {wanted}\n"
+
+
+def test_bench_without_two_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
+    result = CliRunner().invoke(main.app, ["bench"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("counterpoint bench: needs 2 GPUs or more; torch sees 1 here")
+
+
+def test_bench_refuses_shapes_that_are_none():
+    result = CliRunner().invoke(main.app, ["bench", "--shapes", "64,64,64:64,64"])
+    assert result.exit_code == 1
+    wanted = "--shapes must be M,N,K of numbers above 0, got '64,64'"
     assert result.output == f"Error: bench: {wanted}\n"
 
 
@@ -107,8 +135,29 @@ def test_doctor_says_what_is_missing_here_and_how_to_get_it():
     assert facts["cpu_ranks"] == "yes"
     assert facts["versions"]["counterpoint"] == counterpoint.__version__
     assert facts["versions"]["torch"]
-    assert "COUNTERPOINT_TIMEOUT_S" in facts["environment"]
-    assert "missing: GPUs" in run("doctor")
+    assert {"COUNTERPOINT_TIMEOUT_S", "COUNTERPOINT_CACHE"} <= set(facts["environment"])
+    assert facts["known"] | {"machine": None, "measured": False, "tuned_plans": 0} == facts["known"]
+    text = run("doctor")
+    assert "missing: GPUs" in text
+    assert "nothing: auto is serial here" in text
+
+
+def test_doctor_says_what_plans_are_chosen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
+    gpus = [{"name": "NVIDIA B200"}] * 4
+    sheet = "datasheet peaks of DGX B200 with 8 GPUs"
+    measures = "not measured (`counterpoint characterize` measures)"
+    assert (
+        doctor._basis(doctor._known(gpus)) == f"{sheet}, {measures}; tuned plans in {tmp_path}: 0"
+    )
+
+    machine = preset("b200-4")
+    machine = replace(machine, measured=machine.costs, source="measured on 4x NVIDIA B200")
+    save_machine(machine, "NVIDIA B200", 4, tmp_path)
+    problem = Problem("all_gather_matmul", 256, 20, 128, 4)
+    save_tuned(problem, {"spec": "graded 2/2"}, "NVIDIA B200", doctor.torch.__version__, tmp_path)
+    known = doctor._known(gpus)
+    assert doctor._basis(known) == f"measured on 4x NVIDIA B200; tuned plans in {tmp_path}: 1"
 
 
 LONE_GPU = {

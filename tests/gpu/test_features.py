@@ -93,7 +93,7 @@ def test_kernels_are_compiled_once_and_launched_directly(gpus):
 
 
 def test_what_every_eager_call_asks_torch(gpus):
-    """Dispatch modes, autocast, the handle of the current stream, and the group's own collectives."""
+    """Dispatch modes, autocast, the current stream's handle, the group's own collectives."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from counterpoint.ops import call

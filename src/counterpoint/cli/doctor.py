@@ -212,7 +212,7 @@ def _basis(known: dict[str, Any]) -> str:
         return "nothing: auto is serial here"
     rates = known["machine"] if known["measured"] else f"{known['machine']}, not measured"
     better = "" if known["measured"] else " (`counterpoint characterize` measures)"
-    return f"{rates}{better}; {known['tuned_plans']} tuned plans in {known['folder']}"
+    return f"{rates}{better}; tuned plans in {known['folder']}: {known['tuned_plans']}"
 
 
 def _peers(matrix: list[list[bool]]) -> str:
