@@ -29,20 +29,23 @@ def run_block(rank: int, world_size: int, code: str, folder: str) -> list[int]:
     """The block, with what it says its names are."""
     names = {
         "x": torch.randn(6, 16),
-        "w_up": torch.randn(16, 8),
-        "w_down": torch.randn(8, 16),
+        "w_up": torch.randn(16, 8, requires_grad=True),
+        "w_down": torch.randn(8, 16, requires_grad=True),
         "tp": dist.group.WORLD,
     }
-    os.chdir(folder)
+    os.chdir(Path(folder, str(rank)))
     exec(code, names)
     assert torch.equal(names["h"], counterpoint.all_gather_matmul(names["x"], names["w_up"]))
+    assert all(names[w].grad.shape == names[w].shape for w in ("w_up", "w_down"))
     return list(names["y"].shape)
 
 
 def test_readme_code_runs(pool: RankPool, tmp_path: Path):
     (code,) = python_blocks(ROOT / "README.md")
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
     assert pool.run(run_block, 2, code, str(tmp_path), timeout_s=60) == [[6, 16]] * 2
-    assert [path.name for path in tmp_path.iterdir()] == ["overlap.png"]
+    assert [path.name for path in tmp_path.glob("*/*")] == ["predicted.png"] * 2
 
 
 def test_torchrun_script_runs_on_cpu_ranks(tmp_path: Path):

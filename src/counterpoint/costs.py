@@ -15,7 +15,6 @@ GIGA, TERA = 1e9, 1e12
 TILE_HALVINGS = 4  # the matmul library has tiles of the machine's size and of its halvings
 TILE_EFFICIENCY = 0.97  # rate of a tile against one of twice its size; 4xH200, bf16, 2026-11
 PARTIAL_WAVE = 0.8  # time of a wave of a few tiles against a whole one, where the tile is not known
-SETTLING_S = 1e-3  # matmuls of this length, one after another, bring half of the loss of clock
 ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -30,6 +29,7 @@ class Costs:
         gemm_flop_per_s: Of whole waves of the largest tile, in matmuls too short to lower clocks.
         gemm_launch_s: Of each matmul beside its waves.
         gemm_settled: Time of long matmuls against that by `gemm_flop_per_s`: power lowers clocks.
+        gemm_settling_s: Matmuls of this length in a call bring half of that loss of clock.
         hbm_bytes_per_s: Of a kernel that only reads and writes.
         kernel_s: Of each such kernel beside its bytes, and of a wait that need not wait.
         copy_bytes_per_s: Of a large copy to one peer while all ranks copy.
@@ -38,7 +38,7 @@ class Costs:
         collective_bytes_per_s: Of the library's all-gather or reduce-scatter, received by a rank.
         all_gather_s: Of the library's all-gather beside its bytes.
         reduce_scatter_s: Of its reduce-scatter beside its bytes.
-        matmul_beside_copy: A matmul takes this many times as long while a copy is under way.
+        matmul_beside_copy: A long matmul takes this many times as long while a copy is under way.
         copy_beside_matmul: And a copy while a matmul is.
         host_call_s: Host time of an eager call of one of our operators.
         host_step_s: Host time of each of its steps.
@@ -50,6 +50,7 @@ class Costs:
     gemm_flop_per_s: float
     gemm_launch_s: float
     gemm_settled: float
+    gemm_settling_s: float
     hbm_bytes_per_s: float
     kernel_s: float
     copy_bytes_per_s: float
@@ -94,7 +95,15 @@ class Costs:
 
     def settling(self, matmuls_s: float) -> float:
         """The factor on the times of matmuls that take `matmuls_s` seconds of a call together."""
-        return 1 + (self.gemm_settled - 1) * matmuls_s / (matmuls_s + SETTLING_S)
+        return 1 + (self.gemm_settled - 1) * self._at_limit(matmuls_s)
+
+    def beside_copy(self, matmuls_s: float) -> float:
+        """The factor on the time of such matmuls while a copy is under way: it takes power too."""
+        return 1 + (self.matmul_beside_copy - 1) * self._at_limit(matmuls_s)
+
+    def _at_limit(self, matmuls_s: float) -> float:
+        """How far matmuls of that length bring a GPU to its power limit, from 0 to 1."""
+        return matmuls_s / (matmuls_s + max(self.gemm_settling_s, 1e-9))
 
     def copy_s(self, num_bytes: int, row_bytes: int = 0) -> float:
         """Seconds of one copy-engine copy between two ranks, and of its signal.

@@ -217,9 +217,10 @@ class Machine:
 def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
     """The fractions of its peaks and the fixed times that 4xH200 showed, 2026-11, bf16."""
     return Costs(
-        gemm_flop_per_s=0.81 * device.bf16_flop_per_s,
-        gemm_launch_s=6e-6,
-        gemm_settled=1.12,
+        gemm_flop_per_s=0.88 * device.bf16_flop_per_s,
+        gemm_launch_s=5e-6,
+        gemm_settled=1.25,
+        gemm_settling_s=0.25e-3,
         hbm_bytes_per_s=0.8 * device.hbm_bytes_per_s,
         kernel_s=1.5e-6,
         copy_bytes_per_s=0.86 * link.bytes_per_s,
@@ -228,7 +229,7 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
         collective_bytes_per_s=0.7 * link.bytes_per_s,
         all_gather_s=30e-6,
         reduce_scatter_s=22e-6,
-        matmul_beside_copy=1.1,
+        matmul_beside_copy=1.2,
         copy_beside_matmul=1.1,
         host_call_s=40e-6,
         host_step_s=15e-6,

@@ -36,6 +36,7 @@ ROWS = (256, 512, 1024, 2048, 4096, 8192)
 COPIES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVES = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 CONTENTION = ((8192, 6144, 5120), (2048, 6144, 5120))  # (rows, n, k)
+SETTLING_ROUNDS = 40
 CALLS = 8
 L2_ROTATIONS = 4
 
@@ -95,11 +96,19 @@ class _Bench:
         self.word = torch.zeros(1, dtype=torch.int32, device=device)
         self.side = torch.cuda.Stream(device, priority=-1)
 
-    def timed(self, calls: dict[str, Call], per_graph: int = CALLS) -> dict[str, float]:
+    def timed(
+        self,
+        calls: dict[str, Call],
+        per_graph: int = CALLS,
+        *,
+        rounds: int = 0,
+        soak_s: float = 0.3,
+    ) -> dict[str, float]:
         """Seconds of one call of each."""
         pairs = {name: captured(call, per_graph) for name, call in calls.items()}
         arms = {name: arm for name, (arm, _) in pairs.items()}
-        times = rotate(arms, group=self.group, device=self.device, rounds=self.rounds, soak_s=0.3)
+        times = rotate(arms, group=self.group, device=self.device, rounds=rounds or self.rounds,
+                       soak_s=soak_s)  # fmt: skip
         return {name: t.median_s / per_graph for name, t in times.items()}
 
     def normal(self, *shape: int) -> Tensor:
@@ -128,12 +137,14 @@ class _Bench:
 
     def matmuls(self) -> list[Row]:
         rows: list[Row] = []
-        for n, k in MATMULS:
-            # long ones beside short ones: clocks settle by what runs beside, and a plan has both
-            calls = {str(m): self.multiply(m, n, k) for m in ROWS}
-            for m, seconds in self.timed(calls).items():
-                tile = matmul_tile(int(m), n, k, torch.bfloat16, self.device, True)
-                rows.append({"question": "matmul", "rows": int(m), "n": n, "k": k,
+        for m in ROWS:
+            # each length in a rotation of its own, long enough that clocks settle by it, and not
+            # by a soak: short matmuls run at higher clocks
+            calls = {f"{n} {k}": self.multiply(m, n, k) for n, k in MATMULS}
+            for name, seconds in self.timed(calls, rounds=SETTLING_ROUNDS, soak_s=0.0).items():
+                n, k = map(int, name.split())
+                tile = matmul_tile(m, n, k, torch.bfloat16, self.device, True)
+                rows.append({"question": "matmul", "rows": m, "n": n, "k": k,
                              "tile": tile, "seconds": seconds})  # fmt: skip
         return rows
 

@@ -1,7 +1,7 @@
 """From measurements to the fifteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
-of time against bytes, a search over the three constants of matmuls, ratios for contention.
+of time against bytes, a search over the four constants of matmuls, ratios for contention.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,7 +76,6 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         collective_bytes_per_s=collective_rate,
         all_gather_s=latency_s["all_gather"],
         reduce_scatter_s=latency_s["reduce_scatter"],
-        matmul_beside_copy=_beside(of("beside", which="matmul")),
         copy_beside_matmul=_beside(of("beside", which="copy")),
         host_step_s=max(step_s, 0.0),
         host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
@@ -86,22 +85,32 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
                (row["tile"][0], row["tile"][1]) if row.get("tile") else None)
         for row in of("matmul")
     ]  # fmt: skip
-    return fit_matmuls(matmuls, costs, machine)
+    costs = fit_matmuls(matmuls, costs, machine)
+    # what long matmuls would show: see Costs.beside_copy
+    full = replace(costs, matmul_beside_copy=2.0)
+    beside = [
+        {**row, "part": full.beside_copy(row["alone_s"]) - 1}
+        for row in of("beside", which="matmul")
+    ]
+    return replace(costs, matmul_beside_copy=_beside(beside))
 
 
 def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Costs:
-    """`costs` with the three constants of matmuls that fit best, on a grid."""
+    """`costs` with the four constants of matmuls that fit best, on a grid."""
     peak = machine.device.bf16_flop_per_s
     grid: dict[str, list[float]] = {
         "gemm_flop_per_s": [peak * part / 200 for part in range(80, 201)],
-        "gemm_settled": [1 + part / 100 for part in range(31)],
+        "gemm_settled": [1 + part / 100 for part in range(51)],
+        "gemm_settling_s": [1e-3 * part for part in (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5)],
         "gemm_launch_s": [part * 0.5e-6 for part in range(17)],
     }
     # a coarse start, then one constant at a time until none helps
-    starts = product((0.7, 0.8), (1.0, 1.12))
+    starts = product((0.7, 0.8, 0.9), (1.0, 1.12, 1.25))
     best = min(
         (
-            replace(costs, gemm_flop_per_s=peak * rate, gemm_settled=settled)
+            replace(
+                costs, gemm_flop_per_s=peak * rate, gemm_settled=settled, gemm_settling_s=0.25e-3
+            )
             for rate, settled in starts
         ),
         key=lambda c: error(matmuls, c, machine),
@@ -179,7 +188,10 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
 def _beside(rows: Sequence[Row]) -> float:
     """How much longer one takes while the other is under way, from the whole of both."""
     # it ran beside the other for as long as the other took
-    factors = (1 + (row["seconds"] - row["alone_s"]) / row["other_s"] for row in rows)
+    factors = (
+        1 + (row["seconds"] - row["alone_s"]) / row["other_s"] / row.get("part", 1.0)
+        for row in rows
+    )
     return max(_median(factors), 1.0)
 
 

@@ -146,7 +146,9 @@ class _Rank:
         self.after = [[names[name] for name in b.step.after] for b in program.steps]
         self.work_s = [work_s(b, program.plan, machine, tiles) for b in program.steps]
         matmuls = [i for i, b in enumerate(program.steps) if b.step.kind == "matmul"]
-        settling = machine.costs.settling(sum(self.work_s[i] for i in matmuls))
+        matmuls_s = sum(self.work_s[i] for i in matmuls)
+        settling = machine.costs.settling(matmuls_s)
+        self.beside_copy = machine.costs.beside_copy(matmuls_s)
         for i in matmuls:
             self.work_s[i] *= settling
         self.into = [_into(bound) for bound in program.steps]
@@ -265,9 +267,7 @@ class _Simulation:
         """Factors on the time of matmuls and of copies."""
         kinds = rank.kinds()
         both = "copy" in kinds and "matmul" in kinds
-        return (
-            (self.costs.matmul_beside_copy, self.costs.copy_beside_matmul) if both else (1.0, 1.0)
-        )
+        return (rank.beside_copy, self.costs.copy_beside_matmul) if both else (1.0, 1.0)
 
     def _factor(
         self, rank: _Rank, lane: _Lane, slowness: tuple[float, float], into: Counter[int]

@@ -1,0 +1,66 @@
+"""Problems as a command line gives them: ops, layers and M,N,K by what is typed."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from counterpoint.errors import InputError
+from counterpoint.measure.shapes import SHAPES
+from counterpoint.problem import DType, Op, Problem
+
+Shape = tuple[int, int, int]  # M, N, K
+
+
+def op_of(command: str, option: str, text: str, among: Sequence[str]) -> Op:
+    """The operator called `text`.
+
+    Raises:
+        InputError: it is not `among` those.
+    """
+    if text not in among:
+        raise InputError(command, option, want=f"one of {', '.join(among)}", got=repr(text))
+    return cast(Op, text)
+
+
+def shape_of(command: str, option: str, text: str) -> Shape:
+    """M, N and K of "8192,7168,8192".
+
+    Raises:
+        InputError: not three numbers above 0.
+    """
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise InputError(command, option, want="M,N,K of numbers above 0", got=repr(text))
+    m, n, k = (int(part) for part in parts)
+    return m, n, k
+
+
+def layers_of(command: str, option: str, text: str) -> list[tuple[Op, Shape]]:
+    """The published layers called `text`, or else all whose names hold it.
+
+    Raises:
+        InputError: there is none.
+    """
+    layers: list[tuple[Op, str, Shape]] = [
+        (op, name, shape) for op, named in SHAPES.items() for name, shape in named.items()
+    ]
+    same = [layer for layer in layers if layer[1] == text]
+    found = same or [layer for layer in layers if text.lower() in layer[1].lower()]
+    if not found:
+        want = f"a part of one of {'; '.join(name for _, name, _ in layers)}"
+        raise InputError(command, option, want=want, got=repr(text))
+    return [(op, shape) for op, _, shape in found]
+
+
+def problem_of(command: str, op: Op, shape: Shape, ranks: int, dtype: str) -> Problem:
+    """The problem of `shape` on `ranks` ranks with equal rows.
+
+    Raises:
+        InputError: the rows cannot be equal.
+    """
+    m, n, k = shape
+    if m % ranks:
+        near = [rows for rows in (m - m % ranks, m - m % ranks + ranks) if rows]
+        fix = f"take {' or '.join(map(str, near))}"
+        want = f"of an M that {ranks} ranks share evenly"
+        raise InputError(command, "--shape", want=want, got=f"M {m}", fix=fix)
+    return Problem(op, m, n, k, ranks, cast(DType, dtype))

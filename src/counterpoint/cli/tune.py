@@ -1,0 +1,217 @@
+"""`counterpoint tune`: the plan that is fastest here, measured and kept for `plan="auto"`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from counterpoint.choose.choice import Choice
+from counterpoint.choose.known import cache_folder, slug
+from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.cli.problems import Shape, layers_of, op_of, problem_of, shape_of
+from counterpoint.errors import InputError
+from counterpoint.measure import record
+from counterpoint.measure.tune import tune as measure
+from counterpoint.model.estimate import predicted_s, source
+from counterpoint.ops.auto import known_tiles
+from counterpoint.plan.families import build
+from counterpoint.problem import OPS, Op, Problem
+from counterpoint.runtime.ranks import spawn
+
+CPU_TIMEOUT_S = 600.0
+ON_CPU = (
+    "On CPU ranks: the plans run, but their times mean nothing for a GPU, and nothing is saved."
+)
+
+
+class Case(NamedTuple):
+    """A problem, and the plans to time besides serial: the model's best if there are none."""
+
+    problem: Problem
+    specs: tuple[str, ...]
+
+
+def tune(
+    *, op: str, shapes: str, layer: str, specs: str, rounds: int, ranks: int, dtype: str,
+    out: Path | None,
+) -> int:  # fmt: skip
+    """Time, print and save; 0, or 2 where there are no GPUs and no CPU ranks are asked for.
+
+    Args:
+        op: one operator; "" for both, with the published shapes.
+        shapes: M,N,K triples with colons between; "" for published ones.
+        layer: a part of the name of published layers; "" for all.
+        specs: plans besides serial, with commas between; "" for the model's best.
+        rounds: how often each is timed.
+        ranks: GPUs, or CPU ranks where there are none; 0 for all GPUs.
+        dtype: of the operands.
+        out: JSONL file that rows are added to.
+
+    Raises:
+        InputError: there is no such op, shape, layer or plan, or there are fewer GPUs.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus < 2 and not ranks:
+        instead = "`--ranks 2 --shape 512,256,256` tries the command on CPU ranks"
+        return too_few_gpus("tune", instead)
+    if gpus < 2 and not shapes:
+        want = "given for CPU ranks, to which published shapes are too large"
+        raise InputError("tune", "--shape", want=want, got="none", fix="try 512,256,256")
+    if gpus > 1 and ranks > gpus:
+        raise InputError("tune", "--ranks", want=f"at most the {gpus} GPUs here", got=ranks)
+    wanted = _wanted(op, shapes, layer)
+    names = tuple(name.strip() for name in specs.split(",") if name.strip())
+    cases = [
+        Case(problem_of("tune", each, shape, ranks or gpus, dtype), names) for each, shape in wanted
+    ]
+    for case in cases:
+        for spec in case.specs:
+            build(case.problem, spec)  # before any rank is started: it refuses what is none
+    if gpus < 2:
+        return _on_cpu(cases, ranks, rounds, out)
+    if under_torchrun():
+        return _on_gpu(cases, rounds, out)
+    given = {"--op": op, "--shape": shapes, "--layer": layer, "--specs": specs, "--out": out,
+             "--rounds": rounds, "--ranks": ranks, "--dtype": dtype}  # fmt: skip
+    options = [str(word) for name, value in given.items() if value for word in (name, value)]
+    return torchrun(ranks or gpus, ["tune", *options])
+
+
+def _wanted(op: str, shapes: str, layer: str) -> list[tuple[Op, Shape]]:
+    if shapes and layer:
+        raise InputError("tune", "--layer", want="left out where --shape is given", got=repr(layer))
+    if shapes and not op:
+        raise InputError("tune", "--op", want=f"one of {', '.join(OPS)} with --shape", got="none")
+    name = op_of("tune", "--op", op, OPS) if op else None
+    if name and shapes:
+        return [(name, shape_of("tune", "--shape", text)) for text in shapes.split(":")]
+    layers = layers_of("tune", "--layer", layer)
+    found = [each for each in layers if name in (None, each[0])]
+    if not found:
+        fix = "give --shape"
+        raise InputError("tune", "--op", want="one that has such layers", got=repr(op), fix=fix)
+    return found
+
+
+def _on_gpu(cases: Sequence[Case], rounds: int, out: Path | None) -> int:
+    with nccl_group() as (group, device):
+        first = group.rank() == 0
+        console = Console(highlight=False, quiet=not first)
+        rows = _all(cases, rounds, group, device, console)
+        if first:
+            gpu = torch.cuda.get_device_name(device)
+            path = cache_folder() / f"tuned-{slug(gpu, group.size())}.json"
+            console.print(f'plan="auto" takes these from now on. They are kept in {path}: '
+                          "delete it to undo.", soft_wrap=True)  # fmt: skip
+            _record(out, rows, console)
+    return 0
+
+
+def _on_cpu(cases: Sequence[Case], ranks: int, rounds: int, out: Path | None) -> int:
+    console = Console(highlight=False)
+    console.print(ON_CPU)
+    sys.stdout.flush()  # before what rank 0 prints
+    # one GPU has nobody to talk to: the ranks are to take the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    width = console.width
+    rows = spawn(_rank, ranks, tuple(cases), rounds, width, timeout_s=CPU_TIMEOUT_S)[0]
+    _record(out, rows, console)
+    return 0
+
+
+def _rank(
+    rank: int, ranks: int, cases: tuple[Case, ...], rounds: int, width: int
+) -> list[dict[str, Any]]:
+    group = dist.group.WORLD
+    assert group is not None
+    console = Console(highlight=False, quiet=rank > 0, width=width)
+    return _all(cases, rounds, group, torch.device("cpu"), console)
+
+
+def _all(
+    cases: Sequence[Case], rounds: int, group: dist.ProcessGroup, device: torch.device,
+    console: Console,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Tune every case and print its table; rows of all candidates."""
+    rows: list[dict[str, Any]] = []
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    show = console.is_terminal and not console.quiet
+    with Progress(*columns, console=console, transient=True, disable=not show) as progress:
+        task = progress.add_task("", total=len(cases))
+        for problem, specs in cases:
+
+            def say(what: str, problem: Problem = problem) -> None:
+                progress.update(task, description=f"{problem}: {what}")
+
+            choice = measure(problem, group=group, device=device, specs=specs, rounds=rounds,
+                             progress=say)  # fmt: skip
+            predicted = _predicted(choice, device) if device.type == "cuda" else {}
+            rates = f", {source(choice.machine)}" if predicted else ""
+            progress.console.print(f"[bold]{problem}[/]{rates}")
+            progress.console.print(_table(choice, predicted))
+            rows += _rows(choice, predicted, device.type, rounds)
+            progress.advance(task)
+    return rows
+
+
+def _predicted(choice: Choice, device: torch.device) -> dict[str, float]:
+    """Seconds that the model predicts for each candidate, in a CUDA graph as it was timed."""
+    problem, machine = choice.problem, choice.machine
+    tiles = known_tiles(problem, device)
+    return {
+        c.spec: predicted_s(build(problem, c.spec, machine), machine, tiles=tiles)
+        for c in choice.table
+    }
+
+
+def _table(choice: Choice, predicted: dict[str, float]) -> Table:
+    """The candidates from the fastest to the slowest, predictions beside."""
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("plan", no_wrap=True)
+    table.add_column("measured us", justify="right")
+    table.add_column("serial /", justify="right")
+    if predicted:
+        table.add_column("predicted us", justify="right")
+        table.add_column("/ measured", justify="right")
+    table.add_column("verdict")
+    for c in choice.table:
+        beside: list[str] = []
+        if predicted:
+            seconds = predicted[c.spec]
+            beside = [f"{seconds * 1e6:.1f}", f"{seconds / c.seconds:.2f}"]
+        style = "bold" if c.spec == choice.spec else ""
+        table.add_row(
+            c.spec, f"{c.seconds * 1e6:.1f}", f"{choice.serial_s / c.seconds:.2f}", *beside,
+            c.verdict, style=style,
+        )  # fmt: skip
+    return table
+
+
+def _rows(
+    choice: Choice, predicted: dict[str, float], device: str, rounds: int
+) -> list[dict[str, Any]]:
+    p = choice.problem
+    facts = {"table": "tune", "op": p.op, "m": p.m, "n": p.n, "k": p.k, "ranks": p.ranks,
+             "dtype": p.dtype, "device": device, "rounds": rounds}  # fmt: skip
+    return [
+        facts | {"plan": c.spec, "seconds": c.seconds, "predicted_s": predicted.get(c.spec),
+                 "chosen": c.spec == choice.spec}
+        for c in choice.table
+    ]  # fmt: skip
+
+
+def _record(out: Path | None, rows: list[dict[str, Any]], console: Console) -> None:
+    if out is not None:
+        facts = record.environment()
+        record.append(out, [row | facts for row in rows])
+        console.print(f"{len(rows)} rows added to {out}", soft_wrap=True)

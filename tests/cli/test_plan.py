@@ -1,0 +1,210 @@
+"""`counterpoint plan`: what it prints, writes and refuses, on a machine without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import counterpoint as cp
+from counterpoint.choose.known import save_machine
+from counterpoint.cli import main
+from counterpoint.model.estimate import predicted_s
+from counterpoint.problem import OPS
+
+GATHER = ("all_gather_matmul", "--shape", "8192,7168,8192")
+SMALL = ("all_gather_matmul", "--shape", "8190,64,64", "--ranks", "3")
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main.app, ["plan", *arguments], env={"COLUMNS": "140"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Plan -> the other cells, of the table in `text`; a cell may hold single spaces."""
+    lines = text.split("─\n")[1].splitlines()
+    rows = [line.rpartition(" simulated ") for line in lines if " simulated " in line]
+    found: dict[str, list[str]] = {}
+    for head, _, verdict in rows:
+        *words, us, ratio = head.split()
+        found[" ".join(words)] = [us, ratio, verdict.strip()]
+    return found
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize(
+    ("machine", "ranks"),
+    [("h200-8", 0), ("a100-8", 4), ("b200-4", 0), ("mi300x-8", 0), ("mi300x-8", 3), ("a40-2", 2)],
+)
+def test_it_says_what_choose_says(op: str, machine: str, ranks: int):
+    shape = "8190,7168,8192" if ranks == 3 else "8192,7168,8192"
+    text = run(op, "--shape", shape, "--machine", machine, "--ranks", str(ranks)).stdout
+    where = cp.preset(machine)
+    m, n, k = map(int, shape.split(","))
+    problem = cp.Problem(op, m, n, k, ranks or where.num_devices)  # type: ignore[arg-type]
+    choice = cp.choose(problem, machine)
+    words = " ".join(text.split())
+    assert f"problem {problem}, in a CUDA graph machine {machine}: " in words
+    assert f"by model {choice.spec}: {choice.seconds * 1e6:.0f} us, serial / " in words
+    assert f"ideal {choice.ideal_s * 1e6:.0f} us: matmuls alone" in words
+    assert all(f"\n{c.spec} " in text for c in choice.table)
+    rows = rows_of(text)
+    assert list(rows) == [c.spec for c in choice.table if c.basis == "simulated"]
+    assert rows[choice.spec][2] == "chosen"
+    serial = next(c for c in choice.table if c.spec == "serial")
+    assert rows["serial"][:2] == [f"{serial.seconds * 1e6:.1f}", "1.00"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_problems_too(op: str):
+    assert f"problem   {op} M512 " in run(op, "--shape", "512,64,64", "--machine", "b200-2").stdout
+
+
+def test_it_fits_80_columns():
+    result = CliRunner().invoke(main.app, ["plan", *GATHER], env={"COLUMNS": "80"})
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "…" not in result.stdout
+
+
+def test_a_machine_that_was_measured(tmp_path: Path):
+    where = cp.preset("h100-2")
+    measured = cp.Machine(
+        name="mine", device=where.device, link=where.link, num_devices=2, measured=where.costs,
+        source="measured on 2x NVIDIA H100",
+    )  # fmt: skip
+    path = save_machine(measured, "NVIDIA H100", 2, tmp_path)
+    text = " ".join(run(*GATHER, "--machine", str(path)).stdout.split())
+    assert "on 2 ranks" in text
+    assert "machine mine: measured on 2x NVIDIA H100 rates measured; a plan has to gain 3%" in text
+    guessed = " ".join(run(*GATHER, "--machine", "h100-2").stdout.split())
+    assert "rates derived from the datasheet; a plan has to gain 15%" in guessed
+
+
+def test_a_plan_that_is_asked_for_stands_beside_serial():
+    text = run(*GATHER, "--machine", "mi300x-8", "--plan", "shard_p2p xor", "--show").stdout
+    rows = rows_of(text)
+    assert list(rows) == ["serial", "shard_p2p xor push"], "the fastest first"
+    machine = cp.preset("mi300x-8")
+    problem = cp.Problem("all_gather_matmul", 8192, 7168, 8192, 8)
+    plan = cp.build(problem, "shard_p2p xor")
+    us = predicted_s(plan, machine) * 1e6
+    assert rows["shard_p2p xor push"] == [f"{us:.1f}", rows["shard_p2p xor push"][1], "asked for"]
+    assert "asked for shard_p2p xor push: " in " ".join(text.split())
+    assert "slower than serial, 128 MiB of workspace" in text
+    assert str(plan) in text
+    assert "closed form" not in text
+
+
+def test_rule_and_eager():
+    by_rule = run(*GATHER, "--by", "rule").stdout
+    assert "the rule overlaps communication of" in by_rule
+    assert "a plan has to gain" not in by_rule
+    eager = json.loads(run(*SMALL, "--eager", "--json").stdout)
+    graph = json.loads(run(*SMALL, "--json").stdout)
+    assert eager["eager"] and not graph["eager"]
+    assert eager["serial_s"] > graph["serial_s"]
+
+
+def strict(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+@pytest.mark.parametrize("plan", ["auto", "graded"])
+def test_json(plan: str):
+    facts = json.loads(run(*GATHER, "--plan", plan, "--json").stdout, parse_constant=strict)
+    assert facts["machine"]["name"] == "h200-8"
+    assert facts["problem"]["ranks"] == 8
+    assert facts["by"] == ("model" if plan == "auto" else "asked for")
+    table = {row["spec"]: row for row in facts["table"]}
+    assert table[facts["plan"]]["seconds"] == facts["seconds"]
+    assert table["serial"]["seconds"] == facts["serial_s"]
+    assert facts["ideal_s"] == max(facts["compute_s"], facts["comm_s"])
+    if plan == "auto":  # has no closed form
+        assert table["uniform_fused_2d ring"]["seconds"] is None
+
+
+SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("suffix", SIGNATURES)
+def test_pictures(suffix: str, tmp_path: Path):
+    path = tmp_path / "new folder" / f"plan{suffix}"
+    assert f"predicted timeline of serial and this plan: {path}" in run(
+        *SMALL, "--plan", "graded", "--out", str(path)
+    ).stdout.replace("\n", " ")
+    assert path.read_bytes().startswith(SIGNATURES[suffix])
+
+
+def test_trace_has_serial_beside_the_plan(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    facts = json.loads(run(*SMALL, "--plan", "graded 1/2", "--json", "--out", str(path)).stdout)
+    assert facts["picture"] == str(path)
+    trace = json.loads(path.read_text())
+    assert trace["otherData"]["first: source"].startswith("serial, predicted for h200-8")
+    assert trace["otherData"]["second: source"].startswith("graded 1/2 ring push, predicted")
+    ends = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            half = event["pid"] % 2
+            ends[half] = max(ends.get(half, 0.0), (event["ts"] + event["dur"]) * 1e-6)
+    assert ends == pytest.approx({0: facts["serial_s"], 1: facts["seconds"]}, rel=1e-3)
+
+
+def test_serial_is_drawn_alone(tmp_path: Path):
+    path = tmp_path / "serial.json"
+    text = run(*SMALL, "--plan", "serial", "--out", str(path)).stdout.replace("\n", " ")
+    assert f"predicted timeline of serial: {path}" in text
+    assert list(rows_of(run(*SMALL, "--plan", "serial").stdout)) == ["serial"]
+    assert json.loads(path.read_text())["otherData"]["source"].startswith("predicted for h200-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all_gather", "--shape", "8,8,8"], f"plan: OP must be one of {', '.join(OPS)}, got"),
+        (["all_gather_matmul", "--shape", "8,8"], "--shape must be M,N,K of numbers above 0"),
+        (["all_gather_matmul", "--shape", "8,0,8"], "--shape must be M,N,K of numbers above 0"),
+        ([*GATHER, "--ranks", "3"], "of an M that 3 ranks share evenly, got M 8192; take 8190 or"),
+        ([*GATHER, "--ranks", "16"], "machine must be a machine of 16 GPUs or more"),
+        ([*GATHER, "--machine", "v100-8"], "must be one of a100-8, a40-4, h100-8, h200-8, b200-8,"),
+        ([*GATHER, "--machine", "no.json"], "a file that `counterpoint characterize` wrote, got"),
+        ([*GATHER, "--plan", "graded 1/2"], "a spec whose sizes add up to 8; '1/2' do not"),
+        ([*GATHER, "--plan", "fast"], "plan must be auto or one of serial, shard_p2p, graded"),
+        ([*GATHER, "--out", "plan.txt"], "ends in .png, .svg, .pdf or .json, got plan.txt"),
+        ([*GATHER, "--out", "/proc/plan.json"], "[Errno 2] No such file or directory: '/proc/plan"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_one_line(arguments: list[str], message: str):
+    result = run(*arguments, code=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["all_gather_matmul"], [*GATHER, "--dtype", "int8"], [*GATHER, "--by", "luck"],
+     [*GATHER, "--ranks", "-1"]],
+)  # fmt: skip
+def test_wrong_options_are_exit_code_2(arguments: list[str]):
+    run(*arguments, code=2)
+
+
+def test_it_needs_no_torch_and_is_quick():
+    code = (
+        "import sys, time\n"
+        "import counterpoint.cli.plan\n"
+        "from counterpoint.cli.main import app\n"
+        "start_s = time.monotonic()\n"
+        f"app(['plan', *{GATHER}], standalone_mode=False)\n"
+        "assert time.monotonic() - start_s < 1\n"
+        "assert not {'torch', 'triton', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,0 +1,299 @@
+"""`counterpoint tune` and `counterpoint.tune`: on CPU ranks, and with GPUs that are made up."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rankpool import RankPool
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import counterpoint as cp
+from counterpoint.choose.choice import Candidate
+from counterpoint.cli import main
+from counterpoint.cli import tune as command
+from counterpoint.measure import record
+from counterpoint.measure import tune as measuring
+from counterpoint.measure.shapes import SHAPES
+from counterpoint.problem import OPS
+
+SHAPE = ("--op", "all_gather_matmul", "--shape", "64,32,48")
+TIMES = {"serial": 4e-4, "shard_p2p ring pull": 2e-4, "graded 2": 3e-4}
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(
+        main.app, ["tune", *arguments], env={"COLUMNS": "140", "LOCAL_RANK": None}
+    )
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A node of four; the arguments of each torchrun, which does nothing."""
+    started: list[list[str]] = []
+
+    def torchrun(ranks: int, arguments: list[str]) -> int:
+        started.append([str(ranks), *arguments])
+        return 0
+
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(command, "torchrun", torchrun)
+    return started
+
+
+def measured(problem: cp.Problem, times: dict[str, float]) -> cp.Choice:
+    """A choice by these times."""
+    best = min(times, key=times.__getitem__)
+    verdicts = {spec: "chosen" if spec == best else "slower" for spec in times}
+    table = tuple(
+        Candidate(spec, times[spec], "measured", verdicts[spec])
+        for spec in sorted(times, key=times.__getitem__)
+    )
+    machine = cp.preset(f"h200-{problem.ranks}")
+    return cp.Choice(problem, machine, best, table, False, "measurement", 1e-4, 1e-4, {})
+
+
+@pytest.fixture
+def rank_0(four_gpus: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Be rank 0 of the four; what each measurement was asked."""
+    asked: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def nccl_group() -> Iterator[tuple[Any, Any]]:
+        yield SimpleNamespace(rank=lambda: 0, size=lambda: 4), SimpleNamespace(type="cuda")
+
+    def measure(problem: cp.Problem, **arguments: Any) -> cp.Choice:
+        asked.append({"problem": problem, **arguments})
+        arguments["progress"]("timing")
+        return measured(problem, dict.fromkeys(arguments["specs"], 2e-4) | {"serial": 3e-4})
+
+    monkeypatch.setattr(command, "under_torchrun", lambda: True)
+    monkeypatch.setattr(command, "nccl_group", nccl_group)
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "known_tiles", lambda *_: {})
+    monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(command.record, "environment", lambda: {"gpu": "NVIDIA H200"})
+    return asked
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_without_two_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: gpus)
+    result = run(code=2)
+    assert result.stdout == ""
+    assert result.stderr.startswith("counterpoint tune: needs 2 GPUs or more; torch sees")
+    assert "`--ranks 2 --shape 512,256,256` tries the command on CPU ranks" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "2"], "--shape must be given for CPU ranks, to which published shapes"),
+        (["--ranks", "2", "--shape", "8,8,8"], f"one of {', '.join(OPS)} with --shape, got"),
+        (["--ranks", "2", "--shape", "8,8,8", "--op", "all"], "--op must be one of all_gather_"),
+        (["--ranks", "2", *SHAPE[:2], "--shape", "8,8,8:9"], "M,N,K of numbers above 0, got '9'"),
+        (["--ranks", "3", *SHAPE], "an M that 3 ranks share evenly, got M 64; take 63 or 66"),
+        (["--ranks", "2", *SHAPE, "--layer", "70B"], "left out where --shape is given, got '70B'"),
+        (["--ranks", "2", *SHAPE, "--specs", "graded 2,fast"], "plan must be auto or one of"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_on_cpu_ranks_is_one_line(arguments: list[str], message: str):
+    result = run(*arguments, code=1)
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "5"], "--ranks must be at most the 4 GPUs here, got 5"),
+        (["--layer", "8B"], "--layer must be a part of one of 70B qkv; 70B gate+up; 405B gate+up;"),
+        (["--op", "all_gather_matmul_wgrad"], "--op must be one that has such layers, got"),
+        (["--op", "matmul_reduce_scatter", "--layer", "70B qkv"], "--op must be one that has"),
+    ],
+)
+def test_what_is_refused_on_gpus(arguments: list[str], message: str):
+    assert message in run(*arguments, code=1).stderr
+
+
+def test_it_starts_a_rank_for_each_gpu(four_gpus: list[list[str]]):
+    run()
+    run(*SHAPE, "--ranks", "2", "--specs", "graded 2", "--dtype", "float16", "--out", "rows.jsonl")
+    options = ["--specs", "graded 2", "--out", "rows.jsonl", "--rounds", "9", "--ranks", "2"]
+    assert four_gpus == [
+        ["4", "tune", "--rounds", "9", "--dtype", "bfloat16"],
+        ["2", "tune", *SHAPE, *options, "--dtype", "float16"],
+    ]
+
+
+def test_layers_are_the_published_ones(rank_0: list[dict[str, Any]]):
+    published = [(op, *shape) for op, named in SHAPES.items() for shape in named.values()]
+
+    def tuned(*arguments: str) -> list[tuple[str, int, int, int]]:
+        rank_0.clear()
+        run(*arguments, "--specs", "graded")
+        return [(p.op, p.m, p.n, p.k) for p in (asked["problem"] for asked in rank_0)]
+
+    assert tuned() == published
+    assert tuned("--op", "all_gather_matmul") == published[:5]
+    assert tuned("--layer", "405b") == [published[2], published[7]]
+    assert tuned("--layer", "70B gate+up") == [published[1]], "a whole name is not a part of others"
+
+
+def test_it_prints_what_was_measured_and_where_it_is_kept(
+    rank_0: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
+    out = tmp_path / "rows.jsonl"
+    shape = ("--op", "matmul_reduce_scatter", "--shape", "8192,8192,3584")
+    text = run(*shape, "--specs", "graded 2/1/1, shard_p2p", "--out", str(out)).stdout
+    (asked,) = rank_0
+    assert asked["specs"] == ("graded 2/1/1", "shard_p2p")
+    problem = cp.Problem("matmul_reduce_scatter", 8192, 8192, 3584, 4)
+    assert asked["problem"] == problem
+    assert f"{problem}, predicted for h200-4 from datasheet rates\n" in text
+    predicted = cp.choose(problem, cp.preset("h200-4")).serial_s
+    (serial,) = (line.split() for line in text.splitlines() if line.startswith("serial "))
+    assert serial == ["serial", "300.0", "1.00", f"{predicted * 1e6:.1f}",
+                      f"{predicted / 3e-4:.2f}", "slower"]  # fmt: skip
+    path = tmp_path / "tuned-nvidia-h200-4.json"
+    assert f"They are kept in {path}: delete it to undo." in text
+    rows = record.read(out)
+    assert [(row["plan"], row["chosen"]) for row in rows] == [
+        ("graded 2/1/1", True), ("shard_p2p", False), ("serial", False),
+    ]  # fmt: skip
+    assert (
+        rows[2] | {"seconds": 3e-4, "device": "cuda", "gpu": "NVIDIA H200", "ranks": 4} == rows[2]
+    )
+    assert rows[2]["predicted_s"] == pytest.approx(predicted)
+
+
+def test_on_cpu_ranks_it_says_what_their_times_are_worth(tmp_path: Path):
+    """In processes of its own: ranks print, too."""
+    from test_cli import run as run_alone
+
+    out = tmp_path / "rows.jsonl"
+    cpu = ("--ranks", "2", "--rounds", "2", "--specs", "shard_p2p", "--out", str(out))
+    text = run_alone("tune", *SHAPE, *cpu)
+    words = " ".join(text.split())
+    assert words.startswith("On CPU ranks: the plans run, but their times mean nothing for a GPU")
+    assert "predicted" not in text and "kept" not in text
+    assert f"2 rows added to {out}" in text
+    rows = record.read(out)
+    assert sorted(row["plan"] for row in rows) == ["serial", "shard_p2p"]
+    assert {row["device"] for row in rows} == {"cpu"}
+    assert text.index("64") < text.index("shard_p2p") < text.index("rows added")
+
+
+def tuned(rank: int, world_size: int, cache: str) -> dict[str, Any]:
+    """Tune with made-up times; what "auto" runs before and after, and for another problem."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_CACHE", cache)
+        patch.setattr(measuring, "_on_cpu", lambda calls, *_: {s: TIMES[s] for s in calls})
+        x, w = torch.randn(32, 48), torch.randn(48, 32)
+
+        def steps(x: torch.Tensor) -> set[str]:
+            _, timeline = cp.profile(lambda: cp.all_gather_matmul(x, w))
+            return {span.label for span in timeline.spans if span.rank == rank}
+
+        before = steps(x)
+        y = cp.all_gather_matmul(x, w, plan="serial")
+        problem = cp.Problem("all_gather_matmul", 64, 32, 48, world_size, "float32")
+        said: list[str] = []
+        choice = cp.tune(problem, specs=["serial", *TIMES], rounds=2, progress=said.append)
+        return {
+            "before": before,
+            "after": steps(x),
+            "other": steps(x[:16]),
+            "equal": torch.equal(cp.all_gather_matmul(x, w), y),
+            "said": said,
+            "spec": choice.spec,
+            "table": choice.table,
+            "text": choice.explain(),
+            "files": [path.name for path in Path(cache).iterdir()],
+        }
+
+
+def test_auto_takes_the_tuned_plan_at_once(pool: RankPool, tmp_path: Path):
+    results = pool.run(tuned, 2, str(tmp_path))
+    for found in results:
+        assert found["before"] == {"gather", "matmul"}
+        assert "pull_1" in found["after"]
+        assert found["other"] == {"gather", "matmul"}, "another problem was not tuned"
+        assert found["equal"]
+        assert found["spec"] == "shard_p2p ring pull"
+        assert found["said"] == ["preparing 3 plans", "timing 3 plans"], "serial is there once"
+        assert [(c.spec, c.basis, c.verdict) for c in found["table"]] == [
+            ("shard_p2p ring pull", "measured", "chosen"),
+            ("graded 2", "measured", "slower"),
+            ("serial", "measured", "slower"),
+        ]
+        assert "chosen measured: shard_p2p ring pull, 200 us, 2.00x serial\n" in found["text"]
+        assert (
+            "a stand-in for CPU ranks, whose times say nothing about a GPU), eager" in found["text"]
+        )
+        assert found["files"] == [], "times of CPU ranks are not kept"
+
+
+def as_good(rank: int, world_size: int) -> tuple[str, dict[str, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        times = {"serial": 1e-3, "graded 2": 0.995e-3}
+        patch.setattr(measuring, "_on_cpu", lambda calls, *_: {s: times[s] for s in calls})
+        problem = cp.Problem("all_gather_matmul", 64, 32, 48, world_size)
+        choice = cp.tune(problem, group=dist.group.WORLD, specs=["graded 2"])
+        return choice.spec, {c.spec: c.verdict for c in choice.table}
+
+
+def test_serial_stays_unless_a_plan_is_faster_by_more_than_noise(pool: RankPool):
+    verdicts = {"graded 2": "not 1% faster than serial", "serial": "chosen"}
+    assert pool.run(as_good, 2) == [("serial", verdicts)] * 2
+
+
+def by_time(rank: int, world_size: int) -> tuple[str, tuple[Candidate, ...]]:
+    problem = cp.Problem("matmul_reduce_scatter", 60, 32, 48, world_size)
+    choice = cp.tune(problem, specs=["shard_p2p"], rounds=3)
+    return choice.spec, choice.table
+
+
+def test_all_ranks_have_the_same_times(pool: RankPool):
+    first, *others = pool.run(by_time, 3)
+    assert others == [first] * 2
+    assert {c.spec for c in first[1]} == {"serial", "shard_p2p"}
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    errors: list[str] = []
+    problem = cp.Problem("all_gather_matmul", 60, 32, 48, world_size)
+    for wrong in (replace(problem, ranks=3, rows=()), replace(problem, splits=(16, 16))):
+        with pytest.raises(cp.InputError) as error:
+            cp.tune(wrong)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_problems_that_cannot_be_tuned(pool: RankPool):
+    ranks, splits = pool.run(refused, 2)[0]
+    assert ranks == "tune: group must be of 3 ranks as the problem, got 2 ranks"
+    assert splits.startswith(
+        "tune: problem must be of one weight, got all_gather_matmul M60 N16+16"
+    )
+
+
+def test_a_table_without_predictions_has_no_room_for_them():
+    text = StringIO()
+    choice = measured(cp.Problem("all_gather_matmul", 64, 32, 48, 2), TIMES)
+    Console(file=text, width=80).print(command._table(choice, {}))
+    assert "predicted" not in text.getvalue()
+    rows = [line.split() for line in text.getvalue().splitlines()]
+    assert ["graded", "2", "300.0", "1.33", "slower"] in rows
