@@ -94,6 +94,7 @@ def overlap_table(shapes: list[Shape]) -> str:
         cells = [h["op"], f"{h['m']}, {h['n']}, {h['k']}"]
         cells += [ms(s.seconds(arm)) for arm in arms]
         hidden = f"{s.hidden:.0%}" if s.ratio > 1 else "loses"
+        hidden = "-" if s.graph["auto"]["pick"] == "serial" else hidden
         cells += [s.graph["auto"]["pick"], f"**{s.ratio:.2f}**", hidden]
         cells += [f"{ms(s.seconds(s.best))} {s.best}"]
         lines.append("| " + " | ".join(cells) + " |")

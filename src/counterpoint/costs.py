@@ -1,4 +1,4 @@
-"""What the parts of a plan cost on one machine: fifteen constants and the closed forms over them.
+"""What the parts of a plan cost on one machine: sixteen constants and the closed forms over them.
 
 Everything that predicts a time reads these: the sizes of graded groups, the choosers, the model.
 `counterpoint characterize` measures them; without that they are derived from the datasheet.

@@ -24,8 +24,8 @@ MARGINS = {True: 1.03, False: 1.15}
 # and this much: an eager call of a plan is the launch of a graph, which starts that much later than
 # two kernels do (4xH200, 2026-11)
 MIN_GAIN_S = 10e-6
-# of plans as close as that, the finest: a late copy then holds up less. 4xH200, 2026-11: finer plans
-# that were predicted within 1 % of the fastest were measured to be up to 5 % faster than it
+# of plans as close as that, the finest: a late copy then holds up less. 4xH200, 2026-11: finer
+# plans that were predicted within 1 % of the fastest were measured to be up to 5 % faster than it
 TIE = 1.01
 
 

@@ -1,4 +1,4 @@
-"""From measurements to the fifteen constants of `Costs`.
+"""From measurements to the sixteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
 of time against bytes, a search over the four constants of matmuls, ratios for contention.
