@@ -75,7 +75,7 @@ def by_model(
             return "slower"
         if seconds > enough_s:
             return f"not {margin - 1:.0%} and {MIN_GAIN_S * 1e6:.0f} us faster than serial"
-        return "slower" if seconds > times[chosen] else "as fast, with fewer steps"
+        return "slower" if seconds > times[chosen] else "as fast, and no finer"
 
     table = [Candidate("serial", serial_s, "simulated", verdict("serial", serial_s))]
     table += [Candidate(s, t, "simulated", verdict(s, t)) for s, t in times.items()]
