@@ -103,7 +103,7 @@ class Costs:
 
     def _at_limit(self, matmuls_s: float) -> float:
         """How far matmuls of that length bring a GPU to its power limit, from 0 to 1."""
-        return matmuls_s / (matmuls_s + max(self.gemm_settling_s, 1e-9))
+        return matmuls_s / (matmuls_s + self.gemm_settling_s) if matmuls_s else 0.0
 
     def copy_s(self, num_bytes: int, row_bytes: int = 0) -> float:
         """Seconds of one copy-engine copy between two ranks, and of its signal.

@@ -1,0 +1,115 @@
+"""choose: which machine a name or a file stands for, and what is refused."""
+
+import doctest
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from counterpoint.choose import choose as module
+from counterpoint.choose import known
+from counterpoint.choose.by_model import by_model
+from counterpoint.choose.choose import choose, machine_of
+from counterpoint.choose.known import save_machine
+from counterpoint.choose.rule import by_rule
+from counterpoint.errors import InputError
+from counterpoint.presets import preset
+from counterpoint.problem import Problem
+
+PROBLEM = Problem("all_gather_matmul", 8192, 7168, 8192, 4)
+
+
+@pytest.fixture(autouse=True)
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shipped"
+    monkeypatch.setattr(known, "SHIPPED", folder)
+    return folder
+
+
+def test_both_levels_are_reached():
+    machine = preset("h200-4")
+    for eager in (False, True):
+        assert choose(PROBLEM, machine, eager=eager) == by_model(PROBLEM, machine, eager=eager)
+        rule = choose(PROBLEM, machine, by="rule", eager=eager)
+        assert rule == by_rule(PROBLEM, machine, eager=eager)
+        assert (rule.basis, rule.eager) == ("rule", eager)
+
+
+def test_a_name_a_file_a_machine_or_nothing(tmp_path: Path):
+    machine = preset("h200-4")
+    assert machine_of(machine) is machine
+    assert machine_of("mi300x-8") == preset("mi300x-8")
+    assert choose(PROBLEM).machine == machine
+    assert choose(replace(PROBLEM, ranks=8, rows=())).machine.name == "h200-8"
+    slow = replace(machine, name="mine", measured=replace(machine.costs, copy_bytes_per_s=40e9))
+    path = save_machine(slow, "NVIDIA H200", 4, tmp_path)
+    for where in (path, str(path)):
+        choice = choose(PROBLEM, where)
+        assert choice.machine == slow
+        assert "measured rates" in choice.explain()
+    # a machine has more GPUs than there are ranks
+    assert choose(PROBLEM, "h200-8").machine.num_devices == 8
+
+
+def test_a_name_stands_for_what_was_measured_on_such_a_machine(shipped: Path):
+    base = preset("h200-4")
+    measured = replace(base, measured=replace(base.costs, kernel_s=9e-6), source="measured")
+    save_machine(measured, "NVIDIA H200", 4, shipped)
+    assert machine_of("h200-4") == measured
+    assert machine_of("h200-8").measured == measured.measured
+    assert machine_of("h200-2") == preset("h200-2")
+    assert machine_of("h100-4") == preset("h100-4")
+    assert machine_of(base) is base
+
+
+@pytest.mark.parametrize("name", ["h200", "v100-8", "H200-4", "h200-9", ""])
+def test_an_unknown_machine_lists_those_that_exist(name: str):
+    want = "one of a100-8, a40-4, h100-8, h200-8, b200-8, mi250x-8, mi300x-8, or these with 1 to 8"
+    with pytest.raises(InputError, match=f"name must be {want} GPUs, got '{name}'"):
+        choose(PROBLEM, name)
+
+
+def test_a_level_that_is_none():
+    with pytest.raises(InputError, match="choose: by must be model or rule, got 'measurement'"):
+        choose(PROBLEM, by="measurement")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["h200-1", "h200-3"])
+def test_a_machine_with_fewer_gpus_than_ranks(name: str):
+    want = "a machine of 4 GPUs or more, as the problem has ranks"
+    for by in ("model", "rule"):
+        with pytest.raises(InputError, match=f"choose: machine must be {want}, got {name}"):
+            choose(PROBLEM, name, by=by)
+    with pytest.raises(InputError, match=r"a machine of 16 GPUs or more, .* got h200-8"):
+        choose(replace(PROBLEM, ranks=16, rows=()))
+
+
+CONTENTS = {
+    "missing": None,
+    "no JSON": "h200-4",
+    "a list": "[]",
+    "no machine": "{}",
+    "no such machine": json.dumps({"machine": "h200-4"}),
+    "too deep": "[" * 100_000,
+    "unit slip": json.dumps(
+        {"machine": json.loads(preset("h200-4").to_json().replace("450000000000.0", "450"))}
+    ),
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_a_file_of_something_else(tmp_path: Path, content: str | None):
+    path = tmp_path / "machine.json"
+    if content is not None:
+        path.write_text(content)
+    want = f"choose: machine must be a file that `counterpoint characterize` wrote, got {path}: "
+    for where in (path, str(path)):
+        with pytest.raises(InputError) as caught:
+            choose(PROBLEM, where)
+        assert str(caught.value).startswith(want)
+
+
+def test_the_example_runs():
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed

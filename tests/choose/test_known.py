@@ -1,0 +1,313 @@
+"""What is known of a machine, in files: read back as written, ignored where it is damaged."""
+
+import json
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from counterpoint.choose import known
+from counterpoint.choose.known import (
+    cache_folder,
+    load,
+    problem_key,
+    save_machine,
+    save_tuned,
+    shipped,
+    slug,
+)
+from counterpoint.errors import CounterpointWarning
+from counterpoint.machine import Machine
+from counterpoint.presets import preset
+from counterpoint.problem import Problem
+
+GPU, RANKS, TORCH = "NVIDIA H200", 4, "2.11.0+cu130"
+PROBLEM = Problem("all_gather_matmul", 8192, 7168, 8192, RANKS)
+SPEC = "graded 1/3 ring push"
+
+
+def measured(kernel_s: float = 2e-6) -> Machine:
+    base = preset(f"h200-{RANKS}")
+    return replace(base, measured=replace(base.costs, kernel_s=kernel_s), source="measured here")
+
+
+@pytest.fixture
+def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "SHIPPED", tmp_path / "shipped")
+
+
+def read(folder: Path, gpu: str = GPU, ranks: int = RANKS, torch: str = TORCH) -> known.Knowledge:
+    return load(gpu, ranks, torch, folder=folder)
+
+
+def test_a_machine_and_its_plans_are_read_back(tmp_path: Path):
+    path = save_machine(measured(), GPU, RANKS, tmp_path)
+    assert path == tmp_path / "nvidia-h200-4.json"
+    entry = {"spec": SPEC, "seconds": 1e-3, "serial_s": 1.2e-3}
+    assert save_tuned(PROBLEM, entry, GPU, TORCH, tmp_path) == tmp_path / "tuned-nvidia-h200-4.json"
+    other = replace(PROBLEM, n=1280)
+    save_tuned(other, {"spec": "serial"}, GPU, TORCH, tmp_path)
+    # measured once more: the newer one stays
+    save_tuned(other, {"spec": "shard_p2p xor push"}, GPU, TORCH, tmp_path)
+
+    found = read(tmp_path)
+    assert found.machine == measured()
+    assert found.tuned == {
+        problem_key(PROBLEM): SPEC,
+        problem_key(other): "shard_p2p xor push",
+    }
+    kept = json.loads((tmp_path / "tuned-nvidia-h200-4.json").read_text())
+    assert kept["plans"][problem_key(PROBLEM)] == entry
+
+
+def test_a_key_is_of_the_problem_and_not_of_the_memory_limit():
+    keys = [
+        problem_key(p)
+        for p in (
+            PROBLEM,
+            replace(PROBLEM, n=7169),
+            replace(PROBLEM, bias=True),
+            replace(PROBLEM, dtype="float16"),
+            replace(PROBLEM, rows=(8192, 0, 0, 0)),
+            replace(PROBLEM, splits=(7000, 168)),
+            replace(PROBLEM, op="matmul_reduce_scatter"),
+            replace(PROBLEM, ranks=2, rows=()),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+    assert problem_key(replace(PROBLEM, scratch_bytes_limit=1)) == problem_key(PROBLEM)
+    assert problem_key(replace(PROBLEM, rows=(2048,) * 4)) == problem_key(PROBLEM)
+
+
+def test_file_names_are_plain():
+    assert slug("NVIDIA H200", 4) == "nvidia-h200-4"
+    assert slug("NVIDIA A100-SXM4-80GB", 8) == "nvidia-a100-sxm4-80gb-8"
+    assert slug("../../etc: x\n", 2) == "etc-x-2"
+
+
+def test_missing_files_are_no_news(tmp_path: Path, nothing_shipped: None):
+    found = read(tmp_path / "not there")
+    assert found.machine == preset("h200-4")
+    assert found.tuned == {}
+    assert read(tmp_path, gpu="Some GPU").machine is None
+    assert load(GPU, RANKS, TORCH, folder=None) == found
+    assert not (tmp_path / "not there").exists()
+
+
+def test_the_package_alone_is_asked_where_no_folder_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
+    save_machine(measured(), GPU, RANKS)
+    assert load(GPU, RANKS, TORCH).machine == measured()
+    assert load(GPU, RANKS, TORCH, folder=None).machine != measured()
+
+
+Content = dict[str, Any]
+
+
+def without_measured(content: Content) -> object:
+    return {**content, "machine": {**content["machine"], "measured": None}}
+
+
+def with_cost(**costs: object) -> Callable[[Content], object]:
+    def damage(content: Content) -> object:
+        machine = content["machine"]
+        return {**content, "machine": {**machine, "measured": {**machine["measured"], **costs}}}
+
+    return damage
+
+
+MACHINE_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
+    "other gpu": (lambda c: {**c, "gpu": "NVIDIA H100"}, "is for gpu 'NVIDIA H100'"),
+    "other ranks": (lambda c: {**c, "ranks": 8}, "is for ranks 8, this is 4"),
+    "other format": (lambda c: {**c, "format": 0}, "is for format 0, this is 1"),
+    "no format": (lambda c: {"machine": c["machine"]}, "is for format None"),
+    "a list": (lambda c: [c], "is damaged: no JSON object"),
+    "nothing": (lambda c: None, "is damaged: no JSON object"),
+    "no machine": (lambda c: {k: v for k, v in c.items() if k != "machine"}, "is damaged"),
+    "no such machine": (lambda c: {**c, "machine": "h200-4"}, "is damaged"),
+    "empty machine": (lambda c: {**c, "machine": {}}, "is damaged"),
+    "not measured": (without_measured, "has no measured costs"),
+    "unit slip": (with_cost(copy_bytes_per_s=390), "is damaged: Costs: copy_bytes_per_s must be"),
+    "microseconds": (with_cost(barrier_s=3.2), "is damaged: Costs: barrier_s must be seconds"),
+    "a text": (with_cost(kernel_s="__import__('os').abort()"), "is damaged"),
+    "infinite": (with_cost(hbm_bytes_per_s=10**400), "is damaged"),
+    "unknown constant": (with_cost(speed=1.0), "is damaged"),
+    "enormous number": (
+        lambda c: {**c, "machine": {**c["machine"], "device": {
+            **c["machine"]["device"], "hbm_bytes": -(10**400)}}},
+        "is damaged",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MACHINE_DAMAGE)
+def test_a_damaged_machine_is_ignored(tmp_path: Path, nothing_shipped: None, name: str):
+    damage, why = MACHINE_DAMAGE[name]
+    path = save_machine(measured(), GPU, RANKS, tmp_path)
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    with pytest.warns(CounterpointWarning) as caught:
+        found = read(tmp_path)
+    assert found.machine == preset("h200-4") and found.tuned == {}
+    (warning,) = caught
+    assert str(warning.message).startswith(f"{path} {why}")
+    assert str(warning.message).endswith("it is ignored, delete it or measure again")
+
+
+TUNED_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
+    "other gpu": (lambda c: {**c, "gpu": "NVIDIA H100"}, "is for gpu 'NVIDIA H100'"),
+    "other ranks": (lambda c: {**c, "ranks": 8}, "is for ranks 8, this is 4"),
+    "other format": (lambda c: {**c, "format": 2}, "is for format 2, this is 1"),
+    "other torch": (lambda c: {**c, "torch": "2.12.0"}, "is for torch '2.12.0', this is '2.11"),
+    "no torch": (lambda c: {k: v for k, v in c.items() if k != "torch"}, "is for torch None"),
+    "a text": (lambda c: "plans", "is damaged: no JSON object"),
+    "plans are a list": (lambda c: {**c, "plans": [SPEC]}, "is damaged: its plans have no spec"),
+    "an entry is a text": (lambda c: {**c, "plans": {"x": SPEC}}, "is damaged: its plans have no"),
+    "no spec": (lambda c: {**c, "plans": {"x": {}}}, "is damaged: its plans have no spec"),
+    "spec is a number": (lambda c: {**c, "plans": {"x": {"spec": 1}}}, "is damaged: its plans"),
+    "spec is a list": (lambda c: {**c, "plans": {"x": {"spec": [SPEC]}}}, "is damaged: its plans"),
+}
+
+
+@pytest.mark.parametrize("name", TUNED_DAMAGE)
+def test_damaged_plans_are_ignored(tmp_path: Path, name: str):
+    damage, why = TUNED_DAMAGE[name]
+    save_machine(measured(), GPU, RANKS, tmp_path)
+    path = save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path)
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    with pytest.warns(CounterpointWarning) as caught:
+        found = read(tmp_path)
+    # the machine is in a file of its own
+    assert found.machine == measured() and found.tuned == {}
+    (warning,) = caught
+    assert str(warning.message).startswith(f"{path} {why}")
+    # and what is tuned from now on is kept
+    with pytest.warns(CounterpointWarning):
+        save_tuned(PROBLEM, {"spec": "serial"}, GPU, TORCH, tmp_path)
+    assert read(tmp_path).tuned == {problem_key(PROBLEM): "serial"}
+
+
+BYTES = {
+    "empty": b"",
+    "no JSON": b"import os; os.abort()",
+    "no text": b"\xff\xfe\x00\x81",
+    "too deep": b"[" * 100_000,
+    "long number": b'{"format": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", BYTES.values(), ids=BYTES)
+@pytest.mark.parametrize("file", ["nvidia-h200-4.json", "tuned-nvidia-h200-4.json"])
+def test_a_file_of_something_else_is_ignored(
+    tmp_path: Path, nothing_shipped: None, file: str, content: bytes
+):
+    (tmp_path / file).write_bytes(content)
+    with pytest.warns(CounterpointWarning, match=f"{tmp_path / file} is damaged"):
+        assert read(tmp_path) == known.Knowledge(preset("h200-4"), {})
+
+
+def test_a_file_cut_off_anywhere_is_ignored(tmp_path: Path, nothing_shipped: None):
+    save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path)
+    path = save_machine(measured(), GPU, RANKS, tmp_path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        with pytest.warns(CounterpointWarning, match=f"{path} is damaged"):
+            found = read(tmp_path)
+        assert found.machine == preset("h200-4")
+        assert found.tuned == {problem_key(PROBLEM): SPEC}
+
+
+def test_a_folder_in_a_files_place_is_ignored(tmp_path: Path, nothing_shipped: None):
+    (tmp_path / "nvidia-h200-4.json").mkdir()
+    with pytest.warns(CounterpointWarning, match=r"nvidia-h200-4\.json is damaged"):
+        assert read(tmp_path).machine == preset("h200-4")
+
+
+def test_saving_leaves_nothing_else_behind(tmp_path: Path):
+    where = tmp_path / "not" / "yet" / "there"
+    machine, tuned = (
+        save_machine(measured(), GPU, RANKS, where),
+        save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, where),
+    )
+    before = tuned.read_bytes()
+    with pytest.raises(TypeError):  # no JSON: the file stays as it was
+        save_tuned(PROBLEM, {"spec": SPEC, "what": object()}, GPU, TORCH, where)
+    assert tuned.read_bytes() == before
+    assert sorted(where.iterdir()) == sorted([machine, tuned])
+
+
+def test_saving_at_the_same_time_never_shows_half_a_file(tmp_path: Path):
+    problems = [replace(PROBLEM, n=n) for n in range(1, 9)]
+    save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path)
+
+    def save(problem: Problem) -> None:
+        for i in range(10):
+            save_tuned(problem, {"spec": "x" * 100 * i}, GPU, TORCH, tmp_path)
+            save_machine(measured(problem.n * 1e-6), GPU, RANKS, tmp_path)
+
+    # a warning is an error here: whatever is read meanwhile is whole
+    with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
+        warnings.simplefilter("error")
+        saves = [pool.submit(save, problem) for problem in problems]
+        while not all(each.done() for each in saves):
+            found = read(tmp_path)
+            assert found.tuned
+        for each in saves:
+            each.result()
+        found = read(tmp_path)
+    assert found.machine in [measured(p.n * 1e-6) for p in problems]
+    assert set(found.tuned) <= {problem_key(p) for p in (PROBLEM, *problems)}
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COUNTERPOINT_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "counterpoint"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "counterpoint"
+    assert save_machine(measured(), GPU, RANKS).parent == tmp_path / "xdg" / "counterpoint"
+    monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+    assert save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH).parent == tmp_path / "own"
+    found = load(GPU, RANKS, TORCH)
+    assert found.machine != measured() and found.tuned
+    # set to nothing is not set
+    monkeypatch.setenv("COUNTERPOINT_CACHE", "")
+    assert load(GPU, RANKS, TORCH).machine == measured()
+
+
+def test_what_came_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(known, "SHIPPED", tmp_path)
+    assert shipped(GPU, 4) is None
+    save_machine(measured(), GPU, 4, tmp_path)
+    assert shipped(GPU, 4) == measured()
+    # of eight GPUs of the kind four have been measured: what a part costs is taken from there
+    eight = shipped(GPU, 8)
+    assert eight is not None
+    assert eight == replace(
+        preset("h200-8"), measured=measured().costs, source="measured here, on 4 GPUs"
+    )
+    # but not the other way round
+    assert shipped(GPU, 2) is None and shipped(GPU, 1) is None
+    assert shipped("NVIDIA H100", 4) is None
+    # what was measured here goes before
+    save_machine(measured(3e-6), GPU, 4, tmp_path / "cache")
+    assert read(tmp_path / "cache").machine == measured(3e-6)
+    assert read(tmp_path / "empty").machine == measured()
+
+
+def test_what_comes_with_this_release_is_readable():
+    for path in known.SHIPPED.glob("*.json"):
+        content = json.loads(path.read_text())
+        machine = shipped(content["gpu"], content["ranks"])
+        assert machine is not None and machine.measured
+        assert path.name == f"{slug(content['gpu'], content['ranks'])}.json"
+        assert machine.num_devices == content["ranks"]
