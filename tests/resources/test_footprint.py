@@ -64,6 +64,7 @@ class Handle:
 class StubDriver:
     """The driver of cuda-bindings 13 on these graphs, nodes and functions, each by its number."""
 
+    CUgraphNodeType = NodeType
     CUkernelNodeAttrID = NodeAttribute
     CUfunction_attribute = FunctionAttribute
 
@@ -317,7 +318,7 @@ def test_footprints_capture_the_call_and_never_run_it(
             return 1
 
     class Capture:
-        def __init__(self, graph: Graph) -> None:
+        def __init__(self, graph: Graph, capture_error_mode: str) -> None:
             assert isinstance(graph, Graph)
 
         def __enter__(self) -> None:
