@@ -3,7 +3,7 @@
 import pytest
 
 from counterpoint.plan.families import build
-from counterpoint.plan.grading import MAX_GROUPS, compositions, copy_s, graded_groups, matmul_s
+from counterpoint.plan.grading import MAX_GROUPS, compositions, graded_groups
 from counterpoint.plan.steps import Region
 from counterpoint.presets import preset
 from counterpoint.problem import FORWARD, Op, Problem
@@ -51,28 +51,6 @@ def test_own_rows_are_scattered_last_and_stay(groups: tuple[int, ...]):
     matmuls = [s for s in plan.steps if s.kind == "matmul"]
     assert [(0,) in s.writes[0].shards for s in matmuls] == [False] * (len(groups) - 1) + [True]
     assert all((0,) not in s.reads[0].shards for s in plan.steps if s.kind == "copy")
-
-
-def test_a_matmul_takes_whole_waves_of_the_best_tile():
-    problem = Problem("all_gather_matmul", 8192, 8192, 8192, 8)
-    rows = 4 * H200.gemm_tile[0]
-    # 8192 columns are 32 tiles: 4 rows of tiles fit into a wave of 132 SMs
-    wave_s = matmul_s(problem, rows, H200)
-    assert wave_s == pytest.approx(2 * 128 * 256 * 8192 * 132 / (989e12 * 0.8))
-    # of the fifth row, smaller tiles need less than a second wave of large ones
-    assert wave_s < matmul_s(problem, rows + 1, H200) < 2 * wave_s
-    # and a quarter of the rows takes more than a quarter of the time, but less than all of it
-    assert wave_s / 4 < matmul_s(problem, rows // 4, H200) < wave_s / 2
-    times = [matmul_s(problem, rows, H200) for rows in range(0, 8193, 64)]
-    assert times == sorted(times)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129])
-@pytest.mark.parametrize(("n", "k"), [(0, 0), (0, 8), (8, 0), (1, 1), (257, 3)])
-def test_times_are_never_negative(rows: int, n: int, k: int):
-    problem = Problem("all_gather_matmul", rows * 4, n, k, 4)
-    assert matmul_s(problem, rows, H200) >= 0
-    assert copy_s(rows * k * 2, H200) >= H200.link.copy_overhead_s
 
 
 @pytest.mark.parametrize("op", FORWARD)
