@@ -95,13 +95,9 @@ def _one(
 ) -> Tensor:  # fmt: skip
     tensors = (x, w, bias)
     group = check_group(OP, group)
-    key = call.key_of(OP, tensors, group, plan, rows, gather_dim)
-    ready = call.known(key, group, x.device) if key else None
-    if ready is not None:
-        if not gather_dim:
-            return ready(tensors)[0]
-        dim = gather_dim % x.dim()
-        return ready((x.movedim(dim, 0), w, bias))[0].movedim(0, dim)
+    y, key = call.repeated(OP, tensors, group, plan, rows, gather_dim)
+    if y is not None:
+        return y
     x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
     check_tensors(OP, x, w, bias)
     dim = check_dim(OP, "gather_dim", gather_dim, x)

@@ -145,12 +145,25 @@ def key_of(
     return tuple(key)
 
 
-def known(
-    key: tuple[object, ...] | None, group: dist.ProcessGroup, device: torch.device
-) -> Ready | None:
-    """What `remember` has kept for these facts; None if nothing, or if calls are to be checked."""
-    workspace = workspace_if_any(group, device) if key else None
-    return workspace.code.get(key) if workspace and not _checking() else None
+def repeated(
+    op: str, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], group: dist.ProcessGroup,
+    plan: object, rows: object, dim: int,
+) -> tuple[Tensor | None, tuple[object, ...] | None]:  # fmt: skip
+    """Run a call whose facts are known: its result, or else None and what to remember it by.
+
+    Args:
+        dim: of the first tensor and of the result, which is first in the plan.
+    """
+    key = key_of(op, tensors, group, plan, rows, dim)
+    x, *rest = tensors
+    workspace = workspace_if_any(group, x.device) if key else None
+    ready: Ready | None = workspace.code.get(key) if workspace and not _checking() else None
+    if ready is None:
+        return None, key
+    if not dim:
+        return ready(tensors)[0], key
+    dim %= x.dim()
+    return ready((x.movedim(dim, 0), *rest))[0].movedim(0, dim), key
 
 
 def remember(key: tuple[object, ...], ready: Ready) -> None:

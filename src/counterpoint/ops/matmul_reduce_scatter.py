@@ -68,13 +68,9 @@ def matmul_reduce_scatter(
     """
     tensors = (x, w, bias)
     group = check_group(OP, group)
-    key = call.key_of(OP, tensors, group, plan, rows, scatter_dim)
-    ready = call.known(key, group, x.device) if key else None
-    if ready is not None:
-        if not scatter_dim:
-            return ready(tensors)[0]
-        dim = scatter_dim % x.dim()
-        return ready((x.movedim(dim, 0), w, bias))[0].movedim(0, dim)
+    y, key = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
+    if y is not None:
+        return y
     x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
     check_tensors(OP, x, w, bias)
     dim = check_dim(OP, "scatter_dim", scatter_dim, x)
