@@ -4,9 +4,11 @@ Everything that predicts a time reads these: the sizes of graded groups, the cho
 `counterpoint characterize` measures them; without that they are derived from the datasheet.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil, log2
+from types import MappingProxyType
 from typing import Literal
 
 from counterpoint.errors import InputError
@@ -19,6 +21,8 @@ ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2
 
 Collective = Literal["all_gather", "reduce_scatter"]
 Tile = tuple[int, int]  # rows and columns of the result that one block computes
+Tiles = Mapping[tuple[int, int, int], Tile]  # of (rows, n, k), where the library's tile is known
+NO_TILES: Tiles = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

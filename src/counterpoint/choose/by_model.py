@@ -5,10 +5,9 @@ are off: see MARGINS.
 """
 
 from counterpoint.choose.choice import Candidate, Choice
-from counterpoint.costs import Costs
+from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
-from counterpoint.model.work import NO_TILES, Tiles
 from counterpoint.plan.families import build
 from counterpoint.plan.grading import graded_groups
 from counterpoint.plan.makespan import exchanges_s, gather_s, scatter_s
@@ -24,8 +23,7 @@ MARGINS = {True: 1.03, False: 1.15}
 # and this much: an eager call of a plan is the launch of a graph, which starts that much later than
 # two kernels do (4xH200, 2026-11)
 MIN_GAIN_S = 10e-6
-# of plans as close as that, the finest: a late copy then holds up less. 4xH200, 2026-11: finer
-# plans that were predicted within 1 % of the fastest were measured to be up to 5 % faster than it
+# of plans as close as that, the finest: a late copy then holds up less
 TIE = 1.01
 
 
@@ -44,7 +42,7 @@ def by_model(
         specs = [s for s in specs if not s.startswith("uniform")]
     guesses: dict[str, float] = {}
     if len(specs) > MAX_SIMULATED and problem.ranks > 1:
-        guesses = {spec: _closed_form_s(problem, spec, machine) for spec in specs}
+        guesses = {spec: _closed_form_s(problem, spec, machine, tiles) for spec in specs}
         specs = sorted(specs, key=guesses.__getitem__)[:MAX_SIMULATED]
     if problem.ranks == 1:
         specs = []
@@ -132,7 +130,7 @@ def part_rows(problem: Problem) -> tuple[int, ...]:
     return tuple(sorted(rows for rows in parts if rows))
 
 
-def _closed_form_s(problem: Problem, spec: str, machine: Machine) -> float:
+def _closed_form_s(problem: Problem, spec: str, machine: Machine, tiles: Tiles) -> float:
     """A guess at the time of a plan that need not be built for it."""
     family, *words = spec.split()
     if family == "uniform_fused_1d":
@@ -150,4 +148,6 @@ def _closed_form_s(problem: Problem, spec: str, machine: Machine) -> float:
         rest_s = machine.costs.matmul_s(rows, n, k, problem.item_bytes, machine.sms)
     if family == "shard_p2p":
         groups = (1,) * problem.ranks
-    return closed(forward, groups or graded_groups(forward, machine), pieces, machine) + rest_s
+    return (
+        closed(forward, groups or graded_groups(forward, machine), pieces, machine, tiles) + rest_s
+    )

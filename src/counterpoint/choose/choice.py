@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
 
+from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import estimate
-from counterpoint.model.work import Tiles
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem

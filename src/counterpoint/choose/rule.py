@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from counterpoint.choose.by_model import parts_s, refusal
 from counterpoint.choose.choice import Candidate, Choice
+from counterpoint.costs import NO_TILES
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
-from counterpoint.model.work import NO_TILES
 from counterpoint.plan.families import build
 from counterpoint.problem import Op, Problem
 

@@ -17,9 +17,9 @@ from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose, machine_of
 from counterpoint.cli.problems import op_of, problem_of, shape_of
+from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
-from counterpoint.model.work import NO_TILES
 from counterpoint.plan.families import build
 from counterpoint.problem import OPS, Problem
 

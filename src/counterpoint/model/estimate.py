@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from counterpoint.costs import Costs
+from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
-from counterpoint.model.work import NO_TILES, Tiles, work_s
+from counterpoint.model.work import work_s
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
 from counterpoint.timeline import Span, Timeline

@@ -1,18 +1,12 @@
 """What each step of a plan takes by itself on a machine, by the closed forms of `Costs`."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from counterpoint.costs import Collective, Tile
+from counterpoint.costs import Collective, Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
 
 LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calibrated
-
-Tiles = Mapping[tuple[int, int, int], Tile]
-NO_TILES: Tiles = MappingProxyType({})
 
 
 def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> float:

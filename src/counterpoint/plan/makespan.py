@@ -5,15 +5,23 @@ before has ended and what it sends is computed. Good enough to size groups and t
 candidates; `model.estimate` knows the rest.
 """
 
+from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
 from counterpoint.problem import Problem
 
 
-def gather_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Machine) -> float:
+def gather_s(
+    problem: Problem,
+    groups: tuple[int, ...],
+    pieces: int,
+    machine: Machine,
+    tiles: Tiles = NO_TILES,
+) -> float:  # fmt: skip
     """Seconds of an all_gather_matmul whose groups of shards have those sizes.
 
     Args:
         pieces: parts of the last shard, where the last group is one.
+        tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
     row_bytes = problem.k * problem.item_bytes
@@ -26,7 +34,7 @@ def gather_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Ma
         for _ in range(parts):
             arrived_s += max(remote, 0) * _copy_s(rows * row_bytes // parts, machine)
             after_s = max(end_s, arrived_s) if remote else end_s
-            end_s = after_s + _matmul_s(problem, rows * size // parts, machine)
+            end_s = after_s + _matmul_s(problem, rows * size // parts, machine, tiles)
             end_s += costs.kernel_s if remote else 0.0
     return end_s
 
@@ -43,11 +51,18 @@ def exchanges_s(problem: Problem, machine: Machine) -> float:
     return costs.barrier_s + exchange_s + rest_s + step_s
 
 
-def scatter_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: Machine) -> float:
+def scatter_s(
+    problem: Problem,
+    groups: tuple[int, ...],
+    pieces: int,
+    machine: Machine,
+    tiles: Tiles = NO_TILES,
+) -> float:  # fmt: skip
     """Seconds of a matmul_reduce_scatter whose groups of owners have those sizes.
 
     Args:
         pieces: parts of the first owner's rows, where the first group is one, and of the sum.
+        tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
     row_bytes = problem.n * problem.item_bytes
@@ -59,7 +74,7 @@ def scatter_s(problem: Problem, groups: tuple[int, ...], pieces: int, machine: M
         owners += size
         remote = size - (owners == problem.ranks)  # the last group holds the own rows
         for _ in range(parts):
-            computed_s += _matmul_s(problem, rows * size // parts, machine)
+            computed_s += _matmul_s(problem, rows * size // parts, machine, tiles)
             if parts > 1:
                 sent_s = _copy_s(rows * row_bytes // parts, machine)
                 copied_s = max(copied_s, computed_s) + sent_s
@@ -76,8 +91,10 @@ def _copy_s(num_bytes: int, machine: Machine) -> float:
     return machine.costs.copy_s(num_bytes * links)
 
 
-def _matmul_s(problem: Problem, rows: int, machine: Machine) -> float:
+def _matmul_s(problem: Problem, rows: int, machine: Machine, tiles: Tiles = NO_TILES) -> float:
     costs, p = machine.costs, problem
-    whole_s = costs.matmul_s(p.m, p.n, p.k, p.item_bytes, machine.sms)
-    part_s = costs.matmul_s(rows, p.n, p.k, p.item_bytes, machine.sms)
+    whole_s, part_s = (
+        costs.matmul_s(r, p.n, p.k, p.item_bytes, machine.sms, tiles.get((r, p.n, p.k)))
+        for r in (p.m, rows)
+    )
     return part_s * costs.settling(whole_s)

@@ -1,8 +1,9 @@
 """Eager calls as one launch: a call whose addresses repeat is captured once and replayed.
 
-Enqueuing the steps of a plan one by one costs the host some 15 us each, launching them as a CUDA
-graph 10 us in all. In a training step or a decoder loop the caching allocator hands out the same
-addresses again and again, so most calls are seen again soon; one that is not runs step by step.
+Enqueuing the steps of a plan one by one costs the host 12 us each (4xH200, 2026-11), launching them
+as a CUDA graph about as much in all. In a training step or a decoder loop the caching allocator
+hands out the same addresses again and again, so most calls are seen again soon; one that is not
+runs step by step.
 The graphs are of this library only: nothing of the user's is captured, and signals carry the
 epoch that lives in device memory, so replays and eager calls mix.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 SEEN_BEFORE = 2  # calls with the same addresses that run step by step
-MAX_GRAPHS = 512  # of a workspace; each takes some 160 KiB of device memory
+MAX_GRAPHS = 512  # of a workspace; each takes less than 256 KiB of device memory (tests/gpu)
 MAX_SEEN = 4096
 
 
