@@ -20,8 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS_S = {"smoke": (100, 60), "full": (160, 210)}  # tests, benchmark
+LOOPS_S = 340  # of the resource experiment
 SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "tests", "bench", "training")
+PARTS = ("hardware", "characterize", "tests", "bench", "training", "resources")
 
 
 def main() -> int:
@@ -47,7 +48,7 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
         ("hardware", "hardware"), ("characterize", "characterize"), ("bench", "overlap"),
-        ("training", "training"),
+        ("training", "training"), ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
@@ -60,6 +61,7 @@ def main() -> int:
         "tests": (tests, test_s),
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),
+        "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
     }
     # what is measured here stays here, and nothing measured before is used
     os.environ["COUNTERPOINT_CACHE"] = str(args.out / "cache")
@@ -71,20 +73,26 @@ def main() -> int:
                 rows[name].unlink(missing_ok=True)  # rows are appended
                 command = [*command, "--out", str(rows[name])]
             start_s = time.monotonic()
-            code = _torchrun(num_gpus, command, limit_s)
+            code = _torchrun(num_gpus, command, limit_s, name in ("tests", "resources"))
             print(f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s")
             if code:
                 return code
     return 0
 
 
-def _torchrun(num_gpus: int, command: list[str], limit_s: int) -> int:
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}:{ROOT / 'benchmarks'}",
-        "OMP_NUM_THREADS": "4",
-        "PYTHONUNBUFFERED": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }
+def _torchrun(num_gpus: int, command: list[str], limit_s: int, sharing: bool) -> int:
+    # captured collectives of NCCL hang on memory that is open to peers where they register it
+    register = {"NCCL_GRAPH_REGISTER": "0"} if sharing else {}
+    environment = (
+        os.environ
+        | register
+        | {
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}:{ROOT / 'benchmarks'}",
+            "OMP_NUM_THREADS": "4",
+            "PYTHONUNBUFFERED": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
+    )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher.append(f"--nproc-per-node={num_gpus}")
     if command[0] == "-m":

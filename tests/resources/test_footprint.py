@@ -33,6 +33,7 @@ class NodeType(IntEnum):
 class NodeAttribute(IntEnum):
     """As the driver numbers them."""
 
+    CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
     CU_LAUNCH_ATTRIBUTE_PRIORITY = 8
 
@@ -138,6 +139,7 @@ class StubDriver:
         )  # fmt: skip
         x, y, z = cluster
         self.attributes[node] = {
+            NodeAttribute.CU_LAUNCH_ATTRIBUTE_COOPERATIVE: SimpleNamespace(cooperative=0),
             NodeAttribute.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION: SimpleNamespace(
                 clusterDim=SimpleNamespace(x=x, y=y, z=z)
             ),

@@ -103,6 +103,38 @@ def save_tuned(
     return _write(path, {**content, "plans": plans})
 
 
+def load_controls(
+    key: str, gpu: str, ranks: int, torch_version: str, folder: Path | None = None
+) -> dict[str, Any] | None:
+    """What `save_controls` kept under `key`, if anything."""
+    where = folder or cache_folder()
+    found = _controls(where, gpu, ranks, torch_version).get(key)
+    return found if isinstance(found, dict) else None
+
+
+def save_controls(
+    key: str, entry: Mapping[str, Any], gpu: str, ranks: int, torch_version: str,
+    folder: Path | None = None,
+) -> Path:  # fmt: skip
+    """Keep the controls tuned for a pipeline: `entry` has "spec" and what was measured."""
+    where = folder or cache_folder()
+    known = _controls(where, gpu, ranks, torch_version)
+    known[key] = dict(entry)
+    content = {"format": FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
+    return _write(where / f"controls-{slug(gpu, ranks)}.json", {**content, "controls": known})
+
+
+def _controls(folder: Path, gpu: str, ranks: int, torch_version: str) -> dict[str, Any]:
+    path = folder / f"controls-{slug(gpu, ranks)}.json"
+    wants = {"format": FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
+    content = _read(path, wants) or {}
+    known = content.get("controls", {})
+    if isinstance(known, dict):
+        return known
+    _ignore(path, "is damaged: its controls are no JSON object")
+    return {}
+
+
 def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
     path = folder / f"{slug(gpu, ranks)}.json"
     content = _read(path, {"format": FORMAT, "gpu": gpu, "ranks": ranks})

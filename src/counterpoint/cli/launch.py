@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from counterpoint.errors import CounterpointError
 from counterpoint.runtime.workspace import release_all
 
 
@@ -34,9 +36,18 @@ def nccl_group() -> Generator[tuple[dist.ProcessGroup, torch.device]]:
     assert group is not None
     try:
         yield group, device
-    finally:
-        release_all()
-        dist.destroy_process_group()
+    except BaseException as error:
+        # peers that still communicate, and graphs that the traceback holds, would keep this rank
+        # from ending: it ends here, and the launcher ends the others
+        if isinstance(error, CounterpointError):
+            print(f"counterpoint: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    release_all()
+    dist.destroy_process_group()
 
 
 def too_few_gpus(command: str, instead: str) -> int:

@@ -3,15 +3,18 @@
 matplotlib is imported on the first drawing; no pyplot, so no global figure and no window.
 """
 
+from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from counterpoint.errors import InputError
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
 SUFFIXES = (".png", ".svg", ".pdf")
 DPI = 150
@@ -27,25 +30,47 @@ def checked(op: str, path: str | Path) -> Path:
     return path
 
 
+def check_positive(op: str, arg: str, value: float, whose: str) -> None:
+    if not 0 < value < inf:
+        raise InputError(op, arg, want=f"above 0 and finite ({whose!r})", got=value)
+
+
 def new_figure(
     width_in: float, height_in: float,
     *, left_in: float, right_in: float, top_in: float, foot_in: float,
 ) -> "tuple[Figure, Axes]":  # fmt: skip
     """Return a white figure of this size and its axes, inside these margins."""
+    figure = sheet(width_in, height_in)
+    return figure, panel(
+        figure, left_in=left_in, top_in=top_in, width_in=width_in - left_in - right_in,
+        height_in=height_in - top_in - foot_in,
+    )  # fmt: skip
+
+
+def sheet(width_in: float, height_in: float) -> "Figure":
+    """Return a white figure of this size, without axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_axes(
+    return figure
+
+
+def panel(
+    figure: "Figure", *, left_in: float, top_in: float, width_in: float, height_in: float
+) -> "Axes":
+    """Add axes of this size, so far from the upper left corner of the figure."""
+    sheet_width_in, sheet_height_in = (float(inches) for inches in figure.get_size_inches())
+    bottom_in = sheet_height_in - top_in - height_in
+    return figure.add_axes(
         (
-            left_in / width_in,
-            foot_in / height_in,
-            (width_in - left_in - right_in) / width_in,
-            (height_in - top_in - foot_in) / height_in,
+            left_in / sheet_width_in,
+            bottom_in / sheet_height_in,
+            width_in / sheet_width_in,
+            height_in / sheet_height_in,
         )
     )
-    return figure, axes
 
 
 def heading(figure: "Figure", title: str, source: str) -> None:
@@ -63,12 +88,12 @@ def heading(figure: "Figure", title: str, source: str) -> None:
 
 
 def legend(
-    figure: "Figure", patches: "list[Patch]", *, left_in: float, bottom_in: float, name: str = ""
+    figure: "Figure", looks: "Sequence[Artist]", *, left_in: float, bottom_in: float, name: str = ""
 ) -> None:
-    """Write one line of legend whose first patch is at `left_in`, and `name` before it."""
+    """Write one line of legend whose first look is at `left_in`, and `name` before it."""
     width_in, height_in = figure.get_size_inches()
     figure.legend(
-        handles=patches, loc="lower left", ncols=len(patches), frameon=False, fontsize=8,
+        handles=looks, loc="lower left", ncols=len(looks), frameon=False, fontsize=8,
         bbox_to_anchor=(left_in / width_in, bottom_in / height_in), labelcolor=INK,
         handlelength=1.3, handleheight=0.9, columnspacing=1.4, borderpad=0.0, borderaxespad=0.0,
     )  # fmt: skip
@@ -106,6 +131,11 @@ def fitting_pt(text: str, size_pt: float, room_in: float) -> float:
     return min(size_pt, room_in * 72 * 0.85 / max(text_width_pt(text, 1.0), 1e-9))
 
 
+def widest_in(texts: Iterable[str], size_pt: float) -> float:
+    """Return the inches in which `fitting_pt` leaves each of the texts its size."""
+    return max(text_width_pt(text, size_pt) for text in texts) / 72 / 0.85
+
+
 def text_width_pt(text: str, size_pt: float) -> float:
     from matplotlib.textpath import TextPath
 
@@ -114,6 +144,21 @@ def text_width_pt(text: str, size_pt: float) -> float:
     # a dollar would start a formula
     path = TextPath((0, 0), text.replace("$", r"\$"), size=size_pt)
     return float(path.get_extents().width)
+
+
+def set_apart(wanted: Sequence[float], step: float, room: float) -> list[float]:
+    """Return the places nearest to the ascending wanted ones, at least a step apart.
+
+    Least squares, then moved into 0 to `room`: the max-min formula of isotonic regression.
+    """
+    num = len(wanted)
+    free = [at - i * step for i, at in enumerate(wanted)]
+    means = (
+        max(min(fmean(free[j:k]) for k in range(i + 1, num + 1)) for j in range(i + 1))
+        for i in range(num)
+    )
+    most = room - (num - 1) * step
+    return [min(max(at, 0.0), most) + i * step for i, at in enumerate(means)]
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:

@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from counterpoint.errors import InputError
 from counterpoint.runtime.symmetric import allocate
 
 Arm = Callable[[], object]
+Around = Callable[[str], AbstractContextManager[object]]
 BACKLOG_CYCLES = 600_000  # about 0.3 ms: the host enqueues an arm meanwhile
 
 
@@ -77,6 +79,7 @@ def rotate(
     soak_s: float,
     backlog_cycles: int = BACKLOG_CYCLES,
     seed: int = 0,
+    around: Around = nullcontext,
 ) -> dict[str, Times]:
     """Time `arms` in one randomised rotation; all ranks of `group` call this with equal names.
 
@@ -85,6 +88,8 @@ def rotate(
         soak_s: seconds of load before the first round.
         backlog_cycles: GPU cycles that the stream is busy before the barrier; an arm whose host
             time is longer shows it.
+        around: makes a context for an arm's name, entered before it is its turn and left after
+            it has ended: what the arm needs to be so, and others must not see.
 
     Raises:
         InputError: fewer than 2 rounds, or no arms.
@@ -94,14 +99,16 @@ def rotate(
     meeting = allocate(1 << 16, group, device)
     order, shuffle = list(arms), random.Random(seed)
     times = torch.zeros(len(order), rounds, dtype=torch.float64)
-    for arm in arms.values():
-        arm()
-    torch.cuda.synchronize(device)
+    for name, arm in arms.items():
+        with around(name):
+            arm()
+            torch.cuda.synchronize(device)
     soak(soak_s, device)
     for i in range(rounds):
         shuffle.shuffle(order)
         for name in order:
-            seconds = _time_once(arms[name], meeting, group, backlog_cycles)
+            with around(name):
+                seconds = _time_once(arms[name], meeting, group, backlog_cycles)
             times[list(arms).index(name), i] = seconds
     slowest, fastest = times.to(device), times.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)

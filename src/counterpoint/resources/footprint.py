@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 import torch
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime import driver
+from counterpoint.runtime import graph_nodes
 
 Triple = tuple[int, int, int]  # along x, y and z
 
@@ -33,6 +33,7 @@ class Footprint:
         static_shared_bytes: Per block, as compiled.
         dynamic_shared_bytes: Per block, as asked for at launch.
         priority: Of the stream that it was captured on; the lower goes first.
+        cooperative: Whether all its blocks must be resident at once.
         total_bytes: What a memcpy or a memset writes, 0 for other kinds.
     """
 
@@ -45,6 +46,7 @@ class Footprint:
     static_shared_bytes: int = 0
     dynamic_shared_bytes: int = 0
     priority: int = 0
+    cooperative: bool = False
     total_bytes: int = 0
 
     @property
@@ -136,18 +138,28 @@ _SOURCE_NAME = re.compile(r"L?(\d+)")  # of mangled C++: the length of the ident
 
 
 def _walk(graph: int) -> Iterator[Footprint]:
-    for node in _in_order(driver.graph_nodes(graph), driver.graph_edges(graph)):
-        kind = driver.node_kind(node)
-        if kind == "graph":
-            yield from _walk(driver.child_graph(node))
-        elif kind == "kernel":
-            yield Footprint(kind=kind, **driver.kernel_node(node)._asdict())
-        elif kind == "memcpy":
-            yield Footprint(kind=kind, total_bytes=driver.memcpy_bytes(node))
-        elif kind == "memset":
-            yield Footprint(kind=kind, total_bytes=driver.memset_bytes(node))
+    for node in _in_order(graph_nodes.nodes(graph), graph_nodes.edges(graph)):
+        if graph_nodes.kind_of(node) == "graph":
+            yield from _walk(graph_nodes.child_of(node))
         else:
-            yield Footprint(kind=kind)
+            yield node_footprint(node)
+
+
+def node_footprint(node: int) -> Footprint:
+    """Footprint of one node of a graph (a CUgraphNode).
+
+    Raises:
+        UnsupportedError: cuda-bindings is not installed.
+        CounterpointError: The driver refused a query.
+    """
+    kind = graph_nodes.kind_of(node)
+    if kind == "kernel":
+        return Footprint(kind=kind, **graph_nodes.kernel_of(node)._asdict())
+    if kind == "memcpy":
+        return Footprint(kind=kind, total_bytes=graph_nodes.memcpy_bytes(node))
+    if kind == "memset":
+        return Footprint(kind=kind, total_bytes=graph_nodes.memset_bytes(node))
+    return Footprint(kind=kind)
 
 
 def _in_order(nodes: Sequence[int], edges: Sequence[tuple[int, int]]) -> Iterator[int]:

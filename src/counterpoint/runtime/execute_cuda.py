@@ -38,7 +38,8 @@ class CudaCode:
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
         self.workspace = workspace
-        self.tag = self.lanes.register(program)
+        awaited = tuple((b.step.name, tuple(a.rank for a in b.waits)) for b in program.steps)
+        self.tag = self.lanes.register(program.plan.problem.op, program.plan.spec, awaited)
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for
         kinds = {step.kind for step in program.plan.steps}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from counterpoint.errors import PeerTimeoutError, UnsupportedError
-from counterpoint.plan.bind import Arrival, Program
+from counterpoint.plan.bind import Arrival
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.ranks import describe_process
@@ -74,12 +74,10 @@ class CudaLanes:
             self._tables[key] = place
         return self._tables[key]
 
-    def register(self, program: Program) -> int:
-        """A number by which a fault word names a step of `program`: this plus the step's index."""
+    def register(self, op: str, spec: str, steps: Awaited) -> int:
+        """A number by which a fault word names one of `steps`: this plus the step's index."""
         self._num_programs = (self._num_programs + 1) % MAX_PROGRAMS
-        steps = tuple((b.step.name, tuple(a.rank for a in b.waits)) for b in program.steps)
-        plan = program.plan
-        self._awaited[self._num_programs] = plan.problem.op, plan.spec, steps
+        self._awaited[self._num_programs] = op, spec, steps
         return self._num_programs * MAX_STEPS
 
     def describe(self, tag: int, late: int) -> PeerTimeoutError:

@@ -83,9 +83,8 @@ class Workspace:
             want = f"has {plan.num_slots} signals, a pad holds {NUM_SLOTS - plan.problem.ranks}"
             raise UnsupportedError(f"plan {plan.spec}: {want}")
         # CPU ranks meet on their pads; on a GPU serial plans need nothing symmetric at all
-        if self._pads is None and (plan.num_slots or self.device.type == "cpu"):
-            self._refuse_capture("none: this is the group's first call of such a plan")
-            self._pads = self._allocate(4 * NUM_SLOTS)
+        if plan.num_slots or self.device.type == "cpu":
+            self.open_pads()
         symmetric = _arena_bytes(plan, "symmetric")
         scratch = _arena_bytes(plan, "scratch")
         has_symmetric = self.arena.num_bytes if self.arena else 0
@@ -105,6 +104,16 @@ class Workspace:
         if scratch > has_scratch:
             self.scratch = None
             self.scratch = torch.empty(scratch, dtype=torch.uint8, device=self.device)
+
+    def open_pads(self) -> None:
+        """Have signal pads. Collective and synchronous at its first call.
+
+        Raises:
+            InputError: a graph is being captured.
+        """
+        if self._pads is None:
+            self._refuse_capture("none: this is the group's first call of such a plan")
+            self._pads = self._allocate(4 * NUM_SLOTS)
 
     @property
     def pads(self) -> SymmetricMemory:

@@ -1,0 +1,79 @@
+"""The paper's experiment on all pairs: rows for docs/sharing.md. Run by gpu_suite.py.
+
+`counterpoint bench resources` is the same for a user's own look.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ask_sharing import ask
+
+from counterpoint.cli.launch import nccl_group
+from counterpoint.measure import record
+from counterpoint.measure.loop import Pair, build, measure, pairs
+from counterpoint.measure.tune_resources import tune
+
+
+def main() -> None:
+    """Time the pairs; rank 0 writes rows and prints what was tuned."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suite", choices=("smoke", "full"), default="full")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gemm", choices=("cb", "mb", "all"), default="all")
+    parser.add_argument("--decisions", type=int, default=0, help="searches of the first pair")
+    args = parser.parse_args()
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    wanted: list[Pair] = pairs(["cuBLAS"], ["cb"]) if args.suite == "smoke" else published()
+    with nccl_group() as (group, device):
+        rows = ask(group, device)
+        if group.rank() == 0:
+            record.append(args.out, rows)
+        if args.decisions:
+            rows = decisions(wanted[0], args.decisions, group, device)
+            if group.rank() == 0:
+                record.append(args.out, rows)
+        for pair in wanted:
+            if args.gemm not in ("all", pair.gemm):
+                continue
+            heavy = pair.gemm == "mb"
+            rows, text = measure(
+                pair, group=group, device=device, rounds=5 if heavy else 9,
+                budget_s=12.0 if heavy else 20.0, soak_s=1.0,
+                energy=pair.kernel == "cuBLAS",
+            )  # fmt: skip
+            if group.rank() == 0:
+                print(text, flush=True)
+                record.append(args.out, rows)
+
+
+def decisions(
+    pair: Pair, count: int, group: dist.ProcessGroup, device: torch.device
+) -> list[dict[str, Any]]:
+    """What that many searches decide, one after the other, and how long each takes."""
+    facts = {"table": "decisions", "pair": pair.label, "ranks": group.size()}
+    facts |= record.environment()
+    pipeline = build(pair, group, device).pipeline
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        start_s = time.monotonic()
+        with tune(pipeline, remember=False) as tuned:
+            assert tuned.found is not None, "nothing was to be remembered"
+            seconds = tuned.found.arm(tuned.controls).seconds
+            row = {"controls": tuned.controls.spec, "why": tuned.why, "median_s": seconds}
+        rows.append(row | {"search_s": time.monotonic() - start_s} | facts)
+    return rows
+
+
+def published() -> list[Pair]:
+    """Every kernel with the compute-bound GEMM, two with the memory-bound one, which is slow."""
+    few = ["cuBLAS", "64x64x32"]
+    return pairs(few) + [p for p in pairs() if p.gemm == "cb" and p.kernel not in few]
+
+
+if __name__ == "__main__":
+    main()

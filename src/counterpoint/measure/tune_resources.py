@@ -1,0 +1,330 @@
+"""How a pipeline shares the GPU best, found by measuring it: `counterpoint.resources.tune`.
+
+All ranks time the same settings side by side and decide by the slowest rank's times, which are
+equal on all. What is found is kept on disk for the next process.
+"""
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.choose.known import load_controls, save_controls
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.measure.timing import Arm as Call
+from counterpoint.measure.timing import rotate
+from counterpoint.resources import search, shape
+from counterpoint.resources.controls import MODES, OFF, Along, Controls, Mode, Transport
+from counterpoint.resources.occupancy import feasible
+from counterpoint.resources.pipeline import Compute, Pipeline
+from counterpoint.resources.run import Captured, Eager, captured_as
+from counterpoint.resources.search import Arm, Found, Space
+from counterpoint.resources.transport import refusal
+from counterpoint.runtime.ranks import gather_object
+
+BUDGET_S = 60.0
+TRANSPORTS: tuple[Transport, ...] = ("copy_engine", "zero_cta")
+
+
+@dataclass
+class Tuned:
+    """A pipeline with the controls that were found for it. Call it to run the pipeline once.
+
+    A context: left, everything that the controls changed is as before.
+
+    Args:
+        pipeline: that it runs.
+        mode: "graph" or "eager".
+        controls: taken.
+        found: the search, with every setting that was measured; None if remembered from disk.
+        why: one sentence about the choice.
+        runner: what runs it, entered.
+    """
+
+    pipeline: Pipeline
+    mode: Mode
+    controls: Controls
+    found: Found | None
+    why: str
+    runner: Captured | Eager
+
+    def __call__(self) -> None:
+        """Run the pipeline once, on the current stream. All ranks call it."""
+        self.runner()
+
+    def __enter__(self) -> "Tuned":
+        """Nothing to do: the controls hold since it was made."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Bring all back."""
+        self.close()
+
+    def close(self) -> None:
+        """Bring all back that the controls changed; not to be called afterwards."""
+        self.runner.__exit__()
+
+    def explain(self) -> str:
+        """The choice, by which way each control reaches the kernels, and every setting measured."""
+        lines = [f"{self.controls.spec} ({self.mode}): {self.why}"]
+        lines += [f"  {name}: by {way}" for name, way in self.controls.way_in(self.mode).items()]
+        if self.found is None:
+            return "\n".join([*lines, "  remembered from an earlier process"])
+        width = max(len(arm.controls.spec) for arm in self.found.arms)
+        lines.append(f"  {'setting':{width}}       ms    less   noise  rounds")
+        for arm in sorted(self.found.arms, key=lambda arm: arm.seconds):
+            less = arm.gain / (1 + arm.gain)
+            lines.append(
+                f"  {arm.controls.spec:{width}}  {arm.seconds * 1e3:7.3f}  {less:6.1%}  "
+                f"{arm.noise:6.1%}  {arm.num_rounds:6}"
+            )
+        lines += [f"  {spec}: cannot be had: {why}" for spec, why in self.found.refused.items()]
+        if self.found.timed_out:
+            lines.append("  the time was up before nothing gained any more")
+        return "\n".join(lines)
+
+
+def tune(
+    pipeline: Pipeline,
+    *,
+    mode: Mode = "graph",
+    budget_s: float = BUDGET_S,
+    space: Space | None = None,
+    remember: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tuned:
+    """Find the controls with which `pipeline` is fastest, and run it with them from then on.
+
+    Plain overlap is kept unless a setting gains more than twice the noise of its gain. All ranks of
+    the pipeline's group call this with equal pipelines; they get equal controls. The pipeline runs
+    many times: it must not matter how often.
+
+    Args:
+        pipeline: of compute stages and collectives, on GPUs.
+        mode: "graph": captured in one CUDA graph, which a call replays; "eager": enqueued at each
+            call.
+        budget_s: seconds of search; a rotation that has begun is ended.
+        space: of settings; None: all that can be had here.
+        remember: take what was found before for an equal pipeline, and keep what is found.
+        progress: is told what is measured next, on every rank.
+
+    Returns:
+        The pipeline, to be called.
+
+    Raises:
+        InputError: the pipeline has no collective or no compute, ranks have different ones, a stage
+            allocates, or an argument is wrong. Nothing was launched, except for the stages.
+        UnsupportedError: the pipeline is not on NVIDIA GPUs, or cannot be captured.
+    """
+    if mode not in MODES:
+        raise InputError("tune", "mode", want=f"one of {', '.join(MODES)}", got=repr(mode))
+    if not budget_s > 0:
+        raise InputError("tune", "budget_s", want="seconds > 0", got=budget_s)
+    pipeline.check("tune")
+    check_equal(pipeline, (mode, budget_s, space, remember))
+    if pipeline.device.type != "cuda" or torch.version.hip:
+        raise UnsupportedError(
+            f"tune: measures, and needs NVIDIA GPUs for it; the pipeline is on {pipeline.device}"
+        )
+    place = (
+        f"{mode} {pipeline.key()}", torch.cuda.get_device_name(pipeline.device),
+        dist.get_world_size(pipeline.group), torch.__version__,
+    )  # fmt: skip
+    known = None
+    if remember:  # rank 0's word counts: other hosts may have other files
+        known = gather_object(_remembered(*place), pipeline.group)[0]
+    if known is not None:
+        controls, found, why = Controls.parse(known["spec"]), None, known["why"]
+    else:
+        found = _search(pipeline, mode, space, budget_s, progress)
+        controls, why = found.best, found.why
+        if remember and pipeline.group.rank() == 0:
+            save_controls(place[0], {"spec": controls.spec, "why": why}, *place[1:])
+    runner = (Captured if mode == "graph" else Eager)(pipeline, controls)
+    return Tuned(pipeline, mode, controls, found, why, runner.__enter__())
+
+
+def check_equal(pipeline: Pipeline, more: object = None) -> None:
+    """Compare the pipelines of all ranks.
+
+    Args:
+        pipeline: of this rank.
+        more: arguments that must be equal too.
+
+    Raises:
+        InputError: ranks have different ones; names the first that differs from rank 0.
+    """
+    said = gather_object((pipeline.signature(), repr(more)), pipeline.group)
+    for rank, (signature, arguments) in enumerate(said):
+        if arguments != said[0][1]:
+            got = f"{arguments} on rank {rank}, {said[0][1]} on rank 0"
+            raise InputError("tune", "arguments", want="equal on all ranks", got=got)
+        if signature != said[0][0]:
+            theirs, first = signature.splitlines(), said[0][0].splitlines()
+            lines = zip([*theirs, *["nothing"] * len(first)], first, strict=False)
+            here, there = next(((a, b) for a, b in lines if a != b), (theirs[-1], "nothing"))
+            got = f"{here!r} on rank {rank}, {there!r} on rank 0"
+            raise InputError("tune", "pipeline", want="equal on all ranks", got=got)
+
+
+def space_of(pipeline: Pipeline, mode: Mode) -> Space:
+    """All settings that can be had for `pipeline` here.
+
+    Captures it once, or runs it once.
+    """
+    transports: tuple[Transport, ...] = tuple(t for t in TRANSPORTS if not refusal(pipeline, t))
+    limits = shape.limits_here(pipeline.device)
+    if mode == "graph":
+        blocks = Captured(pipeline).shaped.feasible()
+    else:
+        kernels = [
+            shape.triton_footprint(kernel)
+            for stage in pipeline.stages if isinstance(stage, Compute)
+            for kernel in stage.kernels
+        ]  # fmt: skip
+        able = [k for k in kernels if not shape.refusal(k, limits)]
+        blocks = tuple(sorted({b for k in able for b in feasible(k, limits)}, reverse=True))
+    wide = any(
+        t.dim() == 2 and t.shape[1] > t.shape[0]
+        for stage in pipeline.stages if isinstance(stage, Compute)
+        for t in stage.writes
+    )  # fmt: skip
+    along: tuple[Along, ...] = ("m", "n") if wide else ("m",)
+    return Space(
+        transports=transports,
+        blocks_per_sm=blocks[1:],  # the first is what they have
+        pieces=(2, 4, 8, 14) if wide else (2, 4, 8),
+        along=along,
+        max_ctas=(16,),
+        carve_out=bool(blocks),
+    )
+
+
+class Bench:
+    """Settings of one pipeline, timed side by side; captures each kind of graph once.
+
+    A context: left, all graphs are gone and all that was changed is as before.
+
+    Args:
+        pipeline: on GPUs.
+        mode: "graph" or "eager".
+    """
+
+    def __init__(self, pipeline: Pipeline, mode: Mode) -> None:
+        self.pipeline, self.mode = pipeline, mode
+        self.refused: dict[str, str] = {}
+        self._runners: dict[Controls, Captured | Eager] = {}
+        self._undo = ExitStack()
+
+    def __enter__(self) -> "Bench":
+        """Nothing is there yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drop the graphs, once the GPU has left them."""
+        torch.cuda.synchronize(self.pipeline.device)
+        self._undo.close()
+        self._runners.clear()
+
+    def rounds(
+        self, some: Sequence[Controls], num_rounds: int, *, soak_s: float = 0.1
+    ) -> dict[Controls, tuple[float, ...]]:
+        """Seconds of each setting, one for each round; those that cannot be had are left out."""
+        able = [controls for controls in some if self.able(controls)]
+        arms = {controls.spec: self._runner(controls) for controls in able}
+        times = rotate(
+            arms, group=self.pipeline.group, device=self.pipeline.device, rounds=num_rounds,
+            soak_s=soak_s, around=self.holding,
+        )  # fmt: skip
+        return {controls: times[controls.spec].rounds_s for controls in able}
+
+    def able(self, controls: Controls) -> bool:
+        """Whether a setting can be had on all ranks; makes what runs it."""
+        if controls.spec in self.refused:
+            return False
+        why = ""
+        try:
+            self._runner(controls)
+            with self.holding(controls.spec):
+                pass
+        except (InputError, UnsupportedError) as error:
+            why = str(error)
+        whys = gather_object(why, self.pipeline.group)
+        if any(whys):
+            self.refused[controls.spec] = next(filter(None, whys))
+        return not any(whys)
+
+    @contextmanager
+    def holding(self, spec: str) -> Generator[None]:
+        """Have the controls hold: an update of an instantiated graph, or a context."""
+        controls = Controls.parse(spec)
+        runner = self._runner(controls)
+        if isinstance(runner, Captured):
+            runner.set(controls)
+            yield
+        else:
+            with runner:
+                yield
+
+    def call(self, controls: Controls) -> Call:
+        """What runs a setting, inside `holding`."""
+        return self._runner(controls)
+
+    def _runner(self, controls: Controls) -> Captured | Eager:
+        if self.mode == "eager":
+            key = controls
+            if key not in self._runners:
+                self._runners[key] = Eager(self.pipeline, controls)
+            return self._runners[key]
+        controls.way_in("graph")
+        # priority and carve-out are fixed when a graph is instantiated; shapes are updated in place
+        key = Controls(
+            **{f: getattr(controls, f) for f in ("overlap", "priority", "carve_out", "delay_s",
+               "pieces", "along", "transport", "max_ctas", "num_sms")}
+        )  # fmt: skip
+        if key not in self._runners:
+            made = Captured(self.pipeline, captured_as(key))
+            self._runners[key] = self._undo.enter_context(made)
+        return self._runners[key]
+
+
+def _search(
+    pipeline: Pipeline, mode: Mode, space: Space | None, budget_s: float,
+    progress: Callable[[str], None],
+) -> Found:  # fmt: skip
+    start_s = time.monotonic()
+    space = space or space_of(pipeline, mode)
+    with Bench(pipeline, mode) as bench:
+        soaks = iter((1.0,))
+
+        def measure(some: Sequence[Controls], num: int) -> Mapping[Controls, Sequence[float]]:
+            found = bench.rounds(some, num, soak_s=next(soaks, 0.1))
+            if OFF.spec in bench.refused:
+                raise CounterpointError(f"tune: the pipeline cannot run: {bench.refused[OFF.spec]}")
+            return found
+
+        def time_left() -> bool:
+            spent = gather_object(time.monotonic() - start_s, pipeline.group)
+            return max(spent) < budget_s
+
+        found = search.search(space, measure, time_left=time_left, progress=progress)
+        refused = dict(bench.refused)
+    return Found(found.best, found.arms, found.why, refused, found.timed_out)
+
+
+def _remembered(key: str, gpu: str, ranks: int, torch_version: str) -> dict[str, Any] | None:
+    known = load_controls(key, gpu, ranks, torch_version)
+    try:
+        if known is None:
+            return None
+        Controls.parse(known["spec"])
+        return {"spec": known["spec"], "why": str(known["why"])}
+    except (InputError, KeyError, TypeError, AttributeError):
+        return None
+
+
+__all__ = ["Arm", "Bench", "Found", "Space", "Tuned", "check_equal", "space_of", "tune"]

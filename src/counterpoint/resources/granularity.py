@@ -1,0 +1,123 @@
+"""A matmul in several launches, so that its blocks leave the SMs more often.
+
+A persistent matmul's blocks stay to its end, and only then can a collective start; of a matmul in
+four launches they leave four times. Every mm and addmm that a call makes is cut, by
+TorchDispatchMode: the call stays as it is. The cuts are at whole tiles, where the last wave of each
+launch is fullest.
+"""
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from counterpoint.errors import InputError
+from counterpoint.resources.controls import MAX_PIECES, Along
+
+TILE = (128, 256)  # of the matmul library's large kernels on sm_90
+NUM_SMS = 132
+
+
+def cuts(
+    extent: int, pieces: int, *, tile: int, tiles_across: int, num_sms: int = NUM_SMS
+) -> tuple[int, ...]:
+    """Where to cut a dim: the borders of the pieces, from 0 to `extent`.
+
+    Each border is a multiple of `tile`, within half a piece of an equal division; of those, the one
+    after which the piece fills its waves best, then the nearest.
+
+    Args:
+        extent: of the dim.
+        pieces: at most; fewer where there are not as many tiles.
+        tile: extent of a tile along this dim.
+        tiles_across: tiles along the other dim.
+        num_sms: tiles of a wave.
+
+    Returns:
+        Ascending, one more than there are pieces.
+
+    Raises:
+        InputError: a number is below 1, or there are more than 16 pieces.
+    """
+    for name, number in (("extent", extent), ("tile", tile), ("tiles_across", tiles_across)):
+        if number < 1:
+            raise InputError("cuts", name, want=">= 1", got=number)
+    if not 1 <= pieces <= MAX_PIECES:
+        raise InputError("cuts", "pieces", want=f"from 1 to {MAX_PIECES}", got=pieces)
+    num_tiles = ceil(extent / tile)
+    pieces = min(pieces, num_tiles)
+    borders = [0]
+    for i in range(1, pieces):
+        equal, reach = num_tiles * i / pieces, num_tiles / pieces / 2
+        least = borders[-1] + 1
+        most = num_tiles - (pieces - i)  # a tile for each piece that is left
+        near = [
+            t for t in range(least, most + 1) if abs(t - equal) <= reach
+        ] or [min(max(round(equal), least), most)]  # fmt: skip
+
+        def idle(t: int, start: int = borders[-1]) -> float:
+            work = (t - start) * tiles_across
+            return ceil(work / num_sms) * num_sms / work
+
+        borders.append(min(near, key=lambda t: (round(idle(t), 6), abs(t - equal))))
+    return tuple(min(border * tile, extent) for border in (*borders, num_tiles))
+
+
+class Cut(TorchDispatchMode):
+    """While it is entered, mm and addmm of 2-D tensors run as several launches.
+
+    The same products are summed; a smaller launch may be another kernel of the library, which may
+    round in another order.
+
+    Args:
+        pieces: launches of each, at most.
+        along: "m": rows of the result; "n": its columns.
+        num_sms: of the GPU.
+    """
+
+    def __init__(self, pieces: int, along: Along = "m", num_sms: int = NUM_SMS) -> None:
+        super().__init__()
+        self.pieces, self.along, self.num_sms = pieces, along, num_sms
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Cut a matmul; pass everything else on."""
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if self.pieces > 1 and func in (aten.mm.default, aten.mm.out):
+            return self._cut(func, args, kwargs, *args[:2])
+        if self.pieces > 1 and func in (aten.addmm.default, aten.addmm.out):
+            return self._cut(func, args, kwargs, *args[1:3])
+        return func(*args, **kwargs)
+
+    def _cut(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], x: Tensor,
+        w: Tensor,
+    ) -> Tensor:  # fmt: skip
+        (m, _), (_, n) = x.shape, w.shape
+        rest = {name: value for name, value in kwargs.items() if name != "out"}
+        out = kwargs.get("out")
+        if m * n == 0 or (out is not None and out.shape != (m, n)):
+            return func(*args, **kwargs)
+        if out is None:
+            out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+        by_rows = self.along == "m"
+        # a tile may lie either way; its longer side along the other dim leaves more cuts
+        tile, across = min(TILE), ceil((n if by_rows else m) / max(TILE))
+        borders = cuts(
+            m if by_rows else n, self.pieces, tile=tile, tiles_across=across, num_sms=self.num_sms
+        )
+        with_bias = len(args) > 2
+        for start, stop in zip(borders, borders[1:], strict=False):
+            rows, cols = (slice(start, stop), slice(None))[:: 1 if by_rows else -1]
+            part = (x[rows], w[:, cols])
+            if with_bias:
+                bias = args[0].expand(m, n)[rows, cols]
+                torch.addmm(bias, *part, out=out[rows, cols], **rest)
+            else:
+                torch.mm(*part, out=out[rows, cols], **rest)
+        return out

@@ -1,0 +1,315 @@
+"""A step as its user writes it: what is computed, what is communicated, on which tensors.
+
+Computation runs in the order written, collectives run in the order written, and the two run side by
+side except where a stage touches what another one writes: that follows from the tensors, so that a
+pipeline is legal however its kernels share the GPU.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.resources.zero_cta import ZeroCta
+from counterpoint.runtime.symmetric import SymmetricMemory, allocate
+
+CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Reduction = Literal["sum", "avg"]
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """A call that launches kernels on the current stream.
+
+    Args:
+        name: of the stage.
+        call: takes no argument; what it returns is dropped.
+        reads: tensors that it reads.
+        writes: tensors that it writes.
+        kernels: Triton's compiled kernels that it launches, as `kernel[grid](...)` returns them:
+            needed to shape them in eager mode, and not in a graph.
+    """
+
+    name: str
+    call: Callable[[], object]
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+    kernels: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A collective of the pipeline's group, of contiguous tensors.
+
+    Args:
+        name: of the stage.
+        op: which.
+        target: what it writes. all_gather: n times `source`; reduce_scatter: an n-th of it;
+            all_reduce: the same tensor.
+        source: what it reads.
+        reduction: of all_reduce and reduce_scatter.
+    """
+
+    name: str
+    op: CollectiveOp
+    target: Tensor
+    source: Tensor
+    reduction: Reduction = "sum"
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """What it reads."""
+        return (self.source,)
+
+    @property
+    def writes(self) -> tuple[Tensor, ...]:
+        """What it writes."""
+        return (self.target,)
+
+
+Stage = Compute | Collective
+
+
+class Pipeline:
+    """Stages in the order of a step; every rank of the group builds the same one.
+
+    Args:
+        group: of its collectives.
+        device: of its tensors; None: this process's current GPU, or the CPU without one.
+
+    Example:
+        Each product is all-reduced while the next one is computed:
+
+            loop = Pipeline(group)
+            for out in products:
+                loop.compute(lambda out=out: torch.mm(a, b, out=out), reads=[a, b], writes=[out])
+                loop.all_reduce(out)
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str | None = None) -> None:
+        if device is None:
+            here = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if here else "cpu"
+        self.group = group
+        self.device = torch.device(device)
+        self.symmetric: list[SymmetricMemory] = []
+        self.zero_cta: ZeroCta | None = None
+        self.kept: dict[object, Any] = {}  # communicators and lanes that controls have set up
+        self._stages: list[Stage] = []
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """In the order written."""
+        return tuple(self._stages)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """In the order written."""
+        return tuple(s for s in self._stages if isinstance(s, Collective))
+
+    def empty(
+        self, *shape: int, dtype: torch.dtype, memory: Literal["peers", "library"] = "peers"
+    ) -> Tensor:
+        """A tensor of zeros that is open to peers. All ranks call this, with equal shapes.
+
+        Args:
+            shape: of the tensor.
+            dtype: of its elements.
+            memory: "peers": peers write to it, what our copy engines need as a collective's target;
+                "library": registered with NCCL, for its zero-CTA collectives.
+
+        Raises:
+            InputError: shapes differ between ranks, or hold nothing.
+            UnsupportedError: the GPUs do not reach each other; NCCL cannot, and why.
+            torch.OutOfMemoryError: a rank is out of memory.
+        """
+        if memory == "library":
+            if self.zero_cta is None:
+                self.zero_cta = ZeroCta(self.group, self.device)
+            return self.zero_cta.empty(*shape, dtype=dtype)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        opened = allocate(num_bytes, self.group, self.device)
+        self.symmetric.append(opened)
+        return opened.local().view(dtype).view(shape)
+
+    def compute(
+        self,
+        call: Callable[[], object],
+        *,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        kernels: Sequence[Any] = (),
+        name: str = "",
+    ) -> None:
+        """Add a stage that computes.
+
+        Args:
+            call: launches kernels on the current stream, and neither synchronises nor allocates.
+            reads: tensors that it reads.
+            writes: tensors that it writes.
+            kernels: Triton's compiled kernels of it, for shaping in eager mode.
+            name: of the stage; "": compute and its place.
+
+        Raises:
+            InputError: a tensor is on another device, or nothing is written.
+        """
+        name = name or f"compute {len(self._stages)}"
+        if not writes:
+            fix = "what depends on the stage follows from it"
+            raise InputError(
+                "Pipeline.compute", "writes", want="one tensor or more", got=0, fix=fix
+            )
+        for tensor in (*reads, *writes):
+            self._check_device("compute", name, tensor)
+        self._stages.append(Compute(name, call, tuple(reads), tuple(writes), tuple(kernels)))
+
+    def all_reduce(self, tensor: Tensor, *, reduction: Reduction = "sum", name: str = "") -> None:
+        """Add an all-reduce of `tensor`, in place; see `collective`."""
+        self.collective("all_reduce", tensor, tensor, reduction=reduction, name=name)
+
+    def all_gather(self, target: Tensor, source: Tensor, *, name: str = "") -> None:
+        """Add an all-gather of the ranks' `source`, one after the other, into `target`."""
+        self.collective("all_gather", target, source, name=name)
+
+    def reduce_scatter(
+        self, target: Tensor, source: Tensor, *, reduction: Reduction = "sum", name: str = ""
+    ) -> None:
+        """Add a reduction of `source` of which each rank keeps its own n-th, `target`."""
+        self.collective("reduce_scatter", target, source, reduction=reduction, name=name)
+
+    def all_to_all(self, target: Tensor, source: Tensor, *, name: str = "") -> None:
+        """Add an exchange: the r-th part of `source` goes to rank r, into the part of this rank."""
+        self.collective("all_to_all", target, source, name=name)
+
+    def collective(
+        self,
+        op: CollectiveOp,
+        target: Tensor,
+        source: Tensor,
+        *,
+        reduction: Reduction = "sum",
+        name: str = "",
+    ) -> None:
+        """Add a collective of the group.
+
+        Args:
+            op: which.
+            target: what it writes, contiguous.
+            source: what it reads, contiguous, of the same dtype.
+            reduction: of all_reduce and reduce_scatter.
+            name: of the stage; "": the op and its place.
+
+        Raises:
+            InputError: sizes do not fit the op and the group, or tensors do not.
+        """
+        name = name or f"{op} {len(self._stages)}"
+        ranks = dist.get_world_size(self.group)
+        for tensor in (target, source):
+            self._check_device(op, name, tensor)
+            if not tensor.is_contiguous():
+                got = f"strides {tensor.stride()} in {name!r}"
+                raise InputError(f"Pipeline.{op}", "tensors", want="contiguous", got=got)
+        if target.dtype != source.dtype:
+            got = f"{target.dtype} and {source.dtype} in {name!r}"
+            raise InputError(f"Pipeline.{op}", "tensors", want="of one dtype", got=got)
+        if reduction not in ("sum", "avg"):
+            raise InputError(f"Pipeline.{op}", "reduction", want="'sum' or 'avg'", got=reduction)
+        wants = {
+            "all_reduce": (source.numel(), 1),
+            "all_gather": (source.numel() * ranks, 1),
+            "reduce_scatter": (source.numel() // ranks, ranks),
+            "all_to_all": (source.numel(), ranks),
+        }
+        if op not in wants:
+            want = f"one of {', '.join(wants)}"
+            raise InputError("Pipeline.collective", "op", want=want, got=repr(op))
+        numel, divisor = wants[op]
+        if source.numel() == 0 or source.numel() % divisor:
+            want = f"of a number of elements that {ranks} ranks divide"
+            raise InputError(f"Pipeline.{op}", "source", want=want, got=source.numel())
+        if target.numel() != numel:
+            want = f"of {numel} elements"
+            raise InputError(f"Pipeline.{op}", "target", want=want, got=target.numel())
+        if op != "all_reduce" and _overlap(_span(target), _span(source)):
+            raise InputError(f"Pipeline.{op}", "target", want="apart from source", got="in it")
+        self._stages.append(Collective(name, op, target, source, reduction))
+
+    def waits(self) -> tuple[int | None, ...]:
+        """For each stage, the latest earlier one of the other kind that it must follow.
+
+        Read after write, write after read and write after write, by where tensors lie.
+        """
+        spans = [
+            ([_span(t) for t in stage.reads], [_span(t) for t in stage.writes])
+            for stage in self._stages
+        ]
+        found: list[int | None] = []
+        for i, (stage, (reads, writes)) in enumerate(zip(self._stages, spans, strict=True)):
+            others = [
+                j
+                for j in range(i)
+                if isinstance(self._stages[j], Compute) != isinstance(stage, Compute)
+                and (
+                    _meet(reads, spans[j][1]) or _meet(writes, spans[j][0])
+                    or _meet(writes, spans[j][1])
+                )
+            ]  # fmt: skip
+            found.append(max(others, default=None))
+        return tuple(found)
+
+    def check(self, op: str) -> None:
+        """Refuse a pipeline that has nothing to share a GPU for.
+
+        Raises:
+            InputError: it has no collective, or no compute.
+        """
+        kinds = {type(stage) for stage in self._stages}
+        if kinds != {Compute, Collective}:
+            has = " and ".join(sorted(k.__name__.lower() + " stages" for k in kinds)) or "no stages"
+            want = "a pipeline of compute stages and collectives"
+            raise InputError(op, "pipeline", want=want, got=f"one of {has} only")
+
+    def signature(self) -> str:
+        """What ranks must agree on and what a result is remembered by: stages, sizes, order."""
+        parts = [f"{dist.get_world_size(self.group)} ranks"]
+        for stage, wait in zip(self._stages, self.waits(), strict=True):
+            kind = stage.op if isinstance(stage, Collective) else "compute"
+            sizes = [f"{tuple(t.shape)}{t.dtype}" for t in (*stage.reads, *stage.writes)]
+            more = f" {stage.reduction}" if isinstance(stage, Collective) else ""
+            parts.append(f"{stage.name}: {kind}{more} {' '.join(sizes)} after {wait}")
+        return "\n".join(parts)
+
+    def key(self) -> str:
+        """The signature in 16 letters."""
+        return hashlib.sha256(self.signature().encode()).hexdigest()[:16]
+
+    def _check_device(self, op: str, name: str, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            want = f"on {self.device}"
+            raise InputError(f"Pipeline.{op}", f"tensors of {name!r}", want=want, got=tensor.device)
+
+
+Span = tuple[int, int]  # first byte, and one behind the last
+
+
+def _span(tensor: Tensor) -> Span:
+    """From the first to the last byte of a tensor, gaps between its rows included."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _overlap(a: Span, b: Span) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
+    return any(_overlap(a, b) for a in some for b in others)

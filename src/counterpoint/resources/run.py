@@ -1,0 +1,359 @@
+"""A pipeline under one setting of the controls: eager on streams, or captured as one graph.
+
+Both put the stages on two lanes in the order written. What a graph's nodes carry (shared memory,
+priority) is changed in the graph and needs no second capture; what decides which nodes there are
+(transport, granularity, order) does.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.resources import budget, priority, shape
+from counterpoint.resources.controls import OFF, Controls
+from counterpoint.resources.granularity import Cut
+from counterpoint.resources.order import Delay
+from counterpoint.resources.pipeline import Compute, Pipeline
+from counterpoint.resources.shape import Nodes, Shape
+from counterpoint.resources.transport import carriers, check_peers, library_writes_to_peers_memory
+from counterpoint.runtime import graph_nodes
+
+Mark = Callable[[int], AbstractContextManager[object]]  # around the enqueuing of a stage
+
+
+class Eager:
+    """A pipeline that is enqueued stage by stage at each call. All ranks make and call it alike.
+
+    A context: entered, the controls hold; left, all that they changed is as before.
+
+    Args:
+        pipeline: to run.
+        controls: that hold meanwhile.
+
+    Raises:
+        InputError: a control cannot be had here; the message says why.
+        UnsupportedError: a kernel cannot be shaped, or this machine lacks what a control needs.
+    """
+
+    def __init__(self, pipeline: Pipeline, controls: Controls = OFF) -> None:
+        pipeline.check("run")
+        controls.way_in("eager")
+        self.pipeline, self.controls = pipeline, controls
+        self._lanes = _Lanes(pipeline, controls)
+        self._undo = ExitStack()
+
+    def __enter__(self) -> "Eager":
+        """Let the controls hold."""
+        with ExitStack() as undo:
+            wanted = _shape_of(self.controls)
+            if wanted != Shape():
+                kernels = [
+                    kernel
+                    for stage in self.pipeline.stages if isinstance(stage, Compute)
+                    for kernel in stage.kernels
+                ]  # fmt: skip
+                if not kernels:
+                    fix = "pass kernels= to Pipeline.compute, or run it as a graph"
+                    raise UnsupportedError(
+                        f"shape: no Triton kernels are known to be shaped; {fix}"
+                    )
+                limits = shape.limits_here(self.pipeline.device)
+                distinct = list({id(k): k for k in kernels}.values())
+                undo.enter_context(shape.triton_launches(distinct, wanted, limits))
+            if self.controls.num_sms:
+                undo.enter_context(budget.matmul_sms(self.pipeline.device, self.controls.num_sms))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Bring all back."""
+        self._undo.close()
+
+    def __call__(self) -> None:
+        """Enqueue all stages; the current stream then waits for all of them.
+
+        Raises:
+            PeerTimeoutError: a rank did not come to copies of an earlier call.
+        """
+        check_peers(self.pipeline)
+        self._lanes.enqueue()
+
+
+class Captured:
+    """A pipeline as one CUDA graph. All ranks make and call it alike.
+
+    A context: left, the graph is as it was captured, and functions have their limits back.
+
+    Args:
+        pipeline: to run; it has run once before, so that kernels are compiled and loaded.
+        controls: to begin with; `set` changes those that need no other capture.
+
+    Raises:
+        InputError: a control cannot be had here, or a stage allocates; the message says which.
+        UnsupportedError: a stage cannot be captured, or this machine lacks what a control needs.
+    """
+
+    def __init__(self, pipeline: Pipeline, controls: Controls = OFF) -> None:
+        pipeline.check("run")
+        controls.way_in("graph")
+        self.pipeline = pipeline
+        self.controls = captured_as(controls)
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._owner: dict[int, int] = {}  # the stage of each node
+        self._allocating: list[str] = []  # stages that do
+        self._capture()
+        nodes: tuple[list[int], list[int]] = ([], [])
+        computes = [isinstance(stage, Compute) for stage in pipeline.stages]
+        for node, stage in self._owner.items():
+            if graph_nodes.kind_of(node) == "kernel":
+                nodes[0 if computes[stage] else 1].append(node)
+        self.compute_nodes, self.collective_nodes = nodes
+        self._priorities = {n: graph_nodes.kernel_of(n).priority for n in self.collective_nodes}
+        limits = shape.limits_here(pipeline.device)
+        self.shaped = Nodes(int(self.graph.raw_cuda_graph()), limits, self.compute_nodes)
+        self._undo = ExitStack()
+        self._stale = True
+        self._wanted = controls
+
+    def __enter__(self) -> "Captured":
+        """Let the controls hold, as far as they are numbers of nodes."""
+        with ExitStack() as undo:
+            undo.enter_context(self.shaped)
+            self._undo = undo.pop_all()
+        self.controls = captured_as(self.controls)
+        self._stale = True
+        self.set(self._wanted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Bring all back."""
+        if self.controls.priority:
+            self._prioritise(urgent=False)
+        self._undo.close()
+        self.controls = captured_as(self.controls)
+        self._stale = True
+
+    def set(self, controls: Controls) -> None:
+        """Change the numbers of the nodes: shape and priority.
+
+        Shared memory of an instantiated graph is updated in place; priority and carve-out need an
+        instantiation.
+
+        Raises:
+            InputError: `controls` need another capture, or kernels cannot be shaped so.
+            UnsupportedError: no kernel can be shaped.
+        """
+        if captured_as(controls) != captured_as(self.controls):
+            want = f"captured as {captured_as(self.controls).spec!r}"
+            raise InputError("Captured.set", "controls", want=want, got=repr(controls.spec))
+        now, before = _shape_of(controls), _shape_of(self.controls)
+        if now != before:
+            self.shaped.check()
+            self.shaped.set(now)
+        if controls.priority != self.controls.priority:
+            self._prioritise(urgent=controls.priority)
+            self._stale = True
+        if now.carve_out or before.carve_out:
+            self._stale = True
+        if now != before and not self._stale:
+            self.shaped.set(now, int(self.graph.raw_cuda_graph_exec()))
+        if self._stale:
+            self.graph.instantiate()
+            self._stale = False
+        self.controls = controls
+
+    def __call__(self) -> None:
+        """Replay the graph on the current stream.
+
+        Raises:
+            PeerTimeoutError: a rank did not come to copies of an earlier call.
+        """
+        check_peers(self.pipeline)
+        if self._stale:
+            self.graph.instantiate()
+            self._stale = False
+        self.graph.replay()
+
+    def _prioritise(self, *, urgent: bool) -> None:
+        for node, captured in self._priorities.items():
+            graph_nodes.set_priority(node, priority.most_urgent() if urgent else captured)
+
+    def _capture(self) -> None:
+        num_sms = self.controls.num_sms
+        with budget.matmul_sms(self.pipeline.device, num_sms) if num_sms else nullcontext():
+            self._capture_stages()
+
+    def _capture_stages(self) -> None:
+        if os.environ.get("NCCL_GRAPH_REGISTER") != "0" and library_writes_to_peers_memory(
+            self.pipeline, self.controls.transport
+        ):
+            fix = "set NCCL_GRAPH_REGISTER=0 before the process starts; it costs nothing measurable"
+            what = "NCCL's collectives hang when captured with memory of Pipeline.empty"
+            raise UnsupportedError(f"Captured: {what}; {fix}")
+        lanes = _Lanes(self.pipeline, self.controls)
+        side = self.pipeline.kept.setdefault("capture", torch.cuda.Stream(self.pipeline.device))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            lanes.enqueue()  # libraries set themselves up for each stream
+        torch.cuda.synchronize(self.pipeline.device)
+        try:
+            with (
+                _no_collector(),
+                torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"),
+            ):
+                lanes.enqueue(self._watched)
+        except RuntimeError as error:
+            fix = "what synchronises or allocates must go out of the pipeline; or run it eagerly"
+            raise UnsupportedError(
+                f"a stage cannot be captured in a graph: {error}; {fix}"
+            ) from error
+        if self._allocating:
+            fix = "allocate before, and pass out="
+            got = f"allocations in {', '.join(map(repr, self._allocating))}"
+            want = "free of allocations in a graph"
+            raise InputError("Captured", "stages", want=want, got=got, fix=fix)
+
+    @contextmanager
+    def _watched(self, stage: int) -> Generator[None]:
+        """Learn which nodes a stage has made, and that it has not allocated."""
+        stream = torch.cuda.current_stream().cuda_stream
+        graph = graph_nodes.graph_of_capture(stream)
+        before, allocated = set(graph_nodes.nodes(graph)), _num_allocations(self.pipeline.device)
+        yield
+        for node in graph_nodes.nodes(graph):
+            if node not in before:
+                self._owner[node] = stage
+        if _num_allocations(self.pipeline.device) != allocated:
+            # said once the capture has ended
+            self._allocating.append(self.pipeline.stages[stage].name)
+
+
+class _Lanes:
+    """What puts the stages on two streams: the caller's, and one for communication."""
+
+    def __init__(self, pipeline: Pipeline, controls: Controls) -> None:
+        self.pipeline, self.controls = pipeline, controls
+        self.waits = pipeline.waits()
+        group = _limited_group(pipeline, controls.max_ctas) if controls.max_ctas else None
+        carries = iter(carriers(pipeline, controls.transport, group))
+        self.calls = [
+            stage.call if isinstance(stage, Compute) else next(carries) for stage in pipeline.stages
+        ]
+        # a stage that starts where a collective was just launched is held back
+        self.held = [
+            bool(controls.delay_s) and i > 0 and isinstance(stage, Compute)
+            and not isinstance(pipeline.stages[i - 1], Compute)
+            for i, stage in enumerate(pipeline.stages)
+        ]  # fmt: skip
+        if pipeline.device.type != "cuda":
+            if controls.overlap and controls != OFF:
+                raise InputError("run", "controls", want="'overlap' or 'sequential' on CPU ranks",
+                                 got=repr(controls.spec))  # fmt: skip
+            return
+        kept = pipeline.kept
+        # a warp that waits for peers, before and behind copies, must not wait for SMs as well
+        urgent = controls.priority or controls.transport == "copy_engine"
+        if ("comm", urgent) not in kept:
+            kept["comm", urgent] = priority.stream(pipeline.device, urgent=urgent)
+        self.comm: torch.cuda.Stream = kept["comm", urgent]
+        self.delay: Delay | None = None
+        if controls.delay_s:
+            self.delay = kept.get("delay") or Delay(pipeline.device)
+            kept["delay"] = self.delay
+        self.green: torch.cuda.Stream | None = None
+        if controls.green_sms:
+            key = ("green", controls.green_sms)
+            if key not in kept:
+                kept[key] = budget.green_stream(pipeline.device, controls.green_sms)
+            self.green = kept[key]
+
+    def enqueue(self, mark: Mark = nullcontext) -> None:
+        """Put all stages on the lanes; the current stream then waits for them."""
+        if self.pipeline.device.type != "cuda":
+            for call in self.calls:
+                call()
+            return
+        main = torch.cuda.current_stream(self.pipeline.device)
+        if not self.controls.overlap:
+            for i, call in enumerate(self.calls):
+                with mark(i):
+                    call()
+            return
+        compute = self.green or main
+        if self.green:
+            self.green.wait_stream(main)
+        self.comm.wait_stream(main)
+        try:
+            self._enqueue(compute, mark)
+        finally:
+            main.wait_stream(self.comm)
+            if self.green:
+                main.wait_stream(self.green)
+
+    def _enqueue(self, compute: torch.cuda.Stream, mark: Mark) -> None:
+        ended: dict[int, torch.cuda.Event] = {}
+        for i, (stage, call) in enumerate(zip(self.pipeline.stages, self.calls, strict=True)):
+            computes = isinstance(stage, Compute)
+            stream = compute if computes else self.comm
+            wait = self.waits[i]
+            with torch.cuda.stream(stream):
+                if wait is not None:
+                    stream.wait_event(ended[wait])
+                if self.held[i] and self.delay is not None:
+                    self.delay(self.controls.delay_s)
+                with mark(i), self._cut() if computes else nullcontext():
+                    call()
+                if i in self.waits:
+                    ended[i] = torch.cuda.Event()
+                    ended[i].record(stream)
+
+    def _cut(self) -> AbstractContextManager[Any]:
+        if self.controls.pieces == 1:
+            return nullcontext()
+        properties = torch.cuda.get_device_properties(self.pipeline.device)
+        return Cut(self.controls.pieces, self.controls.along, properties.multi_processor_count)
+
+
+def captured_as(controls: Controls) -> Controls:
+    """The controls that decide which nodes a graph has; the rest are numbers of its nodes."""
+    return replace(controls, priority=False, blocks_per_sm=None, carve_out=False)
+
+
+def _shape_of(controls: Controls) -> Shape:
+    return Shape(blocks_per_sm=controls.blocks_per_sm, carve_out=controls.carve_out)
+
+
+_limited: dict[tuple[str, int], dist.ProcessGroup] = {}  # a communicator is costly: one each
+
+
+def _limited_group(pipeline: Pipeline, max_ctas: int) -> dist.ProcessGroup:
+    key = (pipeline.group.group_name, max_ctas)
+    if key not in _limited:
+        made = _limited[key] = budget.group(pipeline.group, max_ctas)
+        # its communicator is set up now, and not in a capture
+        dist.all_reduce(torch.ones(1, device=pipeline.device), group=made)
+    return _limited[key]
+
+
+@contextmanager
+def _no_collector() -> Generator[None]:
+    """Collect no garbage: what frees device memory aborts the process while a graph is captured."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _num_allocations(device: torch.device) -> int:
+    stats: dict[str, int] = torch.cuda.memory_stats(device)
+    return stats.get("allocation.all.allocated", 0)

@@ -1,0 +1,207 @@
+"""Which setting of the controls is fastest: which to try, and when a gain is one. Pure.
+
+Coordinate descent from plain overlap: each control by itself first, then each changed from the best
+so far, until nothing gains or the time is up; then the best few against plain overlap once more,
+with many rounds. What is measured is the same on all ranks, and so is every decision.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from counterpoint.errors import InputError
+from counterpoint.resources.controls import OFF, SEQUENTIAL, Along, Controls, Transport
+
+Rounds = Sequence[float]  # seconds of a setting, one for each round of a rotation
+FIRST_ROUNDS, FINAL_ROUNDS = 3, 15
+FINALISTS = 3
+TIE = 0.01  # settings this close to the best are as good: the one with fewer controls is taken
+NEAR = 0.03  # after few rounds, the simplest setting this close to the best is timed with it
+NOISES = 2.0  # a gain counts from this many times its noise on
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values of each control that can be had for a pipeline here.
+
+    Args:
+        transports: beside "sm".
+        blocks_per_sm: that the compute kernels can be brought to.
+        pieces: of each matmul.
+        along: dims that are cut.
+        delays_s: of compute behind a collective.
+        max_ctas: of the library's collectives.
+        priority: whether it can be had.
+        carve_out: likewise.
+    """
+
+    transports: tuple[Transport, ...] = ()
+    blocks_per_sm: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = (2, 4, 8)
+    along: tuple[Along, ...] = ("m",)
+    delays_s: tuple[float, ...] = (5e-6, 10e-6)
+    max_ctas: tuple[int, ...] = ()
+    priority: bool = True
+    carve_out: bool = False
+
+    def neighbours(self, of: Controls) -> tuple[Controls, ...]:
+        """All settings that differ from `of` in one control, in a fixed order."""
+        of = OFF if of == SEQUENTIAL else of
+        values: list[tuple[str, list[Any]]] = [
+            ("transport", ["sm", *self.transports]),
+            ("priority", [False, True] if self.priority else []),
+            ("delay_s", [0.0, *self.delays_s]),
+            ("pieces", [1, *self.pieces]),
+            ("along", [*self.along] if of.pieces > 1 else []),
+            ("blocks_per_sm", [None, *self.blocks_per_sm]),
+            ("carve_out", [False, True] if self.carve_out else []),
+            ("max_ctas", [0, *self.max_ctas]),
+        ]
+        found: list[Controls] = []
+        for name, some in values:
+            for value in some:
+                if value == getattr(of, name):
+                    continue
+                change: dict[str, Any] = {name: value}
+                if name == "blocks_per_sm" and value:
+                    change["carve_out"] = False
+                if name == "carve_out" and value:
+                    change["blocks_per_sm"] = None
+                if name == "pieces" and value == 1:
+                    change["along"] = "m"
+                if name == "transport" and value == "copy_engine":
+                    change |= {"priority": False, "max_ctas": 0}
+                if name in ("priority", "max_ctas") and of.transport == "copy_engine":
+                    continue
+                found.append(replace(of, **change))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A setting that was measured.
+
+    Args:
+        controls: the setting.
+        seconds: median over rounds.
+        gain: plain overlap's time over this one's, of the same rounds, median, less 1.
+        noise: of the gain: half the distance of its 20 % and 80 % quantiles.
+        num_rounds: that it is of.
+    """
+
+    controls: Controls
+    seconds: float
+    gain: float
+    noise: float
+    num_rounds: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has ended with.
+
+    Args:
+        best: the setting to take: plain overlap unless another one gains more than twice the noise.
+        arms: every setting that was measured, each with its last measurement.
+        why: of `best`, one sentence.
+        refused: settings that could not be had, and why.
+        timed_out: whether the time was up before nothing gained any more.
+    """
+
+    best: Controls
+    arms: tuple[Arm, ...]
+    why: str
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    timed_out: bool = False
+
+    def arm(self, controls: Controls) -> Arm:
+        """What was measured of a setting."""
+        return next(arm for arm in self.arms if arm.controls == controls)
+
+
+Measure = Callable[[Sequence[Controls], int], Mapping[Controls, Rounds]]
+
+
+def search(
+    space: Space,
+    measure: Measure,
+    *,
+    time_left: Callable[[], bool],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """Find the fastest setting in `space`.
+
+    Args:
+        space: of settings.
+        measure: times settings side by side, all in each round; a setting that cannot be had is
+            missing in the result. Equal on all ranks.
+        time_left: whether to go on; equal on all ranks.
+        progress: is told what comes next.
+
+    Raises:
+        InputError: plain overlap itself cannot be measured.
+    """
+    arms: dict[Controls, Arm] = {}
+    tried: set[Controls] = set()
+
+    def time_of(some: Sequence[Controls], num_rounds: int, what: str) -> None:
+        wanted = [OFF, *(c for c in some if c != OFF)]
+        progress(f"{what}: {len(wanted)} settings")
+        rounds = measure(wanted, num_rounds)
+        if OFF not in rounds:
+            raise InputError("search", "measure", want="a time of plain overlap", got="none")
+        tried.update(wanted)
+        for controls, seconds in rounds.items():
+            arms[controls] = _arm(controls, seconds, rounds[OFF])
+
+    def leaders() -> list[Arm]:
+        # by time and not by gain: the scatter of plain overlap is no merit of a setting
+        return sorted(arms.values(), key=lambda arm: (arm.seconds, arm.controls.spec))
+
+    time_of([SEQUENTIAL, *space.neighbours(OFF)], FIRST_ROUNDS, "each control by itself")
+    timed_out = False
+    while True:
+        if not time_left():
+            timed_out = True
+            break
+        best = leaders()[0]
+        # the runner-up by another first step guards against a lucky round
+        some = [c for arm in leaders()[:2] for c in space.neighbours(arm.controls)]
+        new = [c for c in dict.fromkeys(some) if c not in tried]
+        if not new:
+            break
+        time_of([best.controls, *new], FIRST_ROUNDS, f"from {best.controls.spec}")
+        if leaders()[0].seconds >= best.seconds * (1 - TIE):
+            break
+    finalists = [arm.controls for arm in leaders()[:FINALISTS]]
+    good = [arm for arm in leaders() if arm.seconds <= leaders()[0].seconds * (1 + NEAR)]
+    simplest = min(good, key=lambda arm: (arm.controls.num_set, arm.seconds)).controls
+    finalists = list(dict.fromkeys([*finalists, simplest]))
+    time_of(finalists, FINAL_ROUNDS, "the best")
+    best, why = _decide([arms[c] for c in finalists if c in arms])
+    return Found(best, tuple(leaders()), why, timed_out=timed_out)
+
+
+def _arm(controls: Controls, seconds: Rounds, off: Rounds) -> Arm:
+    gains = [theirs / mine - 1 for theirs, mine in zip(off, seconds, strict=True)]
+    fifths = statistics.quantiles(gains, n=5) if len(gains) > 1 else [0.0] * 4
+    noise = 0.0 if controls == OFF else (fifths[3] - fifths[0]) / 2
+    return Arm(controls, statistics.median(seconds), statistics.median(gains), noise, len(gains))
+
+
+def _decide(finalists: Sequence[Arm]) -> tuple[Controls, str]:
+    """The one to take, and why."""
+    leader = min(finalists, key=lambda arm: arm.seconds)
+    near = [arm for arm in finalists if leader.seconds * (1 + TIE) >= arm.seconds]
+    best = min([leader, *near], key=lambda arm: (arm.controls.num_set, arm.controls.spec))
+    if best.controls == OFF:
+        return OFF, "no setting is faster than plain overlap"
+    share = best.gain / (1 + best.gain)
+    gains = f"takes {share:.1%} less time than plain overlap"
+    if best.gain <= NOISES * best.noise:
+        bound = f"less than {NOISES:g} times the noise of {best.noise:.1%}"
+        return OFF, f"{best.controls.spec} {gains}, {bound}: not taken"
+    others = len(near) > 1 and leader.controls != best.controls
+    tie = f"; {leader.controls.spec} is as fast with more controls" if others else ""
+    return best.controls, f"{gains}, noise {best.noise:.1%}{tie}"

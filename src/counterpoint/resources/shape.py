@@ -1,0 +1,320 @@
+"""Fewer resident blocks of a compute kernel, so that communication finds room on every SM.
+
+A kernel that is launched with more shared memory than it uses computes the same bits with fewer
+blocks per SM. Two ways in, neither of which touches the kernel: the numbers that Triton passes to
+each launch, and the kernel nodes of a captured graph, for everything else. Kernels whose blocks
+wait for one another are refused: they need all their blocks resident.
+"""
+
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.machine import DeviceSpec
+from counterpoint.presets import preset_of
+from counterpoint.resources.footprint import Footprint, node_footprint
+from counterpoint.resources.limits import LIMITS, SmLimits, limits_of
+from counterpoint.resources.occupancy import (
+    Block,
+    check_dynamic_bytes,
+    dynamic_bytes_for,
+    feasible,
+    occupancy,
+    window,
+)
+from counterpoint.runtime import graph_nodes
+
+# kernels that wait: for peers NCCL's, NVSHMEM's, torch's of symmetric memory and ours, or for time
+SPINNING = re.compile(r"nccl|nvshmem|barrier|symmetric_memory|multimem|signal_kernel|delay_kernel")
+ALL_SHARED_MEMORY = 100  # percent of an SM's L1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a kernel is brought to; exactly one of these, or none: as it is.
+
+    Args:
+        blocks_per_sm: at most this many resident; a kernel that has no more of itself stays as it
+            is, one that cannot have as many has the next number below that it can.
+        dynamic_bytes: this much dynamic shared memory per block.
+        beside: one block per SM, and room by shared memory for one block of this kernel.
+        carve_out: all of the SM's shared memory asked for, none of it added to a block.
+
+    Raises:
+        InputError: more than one is given, or a number is below 1.
+    """
+
+    blocks_per_sm: int | None = None
+    dynamic_bytes: int | None = None
+    beside: Block | None = None
+    carve_out: bool = False
+
+    def __post_init__(self) -> None:
+        given = [self.blocks_per_sm, self.dynamic_bytes, self.beside, self.carve_out or None]
+        if sum(value is not None for value in given) > 1:
+            raise InputError("Shape", "arguments", want="one at a time", got=self)
+        for field in ("blocks_per_sm", "dynamic_bytes"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise InputError("Shape", field, want=">= 1", got=value)
+
+    def bytes_of(self, kernel: Footprint, limits: SmLimits) -> int:
+        """The dynamic shared memory that `kernel` is to be launched with.
+
+        Raises:
+            InputError: the kernel cannot be brought to this; the message says what it can.
+        """
+        own = kernel.dynamic_shared_bytes
+        if self.blocks_per_sm is not None:
+            below = [k for k in feasible(kernel, limits) if k <= self.blocks_per_sm]
+            if not below:
+                fewest = min(feasible(kernel, limits))
+                want = f">= {fewest} for {kernel.short_name}"
+                raise InputError("Shape", "blocks_per_sm", want=want, got=self.blocks_per_sm)
+            return dynamic_bytes_for(kernel, limits, max(below))
+        if self.dynamic_bytes is not None:
+            check_dynamic_bytes(kernel, limits, self.dynamic_bytes)
+            return self.dynamic_bytes
+        if self.beside is not None:
+            room = window(kernel, self.beside, limits)
+            if room is None:
+                want = f"a kernel that fits beside {kernel.short_name} on an SM of {limits.arch}"
+                raise InputError(
+                    "Shape", "beside", want=want, got="no shared memory at which both do"
+                )
+            return max(room.low_bytes - kernel.static_shared_bytes, own)
+        return own
+
+
+def refusal(kernel: Footprint, limits: SmLimits) -> str:
+    """Why a kernel cannot be shaped; "" if it can.
+
+    Args:
+        kernel: as it is launched.
+        limits: of the SM.
+    """
+    if kernel.kind != "kernel":
+        return f"a {kernel.kind} has no blocks"
+    if SPINNING.search(kernel.name):
+        return "it waits for peers: all its blocks must be resident"
+    if kernel.cooperative:
+        return "it is a cooperative launch: all its blocks must be resident"
+    if max(kernel.cluster) > 1:
+        return "it is launched in clusters: their blocks must be resident together"
+    if occupancy(kernel, limits).blocks == 1:
+        return "one block per SM is resident as it is"
+    return ""
+
+
+def limits_here(device: torch.device) -> SmLimits:
+    """Limits of the SMs of this GPU.
+
+    Raises:
+        UnsupportedError: nobody has written down those of its architecture.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch = str(properties.gcnArchName).partition(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    if arch in LIMITS:
+        return LIMITS[arch]
+    known: DeviceSpec | None = getattr(preset_of(properties.name, 1), "device", None)
+    if known is None:
+        raise UnsupportedError(f"shape: no limits are known of {arch}; known: {', '.join(LIMITS)}")
+    return limits_of(known)
+
+
+class Nodes:
+    """The kernel nodes of a captured graph, to be shaped and brought back.
+
+    A context: on leaving it, by an exception or not, the graph's nodes are as they were captured.
+
+    Args:
+        graph: that was captured with `keep_graph=True` (CUgraph), e.g. `raw_cuda_graph()`.
+        limits: of the SMs.
+        nodes: of the graph (CUgraphNode); None: all. Those that are no kernels, or cannot be
+            shaped, are left alone; `refused` says which kernels and why.
+    """
+
+    def __init__(self, graph: int, limits: SmLimits, nodes: Sequence[int] | None = None) -> None:
+        self.graph, self.limits = graph, limits
+        nodes = graph_nodes.nodes(graph) if nodes is None else nodes
+        self.kernels: dict[int, Footprint] = {}
+        self.refused: dict[str, str] = {}
+        for node in nodes:
+            kernel = node_footprint(node)
+            why = refusal(kernel, limits)
+            if not why:
+                self.kernels[node] = kernel
+            elif kernel.kind == "kernel":
+                self.refused[kernel.short_name] = why
+        self._before_carving = 0  # a clone of the graph
+        self._undo = ExitStack()
+
+    def feasible(self) -> tuple[int, ...]:
+        """The numbers of blocks per SM that any of the kernels can be brought to, falling."""
+        found = {k for kernel in self.kernels.values() for k in feasible(kernel, self.limits)}
+        return tuple(sorted(found, reverse=True))
+
+    def check(self) -> None:
+        """Refuse to shape where nothing can be.
+
+        Raises:
+            UnsupportedError: there is no kernel that can be shaped; says why of each.
+        """
+        if not self.kernels:
+            whys = [f"{name}: {why}" for name, why in self.refused.items()] or ["no kernels"]
+            raise UnsupportedError(f"shape: nothing can be shaped; {'; '.join(whys)}")
+
+    def __enter__(self) -> "Nodes":
+        """Let the kernels be launched with all the shared memory that a block may have."""
+        with ExitStack() as undo:
+            for function, kernel in self._functions().items():
+                most = self.limits.shared_bytes_per_block - kernel.static_shared_bytes
+                before = graph_nodes.allow_dynamic_bytes(function, most)
+                undo.callback(graph_nodes.allow_dynamic_bytes, function, before)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Bring all back."""
+        try:
+            self.set(Shape())
+        finally:
+            self._undo.close()
+
+    def set(self, shape: Shape, executable: int = 0) -> dict[str, int]:
+        """Bring all kernels to `shape`.
+
+        Args:
+            shape: for each of them.
+            executable: an instantiated graph (CUgraphExec) that is updated in place, for replays to
+                come; 0: the graph itself, for instantiations to come.
+
+        Returns:
+            Dynamic shared memory of each kernel, by its short name.
+
+        Raises:
+            InputError: a kernel cannot be brought to it, or `executable` with a carve-out, which
+                is fixed when a graph is instantiated. Nothing was changed.
+        """
+        if executable and shape.carve_out:
+            want = "0 with a carve-out"
+            raise InputError("Nodes.set", "executable", want=want, got="an instantiated graph")
+        found = {n: shape.bytes_of(kernel, self.limits) for n, kernel in self.kernels.items()}
+        if not executable:
+            self._carve(shape.carve_out)
+        for node, num_bytes in found.items():
+            graph_nodes.set_dynamic_bytes(node, num_bytes, executable)
+        return {self.kernels[node].short_name: size for node, size in found.items()}
+
+    def _carve(self, wanted: bool) -> None:
+        if wanted and not self._before_carving:
+            self._before_carving = graph_nodes.clone_of(self.graph)
+            for node in self.kernels:
+                graph_nodes.set_carve_out(node, ALL_SHARED_MEMORY)
+        elif not wanted and self._before_carving:
+            for node in self.kernels:
+                priority = graph_nodes.kernel_of(node).priority
+                graph_nodes.copy_attributes(node, self._before_carving)
+                graph_nodes.set_priority(node, priority)
+            graph_nodes.destroy(self._before_carving)
+            self._before_carving = 0
+
+    def _functions(self) -> Mapping[int, Footprint]:
+        return {graph_nodes.function_of(n): kernel for n, kernel in self.kernels.items()}
+
+
+@contextmanager
+def triton_launches(
+    kernels: Sequence[Any], shape: Shape, limits: SmLimits
+) -> Generator[dict[str, int]]:
+    """Launch Triton kernels in another shape, while the context is entered.
+
+    Triton reads the shared memory of a launch from the compiled kernel at each launch; the number
+    is changed there and brought back.
+
+    Args:
+        kernels: compiled: what `kernel[grid](...)` returns.
+        shape: of all of them.
+        limits: of the SMs.
+
+    Yields:
+        Dynamic shared memory of each kernel, by its name.
+
+    Raises:
+        InputError: what is passed is no compiled kernel, or cannot be brought to this shape.
+        UnsupportedError: a kernel cannot be shaped, and why; or this Triton keeps its launches
+            otherwise.
+    """
+    with ExitStack() as undo:
+        found: dict[str, int] = {}
+        for kernel, of in [(k, triton_footprint(k)) for k in kernels]:
+            why = refusal(of, limits)
+            if why:
+                raise UnsupportedError(f"shape: {of.short_name} cannot be shaped: {why}")
+            num_bytes = shape.bytes_of(of, limits)
+            function = int(kernel.function)
+            most = limits.shared_bytes_per_block - of.static_shared_bytes
+            undo.callback(
+                graph_nodes.allow_dynamic_bytes, function,
+                graph_nodes.allow_dynamic_bytes(function, most),
+            )  # fmt: skip
+            if shape.carve_out:
+                before = graph_nodes.prefer_carve_out(function, ALL_SHARED_MEMORY)
+                undo.callback(graph_nodes.prefer_carve_out, function, before)
+            undo.callback(setattr, kernel, "packed_metadata", kernel.packed_metadata)
+            kernel.packed_metadata = _launched_with(kernel, num_bytes)
+            found[of.short_name] = num_bytes
+        yield found
+
+
+def triton_footprint(kernel: Any) -> Footprint:
+    """What a block of a compiled Triton kernel takes; its grid is not known here.
+
+    Raises:
+        InputError: it is no compiled kernel.
+    """
+    metadata = getattr(kernel, "metadata", None)
+    if metadata is None or not hasattr(kernel, "packed_metadata"):
+        want = "compiled Triton kernels, as kernel[grid](...) returns them"
+        raise InputError("shape", "kernels", want=want, got=type(kernel).__name__)
+    if getattr(kernel, "n_regs", None) is None:
+        kernel._init_handles()  # loads it: registers are known then
+    registers: Any = kernel.n_regs
+    return Footprint(
+        kind="kernel",
+        name=metadata.name,
+        grid=(0, 0, 0),
+        block=(metadata.num_warps * 32, 1, 1),
+        cluster=(metadata.num_ctas, 1, 1),
+        registers_per_thread=registers,
+        dynamic_shared_bytes=metadata.shared,
+        cooperative=bool(getattr(metadata, "launch_cooperative_grid", False)),
+    )
+
+
+def _launched_with(kernel: Any, num_bytes: int) -> tuple[int, ...]:
+    """The launch numbers of a compiled kernel, with its shared memory replaced.
+
+    Private to Triton 3.6: (num_warps, num_ctas, shared memory).
+    """
+    packed = tuple(kernel.packed_metadata)
+    metadata = kernel.metadata
+    if packed != (metadata.num_warps, metadata.num_ctas, metadata.shared):
+        raise UnsupportedError(f"shape: this Triton launches by {packed}; Triton 3.6 is known")
+    return (*packed[:2], num_bytes)
+
+
+def kernels_of(nodes: Sequence[int]) -> Iterator[Footprint]:
+    """The kernels among nodes of a graph."""
+    for node in nodes:
+        found = node_footprint(node)
+        if found.kind == "kernel":
+            yield found

@@ -1,0 +1,147 @@
+"""`counterpoint occupancy`: what it prints and refuses, on a machine without a GPU."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from counterpoint.cli import main
+from counterpoint.cli.occupancy import ASSUMED, DEVICES, NOTES, TOO_LARGE
+from counterpoint.resources.limits import limits_of
+from counterpoint.resources.occupancy import (
+    Kernel,
+    dynamic_bytes_for,
+    feasible,
+)
+
+GEMM = ("--threads", "128", "--registers", "64", "--shared", "16384")
+LEAN = ("--threads", "128", "--registers", "32", "--shared", "16384")
+NVJET = ("--threads", "384", "--registers", "168", "--shared", "213188")
+DEFAULT = ["a40", "a100", "h100", "h200", "mi250x"]
+
+
+def run(*arguments: str, code: int = 0, columns: int = 140) -> Result:
+    result = CliRunner().invoke(main.app, ["occupancy", *arguments], env={"COLUMNS": str(columns)})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def facts_of(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Machine -> its facts."""
+    facts = json.loads(run(*arguments, "--json").stdout)
+    return {found["machine"]: found for found in facts["machines"]}
+
+
+def test_table():
+    text = run(*GEMM).stdout
+    assert text.startswith("occupancy, predicted by arithmetic, not measured")
+    assert "of a block of 128 threads, 64 registers, 16384 bytes" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in DEVICES] == DEFAULT
+    nccl = ["0", "registers", "0", "registers"]
+    assert ["h200", "8", "registers", "16384", *nccl, "-"] in rows
+    assert ["1", "shared", "memory", "115713", *nccl, "113.0-124.6"] in rows
+    assert ["registers"] in rows, "what else keeps them apart"
+    assert ["a40", "5", "shared", "memory", "16384", "-", "-", "-"] in rows
+    for note in (*NOTES, ASSUMED, f"a40: {TOO_LARGE}", f"mi250x: {TOO_LARGE}"):
+        assert f"\n{note}\n" in text
+
+
+@pytest.mark.parametrize("arguments", [GEMM, NVJET, [*LEAN, "--machine", "all"]])
+def test_it_fits_80_columns(arguments: list[str]):
+    text = run(*arguments, columns=80).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("machine", DEVICES)
+def test_json_is_what_the_functions_return(machine: str):
+    (facts,) = facts_of(*GEMM, "--machine", machine).values()
+    kernel, limits = Kernel(128, 64, 0, 16384), limits_of(DEVICES[machine])
+    assert facts["device"] == DEVICES[machine].name
+    found = [(level["blocks"], level["shared_bytes"]) for level in facts["feasible"]]
+    assert found == [(k, dynamic_bytes_for(kernel, limits, k)) for k in feasible(kernel, limits)]
+
+
+def test_json_has_the_window():
+    facts = json.loads(run(*LEAN, "--machine", "a100,h200", "--json").stdout)
+    assert facts["basis"] == "predicted by arithmetic, not measured"
+    assert facts["kernel"]["dynamic_shared_bytes"] == 16384
+    assert {name: block["threads"] for name, block in facts["beside"].items()} == {
+        "ring": 544, "send/recv": 640,
+    }  # fmt: skip
+    a100, h200 = facts["machines"]
+    window = {"low_bytes": 115713, "high_bytes": 127616, "other_limit": ""}
+    for other in facts["beside"]:
+        assert all(level["beside"][other]["window"] is None for level in a100["feasible"])
+        *more, one = [level["beside"][other] for level in h200["feasible"]]
+        assert all(level["window"] is None for level in more)
+        assert one == {"blocks": 1, "bound_by": "registers", "window": window}
+
+
+def test_another_block_of_communication():
+    text = run(*LEAN, "--beside", "256,32,20480", "--machine", "mi250x").stdout
+    assert "beside 256,32,20480" in text
+    assert ASSUMED not in text
+    (found,) = facts_of(*LEAN, "--beside", "256,32,20480", "--machine", "mi250x").values()
+    own = found["feasible"][0]
+    assert (own["blocks"], own["beside"]["256,32,20480"]["blocks"]) == (4, 2)
+
+
+def test_a_kernel_that_fits_some_machines():
+    text = run(*NVJET).stdout
+    fix = "a40: occupancy: block must be of 0 to 101376 bytes of shared memory on A40 PCIe"
+    assert fix in " ".join(text.split())
+    facts = facts_of(*NVJET)
+    assert {name for name in facts if facts[name]["feasible"]} == {"h100", "h200"}
+    assert facts["h200"]["feasible"][0]["blocks"] == 1
+
+
+def test_all_machines():
+    assert list(facts_of(*GEMM, "--machine", "all")) == list(DEVICES)
+    assert list(facts_of(*GEMM)) == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*GEMM, "--machine", "v100"],
+         "--machine must be all, or of a40, a100, h100, h200, b200, mi250x, mi300x, got 'v100'"),
+        ([*GEMM, "--machine", "h200-8"], "mi250x, mi300x, got 'h200-8'"),
+        ([*GEMM, "--beside", "rccl"], "--beside must be nccl, or threads (above 0), registers"),
+        ([*GEMM, "--beside", "1,2"], "and shared bytes as T,R,S, got '1,2'"),
+        ([*GEMM, "--beside", "0,2,3"], "and shared bytes as T,R,S, got '0,2,3'"),
+        ([*NVJET, "--machine", "a40,a100"], "block must be of 0 to 101376 bytes of shared memory"),
+        (["--threads", "1025", "--registers", "8", "--shared", "0"],
+         "block.threads must be 1 to 1024, got 1025"),
+        (["--threads", "1024", "--registers", "255", "--shared", "0"],
+         "block.registers_per_thread must be 0 to 64 with 1024 threads on A40 PCIe, got 255"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_one_line(arguments: list[str], message: str):
+    result = run(*arguments, code=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: occupancy: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], GEMM[:4], ["--threads", "0", *GEMM[2:]], [*GEMM[:4], "--shared", "-1"]]
+)
+def test_wrong_options_are_exit_code_2(arguments: list[str]):
+    run(*arguments, code=2)
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys\n"
+        "from counterpoint.cli.main import app\n"
+        f"app(['occupancy', *{GEMM}], standalone_mode=False)\n"
+        "assert not {'torch', 'triton', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
