@@ -18,6 +18,7 @@ from counterpoint.kernels.clock import now_ns
 from counterpoint.measure import record
 from counterpoint.measure.timing import rotate
 from counterpoint.resources.controls import Transport
+from counterpoint.resources.footprint import Footprint, gemm_tile
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.transport import carriers
 from counterpoint.runtime import driver, graph_nodes
@@ -119,8 +120,11 @@ def fewer_blocks(device: torch.device) -> list[dict[str, Any]]:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         torch.mm(x, x, out=y)
-    (node,) = graph_nodes.nodes(int(graph.raw_cuda_graph()))
-    kernel = graph_nodes.kernel_of(node)
+    nodes = graph_nodes.nodes(int(graph.raw_cuda_graph()))
+    kernels = {n: graph_nodes.kernel_of(n) for n in nodes if graph_nodes.kind_of(n) == "kernel"}
+    node, kernel = next(
+        (n, k) for n, k in kernels.items() if gemm_tile(Footprint(kind="kernel", name=k.name))
+    )
     params: Any = driver.ask("cuGraphKernelNodeGetParams", node)
     params.gridDimY = kernel.grid[1] - 2
     driver.ask("cuGraphKernelNodeSetParams", node, params)

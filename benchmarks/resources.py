@@ -30,9 +30,6 @@ def main() -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     wanted: list[Pair] = pairs(["cuBLAS"], ["cb"]) if args.suite == "smoke" else published()
     with nccl_group() as (group, device):
-        rows = ask(group, device)
-        if group.rank() == 0:
-            record.append(args.out, rows)
         if args.decisions:
             rows = decisions(wanted[0], args.decisions, group, device)
             if group.rank() == 0:
@@ -49,6 +46,9 @@ def main() -> None:
             if group.rank() == 0:
                 print(text, flush=True)
                 record.append(args.out, rows)
+        rows = ask(group, device)
+        if group.rank() == 0:
+            record.append(args.out, rows)
 
 
 def decisions(

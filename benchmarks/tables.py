@@ -1,4 +1,4 @@
-"""The tables and the picture of README.md and docs/hardware.md, from the committed rows.
+"""The tables and pictures of README.md and of pages under docs/, from the committed rows.
 
 Nothing in them is written by hand: `make readme` makes them again from benchmarks/results/.
 """
@@ -10,6 +10,8 @@ import re
 import statistics
 from pathlib import Path
 from typing import Any
+
+import sharing_tables
 
 from counterpoint.choose.known import SHIPPED
 from counterpoint.costs import Costs
@@ -315,6 +317,9 @@ def main() -> None:
     machine = Machine.from_json(json.dumps(json.loads(constants[0].read_text())["machine"]))
     for path in sorted(RESULTS.glob("timeline-*.json")):
         draw_pair(path, machine)
+    for name, text in sharing_tables.sections(RESULTS).items():
+        replace(ROOT / "docs" / "sharing.md", name, text)
+    sharing_tables.draw(RESULTS, IMAGES)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,41 @@ class Suite(StrEnum):
     full = "full"
 
 
+class BenchTable(StrEnum):
+    """What is compared."""
+
+    overlap = "overlap"
+    resources = "resources"
+
+
+# where `bench --help` lists options that only one table has
+OVERLAP, RESOURCES = (f"Options of bench {table}" for table in BenchTable)
+
+
+class Gemm(StrEnum):
+    """What the GEMM of a loop is bound by."""
+
+    cb = "cb"
+    mb = "mb"
+    all = "all"
+
+
+class Collective(StrEnum):
+    """What is done to the result of a loop's GEMM."""
+
+    all_reduce = "all_reduce"
+    all_to_all = "all_to_all"
+    all = "all"
+
+
+class Launch(StrEnum):
+    """How a loop is run."""
+
+    graph = "graph"
+    eager = "eager"
+    all = "all"
+
+
 class By(StrEnum):
     """How a plan is chosen without running any."""
 
@@ -100,22 +135,95 @@ def demo(
 
 @app.command()
 def bench(
+    context: typer.Context,
+    table: Annotated[
+        BenchTable, typer.Argument(help="Plans of operators, or how a loop shares the GPU.")
+    ] = BenchTable.overlap,
     op: Annotated[
-        str, typer.Option(help=f"One operator: {' or '.join(FORWARD)}. Both if left out.")
+        str,
+        typer.Option(
+            help=f"One operator: {' or '.join(FORWARD)}. Both if left out.", rich_help_panel=OVERLAP
+        ),
     ] = "",
     shapes: Annotated[
-        str, typer.Option(help="M,N,K triples as 8192,7168,8192:512,7168,8192.")
+        str,
+        typer.Option(
+            help="M,N,K triples as 8192,7168,8192:512,7168,8192.", rich_help_panel=OVERLAP
+        ),
     ] = "",
-    suite: Annotated[Suite, typer.Option(help="The published shapes, a few or all.")] = Suite.smoke,
+    gemm: Annotated[
+        Gemm, typer.Option(help="Bound by compute, or by memory.", rich_help_panel=RESOURCES)
+    ] = Gemm.all,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="Of the GEMM, with commas: cuBLAS, or tiles of a Triton kernel as 64x64x32.",
+            rich_help_panel=RESOURCES,
+        ),
+    ] = "cuBLAS",
+    collective: Annotated[
+        Collective, typer.Option(help="Of its result.", rich_help_panel=RESOURCES)
+    ] = Collective.all,
+    mode: Annotated[
+        Launch, typer.Option(help="In one CUDA graph, or call by call.", rich_help_panel=RESOURCES)
+    ] = Launch.all,
+    budget: Annotated[
+        float, typer.Option(min=1, help="Seconds of each search.", rich_help_panel=RESOURCES)
+    ] = 60.0,
+    rounds: Annotated[
+        int, typer.Option(min=3, help="How often each arm is timed.", rich_help_panel=RESOURCES)
+    ] = 7,
+    pictures: Annotated[
+        Path | None, typer.Option(help="Folder for pictures.", rich_help_panel=RESOURCES)
+    ] = None,
+    energy: Annotated[
+        bool,
+        typer.Option(
+            "--energy/--no-energy",
+            help="Read energy and clock, with nvidia-ml-py.",
+            rich_help_panel=RESOURCES,
+        ),
+    ] = True,
+    suite: Annotated[
+        Suite, typer.Option(help="The published shapes, or less: a few, or an eighth of the size.")
+    ] = Suite.smoke,
     out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
 ) -> None:
-    """Time plans against the serial way on the GPUs of this node.
+    """Time plans against the serial way, or controls against plain overlap, on this node's GPUs.
+
+    `counterpoint bench` times every plan of the operators. `counterpoint bench resources` times a
+    loop of GEMMs and collectives: each control of how they share the GPU by itself, and the
+    setting that a search finds.
 
     **Example:** `counterpoint bench --op all_gather_matmul --shapes 2048,7168,8192`
+
+    **Example:** `counterpoint bench resources --gemm cb --collective all_to_all --pictures out`
     """
+    _refuse_options_of_others(context, table)
+    if table == BenchTable.resources:
+        from counterpoint.cli.bench_resources import bench_resources
+
+        raise typer.Exit(
+            bench_resources(gemm=gemm.value, kernels=kernels, collective=collective.value,
+                            mode=mode.value, budget_s=budget, rounds=rounds, suite=suite.value,
+                            out=out, pictures=pictures, energy=energy)
+        )  # fmt: skip
     from counterpoint.cli.bench import bench as run
 
     raise typer.Exit(run(op=op, shapes=shapes, suite=suite.value, out=out))
+
+
+def _refuse_options_of_others(context: typer.Context, table: BenchTable) -> None:
+    own = {BenchTable.overlap: ("op", "shapes"),
+           BenchTable.resources: ("gemm", "kernels", "collective", "mode", "budget", "rounds",
+                                  "pictures", "energy")}  # fmt: skip
+    for other in set(BenchTable) - {table}:
+        for name in own[other]:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                want, got = f"left out with table {table}", repr(str(context.params[name]))
+                fix = f"it is an option of `counterpoint bench {other}`"
+                raise InputError("bench", f"--{name}", want=want, got=got, fix=fix)
 
 
 @app.command()
@@ -153,6 +261,41 @@ def plan(
     raise typer.Exit(
         run(op=op, shape=shape, machine=machine, ranks=ranks, dtype=dtype.value, spec=spec,
             by=by.value, eager=eager, show=show, out=out, as_json=as_json)
+    )  # fmt: skip
+
+
+@app.command()
+def occupancy(
+    threads: Annotated[int, typer.Option(min=1, show_default=False, help="Of a block.")],
+    registers: Annotated[int, typer.Option(min=0, show_default=False, help="Per thread.")],
+    shared: Annotated[
+        int, typer.Option(min=0, show_default=False, help="Bytes of a block, static + dynamic.")
+    ],
+    machine: Annotated[
+        str, typer.Option(help="Kinds of GPU, with commas; b200 and mi300x too, or all.")
+    ] = "a40,a100,h100,h200,mi250x",
+    beside: Annotated[
+        str,
+        typer.Option(
+            metavar="T,R,S",
+            help="Threads, registers and bytes of a block of communication; nccl: those of NCCL.",
+        ),
+    ] = "nccl",
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in bytes.")] = False,
+) -> None:
+    """Predict how many blocks of a kernel an SM holds, alone and beside communication.
+
+    By arithmetic, for any GPU and without one: what bounds them, how much shared memory brings
+    them to fewer, and whether a block of communication then fits beside them. `counterpoint
+    doctor --kernels` shows what a kernel takes.
+
+    **Example:** `counterpoint occupancy --threads 128 --registers 64 --shared 16384`
+    """
+    from counterpoint.cli.occupancy import occupancies as run
+
+    raise typer.Exit(
+        run(threads=threads, registers=registers, shared=shared, machine=machine, comm=beside,
+            as_json=as_json)
     )  # fmt: skip
 
 
