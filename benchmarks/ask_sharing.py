@@ -3,7 +3,7 @@
 E   does a launch-order edge of a graph work: behind a plain kernel, behind NCCL's
 F   does cuBLAS compute the same with fewer blocks than it was launched with
 G   an all-to-all by NCCL's kernels, by NCCL without kernels, and by our copies: alone, and
-    beside the same matmul
+    launched together with a matmul
 """
 
 from typing import Any
@@ -140,7 +140,7 @@ def fewer_blocks(device: torch.device) -> list[dict[str, Any]]:
 
 
 def transports(group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
-    """An exchange by each transport, alone and beside a matmul that was launched just before it."""
+    """An exchange by each transport, alone and on an urgent stream together with a matmul."""
     x = torch.randn(SIZE, SIZE, device=device).bfloat16()
     y = torch.empty_like(x)
     numel = EXCHANGED_BYTES // 2

@@ -5,6 +5,7 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -77,6 +78,8 @@ def sections(results: Path) -> dict[str, str]:
             if (text := table(rows))
         ]
         made[name] = "\n\n".join([note, *parts] if parts else [])
+    made["questions"] = questions(results)
+    made["decisions"] = decisions(results)
     made["summary"] = "\n".join(f"- {num} GPUs: {summary(r)}" for num, r in measured.items())
     largest = next(iter(measured))
     made["arms-picture"] = f"![the arms of each pair](images/sharing-arms-{largest}x.png)"
@@ -228,6 +231,51 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
+def questions(results: Path) -> str:
+    """What ask_sharing.py has found, by the most GPUs that were asked."""
+    asked = {n: _of_table("sharing", path) for n, path in _paths(results).items()}
+    rows = next((rows for rows in asked.values() if rows), [])
+    by = {q: [row for row in rows if row["question"] == q] for q in "EFG"}
+    if not all(by.values()):
+        return ""
+    lines = _header("behind", "clusters of", "starts after", "what follows it starts after",
+                    "the kernel before ends after")  # fmt: skip
+    lines += [
+        _line(row["behind"], str(row["cluster"][0]),
+              *(f"{row[name] * 1e6:.1f} us" for name in ("starts_s", "next_starts_s", "ends_s")))
+        for row in by["E"]
+    ]  # fmt: skip
+    (cut,) = by["F"]
+    missing = f"{cut['missing']:.2%} of the result is missing"
+    seen = f"A cuBLAS matmul with {cut['blocks_left']} of its {cut['blocks']} blocks: {missing}."
+    timed_arms = {row["arm"]: row["median_s"] for row in by["G"] if "median_s" in row}
+    exchange = _header("896 MiB all-to-all by", "alone", "together with a matmul")
+    exchange += [
+        _line(name, f"{_ms(timed_arms[name])} ms", f"{_ms(timed_arms[f'{name} beside'])} ms")
+        for name in ("sm", "copy_engine", "zero_cta") if name in timed_arms
+    ]  # fmt: skip
+    alone = f"The matmul alone: {_ms(timed_arms['matmul'])} ms."
+    source = f"{rows[0]['ranks']}x {rows[0]['gpu']}, {rows[0]['date']}, commit {rows[0]['commit']}."
+    return "\n".join([*lines, "", seen, "", *exchange, "", alone, "", source])
+
+
+def decisions(results: Path) -> str:
+    """What searches of one pair decide, again and again."""
+    lines: list[str] = []
+    for num, path in _paths(results).items():
+        rows = _of_table("decisions", path)
+        if rows:
+            found = Counter(row["controls"].removeprefix("overlap ") for row in rows)
+            times = ", ".join(f"{spec} ({count})" for spec, count in found.most_common())
+            slowest, fastest = (pick(row["median_s"] for row in rows) for pick in (max, min))
+            spread, longest = slowest / fastest - 1, max(row["search_s"] for row in rows)
+            lines.append(
+                f"{num} GPUs, {len(rows)} searches of {rows[0]['pair']}, the longest {longest:.1f} "
+                f"s: {times}. Their times differ by {spread:.1%}. Commit {rows[0]['commit']}."
+            )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
     "bars": (
         bars_table,
@@ -259,10 +307,15 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
 
 def _measured(results: Path) -> dict[int, list[Row]]:
     """Number of GPUs -> rows, from the most GPUs down."""
+    return {num: _of_table("resources", path) for num, path in _paths(results).items()}
+
+
+def _paths(results: Path) -> dict[int, Path]:
+    """Number of GPUs -> file, from the most GPUs down."""
     paths = {
         int(path.name.split("-")[1][:-1]): path for path in results.glob("resources-*x-h200.jsonl")
     }
-    return {num: _of_table("resources", paths[num]) for num in sorted(paths, reverse=True)}
+    return {num: paths[num] for num in sorted(paths, reverse=True)}
 
 
 def _of_table(table: str, path: Path) -> list[Row]:

@@ -19,6 +19,7 @@ from counterpoint.measure.timing import Arm as Call
 from counterpoint.measure.timing import rotate
 from counterpoint.resources import search, shape
 from counterpoint.resources.controls import MODES, OFF, Along, Controls, Mode, Transport
+from counterpoint.resources.granularity import Cut
 from counterpoint.resources.occupancy import feasible
 from counterpoint.resources.pipeline import Compute, Pipeline
 from counterpoint.resources.run import Captured, Eager, captured_as
@@ -174,7 +175,7 @@ def check_equal(pipeline: Pipeline, more: object = None) -> None:
 def space_of(pipeline: Pipeline, mode: Mode) -> Space:
     """All settings that can be had for `pipeline` here.
 
-    Captures it once, or runs it once.
+    Captures it once, and runs its compute stages once.
     """
     transports: tuple[Transport, ...] = tuple(t for t in TRANSPORTS if not refusal(pipeline, t))
     limits = shape.limits_here(pipeline.device)
@@ -188,6 +189,10 @@ def space_of(pipeline: Pipeline, mode: Mode) -> Space:
         ]  # fmt: skip
         able = [k for k in kernels if not shape.refusal(k, limits)]
         blocks = tuple(sorted({b for k in able for b in feasible(k, limits)}, reverse=True))
+    with Cut(1) as seen:
+        for stage in pipeline.stages:
+            if isinstance(stage, Compute):
+                stage.call()
     wide = any(
         t.dim() == 2 and t.shape[1] > t.shape[0]
         for stage in pipeline.stages if isinstance(stage, Compute)
@@ -197,7 +202,7 @@ def space_of(pipeline: Pipeline, mode: Mode) -> Space:
     return Space(
         transports=transports,
         blocks_per_sm=blocks[1:],  # the first is what they have
-        pieces=(2, 4, 8, 14) if wide else (2, 4, 8),
+        pieces=((2, 4, 8, 14) if wide else (2, 4, 8)) if seen.num_matmuls else (),
         along=along,
         max_ctas=(16,),
         carve_out=bool(blocks),

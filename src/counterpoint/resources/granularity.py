@@ -73,7 +73,7 @@ class Cut(TorchDispatchMode):
     round in another order.
 
     Args:
-        pieces: launches of each, at most.
+        pieces: launches of each, at most; 1 only counts them.
         along: "m": rows of the result; "n": its columns.
         num_sms: of the GPU.
     """
@@ -81,6 +81,7 @@ class Cut(TorchDispatchMode):
     def __init__(self, pieces: int, along: Along = "m", num_sms: int = NUM_SMS) -> None:
         super().__init__()
         self.pieces, self.along, self.num_sms = pieces, along, num_sms
+        self.num_matmuls = 0  # that have been seen
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -88,11 +89,16 @@ class Cut(TorchDispatchMode):
         """Cut a matmul; pass everything else on."""
         kwargs = kwargs or {}
         aten = torch.ops.aten
-        if self.pieces > 1 and func in (aten.mm.default, aten.mm.out):
-            return self._cut(func, args, kwargs, *args[:2])
-        if self.pieces > 1 and func in (aten.addmm.default, aten.addmm.out):
-            return self._cut(func, args, kwargs, *args[1:3])
-        return func(*args, **kwargs)
+        if func in (aten.mm.default, aten.mm.out):
+            operands = args[:2]
+        elif func in (aten.addmm.default, aten.addmm.out):
+            operands = args[1:3]
+        else:
+            return func(*args, **kwargs)
+        self.num_matmuls += 1
+        if self.pieces == 1:
+            return func(*args, **kwargs)
+        return self._cut(func, args, kwargs, *operands)
 
     def _cut(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], x: Tensor,

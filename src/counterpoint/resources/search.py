@@ -7,7 +7,8 @@ with many rounds. What is measured is the same on all ranks, and so is every dec
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import combinations
 from typing import Any
 
 from counterpoint.errors import InputError
@@ -15,9 +16,9 @@ from counterpoint.resources.controls import OFF, SEQUENTIAL, Along, Controls, Tr
 
 Rounds = Sequence[float]  # seconds of a setting, one for each round of a rotation
 FIRST_ROUNDS, FINAL_ROUNDS = 3, 15
-FINALISTS = 3
-TIE = 0.01  # settings this close to the best are as good: the one with fewer controls is taken
-NEAR = 0.03  # after few rounds, the simplest setting this close to the best is timed with it
+FINALISTS = 2
+TIE = 0.02  # settings this close to the best are as good: the one with fewer controls is taken
+LOSES = 1.25  # times plain overlap: a value that takes this alone is not combined with others
 NOISES = 2.0  # a gain counts from this many times its noise on
 
 
@@ -160,6 +161,7 @@ def search(
         return sorted(arms.values(), key=lambda arm: (arm.seconds, arm.controls.spec))
 
     time_of([SEQUENTIAL, *space.neighbours(OFF)], FIRST_ROUNDS, "each control by itself")
+    space = _without_losers(space, arms)
     timed_out = False
     while True:
         if not time_left():
@@ -175,12 +177,44 @@ def search(
         if leaders()[0].seconds >= best.seconds * (1 - TIE):
             break
     finalists = [arm.controls for arm in leaders()[:FINALISTS]]
-    good = [arm for arm in leaders() if arm.seconds <= leaders()[0].seconds * (1 + NEAR)]
-    simplest = min(good, key=lambda arm: (arm.controls.num_set, arm.seconds)).controls
-    finalists = list(dict.fromkeys([*finalists, simplest]))
+    finalists = list(dict.fromkeys([*finalists, *simpler(finalists[0])]))
     time_of(finalists, FINAL_ROUNDS, "the best")
     best, why = _decide([arms[c] for c in finalists if c in arms])
     return Found(best, tuple(leaders()), why, timed_out=timed_out)
+
+
+def _without_losers(space: Space, arms: Mapping[Controls, Arm]) -> Space:
+    """Without the values that are far slower by themselves: they would cost most of the time."""
+
+    def keeps(name: str, value: object) -> bool:
+        change: dict[str, Any] = {name: value}
+        arm = arms.get(replace(OFF, **change))
+        return arm is None or arm.seconds <= arms[OFF].seconds * LOSES
+
+    return replace(
+        space,
+        blocks_per_sm=tuple(k for k in space.blocks_per_sm if keeps("blocks_per_sm", k)),
+        max_ctas=tuple(c for c in space.max_ctas if keeps("max_ctas", c)),
+        pieces=tuple(p for p in space.pieces if keeps("pieces", p)),
+    )
+
+
+def simpler(than: Controls) -> tuple[Controls, ...]:
+    """The settings that have some of the controls of another one: each has to earn its place."""
+    names = [f.name for f in fields(Controls) if getattr(than, f.name) != f.default]
+    names = [name for name in names if name not in ("overlap", "along")]
+    found: list[Controls] = []
+    for kept in _powerset(names):
+        values = {name: getattr(than, name) for name in kept}
+        if "pieces" in values:
+            values["along"] = than.along
+        found.append(Controls(**values))
+    return tuple(found) if than.overlap else ()
+
+
+def _powerset(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """All of their choices but none of them and all of them, small ones first."""
+    return [kept for size in range(1, len(names)) for kept in combinations(names, size)]
 
 
 def _arm(controls: Controls, seconds: Rounds, off: Rounds) -> Arm:
