@@ -319,6 +319,8 @@ def main() -> None:
         draw_pair(path, machine)
     for name, text in sharing_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "sharing.md", name, text)
+    if short := sharing_tables.short_table(RESULTS):
+        replace(ROOT / "README.md", "sharing", short)
     sharing_tables.draw(RESULTS, IMAGES)
 
 

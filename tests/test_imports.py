@@ -35,6 +35,12 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "choose/": ("resources", "measure", "runtime", "ops", "kernels", "nn", "cli"),
     }.items()
 }
+# of resources/, these are arithmetic and descriptions: they run on a laptop
+FORBIDDEN |= {
+    f"resources/{file}.py": (*HEAVY, *(f"counterpoint.{p}" for p in ("plan", *ABOVE_FACTS)
+                                       if p != "resources"))
+    for file in ("limits", "occupancy", "controls", "search")
+}  # fmt: skip
 FORBIDDEN |= {
     "kernels/": ("torch.distributed", *(f"counterpoint.{p}" for p in
                  ("plan", "model", "choose", "resources", "measure", "runtime", "ops", "nn",
@@ -110,6 +116,8 @@ def test_the_pure_half_is_used_without_torch():
         "from counterpoint.choose.choose import choose\n"
         "for by in ('model', 'rule'):\n"
         "    choose(problem, 'h200-2', by=by).explain()\n"
+        "import counterpoint.resources.occupancy, counterpoint.resources.search\n"
+        "from counterpoint.resources import Controls\n"
         "heavy = [m for m in ('torch', 'triton', 'numpy', 'cuda') if m in sys.modules]\n"
         "print(first, heavy)"
     )

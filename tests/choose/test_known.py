@@ -16,6 +16,8 @@ from counterpoint.choose.known import (
     load,
     problem_key,
     save_machine,
+    load_controls,
+    save_controls,
     save_tuned,
     shipped,
     slug,
@@ -264,6 +266,22 @@ def test_saving_at_the_same_time_never_shows_half_a_file(tmp_path: Path):
     assert found.machine in [measured(p.n * 1e-6) for p in problems]
     assert set(found.tuned) <= {problem_key(p) for p in (PROBLEM, *problems)}
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_controls_of_a_pipeline_are_read_back(tmp_path: Path):
+    place = GPU, 4, TORCH
+    assert load_controls("graph abc", *place, tmp_path) is None
+    entry = {"spec": "overlap priority", "why": "it is faster"}
+    path = save_controls("graph abc", entry, *place, tmp_path)
+    assert path == tmp_path / "controls-nvidia-h200-4.json"
+    save_controls("eager abc", {"spec": "overlap", "why": ""}, *place, tmp_path)
+    assert load_controls("graph abc", *place, tmp_path) == entry
+    assert load_controls("graph other", *place, tmp_path) is None
+    with pytest.warns(CounterpointWarning, match="is for torch"):
+        assert load_controls("graph abc", GPU, 4, "9.9", tmp_path) is None
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"controls": ["graph abc"]}))
+    with pytest.warns(CounterpointWarning, match="its controls are no JSON object"):
+        assert load_controls("graph abc", *place, tmp_path) is None
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

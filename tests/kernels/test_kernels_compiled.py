@@ -16,6 +16,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from counterpoint.kernels.delay import delay_kernel
+from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
 
@@ -154,3 +156,35 @@ def test_reduce_of_any_width_compiles(capability: int):
     constants = {"HAS_OWN": True, "HAS_BIAS": False, "BLOCK": 1024}
     found = compiled(reduce_kernel, capability, types, constants, num_warps=4)
     assert found.stack_bytes == found.local_bytes == 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_delay_reads_the_clock_until_it_has_passed(capability: int):
+    types = {"out_ptr": "*i64", "delay_ns": "i64"}
+    found = compiled(delay_kernel, capability, types, {}, num_warps=1)
+    body = found.ptx[found.ptx.index(".visible") :]
+    loop = re.search(r"(\$L__BB\d+_\d+):(?:(?!\$L__BB).)*globaltimer(?:(?!\$L__BB).)*bra\s+\1", body,
+                     re.DOTALL)  # fmt: skip
+    assert loop, "no loop reads the clock"
+    assert (found.shared_bytes, found.stack_bytes, found.local_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("tile", [(64, 64, 32), (128, 128, 64)])
+def test_the_subject_of_shaping_leaves_room_for_it(tile: tuple[int, int, int]):
+    """Several blocks per SM, nothing spilled: shared memory can bring the number down."""
+    block_m, block_n, block_k = tile
+    types = {
+        "x_ptr": "*bf16",
+        "w_ptr": "*bf16",
+        "y_ptr": "*bf16",
+        "M": "i32",
+        "N": "i32",
+        "K": "i32",
+    }
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
+    found = compiled(
+        matmul_kernel, 90, types, constants, num_warps=4 if block_m == 64 else 8,
+        aligned=tuple(types),
+    )  # fmt: skip
+    assert found.stack_bytes == found.local_bytes == 0
+    assert 32 <= found.registers <= 128 if block_m == 64 else found.registers <= 255

@@ -16,11 +16,31 @@ from rank_bodies import world
 from rankpool import RankPool
 from torch import Tensor
 
+from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
 from counterpoint.runtime.symmetric import allocate
 
 LANES = 32
+
+
+def product(rank: int, world_size: int, tile: tuple[int, int, int]) -> float:
+    """The largest error of the tiled matmul against fp64, relative to the product's norm."""
+    block_m, block_n, block_k = tile
+    m, n, k = 3 * block_m, 5 * block_n, 2 * block_k
+    generator = torch.Generator().manual_seed(rank)
+    x, w = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
+    y = torch.full((m, n), torch.nan)
+    launch: Any = matmul_kernel
+    launch[(15,)](x, w, y, m, n, k, block_m, block_n, block_k, 2)
+    want = x.double() @ w.double()
+    return ((y.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("tile", [(16, 16, 16), (32, 16, 64)])
+def test_the_tiled_matmul(pool: RankPool, tile: tuple[int, int, int]):
+    (error,) = pool.run(product, 1, tile)
+    assert error < 1e-6
 
 
 def table(words: list[int]) -> Tensor:

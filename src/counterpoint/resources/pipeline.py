@@ -271,9 +271,13 @@ class Pipeline:
         """
         kinds = {type(stage) for stage in self._stages}
         if kinds != {Compute, Collective}:
-            has = " and ".join(sorted(k.__name__.lower() + " stages" for k in kinds)) or "no stages"
-            want = "a pipeline of compute stages and collectives"
-            raise InputError(op, "pipeline", want=want, got=f"one of {has} only")
+            missing = [
+                name
+                for kind, name in ((Compute, "compute stages"), (Collective, "collectives"))
+                if kind not in kinds
+            ]
+            want = "of compute stages and collectives"
+            raise InputError(op, "pipeline", want=want, got=f"one without {' or '.join(missing)}")
 
     def signature(self) -> str:
         """What ranks must agree on and what a result is remembered by: stages, sizes, order."""
