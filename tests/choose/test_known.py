@@ -14,10 +14,10 @@ from counterpoint.choose import known
 from counterpoint.choose.known import (
     cache_folder,
     load,
-    problem_key,
-    save_machine,
     load_controls,
+    problem_key,
     save_controls,
+    save_machine,
     save_tuned,
     shipped,
     slug,
