@@ -45,7 +45,8 @@ def results(tmp_path: Path) -> Path:
         *shape_rows(TRITON, RATIOS),
         *arm_rows(TRITON, {"sequential": 20.0, "plain overlap": 17.0, "carve-out only": 16.0,
                            "carve-out, priority": 15.2, "tuned": 10.7}),
-        {"arm": "overlap green_sms=8", "mode": "graph", "pair": CUBLAS.label, "refused": "no"},
+        {"arm": "overlap green_sms=8", "mode": "graph", "pair": CUBLAS.label, "refused": "no",
+         "table": "resources"},
     ]  # fmt: skip
     record.append(tmp_path / "resources-8x-h200.jsonl", eight)
     record.append(tmp_path / "resources-2x-h200.jsonl", arm_rows(CUBLAS, TIMES, ranks=2))
@@ -126,6 +127,46 @@ def test_sections_are_those_of_the_page_and_name_their_machine(results: Path):
         assert "NCCL 2.28.9, NVLink multicast off" in made[name]
     assert "**2 GPUs**" not in made["energy"] + made["shaping"], "there is nothing to say"
     assert [line[:9] for line in made["summary"].splitlines()] == ["- 8 GPUs:", "- 2 GPUs:"]
+
+
+def test_questions_and_decisions_stand_beside_the_loops(results: Path):
+    facts = {"table": "sharing", "ranks": 2, "gpu": "NVIDIA H200", "date": "d", "commit": "c"}
+    asked = [
+        {"question": "E", "behind": "NCCL", "cluster": [4, 1, 1], "starts_s": 934e-6,
+         "next_starts_s": 935e-6, "ends_s": 933e-6},
+        {"question": "F", "blocks": 132, "blocks_left": 128, "missing": 0.0049},
+        *({"question": "G", "arm": arm, "median_s": ms * 1e-3}
+          for arm, ms in {"matmul": 1.4, "sm": 1.5, "sm beside": 1.8}.items()),
+        {"question": "G", "arm": "zero_cta", "refused": "NVLS is on"},
+    ]  # fmt: skip
+    decided = [
+        {"table": "decisions", "pair": "a pair", "controls": f"overlap {spec}", "median_s": ms,
+         "search_s": 4.0, "commit": "c"}
+        for spec, ms in (("priority", 1.0), ("priority", 1.0), ("delay=5us", 1.1))
+    ]  # fmt: skip
+    before = tables.sections(results)
+    assert before["questions"] == before["decisions"] == ""
+    record.append(
+        results / "resources-2x-h200.jsonl", [*({**row, **facts} for row in asked), *decided]
+    )
+    made = tables.sections(results)
+    assert "| NCCL | 4 | 934.0 us | 935.0 us | 933.0 us |" in made["questions"]
+    assert "128 of its 132 blocks: 0.49% of the result is missing" in made["questions"]
+    assert "| sm | 1.50 ms | 1.80 ms |" in made["questions"]
+    assert (
+        "3 searches of a pair, the longest 4.0 s: priority (2), delay=5us (1)" in made["decisions"]
+    )
+    assert "differ by 10.0%" in made["decisions"]
+    assert {k: v for k, v in made.items() if k not in ("questions", "decisions")} == {
+        k: v for k, v in before.items() if k not in ("questions", "decisions")
+    }
+
+
+def test_the_short_table_has_the_pairs_of_cublas(results: Path, tmp_path: Path):
+    text = tables.short_table(results)
+    assert cells(text, "cb + all-to-all")[:4] == ["20.00", "16.00", "**10.50**", "10.00"]
+    assert "64x64x32" not in text and "8x NVIDIA H200" in text
+    assert tables.short_table(tmp_path / "none") == ""
 
 
 def test_without_rows_only_the_controls_are_told(tmp_path: Path):

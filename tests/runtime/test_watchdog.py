@@ -8,8 +8,9 @@ import pytest
 
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
+from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes
+from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes, awaited_by
 from counterpoint.runtime.watchdog import Watchdog
 
 RANK = 1
@@ -25,10 +26,14 @@ def lanes() -> CudaLanes:
     return made
 
 
+def register(lanes: CudaLanes, plan: Plan) -> int:
+    return lanes.register(plan.problem.op, plan.spec, awaited_by(bind(plan, RANK)))
+
+
 def test_a_fault_word_names_ranks_and_step(lanes: CudaLanes, capfd: pytest.CaptureFixture[str]):
     plan = build(Problem("all_gather_matmul", 16, 8, 8, 4), "graded 1/3 ring push")
-    lanes.register(bind(build(plan.problem, "shard_p2p"), RANK))
-    tag = lanes.register(bind(plan, RANK))
+    register(lanes, build(plan.problem, "shard_p2p"))
+    tag = register(lanes, plan)
     assert tag == 2 * MAX_STEPS
     index = [step.name for step in plan.steps].index("matmul_1")
     word = np.zeros(1, dtype=np.int64)
@@ -50,7 +55,7 @@ def test_a_fault_word_names_ranks_and_step(lanes: CudaLanes, capfd: pytest.Captu
 
 def test_the_thread_says_it_by_itself(lanes: CudaLanes, capfd: pytest.CaptureFixture[str]):
     plan = build(Problem("matmul_reduce_scatter", 16, 8, 8, 4), "shard_p2p")
-    tag = lanes.register(bind(plan, RANK))
+    tag = register(lanes, plan)
     word = np.zeros(1, dtype=np.int64)
     watchdog = Watchdog(word, lanes.describe)
     word[0] = (1 << 32) | (tag + 1)  # the barrier that opens, its first wait

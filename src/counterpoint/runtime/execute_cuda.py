@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from counterpoint.plan.bind import BoundStep, Program
 from counterpoint.runtime import compute, copy_engine, driver, launch_cuda
 from counterpoint.runtime.compute import Action
-from counterpoint.runtime.lanes_cuda import CudaLanes
+from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.replay import addresses
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
@@ -38,8 +38,9 @@ class CudaCode:
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
         self.workspace = workspace
-        awaited = tuple((b.step.name, tuple(a.rank for a in b.waits)) for b in program.steps)
-        self.tag = self.lanes.register(program.plan.problem.op, program.plan.spec, awaited)
+        self.tag = self.lanes.register(
+            program.plan.problem.op, program.plan.spec, awaited_by(program)
+        )
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for
         kinds = {step.kind for step in program.plan.steps}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from counterpoint.errors import PeerTimeoutError, UnsupportedError
-from counterpoint.plan.bind import Arrival
+from counterpoint.plan.bind import Arrival, Program
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.ranks import describe_process
@@ -17,6 +17,11 @@ TABLE_WORDS = 1 << 16
 MAX_STEPS = 1 << 12  # of a plan; a fault word holds a program's number and a step's
 MAX_PROGRAMS = 1 << 16  # that are told apart; replayed graphs may hold old ones
 Awaited = tuple[tuple[str, tuple[int, ...]], ...]  # of each step: its name, the ranks it waits for
+
+
+def awaited_by(program: Program) -> Awaited:
+    """What each step of a program waits for."""
+    return tuple((b.step.name, tuple(a.rank for a in b.waits)) for b in program.steps)
 
 
 # the handle of a device's current stream, in a tenth of the time that a torch.cuda.Stream takes;
