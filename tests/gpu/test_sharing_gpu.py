@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from sharing_bodies import Loop
 
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
-from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.order import Delay
 from counterpoint.resources.pipeline import Pipeline
@@ -27,76 +27,10 @@ def no_registration(monkeypatch):
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
 
 
-class Loop:
-    """Products of Triton's or the library's matmul, each exchanged or reduced, double-buffered."""
-
-    def __init__(self, op: str, *, triton: bool = False, iterations: int = 4) -> None:
-        self.pipeline = pipeline = Pipeline(dist.group.WORLD)
-        self.op, ranks, rank = op, dist.get_world_size(), dist.get_rank()
-        torch.manual_seed(100 + rank)
-
-        def empty(*sizes: int, symmetric: bool = False) -> torch.Tensor:
-            if symmetric:
-                return pipeline.empty(*sizes, dtype=torch.bfloat16)
-            return torch.empty(sizes, dtype=torch.bfloat16, device="cuda")
-
-        self.a = [empty(SIZE, SIZE).normal_() for _ in range(2)]
-        self.b = empty(SIZE, SIZE).normal_()
-        in_place = op == "all_reduce"
-        self.outs = [empty(SIZE, SIZE, symmetric=in_place) for _ in range(2)]
-        rows = {"all_gather": SIZE * ranks, "reduce_scatter": SIZE // ranks}.get(op, SIZE)
-        self.targets = (
-            self.outs if in_place else [empty(rows, SIZE, symmetric=True) for _ in range(2)]
-        )
-        for i in range(iterations):
-            half = i % 2
-            a, b, out = self.a[half], self.b, self.outs[half]
-            call = self._triton(a, b, out) if triton else self._library(a, b, out)
-            kernels = [call()] if triton else []
-            pipeline.compute(call, reads=[a, b], writes=[out], kernels=kernels)
-            pipeline.collective(op, self.targets[half], out)
-
-    def _library(self, a, b, out):
-        return lambda: torch.mm(a, b, out=out)
-
-    def _triton(self, a, b, out):
-        grid = (SIZE // 64 * (SIZE // 64),)
-        return lambda: matmul_kernel[grid](
-            a, b, out, SIZE, SIZE, SIZE, 64, 64, 32, 8, num_warps=4, num_stages=2
-        )
-
-    def change(self) -> None:
-        """Other inputs, and no trace of the last results."""
-        for a in self.a:
-            a.normal_()
-        for target in (*self.outs, *self.targets):
-            target.fill_(torch.nan)
-        # no rank's copies may arrive in what another one has yet to fill
-        torch.cuda.synchronize()
-        dist.barrier()
-
-    def check(self) -> None:
-        """Against fp64, with the products that this rank's peers must have computed."""
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        for a, target in zip(self.a, self.targets, strict=True):
-            product = a.double() @ self.b.double()
-            every = [torch.empty_like(product) for _ in range(ranks)]
-            dist.all_gather(every, product)
-            part = slice(rank * SIZE // ranks, (rank + 1) * SIZE // ranks)
-            want = {
-                "all_reduce": sum(every),
-                "reduce_scatter": sum(every)[part],
-                "all_gather": torch.cat(every),
-                "all_to_all": torch.cat([x[part] for x in every]),
-            }[self.op]
-            error = ((target.double() - want).norm() / want.norm()).item()
-            assert error < 2 * 2**-9, (self.op, error)
-
-
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("op", ["all_to_all", "all_reduce", "all_gather", "reduce_scatter"])
 def test_every_control_gives_the_result(gpus, op, mode):
-    loop = Loop(op)
+    loop = Loop(op, SIZE)
     for spec in SPECS:
         controls = Controls.parse(spec)
         if op == "reduce_scatter" and controls.transport != "sm":
@@ -104,52 +38,59 @@ def test_every_control_gives_the_result(gpus, op, mode):
                 Eager(loop.pipeline, controls)
             continue
         with (Captured if mode == "graph" else Eager)(loop.pipeline, controls) as run:
-            for _ in range(2):
-                loop.change()
+            for call in range(2):
+                loop.change(call)
                 run()
-                torch.cuda.synchronize()
-                loop.check()
+                assert loop.error() <= loop.tolerance, (op, spec, call)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_shapes_of_a_triton_kernel_in_a_pipeline(gpus, mode):
-    loop = Loop("all_to_all", triton=True)
+    loop = Loop("all_to_all", SIZE, triton=True)
     for spec in SHAPED:
         with (Captured if mode == "graph" else Eager)(loop.pipeline, Controls.parse(spec)) as run:
-            loop.change()
+            loop.change(1)
             run()
-            torch.cuda.synchronize()
-            loop.check()
+            assert loop.error() <= loop.tolerance
 
 
 def test_one_capture_takes_many_shapes(gpus):
-    loop = Loop("all_to_all", triton=True)
+    loop = Loop("all_to_all", SIZE, triton=True)
     with Captured(loop.pipeline) as run:
         for blocks in run.shaped.feasible():
             run.set(Controls(blocks_per_sm=blocks))
-            loop.change()
+            loop.change(1)
             run()
-            torch.cuda.synchronize()
-            loop.check()
+            assert loop.error() <= loop.tolerance
         with pytest.raises(InputError, match="captured as 'overlap'"):
             run.set(Controls(pieces=2))
 
 
 def test_calls_again_and_again_with_a_late_rank(gpus):
-    """Copies of one call never land in the results of another, whichever rank is late."""
-    loop = Loop("all_to_all")
-    delay = Delay(gpus)
+    """Copies of one call never land in the results of another, whichever rank is late.
+
+    Calls follow each other without a meeting of the ranks; each has inputs of its own.
+    """
+    loop = Loop("all_to_all", SIZE)
+    delay, calls = Delay(gpus), 60
+    inputs = [[torch.randn_like(x) for x in loop.xs] for _ in range(calls)]
+    kept = [[torch.empty_like(r) for r in loop.results] for _ in range(calls)]
+    loop.change(0)
     controls = Controls(transport="copy_engine")
     with Captured(loop.pipeline, controls) as graph, Eager(loop.pipeline, controls) as eager:
-        want = None
-        for i in range(100):
+        for i in range(calls):
+            for x, new in zip(loop.xs, inputs[i], strict=True):
+                x.copy_(new)
             if i % dist.get_world_size() == dist.get_rank():
                 delay(1e-4 * (i % 7))
             (graph if i % 3 else eager)()
-            if want is None:
-                want = [t.clone() for t in loop.targets]
-            else:
-                assert all(torch.equal(t, w) for t, w in zip(loop.targets, want, strict=True))
+            for keep, result in zip(kept[i], loop.results, strict=True):
+                keep.copy_(result)
+        for i in range(calls):
+            for x, result, new, keep in zip(loop.xs, loop.results, inputs[i], kept[i], strict=True):
+                x.copy_(new)
+                result.copy_(keep)
+            assert loop.error() <= loop.tolerance, i
 
 
 def test_a_delay_lasts_as_long_as_asked(gpus):
@@ -184,8 +125,8 @@ def test_zero_cta_collectives(gpus):
 
 
 def test_stages_that_cannot_be_captured(gpus):
-    loop = Loop("all_to_all", iterations=1)
-    out = loop.outs[0]
+    loop = Loop("all_to_all", SIZE)
+    out = loop.results[0]
     loop.pipeline.compute(
         lambda: out.copy_(torch.randn(SIZE, SIZE, device="cuda")), reads=[], writes=[out],
         name="draws",
@@ -198,7 +139,7 @@ def test_stages_that_cannot_be_captured(gpus):
 
 def test_captured_collectives_on_symmetric_memory_are_refused(gpus, monkeypatch):
     monkeypatch.delenv("NCCL_GRAPH_REGISTER")
-    loop = Loop("all_reduce", iterations=1)
+    loop = Loop("all_reduce", SIZE)
     with pytest.raises(UnsupportedError, match="set NCCL_GRAPH_REGISTER=0"):
         Captured(loop.pipeline)
 
@@ -221,29 +162,28 @@ def test_tune_decides_alike_and_remembers(gpus, tmp_path, monkeypatch):
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     monkeypatch.setenv("COUNTERPOINT_CACHE", folder[0])
-    loop = Loop("all_to_all", triton=True)
+    loop = Loop("all_to_all", SIZE, triton=True)
     space = Space(transports=("copy_engine",), blocks_per_sm=(4, 2), pieces=(), delays_s=(5e-6,))
     with tune(loop.pipeline, budget_s=5, space=space) as tuned:
-        loop.change()
+        loop.change(1)
         tuned()
-        torch.cuda.synchronize()
-        loop.check()
+        assert loop.error() <= loop.tolerance
         specs = [None] * dist.get_world_size()
-        dist.all_gather_object(specs, (tuned.controls.spec, tuned.why))
+        dist.all_gather_object(specs, (tuned.controls.spec, tuned.found.why))
         assert len(set(specs)) == 1
-        assert tuned.found is not None
+        assert not tuned.remembered
         text = tuned.explain()
         for controls in (OFF, SEQUENTIAL, Controls(priority=True), Controls(blocks_per_sm=2)):
             assert f"  {controls.spec} " in text
     dist.barrier()
     with tune(loop.pipeline, budget_s=5, space=space) as again:
-        assert (again.controls, again.found) == (tuned.controls, None)
+        assert (again.controls, again.remembered) == (tuned.controls, True)
         assert "remembered" in again.explain()
 
 
 def test_a_rank_that_does_not_come_is_named(gpus, monkeypatch):
     monkeypatch.setenv("COUNTERPOINT_TIMEOUT_S", "0.5")
-    loop = Loop("all_to_all", iterations=1)
+    loop = Loop("all_to_all", SIZE)
     run = Eager(loop.pipeline, Controls(transport="copy_engine"))
     run()
     torch.cuda.synchronize()

@@ -1,5 +1,6 @@
 """What is said of a tuned pipeline, and what is remembered of it."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +24,13 @@ FOUND = Found(
 )  # fmt: skip
 
 
-def tuned(found: Found | None, mode: Any = "graph") -> Tuned:
-    runner = SimpleNamespace(closed=False, calls=0)
-    return Tuned(SimpleNamespace(), mode, BEST, found, FOUND.why, runner)  # type: ignore[arg-type]
+def tuned(mode: Any = "graph", *, remembered: bool = False) -> Tuned:
+    runner: Any = SimpleNamespace()
+    return Tuned(SimpleNamespace(), mode, FOUND, remembered, runner)  # type: ignore[arg-type]
 
 
 def test_the_explanation_has_every_setting():
-    assert tuned(FOUND).explain().splitlines() == [
+    assert tuned().explain().splitlines() == [
         "overlap copy_engine pieces=4 (graph): takes 20.0% less time, noise 1.0%",
         "  pieces: by TorchDispatchMode at capture",
         "  transport: by memcpy nodes",
@@ -42,32 +43,46 @@ def test_the_explanation_has_every_setting():
     ]
 
 
-def test_what_was_remembered_says_so():
-    text = tuned(None, "eager").explain()
-    assert "transport: by copies on a stream" in text
-    assert text.endswith("remembered from an earlier process")
+def test_what_was_remembered_says_so_and_has_every_setting_too():
+    lines = tuned("eager", remembered=True).explain().splitlines()
+    assert lines[2:4] == [
+        "  transport: by copies on a stream",
+        "  remembered from an earlier process",
+    ]
+    assert lines[4:] == tuned().explain().splitlines()[3:]
 
 
 def test_leaving_the_context_brings_all_back():
     left: list[bool] = []
-    made = tuned(FOUND)
+    made = tuned()
     made.runner = SimpleNamespace(__exit__=lambda *_: left.append(True))  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="on purpose"), made:
         raise RuntimeError("on purpose")
     assert left == [True]
 
 
-@pytest.mark.parametrize(
-    ("kept", "taken"),
-    [
-        (None, None),
-        ({"spec": "overlap priority", "why": "it is faster"},
-         {"spec": "overlap priority", "why": "it is faster"}),
-        ({"spec": "overlap warp_speed", "why": ""}, None),  # of another version
-        ({"spec": 7, "why": ""}, None),
-        ({"why": "no spec"}, None),
-    ],
-)  # fmt: skip
-def test_only_controls_are_remembered(kept: Any, taken: Any, monkeypatch: pytest.MonkeyPatch):
+def remembered(kept: Any, monkeypatch: pytest.MonkeyPatch) -> Found | None:
     monkeypatch.setattr(tune_resources, "load_controls", lambda *_: kept)
-    assert tune_resources._remembered("graph abc", "NVIDIA H200", 4, "2.11") == taken
+    return tune_resources._remembered("graph abc", "NVIDIA H200", 4, "2.11")
+
+
+def test_a_search_is_read_back_with_all_that_it_measured(monkeypatch: pytest.MonkeyPatch):
+    written = json.loads(json.dumps(tune_resources._written(FOUND)))
+    assert remembered(written, monkeypatch) == FOUND
+    assert remembered(None, monkeypatch) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"spec": "overlap warp_speed"}, {"spec": 7}, {"arms": [["overlap"]]}, {"arms": 3},
+     {"arms": [["overlap warp_speed", 1.0, 0.0, 0.0, 3]]}, {"refused": ["x"]}],
+    ids=str,
+)  # fmt: skip
+def test_what_another_version_has_written_is_searched_afresh(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    assert remembered(tune_resources._written(FOUND) | change, monkeypatch) is None
+    for name in ("spec", "why", "arms", "refused", "timed_out"):
+        written = tune_resources._written(FOUND)
+        del written[name]
+        assert remembered(written, monkeypatch) is None

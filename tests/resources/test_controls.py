@@ -1,98 +1,130 @@
-"""Controls as values: their text, what contradicts, and their ways in."""
+"""The text of any controls is read back, and what is no such text is refused, not half read."""
 
-import itertools
-import random
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
-from counterpoint.resources.controls import OFF, SEQUENTIAL, WAYS_IN, Controls
+from counterpoint.resources.controls import MAX_DELAY_S, MODES, OFF, Controls
+
+NANOSECONDS = st.integers(0, round(MAX_DELAY_S * 1e9)).map(lambda ns: round(ns * 1e-9, 12))
 
 
-def some_controls(count: int) -> list[Controls]:
-    draw, found = random.Random(0), list[Controls]()
-    while len(found) < count:
-        copies = draw.random() < 0.5
-        blocks = draw.choice((None, 1, 3))
-        found.append(
-            Controls(
-                priority=not copies and draw.random() < 0.5,
-                blocks_per_sm=blocks,
-                carve_out=blocks is None and draw.random() < 0.5,
-                delay_s=draw.choice((0.0, 5e-6, 1.25e-5, 1e-3)),
-                pieces=(pieces := draw.choice((1, 2, 16))),
-                along=draw.choice(("m", "n")) if pieces > 1 else "m",
-                transport="copy_engine" if copies else draw.choice(("sm", "zero_cta")),
-                max_ctas=0 if copies else draw.choice((0, 16)),
-                num_sms=draw.choice((0, 112)),
-                green_sms=draw.choice((0, 96)),
-            )
-        )
-    return found
+@st.composite
+def controls(draw: st.DrawFn, delays_s: Any = NANOSECONDS) -> Controls:
+    copies = draw(st.booleans())
+    pieces = draw(st.integers(1, 16))
+    blocks = draw(st.none() | st.integers(1, 32))
+    return Controls(
+        priority=not copies and draw(st.booleans()),
+        blocks_per_sm=blocks,
+        carve_out=blocks is None and draw(st.booleans()),
+        delay_s=draw(delays_s),
+        pieces=pieces,
+        along=draw(st.sampled_from(("m", "n"))) if pieces > 1 else "m",
+        transport="copy_engine" if copies else draw(st.sampled_from(("sm", "zero_cta"))),
+        max_ctas=0 if copies else draw(st.integers(0, 64)),
+        num_sms=draw(st.integers(0, 132)),
+        green_sms=draw(st.integers(0, 132)),
+    )
 
 
-def test_the_text_of_controls_is_read_back():
-    for controls in (OFF, SEQUENTIAL, *some_controls(200)):
-        assert Controls.parse(controls.spec) == controls
-    specs = {controls.spec for controls in some_controls(200)}
-    assert len(specs) == len(set(some_controls(200)))
+@settings(max_examples=300, deadline=None)
+@given(controls())
+def test_any_controls_are_read_back(some: Controls):
+    assert Controls.parse(some.spec) == some
+    # and its words in any order
+    kind, *words = some.spec.split()
+    assert Controls.parse(" ".join([kind, *words[::-1]])) == some
+
+
+@settings(max_examples=100, deadline=None)
+@given(controls(), controls())
+def test_different_controls_have_different_text(one: Controls, other: Controls):
+    assert (one.spec == other.spec) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "some",
+    [
+        {"delay_s": 1.23456789e-5},
+        {"pieces": 2, "along": "n"},
+    ],
+    ids=str,
+)
+def test_unusual_controls_are_read_back(some: dict[str, Any]):
+    """A search knows its settings by their text: `Bench.rounds` and `Bench.holding`."""
+    assert Controls.parse(Controls(**some).spec) == Controls(**some)
 
 
 @pytest.mark.parametrize(
     "spec",
-    ["", "plain", "sequential priority", "overlap fast", "overlap pieces=x", "overlap delay=5",
-     "overlap delay=-1us", "overlap transport=sm", "overlap priority=1"],
+    [
+        "sequential sequential", "overlap overlap", "overlap pieces", "overlap pieces=",
+        "overlap pieces=-1", "overlap pieces=2.5", "overlap delay=us", "overlap delay=nanus",
+        "overlap num_sms=0x10", "pieces 4", "Overlap", "overlap Priority",
+        "overlap, priority",
+        pytest.param("priority"),
+        pytest.param("copy_engine pieces=4"),
+        pytest.param("pieces=4 and more"),
+        pytest.param("overlap pieces=2 pieces=4"),
+    ],
 )  # fmt: skip
-def test_other_text_is_refused(spec: str):
-    with pytest.raises(InputError, match=r"spec must be controls as Controls\.spec writes them"):
+def test_other_text_is_refused_whole(spec: str):
+    with pytest.raises(InputError) as caught:
         Controls.parse(spec)
+    want = "Controls.parse: spec must be controls as Controls.spec writes them"
+    assert str(caught.value) == f"{want}, got {spec!r}"
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("spec", "text"),
     [
-        ({"pieces": 0}, "pieces must be from 1 to 16, got 0"),
-        ({"pieces": 17}, "pieces must be from 1 to 16, got 17"),
-        ({"along": "k"}, "along must be 'm' or 'n', got k"),
-        ({"transport": "nic"}, "transport must be one of sm, copy_engine, zero_cta, got nic"),
-        ({"delay_s": 1.0}, "delay_s must be from 0 to 0.001 s, got 1.0"),
-        ({"delay_s": float("nan")}, "delay_s must be from 0 to 0.001 s, got nan"),
-        ({"blocks_per_sm": 0}, "blocks_per_sm must be >= 1, got 0"),
-        ({"max_ctas": -1}, "max_ctas must be >= 0, got -1"),
-        ({"blocks_per_sm": 2, "carve_out": True}, "carve_out must be without blocks_per_sm"),
-        ({"transport": "copy_engine", "priority": True}, "it is implied"),
-        ({"transport": "copy_engine", "max_ctas": 8}, "max_ctas must be unset with copy_engine"),
-        ({"overlap": False, "priority": True}, "a sequence shares nothing"),
+        ("overlap pieces=99", "Controls: pieces must be from 1 to 16, got 99"),
+        (
+            "overlap delay=infus", "Controls.parse: spec must be controls as Controls.spec writes "
+            "them, got 'overlap delay=infus'",
+        ),
+        ("overlap delay=2000us", "Controls: delay_s must be from 0 to 0.001 s, got 0.002"),
+        ("overlap along=k", "Controls: along must be 'm' or 'n', got k"),
+        (
+            "overlap copy_engine priority",
+            "Controls: priority must be unset with copy_engine, got True; it is implied",
+        ),
+        (
+            "overlap copy_engine max_ctas=4",
+            "Controls: max_ctas must be unset with copy_engine, got 4; it is the budget of the "
+            "library's kernels",
+        ),
+        pytest.param(
+            "overlap pieces=²", "Controls.parse: spec must be controls as Controls.spec writes "
+            "them, got 'overlap pieces=²'"
+        ),
     ],
-)
-def test_contradictions_are_refused(given: dict[str, object], text: str):
+)  # fmt: skip
+def test_text_of_wrong_controls_says_which(spec: str, text: str):
     with pytest.raises(InputError) as caught:
-        Controls(**given)  # type: ignore[arg-type]
-    assert text in str(caught.value)
+        Controls.parse(spec)
+    assert str(caught.value) == text
 
 
-def test_every_control_has_a_way_in_or_is_refused():
-    everything = Controls(
-        priority=True, blocks_per_sm=2, delay_s=5e-6, pieces=2, max_ctas=16, num_sms=100
-    )
-    for mode in ("graph", "eager"):
-        ways = everything.way_in(mode)
-        assert set(ways) == {"priority", "blocks_per_sm", "delay_s", "pieces", "max_ctas",
-                             "num_sms"}  # fmt: skip
-        assert all(ways[name] == WAYS_IN[name][mode] for name in ways)
-    green = Controls(green_sms=96)
-    assert green.way_in("eager") == {"green_sms": "a stream of a green context"}
-    with pytest.raises(InputError, match="green_sms must be unset in mode 'graph', got 96"):
-        green.way_in("graph")
-    assert Controls(transport="copy_engine").way_in("graph") == {"transport": "memcpy nodes"}
-    assert OFF.way_in("graph") == {}
+@pytest.mark.parametrize("field", ["max_ctas", "num_sms", "green_sms"])
+def test_counts_below_zero(field: str):
+    with pytest.raises(InputError) as caught:
+        Controls(**{field: -1})  # type: ignore[arg-type]
+    assert str(caught.value) == f"Controls: {field} must be >= 0, got -1"
 
 
-def test_controls_are_counted():
-    assert (OFF.num_set, SEQUENTIAL.num_set) == (0, 1)
-    assert Controls(pieces=2, along="n").num_set == 1
-    values = {"priority": True, "delay_s": 1e-6, "pieces": 4}
-    for size in range(4):
-        for names in itertools.combinations(values, size):
-            given = {name: values[name] for name in names}
-            assert Controls(**given).num_set == size  # type: ignore[arg-type]
+@settings(max_examples=100, deadline=None)
+@given(controls())
+def test_the_ways_in_are_of_what_is_set(some: Controls):
+    for mode in MODES:
+        if some.green_sms and mode == "graph":
+            with pytest.raises(InputError, match="green_sms must be unset in mode 'graph', got"):
+                some.way_in(mode)
+            continue
+        ways = some.way_in(mode)
+        assert len(ways) == some.num_set and all(ways.values())
+        assert all(getattr(some, name) != getattr(OFF, name) for name in ways)

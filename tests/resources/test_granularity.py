@@ -1,120 +1,244 @@
-"""Where matmuls are cut, and that a cut one is the same product."""
+"""Every form of a matmul, cut: as accurate as whole, in so many launches; and the best cuts."""
 
-import random
+from collections import Counter
+from collections.abc import Callable
 from math import ceil
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.errors import InputError
-from counterpoint.resources.granularity import NUM_SMS, Cut, cuts
+from counterpoint.resources.granularity import TILE, Cut, cuts
+
+TOLERANCE = 1e-6  # waves are compared as rounded to it
 
 
-class Launches(TorchDispatchMode):
-    """Counts the matmuls that reach the library."""
+@settings(max_examples=200, deadline=None)
+@given(
+    extent=st.integers(1, 5000), pieces=st.integers(1, 16), tile=st.sampled_from([1, 64, 128]),
+    across=st.integers(1, 60), num_sms=st.sampled_from([1, 108, 132]),
+)  # fmt: skip
+def test_cuts_cover_in_whole_tiles_near_equal_pieces(
+    extent: int, pieces: int, tile: int, across: int, num_sms: int
+):
+    borders = cuts(extent, pieces, tile=tile, tiles_across=across, num_sms=num_sms)
+    num_tiles = ceil(extent / tile)
+    assert (borders[0], borders[-1]) == (0, extent)
+    assert len(borders) == 1 + min(pieces, num_tiles)
+    assert all(a < b for a, b in zip(borders, borders[1:], strict=False))
+    inner = [border // tile for border in borders[1:-1]]
+    assert [t * tile for t in inner] == list(borders[1:-1])
+    pieces = len(borders) - 1
+    for i, (start, t) in enumerate(zip([0, *inner], inner, strict=False), 1):
+        # within half a piece of an equal division, in whole numbers
+        assert 2 * abs(pieces * t - num_tiles * i) <= num_tiles
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
+        def idle(stop: int, start: int = start) -> float:
+            work = (stop - start) * across
+            return -(-work // num_sms) * num_sms / work
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if "mm" in func.__name__:
-            self.shapes.append(tuple(out.shape))
-        return out
-
-
-def test_cuts_are_at_tiles_and_cover_the_dim():
-    draw = random.Random(0)
-    for _ in range(300):
-        extent, tile = draw.randint(1, 60000), draw.choice((64, 128, 256))
-        pieces, across = draw.randint(1, 16), draw.randint(1, 300)
-        borders = cuts(extent, pieces, tile=tile, tiles_across=across)
-        assert borders[0] == 0 and borders[-1] == extent
-        assert list(borders) == sorted(set(borders))
-        assert len(borders) - 1 == min(pieces, ceil(extent / tile))
-        assert all(border % tile == 0 for border in borders[:-1])
-        if extent >= 4 * tile * pieces:  # there is a choice: no piece is more than half off
-            equal = extent / pieces
-            lengths = [b - a for a, b in zip(borders, borders[1:], strict=False)]
-            assert max(lengths) <= 2 * equal + tile and min(lengths) >= equal / 4
-
-
-def test_cuts_fill_their_waves():
-    """33 tiles of 128 rows, 32 across, are 8 waves of 132; half of 8192 rows would be 7.76."""
-    assert cuts(8192, 2, tile=128, tiles_across=32) == (0, 4224, 8192)
-    for pieces in (2, 4, 8):
-        borders = cuts(57344, pieces, tile=128, tiles_across=32)
-        waves = [(b - a) // 128 * 32 / NUM_SMS for a, b in zip(borders, borders[1:], strict=False)]
-        assert all(wave == int(wave) for wave in waves[:-1]), waves
+        # no border that was free to be taken leaves fewer SMs without a tile; those just half a
+        # piece away are within or not, as numbers are rounded
+        others = [
+            idle(other)
+            for other in range(start + 1, num_tiles - (pieces - i) + 1)
+            if 2 * abs(pieces * other - num_tiles * i) < num_tiles
+        ]
+        assert idle(t) <= min(others, default=idle(t)) + TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("changes", "text"),
     [
-        ({"extent": 0}, "extent must be >= 1, got 0"),
-        ({"pieces": 0}, "pieces must be from 1 to 16, got 0"),
-        ({"pieces": 17}, "pieces must be from 1 to 16, got 17"),
-        ({"tile": 0}, "tile must be >= 1, got 0"),
+        ({"extent": 0}, "cuts: extent must be >= 1, got 0"),
+        ({"tile": 0}, "cuts: tile must be >= 1, got 0"),
+        ({"tiles_across": -1}, "cuts: tiles_across must be >= 1, got -1"),
+        ({"pieces": 0}, "cuts: pieces must be from 1 to 16, got 0"),
+        ({"pieces": 17}, "cuts: pieces must be from 1 to 16, got 17"),
+        pytest.param(
+            {"num_sms": 0}, "cuts: num_sms must be >= 1, got 0"
+        ),
     ],
-)
-def test_cuts_refuse(given: dict[str, int], text: str):
-    values = {"extent": 1024, "pieces": 2, "tile": 128, "tiles_across": 8} | given
-    with pytest.raises(InputError, match=text):
-        cuts(values.pop("extent"), values.pop("pieces"), **values)
+)  # fmt: skip
+def test_cuts_refuse(changes: dict[str, int], text: str):
+    given = {"extent": 512, "pieces": 2, "tile": 128, "tiles_across": 4, **changes}
+    with pytest.raises(InputError) as caught:
+        cuts(given.pop("extent"), given.pop("pieces"), **given)
+    assert str(caught.value) == text
 
 
-def close(got: Tensor, want: Tensor) -> None:
-    assert got.shape == want.shape
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+class Launches(TorchDispatchMode):
+    """Counts what reaches the library: entered before a Cut, it sees what that makes of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.of[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+M, N, K = 1000, 777, 33  # eight and seven tiles, the last ones not full
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+CALLS: dict[str, tuple[str, Call, Call]] = {
+    # name: the op that is cut, the call, and the same in fp64
+    "mm": ("mm", lambda x, w, b: torch.mm(x, w), lambda x, w, b: x @ w),
+    "matmul": ("mm", lambda x, w, b: x @ w, lambda x, w, b: x @ w),
+    "transposed": (
+        "mm", lambda x, w, b: x.t().contiguous().t() @ w.t().contiguous().t(),
+        lambda x, w, b: x @ w,
+    ),
+    "linear": ("mm", lambda x, w, b: F.linear(x, w.t()), lambda x, w, b: x @ w),
+    "linear and bias": ("addmm", lambda x, w, b: F.linear(x, w.t(), b[0]),
+                        lambda x, w, b: x @ w + b[0]),
+    "addmm": ("addmm", lambda x, w, b: torch.addmm(b, x, w), lambda x, w, b: b + x @ w),
+    "addmm of a column": ("addmm", lambda x, w, b: torch.addmm(b[:, :1], x, w),
+                          lambda x, w, b: b[:, :1] + x @ w),
+    "addmm of a number": ("addmm", lambda x, w, b: torch.addmm(b[3, 4], x, w),
+                          lambda x, w, b: b[3, 4] + x @ w),
+    "addmm, scaled": ("addmm", lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=-2),
+                      lambda x, w, b: 0.5 * b - 2 * (x @ w)),
+    "three dims": ("mm", lambda x, w, b: (x.view(10, 100, K) @ w).view(M, N),
+                   lambda x, w, b: x @ w),
+}  # fmt: skip
+
+
+def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    return normal(M, K), normal(K, N), normal(M, N)
+
+
+def assert_as_accurate_as(got: Tensor, plain: Tensor, want: Tensor) -> None:
+    assert (got.dtype, got.shape, got.stride()) == (plain.dtype, plain.shape, plain.stride())
+    errors = [(some.double() - want).abs().max().item() for some in (got, plain)]
+    assert errors[0] <= 2 * errors[1], errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_cut_products_and_their_launches(name: str, dtype: torch.dtype):
+    op, call, exact = CALLS[name]
+    given = operands(dtype)
+    plain, want = call(*given), exact(*(t.double() for t in given))
+    for pieces, along in ((1, "m"), (2, "m"), (3, "n"), (7, "n"), (16, "m")):
+        with Launches() as launches, Cut(pieces, along) as cut:  # type: ignore[arg-type]
+            got = call(*given)
+        assert_as_accurate_as(got, plain, want)
+        assert cut.num_matmuls == 1
+        extent = M if along == "m" else N
+        assert launches.of[op] == min(pieces, ceil(extent / min(TILE)))
+        assert launches.of["mm"] + launches.of["addmm"] == launches.of[op]
 
 
 @pytest.mark.parametrize("along", ["m", "n"])
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (128, 128), (700, 900), (1025, 257)])
-def test_a_cut_matmul_is_the_product(m: int, n: int, along: str):
-    x, w, bias = torch.randn(m, 33), torch.randn(33, n), torch.randn(n)
-    want = x.double() @ w.double()
-    wide = torch.full((m, 2 * n), torch.nan)
-    strided = wide[:, ::2]
-    out = torch.full((m, n), torch.nan)
-    with Launches() as launches, Cut(4, along) as cut:  # type: ignore[arg-type]
-        close(x @ w, want)
-        close(torch.mm(x, w, out=out), want)
-        torch.mm(x, w, out=strided)
-        close(torch.addmm(bias, x, w), want + bias)
-        close(torch.addmm(bias, x, w, beta=0.5, alpha=2), 2 * want + 0.5 * bias.double())
-        close(torch.nn.functional.linear(x, w.t().contiguous(), bias), want + bias)
-    close(strided, want)
-    assert wide[:, 1::2].isnan().all()
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_that_are_given(bias: bool, along: Any):
+    """Contiguous, a window of something larger, by columns: its own cells are written, no other."""
+    x, w, b = operands(torch.float32)
+    rest = torch.tensor(float("nan"))
+
+    def run(out: Tensor) -> Tensor:
+        return torch.addmm(b, x, w, out=out) if bias else torch.mm(x, w, out=out)
+
+    plain = run(torch.empty(M, N))
+    want = x.double() @ w.double() + (b.double() if bias else 0)
+    for sizes, window, turned in (((M, N), (0, 0), False), ((M + 9, N + 5), (4, 3), False),
+                                  ((N + 5, M + 9), (3, 4), True)):  # fmt: skip
+        memory = rest.repeat(sizes)
+        whole = memory.t() if turned else memory
+        top, left = window[::-1] if turned else window
+        out = whole[top : top + M, left : left + N]
+        with Launches() as launches, Cut(3, along):
+            assert run(out) is out
+        assert launches.of["addmm" if bias else "mm"] == 3
+        error = (out.double() - want).abs().max()
+        assert error <= 2 * (plain.double() - want).abs().max()
+        out.fill_(torch.nan)
+        assert memory.isnan().all(), "cells around it were written"
+
+
+def test_out_may_be_the_bias():
+    x, w, b = operands(torch.float32)
+    want, plain = b.double() + x.double() @ w.double(), torch.addmm(b, x, w)
+    with Cut(4):
+        torch.addmm(b, x, w, out=b)
+    assert_as_accurate_as(b, plain, want)
+
+
+def test_what_is_too_small_or_none_is_not_cut():
+    with Launches() as launches, Cut(4) as cut:
+        assert torch.equal(torch.ones(5, 3) @ torch.ones(3, 2), torch.full((5, 2), 3.0))
+        assert (torch.ones(0, 3) @ torch.ones(3, 2)).shape == (0, 2)
+        assert torch.equal(torch.ones(300, 0) @ torch.ones(0, 2), torch.zeros(300, 2))
+    # the last one has rows for three tiles, and nothing to sum
+    assert (cut.num_matmuls, launches.of["mm"]) == (3, 1 + 1 + 3)
+
+
+def test_other_calls_are_passed_on():
+    x, w, _ = operands(torch.float32)
+    with Launches() as launches, Cut(4) as cut:
+        y = torch.relu(x) * 2
+        z = torch.bmm(x[None], w[None])
+    assert torch.equal(y, torch.relu(x) * 2) and torch.equal(z[0], torch.bmm(x[None], w[None])[0])
+    assert (cut.num_matmuls, launches.of["bmm"]) == (0, 1)
+
+
+def test_shapes_that_do_not_fit_are_refused_as_without():
+    x, w, b = operands(torch.float32)
+    for call in (lambda: torch.mm(x, w.t()), lambda: torch.addmm(b[:, :5], x, w)):
+        with pytest.raises(RuntimeError) as plain:
+            call()
+        with pytest.raises(RuntimeError) as cut, Cut(4):
+            call()
+        assert "cannot be multiplied" in str(plain.value) or "expand" in str(plain.value)
+        assert ("multiplied" in str(plain.value)) == ("multiplied" in str(cut.value))
+
+
+def test_gradients_of_cut_products():
+    """A mode is below autograd: forward and backward are cut, and graphs are as ever."""
+
+    def gradients(cut: Cut | None) -> tuple[list[Tensor], Counter[str]]:
+        x, w, b = (t.requires_grad_() for t in operands(torch.float32))
+        scale = torch.randn(M, N, generator=torch.Generator().manual_seed(1))
+        with Launches() as launches:
+            if cut is None:
+                ((F.linear(x, w.t(), b[0]) + torch.mm(x, w)) * scale).sum().backward()
+            else:
+                with cut:
+                    ((F.linear(x, w.t(), b[0]) + torch.mm(x, w)) * scale).sum().backward()
+        found = [t.grad for t in (x, w, b)]
+        return [t for t in found if t is not None], launches.of
+
+    plain, launches = gradients(None)
+    assert launches["mm"] + launches["addmm"] == 6, "two forward, four backward"
+    cut = Cut(4)
+    got, launches = gradients(cut)
     assert cut.num_matmuls == 6
-    extent = m if along == "m" else n
-    pieces = min(4, ceil(extent / 128))
-    assert len(launches.shapes) == 6 * pieces
-    assert sum(shape[0 if along == "m" else 1] for shape in launches.shapes) == 6 * extent
+    # [M, N] and dX [M, K] have eight tiles of rows; dW [K, N] or its transpose has one or seven
+    assert launches["mm"] + launches["addmm"] > 6 + 3 * 3
+    x, w, b = (t.double() for t in operands(torch.float32))
+    scale = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).double()
+    bias = torch.zeros_like(b)
+    bias[0] = scale.sum(0)
+    wants = (2 * scale @ w.t(), 2 * x.t() @ scale, bias)
+    for mine, theirs, want in zip(got, plain, wants, strict=True):
+        assert_as_accurate_as(mine, theirs, want)
 
 
-def test_one_piece_only_counts():
-    x = torch.randn(300, 300)
-    with Launches() as launches, Cut(1) as cut:
-        _ = x @ x, x + x
-    assert (cut.num_matmuls, launches.shapes) == (1, [(300, 300)])
-
-
-def test_gradients_pass_through():
-    x, w = torch.randn(300, 20, requires_grad=True), torch.randn(20, 200, requires_grad=True)
-    (x @ w).square().sum().backward()
-    want = x.grad, w.grad
-    x.grad = w.grad = None
-    with Cut(2):
-        (x @ w).square().sum().backward()
-    for got, expected in zip((x.grad, w.grad), want, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
-
-
-def test_a_wrong_out_is_still_refused_by_torch():
-    x, out = torch.randn(300, 300), torch.empty(3, 3)
-    with Cut(2), pytest.warns(UserWarning, match="resized"):
-        torch.mm(x, x, out=out)
-    assert out.shape == (300, 300)
+@pytest.mark.parametrize("pieces", [0, 17])
+def test_pieces_out_of_range(pieces: int):
+    x, w, _ = operands(torch.float32)
+    with pytest.raises(InputError, match=f"pieces must be from 1 to 16, got {pieces}"), Cut(pieces):
+        torch.mm(x, w)

@@ -1,233 +1,299 @@
-"""What follows from the tensors of a pipeline, what is refused, and pipelines on CPU ranks."""
+"""What waits for what, by every pair of cells; each refusal in full; what a signature must tell.
 
-import re
+The group here is nothing but its number of ranks; `test_run_cpu` runs pipelines.
+"""
+
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_bodies import world
-from rankpool import RankPool
 from torch import Tensor
 
-from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.measure.tune_resources import check_equal, tune
-from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
-from counterpoint.resources.pipeline import Pipeline
-from counterpoint.resources.run import Captured, Eager
+from counterpoint.errors import InputError
+from counterpoint.resources.pipeline import Collective, Compute, Pipeline
+
+RANKS = 4
 
 
-class FakeGroup(dist.ProcessGroup):
-    """A group of four, for what never communicates."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 4)
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: RANKS)
 
 
-@pytest.fixture
-def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
-    return Pipeline(FakeGroup(), "cpu")
+def pipeline() -> Pipeline:
+    return Pipeline(None, "cpu")  # type: ignore[arg-type]
 
 
 def nothing() -> None:
-    pass
+    pytest.fail("a pipeline that is written is not run")
 
 
-def test_a_double_buffered_loop_waits_for_its_buffers(pipeline: Pipeline):
-    a = torch.empty(8, 8)
-    outs, targets = torch.empty(2, 8, 8), torch.empty(2, 8, 8)
-    for i in range(4):
-        pipeline.compute(nothing, reads=[a], writes=[outs[i % 2]])
-        pipeline.all_to_all(targets[i % 2], outs[i % 2])
-    assert pipeline.waits() == (None, 0, None, 2, 1, 4, 3, 6)
+def two(
+    computed: Callable[[Tensor], tuple[list[Tensor], list[Tensor]]],
+    moved: Callable[[Tensor], tuple[Tensor | None, Tensor | None]],
+    *,
+    collective_first: bool,
+) -> int | None:
+    """What the second of two stages waits for, with tensors of one buffer; None: of another."""
+    buffer, made = torch.zeros(64, 64), pipeline()
+    reads, writes = computed(buffer)
+    target, source = moved(buffer)
+    if target is None:
+        assert source is not None
+        target = torch.zeros_like(source)
+    source = torch.zeros_like(target) if source is None else source
+    if collective_first:
+        made.all_to_all(target, source)
+    made.compute(nothing, reads=reads, writes=writes)
+    if not collective_first:
+        made.all_to_all(target, source)
+    return made.waits()[1]
 
 
-def test_one_buffer_leaves_nothing_to_overlap(pipeline: Pipeline):
-    out = torch.empty(8, 8)
-    for _ in range(3):
-        pipeline.compute(nothing, reads=[], writes=[out])
-        pipeline.all_reduce(out)
-    assert pipeline.waits() == (None, 0, 1, 2, 3, 4)
+def elsewhere() -> Tensor:
+    return torch.zeros(4, 64)
 
 
-def test_every_kind_of_dependence(pipeline: Pipeline):
-    x, y, z = torch.empty(3, 16)
-    pipeline.compute(nothing, reads=[x], writes=[y])
-    pipeline.all_gather(torch.empty(64), y)  # reads what compute wrote
-    pipeline.compute(nothing, reads=[], writes=[y[8:]])  # writes what the collective reads
-    pipeline.all_to_all(z, x)  # nothing of theirs but x, which is only read
-    pipeline.compute(nothing, reads=[z], writes=[torch.empty(1)])  # reads what it wrote
-    pipeline.all_to_all(z, x)  # writes what compute reads
-    assert pipeline.waits() == (None, 0, 1, None, 3, 4)
-
-
-def test_neighbours_in_one_allocation_do_not_wait(pipeline: Pipeline):
-    whole = torch.empty(8, 8)
-    pipeline.compute(nothing, reads=[], writes=[whole[:4]])
-    pipeline.all_reduce(whole[4:])
-    pipeline.compute(nothing, reads=[], writes=[whole[:, 3]])  # a column, from row 0 to 7
-    assert pipeline.waits() == (None, None, 1)
-
-
+@pytest.mark.parametrize("first", [False, True], ids=["compute first", "collective first"])
 @pytest.mark.parametrize(
-    ("add", "text"),
+    ("computed", "moved", "meet"),
     [
-        (lambda p, x: p.compute(nothing, reads=[x], writes=[]), "must be one tensor or more"),
-        (lambda p, x: p.compute(nothing, reads=[], writes=[x.to("meta")]), "on cpu, got meta"),
-        (lambda p, x: p.all_reduce(x.t()), r"tensors must be contiguous, got strides (1, 8)"),
-        (lambda p, x: p.all_gather(x, x.half()), "tensors must be of one dtype"),
-        (lambda p, x: p.all_reduce(x, reduction="max"), "must be 'sum' or 'avg', got max"),
-        (lambda p, x: p.all_to_all(x, x), "target must be apart from source, got in it"),
-        (lambda p, x: p.all_gather(torch.empty(64), x), "target must be of 256 elements, got 64"),
-        (lambda p, x: p.reduce_scatter(torch.empty(1), x[0, :6]), "that 4 ranks divide, got 6"),
-        (lambda p, x: p.all_reduce(x[:0]), "that 4 ranks divide, got 0"),
-        (lambda p, x: p.collective("broadcast", x, x), "op must be one of all_reduce, all_gather"),
-    ],
-)  # fmt: skip
-def test_what_no_collective_can_take_is_refused(
-    pipeline: Pipeline, add: Callable[[Pipeline, Tensor], None], text: str
-):
-    with pytest.raises(InputError) as caught:
-        add(pipeline, torch.empty(8, 8))
-    assert text in str(caught.value)
-    assert pipeline.stages == ()
-
-
-def test_a_pipeline_needs_both_kinds_of_stages(pipeline: Pipeline):
-    with pytest.raises(InputError, match="got one without compute stages or collectives"):
-        pipeline.check("tune")
-    pipeline.compute(nothing, reads=[], writes=[torch.empty(1)])
-    with pytest.raises(
-        InputError, match="of compute stages and collectives, got one without collectives"
-    ):
-        tune(pipeline)
-    with pytest.raises(
-        InputError, match="of compute stages and collectives, got one without collectives"
-    ):
-        Eager(pipeline)
-    with pytest.raises(
-        InputError, match="of compute stages and collectives, got one without collectives"
-    ):
-        Captured(pipeline)
-
-
-def test_the_signature_tells_pipelines_apart(pipeline: Pipeline):
-    def made(**changes: Any) -> str:
-        values: dict[str, Any] = {"rows": 8, "name": "gemm", "dtype": torch.float32, "one": False}
-        values |= changes
-        p = Pipeline(FakeGroup(), "cpu")
-        outs = torch.empty(2, values["rows"], 4, dtype=values["dtype"])
-        for i in range(2):
-            out = outs[0 if values["one"] else i]
-            p.compute(nothing, reads=[], writes=[out], name=values["name"])
-            p.all_reduce(out, reduction=values.get("reduction", "sum"))
-        return p.key()
-
-    changes = ({"rows": 4}, {"name": "other"}, {"dtype": torch.half}, {"one": True},
-               {"reduction": "avg"})  # fmt: skip
-    assert made() == made()
-    assert len({made(), *(made(**change) for change in changes)}) == 6
-
-
-def all_collectives(rank: int, world_size: int) -> dict[str, float]:
-    """The largest error of each collective against what the ranks' tensors give."""
-    group, size = world(), 12
-    every = [
-        torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(world_size)
-    ]
-    mine, part = every[rank], size // world_size
-    parts = slice(rank * part, (rank + 1) * part)
-    total = torch.stack(every).sum(0)
-    wants = {
-        ("all_reduce", "sum"): 2 * total, ("all_reduce", "avg"): 2 * total / world_size,
-        ("all_gather", "sum"): 2 * torch.cat(every),
-        ("reduce_scatter", "sum"): 2 * total[parts],
-        ("reduce_scatter", "avg"): 2 * total[parts] / world_size,
-        ("all_to_all", "sum"): 2 * torch.cat([x[parts] for x in every]),
-    }  # fmt: skip
-    errors: dict[str, float] = {}
-    for (op, reduction), want in wants.items():
-        for controls in (OFF, SEQUENTIAL):
-            pipeline = Pipeline(group)
-            doubled = torch.full((size,), torch.nan)
-            target = (
-                doubled if op == "all_reduce" else pipeline.empty(*want.shape, dtype=mine.dtype)
-            )
-            pipeline.compute(
-                lambda out=doubled: out.copy_(2 * mine), reads=[mine], writes=[doubled]
-            )
-            pipeline.collective(op, target, doubled, reduction=reduction)  # type: ignore[arg-type]
-            with Eager(pipeline, controls) as run:
-                for _ in range(3):
-                    run()
-            errors[f"{op} {reduction} {controls.spec}"] = (target - want).abs().max().item()
-    return errors
-
-
-def test_collectives_on_cpu_ranks(pool: RankPool):
-    for ranks in (2, 3):
-        for errors in pool.run(all_collectives, ranks):
-            assert len(errors) == 12
-            assert max(errors.values()) < 1e-5, errors
-
-
-def refusals_on_cpu(rank: int, world_size: int) -> list[str]:
-    pipeline = Pipeline(world())
-    x, y = torch.zeros(2, 4)
-    pipeline.compute(nothing, reads=[], writes=[x])
-    pipeline.all_to_all(y, x)
-    found: list[str] = []
-    for call in (
-        lambda: tune(pipeline),
-        lambda: Eager(pipeline, Controls(priority=True)),
-        lambda: Eager(pipeline, Controls(transport="copy_engine")),
-        lambda: tune(pipeline, mode="fast"),  # type: ignore[arg-type]
-        lambda: tune(pipeline, budget_s=0),
-    ):
-        try:
-            call()
-        except (InputError, UnsupportedError) as error:
-            found.append(str(error))
-    return found
-
-
-def test_nothing_pretends_to_measure_on_cpu_ranks(pool: RankPool):
-    for found in pool.run(refusals_on_cpu, 2):
-        measured, priority, copies, mode, budget = found
-        assert "needs NVIDIA GPUs for it; the pipeline is on cpu" in measured
-        assert "controls must be 'overlap' or 'sequential' on CPU ranks" in priority
-        assert "copy_engine: CPU ranks have no copy engines" in copies
-        assert "mode must be one of graph, eager, got 'fast'" in mode
-        assert "budget_s must be seconds > 0, got 0" in budget
-
-
-def different(rank: int, world_size: int, what: str) -> str:
-    pipeline = Pipeline(world())
-    x, y = torch.zeros(2, 8 if what == "sizes" and rank == 1 else 4)
-    if what != "stages" or rank == 0:
-        pipeline.compute(nothing, reads=[], writes=[x], name="first")
-    pipeline.all_to_all(y, x)
-    try:
-        check_equal(pipeline, (what, rank if what == "arguments" else 0))
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        (
-            "sizes",
-            "tune: pipeline must be equal on all ranks, got .*8.* on rank 1, .*4.* on rank 0",
-        ),
-        ("stages", "got 'all_to_all .*' on rank 1, 'first: compute .*' on rank 0"),
-        ("arguments", r"arguments must be equal on all ranks, got \('arguments', 1\) on rank 1"),
-        ("nothing", "^$"),
+        # the rows that are written, moved from, moved to
+        (lambda b: ([], [b[:4]]), lambda b: (None, b[:4]), True),
+        (lambda b: ([b[:4]], [elsewhere()]), lambda b: (b[:4], None), True),
+        (lambda b: ([], [b[:4]]), lambda b: (b[:4], None), True),
+        (lambda b: ([b[:4]], [elsewhere()]), lambda b: (None, b[:4]), False),
+        (lambda b: ([], [b[:4]]), lambda b: (None, b[4:8]), False),
+        (lambda b: ([], [b[4:8]]), lambda b: (None, b[:4]), False),
+        (lambda b: ([], [b[:5]]), lambda b: (None, b[4:8]), True),
+        (lambda b: ([], [b[63, 63:]]), lambda b: (None, b[60:]), True),
+        # views: columns have gaps, which belong to them
+        (lambda b: ([], [b[:, :2]]), lambda b: (None, b[8:12]), True),
+        (lambda b: ([], [b[:8, :2]]), lambda b: (None, b[8:12]), False),
+        (lambda b: ([], [b[:8, 63:].t()]), lambda b: (None, b[7:8]), True),
+        (lambda b: ([], [b[0].expand(9, 64)]), lambda b: (None, b[1:5]), False),
+        (lambda b: ([], [b[0].expand(9, 64)]), lambda b: (None, b[0]), True),
+        # other types of one memory, and nothing
+        (lambda b: ([], [b.view(torch.uint8)[1]]), lambda b: (None, b[1]), True),
+        (lambda b: ([], [b.view(torch.bfloat16)[1]]), lambda b: (None, b[2]), False),
+        (lambda b: ([b[:0]], [elsewhere()]), lambda b: (b[:4], None), False),
+        # the second of several
+        (lambda b: ([], [b[20:21], b[1:2]]), lambda b: (None, b[:4]), True),
+        (lambda b: ([b[9:], b[1:2]], [elsewhere()]), lambda b: (b[:4], None), True),
     ],
 )
-def test_ranks_with_different_pipelines_are_told_so(pool: RankPool, what: str, text: str):
-    for said in pool.run(different, 2, what):
-        assert re.search(text, said), said
+def test_what_meets_waits(computed: Any, moved: Any, meet: bool, first: bool):
+    assert two(computed, moved, collective_first=first) == (0 if meet else None)
+
+
+def test_all_stages_of_random_pipelines_wait_for_what_they_meet():
+    """Against every pair of cells: nothing that meets is missed, and rows meet exactly."""
+    draw = random.Random(0)
+    for _ in range(60):
+        made, buffer = pipeline(), torch.zeros(24, 8)
+        cells: list[tuple[set[int], set[int]]] = []  # that a stage reads and writes
+
+        def some(strided: bool, buffer: Tensor = buffer) -> Tensor:
+            start = draw.randrange(23)
+            rows = buffer[start : draw.randint(start + 1, 24)]
+            return rows[:, draw.randrange(8) :] if strided else rows
+
+        def of(*tensors: Tensor, buffer: Tensor = buffer) -> set[int]:
+            numbers = torch.arange(buffer.numel()).view(24, 8)
+            views = [numbers.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors]
+            return {cell for view in views for cell in view.flatten().tolist()}
+
+        strided = draw.random() < 0.5
+        for _ in range(12):
+            if draw.random() < 0.5:
+                reads, writes = [some(strided), some(strided)], [some(strided)]
+                made.compute(nothing, reads=reads, writes=writes)
+                cells.append((of(*reads), of(*writes)))
+            else:
+                rows = some(False)
+                made.all_reduce(rows)
+                cells.append((of(rows), of(rows)))
+        kinds = [isinstance(stage, Compute) for stage in made.stages]
+        for i, wait in enumerate(made.waits()):
+            (reads, writes), met = cells[i], list[int]()
+            for j in range(i):
+                if kinds[j] != kinds[i] and (
+                    reads & cells[j][1] or writes & (cells[j][0] | cells[j][1])
+                ):
+                    met.append(j)
+            latest = max(met, default=None)
+            if strided:
+                assert latest is None or (wait is not None and latest <= wait)
+            else:
+                assert wait == latest
+            assert wait is None or kinds[wait] != kinds[i]
+
+
+def test_stages_keep_their_names_and_order():
+    made, x = pipeline(), torch.zeros(8)
+    made.compute(nothing, reads=[x], writes=[x])
+    made.all_reduce(x, reduction="avg")
+    made.compute(nothing, reads=[x], writes=[x], name="norm", kernels=["k"])
+    made.all_to_all(torch.zeros(8), x, name="dispatch")
+    assert [stage.name for stage in made.stages] == ["compute 0", "all_reduce 1", "norm",
+                                                     "dispatch"]  # fmt: skip
+    assert [(c.op, c.reduction) for c in made.collectives] == [("all_reduce", "avg"),
+                                                               ("all_to_all", "sum")]  # fmt: skip
+    norm, reduced = made.stages[2], made.collectives[0]
+    assert isinstance(norm, Compute) and norm.kernels == ("k",) and norm.call is nothing
+    assert reduced.target is reduced.source is x and reduced.reads == reduced.writes == (x,)
+    assert isinstance(made.stages[3], Collective)
+
+
+def test_the_device_is_that_of_this_process():
+    assert Pipeline(None).device == torch.device("cpu")  # type: ignore[arg-type]
+
+
+X, Y = torch.zeros(8), torch.zeros(8)
+WIDE = torch.zeros(8, 8)
+META = torch.zeros(8, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [
+        (
+            lambda p: p.compute(nothing, reads=[X], writes=[]),
+            "Pipeline.compute: writes must be one tensor or more, got 0; what depends on the stage "
+            "follows from it",
+        ),
+        (
+            lambda p: p.compute(nothing, reads=[META], writes=[X], name="norm"),
+            "Pipeline.compute: tensors of 'norm' must be on cpu, got meta",
+        ),
+        (
+            lambda p: p.compute(nothing, reads=[X], writes=[META]),
+            "Pipeline.compute: tensors of 'compute 0' must be on cpu, got meta",
+        ),
+        (
+            lambda p: p.all_reduce(META),
+            "Pipeline.all_reduce: tensors of 'all_reduce 0' must be on cpu, got meta",
+        ),
+        (
+            lambda p: p.all_to_all(WIDE.t(), torch.zeros(8, 8)),
+            "Pipeline.all_to_all: tensors must be contiguous, got strides (1, 8) in 'all_to_all 0'",
+        ),
+        (
+            lambda p: p.all_gather(torch.zeros(32), WIDE[:, 0], name="gather"),
+            "Pipeline.all_gather: tensors must be contiguous, got strides (8,) in 'gather'",
+        ),
+        (
+            lambda p: p.all_to_all(X, Y.double()),
+            "Pipeline.all_to_all: tensors must be of one dtype, got torch.float32 and "
+            "torch.float64 in 'all_to_all 0'",
+        ),
+        (
+            lambda p: p.all_reduce(X, reduction="max"),
+            "Pipeline.all_reduce: reduction must be 'sum' or 'avg', got max",
+        ),
+        (
+            lambda p: p.collective("broadcast", X, Y),
+            "Pipeline.collective: op must be one of all_reduce, all_gather, reduce_scatter, "
+            "all_to_all, got 'broadcast'",
+        ),
+        (
+            lambda p: p.all_to_all(torch.zeros(6), torch.zeros(6)),
+            "Pipeline.all_to_all: source must be of a number of elements that 4 ranks divide, "
+            "got 6",
+        ),
+        (
+            lambda p: p.reduce_scatter(torch.zeros(1), torch.zeros(7)),
+            "Pipeline.reduce_scatter: source must be of a number of elements that 4 ranks divide, "
+            "got 7",
+        ),
+        (
+            lambda p: p.all_reduce(torch.zeros(0)),
+            "Pipeline.all_reduce: source must be of a number of elements that 4 ranks divide, "
+            "got 0",
+        ),
+        (
+            lambda p: p.all_gather(torch.zeros(31), X),
+            "Pipeline.all_gather: target must be of 32 elements, got 31",
+        ),
+        (
+            lambda p: p.reduce_scatter(X, Y),
+            "Pipeline.reduce_scatter: target must be of 2 elements, got 8",
+        ),
+        (
+            lambda p: p.all_to_all(WIDE[0], WIDE[0]),
+            "Pipeline.all_to_all: target must be apart from source, got in it",
+        ),
+        (
+            lambda p: p.all_gather(WIDE[:4], WIDE[3]),
+            "Pipeline.all_gather: target must be apart from source, got in it",
+        ),
+    ],
+)
+def test_a_wrong_stage_is_refused_and_not_added(write: Callable[[Pipeline], None], text: str):
+    made = pipeline()
+    with pytest.raises(InputError) as caught:
+        write(made)
+    assert str(caught.value) == text
+    assert made.stages == ()
+
+
+def test_an_all_reduce_of_two_tensors_is_refused():
+    with pytest.raises(InputError, match="target must be"):
+        pipeline().collective("all_reduce", torch.zeros(8), torch.ones(8))
+
+
+def test_neighbours_in_one_buffer_are_apart():
+    made = pipeline()
+    made.all_to_all(WIDE[:4], WIDE[4:])
+    made.all_gather(WIDE[:4], WIDE[4])
+    made.reduce_scatter(WIDE[0], WIDE[4:])
+    assert len(made.stages) == 3
+
+
+def written(
+    *, rows: int = 8, dtype: torch.dtype = torch.float32, op: Any = "all_reduce",
+    reduction: Any = "sum", name: str = "", buffers: int = 2, turned: bool = False,
+    reads: int = 1, collective_first: bool = False, more: int = 0,
+) -> Pipeline:  # fmt: skip
+    """A pipeline with one thing changed at a time."""
+    made, weight = pipeline(), torch.zeros(16, 16)
+    outs = [torch.zeros(rows, 4, dtype=dtype) for _ in range(buffers)]
+    given = [weight.t() if turned else weight, outs[-1], torch.zeros(rows, 4, dtype=dtype)]
+    for i in range(2 + more):
+        out = outs[i % buffers]
+
+        def move(out: Tensor = out) -> None:
+            made.collective(op, out if op == "all_reduce" else torch.zeros_like(out), out,
+                            reduction=reduction, name=name)  # fmt: skip
+
+        if collective_first:
+            move()
+        made.compute(nothing, reads=given[:reads], writes=[*given[reads:2], out])
+        if not collective_first:
+            move()
+    return made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 16}, {"dtype": torch.bfloat16}, {"op": "all_to_all"}, {"reduction": "avg"},
+        {"name": "sum"}, {"buffers": 1}, {"collective_first": True}, {"more": 1},
+        pytest.param({"turned": True}),
+        pytest.param({"reads": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_differs_shows_in_the_signature(change: dict[str, Any]):
+    assert written(**change).signature() != written().signature()
+    assert written(**change).key() != written().key()
+
+
+def test_the_number_of_ranks_shows_in_the_signature(monkeypatch: pytest.MonkeyPatch):
+    made = written()
+    here = made.signature()
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    assert made.signature() != here

@@ -64,6 +64,39 @@ def test_the_best_of_a_separable_landscape(seed: int):
     assert "takes 32." in result.why
 
 
+@pytest.mark.parametrize("first", [0.85, 1.15])
+def test_clocks_that_settle_late_do_not_decide(first: float):
+    """What is measured before they have settled is compared by what is measured again."""
+
+    class Settling(Measured):
+        def __call__(self, some, num):
+            rounds = super().__call__(some, num)
+            factor = first if len(self.asked) == 1 else 1.0
+            return {c: [factor * s for s in seconds] for c, seconds in rounds.items()}
+
+    assert found(Settling(separable, 0.003)).best == Controls(delay_s=5e-6, blocks_per_sm=4)
+
+
+def test_a_simpler_setting_must_be_sure_of_its_gain():
+    """A leader that gains 5 % is not given up for one that is as fast but scatters."""
+
+    class Scattered(Measured):
+        def __call__(self, some, num):
+            return {
+                c: [s * (1 + 0.12 * (i % 3 - 1) * (c.num_set == 1))
+                    for i, s in enumerate(seconds)]
+                for c, seconds in super().__call__(some, num).items()
+            }  # fmt: skip
+
+    def nearly(controls: Controls) -> float:
+        if controls.delay_s and controls.priority:
+            return 9.4e-3
+        return 9.5e-3 if controls.delay_s or controls.priority else 10e-3
+
+    space = Space(pieces=(), delays_s=(5e-6,))
+    assert found(Scattered(nearly), space).best == Controls(delay_s=5e-6, priority=True)
+
+
 def test_nine_of_ten_searches_decide_alike():
     """As on 2 GPUs: settings with copy engines differ by less than 1 %, rounds by 1 %."""
 

@@ -1,238 +1,331 @@
-"""Shapes of kernels, on a stub of CUDA's driver and of Triton's compiled kernels."""
+"""Shaping leaves nothing behind: nodes and launches against a driver that keeps all it is told.
 
-import random
+What shapes are and refuse is in `test_shape`; here every change of the driver's state is compared.
+"""
+
+from contextlib import nullcontext
+from math import ceil
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from graph_stub import (
+    CARVE_OUT,
+    MOST_DYNAMIC,
+    NO_PREFERENCE,
+    PREFERRED,
+    USUAL_LIMIT,
+    StubGraphs,
+    installed,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.resources import shape as shape_module
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.resources import shape
 from counterpoint.resources.footprint import Footprint
 from counterpoint.resources.limits import LIMITS
-from counterpoint.resources.occupancy import Kernel, feasible, occupancy
-from counterpoint.resources.shape import Nodes, Shape, refusal, triton_launches
+from counterpoint.resources.occupancy import (
+    Kernel,
+    beside,
+    feasible,
+    occupancy,
+    window,
+)
+from counterpoint.resources.shape import Nodes, Shape, triton_footprint, triton_launches
 from counterpoint.runtime import graph_nodes
 
-H200 = LIMITS["sm_90"]
-NCCL = Kernel(544, 96, 21568, 82240)
+SM90 = LIMITS["sm_90"]
+MOST = SM90.shared_bytes_per_block  # 227 KiB
+RING = Kernel(544, 96, 21568, 82240)  # NCCL's, as launched on H200
 
 
-def kernel(**changes: Any) -> Footprint:
-    values: dict[str, Any] = {
-        "kind": "kernel", "name": "gemm", "grid": (64, 1, 1), "block": (128, 1, 1),
-        "cluster": (1, 1, 1), "registers_per_thread": 64, "dynamic_shared_bytes": 16384,
-    }  # fmt: skip
-    return Footprint(**(values | changes))
+@st.composite
+def footprints(draw: st.DrawFn) -> Footprint:
+    """A kernel that fits an SM of sm_90 and may be shaped, but for its own occupancy."""
+    threads = draw(st.integers(1, 1024))
+    quarters = ceil(threads / 32 / 4)  # warps in the fullest quarter
+    most = min(255, SM90.registers // 4 // quarters // 256 * 256 // 32)
+    total = draw(st.integers(0, MOST))
+    static = draw(st.integers(0, min(total, USUAL_LIMIT)))
+    return Footprint(
+        kind="kernel", name="relu", block=(threads, 1, 1), cluster=(1, 1, 1), grid=(64, 1, 1),
+        registers_per_thread=draw(st.integers(0, most)), static_shared_bytes=static,
+        dynamic_shared_bytes=total - static,
+    )  # fmt: skip
 
 
-class Driver:
-    """Kernel nodes, each of a function of its own, with what the driver would keep of them."""
-
-    def __init__(self, *kernels: Footprint) -> None:
-        self.kernels = dict(enumerate(kernels, 1))
-        self.bytes = {n: k.dynamic_shared_bytes for n, k in self.kernels.items()}
-        self.executable: dict[int, int] = {}
-        self.carve_outs = dict.fromkeys(self.kernels, 0)
-        self.limits = {100 + n: 48 << 10 for n in self.kernels}
-        self.clones: list[int] = []
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(shape_module, "node_footprint", self.kernels.__getitem__)
-        for name in ("nodes", "function_of", "allow_dynamic_bytes", "set_dynamic_bytes",
-                     "set_carve_out", "clone_of", "destroy", "copy_attributes", "set_priority",
-                     "kernel_of", "prefer_carve_out"):  # fmt: skip
-            monkeypatch.setattr(graph_nodes, name, getattr(self, name))
-
-    def nodes(self, graph: int) -> list[int]:
-        return list(self.kernels)
-
-    def function_of(self, node: int) -> int:
-        return 100 + node
-
-    def allow_dynamic_bytes(self, function: int, num_bytes: int) -> int:
-        before, self.limits[function] = self.limits[function], num_bytes
-        return before
-
-    def prefer_carve_out(self, function: int, percent: int) -> int:
-        before, self.carve_outs[function] = self.carve_outs.get(function, -1), percent
-        return before
-
-    def set_dynamic_bytes(self, node: int, num_bytes: int, executable: int = 0) -> None:
-        assert num_bytes <= self.limits[100 + node], "the driver refuses more than the limit"
-        (self.executable if executable else self.bytes)[node] = num_bytes
-
-    def set_carve_out(self, node: int, percent: int) -> None:
-        self.carve_outs[node] = percent
-
-    def clone_of(self, graph: int) -> int:
-        self.clones.append(999)
-        return 999
-
-    def destroy(self, graph: int) -> None:
-        self.clones.remove(graph)
-
-    def copy_attributes(self, node: int, clone: int) -> None:
-        assert clone in self.clones
-        self.carve_outs[node] = 0
-
-    def kernel_of(self, node: int) -> Footprint:
-        return self.kernels[node]
-
-    def set_priority(self, node: int, priority: int) -> None:
-        pass
+def resident(kernel: Footprint, num_bytes: int) -> int:
+    """Blocks per SM when launched with this much dynamic shared memory."""
+    taken = Kernel(
+        kernel.threads, kernel.registers_per_thread, kernel.static_shared_bytes, num_bytes
+    )
+    return occupancy(taken, SM90).blocks
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"blocks_per_sm": 2, "carve_out": True}, "arguments must be one at a time"),
-        ({"blocks_per_sm": 0}, "blocks_per_sm must be >= 1, got 0"),
-        ({"dynamic_bytes": -1}, "dynamic_bytes must be >= 1, got -1"),
-    ],
-)
-def test_a_shape_is_one_thing(given: dict[str, Any], text: str):
-    with pytest.raises(InputError, match=text):
-        Shape(**given)
+@settings(max_examples=200, deadline=None)
+@given(footprints(), st.integers(1, 40))
+def test_bytes_for_blocks_per_sm(kernel: Footprint, blocks: int):
+    able = feasible(kernel, SM90)
+    wanted = Shape(blocks_per_sm=blocks)
+    if blocks < min(able):
+        with pytest.raises(InputError, match=rf"blocks_per_sm must be >= {min(able)} for relu, "):
+            wanted.bytes_of(kernel, SM90)
+        return
+    num_bytes = wanted.bytes_of(kernel, SM90)
+    own = kernel.dynamic_shared_bytes
+    assert own <= num_bytes <= MOST - kernel.static_shared_bytes
+    assert resident(kernel, num_bytes) == max(k for k in able if k <= blocks)
+    # no more is taken than that needs
+    assert num_bytes == own or resident(kernel, num_bytes - 1) > resident(kernel, num_bytes)
 
 
-def test_shapes_of_random_kernels_have_the_occupancy_they_name():
-    draw = random.Random(0)
-    for _ in range(200):
-        found = kernel(
-            block=(32 * draw.randint(1, 16), 1, 1), registers_per_thread=draw.randint(16, 128),
-            static_shared_bytes=draw.choice((0, 1024)),
-            dynamic_shared_bytes=draw.choice((0, 1000, 40000)),
+@settings(max_examples=200, deadline=None)
+@given(footprints(), footprints())
+def test_bytes_for_room_beside(kernel: Footprint, other: Footprint):
+    wanted, room = Shape(beside=other), window(kernel, other, SM90)
+    if room is None:
+        with pytest.raises(InputError, match="beside must be a kernel that fits beside relu on an"):
+            wanted.bytes_of(kernel, SM90)
+        return
+    num_bytes = wanted.bytes_of(kernel, SM90)
+    assert num_bytes >= kernel.dynamic_shared_bytes
+    assert resident(kernel, num_bytes) == 1
+    shaped = Kernel(
+        kernel.threads, kernel.registers_per_thread, kernel.static_shared_bytes, num_bytes
+    )
+    assert room.other_limit or beside(shaped, other, SM90).blocks >= 1
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubGraphs:
+    """A graph of two kernels that can be shaped, one of NCCL's, one that fills an SM, a copy."""
+    made = installed(monkeypatch)
+    made.kernel(10, "relu", threads=256, registers=32)  # 8 per SM
+    made.kernel(11, "gemm", threads=128, registers=64, static=1024, dynamic=16384, priority=-1)
+    made.kernel(12, "ncclDevKernel_AllGather", threads=544, registers=96)
+    made.kernel(13, "flash", dynamic=200_000)
+    made.memcpy(14)
+    return made
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 32])
+def test_a_graph_is_shaped_and_brought_back(stub: StubGraphs, blocks: int):
+    before = stub.snapshot()
+    with Nodes(1, SM90) as nodes:
+        assert stub.limits() == {1010: MOST, 1011: MOST - 1024, 1012: USUAL_LIMIT,
+                                 1013: USUAL_LIMIT}  # fmt: skip
+        kernels = dict(nodes.kernels)
+        found = nodes.set(Shape(blocks_per_sm=blocks))
+        relu, gemm = stub.bytes_of([10, 11])
+        assert found == {"relu": relu, "gemm": gemm}
+        for node, num_bytes in ((10, relu), (11, gemm)):
+            want = max(k for k in feasible(kernels[node], SM90) if k <= blocks)
+            assert resident(kernels[node], num_bytes) == want
+        assert stub.bytes_of([12, 13]) == [0, 200_000]
+    assert stub.snapshot() == before
+
+
+def test_shapes_follow_one_another_from_what_was_captured(stub: StubGraphs):
+    with Nodes(1, SM90) as nodes:
+        sizes = [nodes.set(Shape(blocks_per_sm=k)) for k in (1, 8, 2, 1)]
+        assert sizes[0] == sizes[3] and sizes[1] == {"relu": 0, "gemm": 16384}
+        assert nodes.set(Shape()) == sizes[1]
+
+
+def test_limits_come_back_although_nodes_do_not(stub: StubGraphs):
+    """The driver refuses on the way out: the functions' limits are not left behind as well."""
+    limits = stub.limits()
+    with pytest.raises(CounterpointError, match=r"^cuGraphKernelNodeSetParams failed"):  # noqa: SIM117
+        with Nodes(1, SM90) as nodes:
+            nodes.set(Shape(blocks_per_sm=2))
+            stub.refuses = ("cuGraphKernelNodeSetParams", 11)
+    assert stub.limits() == limits
+
+
+def test_limits_come_back_where_the_second_is_refused(stub: StubGraphs):
+    before = stub.snapshot()
+    stub.refuses = ("cuFuncSetAttribute", 1011)
+    with pytest.raises(CounterpointError, match=r"^cuFuncSetAttribute failed"):  # noqa: SIM117
+        with Nodes(1, SM90):
+            pytest.fail("a limit was refused")
+    assert stub.called("cuFuncSetAttribute")[0] == (1010, MOST_DYNAMIC, MOST)
+    assert stub.snapshot() == before
+
+
+def test_nodes_of_one_function(stub: StubGraphs):
+    stub.kernel(15, "relu", threads=256, registers=32, function=1010)
+    with Nodes(1, SM90) as nodes:
+        assert len(stub.called("cuFuncSetAttribute")) == 2
+        nodes.set(Shape(blocks_per_sm=3))
+        one, other = stub.bytes_of([10, 15])
+        assert one == other > 0
+    assert stub.bytes_of([10, 15]) == [0, 0]
+    assert stub.limits()[1010] == USUAL_LIMIT
+
+
+@pytest.mark.parametrize("executable", [0, 99])
+def test_what_one_kernel_cannot_have_changes_none(stub: StubGraphs, executable: int):
+    with Nodes(1, SM90) as nodes:
+        before, calls = stub.snapshot(), len(stub.changes)
+        # enough for relu, less than gemm's own
+        with pytest.raises(InputError, match="dynamic_bytes must be 16384"):
+            nodes.set(Shape(dynamic_bytes=8192), executable)
+        assert (stub.snapshot(), len(stub.changes)) == (before, calls)
+
+
+def test_an_executable_is_updated_in_place(stub: StubGraphs):
+    with Nodes(1, SM90) as nodes:
+        before, calls = stub.snapshot(), len(stub.changes)
+        found = nodes.set(Shape(blocks_per_sm=2), 99)
+        assert [call[0] for call in stub.changes[calls:]] == ["cuGraphExecKernelNodeSetParams"] * 2
+        assert stub.executables == {99: {10: found["relu"], 11: found["gemm"]}}
+        assert stub.snapshot() == before, "the graph itself is as it was"
+
+
+def test_a_carve_out_and_its_clone(stub: StubGraphs):
+    before = stub.snapshot()
+    with Nodes(1, SM90) as nodes:
+        nodes.set(Shape(carve_out=True))
+        for node in (10, 11):
+            assert stub.attributes[node][CARVE_OUT].sharedMemCarveout == 100
+        assert CARVE_OUT not in stub.attributes[12]
+        assert stub.bytes_of([10, 11]) == [0, 16384]
+        nodes.set(Shape(carve_out=True))
+        assert stub.called("cuGraphClone") == [(1,)], "one clone is enough"
+        # what was given meanwhile stays
+        graph_nodes.set_priority(11, -3)
+        nodes.set(Shape(blocks_per_sm=4))
+        assert CARVE_OUT not in stub.attributes[10] | stub.attributes[11]
+        assert [graph_nodes.kernel_of(node).priority for node in (10, 11)] == [0, -3]
+        assert len(stub.called("cuGraphDestroy")) == 1 and list(stub.graphs) == [1]
+        nodes.set(Shape(carve_out=True))
+        assert len(stub.called("cuGraphClone")) == 2
+        graph_nodes.set_priority(11, -1)
+    assert stub.snapshot() == before
+
+
+class Compiled:
+    """As Triton 3.6 returns it from a launch; loaded when asked, as there."""
+
+    def __init__(self, name: str, function: int, shared: int = 16384, **more: Any) -> None:
+        self.metadata = SimpleNamespace(
+            name=name, num_warps=4, num_ctas=1, shared=shared, **more
         )  # fmt: skip
-        able = feasible(found, H200)
-        for wanted in range(min(able), 40):
-            num_bytes = Shape(blocks_per_sm=wanted).bytes_of(found, H200)
-            shaped = kernel(
-                block=found.block, registers_per_thread=found.registers_per_thread,
-                static_shared_bytes=found.static_shared_bytes, dynamic_shared_bytes=num_bytes,
-            )  # fmt: skip
-            assert occupancy(shaped, H200).blocks == max(k for k in able if k <= wanted)
-        assert Shape().bytes_of(found, H200) == found.dynamic_shared_bytes
+        self.packed_metadata = (4, 1, shared)
+        self.function = function
+        self.n_regs: int | None = None
+
+    def _init_handles(self) -> None:
+        self.n_regs = 64
 
 
-def test_a_pad_beyond_the_limit_is_refused():
-    most = H200.shared_bytes_per_block
-    assert Shape(dynamic_bytes=most).bytes_of(kernel(), H200) == most
-    for wrong in (most + 1, 16383):
-        with pytest.raises(InputError, match=f"got {wrong}"):
-            Shape(dynamic_bytes=wrong).bytes_of(kernel(), H200)
-    small = LIMITS["gfx942"]  # one block of 64 KiB is all that there is
-    wide = kernel(block=(1024, 1, 1), registers_per_thread=32, dynamic_shared_bytes=0)
-    assert 1 in feasible(wide, small)
+@pytest.fixture
+def launched(stub: StubGraphs) -> tuple[Compiled, Compiled]:
+    """Two kernels; the stub has functions of these numbers."""
+    stub.kernel(20, "matmul_kernel")
+    stub.kernel(21, "norm_kernel")
+    return Compiled("matmul_kernel", 1020), Compiled("norm_kernel", 1021, shared=512)
 
 
-def test_room_beside_a_block_of_nccl():
-    slim = kernel(registers_per_thread=32)
-    num_bytes = Shape(beside=NCCL).bytes_of(slim, H200)
-    assert 114 << 10 < num_bytes + 1024 <= round(125.6 * 1024)
-    with pytest.raises(InputError, match=r"beside must be a kernel that fits beside gemm .* sm_80"):
-        Shape(beside=NCCL).bytes_of(slim, LIMITS["sm_80"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"kind": "memcpy"}, "a memcpy has no blocks"),
-        ({"name": "ncclDevKernel_AllReduce"}, "it waits for peers"),
-        ({"name": "signal_kernel"}, "it waits for peers"),
-        ({"cooperative": True}, "it is a cooperative launch"),
-        ({"cluster": (2, 1, 1)}, "it is launched in clusters"),
-        ({"dynamic_shared_bytes": 213188, "block": (384, 1, 1)}, "one block per SM is resident"),
-        ({}, ""),
-    ],
-)
-def test_what_cannot_be_shaped(changes: dict[str, Any], why: str):
-    found = refusal(kernel(**changes), H200)
-    assert found.startswith(why) and bool(found) == bool(why)
-
-
-def test_nodes_are_shaped_and_brought_back(monkeypatch: pytest.MonkeyPatch):
-    driver = Driver(kernel(), kernel(name="ncclKernel"), kernel(registers_per_thread=128))
-    driver.install(monkeypatch)
-    before = dict(driver.limits)
-    nodes = Nodes(7, H200)
-    assert set(nodes.kernels) == {1, 3} and set(nodes.refused) == {"ncclKernel"}
-    assert nodes.feasible() == (8, 7, 6, 5, 4, 3, 2, 1)
-    with pytest.raises(RuntimeError, match="on purpose"):  # noqa: SIM117
-        with nodes:
-            assert driver.limits[101] == driver.limits[103] == H200.shared_bytes_per_block
-            nodes.set(Shape(blocks_per_sm=6))
-            assert driver.bytes[1] > 16384 and driver.bytes[3] == 16384  # 4 blocks of itself
-            assert not driver.executable
-            nodes.set(Shape(blocks_per_sm=2), executable=5)
-            assert set(driver.executable) == {1, 3}
-            nodes.set(Shape(carve_out=True))
-            assert (driver.carve_outs[1], driver.carve_outs[2]) == (100, 0)
-            assert driver.bytes[1] == 16384
-            with pytest.raises(InputError, match="executable must be 0 with a carve-out"):
-                nodes.set(Shape(carve_out=True), executable=5)
-            nodes.set(Shape(blocks_per_sm=1))
-            assert driver.carve_outs[1] == 0
-            raise RuntimeError("on purpose")
-    assert driver.bytes == {1: 16384, 2: 16384, 3: 16384}
-    assert driver.limits == before and not driver.clones
-
-
-def test_a_shape_that_one_kernel_cannot_have_changes_none(monkeypatch: pytest.MonkeyPatch):
-    driver = Driver(kernel(), kernel(dynamic_shared_bytes=100_000))
-    driver.install(monkeypatch)
-    with Nodes(7, H200) as nodes:
-        with pytest.raises(InputError, match="got 50000"):
-            nodes.set(Shape(dynamic_bytes=50_000))
-        assert driver.bytes == {1: 16384, 2: 100_000}
-
-
-def test_nothing_to_shape_says_why(monkeypatch: pytest.MonkeyPatch):
-    Driver(kernel(cluster=(2, 1, 1))).install(monkeypatch)
-    with pytest.raises(UnsupportedError, match="nothing can be shaped; gemm: it is launched in cl"):
-        Nodes(7, H200).check()
-
-
-def compiled(**changes: Any) -> Any:
-    metadata = {"name": "gemm", "num_warps": 4, "num_ctas": 1, "shared": 16384}
-    metadata |= {k: v for k, v in changes.items() if k in metadata}
-    packed = changes.get("packed", tuple(metadata[k] for k in ("num_warps", "num_ctas", "shared")))
-    return SimpleNamespace(metadata=SimpleNamespace(**metadata), n_regs=64, function=101,
-                           packed_metadata=packed)  # fmt: skip
-
-
-def test_triton_launches_are_brought_back(monkeypatch: pytest.MonkeyPatch):
-    driver = Driver(kernel())
-    driver.install(monkeypatch)
-    made = compiled()
-    with pytest.raises(RuntimeError, match="on purpose"):  # noqa: SIM117
-        with triton_launches([made], Shape(blocks_per_sm=2), H200) as found:
-            assert made.packed_metadata == (4, 1, found["gemm"])
-            assert driver.limits[101] == H200.shared_bytes_per_block
-            shaped = kernel(dynamic_shared_bytes=found["gemm"])
-            assert occupancy(shaped, H200).blocks == 2
-            raise RuntimeError("on purpose")
-    assert made.packed_metadata == (4, 1, 16384) and driver.limits[101] == 48 << 10
-    with triton_launches([made], Shape(carve_out=True), H200):
-        assert driver.carve_outs[101] == 100 and made.packed_metadata == (4, 1, 16384)
-    assert driver.carve_outs[101] == -1
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        (object(), InputError, "kernels must be compiled Triton kernels, .* got object"),
-        (compiled(packed=(4, 1, 16384, 0)), UnsupportedError, r"this Triton launches by \(4, 1"),
-        (compiled(num_ctas=2), UnsupportedError, "gemm cannot be shaped: it is launched in clus"),
-        (compiled(name="signal_kernel"), UnsupportedError, "signal_kernel cannot be shaped: it wa"),
-    ],
-)
-def test_launches_that_cannot_be_shaped(
-    given: Any, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_triton_launches_are_shaped_and_brought_back(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled], fails: bool
 ):
-    driver = Driver(kernel())
-    driver.install(monkeypatch)
-    with pytest.raises(error, match=text):  # noqa: SIM117
-        with triton_launches([given], Shape(blocks_per_sm=2), H200):
-            pass
-    assert driver.limits[101] == 48 << 10
+    before = stub.snapshot()
+    with pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext():  # noqa: SIM117
+        with triton_launches(launched, Shape(blocks_per_sm=2), SM90) as found:
+            assert set(found) == {"matmul_kernel", "norm_kernel"}
+            for kernel in launched:
+                num_bytes = found[kernel.metadata.name]
+                assert kernel.packed_metadata == (4, 1, num_bytes)
+                assert resident(triton_footprint(kernel), num_bytes) == 2
+            assert [stub.limits()[function] for function in (1020, 1021)] == [MOST, MOST]
+            assert stub.functions[1020][1][PREFERRED] == NO_PREFERENCE
+            if fails:
+                raise RuntimeError("on purpose")
+    assert [kernel.packed_metadata for kernel in launched] == [(4, 1, 16384), (4, 1, 512)]
+    assert stub.snapshot() == before
+
+
+def refuse(stub: StubGraphs, kernels: list[Any], shape: Shape, kind: type, text: str) -> None:
+    """`triton_launches` raises, and all is as before: also of the kernels before the refused."""
+    packed = [getattr(kernel, "packed_metadata", None) for kernel in kernels]
+    before = stub.snapshot()
+    with pytest.raises(kind, match=text):  # noqa: SIM117
+        with triton_launches(kernels, shape, SM90):
+            pytest.fail("entered")
+    assert [getattr(kernel, "packed_metadata", None) for kernel in kernels] == packed
+    assert stub.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "matmul_kernel", lambda: None, SimpleNamespace(metadata=1)]
+)
+def test_what_is_no_compiled_kernel(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled], wrong: Any
+):
+    text = (
+        rf"kernels must be compiled Triton kernels, as .* returns them, got {type(wrong).__name__}"
+    )
+    refuse(stub, [launched[0], wrong], Shape(blocks_per_sm=2), InputError, text)
+
+
+@pytest.mark.parametrize("packed", [(4, 1, 512, 1, 1, 1), (4, 1), (512, 4, 1), (4, 1, 1024)])
+def test_an_unknown_layout_of_the_launch_numbers(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled], packed: tuple[int, ...]
+):
+    launched[1].packed_metadata = packed  # type: ignore[assignment]
+    text = "this Triton launches by .*; Triton 3.6 is known"
+    refuse(stub, [*launched], Shape(blocks_per_sm=2), UnsupportedError, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("signal_kernel", {}, "signal_kernel cannot be shaped: it waits for peers"),
+        ("scan", {"launch_cooperative_grid": True}, "scan cannot be shaped: it is a cooperative"),
+    ],
+)
+def test_a_compiled_kernel_that_cannot_be_shaped(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled], name: str, more: Any, why: str
+):
+    kernels = [launched[0], Compiled(name, 1021, **more)]
+    refuse(stub, kernels, Shape(blocks_per_sm=2), UnsupportedError, why)
+
+
+def test_a_shape_that_the_second_kernel_cannot_have(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled]
+):
+    shape = Shape(dynamic_bytes=1024)  # less than the matmul's own
+    refuse(stub, [*launched[::-1]], shape, InputError, "dynamic_bytes must be 16384")
+
+
+def test_limits_of_the_gpu_here(monkeypatch: pytest.MonkeyPatch):
+    def here(**properties: Any) -> str:
+        found = SimpleNamespace(**properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        return shape.limits_here(torch.device("cuda")).arch
+
+    assert here(major=9, minor=0, name="NVIDIA H200") == "sm_90"
+    with pytest.raises(UnsupportedError, match=r"^shape: no limits are known of sm_75; known: sm_"):
+        here(major=7, minor=5, name="Tesla T4")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert here(gcnArchName="gfx942:sramecc+:xnack-", name="AMD Instinct MI300X") == "gfx942"
+
+
+@pytest.mark.parametrize("twice", ["listed", "nested"])
+def test_a_kernel_that_is_shaped_twice(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled], twice: str
+):
+    kernel, before = launched[0], stub.snapshot()
+    if twice == "listed":
+        with triton_launches([kernel, kernel], Shape(blocks_per_sm=2), SM90) as found:
+            assert kernel.packed_metadata == (4, 1, found["matmul_kernel"])
+    else:
+        with triton_launches([kernel], Shape(blocks_per_sm=4), SM90) as outer:
+            with triton_launches([kernel], Shape(blocks_per_sm=2), SM90) as inner:
+                assert kernel.packed_metadata == (4, 1, inner["matmul_kernel"])
+            assert kernel.packed_metadata == (4, 1, outer["matmul_kernel"])
+    assert kernel.packed_metadata == (4, 1, 16384) and stub.snapshot() == before

@@ -15,7 +15,8 @@ from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_to
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.measure import record
 from counterpoint.measure.energy import nvml
-from counterpoint.measure.loop import KERNELS, Pair, measure, pairs
+from counterpoint.measure.loop import KERNELS, Pair, pairs
+from counterpoint.measure.loop_arms import measure
 from counterpoint.measure.sharing import PLAIN, Timed, draw_shapes, draw_timed, timed
 from counterpoint.resources.controls import MODES, Mode
 

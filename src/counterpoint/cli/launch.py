@@ -36,7 +36,7 @@ def nccl_group() -> Generator[tuple[dist.ProcessGroup, torch.device]]:
     assert group is not None
     try:
         yield group, device
-    except BaseException as error:
+    except Exception as error:
         # peers that still communicate, and graphs that the traceback holds, would keep this rank
         # from ending: it ends here, and the launcher ends the others
         if isinstance(error, CounterpointError):

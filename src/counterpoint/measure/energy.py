@@ -1,7 +1,7 @@
 """Energy and clock of a GPU while it runs one thing over and over, by NVML.
 
 The counter moves ten times a second: energy is read between two of its steps, and what ran between
-them is counted.
+them is counted. The GPU is never without work meanwhile.
 """
 
 import time
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import UnsupportedError
+from counterpoint.errors import CounterpointError, UnsupportedError
 
-WINDOW_S = 0.3
+WINDOW_S = 0.4
+STEP_S = 0.1  # of the counter
+BURST_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -73,36 +75,46 @@ def energy_of(
 
     Raises:
         UnsupportedError: NVML is not there.
+        CounterpointError: a GPU's counter moved less than twice.
     """
     library: Any = nvml()
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     handle = library.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU") else f"GPU-{uuid}")
-    burst = max(1, round(0.01 / seconds_of_call))  # calls between two looks at the counter
+    burst = max(1, round(BURST_S / seconds_of_call))  # calls between two looks at the counter
+    num_bursts = max(4, round((1.5 * window_s + STEP_S) / seconds_of_call / burst))
 
-    def run(num: int) -> None:
-        for _ in range(num):
+    def enqueue() -> torch.cuda.Event:
+        for _ in range(burst):
             call()
-        torch.cuda.synchronize(device)
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     dist.barrier(group)
-    run(max(1, round(window_s / 2 / seconds_of_call)))
-    num_bursts = max(3, round((window_s + 0.25) / seconds_of_call / burst))
-    steps: list[tuple[float, int, int]] = []  # time, calls so far, millijoules
-    last, calls, clocks = library.nvmlDeviceGetTotalEnergyConsumption(handle), 0, list[int]()
+    steps: list[tuple[float, int, int]] = []  # time, calls that have ended, millijoules
+    clocks: list[int] = []
+    last = library.nvmlDeviceGetTotalEnergyConsumption(handle)
     start_s = time.perf_counter()
-    for _ in range(num_bursts):
-        run(burst)
-        calls += burst
+    running = enqueue()
+    for i in range(1, num_bursts + 1):
+        following = enqueue()  # the GPU has work while the counter is read
+        running.synchronize()
+        running = following
         now = library.nvmlDeviceGetTotalEnergyConsumption(handle)
+        at_s = time.perf_counter()
         if now != last:
-            steps.append((time.perf_counter(), calls, now))
-            clocks.append(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))
             last = now
-    spent_s = (time.perf_counter() - start_s) / calls
-    mine = [0.0, 0.0, float(sum(clocks)) / max(len(clocks), 1), spent_s]
+            if at_s - start_s > window_s / 2:  # clocks have settled
+                steps.append((at_s, i * burst, now))
+                clocks.append(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))
+    running.synchronize()
+    mine = [float("nan")] * 4
     if len(steps) >= 2:
         (t0, c0, e0), (t1, c1, e1) = steps[0], steps[-1]
-        mine[0], mine[1] = (e1 - e0) * 1e-3 / (c1 - c0), (e1 - e0) * 1e-3 / (t1 - t0)
+        mine = [(e1 - e0) * 1e-3 / (c1 - c0), (e1 - e0) * 1e-3 / (t1 - t0),
+                sum(clocks) / len(clocks), (t1 - t0) / (c1 - c0)]  # fmt: skip
     total = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
+    if bool(total.isnan().any()):
+        raise CounterpointError(f"energy: a GPU's counter did not move twice in {window_s:g} s")
     return Energy(*(total / dist.get_world_size(group)).tolist())

@@ -60,7 +60,7 @@ def timed(rows: Sequence[Row]) -> list[Timed]:
     """The pairs and modes of rows, in their order; of an arm measured twice, the last row.
 
     Args:
-        rows: as `loop.measure` returns them, of one number of GPUs.
+        rows: as `loop_arms.measure` returns them, of one number of GPUs.
     """
     found: dict[tuple[str, str], Timed] = {}
     for row in rows:
@@ -126,7 +126,7 @@ def draw_shapes(rows: Sequence[Row], path: Path, *, title: str) -> Path:
     The ideal is that of the library's collectives on SMs: the sweep has no others.
 
     Args:
-        rows: as `loop.measure` returns them; those of the sweep are drawn.
+        rows: as `loop_arms.measure` returns them; those of the sweep are drawn.
         path: ends in .png, .svg or .pdf.
         title: of the picture.
 

@@ -4,13 +4,17 @@ All ranks time the same settings side by side and decide by the slowest rank's t
 equal on all. What is found is kept on disk for the next process.
 """
 
+import hashlib
+import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 
 from counterpoint.choose.known import load_controls, save_controls
@@ -40,18 +44,21 @@ class Tuned:
     Args:
         pipeline: that it runs.
         mode: "graph" or "eager".
-        controls: taken.
-        found: the search, with every setting that was measured; None if remembered from disk.
-        why: one sentence about the choice.
+        found: the search, with every setting that was measured.
+        remembered: whether that was in an earlier process.
         runner: what runs it, entered.
     """
 
     pipeline: Pipeline
     mode: Mode
-    controls: Controls
-    found: Found | None
-    why: str
+    found: Found
+    remembered: bool
     runner: Captured | Eager
+
+    @property
+    def controls(self) -> Controls:
+        """What was taken."""
+        return self.found.best
 
     def __call__(self) -> None:
         """Run the pipeline once, on the current stream. All ranks call it."""
@@ -71,10 +78,10 @@ class Tuned:
 
     def explain(self) -> str:
         """The choice, by which way each control reaches the kernels, and every setting measured."""
-        lines = [f"{self.controls.spec} ({self.mode}): {self.why}"]
+        lines = [f"{self.controls.spec} ({self.mode}): {self.found.why}"]
         lines += [f"  {name}: by {way}" for name, way in self.controls.way_in(self.mode).items()]
-        if self.found is None:
-            return "\n".join([*lines, "  remembered from an earlier process"])
+        if self.remembered:
+            lines.append("  remembered from an earlier process")
         width = max(len(arm.controls.spec) for arm in self.found.arms)
         lines.append(f"  {'setting':{width}}       ms    less   noise  rounds")
         for arm in sorted(self.found.arms, key=lambda arm: arm.seconds):
@@ -125,39 +132,36 @@ def tune(
         raise InputError("tune", "mode", want=f"one of {', '.join(MODES)}", got=repr(mode))
     if not budget_s > 0:
         raise InputError("tune", "budget_s", want="seconds > 0", got=budget_s)
-    pipeline.check("tune")
-    check_equal(pipeline, (mode, budget_s, space, remember))
+    check_equal(pipeline, (mode, budget_s, space, remember, os.environ.get("NCCL_GRAPH_REGISTER")))
     if pipeline.device.type != "cuda" or torch.version.hip:
         raise UnsupportedError(
             f"tune: measures, and needs NVIDIA GPUs for it; the pipeline is on {pipeline.device}"
         )
     place = (
-        f"{mode} {pipeline.key()}", torch.cuda.get_device_name(pipeline.device),
+        _key(pipeline, mode, space), torch.cuda.get_device_name(pipeline.device),
         dist.get_world_size(pipeline.group), torch.__version__,
     )  # fmt: skip
     known = None
     if remember:  # rank 0's word counts: other hosts may have other files
         known = gather_object(_remembered(*place), pipeline.group)[0]
-    if known is not None:
-        controls, found, why = Controls.parse(known["spec"]), None, known["why"]
-    else:
-        found = _search(pipeline, mode, space, budget_s, progress)
-        controls, why = found.best, found.why
-        if remember and pipeline.group.rank() == 0:
-            save_controls(place[0], {"spec": controls.spec, "why": why}, *place[1:])
-    runner = (Captured if mode == "graph" else Eager)(pipeline, controls)
-    return Tuned(pipeline, mode, controls, found, why, runner.__enter__())
+    remembered = known is not None
+    found = known or _search(pipeline, mode, space, budget_s, progress)
+    if remember and not remembered and pipeline.group.rank() == 0:
+        save_controls(place[0], _written(found), *place[1:])
+    runner = (Captured if mode == "graph" else Eager)(pipeline, found.best)
+    return Tuned(pipeline, mode, found, remembered, runner.__enter__())
 
 
 def check_equal(pipeline: Pipeline, more: object = None) -> None:
-    """Compare the pipelines of all ranks.
+    """Compare the pipelines of all ranks, and refuse them all if one cannot be tuned.
 
     Args:
         pipeline: of this rank.
         more: arguments that must be equal too.
 
     Raises:
-        InputError: ranks have different ones; names the first that differs from rank 0.
+        InputError: ranks have different ones, or one has no collective or no compute; names the
+            first that differs from rank 0.
     """
     said = gather_object((pipeline.signature(), repr(more)), pipeline.group)
     for rank, (signature, arguments) in enumerate(said):
@@ -165,11 +169,13 @@ def check_equal(pipeline: Pipeline, more: object = None) -> None:
             got = f"{arguments} on rank {rank}, {said[0][1]} on rank 0"
             raise InputError("tune", "arguments", want="equal on all ranks", got=got)
         if signature != said[0][0]:
-            theirs, first = signature.splitlines(), said[0][0].splitlines()
-            lines = zip([*theirs, *["nothing"] * len(first)], first, strict=False)
-            here, there = next(((a, b) for a, b in lines if a != b), (theirs[-1], "nothing"))
+            lines = zip_longest(
+                signature.splitlines(), said[0][0].splitlines(), fillvalue="nothing"
+            )
+            here, there = next((a, b) for a, b in lines if a != b)
             got = f"{here!r} on rank {rank}, {there!r} on rank 0"
             raise InputError("tune", "pipeline", want="equal on all ranks", got=got)
+    pipeline.check("tune")
 
 
 def space_of(pipeline: Pipeline, mode: Mode) -> Space:
@@ -220,7 +226,8 @@ class Bench:
     """
 
     def __init__(self, pipeline: Pipeline, mode: Mode) -> None:
-        self.pipeline, self.mode = pipeline, mode
+        self.pipeline = pipeline
+        self.mode: Mode = mode
         self.refused: dict[str, str] = {}
         self._runners: dict[Controls, Captured | Eager] = {}
         self._undo = ExitStack()
@@ -321,14 +328,38 @@ def _search(
     return Found(found.best, found.arms, found.why, refused, found.timed_out)
 
 
-def _remembered(key: str, gpu: str, ranks: int, torch_version: str) -> dict[str, Any] | None:
+def _key(pipeline: Pipeline, mode: Mode, space: Space | None) -> str:
+    """What a search is remembered by: what was searched, and in which memory and by which NCCL."""
+    able = [transport for transport in TRANSPORTS if not refusal(pipeline, transport)]
+    kernels = sorted(
+        {shape.triton_footprint(k).name for s in pipeline.stages if isinstance(s, Compute)
+         for k in s.kernels}
+    )  # fmt: skip
+    facts = f"{space} {able} {kernels} nccl {torch.cuda.nccl.version()}"
+    return f"{mode} {pipeline.key()} {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+def _written(found: Found) -> dict[str, Any]:
+    """A search as JSON."""
+    arms = [
+        [arm.controls.spec, arm.seconds, arm.gain, arm.noise, arm.num_rounds]
+        for arm in found.arms
+    ]  # fmt: skip
+    return {"spec": found.best.spec, "why": found.why, "arms": arms,
+            "refused": dict(found.refused), "timed_out": found.timed_out}  # fmt: skip
+
+
+def _remembered(key: str, gpu: str, ranks: int, torch_version: str) -> Found | None:
+    """What `_written` wrote; None if there is nothing, or it is of another version."""
     known = load_controls(key, gpu, ranks, torch_version)
+    if known is None:
+        return None
     try:
-        if known is None:
-            return None
-        Controls.parse(known["spec"])
-        return {"spec": known["spec"], "why": str(known["why"])}
-    except (InputError, KeyError, TypeError, AttributeError):
+        arms = tuple(Arm(Controls.parse(spec), *numbers) for spec, *numbers in known["arms"])
+        refused = {str(spec): str(why) for spec, why in known["refused"].items()}
+        best = Controls.parse(known["spec"])
+        return Found(best, arms, str(known["why"]), refused, bool(known["timed_out"]))
+    except (InputError, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 

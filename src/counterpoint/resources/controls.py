@@ -4,8 +4,10 @@ Pure: what the controls are, how they are written, and where each has a way in. 
 names carry them out.
 """
 
+import re
 from dataclasses import dataclass, fields
-from typing import Literal
+from decimal import Decimal
+from typing import Any, Literal
 
 from counterpoint.errors import InputError
 
@@ -64,6 +66,7 @@ class Controls:
 
         check(1 <= self.pieces <= MAX_PIECES, "pieces", f"from 1 to {MAX_PIECES}")
         check(self.along in ("m", "n"), "along", "'m' or 'n'")
+        check(self.pieces > 1 or self.along == "m", "along", "'m' where nothing is cut")
         check(self.transport in TRANSPORTS, "transport", f"one of {', '.join(TRANSPORTS)}")
         check(0 <= self.delay_s <= MAX_DELAY_S, "delay_s", f"from 0 to {MAX_DELAY_S:g} s")
         check(self.blocks_per_sm is None or self.blocks_per_sm >= 1, "blocks_per_sm", ">= 1")
@@ -94,7 +97,7 @@ class Controls:
         if self.carve_out:
             words.append("carve_out")
         if self.delay_s:
-            words.append(f"delay={self.delay_s * 1e6:g}us")
+            words.append(f"delay={Decimal(repr(self.delay_s)).scaleb(6).normalize():f}us")
         if self.pieces > 1:
             words.append(f"pieces={self.pieces}" + (" along=n" if self.along == "n" else ""))
         words += [f"{f}={getattr(self, f)}" for f in ("max_ctas", "num_sms", "green_sms")
@@ -112,23 +115,26 @@ class Controls:
         if kind == "sequential" and not words:
             return cls(overlap=False)
         numbers = {"blocks_per_sm", "pieces", "max_ctas", "num_sms", "green_sms"}
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         for word in words if kind == "overlap" else [kind]:
             name, _, value = word.partition("=")
             if word in ("priority", "carve_out"):
-                values[word] = True
+                found: tuple[str, Any] | None = (word, True)
             elif word in TRANSPORTS:
-                values["transport"] = word
+                found = ("transport", word)
             elif name == "along":
-                values[name] = value
-            elif name == "delay" and value.endswith("us") and _is_number(value[:-2]):
-                values["delay_s"] = round(float(value[:-2]) * 1e-6, 12)
-            elif name in numbers and value.isdigit():
-                values[name] = int(value)
+                found = (name, value)
+            elif name == "delay" and re.fullmatch(r"[0-9]+(\.[0-9]+)?us", value):
+                found = ("delay_s", float(f"{value[:-2]}e-6"))
+            elif name in numbers and re.fullmatch("[0-9]+", value):
+                found = (name, int(value))
             else:
+                found = None
+            if found is None or kind != "overlap" or found[0] in values:
                 want = "controls as Controls.spec writes them"
                 raise InputError("Controls.parse", "spec", want=want, got=repr(spec))
-        return cls(**values)  # type: ignore[arg-type]
+            values[found[0]] = found[1]
+        return cls(**values)
 
     @property
     def num_set(self) -> int:
@@ -185,10 +191,3 @@ WAYS_IN: dict[str, dict[Mode, str]] = {
 
 OFF = Controls()  # plain overlap: what a pipeline is without us
 SEQUENTIAL = Controls(overlap=False)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) >= 0
-    except ValueError:
-        return False

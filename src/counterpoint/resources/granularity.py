@@ -42,7 +42,8 @@ def cuts(
     Raises:
         InputError: a number is below 1, or there are more than 16 pieces.
     """
-    for name, number in (("extent", extent), ("tile", tile), ("tiles_across", tiles_across)):
+    numbers = {"extent": extent, "tile": tile, "tiles_across": tiles_across, "num_sms": num_sms}
+    for name, number in numbers.items():
         if number < 1:
             raise InputError("cuts", name, want=">= 1", got=number)
     if not 1 <= pieces <= MAX_PIECES:
@@ -122,8 +123,10 @@ class Cut(TorchDispatchMode):
             rows, cols = (slice(start, stop), slice(None))[:: 1 if by_rows else -1]
             part = (x[rows], w[:, cols])
             if with_bias:
-                bias = args[0].expand(m, n)[rows, cols]
-                torch.addmm(bias, *part, out=out[rows, cols], **rest)
+                bias = args[0]
+                # a vector stays one: the library adds it in the epilogue
+                mine = bias.expand(m, n)[rows, cols] if bias.dim() > 1 else bias.expand(n)[cols]
+                torch.addmm(mine, *part, out=out[rows, cols], **rest)
             else:
                 torch.mm(*part, out=out[rows, cols], **rest)
         return out

@@ -236,7 +236,11 @@ class Pipeline:
         if target.numel() != numel:
             want = f"of {numel} elements"
             raise InputError(f"Pipeline.{op}", "target", want=want, got=target.numel())
-        if op != "all_reduce" and _overlap(_span(target), _span(source)):
+        if op == "all_reduce":
+            if _span(target) != _span(source):
+                got = "another tensor"
+                raise InputError(f"Pipeline.{op}", "target", want="source, in place", got=got)
+        elif _overlap(_span(target), _span(source)):
             raise InputError(f"Pipeline.{op}", "target", want="apart from source", got="in it")
         self._stages.append(Collective(name, op, target, source, reduction))
 
@@ -284,10 +288,27 @@ class Pipeline:
         parts = [f"{dist.get_world_size(self.group)} ranks"]
         for stage, wait in zip(self._stages, self.waits(), strict=True):
             kind = stage.op if isinstance(stage, Collective) else "compute"
-            sizes = [f"{tuple(t.shape)}{t.dtype}" for t in (*stage.reads, *stage.writes)]
+            reads, writes = (
+                " ".join(map(self._describe, some)) for some in (stage.reads, stage.writes)
+            )
             more = f" {stage.reduction}" if isinstance(stage, Collective) else ""
-            parts.append(f"{stage.name}: {kind}{more} {' '.join(sizes)} after {wait}")
+            parts.append(f"{stage.name}: {kind}{more} {reads} -> {writes} after {wait}")
         return "\n".join(parts)
+
+    def _describe(self, tensor: Tensor) -> str:
+        """Shape, strides if they are not dense, dtype, and whether peers can write to it."""
+        strides = "" if tensor.is_contiguous() else f" by {tensor.stride()}"
+        opened = " opened" if self.memory_of(tensor) else ""
+        return f"{tuple(tensor.shape)}{strides} {tensor.dtype}{opened}"
+
+    def memory_of(self, tensor: Tensor) -> SymmetricMemory | None:
+        """The memory open to peers that a tensor lies in, if any."""
+        start, stop = _span(tensor)
+        for memory in self.symmetric:
+            first = memory.local().data_ptr()
+            if first <= start and stop <= first + memory.num_bytes:
+                return memory
+        return None
 
     def key(self) -> str:
         """The signature in 16 letters."""

@@ -6,14 +6,10 @@ stream inside of a process group (for code of one's own that passes `async_op=Tr
 of a captured graph.
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from counterpoint.runtime import graph_nodes
 
 
 def most_urgent() -> int:
@@ -42,25 +38,3 @@ def group(of: dist.ProcessGroup) -> dist.ProcessGroup:
     made = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "a rank of a group makes a group with its ranks"
     return made
-
-
-@contextmanager
-def of_nodes(nodes: Sequence[int], priority: int) -> Generator[None]:
-    """Give kernel nodes of a captured graph this priority, for instantiations inside.
-
-    Args:
-        nodes: of kind kernel (CUgraphNode).
-        priority: from `most_urgent()` to 0.
-
-    Raises:
-        UnsupportedError: cuda-bindings is not installed.
-        CounterpointError: the driver refused it.
-    """
-    before = [graph_nodes.kernel_of(node).priority for node in nodes]
-    try:
-        for node in nodes:
-            graph_nodes.set_priority(node, priority)
-        yield
-    finally:
-        for node, old in zip(nodes, before, strict=True):
-            graph_nodes.set_priority(node, old)

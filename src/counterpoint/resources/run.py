@@ -11,13 +11,14 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.resources import budget, priority, shape
-from counterpoint.resources.controls import OFF, Controls
+from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.granularity import Cut
 from counterpoint.resources.order import Delay
 from counterpoint.resources.pipeline import Compute, Pipeline
@@ -48,6 +49,7 @@ class Eager:
         self.pipeline, self.controls = pipeline, controls
         self._lanes = _Lanes(pipeline, controls)
         self._undo = ExitStack()
+        self._holds = False
 
     def __enter__(self) -> "Eager":
         """Let the controls hold."""
@@ -70,18 +72,23 @@ class Eager:
             if self.controls.num_sms:
                 undo.enter_context(budget.matmul_sms(self.pipeline.device, self.controls.num_sms))
             self._undo = undo.pop_all()
+        self._holds = True
         return self
 
     def __exit__(self, *_: object) -> None:
         """Bring all back."""
+        self._holds = False
         self._undo.close()
 
     def __call__(self) -> None:
         """Enqueue all stages; the current stream then waits for all of them.
 
         Raises:
+            InputError: the controls hold only while the context is entered, and it is not.
             PeerTimeoutError: a rank did not come to copies of an earlier call.
         """
+        wanted = self.controls
+        _check_entered(self._holds or not (_shape_of(wanted) != Shape() or wanted.num_sms), wanted)
         check_peers(self.pipeline)
         self._lanes.enqueue()
 
@@ -103,6 +110,9 @@ class Captured:
     def __init__(self, pipeline: Pipeline, controls: Controls = OFF) -> None:
         pipeline.check("run")
         controls.way_in("graph")
+        if pipeline.device.type != "cuda" or torch.version.hip:
+            where = f"the pipeline is on {pipeline.device}"
+            raise UnsupportedError(f"Captured: graphs need an NVIDIA GPU, {where}; use Eager")
         self.pipeline = pipeline
         self.controls = captured_as(controls)
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -121,24 +131,27 @@ class Captured:
         self._undo = ExitStack()
         self._stale = True
         self._wanted = controls
+        self._holds = False
 
     def __enter__(self) -> "Captured":
         """Let the controls hold, as far as they are numbers of nodes."""
         with ExitStack() as undo:
             undo.enter_context(self.shaped)
+            undo.callback(self._bring_back)
+            self._holds = True
+            self.set(self._wanted)
             self._undo = undo.pop_all()
-        self.controls = captured_as(self.controls)
-        self._stale = True
-        self.set(self._wanted)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Bring all back."""
-        if self.controls.priority:
-            self._prioritise(urgent=False)
         self._undo.close()
-        self.controls = captured_as(self.controls)
+
+    def _bring_back(self) -> None:
+        self._holds = False
         self._stale = True
+        self.controls = captured_as(self.controls)
+        self._prioritise(urgent=False)
 
     def set(self, controls: Controls) -> None:
         """Change the numbers of the nodes: shape and priority.
@@ -173,8 +186,10 @@ class Captured:
         """Replay the graph on the current stream.
 
         Raises:
+            InputError: the controls hold only while the context is entered, and it is not.
             PeerTimeoutError: a rank did not come to copies of an earlier call.
         """
+        _check_entered(self._holds or captured_as(self._wanted) == self._wanted, self._wanted)
         check_peers(self.pipeline)
         if self._stale:
             self.graph.instantiate()
@@ -194,7 +209,7 @@ class Captured:
         if os.environ.get("NCCL_GRAPH_REGISTER") != "0" and library_writes_to_peers_memory(
             self.pipeline, self.controls.transport
         ):
-            fix = "set NCCL_GRAPH_REGISTER=0 before the process starts; it costs nothing measurable"
+            fix = "set NCCL_GRAPH_REGISTER=0 before the process starts"
             what = "NCCL's collectives hang when captured with memory of Pipeline.empty"
             raise UnsupportedError(f"Captured: {what}; {fix}")
         lanes = _Lanes(self.pipeline, self.controls)
@@ -241,6 +256,9 @@ class _Lanes:
     def __init__(self, pipeline: Pipeline, controls: Controls) -> None:
         self.pipeline, self.controls = pipeline, controls
         self.waits = pipeline.waits()
+        if pipeline.device.type != "cuda" and controls not in (OFF, SEQUENTIAL):
+            want = "'overlap' or 'sequential' on CPU ranks"
+            raise InputError("run", "controls", want=want, got=repr(controls.spec))
         group = _limited_group(pipeline, controls.max_ctas) if controls.max_ctas else None
         carries = iter(carriers(pipeline, controls.transport, group))
         self.calls = [
@@ -253,9 +271,6 @@ class _Lanes:
             for i, stage in enumerate(pipeline.stages)
         ]  # fmt: skip
         if pipeline.device.type != "cuda":
-            if controls.overlap and controls != OFF:
-                raise InputError("run", "controls", want="'overlap' or 'sequential' on CPU ranks",
-                                 got=repr(controls.spec))  # fmt: skip
             return
         kept = pipeline.kept
         # a warp that waits for peers, before and behind copies, must not wait for SMs as well
@@ -321,6 +336,12 @@ class _Lanes:
         return Cut(self.controls.pieces, self.controls.along, properties.multi_processor_count)
 
 
+def _check_entered(holds: bool, controls: Controls) -> None:
+    if not holds:
+        fix = "call it inside `with`"
+        raise InputError("run", "controls", want="held", got=repr(controls.spec), fix=fix)
+
+
 def captured_as(controls: Controls) -> Controls:
     """The controls that decide which nodes a graph has; the rest are numbers of its nodes."""
     return replace(controls, priority=False, blocks_per_sm=None, carve_out=False)
@@ -330,16 +351,17 @@ def _shape_of(controls: Controls) -> Shape:
     return Shape(blocks_per_sm=controls.blocks_per_sm, carve_out=controls.carve_out)
 
 
-_limited: dict[tuple[str, int], dist.ProcessGroup] = {}  # a communicator is costly: one each
+# one of each budget for a group, as a communicator is costly: forgotten with the group
+_limited: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def _limited_group(pipeline: Pipeline, max_ctas: int) -> dist.ProcessGroup:
-    key = (pipeline.group.group_name, max_ctas)
-    if key not in _limited:
-        made = _limited[key] = budget.group(pipeline.group, max_ctas)
+    groups = _limited.setdefault(pipeline.group, {})
+    if max_ctas not in groups:
+        made = groups[max_ctas] = budget.group(pipeline.group, max_ctas)
         # its communicator is set up now, and not in a capture
         dist.all_reduce(torch.ones(1, device=pipeline.device), group=made)
-    return _limited[key]
+    return groups[max_ctas]
 
 
 @contextmanager

@@ -89,6 +89,8 @@ class Arm:
         gain: plain overlap's time over this one's, of the same rounds, median, less 1.
         noise: of the gain: half the distance of its 20 % and 80 % quantiles.
         num_rounds: that it is of.
+        settled_s: `seconds`, at the clocks of the search's first rotation; what settings of
+            different rotations are compared by.
     """
 
     controls: Controls
@@ -96,6 +98,7 @@ class Arm:
     gain: float
     noise: float
     num_rounds: int
+    settled_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,18 +150,23 @@ def search(
     tried: set[Controls] = set()
 
     def time_of(some: Sequence[Controls], num_rounds: int, what: str) -> None:
+        """Time settings, the first of which has been timed before unless none has."""
         wanted = [OFF, *(c for c in some if c != OFF)]
         progress(f"{what}: {len(wanted)} settings")
         rounds = measure(wanted, num_rounds)
         if OFF not in rounds:
             raise InputError("search", "measure", want="a time of plain overlap", got="none")
         tried.update(wanted)
+        # clocks drift from rotation to rotation: the first setting says by how much. Plain overlap
+        # would not do, whose launches race: it often has two times, apart by a tenth
+        known = arms.get(some[0])
+        again = rounds.get(some[0])
+        drift = statistics.median(again) / known.settled_s if known and again else 1.0
         for controls, seconds in rounds.items():
-            arms[controls] = _arm(controls, seconds, rounds[OFF])
+            arms[controls] = _arm(controls, seconds, rounds[OFF], drift)
 
     def leaders() -> list[Arm]:
-        # by time and not by gain: the scatter of plain overlap is no merit of a setting
-        return sorted(arms.values(), key=lambda arm: (arm.seconds, arm.controls.spec))
+        return sorted(arms.values(), key=lambda arm: (arm.settled_s, arm.controls.spec))
 
     time_of([SEQUENTIAL, *space.neighbours(OFF)], FIRST_ROUNDS, "each control by itself")
     space = _without_losers(space, arms)
@@ -174,7 +182,7 @@ def search(
         if not new:
             break
         time_of([best.controls, *new], FIRST_ROUNDS, f"from {best.controls.spec}")
-        if leaders()[0].seconds >= best.seconds * (1 - TIE):
+        if leaders()[0].settled_s >= best.settled_s * (1 - TIE / 2):
             break
     finalists = [arm.controls for arm in leaders()[:FINALISTS]]
     finalists = list(dict.fromkeys([*finalists, *simpler(finalists[0])]))
@@ -217,18 +225,22 @@ def _powerset(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [kept for size in range(1, len(names)) for kept in combinations(names, size)]
 
 
-def _arm(controls: Controls, seconds: Rounds, off: Rounds) -> Arm:
+def _arm(controls: Controls, seconds: Rounds, off: Rounds, drift: float) -> Arm:
     gains = [theirs / mine - 1 for theirs, mine in zip(off, seconds, strict=True)]
     fifths = statistics.quantiles(gains, n=5) if len(gains) > 1 else [0.0] * 4
     noise = 0.0 if controls == OFF else (fifths[3] - fifths[0]) / 2
-    return Arm(controls, statistics.median(seconds), statistics.median(gains), noise, len(gains))
+    median_s = statistics.median(seconds)
+    return Arm(
+        controls, median_s, statistics.median(gains), noise, len(gains), settled_s=median_s / drift
+    )
 
 
 def _decide(finalists: Sequence[Arm]) -> tuple[Controls, str]:
     """The one to take, and why."""
     leader = min(finalists, key=lambda arm: arm.seconds)
     near = [arm for arm in finalists if leader.seconds * (1 + TIE) >= arm.seconds]
-    best = min([leader, *near], key=lambda arm: (arm.controls.num_set, arm.controls.spec))
+    sure = [arm for arm in near if arm.gain > NOISES * arm.noise] or [leader]
+    best = min(sure, key=lambda arm: (arm.controls.num_set, arm.controls.spec))
     if best.controls == OFF:
         return OFF, "no setting is faster than plain overlap"
     share = best.gain / (1 + best.gain)

@@ -7,7 +7,7 @@ wait for one another are refused: they need all their blocks resident.
 """
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,11 @@ from counterpoint.resources.occupancy import (
 from counterpoint.runtime import graph_nodes
 
 # kernels that wait: for peers NCCL's, NVSHMEM's, torch's of symmetric memory and ours, or for time
-SPINNING = re.compile(r"nccl|nvshmem|barrier|symmetric_memory|multimem|signal_kernel|delay_kernel")
+SPINNING = re.compile(
+    r"nccl|nvshmem|barrier|symm(etric)?_?mem|multimem|(one|two)_shot|all_?reduce|cross_device|"
+    r"deep_?ep|signal_kernel|delay_kernel",
+    re.IGNORECASE,
+)
 ALL_SHARED_MEMORY = 100  # percent of an SM's L1
 
 
@@ -176,9 +180,7 @@ class Nodes:
         """Let the kernels be launched with all the shared memory that a block may have."""
         with ExitStack() as undo:
             for function, kernel in self._functions().items():
-                most = self.limits.shared_bytes_per_block - kernel.static_shared_bytes
-                before = graph_nodes.allow_dynamic_bytes(function, most)
-                undo.callback(graph_nodes.allow_dynamic_bytes, function, before)
+                undo.enter_context(_allowing(function, kernel, self.limits))
             self._undo = undo.pop_all()
         return self
 
@@ -261,18 +263,39 @@ def triton_launches(
                 raise UnsupportedError(f"shape: {of.short_name} cannot be shaped: {why}")
             num_bytes = shape.bytes_of(of, limits)
             function = int(kernel.function)
-            most = limits.shared_bytes_per_block - of.static_shared_bytes
-            undo.callback(
-                graph_nodes.allow_dynamic_bytes, function,
-                graph_nodes.allow_dynamic_bytes(function, most),
-            )  # fmt: skip
+            undo.enter_context(_allowing(function, of, limits))
             if shape.carve_out:
                 before = graph_nodes.prefer_carve_out(function, ALL_SHARED_MEMORY)
                 undo.callback(graph_nodes.prefer_carve_out, function, before)
-            undo.callback(setattr, kernel, "packed_metadata", kernel.packed_metadata)
-            kernel.packed_metadata = _launched_with(kernel, num_bytes)
+            packed = _launched_with(kernel, num_bytes)
+            undo.callback(_launch_as, kernel, kernel.packed_metadata)
+            _launch_as(kernel, packed)
             found[of.short_name] = num_bytes
         yield found
+
+
+_allowed: dict[int, tuple[int, int]] = {}  # of a function: who needs it, and its own limit
+
+
+@contextmanager
+def _allowing(function: int, kernel: Footprint, limits: SmLimits) -> Generator[None]:
+    """Let a function be launched with all the shared memory that a block may have.
+
+    The limit is the function's, for the whole process: the last one who needs it brings it back.
+    """
+    count, before = _allowed.get(function, (0, 0))
+    if not count:
+        most = limits.shared_bytes_per_block - kernel.static_shared_bytes
+        before = graph_nodes.allow_dynamic_bytes(function, most)
+    _allowed[function] = count + 1, before
+    try:
+        yield
+    finally:
+        count, before = _allowed.pop(function)
+        if count > 1:
+            _allowed[function] = count - 1, before
+        else:
+            graph_nodes.allow_dynamic_bytes(function, before)
 
 
 def triton_footprint(kernel: Any) -> Footprint:
@@ -300,6 +323,14 @@ def triton_footprint(kernel: Any) -> Footprint:
     )
 
 
+_padded: dict[int, int] = {}  # shared memory that a function is launched with by us
+
+
+def _launch_as(kernel: Any, packed: tuple[int, ...]) -> None:
+    kernel.packed_metadata = packed
+    _padded[int(kernel.function)] = packed[2]
+
+
 def _launched_with(kernel: Any, num_bytes: int) -> tuple[int, ...]:
     """The launch numbers of a compiled kernel, with its shared memory replaced.
 
@@ -307,14 +338,7 @@ def _launched_with(kernel: Any, num_bytes: int) -> tuple[int, ...]:
     """
     packed = tuple(kernel.packed_metadata)
     metadata = kernel.metadata
-    if packed != (metadata.num_warps, metadata.num_ctas, metadata.shared):
+    own = (metadata.num_warps, metadata.num_ctas, metadata.shared)
+    if packed not in (own, (*own[:2], _padded.get(int(kernel.function)))):
         raise UnsupportedError(f"shape: this Triton launches by {packed}; Triton 3.6 is known")
     return (*packed[:2], num_bytes)
-
-
-def kernels_of(nodes: Sequence[int]) -> Iterator[Footprint]:
-    """The kernels among nodes of a graph."""
-    for node in nodes:
-        found = node_footprint(node)
-        if found.kind == "kernel":
-            yield found

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.plan.bind import Arrival
@@ -44,7 +43,7 @@ def refusal(pipeline: Pipeline, transport: Transport) -> str:
     able = [c for c in pipeline.collectives if c.op in COPYABLE]
     if not able:
         return "copies cannot add: there is no all-gather, all-to-all or all-reduce"
-    if any(_memory_of(pipeline, c.target) is None for c in able):
+    if any(pipeline.memory_of(c.target) is None for c in able):
         return "peers cannot write to the targets; allocate them with Pipeline.empty"
     return ""
 
@@ -73,9 +72,11 @@ def carriers(
         lane = pipeline.kept.get("copy lane")
         if lane is None:
             lane = pipeline.kept["copy lane"] = CopyLane(pipeline)
-        memories = [_memory_of(pipeline, c.target) for c in pipeline.collectives]
+        memories = [
+            pipeline.memory_of(c.target) if c.op in COPYABLE else None for c in pipeline.collectives
+        ]
         return [
-            lane.carrier(c, memory, group) if memory and c.op in COPYABLE else library(c, group)
+            lane.carrier(c, memory, group) if memory else library(c, group)
             for c, memory in zip(pipeline.collectives, memories, strict=True)
         ]
     zero = pipeline.zero_cta.group if transport == "zero_cta" and pipeline.zero_cta else group
@@ -115,7 +116,7 @@ def library_writes_to_peers_memory(pipeline: Pipeline, transport: Transport) -> 
         if transport != "copy_engine" or c.op in ("all_reduce", "reduce_scatter")
     ]
     tensors = [t for c in by_library for t in (c.target, c.source)]
-    return any(_memory_of(pipeline, t) is not None for t in tensors)
+    return any(pipeline.memory_of(t) is not None for t in tensors)
 
 
 def library(collective: Collective, group: dist.ProcessGroup) -> Carry:
@@ -231,14 +232,3 @@ def _sum_parts(
         compute.reduce_scatter(mine, flat, op=op, group=group)
 
     return sum_parts
-
-
-def _memory_of(pipeline: Pipeline, tensor: Tensor) -> SymmetricMemory | None:
-    """The symmetric memory that a tensor lies in, if any."""
-    start = tensor.data_ptr()
-    stop = start + tensor.numel() * tensor.element_size()
-    for memory in pipeline.symmetric:
-        first = memory.local().data_ptr()
-        if first <= start and stop <= first + memory.num_bytes:
-            return memory
-    return None

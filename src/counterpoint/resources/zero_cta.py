@@ -29,6 +29,8 @@ class ZeroCta:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if device.type != "cuda" or torch.version.hip:
+            raise UnsupportedError(f"zero_cta: needs NCCL and an NVIDIA GPU, not {device}")
         if os.environ.get("NCCL_NVLS_ENABLE") != "0":
             fix = "set NCCL_NVLS_ENABLE=0 before the process group is made"
             raise UnsupportedError(f"zero_cta: needs NVLS off, it synchronises by multicast; {fix}")

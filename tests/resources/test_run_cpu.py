@@ -1,0 +1,301 @@
+"""Pipelines on CPU ranks: every collective, exactly; what is refused, and on which ranks."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_bodies import world
+from rankpool import RankPool
+from torch import Tensor
+
+from counterpoint.errors import CounterpointError
+from counterpoint.measure.tune_resources import check_equal, tune
+from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
+from counterpoint.resources.pipeline import Pipeline
+from counterpoint.resources.run import Captured, Eager
+
+NUM_CALLS = 6  # of one pipeline: what a call leaves behind shows in the next one
+ROWS, COLS, K = 12, 5, 7  # rows that two, three and four ranks divide
+
+
+def integers(rank: int, call: int, half: int, *sizes: int) -> Tensor:
+    """So small that products and their sums are exact; others for each rank, call and buffer."""
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * call + half)
+    return torch.randint(-9, 10, sizes, generator=generator).float()
+
+
+def expected(op: str, reduction: str, rank: int, products: list[Tensor]) -> Tensor:
+    """Of what each rank has computed, in fp64 and rounded once."""
+    part = ROWS // len(products)
+    mine = slice(rank * part, (rank + 1) * part)
+    total = torch.stack(products).sum(0) / (len(products) if reduction == "avg" else 1)
+    found = {
+        "all_reduce": total,
+        "reduce_scatter": total[mine],
+        "all_gather": torch.cat(products),
+        "all_to_all": torch.cat([product[mine] for product in products]),
+    }
+    return found[op].float()
+
+
+def wrong_loops(rank: int, ranks: int, op: str, reduction: str) -> list[str]:
+    """The double-buffered loop with each of both controls; says which call of which is off."""
+    both = (OFF, SEQUENTIAL)
+    return [text for controls in both for text in wrong_calls(rank, ranks, op, reduction, controls)]
+
+
+def wrong_calls(
+    rank: int, ranks: int, op: str, reduction: str, controls: Controls
+) -> Iterator[str]:
+    pipeline = Pipeline(world())
+    a, b = torch.empty(2, ROWS, K), torch.empty(K, COLS)
+    sources = torch.empty(2, ROWS, COLS)
+    rows = {"all_gather": ROWS * ranks, "reduce_scatter": ROWS // ranks}.get(op, ROWS)
+    targets = sources if op == "all_reduce" else torch.empty(2, rows, COLS)
+    sums = torch.empty(2, COLS)
+    for i in range(4):
+        half = i % 2
+        pipeline.compute(
+            lambda h=half: torch.mm(a[h], b, out=sources[h]),
+            reads=[a, b], writes=[sources[half]],
+        )  # fmt: skip
+        pipeline.collective(op, targets[half], sources[half], reduction=reduction)  # type: ignore[arg-type]
+        pipeline.compute(
+            lambda h=half: torch.sum(targets[h], 0, out=sums[h]),
+            reads=[targets[half]], writes=[sums[half]],
+        )  # fmt: skip
+    with Eager(pipeline, controls) as run:
+        for call in range(NUM_CALLS):
+            b.copy_(integers(9, call, 0, K, COLS))
+            for half in range(2):
+                a[half] = integers(rank, call, half, ROWS, K)
+                targets[half] = sums[half] = torch.nan
+            run()
+            for half in range(2):
+                products = [(integers(r, call, half, ROWS, K) @ b).double() for r in range(ranks)]
+                same = torch.equal(targets[half], expected(op, reduction, rank, products))
+                same &= torch.equal(sums[half], targets[half].sum(0))
+                if op != "all_reduce":
+                    same &= torch.equal(sources[half], products[rank].float())
+                if not same:
+                    yield f"{op} {reduction} {controls.spec}, call {call}, buffer {half}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("op", "reduction"),
+    [("all_reduce", "sum"), ("all_reduce", "avg"), ("reduce_scatter", "sum"),
+     ("reduce_scatter", "avg"), ("all_gather", "sum"), ("all_to_all", "sum")],
+)  # fmt: skip
+def test_loops_of_every_collective(pool: RankPool, ranks: int, op: str, reduction: str):
+    assert pool.run(wrong_loops, ranks, op, reduction) == [[]] * ranks
+
+
+def stages_in_order(rank: int, ranks: int) -> list[str]:
+    """Compute runs in the order written, whatever it touches."""
+    seen: list[str] = []
+    pipeline, x = Pipeline(world()), torch.zeros(ranks)
+    for name in ("first", "second", "third"):
+        pipeline.compute(lambda name=name: seen.append(name), reads=[], writes=[torch.zeros(1)])
+        pipeline.all_reduce(x)
+    run = Eager(pipeline)
+    for _ in range(2):
+        run()
+    return seen
+
+
+def test_stages_run_in_the_order_written(pool: RankPool):
+    assert pool.run(stages_in_order, 2) == [["first", "second", "third"] * 2] * 2
+
+
+def opened(rank: int, ranks: int) -> list[Any]:
+    """Memory of a pipeline is zero, of the shape asked for, and open to peers."""
+    pipeline = Pipeline(world())
+    half, bytes_ = (
+        pipeline.empty(3, 5, dtype=torch.bfloat16),
+        pipeline.empty(7, dtype=torch.uint8),
+    )
+    found: list[Any] = [tuple(half.shape), half.dtype, half.is_contiguous(), tuple(bytes_.shape)]
+    found += [bool(half.any()), bool(bytes_.any()), len(pipeline.symmetric)]
+    memory = pipeline.symmetric[0]
+    assert memory.local().data_ptr() == half.data_ptr()
+    dist.barrier()
+    memory.peer((rank + 1) % ranks).view(torch.bfloat16)[14] = 1.0 + rank
+    dist.barrier()
+    return [*found, half[2, 4].item()]
+
+
+def test_memory_of_a_pipeline(pool: RankPool):
+    same = [(3, 5), torch.bfloat16, True, (7,), False, False, 2]
+    assert pool.run(opened, 3) == [[*same, 3.0], [*same, 1.0], [*same, 2.0]]
+
+
+Call = Callable[[Pipeline], object]
+
+
+def said(call: Call, pipeline: Pipeline) -> str:
+    """The error of a call, with its kind; of ours, since others are failures."""
+    try:
+        call(pipeline)
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def exchange(group: dist.ProcessGroup | None = None) -> Pipeline:
+    """One product and its all-to-all."""
+    pipeline, (x, y) = Pipeline(group or world()), torch.zeros(2, 12)
+    pipeline.compute(lambda: x.add_(1), reads=[x], writes=[x])
+    pipeline.all_to_all(y, x)
+    return pipeline
+
+
+def refused_memory(rank: int, ranks: int) -> list[str]:
+    pipeline = Pipeline(world())
+    found = [
+        said(lambda p: p.empty(4 + rank, dtype=torch.uint8), pipeline),
+        said(lambda p: p.empty(0, dtype=torch.float32), pipeline),
+    ]
+    assert pipeline.symmetric == []
+    return found
+
+
+def test_memory_that_no_rank_can_have(pool: RankPool):
+    text = "InputError: allocate: num_bytes must be >= 1 and equal on all ranks, got "
+    assert pool.run(refused_memory, 2) == [[f"{text}[4, 5]", f"{text}[0, 0]"]] * 2
+
+
+def memory_of_the_library(rank: int, ranks: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_NVLS_ENABLE", "0")
+        return said(lambda p: p.empty(4, dtype=torch.uint8, memory="library"), Pipeline(world()))
+
+
+def test_no_memory_of_nccl_on_cpu_ranks(pool: RankPool):
+    for text in pool.run(memory_of_the_library, 1):
+        assert text.startswith("UnsupportedError: zero_cta: ")
+
+
+ONLY = "InputError: run: controls must be 'overlap' or 'sequential' on CPU ranks, got "
+REFUSED = {
+    "overlap priority": ONLY,
+    "overlap blocks_per_sm=2": ONLY,
+    "overlap carve_out": ONLY,
+    "overlap delay=5us": ONLY,
+    "overlap pieces=2": ONLY,
+    "overlap num_sms=100": ONLY,
+    "overlap green_sms=8": ONLY,
+    "overlap copy_engine": ONLY,
+    "overlap zero_cta pieces=4": ONLY,
+}
+
+
+def refused_controls(rank: int, ranks: int, specs: list[str]) -> list[str]:
+    pipeline = exchange()
+    return [said(lambda p, s=spec: Eager(p, Controls.parse(s)), pipeline) for spec in specs]
+
+
+def test_controls_of_gpus_are_refused_on_cpu_ranks(pool: RankPool):
+    for texts in pool.run(refused_controls, 2, list(REFUSED)):
+        for (spec, start), text in zip(REFUSED.items(), texts, strict=True):
+            wants = f"{start}'{spec}'" if start is ONLY else "CPU ranks have no copy engines"
+            assert text.startswith(start) and wants in text, (spec, text)
+
+
+def test_a_budget_of_nccl_is_refused_on_cpu_ranks(pool: RankPool):
+    for texts in pool.run(refused_controls, 1, ["overlap max_ctas=8"]):
+        assert texts[0].startswith(ONLY)
+
+
+def refused_capture(rank: int, ranks: int) -> str:
+    return said(Captured, exchange())
+
+
+def test_no_graphs_on_cpu_ranks(pool: RankPool):
+    assert pool.run(refused_capture, 1)[0].startswith("UnsupportedError: ")
+
+
+def tune_here(rank: int, ranks: int, odd: int, what: str) -> str:
+    """`tune` with a pipeline that differs on rank `odd`."""
+    differs = rank == odd
+    pipeline = Pipeline(world())
+    rows = 24 if differs and what == "sizes" else 12
+    x, y, z = torch.zeros(3, rows)
+    pipeline.compute(lambda: None, reads=[x], writes=[x], name="norm")
+    if what == "alone" and differs:
+        return said(tune, pipeline)
+    pipeline.all_to_all(y, x, name="dispatch" if differs and what == "names" else "")
+    extra = 2 if differs and what == "more" else 0
+    for _ in range(extra):
+        pipeline.compute(lambda: None, reads=[z], writes=[z])
+    if differs and what == "order":
+        pipeline.compute(lambda: None, reads=[z], writes=[y])
+    elif what == "order":
+        pipeline.compute(lambda: None, reads=[y], writes=[z])
+    budget_s = 5.0 if differs and what == "arguments" else 60.0
+    return said(lambda p: tune(p, budget_s=budget_s), pipeline)
+
+
+def test_tune_needs_gpus(pool: RankPool):
+    text = "tune: measures, and needs NVIDIA GPUs for it; the pipeline is on cpu"
+    assert pool.run(tune_here, 2, -1, "") == [f"UnsupportedError: {text}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("sizes", ("'norm: compute (24,)", "'norm: compute (12,)")),
+        ("names", ("'dispatch: all_to_all ", "'all_to_all 1: all_to_all ")),
+        ("more", ("'compute 2: compute ", "'nothing'")),
+        ("arguments", ("5.0", "60.0")),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 2)])
+def test_ranks_that_differ_are_named_on_all(
+    pool: RankPool, ranks: int, odd: int, what: str, parts: tuple[str, str]
+):
+    texts = pool.run(tune_here, ranks, odd, what)
+    assert len(set(texts)) == 1
+    arg = "arguments" if what == "arguments" else "pipeline"
+    assert texts[0].startswith(f"InputError: tune: {arg} must be equal on all ranks, got ")
+    theirs, first = texts[0].split(f" on rank {odd}, ")
+    assert parts[0] in theirs and parts[1] in first and first.endswith(" on rank 0")
+
+
+def test_a_rank_without_collectives_is_named_on_all(pool: RankPool):
+    """Its peers must not be left waiting: they are told as well."""
+    texts = pool.run(tune_here, 2, 1, "alone")
+    assert all(text.startswith("InputError: tune: pipeline must be ") for text in texts)
+
+
+def signatures(rank: int, ranks: int) -> list[str]:
+    """Equal pipelines, one whose target is open to peers, one whose target is not."""
+    found: list[str] = []
+    for open_ in (False, True):
+        pipeline, x = Pipeline(world()), torch.zeros(12)
+        y = pipeline.empty(12, dtype=x.dtype) if open_ else torch.zeros(12)
+        pipeline.compute(lambda: None, reads=[], writes=[x])
+        pipeline.all_to_all(y, x)
+        check_equal(pipeline)
+        found.append(pipeline.signature())
+    return found
+
+
+def test_memory_that_copies_need_is_part_of_the_signature(pool: RankPool):
+    (plain, opened), _ = pool.run(signatures, 2)
+    assert plain != opened
+
+
+def first_differing(rank: int, ranks: int) -> str:
+    pipeline, x = exchange(), torch.zeros(12)
+    if rank:
+        for name in ("one more", "and another"):
+            pipeline.compute(lambda: None, reads=[x], writes=[x], name=name)
+    return said(check_equal, pipeline)
+
+
+def test_of_several_stages_too_many_the_first_is_named(pool: RankPool):
+    for text in pool.run(first_differing, 2):
+        assert "'one more: compute" in text, text
