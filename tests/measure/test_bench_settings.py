@@ -15,7 +15,7 @@ from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.measure import tune_resources
 from counterpoint.measure.tune_resources import Bench, Tuned
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
-from counterpoint.resources.search import Space
+from counterpoint.resources.search import Found, Space
 
 
 class Graph:
@@ -172,7 +172,7 @@ def test_a_search_keeps_what_was_refused_and_tells_its_progress(monkeypatch: pyt
 def test_a_tuned_pipeline_runs_its_runner():
     runs: list[str] = []
     runner: Any = lambda: runs.append("run")  # noqa: E731
-    tuned = Tuned(None, "graph", OFF, None, "", runner)  # type: ignore[arg-type]
+    tuned = Tuned(None, "graph", Found(OFF, (), ""), False, runner)  # type: ignore[arg-type]
     tuned()
     tuned()
     assert runs == ["run", "run"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
-from counterpoint.resources.controls import MAX_DELAY_S, MODES, OFF, Controls
+from counterpoint.resources.controls import MAX_DELAY_S, MODES, OFF, SEQUENTIAL, Controls
 
 NANOSECONDS = st.integers(0, round(MAX_DELAY_S * 1e9)).map(lambda ns: round(ns * 1e-9, 12))
 
@@ -128,3 +128,50 @@ def test_the_ways_in_are_of_what_is_set(some: Controls):
         ways = some.way_in(mode)
         assert len(ways) == some.num_set and all(ways.values())
         assert all(getattr(some, name) != getattr(OFF, name) for name in ways)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"pieces": 0}, "pieces must be from 1 to 16, got 0"),
+        ({"pieces": 17}, "pieces must be from 1 to 16, got 17"),
+        ({"along": "k"}, "along must be 'm' or 'n', got k"),
+        ({"along": "n"}, "along must be 'm' where nothing is cut, got n"),
+        ({"transport": "nic"}, "transport must be one of sm, copy_engine, zero_cta, got nic"),
+        ({"delay_s": 1.0}, "delay_s must be from 0 to 0.001 s, got 1.0"),
+        ({"delay_s": float("nan")}, "delay_s must be from 0 to 0.001 s, got nan"),
+        ({"blocks_per_sm": 0}, "blocks_per_sm must be >= 1, got 0"),
+        (
+            {"blocks_per_sm": 2, "carve_out": True},
+            "carve_out must be without blocks_per_sm, got True; shaping implies the carve-out",
+        ),
+        (
+            {"overlap": False, "priority": True},
+            "overlap must be True, with other controls, got False; a sequence shares nothing",
+        ),
+    ],
+)
+def test_contradictions_are_refused(given: dict[str, Any], text: str):
+    with pytest.raises(InputError) as caught:
+        Controls(**given)
+    assert str(caught.value) == f"Controls: {text}"
+
+
+def test_the_ways_in_that_are_known():
+    assert Controls(green_sms=96).way_in("eager") == {"green_sms": "a stream of a green context"}
+    assert Controls(transport="copy_engine").way_in("graph") == {"transport": "memcpy nodes"}
+    assert Controls(delay_s=1e-6).way_in("graph") == {
+        "delay_s": "a kernel that waits, in the graph"
+    }
+    assert OFF.way_in("graph") == SEQUENTIAL.way_in("eager") == {}
+
+
+def test_controls_are_counted():
+    assert (OFF.num_set, SEQUENTIAL.num_set) == (0, 1)
+    assert Controls(pieces=2, along="n").num_set == 1
+    assert Controls(pieces=2, priority=True, delay_s=1e-6, transport="zero_cta").num_set == 4
+
+
+def test_a_sequence_is_read_back():
+    assert SEQUENTIAL.spec == "sequential" and Controls.parse("sequential") == SEQUENTIAL
+    assert OFF.spec == "overlap" and Controls.parse("overlap") == OFF

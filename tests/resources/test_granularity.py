@@ -53,6 +53,17 @@ def test_cuts_cover_in_whole_tiles_near_equal_pieces(
         assert idle(t) <= min(others, default=idle(t)) + TOLERANCE
 
 
+def test_cuts_that_are_known():
+    # 28 tiles across on 132 SMs: 14 rows of tiles, 392 blocks, are three waves less four blocks
+    assert cuts(8192, 4, tile=128, tiles_across=28) == (0, 1792, 3584, 5376, 8192)
+    # 33 rows of tiles, 32 across, are 8 waves; half of 8192 rows would be 7.76
+    assert cuts(8192, 2, tile=128, tiles_across=32) == (0, 4224, 8192)
+    # where every border is as good, the pieces are equal
+    assert cuts(1000, 4, tile=1, tiles_across=132) == (0, 250, 500, 750, 1000)
+    assert cuts(130, 16, tile=128, tiles_across=1) == (0, 128, 130)
+    assert cuts(128, 16, tile=128, tiles_across=1) == (0, 128)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -242,3 +253,20 @@ def test_pieces_out_of_range(pieces: int):
     x, w, _ = operands(torch.float32)
     with pytest.raises(InputError, match=f"pieces must be from 1 to 16, got {pieces}"), Cut(pieces):
         torch.mm(x, w)
+
+
+def test_a_mode_ends_where_it_is_left():
+    x, w, _ = operands(torch.float32)
+    with Launches() as launches:
+        with pytest.raises(RuntimeError, match="on purpose"), Cut(4):
+            raise RuntimeError("on purpose")
+        torch.mm(x, w)
+    assert launches.of["mm"] == 1
+
+
+def test_a_wrong_out_is_resized_by_torch_as_without():
+    x, w, _ = operands(torch.float32)
+    out = torch.empty(3, 3)
+    with Cut(2), pytest.warns(UserWarning, match="resized"):
+        torch.mm(x, w, out=out)
+    assert torch.equal(out, x @ w)

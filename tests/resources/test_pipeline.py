@@ -14,6 +14,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.resources.pipeline import Collective, Compute, Pipeline
+from counterpoint.resources.run import Captured, Eager
 
 RANKS = 4
 
@@ -29,6 +30,32 @@ def pipeline() -> Pipeline:
 
 def nothing() -> None:
     pytest.fail("a pipeline that is written is not run")
+
+
+def loop(op: str, iterations: int, *, buffers: int = 2) -> Pipeline:
+    """A product into source i % buffers, which a collective moves to target i % buffers."""
+    made, numel = pipeline(), 8 * RANKS
+    a = torch.zeros(numel)
+    sources = [torch.zeros(numel) for _ in range(buffers)]
+    sizes = {"all_gather": RANKS * numel, "reduce_scatter": numel // RANKS}
+    targets = [torch.zeros(sizes.get(op, numel)) for _ in range(buffers)]
+    for i in range(iterations):
+        source = sources[i % buffers]
+        target = source if op == "all_reduce" else targets[i % buffers]
+        made.compute(nothing, reads=[a], writes=[source])
+        made.collective(op, target, source)  # type: ignore[arg-type]
+    return made
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "all_gather", "reduce_scatter", "all_reduce"])
+def test_waits_of_the_double_buffered_loop(op: str):
+    assert loop(op, 4).waits() == (None, 0, None, 2, 1, 4, 3, 6)
+
+
+def test_waits_follow_the_buffers():
+    assert loop("all_to_all", 3, buffers=1).waits() == (None, 0, 1, 2, 3, 4)
+    assert loop("all_to_all", 3, buffers=3).waits() == (None, 0, None, 2, None, 4)
+    assert pipeline().waits() == ()
 
 
 def two(
@@ -253,6 +280,26 @@ def test_neighbours_in_one_buffer_are_apart():
     assert len(made.stages) == 3
 
 
+@pytest.mark.parametrize(
+    ("stages", "got"),
+    [
+        ("", "one without compute stages or collectives"),
+        ("c", "one without collectives"),
+        ("r", "one without compute stages"),
+    ],
+)
+@pytest.mark.parametrize("op", [None, Eager, Captured])
+def test_a_pipeline_of_one_kind_is_refused(stages: str, got: str, op: Any):
+    made = pipeline()
+    for kind in stages:
+        made.compute(nothing, reads=[], writes=[X]) if kind == "c" else made.all_reduce(X)
+    with pytest.raises(InputError) as caught:
+        op(made) if op else made.check("tune")
+    want = "pipeline must be of compute stages and collectives"
+    assert str(caught.value) == f"{'run' if op else 'tune'}: {want}, got {got}"
+    loop("all_to_all", 1).check("tune")
+
+
 def written(
     *, rows: int = 8, dtype: torch.dtype = torch.float32, op: Any = "all_reduce",
     reduction: Any = "sum", name: str = "", buffers: int = 2, turned: bool = False,
@@ -275,6 +322,12 @@ def written(
         if not collective_first:
             move()
     return made
+
+
+def test_equal_pipelines_have_equal_signatures():
+    one, other = written(), written()
+    assert one.signature() == other.signature() and one.key() == other.key()
+    assert len(one.key()) == 16 and set(one.key()) <= set("0123456789abcdef")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Shaping leaves nothing behind: nodes and launches against a driver that keeps all it is told.
+"""Shapes as numbers, and that shaping leaves nothing behind.
 
-What shapes are and refuse is in `test_shape`; here every change of the driver's state is compared.
+Nodes and launches are those of a driver that keeps all it is told.
 """
 
 from contextlib import nullcontext
@@ -33,12 +33,29 @@ from counterpoint.resources.occupancy import (
     occupancy,
     window,
 )
-from counterpoint.resources.shape import Nodes, Shape, triton_footprint, triton_launches
+from counterpoint.resources.shape import Nodes, Shape, refusal, triton_footprint, triton_launches
 from counterpoint.runtime import graph_nodes
 
 SM90 = LIMITS["sm_90"]
 MOST = SM90.shared_bytes_per_block  # 227 KiB
 RING = Kernel(544, 96, 21568, 82240)  # NCCL's, as launched on H200
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"blocks_per_sm": 2, "dynamic_bytes": 1}, "Shape: arguments must be one at a time, got"),
+        ({"blocks_per_sm": 2, "carve_out": True}, "Shape: arguments must be one at a time, got"),
+        ({"dynamic_bytes": 8, "beside": RING}, "Shape: arguments must be one at a time, got"),
+        ({"blocks_per_sm": 0}, "Shape: blocks_per_sm must be >= 1, got 0"),
+        ({"blocks_per_sm": -3}, "Shape: blocks_per_sm must be >= 1, got -3"),
+        ({"dynamic_bytes": 0}, "Shape: dynamic_bytes must be >= 1, got 0"),
+    ],
+)
+def test_a_shape_is_one_thing(given: dict[str, Any], text: str):
+    with pytest.raises(InputError) as caught:
+        Shape(**given)
+    assert str(caught.value).startswith(text)
 
 
 @st.composite
@@ -98,6 +115,65 @@ def test_bytes_for_room_beside(kernel: Footprint, other: Footprint):
     assert room.other_limit or beside(shaped, other, SM90).blocks >= 1
 
 
+@settings(max_examples=100, deadline=None)
+@given(footprints())
+def test_bytes_of_no_shape_of_a_carve_out_and_of_a_number(kernel: Footprint):
+    own = kernel.dynamic_shared_bytes
+    assert Shape().bytes_of(kernel, SM90) == own
+    assert Shape(carve_out=True).bytes_of(kernel, SM90) == own
+    most = MOST - kernel.static_shared_bytes
+    if most:
+        assert Shape(dynamic_bytes=most).bytes_of(kernel, SM90) == most
+    for wrong in {own - 1, most + 1} - {0, -1}:
+        with pytest.raises(InputError, match="dynamic_bytes must be"):
+            Shape(dynamic_bytes=wrong).bytes_of(kernel, SM90)
+
+
+def test_room_beside_a_block_of_nccl():
+    slim = Footprint(kind="kernel", name="gemm", block=(128, 1, 1), registers_per_thread=32,
+                     dynamic_shared_bytes=16384)  # fmt: skip
+    num_bytes = Shape(beside=RING).bytes_of(slim, SM90)
+    # half of an SM with its reserve and more: two would fit, and NCCL's fits beside one
+    assert 114 << 10 < num_bytes + 1024 <= round(125.6 * 1024)
+    with pytest.raises(InputError, match=r"beside must be a kernel that fits beside gemm .* sm_80"):
+        Shape(beside=RING).bytes_of(slim, LIMITS["sm_80"])
+
+
+def a_kernel(**changes: Any) -> Footprint:
+    """One of 16 blocks per SM."""
+    values: dict[str, Any] = {
+        "kind": "kernel", "name": "relu", "block": (128, 1, 1), "cluster": (1, 1, 1),
+        "registers_per_thread": 32, **changes,
+    }  # fmt: skip
+    return Footprint(**values)
+
+
+PEERS = "it waits for peers: all its blocks must be resident"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"kind": "memcpy"}, "a memcpy has no blocks"),
+        ({"name": "_Z31ncclDevKernel_AllGather_RING_LL24ncclDevKernelArgs"}, PEERS),
+        ({"name": "signal_kernel"}, PEERS),
+        ({"name": "delay_kernel"}, PEERS),
+        ({"name": "nvshmemi_transfer"}, PEERS),
+        ({"name": "_ZN4c10d16symmetric_memory19multimem_all_reduceE"}, PEERS),
+        ({"cooperative": True}, "it is a cooperative launch: all its blocks must be resident"),
+        (
+            {"cluster": (1, 2, 1)},
+            "it is launched in clusters: their blocks must be resident together",
+        ),
+        ({"dynamic_shared_bytes": 120_000}, "one block per SM is resident as it is"),
+        ({"dynamic_shared_bytes": 110_000}, ""),
+    ],
+)
+def test_refusals(changes: dict[str, Any], why: str):
+    assert refusal(a_kernel(**changes), SM90) == why
+
+
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubGraphs:
     """A graph of two kernels that can be shaped, one of NCCL's, one that fills an SM, a copy."""
@@ -108,6 +184,36 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> StubGraphs:
     made.kernel(13, "flash", dynamic=200_000)
     made.memcpy(14)
     return made
+
+
+def test_nodes_that_can_be_shaped_and_those_that_cannot(stub: StubGraphs):
+    nodes = Nodes(1, SM90)
+    assert list(nodes.kernels) == [10, 11]
+    assert nodes.refused == {
+        "ncclDevKernel_AllGather": PEERS,
+        "flash": "one block per SM is resident as it is",
+    }
+    relu, gemm = (feasible(kernel, SM90) for kernel in nodes.kernels.values())
+    assert (max(relu), max(gemm)) == (8, 8)
+    assert nodes.feasible() == tuple(sorted({*relu, *gemm}, reverse=True))
+    nodes.check()
+    assert stub.changes == []
+    assert list(Nodes(1, SM90, [11, 12]).kernels) == [11]
+
+
+@pytest.mark.parametrize(
+    ("some", "text"),
+    [
+        ([14], "^shape: nothing can be shaped; no kernels$"),
+        ([12, 13], "^shape: nothing can be shaped; ncclDevKernel_AllGather: it waits for peers.*; "
+                   "flash: one block per SM"),
+    ],
+)  # fmt: skip
+def test_nothing_to_shape(stub: StubGraphs, some: list[int], text: str):
+    nodes = Nodes(1, SM90, some)
+    assert nodes.feasible() == ()
+    with pytest.raises(UnsupportedError, match=text):
+        nodes.check()
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 32])
@@ -132,6 +238,17 @@ def test_shapes_follow_one_another_from_what_was_captured(stub: StubGraphs):
         sizes = [nodes.set(Shape(blocks_per_sm=k)) for k in (1, 8, 2, 1)]
         assert sizes[0] == sizes[3] and sizes[1] == {"relu": 0, "gemm": 16384}
         assert nodes.set(Shape()) == sizes[1]
+
+
+def test_an_exception_brings_all_back(stub: StubGraphs):
+    before = stub.snapshot()
+    with pytest.raises(RuntimeError, match="on purpose"):  # noqa: SIM117
+        with Nodes(1, SM90) as nodes:
+            nodes.set(Shape(carve_out=True))
+            nodes.set(Shape(blocks_per_sm=1))
+            nodes.set(Shape(carve_out=True))
+            raise RuntimeError("on purpose")
+    assert stub.snapshot() == before
 
 
 def test_limits_come_back_although_nodes_do_not(stub: StubGraphs):
@@ -206,6 +323,15 @@ def test_a_carve_out_and_its_clone(stub: StubGraphs):
     assert stub.snapshot() == before
 
 
+def test_a_carve_out_is_fixed_once_instantiated(stub: StubGraphs):
+    with Nodes(1, SM90) as nodes:
+        calls = len(stub.changes)
+        text = "^Nodes.set: executable must be 0 with a carve-out, got an instantiated graph$"
+        with pytest.raises(InputError, match=text):
+            nodes.set(Shape(carve_out=True), 99)
+        assert len(stub.changes) == calls
+
+
 class Compiled:
     """As Triton 3.6 returns it from a launch; loaded when asked, as there."""
 
@@ -227,6 +353,23 @@ def launched(stub: StubGraphs) -> tuple[Compiled, Compiled]:
     stub.kernel(20, "matmul_kernel")
     stub.kernel(21, "norm_kernel")
     return Compiled("matmul_kernel", 1020), Compiled("norm_kernel", 1021, shared=512)
+
+
+def test_the_footprint_of_a_compiled_kernel(launched: tuple[Compiled, Compiled]):
+    assert triton_footprint(launched[0]) == Footprint(
+        kind="kernel", name="matmul_kernel", block=(128, 1, 1), cluster=(1, 1, 1),
+        registers_per_thread=64, dynamic_shared_bytes=16384,
+    )  # fmt: skip
+
+
+def test_triton_launches_with_a_carve_out(stub: StubGraphs, launched: tuple[Compiled, Compiled]):
+    before = stub.snapshot()
+    with triton_launches(launched[:1], Shape(carve_out=True), SM90) as found:
+        assert found == {"matmul_kernel": 16384}
+        assert launched[0].packed_metadata == (4, 1, 16384)
+        assert stub.functions[1020][1][PREFERRED] == 100
+        assert stub.functions[1021][1][PREFERRED] == NO_PREFERENCE
+    assert stub.snapshot() == before
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -329,3 +472,26 @@ def test_a_kernel_that_is_shaped_twice(
                 assert kernel.packed_metadata == (4, 1, inner["matmul_kernel"])
             assert kernel.packed_metadata == (4, 1, outer["matmul_kernel"])
     assert kernel.packed_metadata == (4, 1, 16384) and stub.snapshot() == before
+
+
+def test_unknown_launch_numbers_are_refused_again(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled]
+):
+    launched[1].packed_metadata = (4, 1, 1024)
+    text = "this Triton launches by .*; Triton 3.6 is known"
+    for _ in range(2):
+        refuse(stub, [*launched], Shape(blocks_per_sm=2), UnsupportedError, text)
+
+
+def test_shapes_of_one_kernel_end_in_any_order(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled]
+):
+    """Two tuned pipelines share a kernel; the one that was first is closed first."""
+    kernel, before = launched[0], stub.snapshot()
+    first = triton_launches([kernel], Shape(blocks_per_sm=4), SM90)
+    first.__enter__()
+    with triton_launches([kernel], Shape(blocks_per_sm=2), SM90) as found:
+        first.__exit__(None, None, None)
+        meanwhile = kernel.packed_metadata
+    assert kernel.packed_metadata == (4, 1, 16384) and stub.snapshot() == before
+    assert meanwhile == (4, 1, found["matmul_kernel"])

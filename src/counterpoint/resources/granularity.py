@@ -77,10 +77,15 @@ class Cut(TorchDispatchMode):
         pieces: launches of each, at most; 1 only counts them.
         along: "m": rows of the result; "n": its columns.
         num_sms: of the GPU.
+
+    Raises:
+        InputError: `along` is neither.
     """
 
     def __init__(self, pieces: int, along: Along = "m", num_sms: int = NUM_SMS) -> None:
         super().__init__()
+        if along not in ("m", "n"):
+            raise InputError("Cut", "along", want="'m' or 'n'", got=repr(along))
         self.pieces, self.along, self.num_sms = pieces, along, num_sms
         self.num_matmuls = 0  # that have been seen
 

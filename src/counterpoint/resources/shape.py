@@ -7,7 +7,7 @@ wait for one another are refused: they need all their blocks resident.
 """
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -267,9 +267,7 @@ def triton_launches(
             if shape.carve_out:
                 before = graph_nodes.prefer_carve_out(function, ALL_SHARED_MEMORY)
                 undo.callback(graph_nodes.prefer_carve_out, function, before)
-            packed = _launched_with(kernel, num_bytes)
-            undo.callback(_launch_as, kernel, kernel.packed_metadata)
-            _launch_as(kernel, packed)
+            undo.callback(_launch_with(kernel, num_bytes))
             found[of.short_name] = num_bytes
         yield found
 
@@ -323,22 +321,32 @@ def triton_footprint(kernel: Any) -> Footprint:
     )
 
 
-_padded: dict[int, int] = {}  # shared memory that a function is launched with by us
+# of a function that is shaped: its own launch numbers, and those of all who have shaped it
+_launches: dict[int, tuple[tuple[int, ...], dict[object, tuple[int, ...]]]] = {}
 
 
-def _launch_as(kernel: Any, packed: tuple[int, ...]) -> None:
-    kernel.packed_metadata = packed
-    _padded[int(kernel.function)] = packed[2]
+def _launch_with(kernel: Any, num_bytes: int) -> Callable[[], None]:
+    """Launch a compiled kernel with this much shared memory; what undoes it, in any order.
 
-
-def _launched_with(kernel: Any, num_bytes: int) -> tuple[int, ...]:
-    """The launch numbers of a compiled kernel, with its shared memory replaced.
-
-    Private to Triton 3.6: (num_warps, num_ctas, shared memory).
+    Its launch numbers are private to Triton 3.6: (num_warps, num_ctas, shared memory).
     """
-    packed = tuple(kernel.packed_metadata)
-    metadata = kernel.metadata
-    own = (metadata.num_warps, metadata.num_ctas, metadata.shared)
-    if packed not in (own, (*own[:2], _padded.get(int(kernel.function)))):
+    function, packed, metadata = (
+        int(kernel.function),
+        tuple(kernel.packed_metadata),
+        kernel.metadata,
+    )
+    if function not in _launches and packed != (
+        metadata.num_warps, metadata.num_ctas, metadata.shared
+    ):  # fmt: skip
         raise UnsupportedError(f"shape: this Triton launches by {packed}; Triton 3.6 is known")
-    return (*packed[:2], num_bytes)
+    own, shaped = _launches.setdefault(function, (packed, {}))
+    mine = object()
+    shaped[mine] = kernel.packed_metadata = (*own[:2], num_bytes)
+
+    def undo() -> None:
+        del shaped[mine]
+        kernel.packed_metadata = [own, *shaped.values()][-1]
+        if not shaped:
+            del _launches[function]
+
+    return undo
