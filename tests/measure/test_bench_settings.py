@@ -12,8 +12,9 @@ from rank_bodies import world
 from rankpool import RankPool
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
-from counterpoint.measure import tune_resources
-from counterpoint.measure.tune_resources import Bench, Tuned
+from counterpoint.measure import settings, tune_resources
+from counterpoint.measure.settings import Bench
+from counterpoint.measure.tune_resources import Tuned
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.search import Found, Space
 
@@ -46,9 +47,10 @@ class Graph:
 
 def a_bench(patch: pytest.MonkeyPatch, mode: Any = "graph") -> Bench:
     """Its pipeline keeps the graphs that were made, and what was run with which controls."""
-    patch.setattr(tune_resources, "Captured", Graph)
-    patch.setattr(tune_resources, "Eager", Graph)
-    patch.setattr(tune_resources, "gather_object", lambda value, group: [value])
+    patch.setattr(settings, "Captured", Graph)
+    patch.setattr(settings, "Eager", Graph)
+    for module in (settings, tune_resources):
+        patch.setattr(module, "gather_object", lambda value, group: [value])
     patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     pipeline = SimpleNamespace(group=None, device=torch.device("cpu"), made=[], ran=[])
     return Bench(pipeline, mode)  # type: ignore[arg-type]
@@ -72,7 +74,7 @@ SETTINGS = (
 
 
 def test_shapes_share_a_graph_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tune_resources, "rotate", rotate_once)
+    monkeypatch.setattr(settings, "rotate", rotate_once)
     with a_bench(monkeypatch) as bench:
         pipeline: Any = bench.pipeline
         found = bench.rounds(SETTINGS, 3)
@@ -93,20 +95,20 @@ def test_shapes_share_a_graph_and_nothing_else_does(monkeypatch: pytest.MonkeyPa
 
 def test_eager_settings_hold_while_they_are_timed_only(monkeypatch: pytest.MonkeyPatch):
     bench = a_bench(monkeypatch, "eager")
-    monkeypatch.setattr(tune_resources, "Captured", type("NoGraph", (), {}))
-    settings = (OFF, Controls(blocks_per_sm=2), Controls(blocks_per_sm=4))
+    monkeypatch.setattr(settings, "Captured", type("NoGraph", (), {}))
+    some = (OFF, Controls(blocks_per_sm=2), Controls(blocks_per_sm=4))
     with bench:
-        for controls in settings:
+        for controls in some:
             assert bench.able(controls)
         one, two, four = bench.pipeline.made  # type: ignore[attr-defined]
-        assert [graph.captured for graph in (one, two, four)] == list(settings)
+        assert [graph.captured for graph in (one, two, four)] == list(some)
         with bench.holding("overlap blocks_per_sm=2"):
             assert (one.entered, two.entered, four.entered) == (0, 1, 0)
         assert two.entered == 0
 
 
 def test_what_cannot_be_had_is_left_out_and_not_tried_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tune_resources, "rotate", rotate_once)
+    monkeypatch.setattr(settings, "rotate", rotate_once)
     wrong = Controls(blocks_per_sm=1)
     with a_bench(monkeypatch) as bench:
         assert bench.rounds([OFF, wrong, Controls(green_sms=8)], 2) == {OFF: (1.0, 1.0)}
@@ -120,10 +122,10 @@ def test_what_cannot_be_had_is_left_out_and_not_tried_again(monkeypatch: pytest.
 
 def able_here(rank: int, ranks: int) -> tuple[list[bool], dict[str, str]]:
     """The second setting cannot be had on rank 1, the third on no rank."""
-    gather = tune_resources.gather_object
+    gather = settings.gather_object
     with pytest.MonkeyPatch.context() as patch:
         bench = a_bench(patch)
-        patch.setattr(tune_resources, "gather_object", gather)
+        patch.setattr(settings, "gather_object", gather)
         bench.pipeline.group = world()
         priority, blocks = Controls(priority=True), Controls(blocks_per_sm=1)
 
@@ -145,7 +147,7 @@ def test_a_setting_that_one_rank_cannot_have_is_refused_on_all(pool: RankPool):
 
 def test_a_search_that_ends_where_plain_overlap_cannot_run(monkeypatch: pytest.MonkeyPatch):
     bench = a_bench(monkeypatch)
-    monkeypatch.setattr(tune_resources, "rotate", rotate_once)
+    monkeypatch.setattr(settings, "rotate", rotate_once)
     monkeypatch.setattr(
         Graph, "set", lambda *_: (_ for _ in ()).throw(UnsupportedError("a stage synchronises"))
     )
@@ -158,7 +160,7 @@ def test_a_search_that_ends_where_plain_overlap_cannot_run(monkeypatch: pytest.M
 
 def test_a_search_keeps_what_was_refused_and_tells_its_progress(monkeypatch: pytest.MonkeyPatch):
     bench = a_bench(monkeypatch)
-    monkeypatch.setattr(tune_resources, "rotate", rotate_once)
+    monkeypatch.setattr(settings, "rotate", rotate_once)
     said: list[str] = []
     space = Space(blocks_per_sm=(4, 1), pieces=(), delays_s=())
     found = tune_resources._search(bench.pipeline, "graph", space, 60.0, said.append)

@@ -14,8 +14,9 @@ from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
 from counterpoint.measure.energy import energy_of
 from counterpoint.measure.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, build, ideal_s
+from counterpoint.measure.settings import Bench, space_of
 from counterpoint.measure.timing import Times, rotate
-from counterpoint.measure.tune_resources import Bench, space_of, tune
+from counterpoint.measure.tune_resources import tune
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls, Mode, Transport
 from counterpoint.resources.occupancy import occupancy
 from counterpoint.resources.pipeline import Compute
