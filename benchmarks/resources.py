@@ -19,37 +19,52 @@ from counterpoint.measure.loop import Pair, build, pairs
 from counterpoint.measure.loop_arms import measure
 from counterpoint.measure.tune_resources import tune
 
+FEW = ["cuBLAS", "64x64x32"]
+SLOW = [pair for pair in pairs() if pair.gemm == "mb" and pair.kernel != "cuBLAS"]
+SUITES: dict[str, list[Pair]] = {
+    "smoke": pairs(["cuBLAS"], ["cb"]),
+    "full": [pair for pair in pairs() if pair not in SLOW],
+    "slow": SLOW,  # as long as all the others
+}
+BOTH_MODES = [pair for pair in SUITES["full"] if pair.kernel in FEW]
+
 
 def main() -> None:
     """Time the pairs; rank 0 writes rows and prints what was tuned."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=("smoke", "full"), default="full")
+    parser.add_argument("--suite", choices=SUITES, default="full")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gemm", choices=("cb", "mb", "all"), default="all")
     parser.add_argument("--decisions", type=int, default=0, help="searches of the first pair")
     args = parser.parse_args()
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    wanted: list[Pair] = pairs(["cuBLAS"], ["cb"]) if args.suite == "smoke" else published()
+    wanted = SUITES[args.suite]
+    start_s = time.monotonic()
     with nccl_group() as (group, device):
+
+        def progress(text: str) -> None:
+            if group.rank() == 0:
+                print(f"{time.monotonic() - start_s:5.0f} s  {text}", flush=True)
+
         if args.decisions:
             rows = decisions(wanted[0], args.decisions, group, device)
             if group.rank() == 0:
                 record.append(args.out, rows)
         for pair in wanted:
-            if args.gemm not in ("all", pair.gemm):
-                continue
-            heavy = pair.gemm == "mb"
+            heavy = pair.gemm == "mb" and pair.kernel != "cuBLAS"  # 100 ms and more
             rows, text = measure(
-                pair, group=group, device=device, rounds=5 if heavy else 9,
+                pair, group=group, device=device, rounds=5 if heavy else 15,
                 budget_s=12.0 if heavy else 20.0, soak_s=1.0,
+                modes=("graph", "eager") if pair in BOTH_MODES else ("graph",),
                 energy=pair.kernel == "cuBLAS",
+                progress=lambda text, pair=pair: progress(f"{pair.label}: {text}"),
             )  # fmt: skip
             if group.rank() == 0:
                 print(text, flush=True)
                 record.append(args.out, rows)
-        rows = ask(group, device)
-        if group.rank() == 0:
-            record.append(args.out, rows)
+        if args.suite != "slow":
+            rows = ask(group, device)
+            if group.rank() == 0:
+                record.append(args.out, rows)
 
 
 def decisions(
@@ -67,12 +82,6 @@ def decisions(
             row = {"controls": tuned.controls.spec, "why": tuned.found.why, "median_s": seconds}
         rows.append(row | {"search_s": time.monotonic() - start_s} | facts)
     return rows
-
-
-def published() -> list[Pair]:
-    """Every kernel with the compute-bound GEMM, two with the memory-bound one, which is slow."""
-    few = ["cuBLAS", "64x64x32"]
-    return pairs(few) + [p for p in pairs() if p.gemm == "cb" and p.kernel not in few]
 
 
 if __name__ == "__main__":

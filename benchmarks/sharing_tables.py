@@ -12,6 +12,7 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from counterpoint.measure import record
+from counterpoint.measure.loop_arms import TUNED, TUNED_SM
 from counterpoint.measure.sharing import (
     PLAIN,
     Row,
@@ -24,7 +25,6 @@ from counterpoint.measure.sharing import (
 )
 from counterpoint.resources.controls import WAYS_IN, Controls
 
-TUNED, TUNED_SM = "tuned", "tuned, SM collectives"
 ARMS = ("sequential", PLAIN, "priority", "order", "granularity", "carve-out only", "shaping",
         "shaping, priority", "transport", TUNED)  # fmt: skip
 ENERGY_ARMS = ("sequential", PLAIN, "transport", TUNED)

@@ -167,8 +167,10 @@ def test_a_search_keeps_what_was_refused_and_tells_its_progress(monkeypatch: pyt
     assert found.best == OFF and not found.timed_out
     assert found.refused == {"overlap blocks_per_sm=1": "shape: nothing can be shaped; no kernels"}
     assert said == [
-        "each control by itself: 5 settings", "from overlap: 2 settings", "the best: 2 settings"
-    ]  # fmt: skip
+        "each control by itself: 5 settings",
+        "two controls together: 2 settings",
+        "the best: 2 settings",
+    ]
 
 
 def test_a_tuned_pipeline_runs_its_runner():

@@ -64,6 +64,18 @@ def test_the_best_of_a_separable_landscape(seed: int):
     assert "takes 32." in result.why
 
 
+def test_controls_that_need_each_other():
+    """Blocks left free help only a collective that is urgent; by itself a delay is far better."""
+
+    def together(controls: Controls) -> float:
+        if controls.blocks_per_sm and controls.priority and not controls.delay_s:
+            return 7e-3
+        return 8.5e-3 if controls.delay_s else 10e-3 * (1.02 if controls.blocks_per_sm else 1.0)
+
+    best = found(Measured(together, 0.002)).best
+    assert best.priority and best.blocks_per_sm and best.num_set == 2
+
+
 @pytest.mark.parametrize("first", [0.85, 1.15])
 def test_clocks_that_settle_late_do_not_decide(first: float):
     """What is measured before they have settled is compared by what is measured again."""

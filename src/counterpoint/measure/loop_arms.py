@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from counterpoint.resources.shape import limits_here, triton_footprint
 from counterpoint.resources.transport import carriers
 
 SWEEP_ROUNDS = 3
+TUNED, TUNED_SM = "tuned", "tuned, SM collectives"
 
 
 def measure(
@@ -47,7 +48,7 @@ def measure(
         group: NCCL group.
         device: this rank's GPU.
         rounds: of the rotation of the arms.
-        budget_s: of each search.
+        budget_s: of each search: in a graph there are two, one without copy engines.
         soak_s: load before the rotation.
         sweep: time the GEMM's shapes, if it has any.
         modes: each is tuned by itself; the shapes are those that were best in the graph.
@@ -108,15 +109,23 @@ class _Searched:
 def _tuned(
     loop: Loop, mode: Mode, space: Space, budget_s: float, progress: Callable[[str], None]
 ) -> _Searched:
+    def find(name: str, some: Space) -> tuple[Controls, str]:
+        with tune(
+            loop.pipeline, mode=mode, budget_s=budget_s, space=some, remember=False,
+            progress=lambda text: progress(f"{mode}, {name}: {text}"),
+        ) as tuned:  # fmt: skip
+            return tuned.controls, tuned.explain()
+
     start_s = time.monotonic()
-    with tune(
-        loop.pipeline, mode=mode, budget_s=budget_s, space=space, remember=False,
-        progress=lambda text: progress(f"{mode}: {text}"),
-    ) as tuned:  # fmt: skip
-        by_library = [arm for arm in tuned.found.arms if arm.controls.transport == "sm"]
-        kept = min(by_library, key=lambda arm: arm.seconds).controls
-        arms = {"tuned": tuned.controls, "tuned, SM collectives": kept}
-        return _Searched(arms, tuned.explain(), time.monotonic() - start_s)
+    best, text = find(TUNED, space)
+    search_s = time.monotonic() - start_s
+    if mode == "eager":
+        return _Searched({TUNED: best}, text, search_s)
+    kept = best
+    if best.transport != "sm":
+        kept, more = find(TUNED_SM, replace(space, transports=()))
+        text = f"{text}\n{more}"
+    return _Searched({TUNED: best, TUNED_SM: kept}, text, search_s)
 
 
 def _timed(
@@ -125,20 +134,21 @@ def _timed(
     """Arms and parts in one rotation, each arm with its error and the bounds of the same rounds."""
     pipeline = loop.pipeline
     able = {name: controls for name, controls in arms.items() if bench.able(controls)}
+    settings = {controls.spec: controls for controls in able.values()}
     errors: dict[str, float] = {}
-    for name, controls in able.items():
-        with bench.holding(controls.spec):
-            errors[name] = loop.check(bench.call(controls))
+    for spec, controls in settings.items():
+        with bench.holding(spec):
+            errors[spec] = loop.check(bench.call(controls))
     _refuse_wrong(pair, bench.mode, errors)
     parts: dict[str, Callable[[], object]] = {"gemm": loop.gemm}
     by: tuple[Transport, ...] = ("sm", "copy_engine")
     parts |= {transport: carriers(pipeline, transport)[0] for transport in by}
 
     def around(name: str) -> AbstractContextManager[object]:
-        return bench.holding(able[name].spec) if name in able else nullcontext()
+        return bench.holding(name) if name in settings else nullcontext()
 
     times = rotate(
-        {name: bench.call(controls) for name, controls in able.items()} | parts,
+        {spec: bench.call(controls) for spec, controls in settings.items()} | parts,
         group=pipeline.group, device=pipeline.device, rounds=rounds, soak_s=soak_s, around=around,
     )  # fmt: skip
     gemm_s, sm_s, copies_s = (times[name].median_s for name in parts)
@@ -149,12 +159,12 @@ def _timed(
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     for name, controls in able.items():
-        t = times[name]
+        t = times[controls.spec]
         row = {
             "arm": name, "controls": controls.spec, "median_s": t.median_s,
             "p20_s": t.quantile_s(2), "p80_s": t.quantile_s(8), "skew_s": t.skew_s,
-            "rounds": rounds, "plain_over_arm": t.ratio_of(times["plain overlap"]),
-            "error": errors[name],
+            "rounds": rounds, "plain_over_arm": t.ratio_of(times[OFF.spec]),
+            "error": errors[controls.spec],
         }  # fmt: skip
         rows.append(row | bounds)
     return rows
@@ -223,9 +233,9 @@ def _sweep(
 
 
 def _refuse_wrong(pair: Pair, mode: Mode, errors: dict[str, float]) -> None:
-    for name, error in errors.items():
-        if not error <= 2 * errors["sequential"]:
+    for spec, error in errors.items():
+        if not error <= 2 * errors[SEQUENTIAL.spec]:
             raise CounterpointError(
-                f"{pair.label}, {name} ({mode}): error {error:.2e} against fp64, the sequential "
+                f"{pair.label}, {spec} ({mode}): error {error:.2e} against fp64, the sequential "
                 f"arm has {errors['sequential']:.2e}"
             )

@@ -1,21 +1,23 @@
 """Which setting of the controls is fastest: which to try, and when a gain is one. Pure.
 
-Coordinate descent from plain overlap: each control by itself first, then each changed from the best
-so far, until nothing gains or the time is up; then the best few against plain overlap once more,
-with many rounds. What is measured is the same on all ranks, and so is every decision.
+Each control by itself first, then the best values of two controls together, which often need each
+other; then each changed from the best so far, until nothing gains or the time is up; then the best
+few against plain overlap once more, with many rounds. What is measured is the same on all ranks,
+and so is every decision.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any
 
 from counterpoint.errors import InputError
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Along, Controls, Transport
 
 Rounds = Sequence[float]  # seconds of a setting, one for each round of a rotation
-FIRST_ROUNDS, FINAL_ROUNDS = 3, 15
+FIRST_ROUNDS = 3
+FINAL_ROUNDS, FINAL_S = (15, 61), 0.5  # of each finalist: as many as this takes, within these
 FINALISTS = 2
 TIE = 0.02  # settings this close to the best are as good: the one with fewer controls is taken
 LOSES = 1.25  # times plain overlap: a value that takes this alone is not combined with others
@@ -171,22 +173,22 @@ def search(
     time_of([SEQUENTIAL, *space.neighbours(OFF)], FIRST_ROUNDS, "each control by itself")
     space = _without_losers(space, arms)
     timed_out = False
-    while True:
+    for step in count():
         if not time_left():
             timed_out = True
             break
         best = leaders()[0]
-        # the runner-up by another first step guards against a lucky round
-        some = [c for arm in leaders()[:2] for c in space.neighbours(arm.controls)]
-        new = [c for c in dict.fromkeys(some) if c not in tried]
-        if not new:
-            break
-        time_of([best.controls, *new], FIRST_ROUNDS, f"from {best.controls.spec}")
-        if leaders()[0].settled_s >= best.settled_s * (1 - TIE / 2):
+        some = space.neighbours(best.controls) if step else _two_together(space, arms)
+        new = [c for c in some if c not in tried]
+        if new:
+            what = f"from {best.controls.spec}" if step else "two controls together"
+            time_of([best.controls, *new], FIRST_ROUNDS, what)
+        if step and (not new or leaders()[0].settled_s >= best.settled_s * (1 - TIE / 2)):
             break
     finalists = [arm.controls for arm in leaders()[:FINALISTS]]
     finalists = list(dict.fromkeys([*finalists, *simpler(finalists[0])]))
-    time_of(finalists, FINAL_ROUNDS, "the best")
+    least, most = FINAL_ROUNDS
+    time_of(finalists, min(max(least, round(FINAL_S / leaders()[0].seconds)), most), "the best")
     best, why = _decide([arms[c] for c in finalists if c in arms])
     return Found(best, tuple(leaders()), why, timed_out=timed_out)
 
@@ -205,6 +207,21 @@ def _without_losers(space: Space, arms: Mapping[Controls, Arm]) -> Space:
         max_ctas=tuple(c for c in space.max_ctas if keeps("max_ctas", c)),
         pieces=tuple(p for p in space.pieces if keeps("pieces", p)),
     )
+
+
+def _two_together(space: Space, arms: Mapping[Controls, Arm]) -> list[Controls]:
+    """The best values of two controls by themselves, for all two of them that can be had."""
+    best: dict[str, Controls] = {}
+    for controls in sorted(
+        (c for c in space.neighbours(OFF) if c in arms), key=lambda c: arms[c].seconds
+    ):
+        name = next(f.name for f in fields(Controls) if getattr(controls, f.name) != f.default)
+        best.setdefault(name, controls)
+    both = [
+        second for a, b in combinations(best, 2) for second in space.neighbours(best[a])
+        if second.num_set == 2 and getattr(second, b) == getattr(best[b], b)
+    ]  # fmt: skip
+    return list(dict.fromkeys(both))
 
 
 def simpler(than: Controls) -> tuple[Controls, ...]:
