@@ -1,4 +1,4 @@
-"""What the controls stand on: questions to the hardware, answered as rows. Run by resources.py.
+"""What the controls stand on: questions to the hardware, answered as rows. Run by gpu_suite.py.
 
 E   does a launch-order edge of a graph work: behind a plain kernel, behind NCCL's
 F   does cuBLAS compute the same with fewer blocks than it was launched with
@@ -6,6 +6,9 @@ G   an all-to-all by NCCL's kernels, by NCCL without kernels, and by our copies:
     launched together with a matmul
 """
 
+import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from counterpoint.cli.launch import nccl_group
 from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.clock import now_ns
 from counterpoint.measure import record
@@ -40,13 +44,17 @@ def busy_kernel(out_ptr, busy_ns):
     tl.store(out_ptr + tl.program_id(0), now_ns())
 
 
-def ask(group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of all questions; all ranks call this."""
-    facts = {"table": "sharing", "ranks": group.size()} | record.environment()
-    return [
-        row | facts
-        for row in (*order_edges(group), *fewer_blocks(device), *transports(group, device))
-    ]
+def main() -> None:
+    """Ask them all; rank 0 writes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    with nccl_group() as (group, device):
+        facts = {"table": "sharing", "ranks": group.size()} | record.environment()
+        rows = [*order_edges(group), *fewer_blocks(device), *transports(group, device)]
+        if group.rank() == 0:
+            record.append(args.out, [row | facts for row in rows])
 
 
 def order_edges(group: dist.ProcessGroup) -> list[dict[str, Any]]:
@@ -192,3 +200,7 @@ def as_launch(kernel: Any) -> Any:
     scratch = torch.zeros(64, dtype=torch.int64, device="cuda")
     kernel[(1,)](*((scratch,) if kernel is stamp_kernel else (scratch, 1)))
     return kernel
+
+
+if __name__ == "__main__":
+    main()

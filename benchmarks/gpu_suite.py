@@ -4,7 +4,7 @@ Rows as JSONL; installs nothing.
 
     SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
-    SUITE=slow    what takes as long again: loops with memory-bound Triton kernels, appended
+    SUITE=slow    what takes as long again: loops with the other kernels, appended
 
 Each part starts one process for each GPU; pytest runs tests/gpu in step on all ranks. A hang ends
 in the stacks of all ranks.
@@ -21,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS_S = {"smoke": (100, 60), "full": (160, 210), "slow": (0, 0)}  # tests, benchmark
-LOOPS_S = 380  # of the resource experiment
+LOOPS_S = 520  # of the resource experiment: about 340 s with 4 GPUs, slow 440 s
 SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "tests", "bench", "training", "resources")
+PARTS = ("hardware", "characterize", "tests", "bench", "training", "sharing", "resources")
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
         ("hardware", "hardware"), ("characterize", "characterize"), ("bench", "overlap"),
-        ("training", "training"), ("resources", "resources"),
+        ("training", "training"), ("sharing", "sharing"), ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
@@ -62,6 +62,7 @@ def main() -> int:
         "tests": (tests, test_s),
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),
+        "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
     }
     # what is measured here stays here, and nothing measured before is used
@@ -77,7 +78,7 @@ def main() -> int:
                     rows[name].unlink(missing_ok=True)  # rows are appended
                 command = [*command, "--out", str(rows[name])]
             start_s = time.monotonic()
-            code = _torchrun(num_gpus, command, limit_s, name in ("tests", "resources"))
+            code = _torchrun(num_gpus, command, limit_s, name in ("tests", "sharing", "resources"))
             print(f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s")
             if code:
                 return code

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ask_sharing import ask
 
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
@@ -19,14 +18,14 @@ from counterpoint.measure.loop import Pair, build, pairs
 from counterpoint.measure.loop_arms import measure
 from counterpoint.measure.tune_resources import tune
 
-FEW = ["cuBLAS", "64x64x32"]
-SLOW = [pair for pair in pairs() if pair.gemm == "mb" and pair.kernel != "cuBLAS"]
+FEW = pairs(["cuBLAS"]) + pairs(["64x64x32"], ["cb"])  # have bars; in both modes
+REST = [pair for kernel in ("64x64x32", "128x256x64", "64x64x64", "128x128x64")
+        for pair in pairs([kernel]) if pair not in FEW]  # fmt: skip
 SUITES: dict[str, list[Pair]] = {
     "smoke": pairs(["cuBLAS"], ["cb"]),
-    "full": [pair for pair in pairs() if pair not in SLOW],
-    "slow": SLOW,  # as long as all the others
+    "full": FEW,
+    "slow": sorted(REST, key=lambda pair: pair.gemm),  # memory-bound ones last: 100 ms a loop
 }
-BOTH_MODES = [pair for pair in SUITES["full"] if pair.kernel in FEW]
 
 
 def main() -> None:
@@ -54,16 +53,12 @@ def main() -> None:
             rows, text = measure(
                 pair, group=group, device=device, rounds=5 if heavy else 15,
                 budget_s=12.0 if heavy else 20.0, soak_s=1.0,
-                modes=("graph", "eager") if pair in BOTH_MODES else ("graph",),
+                modes=("graph", "eager") if pair in FEW else ("graph",),
                 energy=pair.kernel == "cuBLAS",
                 progress=lambda text, pair=pair: progress(f"{pair.label}: {text}"),
             )  # fmt: skip
             if group.rank() == 0:
                 print(text, flush=True)
-                record.append(args.out, rows)
-        if args.suite != "slow":
-            rows = ask(group, device)
-            if group.rank() == 0:
                 record.append(args.out, rows)
 
 

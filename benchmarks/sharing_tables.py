@@ -255,7 +255,7 @@ def short_table(results: Path) -> str:
 
 def questions(results: Path) -> str:
     """What ask_sharing.py has found, by the most GPUs that were asked."""
-    asked = {n: _of_table("sharing", path) for n, path in _paths(results).items()}
+    asked = {n: _of_table("sharing", path) for n, path in _paths(results, "sharing").items()}
     rows = next((rows for rows in asked.values() if rows), [])
     by = {q: [row for row in rows if row["question"] == q] for q in "EFG"}
     if not all(by.values()):
@@ -332,16 +332,15 @@ def _measured(results: Path) -> dict[int, list[Row]]:
     return {num: _of_table("resources", path) for num, path in _paths(results).items()}
 
 
-def _paths(results: Path) -> dict[int, Path]:
+def _paths(results: Path, name: str = "resources") -> dict[int, Path]:
     """Number of GPUs -> file, from the most GPUs down."""
-    paths = {
-        int(path.name.split("-")[1][:-1]): path for path in results.glob("resources-*x-h200.jsonl")
-    }
+    found = results.glob(f"{name}-*x-h200.jsonl")
+    paths = {int(path.name.split("-")[1][:-1]): path for path in found}
     return {num: paths[num] for num in sorted(paths, reverse=True)}
 
 
 def _of_table(table: str, path: Path) -> list[Row]:
-    """The rows of one table: a file also has the questions of ask_sharing.py, and decisions."""
+    """The rows of one table: a file may have decisions too."""
     return [row for row in record.read(path) if row["table"] == table]
 
 

@@ -185,7 +185,8 @@ def search(
             time_of([best.controls, *new], FIRST_ROUNDS, what)
         if step and (not new or leaders()[0].settled_s >= best.settled_s * (1 - TIE / 2)):
             break
-    finalists = [arm.controls for arm in leaders()[:FINALISTS]]
+    one = [arm.controls for arm in leaders() if arm.controls.num_set == 1]
+    finalists = [*(arm.controls for arm in leaders()[:FINALISTS]), *one[:1]]
     finalists = list(dict.fromkeys([*finalists, *simpler(finalists[0])]))
     least, most = FINAL_ROUNDS
     time_of(finalists, min(max(least, round(FINAL_S / leaders()[0].seconds)), most), "the best")
