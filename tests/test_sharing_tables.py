@@ -146,9 +146,8 @@ def test_questions_and_decisions_stand_beside_the_loops(results: Path):
     ]  # fmt: skip
     before = tables.sections(results)
     assert before["questions"] == before["decisions"] == ""
-    record.append(
-        results / "resources-2x-h200.jsonl", [*({**row, **facts} for row in asked), *decided]
-    )
+    record.append(results / "resources-2x-h200.jsonl", decided)
+    record.append(results / "sharing-2x-h200.jsonl", [{**row, **facts} for row in asked])
     made = tables.sections(results)
     assert "| NCCL | 4 | 934.0 us | 935.0 us | 933.0 us |" in made["questions"]
     assert "128 of its 132 blocks: 0.49% of the result is missing" in made["questions"]
