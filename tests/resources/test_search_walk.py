@@ -17,6 +17,7 @@ from counterpoint.resources.search import (
     NOISES,
     Found,
     Space,
+    final_rounds,
     search,
 )
 
@@ -80,7 +81,12 @@ def test_a_space_without_anything():
 
     assert search(nothing, measure, time_left=lambda: True).best == OFF
     assert asked[0] == ([OFF, SEQUENTIAL], FIRST_ROUNDS)
-    assert asked[-1][1] == FINAL_ROUNDS and asked[-1][0][0] == OFF
+    assert asked[-1] == ([OFF, SEQUENTIAL], final_rounds(1.0))
+
+
+def test_short_loops_run_more_often_in_the_end():
+    """Half a second of each finalist, and enough of a slow one to have quantiles."""
+    assert [final_rounds(s) for s in (1e-3, 10e-3, 20e-3, 0.1)] == [61, 50, 25, 15]
 
 
 class Landscape:
@@ -120,7 +126,7 @@ def check(found: Found, measure: Landscape) -> None:
     assert sum(again.values()) - len(again) <= len(measure.asked)
     if found.best != OFF:
         arm = found.arm(found.best)
-        assert arm.gain > NOISES * arm.noise and arm.num_rounds == FINAL_ROUNDS
+        assert arm.gain > NOISES * arm.noise and arm.num_rounds in FINAL_ROUNDS
         assert arm.gain > 0
 
 

@@ -17,7 +17,7 @@ from counterpoint.resources.controls import OFF, SEQUENTIAL, Along, Controls, Tr
 
 Rounds = Sequence[float]  # seconds of a setting, one for each round of a rotation
 FIRST_ROUNDS = 3
-FINAL_ROUNDS, FINAL_S = (15, 61), 0.5  # of each finalist: as many as this takes, within these
+FINAL_ROUNDS, FINAL_S = range(15, 62), 0.5  # of each finalist: as many as this lasts
 FINALISTS = 2
 TIE = 0.02  # settings this close to the best are as good: the one with fewer controls is taken
 LOSES = 1.25  # times plain overlap: a value that takes this alone is not combined with others
@@ -188,10 +188,14 @@ def search(
     one = [arm.controls for arm in leaders() if arm.controls.num_set == 1]
     finalists = [*(arm.controls for arm in leaders()[:FINALISTS]), *one[:1]]
     finalists = list(dict.fromkeys([*finalists, *simpler(finalists[0])]))
-    least, most = FINAL_ROUNDS
-    time_of(finalists, min(max(least, round(FINAL_S / leaders()[0].seconds)), most), "the best")
+    time_of(finalists, final_rounds(leaders()[0].seconds), "the best")
     best, why = _decide([arms[c] for c in finalists if c in arms])
     return Found(best, tuple(leaders()), why, timed_out=timed_out)
+
+
+def final_rounds(seconds: float) -> int:
+    """Rounds of the last rotation, where the best setting takes `seconds`."""
+    return min(max(round(FINAL_S / seconds), FINAL_ROUNDS[0]), FINAL_ROUNDS[-1])
 
 
 def _without_losers(space: Space, arms: Mapping[Controls, Arm]) -> Space:
