@@ -92,7 +92,7 @@ class Workspace:
         if symmetric <= has_symmetric and scratch <= has_scratch:
             return
         has, needs = has_symmetric + has_scratch, symmetric + scratch
-        self._refuse_capture(f"{has} bytes, the plan needs {needs}")
+        self.refuse_growth(f"{has} bytes, the plan needs {needs}")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self.captured:
@@ -100,7 +100,7 @@ class Workspace:
             self.captured = False
         self.drop_code()
         if symmetric > has_symmetric:
-            self.arena = self._allocate(symmetric)
+            self.arena = self.allocate(symmetric)
         if scratch > has_scratch:
             self.scratch = None
             self.scratch = torch.empty(scratch, dtype=torch.uint8, device=self.device)
@@ -112,8 +112,8 @@ class Workspace:
             InputError: a graph is being captured.
         """
         if self._pads is None:
-            self._refuse_capture("none: this is the group's first call of such a plan")
-            self._pads = self._allocate(4 * NUM_SLOTS)
+            self.refuse_growth("none: this is the group's first call of such a plan")
+            self._pads = self.allocate(4 * NUM_SLOTS)
 
     @property
     def pads(self) -> SymmetricMemory:
@@ -127,11 +127,11 @@ class Workspace:
         states = enumerate(map(describe_process, pids))
         return [(r, state) for r, state in states if not state.endswith("alive")]
 
-    def _refuse_capture(self, got: str) -> None:
+    def refuse_growth(self, got: str) -> None:
         if self.device.type == "cuda":
             refuse_capture(got)
 
-    def _allocate(self, num_bytes: int) -> SymmetricMemory:
+    def allocate(self, num_bytes: int) -> SymmetricMemory:
         try:
             return allocate(num_bytes, self.group, self.device)
         except torch.OutOfMemoryError:

@@ -1,0 +1,132 @@
+"""Device functions by which a Triton kernel talks to the kernels of its peers.
+
+Two ways to hand over data, both without a library and without a kernel of its own:
+
+- **flags**: `put` stores a tile into the peer's memory, `post` releases a flag behind it, `wait`
+  acquires flags. All flags of a block are posted, and polled, as one vector: one fence in all.
+- **words**: `put_words` stores each fp32 value together with the epoch in one 8-byte word, which
+  arrives whole; `take_words` polls the data itself. No fence and no flag, twice the bytes.
+
+Memory order. What a block has stored with `put` before `post` is seen by a block that has returned
+from `wait` on that flag: the barrier in `post` gathers the stores of all threads, its release pairs
+with the acquire of `wait`, whose barrier hands the acquired order to all threads. Words need none of
+that: nothing else is published by them.
+
+Epochs. A flag or word holds the number of the call that wrote it and is compared by equality, so
+nothing is ever reset. `next_epoch` leaves out 0, which fresh memory holds, and its parity alternates:
+memory, flags included, is used in two halves in turn. A rank may then be in the next call while a
+late peer still reads this one's half, and not further, if in every call each rank hears of all others
+before it ends. Memory that once held words or flags must hold nothing else.
+
+Forward progress. A kernel that waits needs its whole grid resident on every rank, and what program
+p waits for must come from programs <= p of its peers.
+"""
+
+import triton
+import triton.language as tl
+
+from counterpoint.kernels.clock import now_ns
+
+
+@triton.jit
+def peer_ptr(bases_ptr, rank, byte_offset, DTYPE: tl.constexpr):
+    """Where `byte_offset` of the symmetric memory of `rank` begins, as a pointer to DTYPE.
+
+    Args:
+        bases_ptr: [ranks] int64, address of each rank's symmetric memory in this process, a
+            multiple of 16.
+        rank: int, or a tensor of ranks.
+        byte_offset: int64, or a tensor; a multiple of the size of DTYPE.
+    """
+    # bytes first: an address that is a number has no alignment that the compiler knows
+    base = tl.multiple_of(tl.load(bases_ptr + rank).to(tl.pointer_type(tl.uint8)), 16)
+    return (base + byte_offset).to(tl.pointer_type(DTYPE), bitcast=True)
+
+
+@triton.jit
+def next_epoch(epoch):
+    """The number of the next call: one more, but never 0, and odd after even."""
+    return tl.where(epoch == -1, 2, epoch + 1)
+
+
+@triton.jit
+def put(ptrs, values, mask):
+    """Store a tile where peers will read it once `post` has said so."""
+    tl.store(ptrs, values, mask=mask)
+
+
+@triton.jit
+def post(flag_ptrs, epoch, mask):
+    """Say that all that this block has stored so far is there.
+
+    Args:
+        flag_ptrs: tensor of pointers to int32, one flag each, on any ranks.
+        epoch: int32.
+        mask: of `flag_ptrs`.
+    """
+    # the stores of all threads come before it; pairs with the acquire in `wait`
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptrs, epoch, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(flag_ptrs, epoch, mask, timeout_ns):
+    """Wait until each flag is `epoch`; what was stored before its `post` is seen then.
+
+    Args:
+        flag_ptrs: tensor of pointers to int32, in own memory.
+        epoch: int32.
+        mask: of `flag_ptrs`.
+        timeout_ns: int64, how long to wait.
+
+    Returns:
+        Tensor of bool, the flags that are late: all False unless the time is up.
+    """
+    late = mask
+    start_ns = now_ns()
+    waiting = tl.sum(late.to(tl.int32)) > 0
+    while waiting:
+        # pairs with the release in `post`
+        seen = tl.atomic_add(flag_ptrs, 0, mask=late, sem="acquire", scope="sys")
+        late = late & (seen != epoch)
+        waiting = (tl.sum(late.to(tl.int32)) > 0) & (now_ns() - start_ns < timeout_ns)
+    tl.debug_barrier()
+    return late
+
+
+@triton.jit
+def put_words(word_ptrs, values, epoch, mask):
+    """Store fp32 values where peers poll them: each with the epoch, in one 8-byte store.
+
+    Args:
+        word_ptrs: tensor of pointers to int64, multiples of 8.
+        values: tensor of fp32, of the same shape.
+        epoch: int32, not 0.
+        mask: of `word_ptrs`.
+    """
+    low = values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.store(word_ptrs, (epoch.to(tl.int64) << 32) | low, mask=mask)
+
+
+@triton.jit
+def take_words(word_ptrs, epoch, mask, timeout_ns):
+    """Wait for words of this epoch, and return what they hold.
+
+    Args:
+        word_ptrs: tensor of pointers to int64, in own memory.
+        epoch: int32, not 0.
+        mask: of `word_ptrs`; 0.0 where it is False.
+        timeout_ns: int64, how long to wait.
+
+    Returns:
+        Tensor of fp32, and a tensor of bool: the words that are late.
+    """
+    words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+    late = mask & ((words >> 32).to(tl.int32) != epoch)
+    start_ns = now_ns()
+    waiting = tl.sum(late.to(tl.int32)) > 0
+    while waiting:
+        words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+        late = mask & ((words >> 32).to(tl.int32) != epoch)
+        waiting = (tl.sum(late.to(tl.int32)) > 0) & (now_ns() - start_ns < timeout_ns)
+    return tl.where(mask, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0), late

@@ -1,0 +1,77 @@
+"""matmul_all_reduce in one kernel: interpreted on ranks that share memory, against fp64."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_bodies import world
+from rankpool import RankPool
+
+from counterpoint.runtime.fused import FusedMemory
+from counterpoint.runtime.launch_fused import Fused, launch, reserve
+from counterpoint.runtime.workspace import workspace_of
+
+WAYS = [(1, "words"), (2, "words"), (2, "flags")]
+
+
+def way(shots: int, by: str, block_n: int = 16, programs: int = 2, block_k: int = 32) -> Fused:
+    return Fused(shots, by, block_n, block_k, 1, 4, programs)  # type: ignore[arg-type]
+
+
+def wrong_sums(rank: int, ranks: int, cases: list[tuple[Any, ...]], epoch: int = 0) -> list[str]:
+    """Every case twice, on one memory: errors beyond twice torch's, and ranks that differ."""
+    memory = FusedMemory(workspace_of(world(), torch.device("cpu")))
+    memory.state[0] = epoch
+    found: list[str] = []
+    for how, m, n, k, dtype, has_bias, transposed in cases:
+        reserve(how, memory, m, n, dtype.itemsize)
+        for call in range(3):
+            x = torch.randn(m, k).to(dtype)
+            w = torch.randn(n, k).to(dtype).t() if transposed else torch.randn(k, n).to(dtype)
+            bias = torch.randn(n).to(dtype) if has_bias else None
+            if bias is not None:
+                dist.broadcast(bias, 0)
+            y = torch.full((m, n), torch.nan, dtype=dtype)
+            with warnings.catch_warnings():
+                # the interpreter's own: it takes the bound of a loop from an array of one element
+                warnings.simplefilter("ignore", DeprecationWarning)
+                launch(how, memory, 0, x, w, bias, y)
+            want = x.double() @ w.double()
+            partial = (x @ w).float()
+            dist.all_reduce(want)
+            dist.all_reduce(partial)
+            if bias is not None:
+                want, partial = want + bias, partial + bias
+            error, plain = (
+                (t.double() - want).norm() / want.norm() for t in (y, partial.to(dtype))
+            )
+            everyone = [torch.empty_like(y) for _ in range(ranks)]
+            dist.all_gather(everyone, y)
+            same = all(torch.equal(y, other) for other in everyone)
+            if not error <= 2 * plain + 1e-7 or not same:
+                found.append(f"{how.spec} {m},{n},{k} {dtype} call {call}: {error:.1e}, {same=}")
+    assert not memory.fault.any() and memory.state.tolist()[1:] == [0, 0]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("shots, by", WAYS)
+def test_the_sum_over_ranks(pool: RankPool, shots: int, by: str, ranks: int):
+    cases = [
+        (way(shots, by), m, n, k, dtype, has_bias, transposed)
+        for (m, n, k), dtype, has_bias, transposed in [
+            ((1, 64, 64), torch.float16, False, True),
+            ((3, 56, 40), torch.float32, True, False),  # nothing divides
+            ((17, 16, 32), torch.float32, False, True),
+        ]
+    ]
+    assert pool.run(wrong_sums, ranks, cases) == [[]] * ranks
+
+
+@pytest.mark.parametrize("epoch", [-2, 2**31 - 2])
+@pytest.mark.parametrize("shots, by", WAYS)
+def test_epochs_wrap(pool: RankPool, shots: int, by: str, epoch: int):
+    cases = [(way(shots, by), m, 32, 32, torch.float32, False, True) for m in (1, 2, 1)]
+    assert pool.run(wrong_sums, 2, cases, epoch) == [[]] * 2
