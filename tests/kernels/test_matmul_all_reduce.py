@@ -57,7 +57,7 @@ def wrong_sums(rank: int, ranks: int, cases: list[tuple[Any, ...]], epoch: int =
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("shots, by", WAYS)
+@pytest.mark.parametrize(("shots", "by"), WAYS)
 def test_the_sum_over_ranks(pool: RankPool, shots: int, by: str, ranks: int):
     cases = [
         (way(shots, by), m, n, k, dtype, has_bias, transposed)
@@ -71,7 +71,7 @@ def test_the_sum_over_ranks(pool: RankPool, shots: int, by: str, ranks: int):
 
 
 @pytest.mark.parametrize("epoch", [-2, 2**31 - 2])
-@pytest.mark.parametrize("shots, by", WAYS)
+@pytest.mark.parametrize(("shots", "by"), WAYS)
 def test_epochs_wrap(pool: RankPool, shots: int, by: str, epoch: int):
     cases = [(way(shots, by), m, 32, 32, torch.float32, False, True) for m in (1, 2, 1)]
     assert pool.run(wrong_sums, 2, cases, epoch) == [[]] * 2

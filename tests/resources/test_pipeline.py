@@ -289,8 +289,11 @@ def test_neighbours_in_one_buffer_are_apart():
     ],
 )
 @pytest.mark.parametrize("op", [None, Eager, Captured])
-def test_a_pipeline_of_one_kind_is_refused(stages: str, got: str, op: Any):
+def test_a_pipeline_of_one_kind_is_refused(
+    monkeypatch: pytest.MonkeyPatch, stages: str, got: str, op: Any
+):
     made = pipeline()
+    monkeypatch.setattr(made, "agree", lambda _: None)  # there are no other ranks
     for kind in stages:
         made.compute(nothing, reads=[], writes=[X]) if kind == "c" else made.all_reduce(X)
     with pytest.raises(InputError) as caught:
@@ -350,3 +353,29 @@ def test_the_number_of_ranks_shows_in_the_signature(monkeypatch: pytest.MonkeyPa
     here = made.signature()
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     assert made.signature() != here
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"call": X}, "call must be callable, got Tensor; pass lambda: torch.mm(a, b, out=c)"),
+        ({"reads": X}, "reads must be a list of tensors, got Tensor"),
+        ({"writes": X}, "writes must be a list of tensors, got Tensor"),
+        ({"writes": [X, None]}, "writes must be a list of tensors, got list"),
+    ],
+)
+def test_a_stage_of_something_else_is_refused(arguments: dict[str, Any], text: str):
+    made = pipeline()
+    with pytest.raises(InputError) as caught:
+        made.compute(**{"call": nothing, "reads": [], "writes": [X]} | arguments)
+    assert str(caught.value) == f"Pipeline.compute: {text}"
+    assert not made.stages
+
+
+def test_a_device_is_what_tensors_say(monkeypatch: pytest.MonkeyPatch):
+    made: Any = Pipeline(None, "cpu:0")  # type: ignore[arg-type]
+    assert made.device == X.device
+    with pytest.raises(InputError, match="memory must be 'peers' or 'library', got 'peer'"):
+        made.empty(4, dtype=torch.float32, memory="peer")
+    with pytest.raises(InputError, match=r"shape must be whole numbers, got \(torch.Size"):
+        made.empty(torch.Size([4]), dtype=torch.float32)

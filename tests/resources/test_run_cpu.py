@@ -11,7 +11,7 @@ from rankpool import RankPool
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError
-from counterpoint.measure.tune_resources import check_equal, tune
+from counterpoint.measure.tune_resources import tune
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager
@@ -278,7 +278,7 @@ def signatures(rank: int, ranks: int) -> list[str]:
         y = pipeline.empty(12, dtype=x.dtype) if open_ else torch.zeros(12)
         pipeline.compute(lambda: None, reads=[], writes=[x])
         pipeline.all_to_all(y, x)
-        check_equal(pipeline)
+        pipeline.agree("tune")
         found.append(pipeline.signature())
     return found
 
@@ -293,9 +293,34 @@ def first_differing(rank: int, ranks: int) -> str:
     if rank:
         for name in ("one more", "and another"):
             pipeline.compute(lambda: None, reads=[x], writes=[x], name=name)
-    return said(check_equal, pipeline)
+    return said(pipeline.agree, "tune")
 
 
 def test_of_several_stages_too_many_the_first_is_named(pool: RankPool):
     for text in pool.run(first_differing, 2):
         assert "'one more: compute" in text, text
+
+
+def runs_of_another(rank: int, ranks: int) -> str:
+    pipeline, x = Pipeline(world()), torch.zeros(12)
+    pipeline.compute(lambda: None, reads=[], writes=[x])
+    pipeline.all_reduce(x, reduction="avg" if rank else "sum")
+    return said(Eager, pipeline)
+
+
+def test_ranks_that_run_another_pipeline_are_told(pool: RankPool):
+    for text in pool.run(runs_of_another, 2):
+        assert text.startswith("InputError: run: pipeline must be equal on all ranks"), text
+        assert "avg" in text and "sum" in text
+
+
+def stage_too_late(rank: int, ranks: int) -> str:
+    pipeline = exchange()
+    run = Eager(pipeline)
+    pipeline.compute(lambda: None, reads=[], writes=[torch.zeros(1)])
+    return said(lambda _: run(), pipeline)
+
+
+def test_a_stage_added_later_is_not_left_out_silently(pool: RankPool):
+    for text in pool.run(stage_too_late, 2):
+        assert "InputError: run: pipeline must be of " in text and "make another Eager" in text

@@ -1,4 +1,4 @@
-"""y = sum over ranks of x w, for few rows: the matmul of decoding and its all-reduce, in one kernel.
+"""y = sum over ranks of x w for few rows: a matmul of decoding and its all-reduce, in one kernel.
 
 Each program multiplies tiles of columns over the whole of K and sends each one off as soon as it is
 done; the sum over the ranks comes after its last tile, when the others have arrived. Three ways:
@@ -7,12 +7,13 @@ done; the sum over the ranks comes after its last tile, when the others have arr
 - two shots: a tile's columns are divided among the ranks; each sums its part and gives it to all.
 - by words or by flags (see peer.py): words for few bytes, where a fence costs more than it saves.
 
-Partials travel as fp32 words, or behind flags in the dtype of y; they are summed in fp32, in the
-order of ranks, and rounded once. All ranks hold the same bits.
+Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in the order of ranks,
+and rounded once. All ranks hold the same bits.
 
-Cells of each rank, for even and for odd epochs: slots of partials by sender, [ranks, tiles, ROWS,
-columns of a tile or part], then results [tiles, ROWS, BLOCK_N]. Its flags: [2, 2, tiles, ranks], of
-even and odd epochs, of slots and results. Words, other cells, and flags are in memories of their own.
+Cells of each rank, for even and for odd epochs: slots of partials by sender, [ranks, tiles, rows,
+columns of a tile or part], then results [tiles, rows, BLOCK_N]. A cell is a word of two rows, or
+of one fp32 value, or behind flags a value. Flags: [2, 2, tiles, ranks], of even and odd epochs, of
+slots and results. Words, other cells, and flags are in memories of their own.
 """
 
 import triton
@@ -20,11 +21,13 @@ import triton.language as tl
 
 from counterpoint.kernels.peer import (
     next_epoch,
+    pack,
     peer_ptr,
     post,
     put,
     put_words,
     take_words,
+    unpack,
     wait,
 )
 
@@ -61,6 +64,35 @@ def partial_tile(
     return acc
 
 
+@triton.jit
+def to_cells(
+    acc, ROWS: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr,
+    OUT: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLS] of fp32 as cells: int32 for words, [ROWS / 2, COLS] of them if in pairs."""
+    if PAIRS:
+        low, high = tl.split(tl.permute(tl.reshape(acc, (ROWS // 2, 2, COLS)), (0, 2, 1)))
+        return pack(low, high, OUT)
+    if WORDS:
+        return acc.to(tl.int32, bitcast=True)
+    return acc.to(OUT)
+
+
+@triton.jit
+def sum_of_ranks(
+    cells, bias, ROWS: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr,
+    PAIRS: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Sum of [WORLD, rows, COLS] cells over the ranks, plus [1, COLS]: [ROWS, COLS] in fp32."""
+    if PAIRS:
+        low, high = unpack(cells, OUT)
+        low, high = tl.sum(low, 0) + bias, tl.sum(high, 0) + bias
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (ROWS, COLS))
+    if WORDS:
+        return tl.sum(cells.to(tl.float32, bitcast=True), 0) + bias
+    return tl.sum(cells.to(tl.float32), 0) + bias
+
+
 @triton.jit(do_not_specialize=["M", "rank", "tag", "timeout_ns"])
 def matmul_all_reduce_kernel(
     x_ptr,  # [M, K], the columns of a row without gaps
@@ -92,11 +124,14 @@ def matmul_all_reduce_kernel(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    OUT: tl.constexpr = y_ptr.dtype.element_ty
+    PAIRS: tl.constexpr = WORDS and ROWS > 1 and OUT.primitive_bitwidth == 16
+    HIGH: tl.constexpr = ROWS // 2 if PAIRS else ROWS  # rows of cells
+    STEP: tl.constexpr = 2 if PAIRS else 1
     PART: tl.constexpr = BLOCK_N // WORLD  # columns of a tile that one rank sums
     COLS: tl.constexpr = BLOCK_N if SHOTS == 1 else PART  # of a slot
-    TILE: tl.constexpr = ROWS * BLOCK_N
-    SLOT: tl.constexpr = ROWS * COLS
-    OUT: tl.constexpr = y_ptr.dtype.element_ty
+    TILE: tl.constexpr = HIGH * BLOCK_N
+    SLOT: tl.constexpr = HIGH * COLS
     CELL: tl.constexpr = tl.int64 if WORDS else OUT
     CELL_BYTES: tl.constexpr = CELL.primitive_bitwidth // 8
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -105,90 +140,86 @@ def matmul_all_reduce_kernel(
     works = tl.load(state_ptr + 2) == 0
     ranks = tl.arange(0, WORLD)
     everyone = works & (ranks >= 0)
-    offs_m, offs_n = tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
+    offs_h, offs_n = tl.arange(0, HIGH), tl.arange(0, BLOCK_N)
+    rows = works & (offs_h * STEP < M)
 
     turn = (epoch & 1).to(tl.int64) * turn_bytes
     flags = (epoch & 1) * 2 * num_tiles * WORLD  # those of slots; of results behind them
     sent = tl.cast(num_tiles, tl.int64) * SLOT  # cells of one sender's slots
     results = turn + WORLD * sent * CELL_BYTES
-    # a slot as [WORLD, ROWS, COLS] cells, one for each rank that it goes to or comes from
-    cell = offs_m[None, :, None] * COLS + tl.arange(0, COLS)[None, None, :]
-    live = (offs_m < M)[None, :, None] & works & (ranks[:, None, None] >= 0) & (cell >= 0)
+    # a slot as [WORLD, HIGH, COLS] cells, one for each rank that it goes to or comes from
+    cell = offs_h[None, :, None] * COLS + tl.arange(0, COLS)[None, None, :]
+    live = rows[None, :, None] & (ranks[:, None, None] >= 0) & (cell >= 0)
 
     for tile in range(program, num_tiles, programs):
         acc = partial_tile(
             x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
             ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
         )  # fmt: skip
+        mine = to_cells(acc, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
         to = peer_ptr(cells_ptr, ranks, turn, CELL)[:, None, None]
         to = to + (rank * sent + tile * SLOT + cell)
         if SHOTS == 1:
-            put_words(to, tl.broadcast_to(acc[None, :, :], (WORLD, ROWS, COLS)), epoch, live)
+            parts = tl.broadcast_to(mine[None, :, :], (WORLD, HIGH, COLS))
         else:
-            parts = tl.permute(tl.reshape(acc, (ROWS, WORLD, PART)), (1, 0, 2))
-            if WORDS:
-                put_words(to, parts, epoch, live)
-            else:
-                put(to, parts.to(OUT), live)
-                flag = flags + tile * WORLD + rank
-                post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone)
+            parts = tl.permute(tl.reshape(mine, (HIGH, WORLD, PART)), (1, 0, 2))
+        if WORDS:
+            put_words(to, parts, epoch, live)
+        else:
+            put(to, parts, live)
+            flag = flags + tile * WORLD + rank
+            post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone)
 
     late = tl.zeros((WORLD,), tl.int32)
     from_all = peer_ptr(cells_ptr, rank, turn, CELL) + ranks.to(tl.int64)[:, None, None] * sent
-    if SHOTS == 2:
-        for tile in range(program, num_tiles, programs):
+    own = rank * PART if SHOTS == 2 else 0  # first of the columns of a tile that are summed here
+    for tile in range(program, num_tiles, programs):
+        if WORDS:
+            parts, slow = take_words(from_all + (tile * SLOT + cell), epoch, live, timeout_ns)
+            late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
+        else:
+            flag = flags + tile * WORLD + ranks
+            slow = wait(peer_ptr(flags_ptr, rank, flag * 4, tl.int32), epoch, everyone, timeout_ns)
+            late = late | slow.to(tl.int32)
             at = from_all + (tile * SLOT + cell)
-            if WORDS:
-                parts, slow = take_words(at, epoch, live, timeout_ns)
-                late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
-            else:
-                flag = flags + tile * WORLD + ranks
-                slow = wait(
-                    peer_ptr(flags_ptr, rank, flag * 4, tl.int32), epoch, everyone, timeout_ns
-                )
-                late = late | slow.to(tl.int32)
-                parts = tl.load(at, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
-            part = tl.sum(parts, 0)
-            if HAS_BIAS:
-                cols = tile * BLOCK_N + rank * PART + tl.arange(0, PART)
-                part += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+            parts = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
+        cols = tile * BLOCK_N + own + tl.arange(0, COLS)[None, :]
+        bias = tl.zeros((1, COLS), tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        total = sum_of_ranks(parts, bias, ROWS, COLS, WORDS, PAIRS, OUT)
+        if SHOTS == 1:
+            store_tile(y_ptr, total, cols, M, N, ROWS)
+        else:
             # the own part of the result, to everyone
-            cols = rank * PART + tl.arange(0, PART)
-            to = peer_ptr(cells_ptr, ranks, results, CELL)[:, None, None]
-            to = to + (tile * TILE + offs_m[None, :, None] * BLOCK_N + cols[None, None, :])
-            sums = tl.broadcast_to(part[None, :, :], (WORLD, ROWS, PART))
+            sums = to_cells(total, ROWS, PART, WORDS, PAIRS, OUT)
+            sums = tl.broadcast_to(sums[None, :, :], (WORLD, HIGH, PART))
+            place = offs_h[None, :, None] * BLOCK_N + (own + tl.arange(0, PART))[None, None, :]
+            to = peer_ptr(cells_ptr, ranks, results, CELL)[:, None, None] + (tile * TILE + place)
             if WORDS:
                 put_words(to, sums, epoch, live)
             else:
-                put(to, sums.to(OUT), live)
+                put(to, sums, live)
                 flag = flags + (num_tiles + tile) * WORLD + rank
                 post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone)
 
-    rows = offs_m[:, None] < M
-    for tile in range(program, num_tiles, programs):
-        cols = tile * BLOCK_N + offs_n[None, :]
-        if SHOTS == 1:
-            parts, slow = take_words(from_all + (tile * SLOT + cell), epoch, live, timeout_ns)
-            late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
-            total = tl.sum(parts, 0)
-            if HAS_BIAS:
-                total += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        else:
-            at = peer_ptr(cells_ptr, rank, results, CELL) + tile * TILE
-            at = at + (offs_m[:, None] * BLOCK_N + offs_n[None, :])
+    if SHOTS == 2:
+        place = offs_h[:, None] * BLOCK_N + offs_n[None, :]
+        for tile in range(program, num_tiles, programs):
+            at = peer_ptr(cells_ptr, rank, results, CELL) + (tile * TILE + place)
+            some = rows[:, None] & (place >= 0)
             if WORDS:
-                total, slow = take_words(at, epoch, rows & works & (cols >= 0), timeout_ns)
-                slow = tl.reshape(slow.to(tl.int32), (ROWS, WORLD, PART))
+                sums, slow = take_words(at, epoch, some, timeout_ns)
+                slow = tl.reshape(slow.to(tl.int32), (HIGH, WORLD, PART))
                 late = late | tl.max(tl.max(slow, 2), 0)
             else:
                 flag = flags + (num_tiles + tile) * WORLD + ranks
-                slow = wait(
-                    peer_ptr(flags_ptr, rank, flag * 4, tl.int32), epoch, everyone, timeout_ns
-                )
-                late = late | slow.to(tl.int32)
-                total = tl.load(at, mask=rows & works, other=0.0, cache_modifier=".cg")
-        y_ptrs = y_ptr + offs_m[:, None].to(tl.int64) * N + cols
-        tl.store(y_ptrs, total.to(OUT), mask=rows & (cols < N))
+                ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
+                late = late | wait(ptrs, epoch, everyone, timeout_ns).to(tl.int32)
+                sums = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
+            bias = tl.zeros((1, BLOCK_N), tl.float32)
+            total = sum_of_ranks(sums[None, :, :], bias, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
+            store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, ROWS)
 
     if tl.max(late, 0) > 0:
         tl.store(state_ptr + 2, 1)
@@ -196,6 +227,14 @@ def matmul_all_reduce_kernel(
         bits = tl.sum(tl.where(late > 0, 1 << (ranks % 32), 0).to(tl.int64))
         tl.store(fault_ptr, (bits << 32) | (tag + 1))
     # the last program to end moves the epoch on: all have read it by then
-    if tl.atomic_add(state_ptr + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
+    if tl.atomic_add(state_ptr + 1, 1, sem="relaxed", scope="gpu") == programs - 1:
         tl.store(state_ptr + 1, 0)
         tl.store(state_ptr, epoch)
+
+
+@triton.jit
+def store_tile(y_ptr, total, cols, M, N, ROWS: tl.constexpr):
+    """Store [ROWS, ..] of fp32 at columns `cols`, [1, ..], of y."""
+    offs_m = tl.arange(0, ROWS)[:, None]
+    y_ptrs = y_ptr + offs_m.to(tl.int64) * N + cols
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(offs_m < M) & (cols < N))

@@ -4,19 +4,19 @@ Two ways to hand over data, both without a library and without a kernel of its o
 
 - **flags**: `put` stores a tile into the peer's memory, `post` releases a flag behind it, `wait`
   acquires flags. All flags of a block are posted, and polled, as one vector: one fence in all.
-- **words**: `put_words` stores each fp32 value together with the epoch in one 8-byte word, which
+- **words**: `put_words` stores every 4 bytes together with the epoch in one 8-byte word, which
   arrives whole; `take_words` polls the data itself. No fence and no flag, twice the bytes.
 
-Memory order. What a block has stored with `put` before `post` is seen by a block that has returned
-from `wait` on that flag: the barrier in `post` gathers the stores of all threads, its release pairs
-with the acquire of `wait`, whose barrier hands the acquired order to all threads. Words need none of
-that: nothing else is published by them.
+Memory order. What a block has stored with `put` before `post` is seen by a block that has
+returned from `wait` on that flag: the barrier in `post` gathers the stores of all threads, its
+release pairs with the acquire of `wait`, whose barrier hands that order to all threads. Words need
+none of it: nothing else is published by them.
 
 Epochs. A flag or word holds the number of the call that wrote it and is compared by equality, so
-nothing is ever reset. `next_epoch` leaves out 0, which fresh memory holds, and its parity alternates:
-memory, flags included, is used in two halves in turn. A rank may then be in the next call while a
-late peer still reads this one's half, and not further, if in every call each rank hears of all others
-before it ends. Memory that once held words or flags must hold nothing else.
+nothing is ever reset. `next_epoch` leaves out 0, which fresh memory holds, and its parity
+alternates: memory, flags included, is used in two halves in turn. A rank may then be in the next
+call while a late peer still reads this one's half, and not further, if in every call each rank
+hears of all others before it ends. What once held words or flags must hold nothing else.
 
 Forward progress. A kernel that waits needs its whole grid resident on every rank, and what program
 p waits for must come from programs <= p of its peers.
@@ -95,16 +95,16 @@ def wait(flag_ptrs, epoch, mask, timeout_ns):
 
 
 @triton.jit
-def put_words(word_ptrs, values, epoch, mask):
-    """Store fp32 values where peers poll them: each with the epoch, in one 8-byte store.
+def put_words(word_ptrs, bits, epoch, mask):
+    """Store 4 bytes where a peer polls them: with the epoch, in one 8-byte store.
 
     Args:
         word_ptrs: tensor of pointers to int64, multiples of 8.
-        values: tensor of fp32, of the same shape.
+        bits: tensor of int32 of the same shape; see `pack` for two 16-bit values.
         epoch: int32, not 0.
         mask: of `word_ptrs`.
     """
-    low = values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    low = bits.to(tl.int64) & 0xFFFFFFFF
     tl.store(word_ptrs, (epoch.to(tl.int64) << 32) | low, mask=mask)
 
 
@@ -115,11 +115,11 @@ def take_words(word_ptrs, epoch, mask, timeout_ns):
     Args:
         word_ptrs: tensor of pointers to int64, in own memory.
         epoch: int32, not 0.
-        mask: of `word_ptrs`; 0.0 where it is False.
+        mask: of `word_ptrs`; the bits are 0 where it is False.
         timeout_ns: int64, how long to wait.
 
     Returns:
-        Tensor of fp32, and a tensor of bool: the words that are late.
+        Tensor of int32, and a tensor of bool: the words that are late.
     """
     words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
     late = mask & ((words >> 32).to(tl.int32) != epoch)
@@ -129,4 +129,19 @@ def take_words(word_ptrs, epoch, mask, timeout_ns):
         words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
         late = mask & ((words >> 32).to(tl.int32) != epoch)
         waiting = (tl.sum(late.to(tl.int32)) > 0) & (now_ns() - start_ns < timeout_ns)
-    return tl.where(mask, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0), late
+    return words.to(tl.int32), late
+
+
+@triton.jit
+def pack(low, high, DTYPE: tl.constexpr):
+    """The bits of two tensors, rounded to a 16-bit DTYPE, as one of int32."""
+    low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def unpack(bits, DTYPE: tl.constexpr):
+    """The two tensors of `pack`, in fp32."""
+    low = bits.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -123,11 +122,13 @@ def tune(
             allocates, or an argument is wrong. Nothing was launched, except for the stages.
         UnsupportedError: the pipeline is not on NVIDIA GPUs, or cannot be captured.
     """
+    register = os.environ.get("NCCL_GRAPH_REGISTER")
+    pipeline.agree("tune", (mode, budget_s, space, remember, register))
+    pipeline.check("tune")
     if mode not in MODES:
         raise InputError("tune", "mode", want=f"one of {', '.join(MODES)}", got=repr(mode))
     if not budget_s > 0:
         raise InputError("tune", "budget_s", want="seconds > 0", got=budget_s)
-    check_equal(pipeline, (mode, budget_s, space, remember, os.environ.get("NCCL_GRAPH_REGISTER")))
     if pipeline.device.type != "cuda" or torch.version.hip:
         raise UnsupportedError(
             f"tune: measures, and needs NVIDIA GPUs for it; the pipeline is on {pipeline.device}"
@@ -145,32 +146,6 @@ def tune(
         save_controls(place[0], _written(found), *place[1:])
     runner = (Captured if mode == "graph" else Eager)(pipeline, found.best)
     return Tuned(pipeline, mode, found, remembered, runner.__enter__())
-
-
-def check_equal(pipeline: Pipeline, more: object = None) -> None:
-    """Compare the pipelines of all ranks, and refuse them all if one cannot be tuned.
-
-    Args:
-        pipeline: of this rank.
-        more: arguments that must be equal too.
-
-    Raises:
-        InputError: ranks have different ones, or one has no collective or no compute; names the
-            first that differs from rank 0.
-    """
-    said = gather_object((pipeline.signature(), repr(more)), pipeline.group)
-    for rank, (signature, arguments) in enumerate(said):
-        if arguments != said[0][1]:
-            got = f"{arguments} on rank {rank}, {said[0][1]} on rank 0"
-            raise InputError("tune", "arguments", want="equal on all ranks", got=got)
-        if signature != said[0][0]:
-            lines = zip_longest(
-                signature.splitlines(), said[0][0].splitlines(), fillvalue="nothing"
-            )
-            here, there = next((a, b) for a, b in lines if a != b)
-            got = f"{here!r} on rank {rank}, {there!r} on rank 0"
-            raise InputError("tune", "pipeline", want="equal on all ranks", got=got)
-    pipeline.check("tune")
 
 
 def _search(
@@ -204,8 +179,15 @@ def _key(pipeline: Pipeline, mode: Mode, space: Space | None) -> str:
         {shape.triton_footprint(k).name for s in pipeline.stages if isinstance(s, Compute)
          for k in s.kernels}
     )  # fmt: skip
-    facts = f"{space} {able} {kernels} nccl {torch.cuda.nccl.version()}"
+    codes = [_code(s.call) for s in pipeline.stages if isinstance(s, Compute)]
+    facts = f"{space} {able} {kernels} {codes} nccl {torch.cuda.nccl.version()}"
     return f"{mode} {pipeline.key()} {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+def _code(call: Callable[[], object]) -> tuple[object, ...]:
+    """What a stage's call does, as far as its code says."""
+    code: Any = getattr(call, "__code__", None)
+    return (code.co_code, code.co_names) if code else (getattr(call, "__qualname__", ""),)
 
 
 def _written(found: Found) -> dict[str, Any]:

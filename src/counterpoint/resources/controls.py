@@ -64,6 +64,13 @@ class Controls:
             if not holds:
                 raise InputError("Controls", field, want=want, got=getattr(self, field), fix=fix)
 
+        for field in ("overlap", "priority", "carve_out"):
+            check(type(getattr(self, field)) is bool, field, "True or False")
+        for field in ("pieces", "max_ctas", "num_sms", "green_sms"):
+            check(type(getattr(self, field)) is int, field, "a whole number")
+        check(self.blocks_per_sm is None or type(self.blocks_per_sm) is int, "blocks_per_sm",
+              "None or a whole number")  # fmt: skip
+        check(isinstance(self.delay_s, int | float), "delay_s", "seconds")
         check(1 <= self.pieces <= MAX_PIECES, "pieces", f"from 1 to {MAX_PIECES}")
         check(self.along in ("m", "n"), "along", "'m' or 'n'")
         check(self.pieces > 1 or self.along == "m", "along", "'m' where nothing is cut")
@@ -131,8 +138,11 @@ class Controls:
             else:
                 found = None
             if found is None or kind != "overlap" or found[0] in values:
-                want = "controls as Controls.spec writes them"
-                raise InputError("Controls.parse", "spec", want=want, got=repr(spec))
+                want = (
+                    "'sequential', or 'overlap' and words such as priority, delay=5us, pieces=4, "
+                    "along=n, blocks_per_sm=2, carve_out, copy_engine, zero_cta, max_ctas=16"
+                )
+                raise InputError("Controls.parse", "spec", want=want, got=f"{word!r} in {spec!r}")
             values[found[0]] = found[1]
         return cls(**values)
 

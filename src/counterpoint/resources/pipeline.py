@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.resources.zero_cta import ZeroCta
+from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -97,7 +99,13 @@ class Pipeline:
             here = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if here else "cpu"
         self.group = group
-        self.device = torch.device(device)
+        device = torch.device(device)
+        # as tensors name theirs: a GPU with its index, the CPU without
+        if device.type == "cuda":
+            self.device = torch.empty(0, device=device).device
+        else:
+            self.device = torch.device(device.type)
+        self._agreed = 0  # stages that the ranks have compared
         self.symmetric: list[SymmetricMemory] = []
         self.zero_cta: ZeroCta | None = None
         self.kept: dict[object, Any] = {}  # communicators and lanes that controls have set up
@@ -125,10 +133,15 @@ class Pipeline:
                 "library": registered with NCCL, for its zero-CTA collectives.
 
         Raises:
-            InputError: shapes differ between ranks, or hold nothing.
+            InputError: sizes differ between ranks or are none, or `memory` is another word.
             UnsupportedError: the GPUs do not reach each other; NCCL cannot, and why.
             torch.OutOfMemoryError: a rank is out of memory.
         """
+        if memory not in ("peers", "library"):
+            want = "'peers' or 'library'"
+            raise InputError("Pipeline.empty", "memory", want=want, got=repr(memory))
+        if not all(type(n) is int for n in shape):  # how many is compared by all ranks
+            raise InputError("Pipeline.empty", "shape", want="whole numbers", got=shape)
         if memory == "library":
             if self.zero_cta is None:
                 self.zero_cta = ZeroCta(self.group, self.device)
@@ -160,6 +173,14 @@ class Pipeline:
             InputError: a tensor is on another device, or nothing is written.
         """
         name = name or f"compute {len(self._stages)}"
+        if not callable(call):
+            fix = "pass lambda: torch.mm(a, b, out=c)"
+            got = type(call).__name__
+            raise InputError("Pipeline.compute", "call", want="callable", got=got, fix=fix)
+        for given, some in (("reads", reads), ("writes", writes)):
+            if not isinstance(some, list | tuple) or not all(isinstance(t, Tensor) for t in some):
+                want, got = "a list of tensors", type(some).__name__
+                raise InputError("Pipeline.compute", given, want=want, got=got)
         if not writes:
             fix = "what depends on the stage follows from it"
             raise InputError(
@@ -282,6 +303,32 @@ class Pipeline:
             ]
             want = "of compute stages and collectives"
             raise InputError(op, "pipeline", want=want, got=f"one without {' or '.join(missing)}")
+
+    def agree(self, op: str, more: object = None) -> None:
+        """Compare the pipelines of all ranks, once for these stages. All ranks call this.
+
+        Args:
+            op: for the message.
+            more: arguments that must be equal too; with some, they are compared at each call.
+
+        Raises:
+            InputError: ranks have different ones; names the first that differs from rank 0.
+        """
+        if more is None and self._agreed == len(self._stages):
+            return
+        said = gather_object((self.signature(), repr(more)), self.group)
+        for rank, (signature, arguments) in enumerate(said):
+            if arguments != said[0][1]:
+                got = f"{arguments} on rank {rank}, {said[0][1]} on rank 0"
+                raise InputError(op, "arguments", want="equal on all ranks", got=got)
+            if signature != said[0][0]:
+                lines = zip_longest(
+                    signature.splitlines(), said[0][0].splitlines(), fillvalue="nothing"
+                )
+                here, there = next((a, b) for a, b in lines if a != b)
+                got = f"{here!r} on rank {rank}, {there!r} on rank 0"
+                raise InputError(op, "pipeline", want="equal on all ranks", got=got)
+        self._agreed = len(self._stages)
 
     def signature(self) -> str:
         """What ranks must agree on and what a result is remembered by: stages, sizes, order."""

@@ -33,15 +33,17 @@ class Eager:
         controls: that hold meanwhile.
 
     Raises:
-        InputError: a control cannot be had here; the message says why.
+        InputError: ranks have different pipelines, or a control cannot be had here, and why.
         UnsupportedError: a kernel cannot be shaped, or this machine lacks what a control needs.
     """
 
     def __init__(self, pipeline: Pipeline, controls: Controls = OFF) -> None:
+        pipeline.agree("run")
         pipeline.check("run")
         controls.way_in("eager")
         self.pipeline, self.controls = pipeline, controls
         self._lanes = Lanes(pipeline, controls)
+        self._num_stages = len(pipeline.stages)
         self._undo = ExitStack()
         self._holds = False
 
@@ -83,6 +85,9 @@ class Eager:
         """
         wanted = self.controls
         _check_entered(self._holds or not (_shape_of(wanted) != Shape() or wanted.num_sms), wanted)
+        if len(self.pipeline.stages) != self._num_stages:
+            want, got = f"of {self._num_stages} stages as made", len(self.pipeline.stages)
+            raise InputError("run", "pipeline", want=want, got=got, fix="make another Eager")
         check_peers(self.pipeline)
         self._lanes.enqueue()
 
@@ -102,6 +107,7 @@ class Captured:
     """
 
     def __init__(self, pipeline: Pipeline, controls: Controls = OFF) -> None:
+        pipeline.agree("run")
         pipeline.check("run")
         controls.way_in("graph")
         if pipeline.device.type != "cuda" or torch.version.hip:

@@ -56,8 +56,11 @@ def turn_bytes(way: Fused, m: int, n: int, ranks: int, item_bytes: int) -> int:
         ranks: of the group.
         item_bytes: of the dtype of y.
     """
-    tiles, tile = -(-n // way.block_n), padded_rows(m) * way.block_n
-    cell_bytes = 8 if way.by == "words" else item_bytes
+    rows, words = padded_rows(m), way.by == "words"
+    cell_bytes = 8 if words else item_bytes
+    # two rows of a 16-bit dtype share a word
+    rows //= 2 if words and rows > 1 and item_bytes == 2 else 1
+    tiles, tile = -(-n // way.block_n), rows * way.block_n
     slots = ranks * tiles * tile if way.shots == 1 else tiles * tile
     return -(-(slots + tiles * tile) * cell_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
