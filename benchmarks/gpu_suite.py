@@ -22,8 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS_S = {"smoke": (100, 60), "full": (160, 210), "slow": (0, 0)}  # tests, benchmark
 LOOPS_S = 520  # of the resource experiment: about 340 s with 4 GPUs, slow 440 s
+DECODE_S = 120
 SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "tests", "bench", "training", "sharing", "resources")
+PARTS = ("hardware", "characterize", "tests", "bench", "training", "decode", "sharing",
+         "resources")  # fmt: skip
 
 
 def main() -> int:
@@ -49,7 +51,8 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
         ("hardware", "hardware"), ("characterize", "characterize"), ("bench", "overlap"),
-        ("training", "training"), ("sharing", "sharing"), ("resources", "resources"),
+        ("training", "training"), ("decode", "decode"), ("sharing", "sharing"),
+        ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
@@ -62,6 +65,7 @@ def main() -> int:
         "tests": (tests, test_s),
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),
+        "decode": (["benchmarks/decode.py", *suite, "--soak", "200000"], DECODE_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
     }

@@ -303,7 +303,8 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
         bars_table,
         "CUDA graphs, medians of the slowest rank in one randomised rotation; the bar is what "
         "we set out to reach on 8 GPUs, which have not been measured; bold meets it. Ideal: by the "
-        "faster transport, with SM collectives kept by the library's kernels. In parentheses the 95 % interval of the rounds' own ratios.",
+        "faster transport, with SM collectives kept by the library's kernels. In parentheses the "
+        "95 % interval of the rounds' own ratios.",
     ),
     "arms": (
         arms_table,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from counterpoint.measure.tune import tune
     from counterpoint.model.estimate import estimate
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
+    from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from counterpoint.plan.bind import bind
     from counterpoint.plan.families import build
@@ -56,6 +57,7 @@ _HOME = {
     "check": "runtime.groups",
     "choose": "choose.choose",
     "estimate": "model.estimate",
+    "matmul_all_reduce": "ops.matmul_all_reduce",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
     "preset": "presets",
     "profile": "measure.profile",
@@ -83,6 +85,7 @@ __all__ = [
     "check",
     "choose",
     "estimate",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "preset",
     "profile",

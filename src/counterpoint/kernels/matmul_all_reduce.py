@@ -238,3 +238,30 @@ def store_tile(y_ptr, total, cols, M, N, ROWS: tl.constexpr):
     offs_m = tl.arange(0, ROWS)[:, None]
     y_ptrs = y_ptr + offs_m.to(tl.int64) * N + cols
     tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(offs_m < M) & (cols < N))
+
+
+@triton.jit(do_not_specialize=["M"])
+def partial_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wk,
+    stride_wn,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The matmul alone, a tile per program: what of a measurement is fusion, and what is it."""
+    tile = tl.program_id(0)
+    acc = partial_tile(
+        x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
+        ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
+    )  # fmt: skip
+    store_tile(y_ptr, acc, (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :], M, N, ROWS)

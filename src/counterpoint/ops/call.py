@@ -8,7 +8,7 @@ call looks itself up, allocates its results and runs.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,8 +67,18 @@ class Operator:
     outputs: Callable[[Sequence[Tensor | None], Sequence[int], int, int], tuple[Output, ...]]
 
 
+class Runnable(Protocol):
+    """A call whose facts have been checked."""
+
+    workspace: Workspace
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run on the current stream; the results are new tensors."""
+        ...
+
+
 class Ready:
-    """A call whose facts have been checked, compiled."""
+    """A call of a plan whose facts have been checked, compiled."""
 
     def __init__(
         self,
@@ -157,7 +167,7 @@ def repeated(
     key = key_of(op, tensors, group, plan, rows, dim)
     x, *rest = tensors
     workspace = workspace_if_any(group, x.device) if key else None
-    ready: Ready | None = workspace.code.get(key) if workspace and not _checking() else None
+    ready: Runnable | None = workspace.code.get(key) if workspace and not checking() else None
     if ready is None:
         return None, key
     if not dim:
@@ -166,7 +176,7 @@ def repeated(
     return ready((x.movedim(dim, 0), *rest))[0].movedim(0, dim), key
 
 
-def remember(key: tuple[object, ...], ready: Ready) -> None:
+def remember(key: tuple[object, ...], ready: Runnable) -> None:
     """Keep what a call is ready with, so that the next one with equal facts finds it."""
     ready.workspace.remember(key, ready)
 
@@ -197,8 +207,8 @@ def prepare(
     ready: Ready | None = workspace.code.get(key)
     # ranks that disagree would wait for one another, or compute something else: compared at the
     # first call with these facts, and at each call where that is asked for
-    if ready is None or _checking():
-        _compare(operator, tensors, plan, rows, workspace)
+    if ready is None or checking():
+        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
     if ready is not None:
         return ready
     ranks, rank = group.size(), workspace.rank
@@ -233,7 +243,8 @@ def run(
     return prepare(operator, tensors, plan, rows, group_of(group_name))(tensors)
 
 
-def _checking() -> bool:
+def checking() -> bool:
+    """Whether every call is to be compared over the ranks."""
     return os.environ.get("COUNTERPOINT_CHECK") == "1"
 
 
@@ -263,8 +274,9 @@ def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
     return None if plain else lambda t: t.contiguous()
 
 
-def _compare(
-    operator: Operator,
+def compare(
+    op: str,
+    inputs: Sequence[Input],
     tensors: Sequence[Tensor | None],
     plan: str,
     rows: Sequence[int],
@@ -273,18 +285,22 @@ def _compare(
     """Refuse a call whose facts differ between ranks, naming the first that differs.
 
     Not while a graph is captured: ranks cannot talk then.
+
+    Raises:
+        InputError: the facts differ.
+        PeerTimeoutError: a rank did not come.
     """
     if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    here: dict[str, str] = {"op": operator.op}
-    for given, tensor in zip(operator.inputs, tensors, strict=True):
+    here: dict[str, str] = {"op": op}
+    for given, tensor in zip(inputs, tensors, strict=True):
         if given.form == "row":
             here[f"{given.name} is None"] = str(tensor is None)
         elif tensor is not None:
             free = given.own and rows  # a shard then has a dim 0 of its own on each rank
             here[f"{given.name}.shape"] = str(tuple(tensor.shape[1 if free else 0 :]))
     first = next(t for t in tensors if t is not None)
-    here |= {f"{operator.inputs[0].name}.dtype": str(first.dtype), "plan": plan}
+    here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
     here["rows"] = str(tuple(rows))
     try:
         everyone = gather_object(here, workspace.group)
@@ -292,7 +308,7 @@ def _compare(
         gone = workspace.gone()
         who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
         workspace.fault = PeerTimeoutError(
-            f"{operator.op}: {who} did not come to compare its arguments ({error}); the group is "
+            f"{op}: {who} did not come to compare its arguments ({error}); the group is "
             "unusable, restart its ranks",
             rank=gone[0][0] if gone else None,
             step="compare",

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from counterpoint.plan.bind import BoundStep, Program
 from counterpoint.runtime import compute, copy_engine, driver, launch_cuda
 from counterpoint.runtime.compute import Action
-from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by
+from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.replay import addresses
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
@@ -26,9 +26,7 @@ class CudaCode:
     """A program compiled for one GPU's workspace."""
 
     def __init__(self, program: Program, workspace: Workspace) -> None:
-        if workspace.lanes is None:
-            refuse_capture("none: this is the group's first call")
-            workspace.lanes = CudaLanes(workspace)
+        lanes_of(workspace)
         if program.opens >= 0 and not workspace.lanes.signals_compiled:
             refuse_capture("none: this is the group's first call of a plan with signals")
             # all ranks have compiled their signals before one of them waits for another

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.symmetric import SymmetricMemory
 from counterpoint.runtime.workspace import Workspace
 
@@ -69,6 +70,7 @@ class FusedMemory:
         self.workspace = workspace
         self.words, self.tiles, self.flags = (Shared(workspace) for _ in range(3))
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
-        self.fault = torch.zeros(1, dtype=torch.int64)
-        if workspace.device.type == "cuda":
-            self.fault = self.fault.pin_memory()
+        if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
+            self.fault = lanes_of(workspace).fault
+        else:
+            self.fault = torch.zeros(1, dtype=torch.int64)

@@ -11,7 +11,7 @@ from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.replay import Replays
 from counterpoint.runtime.watchdog import Watchdog
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.runtime.workspace import Workspace, refuse_capture
 
 TABLE_WORDS = 1 << 16
 MAX_STEPS = 1 << 12  # of a plan; a fault word holds a program's number and a step's
@@ -117,3 +117,15 @@ class CudaLanes:
         """The addresses of those slots, on the own pad."""
         pad = self.workspace.pads.buffer_ptrs[self.workspace.rank]
         return self.table([pad + 4 * slot for slot, _ in waits])
+
+
+def lanes_of(workspace: Workspace) -> CudaLanes:
+    """The lanes of a workspace on a GPU; made at its first call.
+
+    Raises:
+        InputError: a graph is being captured, and they are not there yet.
+    """
+    if workspace.lanes is None:
+        refuse_capture("none: this is the group's first call")
+        workspace.lanes = CudaLanes(workspace)
+    return workspace.lanes

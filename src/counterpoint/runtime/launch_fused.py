@@ -1,5 +1,6 @@
-"""How fused kernels are launched: tile, way of communication, grid; and the launch itself."""
+"""How matmul_all_reduce is launched as one kernel: tile, way of communication, grid."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,37 +10,82 @@ from counterpoint.errors import InputError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.runtime.fused import FusedMemory
 
+OP = "matmul_all_reduce"
 ALIGN_BYTES = 256
+TILE_BYTES = 100_000  # of the tiles on their way: two blocks are resident on an SM of 227 KiB
+MAX_STAGES = 8
+MAX_RANKS = 32  # that the bits of a fault word name
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One way to run matmul_all_reduce in one kernel.
+    """One way to run it.
 
     Args:
         shots: 1, every rank sums every tile; 2, each sums its part of each and gives it to all.
-        by: "words", each value with its epoch; "flags", the dtype of y behind a flag (two shots).
-        block_n: columns of a tile.
+        by: "words", 4 bytes with the epoch; "flags", values behind a flag (two shots only).
+        block_n: columns of a tile, a multiple of the ranks.
         block_k: of K that is multiplied at a time.
         stages: tiles of w on their way at a time.
         num_warps: of a program.
-        programs: of the grid, at most; all must be resident on every rank.
+
+    Raises:
+        InputError: flags with one shot, or a size that is no power of 2.
     """
 
     shots: Literal[1, 2]
     by: Literal["words", "flags"]
-    block_n: int
-    block_k: int
-    stages: int
-    num_warps: int
-    programs: int
+    block_n: int = 64
+    block_k: int = 64
+    stages: int = 8
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.by == "flags" and self.shots == 1:
+            raise InputError(OP, "plan", want="words with one_shot", got="flags")
+        for name, least in (("block_n", 16), ("block_k", 16), ("num_warps", 1), ("stages", 1)):
+            n: int = getattr(self, name)
+            if n < least or (n & (n - 1) and name != "stages"):
+                raise InputError(OP, "plan", want=f"{name} a power of 2 >= {least}", got=n)
 
     @property
     def spec(self) -> str:
-        """As text."""
+        """As text: "fused two_shot words 64x64x8 warps=4"."""
         way = f"{'one' if self.shots == 1 else 'two'}_shot {self.by}"
-        tile = f"{self.block_n}x{self.block_k}x{self.stages} warps={self.num_warps}"
-        return f"fused {way} {tile} programs={self.programs}"
+        tile = f"{self.block_n}x{self.block_k}x{self.stages}"
+        return f"fused {way} {tile} warps={self.num_warps}"
+
+    @classmethod
+    def parse(cls, spec: str) -> "Fused":
+        """Read what `spec` wrote.
+
+        Raises:
+            InputError: it is other text.
+        """
+        found = re.fullmatch(
+            r"fused (one|two)_shot (words|flags) (\d+)x(\d+)x(\d+) warps=(\d+)", spec
+        )
+        if not found:
+            want = "such as 'fused two_shot words 64x64x8 warps=4'"
+            raise InputError(OP, "plan", want=want, got=repr(spec))
+        shots, by, *sizes = found.groups()
+        return cls(1 if shots == "one" else 2, by, *map(int, sizes))  # type: ignore[arg-type]
+
+
+def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fused:
+    """The way to take for y[m, n], from measurements on H200.
+
+    One shot where a call sends little more than two would; words until their bytes cost more than
+    the fences of flags; tiles so that every SM has one, as deep on their way as two blocks fit.
+    """
+    rows = padded_rows(m)
+    shots: Literal[1, 2] = 1 if rows * (ranks - 1) <= 8 else 2
+    by: Literal["words", "flags"] = "words" if shots == 1 or rows * item_bytes <= 128 else "flags"
+    block_n = 128 if -(-n // 64) > num_sms else 64 if n >= 48 * num_sms else 32
+    block_n = max(block_n, ranks)
+    step_bytes = (block_n + max(rows, 16)) * 64 * item_bytes
+    stages = max(2, min(MAX_STAGES, TILE_BYTES // step_bytes))
+    return Fused(shots, by, block_n, 64, stages, 8 if rows * block_n > 64 * 64 else 4)
 
 
 def padded_rows(m: int) -> int:
@@ -69,46 +115,74 @@ def reserve(way: Fused, memory: FusedMemory, m: int, n: int, item_bytes: int) ->
     """Have the memory that a call needs. Collective and synchronous where it has to grow.
 
     Raises:
-        InputError: memory has to grow while a graph is being captured.
+        InputError: memory has to grow while a graph is being captured; or the ranks do not
+            divide a tile.
     """
     ranks = memory.workspace.group.size()
+    if ranks & (ranks - 1) or way.block_n % ranks or ranks > MAX_RANKS:
+        want = f"a power of 2 up to {min(way.block_n, MAX_RANKS)} for {way.spec!r}"
+        raise InputError(OP, "group", want=want, got=f"{ranks} ranks")
     cells = memory.words if way.by == "words" else memory.tiles
     cells.reserve(2 * turn_bytes(way, m, n, ranks, item_bytes))
     if way.by == "flags":
         memory.flags.reserve(4 * 4 * -(-n // way.block_n) * ranks)
 
 
-def launch(
-    way: Fused, memory: FusedMemory, tag: int, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor
-) -> None:
-    """Launch the kernel on the current stream. All ranks do.
+def grid(way: Fused, n: int, resident: int) -> int:
+    """Programs for y of n columns, of which `resident` can be at once: equal work for each."""
+    tiles = -(-n // way.block_n)
+    rounds = -(-tiles // max(resident, 1))
+    return -(-tiles // rounds)
+
+
+class Launch:
+    """The kernel with all arguments that do not change from call to call.
 
     Args:
         way: how, equal on all ranks.
         memory: with room for it, by `reserve`.
-        tag: that a fault word names this call by.
+        tag: that a fault word names it by.
         x: [M, K], its last dim without gaps.
         w: [K, N], any strides.
         bias: [N] or None.
-        y: [M, N], contiguous.
-
-    Raises:
-        InputError: the number of ranks divides no tile.
     """
-    (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
-    if ranks & (ranks - 1) or way.block_n % ranks:
-        want = f"a power of 2 up to {way.block_n}"
-        raise InputError("matmul_all_reduce", "group", want=want, got=f"{ranks} ranks")
-    cells = memory.words if way.by == "words" else memory.tiles
-    flags = cells if way.by == "words" else memory.flags
-    kernel: Any = matmul_all_reduce_kernel
-    kernel[(min(way.programs, -(-n // way.block_n)),)](
-        x, w, y if bias is None else bias, y, cells.bases, flags.bases, memory.state, memory.fault,
-        m, n, k, x.stride(0), w.stride(0), w.stride(1),
-        turn_bytes(way, m, n, ranks, y.element_size()),
-        memory.workspace.rank, tag, int(memory.workspace.timeout_s * 1e9),
-        WORLD=ranks, SHOTS=way.shots, WORDS=way.by == "words", HAS_BIAS=bias is not None,
-        ROWS=padded_rows(m), BLOCK_N=way.block_n, BLOCK_K=way.block_k,
-        EVEN_N=n % way.block_n == 0, EVEN_K=k % way.block_k == 0, STAGES=way.stages,
-        num_warps=way.num_warps, num_stages=way.stages,
-    )  # fmt: skip
+
+    def __init__(
+        self, way: Fused, memory: FusedMemory, tag: int, x: Tensor, w: Tensor, bias: Tensor | None
+    ) -> None:
+        (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
+        self.programs = -(-n // way.block_n)
+        self._has_bias = bias is not None
+        # memory that has grown since is another: graphs and this launch keep what they know
+        cells = memory.words if way.by == "words" else memory.tiles
+        self._memory = (
+            cells.bases,
+            (memory.flags if way.by == "flags" else cells).bases,
+            memory.state,
+            memory.fault,
+        )
+        self._numbers = (
+            m, n, k, x.stride(0), w.stride(0), w.stride(1),
+            turn_bytes(way, m, n, ranks, x.element_size()), memory.workspace.rank, tag,
+            int(memory.workspace.timeout_s * 1e9),
+        )  # fmt: skip
+        self._options = {
+            "WORLD": ranks, "SHOTS": way.shots, "WORDS": way.by == "words",
+            "HAS_BIAS": self._has_bias, "ROWS": padded_rows(m), "BLOCK_N": way.block_n,
+            "BLOCK_K": way.block_k, "EVEN_N": n % way.block_n == 0,
+            "EVEN_K": k % way.block_k == 0, "STAGES": way.stages, "num_warps": way.num_warps,
+            "num_stages": way.stages,
+        }  # fmt: skip
+
+    def compile(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> Any:
+        """Triton's compiled kernel, without a launch."""
+        kernel: Any = matmul_all_reduce_kernel
+        return kernel.warmup(*self._arguments(x, w, bias, y), grid=(1,), **self._options)
+
+    def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        """Launch on the current stream, into y [M, N], contiguous. All ranks do."""
+        kernel: Any = matmul_all_reduce_kernel
+        kernel[(self.programs,)](*self._arguments(x, w, bias, y), **self._options)
+
+    def _arguments(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
+        return (x, w, y if bias is None else bias, y, *self._memory, *self._numbers)

@@ -67,6 +67,7 @@ class Workspace:
         self.epoch = 0  # of CPU ranks; on a GPU it lives in device memory
         self.meetings = 0  # of CPU ranks, before a library's collective
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
+        self.fused: Any = None  # what kernels that talk to their peers keep here
         self.code: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
@@ -128,10 +129,16 @@ class Workspace:
         return [(r, state) for r, state in states if not state.endswith("alive")]
 
     def refuse_growth(self, got: str) -> None:
+        """Raise where memory would have to grow while a graph is captured."""
         if self.device.type == "cuda":
             refuse_capture(got)
 
     def allocate(self, num_bytes: int) -> SymmetricMemory:
+        """Symmetric memory of this group; see `symmetric.allocate`.
+
+        Raises:
+            PeerTimeoutError: a rank did not come to it.
+        """
         try:
             return allocate(num_bytes, self.group, self.device)
         except torch.OutOfMemoryError:
@@ -273,7 +280,7 @@ def forget(workspace: Workspace) -> None:
     """Drop a workspace and free its memory."""
     # compiled code and lanes point back at it: without this, memory waits for the collector
     workspace.drop_code()
-    workspace.lanes = None
+    workspace.lanes = workspace.fused = None
     for key, known in list(_workspaces.items()):
         if known is workspace:
             del _workspaces[key]

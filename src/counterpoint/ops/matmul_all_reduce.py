@@ -1,0 +1,260 @@
+"""Multiply and sum over ranks, everyone gets the sum: a row-parallel linear layer of decoding."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.ops import call
+from counterpoint.ops.call import Input
+from counterpoint.ops.check import autocast, check_group, check_tensors
+from counterpoint.resources.occupancy import occupancy
+from counterpoint.resources.shape import limits_here, triton_footprint
+from counterpoint.runtime import driver
+from counterpoint.runtime.fused import FusedMemory
+from counterpoint.runtime.lanes_cuda import lanes_of
+from counterpoint.runtime.launch_fused import Fused, Launch, default_way, grid, reserve
+from counterpoint.runtime.ranks import gather_object, group_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
+
+OP = "matmul_all_reduce"
+MAX_FUSED_ROWS = 64  # of "auto": above, a matmul and a collective of their own are as fast
+RESERVED_SMS = 32  # that the kernel leaves to collectives of other groups, should they be there
+INPUTS = (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"))
+
+call.LIBRARY.define(f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor")
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None,
+    plan: str = "auto",
+) -> Tensor:
+    """Sum the products of all ranks: y = x_0 w_0 + ... + x_{n-1} w_{n-1}, on every rank.
+
+    In place of `matmul` and `all_reduce`, for the few rows of decoding: one kernel that sends each
+    tile to its peers as soon as it is computed. All ranks get the same bits, and the same call
+    gives them in every run. Partial results are rounded to the dtype of x for the way (a single
+    row is not), summed in fp32 in the order of ranks, and rounded once. Captures in a CUDA graph
+    after one eager call of the same or a larger size. Differentiable; its backward needs no
+    communication.
+
+    Args:
+        x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA, K the part of this rank.
+        w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
+        group: whose ranks take part; None: the default group.
+        bias: dtype of x, [N], equal on all ranks; added once.
+        plan: "auto": fused up to 64 rows on GPUs whose number is a power of 2, else serial;
+            "serial": the libraries' matmul and all-reduce; "fused"; or a spec such as
+            "fused two_shot words 64x64x8 warps=4", its tile of w, stages and warps.
+
+    Returns:
+        dtype of x, [M, ..., N], a new tensor.
+
+    Raises:
+        InputError: an argument is wrong, or ranks differ; nothing was launched.
+        UnsupportedError: `plan` is fused and the grid does not fit this GPU.
+        PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
+
+    Example:
+        >>> y = counterpoint.matmul_all_reduce(x, w, group=tp)  # doctest: +SKIP
+    """
+    tensors = (x, w, bias)
+    group = check_group(OP, group)
+    y, key = call.repeated(OP, tensors, group, plan, None, 0)
+    if y is not None:
+        return y
+    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
+    check_tensors(OP, x, w, bias)
+    if not isinstance(plan, str):
+        raise InputError(OP, "plan", want="text", got=type(plan).__name__)
+    if plan not in ("auto", "serial", "fused"):
+        Fused.parse(plan)
+    if key is None:
+        return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, plan, group.group_name)
+    ready = prepare((x, w, bias), plan, group)
+    call.remember(key, ready)
+    return ready((x, w, bias))[0]
+
+
+def way_of(
+    plan: str, m: int, n: int, ranks: int, dtype: torch.dtype, device: torch.device
+) -> Fused | None:
+    """The fused way that a plan stands for at this size; None: serial."""
+    num_sms = 132
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if plan == "serial" or not m * n:
+        return None
+    if plan == "auto":
+        able = device.type == "cuda" and dtype != torch.float32 and 1 < ranks <= 8
+        if not able or ranks & (ranks - 1) or m > MAX_FUSED_ROWS:
+            return None
+    if plan in ("auto", "fused"):
+        return default_way(m, n, ranks, dtype.itemsize, num_sms)
+    return Fused.parse(plan)
+
+
+class _Serial:
+    """A matmul and an all-reduce of the libraries."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        self.workspace.check()
+        x, w, bias = tensors
+        assert x is not None
+        assert w is not None
+        y = x @ w
+        dist.all_reduce(y, group=self.workspace.group)
+        return [y if bias is None else y.add_(bias)]
+
+
+class _InOneKernel:
+    """The fused kernel, compiled on all ranks."""
+
+    def __init__(self, way: Fused, workspace: Workspace, tensors: Sequence[Tensor | None]) -> None:
+        self.workspace = workspace
+        x, w, bias = _flat(tensors)
+        (m, _), n = x.shape, w.shape[1]
+        memory = _memory_of(workspace)
+        reserve(way, memory, m, n, x.element_size())
+        self.lanes, tag = None, 0
+        if x.is_cuda:
+            self.lanes = lanes_of(workspace)
+            ranks = tuple(range(workspace.group.size()))
+            tag = self.lanes.register(OP, way.spec, (("sum over ranks", ranks),))
+        self.launch = Launch(way, memory, tag, x, w, bias)
+        if self.lanes is not None:
+            y = x.new_empty(m, n)
+            capturing = torch.cuda.is_current_stream_capturing()
+            with driver.relaxed_capture() if capturing else nullcontext():
+                compiled = self.launch.compile(x, w, bias, y)
+                footprint = triton_footprint(compiled)
+            limits = limits_here(x.device)
+            sms = torch.cuda.get_device_properties(x.device).multi_processor_count - RESERVED_SMS
+            resident = occupancy(footprint, limits).blocks * sms
+            if resident < 1:
+                raise UnsupportedError(f"{OP}: {RESERVED_SMS} SMs are reserved, there are no more")
+            self.launch.programs = grid(way, n, resident)
+            if not capturing:
+                # a rank that still compiles is late for all: they go on together
+                gather_object(None, workspace.group)
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        self.workspace.check()
+        if self.lanes is not None and not torch.cuda.is_current_stream_capturing():
+            self.lanes.follow()
+        given: Any = tensors[0]
+        x, w, bias = _flat(tensors)
+        y = x.new_empty(*given.shape[:-1], w.shape[1])
+        self.launch(x, w, bias, y.view(-1, w.shape[1]))
+        return [y]
+
+
+class _OnCpuRanks:
+    """What the kernel computes, by torch and gloo: the same order of ranks, the same roundings."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        self.workspace.check()
+        x, w, bias = tensors
+        assert x is not None
+        assert w is not None
+        single = prod(x.shape[:-1]) == 1  # a single row travels in fp32
+        partial = (x.float() @ w.float()).to(torch.float32 if single else x.dtype)
+        parts = [torch.empty_like(partial) for _ in range(self.workspace.group.size())]
+        dist.all_gather(parts, partial, group=self.workspace.group)
+        total = torch.stack(parts).float().sum(0)
+        return [(total if bias is None else total + bias.float()).to(x.dtype)]
+
+
+def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGroup) -> call.Runnable:
+    """Check, choose and compile; collective at the first call with these facts.
+
+    Raises:
+        InputError: the ranks disagree, or memory would have to grow while a graph is captured.
+        PeerTimeoutError: a peer did not answer; the group is unusable.
+    """
+    x, w, _ = tensors
+    assert x is not None
+    assert w is not None
+    workspace = workspace_of(group, x.device)
+    workspace.check()
+    key = (OP, plan, call.facts(tensors))
+    ready: call.Runnable | None = workspace.code.get(key)
+    if ready is None or call.checking():
+        call.compare(OP, INPUTS, tensors, plan, (), workspace)
+    if ready is not None:
+        return ready
+    m, n = prod(x.shape[:-1]), w.shape[1]
+    way = way_of(plan, m, n, group.size(), x.dtype, x.device)
+    if way is None:
+        ready = _Serial(workspace)
+    elif x.is_cuda:
+        ready = _InOneKernel(way, workspace, tensors)
+    else:
+        ready = _OnCpuRanks(workspace)
+    workspace.remember(key, ready)
+    return ready
+
+
+def _memory_of(workspace: Workspace) -> FusedMemory:
+    """The memory of this workspace's fused kernels; made at its first call, by all ranks."""
+    if workspace.fused is None:
+        workspace.refuse_growth("none: this is the group's first call")
+        workspace.open_pads()  # by them a late rank is looked at
+        workspace.fused = FusedMemory(workspace)
+    return workspace.fused
+
+
+def _flat(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, w, bias = tensors
+    assert x is not None
+    assert w is not None
+    return x.reshape(-1, x.shape[-1]).contiguous(), w, bias
+
+
+def _run(x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str) -> Tensor:
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return _run(x, w, bias, plan, group_name)
+    return prepare((x, w, bias), plan, group_of(group_name))((x, w, bias))[0]
+
+
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, bias, *_ = inputs
+    ctx.save_for_backward(x, w)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of this rank's own x and w: dy is the same on all ranks."""
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dx = dy @ w.t() if need_x else None
+    dw = x.flatten(0, -2).t() @ dy.flatten(0, -2) if need_w else None
+    db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
+    return dx, dw, db, None, None
+
+
+call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+torch.library.register_autograd(
+    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
+)

@@ -1,0 +1,205 @@
+"""matmul_all_reduce on GPUs: sums, bits, graphs, late and missing ranks, two groups at once."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import counterpoint as cp
+from counterpoint.measure.timing import relative_error
+from counterpoint.resources.order import Delay
+from counterpoint.runtime.workspace import workspace_of
+
+SHAPES = [(1, 8192, 3584), (2, 8192, 1024), (8, 7168, 2304), (32, 8192, 3584), (64, 4096, 512),
+          (128, 1024, 256), (5, 1000, 520), (3, 24, 40)]  # fmt: skip
+WAYS = ("fused", "fused one_shot words 32x64x4 warps=4", "fused two_shot words 64x64x4 warps=4",
+        "fused two_shot flags 64x64x4 warps=4", "serial", "auto")  # fmt: skip
+
+
+def operands(m, n, k, dtype=torch.bfloat16, columns=True, seed=0):
+    generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
+
+    def normal(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+    w = normal(n, k).t() if columns else normal(k, n)
+    return normal(m, k), w.mul_(k**-0.5)
+
+
+def summed(x, w):
+    want = x.double() @ w.double()
+    dist.all_reduce(want)
+    return want
+
+
+def same_on_all(y):
+    first = y.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first, y)
+
+
+@pytest.mark.parametrize("plan", WAYS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_sum_over_ranks(gpus, shape, plan):
+    m, n, k = shape
+    if "one_shot" in plan and m > 32:
+        return
+    for dtype in (torch.bfloat16, torch.float16) if m > 8 else (torch.bfloat16, torch.float32):
+        for columns in (True, False):
+            x, w = operands(m, n, k, dtype, columns)
+            bias = torch.randn(n, device="cuda").to(dtype)
+            dist.broadcast(bias, 0)
+            want = summed(x, w) + bias
+            plain = x @ w
+            dist.all_reduce(plain)
+            first = cp.matmul_all_reduce(x, w, bias=bias, plan=plan)
+            again = cp.matmul_all_reduce(x, w, bias=bias, plan=plan)
+            error = relative_error(first, want)
+            assert error <= 2 * relative_error(plain + bias, want) + 1e-7, (dtype, columns, error)
+            assert torch.equal(first, again) and same_on_all(first)
+
+
+def test_graphs_of_many_sizes_share_one_memory(gpus):
+    """Captured after one warm call of the largest, replayed in any order with other inputs."""
+    n, k = 4096, 1024
+    _, w = operands(1, n, k)
+    xs = {m: operands(m, n, k, seed=m)[0] for m in range(1, 49)}
+    cp.matmul_all_reduce(xs[48], w)
+    for m in (1, 2, 4, 8, 16, 32):  # each kernel, and its memory
+        cp.matmul_all_reduce(xs[m], w)
+    graphs, outs = {}, {}
+    for m, x in xs.items():
+        graphs[m] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[m]):
+            outs[m] = cp.matmul_all_reduce(x, w)
+    order = list(xs) * 3
+    random.Random(0).shuffle(order)
+    for turn, m in enumerate(order):
+        xs[m].copy_(operands(m, n, k, seed=100 + turn)[0])
+        graphs[m].replay()
+        if turn % 3 == 0:
+            assert torch.equal(outs[m], cp.matmul_all_reduce(xs[m], w)), m
+        assert relative_error(outs[m], summed(xs[m], w)) < 1e-2
+
+
+def test_capture_before_a_warm_call_is_refused(gpus):
+    group = dist.new_group()
+    x, w = operands(4, 512, 256)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(cp.InputError, match="call the op once at this size before capturing"),
+        torch.cuda.graph(graph),
+    ):
+        cp.matmul_all_reduce(x, w, group=group, plan="fused")
+    torch.cuda.synchronize()
+    cp.matmul_all_reduce(x, w, group=group, plan="fused")
+    cp.release(group)
+
+
+@pytest.mark.parametrize("plan", WAYS[:4])
+def test_late_ranks_change_no_bit(gpus, plan):
+    """20,000 calls without a meeting in between; each is compared on the device."""
+    delay, draw = Delay(gpus), random.Random(dist.get_rank())
+    m = 2 if "one_shot" in plan else 6
+    cases = [operands(m, 1024, 256, seed=s) for s in range(8)]
+    want = [cp.matmul_all_reduce(x, w, plan=plan) for x, w in cases]
+    for (x, w), y in zip(cases, want, strict=True):
+        assert relative_error(y, summed(x, w)) < 1e-2
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(5000):
+        x, w = cases[i % 8]
+        if draw.random() < 0.05:
+            delay(draw.choice((1e-5, 1e-4, 3e-4)))
+        wrong += (cp.matmul_all_reduce(x, w, plan=plan) != want[i % 8]).any()
+    torch.cuda.synchronize()
+    cp.check()
+    assert not wrong
+
+
+def test_a_rank_that_is_late_by_100_ms(gpus):
+    x, w = operands(4, 4096, 512)
+    want = cp.matmul_all_reduce(x, w, plan="fused")
+    for late in range(dist.get_world_size()):
+        dist.barrier()
+        if dist.get_rank() == late:
+            time.sleep(0.1)
+        for _ in range(3):
+            assert torch.equal(cp.matmul_all_reduce(x, w, plan="fused"), want)
+    cp.check()
+
+
+def test_two_groups_at_once(gpus):
+    """Ours on one stream, NCCL's of another group on a second, ours of a third: none starves."""
+    other, third = dist.new_group(), dist.new_group()
+    x, w = operands(8, 8192, 3584)
+    big = torch.ones(1 << 24, device="cuda")
+    want = cp.matmul_all_reduce(x, w, plan="fused")
+    assert torch.equal(cp.matmul_all_reduce(x, w, group=third, plan="fused"), want)
+    dist.all_reduce(big, op=dist.ReduceOp.AVG, group=other)
+    delay, draw = Delay(gpus), random.Random(7 + dist.get_rank())
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    ys = []
+    for _ in range(60):
+        with torch.cuda.stream(streams[0]):
+            delay(draw.random() * 1e-4)
+            ys.append(cp.matmul_all_reduce(x, w, plan="fused"))
+        with torch.cuda.stream(streams[1]):
+            delay(draw.random() * 1e-4)
+            dist.all_reduce(big, op=dist.ReduceOp.AVG, group=other)
+        with torch.cuda.stream(streams[2]):
+            delay(draw.random() * 1e-4)
+            ys.append(cp.matmul_all_reduce(x, w, group=third, plan="fused"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want) for y in ys)
+    assert torch.equal(big, torch.ones_like(big))
+    cp.check()
+    cp.release(third)
+
+
+def test_two_streams_of_one_group(gpus):
+    x, w = operands(4, 4096, 512)
+    want = cp.matmul_all_reduce(x, w, plan="fused")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    ys = []
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 2]):
+            ys.append(cp.matmul_all_reduce(x, w, plan="fused"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want) for y in ys)
+
+
+def test_compiled_and_differentiated(gpus):
+    x, w = operands(8, 1024, 512)
+    x.requires_grad_(), w.requires_grad_()
+    compiled = torch.compile(lambda x, w: cp.matmul_all_reduce(x, w, plan="fused"), fullgraph=True)
+    y = compiled(x, w)
+    assert torch.equal(y, cp.matmul_all_reduce(x.detach(), w.detach(), plan="fused"))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert relative_error(x.grad, dy.double() @ w.detach().double().t()) < 1e-2
+    assert relative_error(w.grad, x.detach().double().t() @ dy.double()) < 1e-2
+
+
+def test_a_missing_rank_is_named(gpus):
+    group = dist.new_group()
+    workspace_of(group, gpus).timeout_s = 1.0
+    x, w = operands(4, 1024, 256)
+    cp.matmul_all_reduce(x, w, group=group, plan="fused")
+    cp.check(group)
+    dist.barrier()
+    missing = group.size() - 1
+    if group.rank() != missing:
+        start_s = time.monotonic()
+        cp.matmul_all_reduce(x, w, group=group, plan="fused")
+        cp.matmul_all_reduce(x, w, group=group, plan="fused")  # waits no more
+        torch.cuda.synchronize()
+        assert time.monotonic() - start_s < 3.0
+        with pytest.raises(cp.PeerTimeoutError, match=rf"ranks \[{missing}\] did not .*all_reduce|"
+                           rf"matmul_all_reduce: ranks \[{missing}\] did not signal"):  # fmt: skip
+            cp.check(group)
+    dist.barrier()
