@@ -44,18 +44,21 @@ def compiled(
     constants: dict[str, Any],
     *,
     num_warps: int,
+    num_stages: int = 3,
     aligned: tuple[str, ...] = (),
 ) -> Compiled:
     """`kernel` for arguments of `types`; those `aligned` are multiples of 16."""
     signature = types | dict.fromkeys(constants, "constexpr")
+    names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs=constants,
-        attrs={(list(types).index(name),): [["tt.divisibility", 16]] for name in aligned},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", capability, 32)
-    found = triton.compile(source, target=target, options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    found = triton.compile(source, target=target, options=options)
     usage = _usage(found.asm["cubin"])
     names = ("REG", "SHARED", "STACK", "LOCAL")
     numbers = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]

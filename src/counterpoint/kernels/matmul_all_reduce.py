@@ -72,10 +72,12 @@ def to_cells(
     """[ROWS, COLS] of fp32 as cells: int32 for words, [ROWS / 2, COLS] of them if in pairs."""
     if PAIRS:
         low, high = tl.split(tl.permute(tl.reshape(acc, (ROWS // 2, 2, COLS)), (0, 2, 1)))
-        return pack(low, high, OUT)
-    if WORDS:
-        return acc.to(tl.int32, bitcast=True)
-    return acc.to(OUT)
+        cells = pack(low, high, OUT)
+    elif WORDS:
+        cells = acc.to(tl.int32, bitcast=True)
+    else:
+        cells = acc.to(OUT)
+    return cells
 
 
 @triton.jit
@@ -86,11 +88,13 @@ def sum_of_ranks(
     """Sum of [WORLD, rows, COLS] cells over the ranks, plus [1, COLS]: [ROWS, COLS] in fp32."""
     if PAIRS:
         low, high = unpack(cells, OUT)
-        low, high = tl.sum(low, 0) + bias, tl.sum(high, 0) + bias
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (ROWS, COLS))
-    if WORDS:
-        return tl.sum(cells.to(tl.float32, bitcast=True), 0) + bias
-    return tl.sum(cells.to(tl.float32), 0) + bias
+        pairs = tl.join(tl.sum(low, 0) + bias, tl.sum(high, 0) + bias)
+        total = tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, COLS))
+    elif WORDS:
+        total = tl.sum(cells.to(tl.float32, bitcast=True), 0) + bias
+    else:
+        total = tl.sum(cells.to(tl.float32), 0) + bias
+    return total
 
 
 @triton.jit(do_not_specialize=["M", "rank", "tag", "timeout_ns"])
