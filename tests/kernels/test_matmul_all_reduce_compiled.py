@@ -59,7 +59,7 @@ def blocks(ptx: str) -> list[str]:
 def in_order(block: str, *patterns: str) -> bool:
     """Whether the last of the first kind stands before the second, and so on."""
     at = [[m.start() for m in re.finditer(pattern, block)] for pattern in patterns]
-    return all(any(first[-1] < x for x in second) for first, second in pairwise(at) if first)
+    return all(first and any(first[-1] < x for x in second) for first, second in pairwise(at))
 
 
 def wrong_order(ptx: str) -> list[str]:
