@@ -16,6 +16,7 @@ from counterpoint.measure import record
 from counterpoint.measure.decode import TORCH, compare_decode
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
 from counterpoint.resources.order import Delay
+from counterpoint.runtime.capture import no_collector
 
 LAYERS = {"Llama-3-70B down": (8192, 3584), "Llama-3-70B O": (8192, 1024),
           "Llama-3.1-405B down": (16384, 6656), "DeepSeek-V3 dense down": (7168, 2304)}  # fmt: skip
@@ -69,6 +70,7 @@ def soak(calls: int, group: dist.ProcessGroup, device: torch.device) -> dict[str
     in_graph, kinds = 64, (1, 4, 32)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     graphs: list[torch.cuda.CUDAGraph] = []
+    kept: list[object] = []  # graphs point into them
     for m in kinds:
         cases = [
             (torch.randn(m, 512, device=device, generator=generator).bfloat16(),
@@ -81,12 +83,13 @@ def soak(calls: int, group: dist.ProcessGroup, device: torch.device) -> dict[str
             dist.all_reduce(exact, group=group)
             assert float((y - exact).norm() / exact.norm()) < 1e-2
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_collector(), torch.cuda.graph(graph):
             for i in range(in_graph):
                 x, w = cases[i % 8]
                 y = matmul_all_reduce(x, w, group=group, plan="fused")
                 wrong += (y != want[i % 8]).any()
         graphs.append(graph)
+        kept += [cases, want]
     start_s, done = time.monotonic(), 0
     while done < calls:
         # the same on all ranks; how late is each rank's own

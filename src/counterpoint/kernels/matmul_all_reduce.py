@@ -54,7 +54,10 @@ def partial_tile(
         else:
             w = tl.load(w_ptrs, mask=offs_k[None, :] < K - k, other=0.0)
             x = tl.load(x_ptrs, mask=rows & (offs_k[:, None] < K - k), other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if x_ptr.dtype.element_ty == tl.float32:  # a sum of sums: one chain of K would lose digits
+            acc += tl.dot(w, x, input_precision="ieee")
+        else:
+            acc = tl.dot(w, x, acc)
         w_ptrs += BLOCK_K * stride_wk
         x_ptrs += BLOCK_K
     acc = tl.trans(acc)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.symmetric import allocate
 
 Arm = Callable[[], object]
@@ -154,7 +155,7 @@ def captured(call: Callable[[int], object], calls: int) -> tuple[Arm, torch.cuda
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_collector(), torch.cuda.graph(graph):
         for i in range(calls):
             call(i)
     return graph.replay, graph

@@ -23,7 +23,9 @@ from counterpoint.runtime.ranks import gather_object, group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "matmul_all_reduce"
-MAX_FUSED_ROWS = 64  # of "auto": above, a matmul and a collective of their own are as fast
+# of "auto", as measured on 4 H200; the second where w is wider than a tile for each SM. Above, a
+# matmul and a collective of their own are as fast
+MAX_FUSED_ROWS, MAX_WIDE_ROWS = 64, 32
 RESERVED_SMS = 32  # that the kernel leaves to collectives of other groups, should they be there
 INPUTS = (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"))
 
@@ -52,7 +54,7 @@ def matmul_all_reduce(
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; None: the default group.
         bias: dtype of x, [N], equal on all ranks; added once.
-        plan: "auto": fused up to 64 rows on GPUs whose number is a power of 2, else serial;
+        plan: "auto": fused up to 64 rows (32 of a wide w) on 2, 4 or 8 GPUs, else serial;
             "serial": the libraries' matmul and all-reduce; "fused"; or a spec such as
             "fused two_shot words 64x64x8 warps=4", its tile of w, stages and warps.
 
@@ -96,7 +98,8 @@ def way_of(
         return None
     if plan == "auto":
         able = device.type == "cuda" and dtype != torch.float32 and 1 < ranks <= 8
-        if not able or ranks & (ranks - 1) or m > MAX_FUSED_ROWS:
+        most = MAX_FUSED_ROWS if n <= 64 * num_sms else MAX_WIDE_ROWS
+        if not able or ranks & (ranks - 1) or m > most:
             return None
     if plan in ("auto", "fused"):
         return default_way(m, n, ranks, dtype.itemsize, num_sms)

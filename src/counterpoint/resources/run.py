@@ -5,7 +5,6 @@ priority) is changed in the graph and needs no second capture; what decides whic
 (transport, granularity, order) does.
 """
 
-import gc
 import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from counterpoint.resources.pipeline import Compute, Pipeline
 from counterpoint.resources.shape import Nodes, Shape
 from counterpoint.resources.transport import check_peers, library_writes_to_peers_memory
 from counterpoint.runtime import graph_nodes
+from counterpoint.runtime.capture import no_collector
 
 
 class Eager:
@@ -220,7 +220,7 @@ class Captured:
         torch.cuda.synchronize(self.pipeline.device)
         try:
             with (
-                _no_collector(),
+                no_collector(),
                 torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"),
             ):
                 lanes.enqueue(self._watched)
@@ -263,18 +263,6 @@ def captured_as(controls: Controls) -> Controls:
 
 def _shape_of(controls: Controls) -> Shape:
     return Shape(blocks_per_sm=controls.blocks_per_sm, carve_out=controls.carve_out)
-
-
-@contextmanager
-def _no_collector() -> Generator[None]:
-    """Collect no garbage: what frees device memory aborts the process while a graph is captured."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _num_allocations(device: torch.device) -> int:

@@ -16,6 +16,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from counterpoint.runtime.capture import no_collector
+
 SEEN_BEFORE = 2  # calls with the same addresses that run step by step
 MAX_GRAPHS = 512  # of a workspace; each takes less than 256 KiB of device memory (tests/gpu)
 MAX_SEEN = 4096
@@ -81,7 +83,7 @@ class Replays:
         other = next(iter(self.graphs.values()), None)
         pool = other.pool() if other is not None else None
         # only what this thread does counts: others may allocate, record events and so on meanwhile
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), no_collector():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 enqueue(self._stream)

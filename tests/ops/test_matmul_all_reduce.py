@@ -1,0 +1,142 @@
+"""matmul_all_reduce as an operator, on CPU ranks: sums and bits, gradients, what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_bodies import world
+from rankpool import RankPool
+
+import counterpoint as cp
+from counterpoint.ops.matmul_all_reduce import way_of
+from counterpoint.runtime.launch_fused import Fused, default_way, grid, padded_rows, turn_bytes
+
+TWO_SHOT = "fused two_shot words 16x32x1 warps=4"
+PLANS = ("auto", "serial", "fused", TWO_SHOT)
+
+
+def wrong_sums(rank: int, ranks: int, plan: str) -> list[str]:
+    found: list[str] = []
+    for shape, n, dtype in [
+        ((1, 64), 16, torch.float32), ((3, 31), 5, torch.bfloat16), ((2, 3, 8), 7, torch.float16),
+        ((0, 8), 4, torch.float32), ((5, 1), 1, torch.float32),
+    ]:  # fmt: skip
+        for has_bias in (False, True):
+            x = torch.randn(shape).to(dtype)
+            w = torch.randn(n, shape[-1]).to(dtype).t()
+            bias = torch.randn(n).to(dtype) if has_bias else None
+            if bias is not None:
+                dist.broadcast(bias, 0)
+            y = cp.matmul_all_reduce(x, w, bias=bias, plan=plan)
+            again = cp.matmul_all_reduce(x, w, bias=bias, plan=plan)
+            want = x.double() @ w.double()
+            dist.all_reduce(want)
+            want = want if bias is None else want + bias
+            everyone = [torch.empty_like(y) for _ in range(ranks)]
+            dist.all_gather(everyone, y)
+            scale = (x.double().abs() @ w.double().abs()).clamp_min(1.0)
+            bound = 4 * ranks * torch.finfo(dtype).eps * scale + torch.finfo(dtype).eps * want.abs()
+            if not bool(((y - want).abs() <= bound).all()) or y.shape != want.shape:
+                found.append(f"{plan} {shape} {dtype}: off by {(y - want).abs().max()}")
+            if not all(torch.equal(y, other) for other in everyone) or not torch.equal(y, again):
+                found.append(f"{plan} {shape} {dtype}: other bits")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_sum_over_ranks(pool: RankPool, plan: str, ranks: int):
+    assert pool.run(wrong_sums, ranks, plan) == [[]] * ranks
+
+
+def differentiated(rank: int, ranks: int) -> list[bool]:
+    x, w, bias = torch.randn(4, 6), torch.randn(6, 5), torch.zeros(5)
+    for t in (x, w, bias):
+        t.requires_grad_()
+    y = cp.matmul_all_reduce(x, w, bias=bias, plan="fused")
+    dy = torch.arange(20.0).view(4, 5)
+    y.backward(dy)
+    pairs = [(x.grad, dy @ w.t()), (w.grad, x.t() @ dy), (bias.grad, dy.sum(0))]
+    op = torch.ops.counterpoint.matmul_all_reduce
+    arguments = (x, w, bias, "fused", world().group_name)
+    results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
+    compiled = torch.compile(cp.matmul_all_reduce, backend="aot_eager", fullgraph=True)
+    same = torch.equal(compiled(x, w, bias=bias, plan="fused"), y)
+    return [torch.allclose(a, b) for a, b in pairs if a is not None] + [
+        set(results.values()) == {"SUCCESS"}, same
+    ]  # fmt: skip
+
+
+def test_gradients_and_the_dispatcher(pool: RankPool):
+    assert pool.run(differentiated, 2) == [[True] * 5] * 2
+
+
+def refusals(rank: int, ranks: int) -> list[str]:
+    x, w = torch.randn(2, 4), torch.randn(4, 3)
+    cases: list[dict[str, Any]] = [
+        {"x": x[0]}, {"w": w.t()}, {"bias": torch.ones(4)}, {"plan": "fast"}, {"plan": 3},
+        {"plan": "fused one_shot flags 64x64x8 warps=4"},
+        {"plan": "fused two_shot words 48x64x8 warps=4"},
+        {"x": x[: 1 + rank]}, {"plan": ("serial", "fused")[rank]},
+    ]  # fmt: skip
+    texts: list[str] = []
+    for case in cases:
+        try:
+            cp.matmul_all_reduce(**{"x": x, "w": w} | case)
+            texts.append("accepted")
+        except cp.InputError as error:
+            texts.append(str(error))
+    assert cp.matmul_all_reduce(x, w).shape == (2, 3)
+    return texts
+
+
+def test_what_is_refused(pool: RankPool):
+    wants = [
+        "x must be [rows, ..., K] of 2 or more dims", "w must be [K=4, N], got (3, 4)",
+        "bias must be [N=3]", "plan must be such as 'fused two_shot words 64x64x8 warps=4', got "
+        "'fast'", "plan must be text, got int", "plan must be words with one_shot, got flags",
+        "plan must be block_n a power of 2 >= 16, got 48",
+        "x.shape must be equal on all ranks", "plan must be equal on all ranks",
+    ]  # fmt: skip
+    for texts in pool.run(refusals, 2):
+        for text, want in zip(texts, wants, strict=True):
+            assert text.startswith("matmul_all_reduce: ") and want in text, (text, want)
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("by", ["words", "flags"])
+def test_specs_are_read_as_they_are_written(shots: Any, by: Any):
+    if (shots, by) != (1, "flags"):
+        way = Fused(shots, by, 32, 128, 3, 8)
+        assert Fused.parse(way.spec) == way
+
+
+@pytest.mark.parametrize("n", [24, 512, 1000, 7168, 8192, 16384, 28672])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_defaults_fit_their_problem(n: int, ranks: int):
+    for m in (1, 2, 3, 8, 31, 32, 64, 100, 256):
+        way = default_way(m, n, ranks, 2, 132)
+        assert way.block_n % ranks == 0 and way.block_n >= 16
+        # of two shots each sends 1 / ranks of what one shot sends, and the sums
+        other = Fused(2, way.by, way.block_n) if way.shots == 1 else None
+        if other:
+            assert turn_bytes(way, m, n, ranks, 2) >= turn_bytes(other, m, n, ranks, 2)
+        assert padded_rows(m) >= m > padded_rows(m) // 2
+
+
+def test_programs_share_the_tiles_evenly():
+    way = Fused(2, "words", 64)
+    for n, resident in [(8192, 200), (16384, 200), (16384, 100), (64, 1), (65, 1), (8192, 3)]:
+        tiles, programs = -(-n // 64), grid(way, n, resident)
+        rounds = -(-tiles // programs)
+        assert programs <= resident and rounds == -(-tiles // resident)
+        assert tiles > (rounds - 1) * programs, "no program has two tiles less than another"
+
+
+def test_auto_is_serial_where_nothing_is_gained():
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    assert way_of("auto", 1, 8192, 2, bf16, cpu) is None
+    assert way_of("fused", 0, 8192, 2, bf16, cpu) is None
+    assert way_of("serial", 1, 8192, 2, bf16, cpu) is None
+    assert way_of("fused", 1, 8192, 8, bf16, cpu) == Fused(1, "words")
