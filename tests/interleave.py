@@ -1,0 +1,214 @@
+"""Kernels of all ranks in one process, their programs in turn: deadlocks and missing releases show.
+
+Triton's interpreter runs the programs of a grid one after the other, to the end. Here each program
+is a greenlet, as is each rank: a seeded draw says who goes on at each atomic and each volatile
+load, so programs may wait for one another whatever their order. That nobody can go on is found at
+once, and says where everyone stands.
+
+Plain stores of a program wait in a buffer of its own and land at random times, in random order:
+what a release of that program publishes has landed, what a relaxed atomic publishes has not. An
+acquire that is missing does not show: loads are in order.
+
+    def rank(r):
+        my_kernel[(2,)](...)
+
+    Interleaved(seed).run([lambda r=r: rank(r) for r in range(4)])
+
+Needs an interpreting process (TRITON_INTERPRET=1); memory of the ranks is plain CPU tensors.
+"""
+
+import inspect
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import greenlet
+import numpy as np
+import triton.runtime.interpreter as interpreter
+
+BUILDER: Any = interpreter.InterpreterBuilder
+SEM: Any = interpreter._ir.MEM_SEMANTIC  # type: ignore[attr-defined]
+RAW: Any = interpreter._interpreter  # type: ignore[attr-defined]
+IDLE_TURNS = 60  # of each that is left, without anything new in memory: nobody can go on
+
+
+class DeadlockError(AssertionError):
+    """Nobody can go on; the message says where everyone stands."""
+
+
+@dataclass
+class Program:
+    """A program of a grid, or a rank that launches some."""
+
+    name: str
+    body: Callable[[], None]
+    place: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # its indices, and the grid's
+    stores: list[tuple[Any, Any, Any]] = field(default_factory=list[tuple[Any, Any, Any]])
+    ended: bool = False
+    thread: Any = None
+
+
+class Interleaved:
+    """One run of some ranks.
+
+    Args:
+        seed: of the order.
+        buffered: plain stores land late and out of order.
+    """
+
+    def __init__(self, seed: int, *, buffered: bool = True) -> None:
+        self.draw = random.Random(seed)
+        self.buffered = buffered
+        self.left: list[Program] = []
+        self.idle = 0
+        self.turns = 0
+
+    def run(self, ranks: Sequence[Callable[[], None]]) -> None:
+        """Run all ranks to their end.
+
+        Raises:
+            DeadlockError: nobody can go on.
+        """
+        self.main = greenlet.getcurrent()
+        with ExitStack() as undo:
+            undo.enter_context(warnings.catch_warnings())
+            # the interpreter's own: it takes the bound of a loop from an array of one element
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.scopes: list[Any] = []
+            undo.callback(lambda: [scope.restore() for scope in reversed(self.scopes)])
+            for name in ("create_atomic_rmw", "create_masked_store", "create_masked_load"):
+                patched = getattr(self, f"_{name}")(getattr(BUILDER, name))
+                undo.enter_context(mock.patch.object(BUILDER, name, patched))
+            launch = self._launch
+            undo.enter_context(
+                mock.patch.object(
+                    interpreter.GridExecutor, "__call__",
+                    lambda executor, *args, **kwargs: launch(executor, args, kwargs),
+                )
+            )  # fmt: skip
+            for i, body in enumerate(ranks):
+                self._start(Program(f"rank {i}", body))
+            while self.left:
+                self._turn()
+
+    def _start(self, program: Program) -> Program:
+        def run() -> None:
+            program.body()
+            while program.stores:  # they may land long after the last instruction
+                self._give_way()
+            program.ended = True
+            self.left.remove(program)
+            self.idle = 0
+
+        program.thread = greenlet.greenlet(run, parent=self.main)
+        program.thread.program = program
+        self.left.append(program)
+        return program
+
+    def _turn(self) -> None:
+        """One of those left goes on to its next atomic; now and then a store lands first."""
+        self.turns += 1
+        waiting = [program for program in self.left if program.stores]
+        if waiting and self.draw.random() < 0.4:
+            program = self.draw.choice(waiting)
+            self._land(program, self.draw.randrange(len(program.stores)))
+        self.idle += 1
+        if self.idle > IDLE_TURNS * len(self.left):
+            if not waiting:
+                stands = "\n".join(f"  {p.name}: {_where(p)}" for p in self.left)
+                raise DeadlockError(f"nobody can go on:\n{stands}")
+            for program in waiting:
+                self._flush(program)
+        program = self.draw.choice(self.left)
+        if program.place:
+            builder: Any = interpreter.interpreter_builder
+            builder.grid_idx, builder.grid_dim = program.place
+        program.thread.switch()
+
+    def _give_way(self) -> None:
+        self.main.switch()
+
+    def _land(self, program: Program, which: int) -> None:
+        RAW.store(*program.stores.pop(which))
+        self.idle = 0
+
+    def _flush(self, program: Program) -> None:
+        while program.stores:
+            self._land(program, 0)
+
+    def _launch(self, executor: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """In place of the interpreter's loop: every program of the grid at once."""
+        names = inspect.getfullargspec(executor.fn).args
+        self.scopes.append(interpreter._patch_lang(executor.fn))
+        given = {name: value for name, value in kwargs.items() if name in names}
+        values = inspect.getcallargs(executor.fn, *args, **given)
+        convert: Any = interpreter._implicit_cvt
+        values = {n: v if n in executor.constexprs else convert(v) for n, v in values.items()}
+        grid = (*executor.grid, 1, 1)[:3]
+        caller = _current()
+        programs = [
+            self._start(
+                Program(f"{caller.name}, program {place}", lambda: executor.fn(**values),
+                        (place, grid))
+            )
+            for place in np.ndindex(*grid)
+        ]  # fmt: skip
+        while not all(program.ended for program in programs):
+            self._give_way()
+
+    def _create_atomic_rmw(self, plain: Any) -> Any:
+        def atomic(builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any):
+            self._give_way()
+            if sem in (SEM.RELEASE, SEM.ACQUIRE_RELEASE):
+                self._flush(_current())
+            before = plain(builder, op, ptr, value, mask, sem, scope)
+            now = RAW.load(ptr.data, mask.data, before.data, before.data.dtype)
+            if (now != before.data).any():
+                self.idle = 0
+            return before
+
+        return atomic
+
+    def _create_masked_store(self, plain: Any) -> Any:
+        def store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any):
+            if not self.buffered:
+                self.idle = 0
+                return plain(builder, ptrs, value, mask, *rest)
+            shape = ptrs.data.shape
+            copies = (np.array(np.broadcast_to(h.data, shape)) for h in (ptrs, value, mask))
+            _current().stores.append(tuple(copies))  # type: ignore[arg-type]
+            return None
+
+        return store
+
+    def _create_masked_load(self, plain: Any) -> Any:
+        def load(builder: Any, ptrs: Any, mask: Any, other: Any, *rest: Any):
+            if rest[-1]:  # volatile: somebody else may have written
+                self._give_way()
+            program = _current()
+            wanted = set(ptrs.data.ravel().tolist())
+            if any(wanted & set(stored.ravel().tolist()) for stored, _, _ in program.stores):
+                self._flush(program)  # a program sees what it has stored itself
+            return plain(builder, ptrs, mask, other, *rest)
+
+        return load
+
+
+def _current() -> Program:
+    thread: Any = greenlet.getcurrent()
+    return thread.program
+
+
+def _where(program: Program) -> str:
+    """The kernel's lines that a program stands in, innermost first."""
+    frame, found = program.thread.gr_frame, list[str]()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/kernels/" in name or "test_" in name:
+            found.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found) or "waits for its programs"
