@@ -3,82 +3,15 @@
 x86 orders stores, so no run on CPU ranks shows a missing release, or a missing barrier before it.
 """
 
-import os
 import re
-import subprocess
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-import triton
-import triton.backends.nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from ptx import CAPABILITIES, Compiled, compiled, lines_with
 
 from counterpoint.kernels.delay import delay_kernel
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
-
-assert os.environ.get("TRITON_INTERPRET") != "1", "here kernels are compiled"
-
-CAPABILITIES = [80, 90, 100]
-CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-
-
-class Compiled(NamedTuple):
-    """The PTX, and what the assembler says of the machine code."""
-
-    ptx: str
-    registers: int
-    shared_bytes: int
-    stack_bytes: int  # spills lie there
-    local_bytes: int
-
-
-def compiled(
-    kernel: Any,
-    capability: int,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    *,
-    num_warps: int,
-    num_stages: int = 3,
-    aligned: tuple[str, ...] = (),
-) -> Compiled:
-    """`kernel` for arguments of `types`; those `aligned` are multiples of 16."""
-    signature = types | dict.fromkeys(constants, "constexpr")
-    names = kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    found = triton.compile(source, target=target, options=options)
-    usage = _usage(found.asm["cubin"])
-    names = ("REG", "SHARED", "STACK", "LOCAL")
-    numbers = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
-    return Compiled(found.asm["ptx"], *numbers)
-
-
-@cache
-def _usage(cubin: bytes) -> str:
-    # not a pipe: cuobjdump wants a file
-    path = Path(f"/proc/{os.getpid()}/fd") / str(fd := os.memfd_create("cubin"))
-    try:
-        os.write(fd, cubin)
-        command = [CUOBJDUMP, "-res-usage", path]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    finally:
-        os.close(fd)
-
-
-def lines_with(ptx: str, pattern: str) -> list[int]:
-    return [i for i, line in enumerate(ptx.splitlines()) if re.search(pattern, line)]
 
 
 def signal(capability: int, *, advance: bool, bounded: bool = True, lanes: int = 32) -> Compiled:

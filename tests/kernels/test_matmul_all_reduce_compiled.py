@@ -5,10 +5,21 @@ x86 orders stores and the interpreter runs one thread: what stands here no run o
 
 import re
 from functools import cache
-from itertools import pairwise
 
 import pytest
-from test_kernels_compiled import CAPABILITIES, Compiled, compiled, lines_with
+from ptx import (
+    ACQUIRE,
+    CAPABILITIES,
+    LOAD,
+    PAYLOAD,
+    POLL,
+    RELEASE,
+    WORD_STORE,
+    Compiled,
+    compiled,
+    lines_with,
+    wrong_order,
+)
 
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.runtime.launch_fused import Fused, default_way, padded_rows
@@ -40,40 +51,6 @@ def kernel(
 
 def way(shots: int, by: str) -> Fused:
     return Fused(shots, by, 64, 64, 4)  # type: ignore[arg-type]
-
-
-BARRIER = r"\bbar(rier)?\.sync"
-RELEASE = r"\batom\.global\.sys\.release\.exch|\batom\.global\.release\.sys"
-ACQUIRE = r"atom\.global\.sys\.acquire\.add|ld\.global\.sys\.acquire|atom\.global\.acquire\.sys"
-PAYLOAD = r"\bst\.global\.v4\.b32"
-LOAD = r"\bld\.global\.cg\."
-WORD_STORE = r"\bst\.global\S*\.b64"
-POLL = r"\bld\.volatile\.global\S*\.b64"
-
-
-def blocks(ptx: str) -> list[str]:
-    """The basic blocks, in the compiler's order; one runs from its first line to its last."""
-    return re.split(r"^\$L__BB\S+:", ptx, flags=re.MULTILINE)
-
-
-def in_order(block: str, *patterns: str) -> bool:
-    """Whether the last of the first kind stands before the second, and so on."""
-    at = [[m.start() for m in re.finditer(pattern, block)] for pattern in patterns]
-    return all(first and any(first[-1] < x for x in second) for first, second in pairwise(at))
-
-
-def wrong_order(ptx: str) -> list[str]:
-    """What of the protocol of flags does not hold in a kernel."""
-    found: list[str] = []
-    for block in blocks(ptx):
-        if re.search(RELEASE, block) and not in_order(block, PAYLOAD, BARRIER, RELEASE):
-            found.append("a release that no barrier parts from the payload")
-        if re.search(ACQUIRE, block) and not in_order(block, ACQUIRE, BARRIER):
-            found.append("an acquire without a barrier behind it")
-        if re.search(LOAD, block) and not in_order(block.partition(".cg.")[0] + ".cg.",
-                                                   BARRIER, r"\.cg\."):  # fmt: skip
-            found.append("loads that no barrier parts from the acquire")
-    return found
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -18,7 +18,7 @@ SHAPE = (3, 32, 16)
 
 
 @triton.jit
-def post_relaxed(flag_ptrs, epoch, mask):
+def post_relaxed(flag_ptrs, epoch, mask=None):
     """`post` with its fault planted: what stands before it is not published."""
     tl.atomic_xchg(flag_ptrs, epoch, mask=mask, sem="relaxed", scope="sys")
 
@@ -30,7 +30,7 @@ def same_epoch(epoch):
 
 
 @triton.jit
-def post_too_few(flag_ptrs, epoch, mask):
+def post_too_few(flag_ptrs, epoch, mask=None):
     """`post` that leaves out its last flag."""
     last = tl.max(flag_ptrs.to(tl.int64), 0)
     tl.atomic_xchg(flag_ptrs, epoch, mask=mask & (flag_ptrs.to(tl.int64) < last), sem="release",

@@ -182,11 +182,11 @@ def matmul_all_reduce_kernel(
     own = rank * PART if SHOTS == 2 else 0  # first of the columns of a tile that are summed here
     for tile in range(program, num_tiles, programs):
         if WORDS:
-            parts, slow = take_words(from_all + (tile * SLOT + cell), epoch, live, timeout_ns)
+            parts, slow = take_words(from_all + (tile * SLOT + cell), epoch, timeout_ns, live)
             late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
         else:
             flag = flags + tile * WORLD + ranks
-            slow = wait(peer_ptr(flags_ptr, rank, flag * 4, tl.int32), epoch, everyone, timeout_ns)
+            slow = wait(peer_ptr(flags_ptr, rank, flag * 4, tl.int32), epoch, timeout_ns, everyone)
             late = late | slow.to(tl.int32)
             at = from_all + (tile * SLOT + cell)
             parts = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
@@ -216,13 +216,13 @@ def matmul_all_reduce_kernel(
             at = peer_ptr(cells_ptr, rank, results, CELL) + (tile * TILE + place)
             some = rows[:, None] & (place >= 0)
             if WORDS:
-                sums, slow = take_words(at, epoch, some, timeout_ns)
+                sums, slow = take_words(at, epoch, timeout_ns, some)
                 slow = tl.reshape(slow.to(tl.int32), (HIGH, WORLD, PART))
                 late = late | tl.max(tl.max(slow, 2), 0)
             else:
                 flag = flags + (num_tiles + tile) * WORLD + ranks
                 ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
-                late = late | wait(ptrs, epoch, everyone, timeout_ns).to(tl.int32)
+                late = late | wait(ptrs, epoch, timeout_ns, everyone).to(tl.int32)
                 sums = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
             bias = tl.zeros((1, BLOCK_N), tl.float32)
             total = sum_of_ranks(sums[None, :, :], bias, ROWS, BLOCK_N, WORDS, PAIRS, OUT)

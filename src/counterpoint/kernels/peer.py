@@ -50,19 +50,19 @@ def next_epoch(epoch):
 
 
 @triton.jit
-def put(ptrs, values, mask):
+def put(ptrs, values, mask=None):
     """Store a tile where peers will read it once `post` has said so."""
     tl.store(ptrs, values, mask=mask)
 
 
 @triton.jit
-def post(flag_ptrs, epoch, mask):
+def post(flag_ptrs, epoch, mask=None):
     """Say that all that this block has stored so far is there.
 
     Args:
-        flag_ptrs: tensor of pointers to int32, one flag each, on any ranks.
+        flag_ptrs: pointer or tensor of pointers to int32, one flag each, on any ranks.
         epoch: int32.
-        mask: of `flag_ptrs`.
+        mask: of `flag_ptrs`; None: all of them.
     """
     # the stores of all threads come before it; pairs with the acquire in `wait`
     tl.debug_barrier()
@@ -70,19 +70,19 @@ def post(flag_ptrs, epoch, mask):
 
 
 @triton.jit
-def wait(flag_ptrs, epoch, mask, timeout_ns):
+def wait(flag_ptrs, epoch, timeout_ns, mask=None):
     """Wait until each flag is `epoch`; what was stored before its `post` is seen then.
 
     Args:
-        flag_ptrs: tensor of pointers to int32, in own memory.
+        flag_ptrs: tensor of pointers to int32, in own memory; for one flag a tensor of one.
         epoch: int32.
-        mask: of `flag_ptrs`.
         timeout_ns: int64, how long to wait.
+        mask: of `flag_ptrs`; None: all of them.
 
     Returns:
         Tensor of bool, the flags that are late: all False unless the time is up.
     """
-    late = mask
+    late = flag_ptrs.to(tl.int64) != 0 if mask is None else mask
     start_ns = now_ns()
     waiting = tl.sum(late.to(tl.int32)) > 0
     while waiting:
@@ -95,39 +95,40 @@ def wait(flag_ptrs, epoch, mask, timeout_ns):
 
 
 @triton.jit
-def put_words(word_ptrs, bits, epoch, mask):
+def put_words(word_ptrs, bits, epoch, mask=None):
     """Store 4 bytes where a peer polls them: with the epoch, in one 8-byte store.
 
     Args:
         word_ptrs: tensor of pointers to int64, multiples of 8.
         bits: tensor of int32 of the same shape; see `pack` for two 16-bit values.
         epoch: int32, not 0.
-        mask: of `word_ptrs`.
+        mask: of `word_ptrs`; None: all of them.
     """
     low = bits.to(tl.int64) & 0xFFFFFFFF
     tl.store(word_ptrs, (epoch.to(tl.int64) << 32) | low, mask=mask)
 
 
 @triton.jit
-def take_words(word_ptrs, epoch, mask, timeout_ns):
+def take_words(word_ptrs, epoch, timeout_ns, mask=None):
     """Wait for words of this epoch, and return what they hold.
 
     Args:
         word_ptrs: tensor of pointers to int64, in own memory.
         epoch: int32, not 0.
-        mask: of `word_ptrs`; the bits are 0 where it is False.
         timeout_ns: int64, how long to wait.
+        mask: of `word_ptrs`, None: all of them; the bits are 0 where it is False.
 
     Returns:
         Tensor of int32, and a tensor of bool: the words that are late.
     """
-    words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-    late = mask & ((words >> 32).to(tl.int32) != epoch)
+    wanted = word_ptrs.to(tl.int64) != 0 if mask is None else mask
+    words = tl.load(word_ptrs, mask=wanted, other=0, volatile=True)
+    late = wanted & ((words >> 32).to(tl.int32) != epoch)
     start_ns = now_ns()
     waiting = tl.sum(late.to(tl.int32)) > 0
     while waiting:
-        words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-        late = mask & ((words >> 32).to(tl.int32) != epoch)
+        words = tl.load(word_ptrs, mask=wanted, other=0, volatile=True)
+        late = wanted & ((words >> 32).to(tl.int32) != epoch)
         waiting = (tl.sum(late.to(tl.int32)) > 0) & (now_ns() - start_ns < timeout_ns)
     return words.to(tl.int32), late
 
