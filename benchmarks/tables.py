@@ -11,6 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import decode_tables
 import sharing_tables
 
 from counterpoint.choose.known import SHIPPED
@@ -322,6 +323,11 @@ def main() -> None:
     if short := sharing_tables.short_table(RESULTS):
         replace(ROOT / "README.md", "sharing", short)
     sharing_tables.draw(RESULTS, IMAGES)
+    for name, text in decode_tables.sections(RESULTS).items():
+        replace(ROOT / "docs" / "fused.md", name, text)
+    if short := decode_tables.short_table(RESULTS):
+        replace(ROOT / "README.md", "decode", short)
+    decode_tables.draw(RESULTS, IMAGES)
 
 
 if __name__ == "__main__":

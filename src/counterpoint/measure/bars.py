@@ -47,6 +47,7 @@ def draw_bars(
     title: str = "",
     source: str = "",
     ours: str = "counterpoint",
+    ideal: str = "ideal: the longer of compute and communication",
     relative_to_serial: bool = False,
     width_in: float = 9.0,
 ) -> Path:
@@ -58,6 +59,7 @@ def draw_bars(
         title: Heading of the picture.
         source: Machine, dtype and date; stands under the title.
         ours: Name of the second bar.
+        ideal: Name of the third.
         relative_to_serial: Length of a bar is its share of the row's serial time. For shapes
             that differ so much in time that the small ones would vanish.
         width_in: Width of the picture in inches; the height follows from the number of rows.
@@ -100,7 +102,7 @@ def draw_bars(
         axes.set_xlabel("length of a bar: its share of the serial time of its row", fontsize=8)
 
     canvas.heading(figure, title, source)
-    names = ("serial", ours, "ideal: the longer of compute and communication")
+    names = ("serial", ours, ideal)
     patches = [Patch(color=fill, label=name) for fill, name in zip(BAR_FILLS, names, strict=True)]
     _, height_in = figure.get_size_inches()
     canvas.legend(
