@@ -148,7 +148,7 @@ class _InOneKernel:
             resident = occupancy(footprint, limits).blocks * sms
             if resident < 1:
                 raise UnsupportedError(f"{OP}: {RESERVED_SMS} SMs are reserved, there are no more")
-            self.launch.programs = grid(way, n, resident)
+            self.launch.use(compiled, grid(way, n, resident), x, w, bias)
             if not capturing:
                 # a rank that still compiles is late for all: they go on together
                 gather_object(None, workspace.group)
