@@ -16,8 +16,6 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-assert os.environ.get("TRITON_INTERPRET") != "1", "here kernels are compiled"
-
 CAPABILITIES = [80, 90, 100]
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -43,6 +41,7 @@ def compiled(
     aligned: tuple[str, ...] = (),
 ) -> Compiled:
     """`kernel` for arguments of `types`; those `aligned` are multiples of 16."""
+    assert os.environ.get("TRITON_INTERPRET") != "1", "here kernels are compiled"
     signature = types | dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
     source = ASTSource(

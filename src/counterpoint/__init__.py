@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from counterpoint.measure.profile import profile
     from counterpoint.measure.tune import tune
     from counterpoint.model.estimate import estimate
+    from counterpoint.ops.add_rms_norm import matmul_all_reduce_rms_norm
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
     from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -58,6 +59,7 @@ _HOME = {
     "choose": "choose.choose",
     "estimate": "model.estimate",
     "matmul_all_reduce": "ops.matmul_all_reduce",
+    "matmul_all_reduce_rms_norm": "ops.add_rms_norm",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
     "preset": "presets",
     "profile": "measure.profile",
@@ -86,6 +88,7 @@ __all__ = [
     "choose",
     "estimate",
     "matmul_all_reduce",
+    "matmul_all_reduce_rms_norm",
     "matmul_reduce_scatter",
     "preset",
     "profile",

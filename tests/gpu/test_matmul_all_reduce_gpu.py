@@ -204,3 +204,18 @@ def test_a_missing_rank_is_named(gpus):
                            rf"matmul_all_reduce: ranks \[{missing}\] did not signal"):  # fmt: skip
             cp.check(group)
     dist.barrier()
+
+
+@pytest.mark.parametrize("shape", [(1, 8192, 1024), (32, 7168, 512), (3, 1000, 64)], ids=str)
+def test_the_residual_and_the_norm_that_follow(gpus, shape):
+    m, n, k = shape
+    x, w = operands(m, n, k)
+    residual, weight = torch.randn(m, n, device="cuda").bfloat16(), torch.randn(n, device="cuda")
+    weight = weight.bfloat16()
+    for t in (residual, weight):
+        dist.broadcast(t, 0)
+    y, total = cp.matmul_all_reduce_rms_norm(x, w, residual=residual, norm_weight=weight)
+    want = summed(x, w) + residual
+    assert relative_error(total, want) < 1e-2 and same_on_all(y) and same_on_all(total)
+    norm = torch.nn.functional.rms_norm(total.double(), (n,), weight.double(), 1e-6)
+    assert relative_error(y, norm) < 5e-3

@@ -176,3 +176,51 @@ def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     with pytest.raises(RuntimeError):  # Triton has no GPU to launch on here
         launch(x, other, None, y)
     assert len(launched) == 1
+
+
+def normalised(rank: int, ranks: int, dtype: torch.dtype) -> list[bool]:
+    x, w = torch.randn(2, 3, 8).to(dtype), torch.randn(8, 20).to(dtype)
+    residual, weight = torch.randn(2, 3, 20).to(dtype), torch.randn(20).to(dtype)
+    for t in (residual, weight):
+        dist.broadcast(t, 0)
+    got, total = cp.matmul_all_reduce_rms_norm(
+        x, w, residual=residual, norm_weight=weight, eps=1e-5, plan="fused"
+    )
+    want_total = residual + cp.matmul_all_reduce(x, w, plan="fused")
+    want = torch.nn.functional.rms_norm(want_total.double(), (20,), weight.double(), 1e-5)
+    error = ((got.double() - want).norm() / want.norm()).item()
+    op = torch.ops.counterpoint.add_rms_norm
+    results: dict[str, str] = torch.library.opcheck(op, (want_total, residual, weight, 1e-5))
+    return [error <= 2 * torch.finfo(dtype).eps, torch.equal(total, want_total),
+            set(results.values()) == {"SUCCESS"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_and_the_norm_that_follow(pool: RankPool, dtype: torch.dtype):
+    assert pool.run(normalised, 2, dtype) == [[True] * 3] * 2
+
+
+def norm_refusals(rank: int, ranks: int) -> list[str]:
+    x, w, r, g = torch.randn(2, 4), torch.randn(4, 3), torch.randn(2, 3), torch.ones(3)
+    texts: list[str] = []
+    cases: list[dict[str, Any]] = [
+        {"residual": r[:1]}, {"norm_weight": r}, {"residual": r.double()}, {"eps": "small"},
+        {"norm_weight": 1.0},
+    ]  # fmt: skip
+    for case in cases:
+        try:
+            cp.matmul_all_reduce_rms_norm(x, w, **{"residual": r, "norm_weight": g} | case)
+            texts.append("accepted")
+        except cp.InputError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_the_norm_refuses(pool: RankPool):
+    wants = [
+        "residual must be (2, 3), got (1, 3)", "norm_weight must be [N=3], got (2, 3)",
+        "residual must be torch.float32 on cpu as x, got torch.float64 on cpu",
+        "eps must be a number >= 0, got small", "norm_weight must be a Tensor, got float",
+    ]  # fmt: skip
+    for texts in pool.run(norm_refusals, 2):
+        assert texts == [f"matmul_all_reduce_rms_norm: {want}" for want in wants]
