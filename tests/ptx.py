@@ -25,9 +25,10 @@ class Compiled(NamedTuple):
 
     ptx: str
     registers: int
-    shared_bytes: int
+    shared_bytes: int  # static; what a launch adds is below
     stack_bytes: int  # spills lie there
     local_bytes: int
+    dynamic_bytes: int
 
 
 def compiled(
@@ -56,7 +57,7 @@ def compiled(
     usage = _usage(found.asm["cubin"])
     names = ("REG", "SHARED", "STACK", "LOCAL")
     numbers = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
-    return Compiled(found.asm["ptx"], *numbers)
+    return Compiled(found.asm["ptx"], *numbers, found.metadata.shared)
 
 
 @cache

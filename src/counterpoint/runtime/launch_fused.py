@@ -87,7 +87,7 @@ def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fu
     block_n = max(block_n, ranks)
     step_bytes = (block_n + max(rows, 16)) * 64 * item_bytes
     stages = max(2, min(MAX_STAGES, TILE_BYTES // step_bytes))
-    return Fused(shots, by, block_n, 64, stages, 8 if rows * block_n > 64 * 64 else 4)
+    return Fused(shots, by, block_n, 64, stages, 8 if rows > 64 >= block_n else 4)
 
 
 def padded_rows(m: int) -> int:
