@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.resources.pipeline import Collective, Compute, Pipeline
+from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager
+from counterpoint.resources.stages import Collective, Compute
 
 RANKS = 4
 

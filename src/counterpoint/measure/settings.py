@@ -12,9 +12,10 @@ from counterpoint.resources import shape
 from counterpoint.resources.controls import Along, Controls, Mode, Transport
 from counterpoint.resources.granularity import Cut
 from counterpoint.resources.occupancy import feasible
-from counterpoint.resources.pipeline import Compute, Pipeline
+from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager, captured_as
 from counterpoint.resources.search import Space
+from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import refusal
 from counterpoint.runtime.ranks import gather_object
 

@@ -20,9 +20,10 @@ from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.measure.settings import TRANSPORTS, Bench, space_of
 from counterpoint.resources import search, shape
 from counterpoint.resources.controls import MODES, OFF, Controls, Mode
-from counterpoint.resources.pipeline import Compute, Pipeline
+from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager
 from counterpoint.resources.search import Arm, Found, Space
+from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import refusal
 from counterpoint.runtime.ranks import gather_object
 

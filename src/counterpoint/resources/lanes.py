@@ -16,7 +16,8 @@ from counterpoint.resources import budget, priority
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.granularity import Cut
 from counterpoint.resources.order import Delay
-from counterpoint.resources.pipeline import Compute, Pipeline
+from counterpoint.resources.pipeline import Pipeline
+from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import carriers
 
 Mark = Callable[[int], AbstractContextManager[object]]  # around the enqueuing of a stage

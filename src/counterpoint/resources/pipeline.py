@@ -8,7 +8,6 @@ pipeline is legal however its kernels share the GPU.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -17,65 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.resources.stages import (
+    Collective,
+    CollectiveOp,
+    Compute,
+    Reduction,
+    Stage,
+    check_collective,
+    meet,
+    span,
+)
 from counterpoint.resources.zero_cta import ZeroCta
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
-
-CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Reduction = Literal["sum", "avg"]
-
-
-@dataclass(frozen=True, eq=False)
-class Compute:
-    """A call that launches kernels on the current stream.
-
-    Args:
-        name: of the stage.
-        call: takes no argument; what it returns is dropped.
-        reads: tensors that it reads.
-        writes: tensors that it writes.
-        kernels: Triton's compiled kernels that it launches, as `kernel[grid](...)` returns them:
-            needed to shape them in eager mode, and not in a graph.
-    """
-
-    name: str
-    call: Callable[[], object]
-    reads: tuple[Tensor, ...]
-    writes: tuple[Tensor, ...]
-    kernels: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Collective:
-    """A collective of the pipeline's group, of contiguous tensors.
-
-    Args:
-        name: of the stage.
-        op: which.
-        target: what it writes. all_gather: n times `source`; reduce_scatter: an n-th of it;
-            all_reduce: the same tensor.
-        source: what it reads.
-        reduction: of all_reduce and reduce_scatter.
-    """
-
-    name: str
-    op: CollectiveOp
-    target: Tensor
-    source: Tensor
-    reduction: Reduction = "sum"
-
-    @property
-    def reads(self) -> tuple[Tensor, ...]:
-        """What it reads."""
-        return (self.source,)
-
-    @property
-    def writes(self) -> tuple[Tensor, ...]:
-        """What it writes."""
-        return (self.target,)
-
-
-Stage = Compute | Collective
 
 
 class Pipeline:
@@ -230,40 +183,11 @@ class Pipeline:
             InputError: sizes do not fit the op and the group, or tensors do not.
         """
         name = name or f"{op} {len(self._stages)}"
-        ranks = dist.get_world_size(self.group)
         for tensor in (target, source):
             self._check_device(op, name, tensor)
-            if not tensor.is_contiguous():
-                got = f"strides {tensor.stride()} in {name!r}"
-                raise InputError(f"Pipeline.{op}", "tensors", want="contiguous", got=got)
-        if target.dtype != source.dtype:
-            got = f"{target.dtype} and {source.dtype} in {name!r}"
-            raise InputError(f"Pipeline.{op}", "tensors", want="of one dtype", got=got)
-        if reduction not in ("sum", "avg"):
-            raise InputError(f"Pipeline.{op}", "reduction", want="'sum' or 'avg'", got=reduction)
-        wants = {
-            "all_reduce": (source.numel(), 1),
-            "all_gather": (source.numel() * ranks, 1),
-            "reduce_scatter": (source.numel() // ranks, ranks),
-            "all_to_all": (source.numel(), ranks),
-        }
-        if op not in wants:
-            want = f"one of {', '.join(wants)}"
-            raise InputError("Pipeline.collective", "op", want=want, got=repr(op))
-        numel, divisor = wants[op]
-        if source.numel() == 0 or source.numel() % divisor:
-            want = f"of a number of elements that {ranks} ranks divide"
-            raise InputError(f"Pipeline.{op}", "source", want=want, got=source.numel())
-        if target.numel() != numel:
-            want = f"of {numel} elements"
-            raise InputError(f"Pipeline.{op}", "target", want=want, got=target.numel())
-        if op == "all_reduce":
-            if _span(target) != _span(source):
-                got = "another tensor"
-                raise InputError(f"Pipeline.{op}", "target", want="source, in place", got=got)
-        elif _overlap(_span(target), _span(source)):
-            raise InputError(f"Pipeline.{op}", "target", want="apart from source", got="in it")
-        self._stages.append(Collective(name, op, target, source, reduction))
+        stage = Collective(name, op, target, source, reduction)
+        check_collective(stage, dist.get_world_size(self.group))
+        self._stages.append(stage)
 
     def waits(self) -> tuple[int | None, ...]:
         """For each stage, the latest earlier one of the other kind that it must follow.
@@ -271,7 +195,7 @@ class Pipeline:
         Read after write, write after read and write after write, by where tensors lie.
         """
         spans = [
-            ([_span(t) for t in stage.reads], [_span(t) for t in stage.writes])
+            ([span(t) for t in stage.reads], [span(t) for t in stage.writes])
             for stage in self._stages
         ]
         found: list[int | None] = []
@@ -281,8 +205,8 @@ class Pipeline:
                 for j in range(i)
                 if isinstance(self._stages[j], Compute) != isinstance(stage, Compute)
                 and (
-                    _meet(reads, spans[j][1]) or _meet(writes, spans[j][0])
-                    or _meet(writes, spans[j][1])
+                    meet(reads, spans[j][1]) or meet(writes, spans[j][0])
+                    or meet(writes, spans[j][1])
                 )
             ]  # fmt: skip
             found.append(max(others, default=None))
@@ -350,7 +274,7 @@ class Pipeline:
 
     def memory_of(self, tensor: Tensor) -> SymmetricMemory | None:
         """The memory open to peers that a tensor lies in, if any."""
-        start, stop = _span(tensor)
+        start, stop = span(tensor)
         for memory in self.symmetric:
             first = memory.local().data_ptr()
             if first <= start and stop <= first + memory.num_bytes:
@@ -365,23 +289,3 @@ class Pipeline:
         if tensor.device != self.device:
             want = f"on {self.device}"
             raise InputError(f"Pipeline.{op}", f"tensors of {name!r}", want=want, got=tensor.device)
-
-
-Span = tuple[int, int]  # first byte, and one behind the last
-
-
-def _span(tensor: Tensor) -> Span:
-    """From the first to the last byte of a tensor, gaps between its rows included."""
-    start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
-
-
-def _overlap(a: Span, b: Span) -> bool:
-    return a[0] < b[1] and b[0] < a[1]
-
-
-def _meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    return any(_overlap(a, b) for a in some for b in others)

@@ -16,8 +16,9 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.resources import budget, priority, shape
 from counterpoint.resources.controls import OFF, Controls
 from counterpoint.resources.lanes import Lanes
-from counterpoint.resources.pipeline import Compute, Pipeline
+from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.shape import Nodes, Shape
+from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import check_peers, library_writes_to_peers_memory
 from counterpoint.runtime import graph_nodes
 from counterpoint.runtime.capture import no_collector

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from counterpoint.errors import InputError
 from counterpoint.plan.bind import Arrival
 from counterpoint.resources.controls import Transport
-from counterpoint.resources.pipeline import Collective, Pipeline
+from counterpoint.resources.pipeline import Pipeline
+from counterpoint.resources.stages import Collective
 from counterpoint.runtime import compute
 from counterpoint.runtime.driver import Copy, copy_async
 from counterpoint.runtime.lanes_cuda import CudaLanes
