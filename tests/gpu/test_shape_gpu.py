@@ -13,7 +13,8 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.resources.footprint import node_footprint
 from counterpoint.resources.occupancy import feasible, occupancy
-from counterpoint.resources.shape import Nodes, Shape, limits_here, refusal, triton_launches
+from counterpoint.resources.shape import Nodes, Shape, limits_here, refusal
+from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.runtime import graph_nodes
 
 NUM_KERNELS = 100

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.resources import shape
-from counterpoint.resources.footprint import Footprint
+from counterpoint.resources.footprint import Footprint, triton_footprint
 from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import (
     Kernel,
@@ -33,7 +33,8 @@ from counterpoint.resources.occupancy import (
     occupancy,
     window,
 )
-from counterpoint.resources.shape import Nodes, Shape, refusal, triton_footprint, triton_launches
+from counterpoint.resources.shape import Nodes, Shape, refusal
+from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.runtime import graph_nodes
 
 SM90 = LIMITS["sm_90"]

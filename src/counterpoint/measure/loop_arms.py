@@ -18,9 +18,10 @@ from counterpoint.measure.settings import Bench, space_of
 from counterpoint.measure.timing import Times, rotate
 from counterpoint.measure.tune_resources import tune
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls, Mode, Transport
+from counterpoint.resources.footprint import triton_footprint
 from counterpoint.resources.occupancy import occupancy
 from counterpoint.resources.search import Space
-from counterpoint.resources.shape import limits_here, triton_footprint
+from counterpoint.resources.shape import limits_here
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import carriers
 

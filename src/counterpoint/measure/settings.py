@@ -10,6 +10,7 @@ from counterpoint.measure.timing import Arm as Call
 from counterpoint.measure.timing import rotate
 from counterpoint.resources import shape
 from counterpoint.resources.controls import Along, Controls, Mode, Transport
+from counterpoint.resources.footprint import triton_footprint
 from counterpoint.resources.granularity import Cut
 from counterpoint.resources.occupancy import feasible
 from counterpoint.resources.pipeline import Pipeline
@@ -33,7 +34,7 @@ def space_of(pipeline: Pipeline, mode: Mode) -> Space:
         blocks = Captured(pipeline).shaped.feasible()
     else:
         kernels = [
-            shape.triton_footprint(kernel)
+            triton_footprint(kernel)
             for stage in pipeline.stages if isinstance(stage, Compute)
             for kernel in stage.kernels
         ]  # fmt: skip

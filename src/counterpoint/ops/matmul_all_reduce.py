@@ -13,8 +13,9 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops import call
 from counterpoint.ops.call import Input
 from counterpoint.ops.check import autocast, check_group, check_tensors
+from counterpoint.resources.footprint import triton_footprint
 from counterpoint.resources.occupancy import occupancy
-from counterpoint.resources.shape import limits_here, triton_footprint
+from counterpoint.resources.shape import limits_here
 from counterpoint.runtime import driver
 from counterpoint.runtime.fused import FusedMemory
 from counterpoint.runtime.lanes_cuda import lanes_of

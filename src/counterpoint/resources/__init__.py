@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from counterpoint.resources.pipeline import Pipeline
     from counterpoint.resources.run import Captured, Eager
     from counterpoint.resources.search import Space
-    from counterpoint.resources.shape import Shape, triton_launches
+    from counterpoint.resources.shape import Shape
+    from counterpoint.resources.shape_triton import triton_launches
 
 _HOME = {
     "Captured": "resources.run",
@@ -31,7 +32,7 @@ _HOME = {
     "Space": "resources.search",
     "Tuned": "measure.tune_resources",
     "footprints": "resources.footprint",
-    "triton_launches": "resources.shape",
+    "triton_launches": "resources.shape_triton",
     "tune": "measure.tune_resources",
 }
 

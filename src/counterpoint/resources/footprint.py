@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import torch
 
-from counterpoint.errors import UnsupportedError
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime import graph_nodes
 
 Triple = tuple[int, int, int]  # along x, y and z
@@ -204,3 +205,28 @@ def _identifiers(mangled: str) -> tuple[list[str], str]:
         parts.append(mangled[length.end() : end])
         mangled = mangled[end:]
     return parts, mangled
+
+
+def triton_footprint(kernel: Any) -> Footprint:
+    """What a block of a compiled Triton kernel takes; its grid is not known here.
+
+    Raises:
+        InputError: it is no compiled kernel.
+    """
+    metadata = getattr(kernel, "metadata", None)
+    if metadata is None or not hasattr(kernel, "packed_metadata"):
+        want = "compiled Triton kernels, as kernel[grid](...) returns them"
+        raise InputError("shape", "kernels", want=want, got=type(kernel).__name__)
+    if getattr(kernel, "n_regs", None) is None:
+        kernel._init_handles()  # loads it: registers are known then
+    registers: Any = kernel.n_regs
+    return Footprint(
+        kind="kernel",
+        name=metadata.name,
+        grid=(0, 0, 0),
+        block=(metadata.num_warps * 32, 1, 1),
+        cluster=(metadata.num_ctas, 1, 1),
+        registers_per_thread=registers,
+        dynamic_shared_bytes=metadata.shared,
+        cooperative=bool(getattr(metadata, "launch_cooperative_grid", False)),
+    )

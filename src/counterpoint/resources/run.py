@@ -18,6 +18,7 @@ from counterpoint.resources.controls import OFF, Controls
 from counterpoint.resources.lanes import Lanes
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.shape import Nodes, Shape
+from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import check_peers, library_writes_to_peers_memory
 from counterpoint.runtime import graph_nodes
@@ -65,7 +66,7 @@ class Eager:
                     )
                 limits = shape.limits_here(self.pipeline.device)
                 distinct = list({id(k): k for k in kernels}.values())
-                undo.enter_context(shape.triton_launches(distinct, wanted, limits))
+                undo.enter_context(triton_launches(distinct, wanted, limits))
             if self.controls.num_sms:
                 undo.enter_context(budget.matmul_sms(self.pipeline.device, self.controls.num_sms))
             self._undo = undo.pop_all()

@@ -7,7 +7,7 @@ wait for one another are refused: they need all their blocks resident.
 """
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -180,7 +180,7 @@ class Nodes:
         """Let the kernels be launched with all the shared memory that a block may have."""
         with ExitStack() as undo:
             for function, kernel in self._functions().items():
-                undo.enter_context(_allowing(function, kernel, self.limits))
+                undo.enter_context(allowing(function, kernel, self.limits))
             self._undo = undo.pop_all()
         return self
 
@@ -233,50 +233,11 @@ class Nodes:
         return {graph_nodes.function_of(n): kernel for n, kernel in self.kernels.items()}
 
 
-@contextmanager
-def triton_launches(
-    kernels: Sequence[Any], shape: Shape, limits: SmLimits
-) -> Generator[dict[str, int]]:
-    """Launch Triton kernels in another shape, while the context is entered.
-
-    Triton reads the shared memory of a launch from the compiled kernel at each launch; the number
-    is changed there and brought back.
-
-    Args:
-        kernels: compiled: what `kernel[grid](...)` returns.
-        shape: of all of them.
-        limits: of the SMs.
-
-    Yields:
-        Dynamic shared memory of each kernel, by its name.
-
-    Raises:
-        InputError: what is passed is no compiled kernel, or cannot be brought to this shape.
-        UnsupportedError: a kernel cannot be shaped, and why; or this Triton keeps its launches
-            otherwise.
-    """
-    with ExitStack() as undo:
-        found: dict[str, int] = {}
-        for kernel, of in [(k, triton_footprint(k)) for k in kernels]:
-            why = refusal(of, limits)
-            if why:
-                raise UnsupportedError(f"shape: {of.short_name} cannot be shaped: {why}")
-            num_bytes = shape.bytes_of(of, limits)
-            function = int(kernel.function)
-            undo.enter_context(_allowing(function, of, limits))
-            if shape.carve_out:
-                before = graph_nodes.prefer_carve_out(function, ALL_SHARED_MEMORY)
-                undo.callback(graph_nodes.prefer_carve_out, function, before)
-            undo.callback(_launch_with(kernel, num_bytes))
-            found[of.short_name] = num_bytes
-        yield found
-
-
 _allowed: dict[int, tuple[int, int]] = {}  # of a function: who needs it, and its own limit
 
 
 @contextmanager
-def _allowing(function: int, kernel: Footprint, limits: SmLimits) -> Generator[None]:
+def allowing(function: int, kernel: Footprint, limits: SmLimits) -> Generator[None]:
     """Let a function be launched with all the shared memory that a block may have.
 
     The limit is the function's, for the whole process: the last one who needs it brings it back.
@@ -294,59 +255,3 @@ def _allowing(function: int, kernel: Footprint, limits: SmLimits) -> Generator[N
             _allowed[function] = count - 1, before
         else:
             graph_nodes.allow_dynamic_bytes(function, before)
-
-
-def triton_footprint(kernel: Any) -> Footprint:
-    """What a block of a compiled Triton kernel takes; its grid is not known here.
-
-    Raises:
-        InputError: it is no compiled kernel.
-    """
-    metadata = getattr(kernel, "metadata", None)
-    if metadata is None or not hasattr(kernel, "packed_metadata"):
-        want = "compiled Triton kernels, as kernel[grid](...) returns them"
-        raise InputError("shape", "kernels", want=want, got=type(kernel).__name__)
-    if getattr(kernel, "n_regs", None) is None:
-        kernel._init_handles()  # loads it: registers are known then
-    registers: Any = kernel.n_regs
-    return Footprint(
-        kind="kernel",
-        name=metadata.name,
-        grid=(0, 0, 0),
-        block=(metadata.num_warps * 32, 1, 1),
-        cluster=(metadata.num_ctas, 1, 1),
-        registers_per_thread=registers,
-        dynamic_shared_bytes=metadata.shared,
-        cooperative=bool(getattr(metadata, "launch_cooperative_grid", False)),
-    )
-
-
-# of a function that is shaped: its own launch numbers, and those of all who have shaped it
-_launches: dict[int, tuple[tuple[int, ...], dict[object, tuple[int, ...]]]] = {}
-
-
-def _launch_with(kernel: Any, num_bytes: int) -> Callable[[], None]:
-    """Launch a compiled kernel with this much shared memory; what undoes it, in any order.
-
-    Its launch numbers are private to Triton 3.6: (num_warps, num_ctas, shared memory).
-    """
-    function, packed, metadata = (
-        int(kernel.function),
-        tuple(kernel.packed_metadata),
-        kernel.metadata,
-    )
-    if function not in _launches and packed != (
-        metadata.num_warps, metadata.num_ctas, metadata.shared
-    ):  # fmt: skip
-        raise UnsupportedError(f"shape: this Triton launches by {packed}; Triton 3.6 is known")
-    own, shaped = _launches.setdefault(function, (packed, {}))
-    mine = object()
-    shaped[mine] = kernel.packed_metadata = (*own[:2], num_bytes)
-
-    def undo() -> None:
-        del shaped[mine]
-        kernel.packed_metadata = [own, *shaped.values()][-1]
-        if not shaped:
-            del _launches[function]
-
-    return undo
