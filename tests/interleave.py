@@ -1,13 +1,13 @@
 """Kernels of all ranks in one process, their programs in turn: deadlocks and missing releases show.
 
 Triton's interpreter runs the programs of a grid one after the other, to the end. Here each program
-is a greenlet, as is each rank: a seeded draw says who goes on at each atomic and each volatile
-load, so programs may wait for one another whatever their order. That nobody can go on is found at
-once, and says where everyone stands.
+is a greenlet, as is each rank: a seeded draw says who goes on at each atomic and each volatile or
+L2 load, so programs may wait for one another whatever their order. That nobody can go on is found
+at once, and says where everyone stands.
 
-Plain stores of a program wait in a buffer of its own and land at random times, in random order:
-what a release of that program publishes has landed, what a relaxed atomic publishes has not. An
-acquire that is missing does not show: loads are in order.
+Plain stores of a program wait in a buffer of its own and land in parts, at random times, in any
+order: what a release of that program publishes has landed, what a relaxed atomic publishes has not.
+An acquire that is missing does not show: loads are in order.
 
     def rank(r):
         my_kernel[(2,)](...)
@@ -32,6 +32,7 @@ import triton.runtime.interpreter as interpreter
 
 BUILDER: Any = interpreter.InterpreterBuilder
 SEM: Any = interpreter._ir.MEM_SEMANTIC  # type: ignore[attr-defined]
+CACHED_IN_L2: Any = interpreter._ir.CACHE_MODIFIER.CG  # type: ignore[attr-defined]
 RAW: Any = interpreter._interpreter  # type: ignore[attr-defined]
 IDLE_TURNS = 60  # of each that is left, without anything new in memory: nobody can go on
 
@@ -66,6 +67,7 @@ class Interleaved:
         self.left: list[Program] = []
         self.idle = 0
         self.turns = 0
+        self.fast = ""
 
     def run(self, ranks: Sequence[Callable[[], None]]) -> None:
         """Run all ranks to their end.
@@ -90,6 +92,9 @@ class Interleaved:
                     lambda executor, *args, **kwargs: launch(executor, args, kwargs),
                 )
             )  # fmt: skip
+            # with every other seed one rank runs ahead of the others
+            ahead = self.draw.randrange(2 * len(ranks))
+            self.fast = f"rank {ahead}" if ahead < len(ranks) else ""
             for i, body in enumerate(ranks):
                 self._start(Program(f"rank {i}", body))
             while self.left:
@@ -124,6 +129,9 @@ class Interleaved:
             for program in waiting:
                 self._flush(program)
         program = self.draw.choice(self.left)
+        if self.fast and self.draw.random() < 0.8:
+            ahead = [p for p in self.left if p.name.startswith(self.fast)]
+            program = self.draw.choice(ahead or self.left)
         if program.place:
             builder: Any = interpreter.interpreter_builder
             builder.grid_idx, builder.grid_dim = program.place
@@ -179,19 +187,26 @@ class Interleaved:
                 self.idle = 0
                 return plain(builder, ptrs, value, mask, *rest)
             shape = ptrs.data.shape
-            copies = (np.array(np.broadcast_to(h.data, shape)) for h in (ptrs, value, mask))
-            _current().stores.append(tuple(copies))  # type: ignore[arg-type]
+            where, what, some = (
+                np.array(np.broadcast_to(h.data, shape)) for h in (ptrs, value, mask)
+            )
+            # its elements land at several times: some here, some there
+            parts = np.array([self.draw.randrange(3) for _ in range(where.size)]).reshape(shape)
+            for part in range(3):
+                here = some.astype(bool) & (parts == part)
+                if here.any():
+                    _current().stores.append((where, what, here))
             return None
 
         return store
 
     def _create_masked_load(self, plain: Any) -> Any:
         def load(builder: Any, ptrs: Any, mask: Any, other: Any, *rest: Any):
-            if rest[-1]:  # volatile: somebody else may have written
+            if rest[-1] or rest[0] == CACHED_IN_L2:  # what somebody else may have written
                 self._give_way()
             program = _current()
             wanted = set(ptrs.data.ravel().tolist())
-            if any(wanted & set(stored.ravel().tolist()) for stored, _, _ in program.stores):
+            if any(wanted & set(to[some].tolist()) for to, _, some in program.stores):
                 self._flush(program)  # a program sees what it has stored itself
             return plain(builder, ptrs, mask, other, *rest)
 

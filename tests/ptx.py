@@ -29,6 +29,7 @@ class Compiled(NamedTuple):
     stack_bytes: int  # spills lie there
     local_bytes: int
     dynamic_bytes: int
+    ttgir: str
 
 
 def compiled(
@@ -57,7 +58,7 @@ def compiled(
     usage = _usage(found.asm["cubin"])
     names = ("REG", "SHARED", "STACK", "LOCAL")
     numbers = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
-    return Compiled(found.asm["ptx"], *numbers, found.metadata.shared)
+    return Compiled(found.asm["ptx"], *numbers, found.metadata.shared, found.asm["ttgir"])
 
 
 @cache
@@ -82,7 +83,6 @@ ACQUIRE = r"atom\.global\.sys\.acquire\.add|ld\.global\.sys\.acquire|atom\.globa
 PAYLOAD = r"\bst\.global\.v4\.b32"
 LOAD = r"\bld\.global\.cg\."
 WORD_STORE = r"\bst\.global\S*\.b64"
-POLL = r"\bld\.volatile\.global\S*\.b64"
 
 
 def blocks(ptx: str) -> list[str]:

@@ -33,7 +33,7 @@ def test_it_compiles_for_gpus(monkeypatch: pytest.MonkeyPatch, capability: int):
     source = inspect.getsource(kernel.fn)
     assert len(source.splitlines()) < 60
     tensors = dict.fromkeys(("x_ptr", "w_ptr", "b_ptr", "out_ptr"), "*bf16")
-    types = tensors | {"bases_ptr": "*i64", "epoch_ptr": "*i32", "late_ptr": "*i32"}
+    types = tensors | {"bases_ptr": "*i64", "epoch_ptr": "*i32", "stop_ptr": "*i32"}
     types |= dict.fromkeys(("N", "K", "half_bytes", "rank"), "i32")
     constants = {"WORLD": 4, "M": 16, "BLOCK_N": 32, "BLOCK_K": 32}
     found = compiled(

@@ -5,6 +5,7 @@ x86 orders stores and the interpreter runs one thread: what stands here no run o
 
 import re
 from functools import cache
+from math import prod
 
 import pytest
 from ptx import (
@@ -12,7 +13,6 @@ from ptx import (
     CAPABILITIES,
     LOAD,
     PAYLOAD,
-    POLL,
     RELEASE,
     WORD_STORE,
     Compiled,
@@ -38,12 +38,18 @@ def kernel(
     """As a launch on contiguous tensors whose sizes tiles divide would compile it."""
     one = "stride_wk" if columns else "stride_wn"
     tensors = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "y_ptr"), f"*{dtype}")
-    last = {"turn_bytes": "i64", "rank": "i32", "tag": "i32", "timeout_ns": "i64"}
+    last = {
+        "half_bytes": "i64",
+        "half_flags": "i32",
+        "rank": "i32",
+        "tag": "i32",
+        "timeout_ns": "i64",
+    }
     types = tensors | POINTERS | {n: t for n, t in NUMBERS.items() if n != one} | last
     constants = {
         one: 1, "WORLD": ranks, "SHOTS": way.shots, "WORDS": way.by == "words", "HAS_BIAS": False,
         "ROWS": padded_rows(m), "BLOCK_N": way.block_n, "BLOCK_K": way.block_k, "EVEN_N": True,
-        "EVEN_K": True, "STAGES": way.stages,
+        "EVEN_K": True, "STAGES": way.stages, "NUM_WARPS": way.num_warps,
     }  # fmt: skip
     return compiled(
         matmul_all_reduce_kernel, capability, types, constants, num_warps=way.num_warps,
@@ -62,8 +68,9 @@ def test_flags_publish_what_stands_before_them(capability: int):
     for pattern in (PAYLOAD, RELEASE, ACQUIRE, LOAD):
         assert len(re.findall(pattern, ptx)) >= 2, pattern
     assert not wrong_order(ptx)
-    # nothing that peers see is of block or GPU scope, but the count of programs that have ended
-    assert len(lines_with(ptx, r"\b(atom|red)\.\S*(\.gpu|\.cta)\b")) <= 1
+    # of GPU scope is what stays on the rank: whether to stop, twice, and who has ended
+    own = re.findall(r"\b(?:atom|red)\.\S*\.(?:gpu|cta)\.\S+", ptx)
+    assert [re.search(r"\.(or|add)\.", name)[1] for name in own] == ["or", "or", "add"], own  # type: ignore[index]
     bulk = r"cp\.async\.bulk\.(tensor|global)"
     assert not lines_with(ptx, bulk), "a bulk store may be overtaken by its flag"
 
@@ -80,19 +87,33 @@ def test_planted_faults_show():
         assert not re.search(pattern, ptx.replace(f"sys.{order}", "sys.relaxed"))
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_words_arrive_whole(capability: int, shots: int):
+def test_words_arrive_whole(capability: int, shots: int, ranks: int):
     """Each is one 8-byte element of a store, and is polled by loads that are never cached."""
-    ptx = kernel(capability, way(shots, "words"), 8).ptx
-    stores, polls = lines_with(ptx, WORD_STORE), lines_with(ptx, POLL)
-    assert stores and polls
-    assert not lines_with(ptx, RELEASE) and not lines_with(ptx, ACQUIRE)
-    # two rows of bf16 share a word: half as many stores as a row each would have
-    apart = kernel(capability, way(shots, "words"), 8, dtype="fp32").ptx
-    assert len(lines_with(apart, WORD_STORE)) > len(stores)
-    for line in polls:
-        assert re.search(r"\.b64|\.u64", ptx.splitlines()[line])
+    for m, dtype in ((1, "bf16"), (2, "bf16"), (8, "bf16"), (8, "fp32")):
+        ptx = kernel(capability, way(shots, "words"), m, ranks, dtype).ptx
+        polls = re.findall(r"\bld\.volatile\S*", ptx)
+        assert polls and all(name.endswith(".b64") for name in polls), (m, dtype, polls)
+        # narrower stores are of y, of the fault and of the counts
+        assert len(lines_with(ptx, WORD_STORE)) >= shots
+        assert not lines_with(ptx, RELEASE) and not lines_with(ptx, ACQUIRE)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_thread_polls_words_of_its_own(ranks: int):
+    """Else several warps poll one word, of which one is heard: what the others read may be old.
+
+    Of the loads that poll no thread is left out, even where there are fewer words than threads.
+    """
+    for m, n in ((1, 2048), (2, 8192), (2, 2048), (4, 2048)):
+        chosen = default_way(m, n, ranks, 2, 132)
+        ir = kernel(90, chosen, m, ranks).ttgir
+        polled = re.findall(r"tt\.load .*isVolatile = true.*: tensor<([0-9x]+)x!tt\.ptr<i64>", ir)
+        sizes = [prod(map(int, shape.split("x"))) for shape in polled]
+        assert len(sizes) >= 2 * chosen.shots
+        assert min(sizes) >= 32 * chosen.num_warps, (chosen.spec, m, polled)
 
 
 @pytest.mark.parametrize("columns", [True, False])

@@ -1,5 +1,6 @@
 """matmul_all_reduce in one kernel: interpreted on ranks that share memory, against fp64."""
 
+import time
 import warnings
 from typing import Any
 
@@ -80,3 +81,31 @@ def test_the_sum_over_ranks(pool: RankPool, shots: int, by: str, ranks: int):
 def test_epochs_wrap(pool: RankPool, shots: int, by: str, epoch: int):
     cases = [(way(shots, by), m, 32, 32, torch.float32, False, True) for m in (1, 2, 1)]
     assert pool.run(wrong_sums, 2, cases, epoch) == [[]] * 2
+
+
+def late_by_a_call(rank: int, ranks: int, how: Fused) -> list[bool]:
+    """Rank 0 gives up before rank 1 comes; neither takes what the other has for a sum."""
+    workspace = workspace_of(world(), torch.device("cpu"))
+    workspace.timeout_s = 0.3
+    memory = FusedMemory(workspace)
+    reserve(how, memory, 2, 32, 4)
+    x, w, y = torch.randn(2, 16), torch.randn(16, 32), torch.full((2, 32), torch.nan)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        launch = Launch(how, memory, 6, x, w, None)
+        start_s = time.monotonic()
+        launch(x, w, None, y)
+        took_s = time.monotonic() - start_s
+        launch(x, w, None, y)  # waits no more
+    fault = int(memory.fault[0])
+    dist.barrier()
+    return [memory.state.tolist()[2] == 1, fault & 0xFFFFFFFF == 7, bool(fault >> 32 & 3),
+            took_s < 1.5]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shots", "by"), WAYS[1:])
+def test_a_rank_that_has_given_up_sends_no_sums(pool: RankPool, shots: int, by: str):
+    assert pool.run(late_by_a_call, 2, way(shots, by)) == [[True] * 4] * 2

@@ -7,13 +7,13 @@ done; the sum over the ranks comes after its last tile, when the others have arr
 - two shots: a tile's columns are divided among the ranks; each sums its part and gives it to all.
 - by words or by flags (see peer.py): words for few bytes, where a fence costs more than it saves.
 
-Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in the order of ranks,
-and rounded once. All ranks hold the same bits.
+Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order, and
+rounded once. All ranks hold the same bits.
 
-Cells of each rank, for even and for odd epochs: slots of partials by sender, [ranks, tiles, rows,
-columns of a tile or part], then results [tiles, rows, BLOCK_N]. A cell is a word of two rows, or
-of one fp32 value, or behind flags a value. Flags: [2, 2, tiles, ranks], of even and odd epochs, of
-slots and results. Words, other cells, and flags are in memories of their own.
+Cells of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
+tiles, rows, columns of a tile or part], then results [tiles, rows, BLOCK_N]. A cell is a word of
+two rows, or of one fp32 value, or behind flags a value. Flags, in halves too: [2, tiles, ranks], of
+slots and of results. Words, other cells, and flags are in memories of their own.
 """
 
 import triton
@@ -44,7 +44,7 @@ def partial_tile(
     offs_m, offs_k = tl.arange(0, PADDED), tl.arange(0, BLOCK_K)
     cols = (offs_n if EVEN_N else tl.where(offs_n < N, offs_n, 0)).to(tl.int64)
     rows = offs_m[None, :] < M
-    w_ptrs = w_ptr + cols[:, None] * stride_wn + offs_k[None, :] * stride_wk
+    w_ptrs = w_ptr + cols[:, None] * stride_wn + offs_k[None, :].to(tl.int64) * stride_wk
     x_ptrs = x_ptr + offs_m[None, :] * stride_xm + offs_k[:, None]
     acc = tl.zeros((BLOCK_N, PADDED), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -58,7 +58,7 @@ def partial_tile(
             acc += tl.dot(w, x, input_precision="ieee")
         else:
             acc = tl.dot(w, x, acc)
-        w_ptrs += BLOCK_K * stride_wk
+        w_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_wk
         x_ptrs += BLOCK_K
     acc = tl.trans(acc)
     if ROWS < PADDED:  # rows from M on are none of the result
@@ -100,7 +100,10 @@ def sum_of_ranks(
     return total
 
 
-@triton.jit(do_not_specialize=["M", "rank", "tag", "timeout_ns"])
+@triton.jit(
+    do_not_specialize=["M", "rank", "tag", "timeout_ns"],
+    do_not_specialize_on_alignment=["bias_ptr"],
+)
 def matmul_all_reduce_kernel(
     x_ptr,  # [M, K], the columns of a row without gaps
     w_ptr,  # [K, N], any strides
@@ -116,7 +119,8 @@ def matmul_all_reduce_kernel(
     stride_xm,
     stride_wk,
     stride_wn,
-    turn_bytes,  # of the slots and results of one turn
+    half_bytes,  # of all cells there are: where those of odd epochs begin, whatever a call's size
+    half_flags,  # likewise, in flags
     rank,
     tag,
     timeout_ns,
@@ -130,6 +134,7 @@ def matmul_all_reduce_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,  # of the launch
 ):
     OUT: tl.constexpr = y_ptr.dtype.element_ty
     PAIRS: tl.constexpr = WORDS and ROWS > 1 and OUT.primitive_bitwidth == 16
@@ -144,14 +149,15 @@ def matmul_all_reduce_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(N, BLOCK_N)
     epoch = next_epoch(tl.load(state_ptr))
-    works = tl.load(state_ptr + 2) == 0
+    stop_ptr = state_ptr + 2
+    works = tl.load(stop_ptr) == 0
     ranks = tl.arange(0, WORLD)
     everyone = works & (ranks >= 0)
     offs_h, offs_n = tl.arange(0, HIGH), tl.arange(0, BLOCK_N)
     rows = works & (offs_h * STEP < M)
 
-    turn = (epoch & 1).to(tl.int64) * turn_bytes
-    flags = (epoch & 1) * 2 * num_tiles * WORLD  # those of slots; of results behind them
+    turn = (epoch & 1).to(tl.int64) * half_bytes
+    flags = (epoch & 1) * half_flags  # those of slots; of results behind them
     sent = tl.cast(num_tiles, tl.int64) * SLOT  # cells of one sender's slots
     results = turn + WORLD * sent * CELL_BYTES
     # a slot as [WORLD, HIGH, COLS] cells, one for each rank that it goes to or comes from
@@ -182,12 +188,13 @@ def matmul_all_reduce_kernel(
     own = rank * PART if SHOTS == 2 else 0  # first of the columns of a tile that are summed here
     for tile in range(program, num_tiles, programs):
         if WORDS:
-            parts, slow = take_words(from_all + (tile * SLOT + cell), epoch, timeout_ns, live)
+            at = from_all + (tile * SLOT + cell)
+            parts, slow = take_words(at, epoch, stop_ptr, timeout_ns, live, NUM_WARPS)
             late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
         else:
             flag = flags + tile * WORLD + ranks
-            slow = wait(peer_ptr(flags_ptr, rank, flag * 4, tl.int32), epoch, timeout_ns, everyone)
-            late = late | slow.to(tl.int32)
+            ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
+            late = late | wait(ptrs, epoch, stop_ptr, timeout_ns, everyone).to(tl.int32)
             at = from_all + (tile * SLOT + cell)
             parts = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
         cols = tile * BLOCK_N + own + tl.arange(0, COLS)[None, :]
@@ -198,17 +205,18 @@ def matmul_all_reduce_kernel(
         if SHOTS == 1:
             store_tile(y_ptr, total, cols, M, N, ROWS)
         else:
-            # the own part of the result, to everyone
+            # the own part of the result, to everyone; not what was summed of too little
+            good = tl.max(late, 0) == 0
             sums = to_cells(total, ROWS, PART, WORDS, PAIRS, OUT)
             sums = tl.broadcast_to(sums[None, :, :], (WORLD, HIGH, PART))
             place = offs_h[None, :, None] * BLOCK_N + (own + tl.arange(0, PART))[None, None, :]
             to = peer_ptr(cells_ptr, ranks, results, CELL)[:, None, None] + (tile * TILE + place)
             if WORDS:
-                put_words(to, sums, epoch, live)
+                put_words(to, sums, epoch, live & good)
             else:
-                put(to, sums, live)
+                put(to, sums, live & good)
                 flag = flags + (num_tiles + tile) * WORLD + rank
-                post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone)
+                post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone & good)
 
     if SHOTS == 2:
         place = offs_h[:, None] * BLOCK_N + offs_n[None, :]
@@ -216,20 +224,19 @@ def matmul_all_reduce_kernel(
             at = peer_ptr(cells_ptr, rank, results, CELL) + (tile * TILE + place)
             some = rows[:, None] & (place >= 0)
             if WORDS:
-                sums, slow = take_words(at, epoch, timeout_ns, some)
+                sums, slow = take_words(at, epoch, stop_ptr, timeout_ns, some, NUM_WARPS)
                 slow = tl.reshape(slow.to(tl.int32), (HIGH, WORLD, PART))
                 late = late | tl.max(tl.max(slow, 2), 0)
             else:
                 flag = flags + (num_tiles + tile) * WORLD + ranks
                 ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
-                late = late | wait(ptrs, epoch, timeout_ns, everyone).to(tl.int32)
+                late = late | wait(ptrs, epoch, stop_ptr, timeout_ns, everyone).to(tl.int32)
                 sums = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
             bias = tl.zeros((1, BLOCK_N), tl.float32)
             total = sum_of_ranks(sums[None, :, :], bias, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
             store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, ROWS)
 
     if tl.max(late, 0) > 0:
-        tl.store(state_ptr + 2, 1)
         # one store, so that the host sees both or neither
         bits = tl.sum(tl.where(late > 0, 1 << (ranks % 32), 0).to(tl.int64))
         tl.store(fault_ptr, (bits << 32) | (tag + 1))

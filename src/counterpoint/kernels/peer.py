@@ -27,6 +27,8 @@ import triton.language as tl
 
 from counterpoint.kernels.clock import now_ns
 
+LOOK_EVERY = tl.constexpr(256)  # turns of a wait, some tenths of a microsecond each
+
 
 @triton.jit
 def peer_ptr(bases_ptr, rank, byte_offset, DTYPE: tl.constexpr):
@@ -70,26 +72,45 @@ def post(flag_ptrs, epoch, mask=None):
 
 
 @triton.jit
-def wait(flag_ptrs, epoch, timeout_ns, mask=None):
+def expired(stop_ptr, start_ns, timeout_ns, spins):
+    """Whether to stop waiting: the time is up, or another wait of this rank has found it to be.
+
+    The same answer for all threads, by an atomic of one of them; looked at now and then only.
+    """
+    stop = spins < 0
+    if spins % LOOK_EVERY == LOOK_EVERY - 1:
+        late = (now_ns() - start_ns > timeout_ns).to(tl.int32)
+        stop = tl.atomic_or(stop_ptr, late, sem="relaxed", scope="gpu") + late > 0
+    return stop
+
+
+@triton.jit
+def wait(flag_ptrs, epoch, stop_ptr, timeout_ns, mask=None):
     """Wait until each flag is `epoch`; what was stored before its `post` is seen then.
 
     Args:
         flag_ptrs: tensor of pointers to int32, in own memory; for one flag a tensor of one.
         epoch: int32.
+        stop_ptr: int32 of this rank, 0 at first; the first wait that gives up sets it to 1, and
+            with it none waits any more.
         timeout_ns: int64, how long to wait.
         mask: of `flag_ptrs`; None: all of them.
 
     Returns:
-        Tensor of bool, the flags that are late: all False unless the time is up.
+        Tensor of bool, the flags that are late: all False unless the time was up.
     """
     late = flag_ptrs.to(tl.int64) != 0 if mask is None else mask
     start_ns = now_ns()
+    spins = 0
     waiting = tl.sum(late.to(tl.int32)) > 0
     while waiting:
         # pairs with the release in `post`
         seen = tl.atomic_add(flag_ptrs, 0, mask=late, sem="acquire", scope="sys")
         late = late & (seen != epoch)
-        waiting = (tl.sum(late.to(tl.int32)) > 0) & (now_ns() - start_ns < timeout_ns)
+        waiting = tl.sum(late.to(tl.int32)) > 0
+        if waiting:
+            waiting = not expired(stop_ptr, start_ns, timeout_ns, spins)
+        spins += 1
     tl.debug_barrier()
     return late
 
@@ -109,28 +130,43 @@ def put_words(word_ptrs, bits, epoch, mask=None):
 
 
 @triton.jit
-def take_words(word_ptrs, epoch, timeout_ns, mask=None):
+def take_words(
+    word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4
+):  # fmt: skip
     """Wait for words of this epoch, and return what they hold.
 
     Args:
         word_ptrs: tensor of pointers to int64, in own memory.
         epoch: int32, not 0.
-        timeout_ns: int64, how long to wait.
+        stop_ptr, timeout_ns: as for `wait`.
         mask: of `word_ptrs`, None: all of them; the bits are 0 where it is False.
+        NUM_WARPS: of the launch.
 
     Returns:
         Tensor of int32, and a tensor of bool: the words that are late.
     """
-    wanted = word_ptrs.to(tl.int64) != 0 if mask is None else mask
-    words = tl.load(word_ptrs, mask=wanted, other=0, volatile=True)
-    late = wanted & ((words >> 32).to(tl.int32) != epoch)
+    wanted = word_ptrs.to(tl.int64) != 0 if mask is None else mask & (word_ptrs.to(tl.int64) != 0)
+    # fewer words than threads would be polled by several warps, of which one is heard: each thread
+    # has a word of its own, some of them the same
+    COPIES: tl.constexpr = max(1, NUM_WARPS * 32 // word_ptrs.numel)
+    copy = tl.arange(0, COPIES)
+    for _ in tl.static_range(len(word_ptrs.shape)):
+        copy = tl.expand_dims(copy, -1)
+    ptrs, some = word_ptrs[None] + copy * 0, wanted[None] & (copy >= 0)
+    words = tl.load(ptrs, mask=some, other=0, volatile=True)
+    late = some & ((words >> 32).to(tl.int32) != epoch)
     start_ns = now_ns()
+    spins = 0
     waiting = tl.sum(late.to(tl.int32)) > 0
     while waiting:
-        words = tl.load(word_ptrs, mask=wanted, other=0, volatile=True)
-        late = wanted & ((words >> 32).to(tl.int32) != epoch)
-        waiting = (tl.sum(late.to(tl.int32)) > 0) & (now_ns() - start_ns < timeout_ns)
-    return words.to(tl.int32), late
+        words = tl.load(ptrs, mask=some, other=0, volatile=True)
+        late = some & ((words >> 32).to(tl.int32) != epoch)
+        waiting = tl.sum(late.to(tl.int32)) > 0
+        if waiting:
+            waiting = not expired(stop_ptr, start_ns, timeout_ns, spins)
+        spins += 1
+    # copies hold the same once none is late
+    return tl.max(words.to(tl.int32), 0), tl.max(late.to(tl.int32), 0) > 0
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops import call
@@ -17,9 +18,16 @@ from counterpoint.resources.footprint import triton_footprint
 from counterpoint.resources.occupancy import occupancy
 from counterpoint.resources.shape import limits_here
 from counterpoint.runtime import driver
-from counterpoint.runtime.fused import FusedMemory
+from counterpoint.runtime.fused import FusedMemory, in_turn
 from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.launch_fused import Fused, Launch, default_way, grid, reserve
+from counterpoint.runtime.launch_fused import (
+    Fused,
+    Launch,
+    aligned,
+    default_way,
+    grid,
+    reserve,
+)
 from counterpoint.runtime.ranks import gather_object, group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
@@ -124,44 +132,53 @@ class _Serial:
 
 
 class _InOneKernel:
-    """The fused kernel, compiled on all ranks."""
+    """The fused kernel on a GPU, compiled on all ranks."""
 
     def __init__(self, way: Fused, workspace: Workspace, tensors: Sequence[Tensor | None]) -> None:
-        self.workspace = workspace
+        self.workspace, self.way = workspace, way
         x, w, bias = _flat(tensors)
-        (m, _), n = x.shape, w.shape[1]
-        memory = _memory_of(workspace)
-        reserve(way, memory, m, n, x.element_size())
-        self.lanes, tag = None, 0
-        if x.is_cuda:
-            self.lanes = lanes_of(workspace)
-            ranks = tuple(range(workspace.group.size()))
-            tag = self.lanes.register(OP, way.spec, (("sum over ranks", ranks),))
-        self.launch = Launch(way, memory, tag, x, w, bias)
-        if self.lanes is not None:
-            y = x.new_empty(m, n)
-            capturing = torch.cuda.is_current_stream_capturing()
-            with driver.relaxed_capture() if capturing else nullcontext():
-                compiled = self.launch.compile(x, w, bias, y)
+        self.memory = _memory_of(workspace)
+        reserve(way, self.memory, x.shape[0], w.shape[1], x.element_size())
+        self.lanes = lanes_of(workspace)
+        ranks = tuple(range(workspace.group.size()))
+        self.tag = self.lanes.register(OP, way.spec, (("sum over ranks", ranks),))
+        # a w whose address is no multiple of 16 has a kernel of its own, and so a grid; a rank by
+        # itself may have such a one
+        self.launches = {aligned(w): self._compiled(x, w, bias)}
+        if not torch.cuda.is_current_stream_capturing():
+            # a rank that still compiles is late for all: they go on together
+            gather_object(None, workspace.group)
+
+    def _compiled(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Launch:
+        n = w.shape[1]
+        launch = Launch(self.way, self.memory, self.tag, x, w, bias)
+        capturing = torch.cuda.is_current_stream_capturing()
+        with driver.relaxed_capture() if capturing else nullcontext():
+            try:
+                compiled = launch.compile(x, w, bias, x.new_empty(x.shape[0], n))
                 footprint = triton_footprint(compiled)
-            limits = limits_here(x.device)
-            sms = torch.cuda.get_device_properties(x.device).multi_processor_count - RESERVED_SMS
-            resident = occupancy(footprint, limits).blocks * sms
-            if resident < 1:
-                raise UnsupportedError(f"{OP}: {RESERVED_SMS} SMs are reserved, there are no more")
-            self.launch.use(compiled, grid(way, n, resident), x, w, bias)
-            if not capturing:
-                # a rank that still compiles is late for all: they go on together
-                gather_object(None, workspace.group)
+            except OutOfResources as error:
+                raise UnsupportedError(f"{OP}: {self.way.spec} does not fit: {error}") from error
+        properties = torch.cuda.get_device_properties(x.device)
+        sms = properties.multi_processor_count - RESERVED_SMS
+        resident = occupancy(footprint, limits_here(x.device)).blocks * sms
+        if resident < 1:
+            raise UnsupportedError(f"{OP}: {RESERVED_SMS} SMs are reserved, there are no more")
+        launch.use(compiled, grid(self.way, n, resident))
+        return launch
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
-        if self.lanes is not None and not torch.cuda.is_current_stream_capturing():
-            self.lanes.follow()
         given: Any = tensors[0]
         x, w, bias = _flat(tensors)
+        if not torch.cuda.is_current_stream_capturing():
+            self.lanes.follow()
+            in_turn(x.device)
+        launch = self.launches.get(aligned(w))
+        if launch is None:
+            launch = self.launches[aligned(w)] = self._compiled(x, w, bias)
         y = x.new_empty(*given.shape[:-1], w.shape[1])
-        self.launch(x, w, bias, y.view(-1, w.shape[1]))
+        launch(x, w, bias, y.view(-1, w.shape[1]))
         return [y]
 
 
@@ -204,7 +221,7 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
         return ready
     m, n = prod(x.shape[:-1]), w.shape[1]
     way = way_of(plan, m, n, group.size(), x.dtype, x.device)
-    if way is None:
+    if way is None or not x.shape[-1]:
         ready = _Serial(workspace)
     elif x.is_cuda:
         ready = _InOneKernel(way, workspace, tensors)
@@ -224,10 +241,13 @@ def _memory_of(workspace: Workspace) -> FusedMemory:
 
 
 def _flat(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As the kernel takes them: x [M, K] and the bias without gaps, x at a multiple of 16."""
     x, w, bias = tensors
     assert x is not None
     assert w is not None
-    return x.reshape(-1, x.shape[-1]).contiguous(), w, bias
+    x = x.reshape(-1, x.shape[-1]).contiguous()
+    x = x if aligned(x) else x.clone()
+    return x, w, bias if bias is None else bias.contiguous()
 
 
 def _run(x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str) -> Tensor:

@@ -1,7 +1,7 @@
 """What kernels that talk to their peers share in one group: memory, epoch, the word of a fault.
 
-One symmetric buffer for all of them, of all sizes. Each call writes to the half that its epoch's
-parity names, so calls need no barrier between them; the kernel itself moves the epoch on, in device
+Symmetric memory for all of them, of all sizes. Each call writes to the half that its epoch's parity
+names, so calls need no barrier between them; the kernel itself moves the epoch on, in device
 memory, so a replayed graph counts like an eager call.
 """
 
@@ -32,6 +32,11 @@ class Shared:
         self.memory: SymmetricMemory | None = None
         self.bases: Tensor = torch.zeros(0, dtype=torch.int64, device=workspace.device)
         self._kept: list[Any] = []
+
+    @property
+    def half_bytes(self) -> int:
+        """Where the half of odd epochs begins: a property of the memory, not of a call's size."""
+        return self.memory.num_bytes // 2 if self.memory else 0
 
     def reserve(self, num_bytes: int) -> None:
         """Have `num_bytes` on each rank; collective and synchronous where it has to grow.
@@ -74,3 +79,19 @@ class FusedMemory:
             self.fault = lanes_of(workspace).fault
         else:
             self.fault = torch.zeros(1, dtype=torch.int64)
+
+
+_last: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def in_turn(device: torch.device) -> None:
+    """Let the current stream wait for the last fused kernel, where that was on another one.
+
+    Two grids that wait for peers may not fit a GPU together. Ranks launch them in one order, as
+    they do collectives.
+    """
+    stream = torch.cuda.current_stream(device)
+    last = _last.get(device)
+    if last is not None and last != stream:
+        stream.wait_stream(last)
+    _last[device] = stream

@@ -95,7 +95,7 @@ def padded_rows(m: int) -> int:
     return 1 << max(m - 1, 0).bit_length()
 
 
-def turn_bytes(way: Fused, m: int, n: int, ranks: int, item_bytes: int) -> int:
+def call_bytes(way: Fused, m: int, n: int, ranks: int, item_bytes: int) -> int:
     """Bytes of the slots and results of one call; see kernels/matmul_all_reduce.py.
 
     Args:
@@ -125,7 +125,7 @@ def reserve(way: Fused, memory: FusedMemory, m: int, n: int, item_bytes: int) ->
         want = f"a power of 2 up to {min(way.block_n, MAX_RANKS)} for {way.spec!r}"
         raise InputError(OP, "group", want=want, got=f"{ranks} ranks")
     cells = memory.words if way.by == "words" else memory.tiles
-    cells.reserve(2 * turn_bytes(way, m, n, ranks, item_bytes))
+    cells.reserve(2 * call_bytes(way, m, n, ranks, item_bytes))
     if way.by == "flags":
         memory.flags.reserve(4 * 4 * -(-n // way.block_n) * ranks)
 
@@ -146,7 +146,7 @@ class Launch:
         tag: that a fault word names it by.
         x: [M, K], its last dim without gaps.
         w: [K, N], any strides.
-        bias: [N] or None.
+        bias: [N] without gaps, or None.
     """
 
     def __init__(
@@ -154,22 +154,18 @@ class Launch:
     ) -> None:
         (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
         self.programs = -(-n // way.block_n)
-        # memory that has grown since is another: graphs and this launch keep what they know
+        # memory that has grown since is another, with other halves: this launch keeps what it knows
         cells = memory.words if way.by == "words" else memory.tiles
-        self._memory = (
-            cells.bases,
-            (memory.flags if way.by == "flags" else cells).bases,
-            memory.state,
-            memory.fault,
-        )
+        flags = memory.flags if way.by == "flags" else cells
+        self._memory = (cells.bases, flags.bases, memory.state, memory.fault)
         self._numbers = (
-            m, n, k, x.stride(0), w.stride(0), w.stride(1),
-            turn_bytes(way, m, n, ranks, x.element_size()), memory.workspace.rank, tag,
+            m, n, k, x.stride(0), w.stride(0), w.stride(1), cells.half_bytes,
+            flags.half_bytes // 4, memory.workspace.rank, tag,
             int(memory.workspace.timeout_s * 1e9),
         )  # fmt: skip
         self._constants = (
             ranks, way.shots, way.by == "words", bias is not None, padded_rows(m), way.block_n,
-            way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages,
+            way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages, way.num_warps,
         )  # fmt: skip
         self._options = {"num_warps": way.num_warps, "num_stages": way.stages}
         self._direct: Callable[..., None] | None = None
@@ -180,19 +176,18 @@ class Launch:
         kernel: Any = matmul_all_reduce_kernel
         return kernel.warmup(*self._arguments(x, w, bias, y), grid=(1,), **self._options)
 
-    def use(self, compiled: Any, programs: int, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
-        """From now on launch `programs` of what these tensors were compiled for.
+    def use(self, compiled: Any, programs: int) -> None:
+        """From now on launch `programs` of this kernel, and skip Triton's binder.
 
-        Tensors that lie as they do skip Triton's binder, which takes the host longer than all else.
+        That takes the host longer than all else; tensors must lie as those it was compiled for.
         """
         self.programs = programs
-        if _aligned(x, w, bias):
-            self._direct = compiled[(programs, 1, 1)]
+        self._direct = compiled[(programs, 1, 1)]
 
     def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
         """Launch on the current stream, into y [M, N], contiguous. All ranks do."""
         arguments = self._arguments(x, w, bias, y)
-        if self._direct is not None and _aligned(x, w, bias) and _aligned(y, None, None):
+        if self._direct is not None:
             self._direct(*arguments, stream=raw_stream(self._device.index))
             return
         kernel: Any = matmul_all_reduce_kernel
@@ -203,11 +198,6 @@ class Launch:
         return (*given, *self._memory, *self._numbers, *self._constants)
 
 
-def _aligned(x: Tensor, w: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether Triton takes the tensors' addresses for multiples of 16."""
-    bits = x.data_ptr()
-    if w is not None:
-        bits |= w.data_ptr()
-    if bias is not None:
-        bits |= bias.data_ptr()
-    return not bits & 15
+def aligned(tensor: Tensor) -> bool:
+    """Whether Triton compiles for an address like this one's: a multiple of 16."""
+    return tensor.data_ptr() % 16 == 0
