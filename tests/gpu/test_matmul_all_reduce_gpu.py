@@ -72,14 +72,14 @@ def test_graphs_of_many_sizes_share_one_memory(gpus):
     delay, draw = Delay(gpus), random.Random(dist.get_rank())
     _, w = operands(1, n, k)
     xs = {m: operands(m, n, k, seed=m)[0] for m in range(1, 49)}
-    want = {m: cp.matmul_all_reduce(xs[m], w) for m in sorted(xs, reverse=True)}
+    want = {m: cp.matmul_all_reduce(xs[m], w, plan="fused") for m in sorted(xs, reverse=True)}
     for m, y in want.items():
         assert relative_error(y, summed(xs[m], w)) < 1e-2, m
     graphs, wrong = {}, torch.zeros((), dtype=torch.int64, device="cuda")
     for m, x in xs.items():
         graphs[m] = torch.cuda.CUDAGraph()
         with no_collector(), torch.cuda.graph(graphs[m]):
-            wrong += (cp.matmul_all_reduce(x, w) != want[m]).any()
+            wrong += (cp.matmul_all_reduce(x, w, plan="fused") != want[m]).any()
     order = list(xs) * 40
     random.Random(0).shuffle(order)
     for turn, m in enumerate(order):
@@ -88,7 +88,7 @@ def test_graphs_of_many_sizes_share_one_memory(gpus):
         if turn % 7:
             graphs[m].replay()
         else:
-            wrong += (cp.matmul_all_reduce(xs[m], w) != want[m]).any()
+            wrong += (cp.matmul_all_reduce(xs[m], w, plan="fused") != want[m]).any()
     torch.cuda.synchronize()
     cp.check()
     assert not wrong
@@ -132,7 +132,7 @@ def test_late_ranks_change_no_bit(gpus, plan):
 
 
 def in_turn(m, n, k, plan="fused", group=None):
-    """Calls with three inputs in turn, and what each gives: what is left of one is not the next's."""
+    """Calls with three inputs in turn, and what each gives: what one leaves is not the next's."""
     cases = [operands(m, n, k, seed=s) for s in range(3)]
     want = [cp.matmul_all_reduce(x, w, plan=plan, group=group) for x, w in cases]
     for (x, w), y in zip(cases, want, strict=True):
@@ -250,7 +250,9 @@ def test_the_residual_and_the_norm_that_follow(gpus, shape):
     weight = weight.bfloat16()
     for t in (residual, weight):
         dist.broadcast(t, 0)
-    y, total = cp.matmul_all_reduce_rms_norm(x, w, residual=residual, norm_weight=weight)
+    y, total = cp.matmul_all_reduce_rms_norm(
+        x, w, residual=residual, norm_weight=weight, plan="fused"
+    )
     want = summed(x, w) + residual
     assert relative_error(total, want) < 1e-2 and same_on_all(y) and same_on_all(total)
     norm = torch.nn.functional.rms_norm(total.double(), (n,), weight.double(), 1e-6)

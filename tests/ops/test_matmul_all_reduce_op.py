@@ -143,7 +143,7 @@ def test_programs_share_the_tiles_evenly():
         assert tiles > (rounds - 1) * programs, "no program has two tiles less than another"
 
 
-def test_auto_is_serial_where_nothing_is_gained():
+def test_what_a_plan_stands_for():
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     assert way_of("auto", 1, 8192, 2, bf16, cpu) is None
     assert way_of("fused", 0, 8192, 2, bf16, cpu) is None

@@ -35,9 +35,9 @@ def compare_decode(
         m, n, k: of one rank.
         group: NCCL group.
         device: this rank's GPU.
-        plans: of matmul_all_reduce, beside "auto".
+        plans: of matmul_all_reduce, beside "fused".
         rounds: of the rotation.
-        eager: plain eager time and host time of serial and auto too.
+        eager: plain eager time and host time of serial and fused too.
 
     Raises:
         CounterpointError: a result is off; nothing was timed.
@@ -75,7 +75,7 @@ def compare_decode(
         "serial": serial,
         "torch one_shot": torch_op(ops.one_shot_all_reduce),
         "torch two_shot": torch_op(ops.two_shot_all_reduce_),
-        "auto": fused("auto"),
+        "fused": fused("fused"),
         **{plan: fused(plan) for plan in plans},
     }
     want = x.double() @ ws[0].double()
@@ -94,7 +94,7 @@ def compare_decode(
         {name: replay for name, (replay, _) in graphs.items()},
         group=group, device=device, rounds=rounds, soak_s=0.1,
     )  # fmt: skip
-    taken = way_of("auto", m, n, group.size(), x.dtype, device)
+    taken = way_of("fused", m, n, group.size(), x.dtype, device)
     facts = {
         "table": "decode", "m": m, "n": n, "k": k, "ranks": group.size(), "calls": calls,
         "pick": taken.spec if taken else "serial", "weight_bytes": 2 * n * k,
@@ -106,12 +106,12 @@ def compare_decode(
             "p20_s": t.quantile_s(2) / calls, "p80_s": t.quantile_s(8) / calls,
             "serial_over_arm": t.ratio_of(times["serial"]), "error": errors.get(arm),
         }  # fmt: skip
-        if eager and arm in ("serial", "auto"):
+        if eager and arm in ("serial", "fused"):
             row["host_s"] = host_s(lambda arm=arm: arms[arm](0), group=group)
         rows.append(row | facts)
     if eager:
         plain = rotate(
-            {arm: (lambda arm=arm: arms[arm](0)) for arm in ("serial", "auto")},
+            {arm: (lambda arm=arm: arms[arm](0)) for arm in ("serial", "fused")},
             group=group, device=device, rounds=rounds, soak_s=0.1, backlog_cycles=0,
         )  # fmt: skip
         rows += [

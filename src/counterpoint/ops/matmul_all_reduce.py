@@ -32,9 +32,6 @@ from counterpoint.runtime.ranks import gather_object, group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "matmul_all_reduce"
-# of "auto", as measured on 4 H200; the second where w is wider than a tile for each SM. Above, a
-# matmul and a collective of their own are as fast
-MAX_FUSED_ROWS, MAX_WIDE_ROWS = 64, 32
 RESERVED_SMS = 32  # that the kernel leaves to collectives of other groups, should they be there
 INPUTS = (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"))
 
@@ -51,21 +48,22 @@ def matmul_all_reduce(
 ) -> Tensor:
     """Sum the products of all ranks: y = x_0 w_0 + ... + x_{n-1} w_{n-1}, on every rank.
 
-    In place of `matmul` and `all_reduce`, for the few rows of decoding: one kernel that sends each
-    tile to its peers as soon as it is computed. All ranks get the same bits, and the same call
-    gives them in every run. Partial results are rounded to the dtype of x for the way (a single
-    row is not), summed in fp32 in the order of ranks, and rounded once. Captures in a CUDA graph
-    after one eager call of the same or a larger size. Differentiable; its backward needs no
-    communication.
+    In place of `matmul` and `all_reduce`. With plan="fused", for the few rows of decoding, one
+    kernel that sends each tile to its peers as soon as it is computed: all ranks get the same bits,
+    and the same call gives them in every run, if all store w alike. Partial results are rounded to the
+    dtype of x for the way (a single row is not), summed in fp32 in a fixed order, and rounded once.
+    Captures in a CUDA graph after one eager call of the same or a larger size; the calls of a
+    group, replays included, are one after the other in stream order. Differentiable; its backward
+    needs no communication.
 
     Args:
         x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA, K the part of this rank.
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; None: the default group.
         bias: dtype of x, [N], equal on all ranks; added once.
-        plan: "auto": fused up to 64 rows (32 of a wide w) on 2, 4 or 8 GPUs, else serial;
-            "serial": the libraries' matmul and all-reduce; "fused"; or a spec such as
-            "fused two_shot words 64x64x8 warps=4", its tile of w, stages and warps.
+        plan: "serial", and "auto" for now: the libraries' matmul and all-reduce; "fused": one
+            kernel, on a number of ranks that is a power of 2, for up to 64 rows; or a spec such
+            as "fused two_shot words 64x64x8 warps=4", its tile of w, stages and warps.
 
     Returns:
         dtype of x, [M, ..., N], a new tensor.
@@ -100,17 +98,13 @@ def way_of(
     plan: str, m: int, n: int, ranks: int, dtype: torch.dtype, device: torch.device
 ) -> Fused | None:
     """The fused way that a plan stands for at this size; None: serial."""
-    num_sms = 132
-    if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    if plan == "serial" or not m * n:
+    if plan in ("auto", "serial") or not m * n:
         return None
-    if plan == "auto":
-        able = device.type == "cuda" and dtype != torch.float32 and 1 < ranks <= 8
-        most = MAX_FUSED_ROWS if n <= 64 * num_sms else MAX_WIDE_ROWS
-        if not able or ranks & (ranks - 1) or m > most:
-            return None
-    if plan in ("auto", "fused"):
+    if plan == "fused":
+        properties: Any = (
+            torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        )
+        num_sms = properties.multi_processor_count if properties else 132
         return default_way(m, n, ranks, dtype.itemsize, num_sms)
     return Fused.parse(plan)
 
