@@ -50,9 +50,9 @@ def matmul_all_reduce(
 
     In place of `matmul` and `all_reduce`. With plan="fused", for the few rows of decoding, one
     kernel that sends each tile to its peers as soon as it is computed: all ranks get the same bits,
-    and the same call gives them in every run, if all store w alike. Partial results are rounded to the
-    dtype of x for the way (a single row is not), summed in fp32 in a fixed order, and rounded once.
-    Captures in a CUDA graph after one eager call of the same or a larger size; the calls of a
+    and the same call gives them in every run, if all store w alike. Partial results are rounded to
+    the dtype of x for the way (a single row is not), summed in fp32 in a fixed order, and rounded
+    once. Captures in a CUDA graph after one eager call of the same or a larger size; the calls of a
     group, replays included, are one after the other in stream order. Differentiable; its backward
     needs no communication.
 
