@@ -14,9 +14,10 @@ none of it: nothing else is published by them.
 
 Epochs. A flag or word holds the number of the call that wrote it and is compared by equality, so
 nothing is ever reset. `next_epoch` leaves out 0, which fresh memory holds, and its parity
-alternates: memory, flags included, is used in two halves in turn. A rank may then be in the next
-call while a late peer still reads this one's half, and not further, if in every call each rank
-hears of all others before it ends. What once held words or flags must hold nothing else.
+alternates: memory, flags included, is used in two halves in turn, halves of the memory whatever a
+call's size. A rank may then be in the next call while a late peer still reads this one's half, and
+not further, if in every call each rank hears of all others before it ends. What once held words or
+flags must hold nothing else.
 
 Forward progress. A kernel that waits needs its whole grid resident on every rank, and what program
 p waits for must come from programs <= p of its peers.
