@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS_S = {"smoke": (100, 60), "full": (160, 210), "slow": (0, 0)}  # tests, benchmark
-LOOPS_S = 520  # of the resource experiment: about 340 s with 4 GPUs, slow 440 s
+LOOPS_S = 520  # of the resource experiment: about 260 s with 4 GPUs, slow 500 s
 DECODE_S = 120
 SHORT_S = 60  # of each other part
 PARTS = ("hardware", "characterize", "tests", "bench", "training", "decode", "sharing",

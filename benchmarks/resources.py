@@ -17,15 +17,22 @@ from counterpoint.measure import record
 from counterpoint.measure.loop import Pair, build, pairs
 from counterpoint.measure.loop_arms import measure
 from counterpoint.measure.tune_resources import tune
+from counterpoint.resources.controls import Mode
 
-FEW = pairs(["cuBLAS"]) + pairs(["64x64x32"], ["cb"])  # have bars; in both modes
+GRAPH: tuple[Mode, ...] = ("graph",)
+BOTH: tuple[Mode, ...] = ("graph", "eager")
+QUICK = pairs(["cuBLAS", "64x64x32"], ["cb"])
+LONG = pairs(["cuBLAS"], ["mb"])  # 50 ms a loop
 REST = [pair for kernel in ("64x64x32", "128x256x64", "64x64x64", "128x128x64")
-        for pair in pairs([kernel]) if pair not in FEW]  # fmt: skip
-SUITES: dict[str, list[Pair]] = {
-    "smoke": pairs(["cuBLAS"], ["cb"]),
-    "full": FEW,
-    "slow": sorted(REST, key=lambda pair: pair.gemm),  # memory-bound ones last: 100 ms a loop
-}
+        for pair in pairs([kernel]) if pair not in QUICK]  # fmt: skip
+SUITES: dict[str, list[tuple[Pair, tuple[Mode, ...]]]] = {
+    "smoke": [(pair, BOTH) for pair in pairs(["cuBLAS"], ["cb"])],
+    # all pairs that have bars
+    "full": [*((pair, BOTH) for pair in QUICK), *((pair, GRAPH) for pair in LONG)],
+    # memory-bound ones of Triton last: 100 ms a loop
+    "slow": [*((pair, ("eager",)) for pair in LONG),
+             *((pair, GRAPH) for pair in sorted(REST, key=lambda pair: pair.gemm))],
+}  # fmt: skip
 
 
 def main() -> None:
@@ -45,15 +52,15 @@ def main() -> None:
                 print(f"{time.monotonic() - start_s:5.0f} s  {text}", flush=True)
 
         if args.decisions:
-            rows = decisions(wanted[0], args.decisions, group, device)
+            rows = decisions(wanted[0][0], args.decisions, group, device)
             if group.rank() == 0:
                 record.append(args.out, rows)
-        for pair in wanted:
+        for pair, modes in wanted:
             heavy = pair.gemm == "mb" and pair.kernel != "cuBLAS"  # 100 ms and more
             rows, text = measure(
                 pair, group=group, device=device, rounds=5 if heavy else 15,
                 budget_s=12.0 if heavy else 20.0, soak_s=1.0,
-                modes=("graph", "eager") if pair in FEW else ("graph",),
+                modes=modes,
                 energy=pair.kernel == "cuBLAS",
                 progress=lambda text, pair=pair: progress(f"{pair.label}: {text}"),
             )  # fmt: skip

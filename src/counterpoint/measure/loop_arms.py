@@ -87,9 +87,12 @@ def measure(
             progress(f"{mode}: {len(arms)} arms")
             timed = _timed(pair, loop, bench, arms, rounds, soak_s)
             if energy and mode == "graph":
+                used: dict[str, dict[str, float]] = {}  # arms may have the same setting
                 for row in timed:
-                    progress(f"{mode}: energy of {row['arm']}")
-                    row |= _energy(bench, row, group, device)
+                    if row["controls"] not in used:
+                        progress(f"{mode}: energy of {row['arm']}")
+                        used[row["controls"]] = _energy(bench, row, group, device)
+                    row |= used[row["controls"]]
             rows += [row | {"mode": mode, "search_s": found.search_s} | facts for row in timed]
             rows += [
                 {"arm": spec, "mode": mode, "refused": why} | facts
