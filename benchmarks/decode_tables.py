@@ -121,7 +121,8 @@ def _lines(shapes: Sequence[list[Row]]) -> str:
     for shape in shapes:
         t, head = _seconds(shape), shape[0]
         best = min(t[arm] for arm in TORCH)
-        way = " ".join(head["pick"].split()[1:3]) or "serial"
+        # rows in which "auto" was serial do not say how the kernel was asked for
+        way = " ".join(head["pick"].split()[1:3]) or "-"
         cells = [f"{t[arm] * 1e6:.1f}" for arm in ("matmul", "serial", *TORCH)]
         lines.append(
             f"| {head['layer']} | {head['m']}, {head['n']}, {head['k']} | " + " | ".join(cells)

@@ -98,7 +98,8 @@ def in_order(block: str, *patterns: str) -> bool:
 
 def wrong_order(ptx: str, payload: str = PAYLOAD) -> list[str]:
     """What of the protocol of flags does not hold in a kernel; `payload` is how it stores tiles."""
-    found: list[str] = []
+    orders = (("release", RELEASE), ("acquire", ACQUIRE))
+    found = [f"no {name} of system scope" for name, kind in orders if not re.search(kind, ptx)]
     for block in blocks(ptx):
         if re.search(RELEASE, block) and not in_order(
             block.partition("release")[0] + "release", payload, BARRIER, "release"

@@ -101,10 +101,9 @@ def way_of(
     if plan in ("auto", "serial") or not m * n:
         return None
     if plan == "fused":
-        properties: Any = (
-            torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-        )
-        num_sms = properties.multi_processor_count if properties else 132
+        num_sms = 132  # of an H200, on CPU ranks
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         return default_way(m, n, ranks, dtype.itemsize, num_sms)
     return Fused.parse(plan)
 
@@ -117,9 +116,7 @@ class _Serial:
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
-        x, w, bias = tensors
-        assert x is not None
-        assert w is not None
+        x, w, bias = _given(tensors)
         y = x @ w
         dist.all_reduce(y, group=self.workspace.group)
         return [y if bias is None else y.add_(bias)]
@@ -177,16 +174,14 @@ class _InOneKernel:
 
 
 class _OnCpuRanks:
-    """What the kernel computes, by torch and gloo: the same order of ranks, the same roundings."""
+    """What the kernel computes, by torch and gloo: its roundings, in one order on all ranks."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
-        x, w, bias = tensors
-        assert x is not None
-        assert w is not None
+        x, w, bias = _given(tensors)
         single = prod(x.shape[:-1]) == 1  # a single row travels in fp32
         partial = (x.float() @ w.float()).to(torch.float32 if single else x.dtype)
         parts = [torch.empty_like(partial) for _ in range(self.workspace.group.size())]
@@ -202,9 +197,7 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
         InputError: the ranks disagree, or memory would have to grow while a graph is captured.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
-    x, w, _ = tensors
-    assert x is not None
-    assert w is not None
+    x, w, _ = _given(tensors)
     workspace = workspace_of(group, x.device)
     workspace.check()
     key = (OP, plan, call.facts(tensors))
@@ -234,11 +227,16 @@ def _memory_of(workspace: Workspace) -> FusedMemory:
     return workspace.fused
 
 
-def _flat(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the kernel takes them: x [M, K] and the bias without gaps, x at a multiple of 16."""
+def _given(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
     x, w, bias = tensors
     assert x is not None
     assert w is not None
+    return x, w, bias
+
+
+def _flat(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As the kernel takes them: x [M, K] and the bias without gaps, x at a multiple of 16."""
+    x, w, bias = _given(tensors)
     x = x.reshape(-1, x.shape[-1]).contiguous()
     x = x if aligned(x) else x.clone()
     return x, w, bias if bias is None else bias.contiguous()
