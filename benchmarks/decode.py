@@ -22,8 +22,8 @@ LAYERS = {"Llama-3-70B down": (8192, 3584), "Llama-3-70B O": (8192, 1024),
           "Llama-3.1-405B down": (16384, 6656), "DeepSeek-V3 dense down": (7168, 2304)}  # fmt: skip
 ROWS = (1, 8, 32, 64)
 MORE_ROWS = (128, 256)  # more than it is made for
-ABLATION = ("fused one_shot words 64x64x8 warps=4", "fused two_shot words 64x64x8 warps=4",
-            "fused two_shot flags 64x64x8 warps=4")  # fmt: skip
+ABLATION = ("fused one_shot words 64x64x6 warps=4", "fused two_shot words 64x64x6 warps=4",
+            "fused two_shot stamps 64x64x6 warps=4", "fused two_shot flags 64x64x6 warps=4")
 
 
 def main() -> None:

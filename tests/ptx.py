@@ -26,8 +26,7 @@ class Compiled(NamedTuple):
     ptx: str
     registers: int
     shared_bytes: int  # static; what a launch adds is below
-    stack_bytes: int  # spills lie there
-    local_bytes: int
+    spills: int  # loads and stores of local memory
     dynamic_bytes: int
     ttgir: str
 
@@ -55,19 +54,19 @@ def compiled(
     target = GPUTarget("cuda", capability, 32)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     found = triton.compile(source, target=target, options=options)
-    usage = _usage(found.asm["cubin"])
-    names = ("REG", "SHARED", "STACK", "LOCAL")
-    numbers = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
-    return Compiled(found.asm["ptx"], *numbers, found.metadata.shared, found.asm["ttgir"])
+    usage = _cuobjdump(found.asm["cubin"], "-res-usage")
+    registers, shared = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "SHARED"))  # type: ignore[index]
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", _cuobjdump(found.asm["cubin"], "-sass")))
+    return Compiled(found.asm["ptx"], registers, shared, spills, found.metadata.shared, found.asm["ttgir"])
 
 
 @cache
-def _usage(cubin: bytes) -> str:
+def _cuobjdump(cubin: bytes, option: str) -> str:
     # not a pipe: cuobjdump wants a file
     path = Path(f"/proc/{os.getpid()}/fd") / str(fd := os.memfd_create("cubin"))
     try:
         os.write(fd, cubin)
-        command = [CUOBJDUMP, "-res-usage", path]
+        command = [CUOBJDUMP, option, path]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     finally:
         os.close(fd)
@@ -82,7 +81,6 @@ RELEASE = r"\batom\.global\.sys\.release\.exch|\batom\.global\.release\.sys"
 ACQUIRE = r"atom\.global\.sys\.acquire\.add|ld\.global\.sys\.acquire|atom\.global\.acquire\.sys"
 PAYLOAD = r"\bst\.global\.v4\.b32"
 LOAD = r"\bld\.global\.cg\."
-WORD_STORE = r"\bst\.global\S*\.b64"
 
 
 def blocks(ptx: str) -> list[str]:

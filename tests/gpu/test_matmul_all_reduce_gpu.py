@@ -58,7 +58,9 @@ def test_the_sum_over_ranks(gpus, shape, plan):
             first = cp.matmul_all_reduce(x, w, bias=bias, plan=plan)
             again = cp.matmul_all_reduce(x, w, bias=bias, plan=plan)
             error = relative_error(first, want)
-            assert error <= 2 * relative_error(plain + bias, want) + 1e-7, (dtype, columns, error)
+            # fp32 is added up in one chain of K, the library's in several
+            chain = k**0.5 * torch.finfo(torch.float32).eps
+            assert error <= 2 * relative_error(plain + bias, want) + chain, (dtype, columns, error)
             assert torch.equal(first, again) and same_on_all(first)
 
 

@@ -51,7 +51,7 @@ def test_signal_publishes_and_acquires(capability: int, advance: bool, lanes: in
 def test_signal_fits_beside_any_kernel(capability: int, advance: bool):
     found = signal(capability, advance=advance)
     assert found.registers <= 32
-    assert found.shared_bytes == found.stack_bytes == found.local_bytes == 0
+    assert found.shared_bytes == found.spills == 0
     assert ".reqntid 32" in found.ptx, "one warp"
 
 
@@ -80,7 +80,7 @@ def test_reduce_loads_16_bytes_at_a_time(capability: int, dtype: str):
     # the number of a slot is one word for the whole block
     assert [kind for kind in accesses if kind[1] not in wide] == [("ld", "b64")]
     assert {op for op, size in accesses if size in wide} == {"ld", "st"}
-    assert found.stack_bytes == found.local_bytes == 0
+    assert not found.spills
     assert found.shared_bytes == 0
     assert found.registers <= 64  # 8 blocks of 128 threads on an SM, and more
 
@@ -91,7 +91,7 @@ def test_reduce_of_any_width_compiles(capability: int):
     types = {name: kind.format("bf16") for name, kind in REDUCE_TYPES.items()}
     constants = {"HAS_OWN": True, "HAS_BIAS": False, "BLOCK": 1024}
     found = compiled(reduce_kernel, capability, types, constants, num_warps=4)
-    assert found.stack_bytes == found.local_bytes == 0
+    assert not found.spills
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -102,7 +102,7 @@ def test_a_delay_reads_the_clock_until_it_has_passed(capability: int):
     same_block = r"(?:(?!\$L__BB).)*"
     loop = rf"(\$L__BB\d+_\d+):{same_block}globaltimer{same_block}bra\s+\1"
     assert re.search(loop, body, re.DOTALL), "no loop reads the clock"
-    assert (found.shared_bytes, found.stack_bytes, found.local_bytes) == (0, 0, 0)
+    assert found.shared_bytes == found.spills == 0
 
 
 @pytest.mark.parametrize("tile", [(64, 64, 32), (128, 128, 64)])
@@ -122,5 +122,5 @@ def test_the_subject_of_shaping_leaves_room_for_it(tile: tuple[int, int, int]):
         matmul_kernel, 90, types, constants, num_warps=4 if block_m == 64 else 8,
         aligned=tuple(types),
     )  # fmt: skip
-    assert found.stack_bytes == found.local_bytes == 0
+    assert not found.spills
     assert 32 <= found.registers <= 128 if block_m == 64 else found.registers <= 255

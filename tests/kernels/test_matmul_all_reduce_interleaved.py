@@ -13,8 +13,9 @@ from counterpoint.kernels import matmul_all_reduce as kernels
 from counterpoint.runtime.launch_fused import Fused, Launch, call_bytes
 
 SEEDS = range(6)
+WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags")]
 # calls without a meeting between them: of one size, and of sizes that differ
-SAME = ((3, 32, 16),) * 3
+SAME = ((3, 32, 16),) * 4
 MIXED = ((1, 16, 16), (4, 48, 16), (2, 16, 16), (4, 48, 16), (1, 32, 16))
 
 
@@ -38,25 +39,31 @@ def post_too_few(flag_ptrs, epoch, mask=None):
                    scope="sys")  # fmt: skip
 
 
+@triton.jit
+def clear_nothing(words_ptr, count, program, programs, BLOCK: tl.constexpr = 2048):
+    """`clear_words` that does not: words of an earlier call look like this one's."""
+
+
 FAULTS = {
     "relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
-    "epoch": ("next_epoch", same_epoch),
+    "epoch": ("next_epoch", same_epoch), "clear": ("clear_words", clear_nothing),
 }  # fmt: skip
 
 
 def memories(ranks: int, num_bytes: int) -> list[Any]:
     """What each rank's launch needs, in one process: the ranks' memory is a tensor each."""
 
-    def shared() -> tuple[list[torch.Tensor], Any]:
-        each = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(ranks)]
-        return each, SimpleNamespace(
-            bases=torch.tensor([t.data_ptr() for t in each]), half_bytes=num_bytes // 2
-        )
+    kept = [[torch.full((num_bytes // 4,), fill) for _ in range(ranks)] for fill in (-0.0, 0, 0, 0)]
 
-    kept = [shared() for _ in range(3)]
+    def shared(each: list[torch.Tensor], parts: int) -> Any:
+        bases = torch.tensor([t.data_ptr() for t in each])
+        turn = torch.zeros(2, dtype=torch.int32)
+        return SimpleNamespace(bases=bases, turn=turn, part_bytes=num_bytes // parts // 256 * 256)
+
     return [
         SimpleNamespace(
-            words=kept[0][1], tiles=kept[1][1], flags=kept[2][1], kept=kept,
+            words=shared(kept[0], 3), stamps=shared(kept[1], 2), tiles=shared(kept[2], 2),
+            flags=shared(kept[3], 2), kept=kept,
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
             workspace=SimpleNamespace(group=SimpleNamespace(size=lambda: ranks), rank=rank,
                                       timeout_s=1e6),
@@ -73,7 +80,7 @@ def errors_of(
     from interleave import DeadlockError, Interleaved
 
     way = Fused(shots, by, 16, 16, 1, 4)  # type: ignore[arg-type]
-    num_bytes = 2 * max(call_bytes(way, m, n, ranks, 4) for m, n, _ in shapes) + 4096
+    num_bytes = 3 * max(call_bytes(way, m, n, ranks, 4) for m, n, _ in shapes) + 4096
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         if fault in FAULTS:
@@ -94,8 +101,9 @@ def errors_of(
                     if fault == "halves":  # a half as large as the call, not as the memory
                         (m, n), memory = y[r].shape, each[r]
                         size = call_bytes(way, m, n, ranks, 4)
-                        memory.words.half_bytes = memory.tiles.half_bytes = size
-                        memory.flags.half_bytes = 4 * 2 * -(-n // way.block_n) * ranks
+                        memory.words.part_bytes = memory.stamps.part_bytes = size
+                        memory.tiles.part_bytes = size
+                        memory.flags.part_bytes = 4 * 2 * -(-n // way.block_n) * ranks
                     Launch(way, each[r], 0, x[r], w[r], None)(x[r], w[r], None, y[r])
 
             try:
@@ -114,7 +122,7 @@ def errors_of(
 
 @pytest.mark.parametrize("shapes", [SAME, MIXED], ids=["same", "mixed"])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("shots", "by"), [(1, "words"), (2, "words"), (2, "flags")])
+@pytest.mark.parametrize(("shots", "by"), WAYS)
 def test_every_order_gives_the_sum(
     pool: RankPool, shots: int, by: str, ranks: int, shapes: tuple[tuple[int, int, int], ...]
 ):
@@ -126,7 +134,7 @@ def test_every_order_gives_the_sum(
 
 def test_a_half_that_follows_the_call_shows(pool: RankPool):
     """What a small call has not yet read, a larger one of a faster peer would overwrite."""
-    for by in ("words", "flags"):
+    for by in ("stamps", "flags"):
         arguments = (2, 2, by, range(30), "halves", MIXED)
         (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=60)
         assert any(found), by
@@ -136,7 +144,7 @@ def test_a_half_that_follows_the_call_shows(pool: RankPool):
     ("fault", "by", "text"),
     [
         ("relaxed", "flags", "are off"), ("few", "flags", "deadlock: nobody can go on"),
-        ("epoch", "words", "are off"), ("epoch", "flags", "are off"),
+        ("epoch", "stamps", "are off"), ("clear", "words", "are off"), ("epoch", "flags", "are off"),
     ],
 )  # fmt: skip
 def test_planted_faults_show(pool: RankPool, fault: str, by: str, text: str):

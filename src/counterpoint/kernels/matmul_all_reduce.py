@@ -5,21 +5,23 @@ done; the sum over the ranks comes after its last tile, when the others have arr
 
 - one shot: every rank gets every partial tile and sums for itself. One trip, ranks x the bytes.
 - two shots: a tile's columns are divided among the ranks; each sums its part and gives it to all.
-- by words or by flags (see peer.py): words for few bytes, where a fence costs more than it saves.
+- by words, of 4 or of 8 bytes, or by flags; see peer.py.
 
 Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order, and
 rounded once. All ranks hold the same bits.
 
-Cells of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
-tiles, rows, columns of a tile or part], then results [tiles, rows, BLOCK_N]. A cell is a word of
-two rows, or of one fp32 value, or behind flags a value. Flags, in halves too: [2, tiles, ranks], of
-slots and of results. Words, other cells, and flags are in memories of their own.
+Cells of each rank, in a third or half of the memory (the turn, or the parity of the epoch): slots
+of partials by sender, [ranks, tiles, rows, columns of a tile or part], then results [tiles, rows,
+BLOCK_N]. A cell is a word of two rows, or of one fp32 value, or behind flags a value. Flags, in
+halves too: [2, tiles, ranks], of slots and of results. Each kind of cell, and flags, have a memory
+of their own.
 """
 
 import triton
 import triton.language as tl
 
 from counterpoint.kernels.peer import (
+    clear_words,
     next_epoch,
     pack,
     peer_ptr,
@@ -54,10 +56,7 @@ def partial_tile(
         else:
             w = tl.load(w_ptrs, mask=offs_k[None, :] < K - k, other=0.0)
             x = tl.load(x_ptrs, mask=rows & (offs_k[:, None] < K - k), other=0.0)
-        if x_ptr.dtype.element_ty == tl.float32:  # a sum of sums: one chain of K would lose digits
-            acc += tl.dot(w, x, input_precision="ieee")
-        else:
-            acc = tl.dot(w, x, acc)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
         w_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_wk
         x_ptrs += BLOCK_K
     acc = tl.trans(acc)
@@ -111,6 +110,7 @@ def matmul_all_reduce_kernel(
     y_ptr,  # [M, N]
     cells_ptr,  # [WORLD] int64: where each rank's cells begin
     flags_ptr,  # [WORLD] int64: likewise its flags
+    turn_ptr,  # [2] int32 of the memory of 4-byte words: its turn, and words of the call before
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     M,
@@ -119,14 +119,14 @@ def matmul_all_reduce_kernel(
     stride_xm,
     stride_wk,
     stride_wn,
-    half_bytes,  # of all cells there are: where those of odd epochs begin, whatever a call's size
-    half_flags,  # likewise, in flags
+    part_bytes,  # of all cells there are, a third or a half, whatever a call's size
+    half_flags,  # of all flags there are, likewise
     rank,
     tag,
     timeout_ns,
     WORLD: tl.constexpr,  # a power of 2
     SHOTS: tl.constexpr,
-    WORDS: tl.constexpr,  # else flags, with two shots
+    WORD_BYTES: tl.constexpr,  # 4 or 8; 0: flags, with two shots
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # >= M, a power of 2
     BLOCK_N: tl.constexpr,
@@ -137,6 +137,7 @@ def matmul_all_reduce_kernel(
     NUM_WARPS: tl.constexpr,  # of the launch
 ):
     OUT: tl.constexpr = y_ptr.dtype.element_ty
+    WORDS: tl.constexpr = WORD_BYTES > 0
     PAIRS: tl.constexpr = WORDS and ROWS > 1 and OUT.primitive_bitwidth == 16
     HIGH: tl.constexpr = ROWS // 2 if PAIRS else ROWS  # rows of cells
     STEP: tl.constexpr = 2 if PAIRS else 1
@@ -144,7 +145,7 @@ def matmul_all_reduce_kernel(
     COLS: tl.constexpr = BLOCK_N if SHOTS == 1 else PART  # of a slot
     TILE: tl.constexpr = HIGH * BLOCK_N
     SLOT: tl.constexpr = HIGH * COLS
-    CELL: tl.constexpr = tl.int64 if WORDS else OUT
+    CELL: tl.constexpr = tl.int64 if WORD_BYTES == 8 else tl.int32 if WORDS else OUT
     CELL_BYTES: tl.constexpr = CELL.primitive_bitwidth // 8
     program, programs = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(N, BLOCK_N)
@@ -156,7 +157,8 @@ def matmul_all_reduce_kernel(
     offs_h, offs_n = tl.arange(0, HIGH), tl.arange(0, BLOCK_N)
     rows = works & (offs_h * STEP < M)
 
-    turn = (epoch & 1).to(tl.int64) * half_bytes
+    part = tl.load(turn_ptr) if WORD_BYTES == 4 else epoch & 1
+    turn = part.to(tl.int64) * part_bytes
     flags = (epoch & 1) * half_flags  # those of slots; of results behind them
     sent = tl.cast(num_tiles, tl.int64) * SLOT  # cells of one sender's slots
     results = turn + WORLD * sent * CELL_BYTES
@@ -182,6 +184,12 @@ def matmul_all_reduce_kernel(
             put(to, parts, live)
             flag = flags + tile * WORLD + rank
             post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone)
+
+    cells = WORLD * sent + (tl.cast(num_tiles, tl.int64) * TILE if SHOTS == 2 else 0)
+    if WORD_BYTES == 4:
+        before = tl.where(part == 0, 2, part - 1).to(tl.int64) * part_bytes
+        used = tl.load(turn_ptr + 1)
+        clear_words(peer_ptr(cells_ptr, rank, before, tl.int32), used, program, programs)
 
     late = tl.zeros((WORLD,), tl.int32)
     from_all = peer_ptr(cells_ptr, rank, turn, CELL) + ranks.to(tl.int64)[:, None, None] * sent
@@ -219,31 +227,37 @@ def matmul_all_reduce_kernel(
                 post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone & good)
 
     if SHOTS == 2:
+        heard = tl.max(late, 0) == 0  # else nobody has the sums, for want of those that are late
         place = offs_h[:, None] * BLOCK_N + offs_n[None, :]
         for tile in range(program, num_tiles, programs):
             at = peer_ptr(cells_ptr, rank, results, CELL) + (tile * TILE + place)
             some = rows[:, None] & (place >= 0)
             if WORDS:
                 sums, slow = take_words(at, epoch, stop_ptr, timeout_ns, some, NUM_WARPS)
-                slow = tl.reshape(slow.to(tl.int32), (HIGH, WORLD, PART))
-                late = late | tl.max(tl.max(slow, 2), 0)
+                slow = tl.max(tl.max(tl.reshape(slow.to(tl.int32), (HIGH, WORLD, PART)), 2), 0)
             else:
                 flag = flags + (num_tiles + tile) * WORLD + ranks
                 ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
-                late = late | wait(ptrs, epoch, stop_ptr, timeout_ns, everyone).to(tl.int32)
+                slow = wait(ptrs, epoch, stop_ptr, timeout_ns, everyone).to(tl.int32)
                 sums = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
+            late = late | tl.where(heard, slow, 0)
             bias = tl.zeros((1, BLOCK_N), tl.float32)
             total = sum_of_ranks(sums[None, :, :], bias, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
             store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, ROWS)
 
+    # the first block that has waited in vain says for whom; what others miss then follows from it
     if tl.max(late, 0) > 0:
-        # one store, so that the host sees both or neither
-        bits = tl.sum(tl.where(late > 0, 1 << (ranks % 32), 0).to(tl.int64))
-        tl.store(fault_ptr, (bits << 32) | (tag + 1))
+        if tl.atomic_cas(stop_ptr, 1, 2, sem="relaxed", scope="gpu") == 1:
+            # one store, so that the host sees both or neither
+            bits = tl.sum(tl.where(late > 0, 1 << (ranks % 32), 0).to(tl.int64))
+            tl.store(fault_ptr, (bits << 32) | (tag + 1))
     # the last program to end moves the epoch on: all have read it by then
     if tl.atomic_add(state_ptr + 1, 1, sem="relaxed", scope="gpu") == programs - 1:
         tl.store(state_ptr + 1, 0)
         tl.store(state_ptr, epoch)
+        if WORD_BYTES == 4:
+            tl.store(turn_ptr, tl.where(part == 2, 0, part + 1))
+            tl.store(turn_ptr + 1, cells.to(tl.int32))
 
 
 @triton.jit

@@ -4,20 +4,27 @@ Two ways to hand over data, both without a library and without a kernel of its o
 
 - **flags**: `put` stores a tile into the peer's memory, `post` releases a flag behind it, `wait`
   acquires flags. All flags of a block are posted, and polled, as one vector: one fence in all.
-- **words**: `put_words` stores every 4 bytes together with the epoch in one 8-byte word, which
-  arrives whole; `take_words` polls the data itself. No fence and no flag, twice the bytes.
+- **words**: `put_words` stores data that is its own flag, and `take_words` polls the data itself:
+  no fence and no flag. A word of 8 bytes holds 4 bytes and the epoch, and arrives whole. A word of
+  4 bytes is EMPTY until it is written, so all of the bytes are data, but somebody has to empty it
+  for its next use: `clear_words`.
 
 Memory order. What a block has stored with `put` before `post` is seen by a block that has
 returned from `wait` on that flag: the barrier in `post` gathers the stores of all threads, its
 release pairs with the acquire of `wait`, whose barrier hands that order to all threads. Words need
 none of it: nothing else is published by them.
 
-Epochs. A flag or word holds the number of the call that wrote it and is compared by equality, so
-nothing is ever reset. `next_epoch` leaves out 0, which fresh memory holds, and its parity
-alternates: memory, flags included, is used in two halves in turn, halves of the memory whatever a
-call's size. A rank may then be in the next call while a late peer still reads this one's half, and
-not further, if in every call each rank hears of all others before it ends. What once held words or
-flags must hold nothing else.
+Epochs. A flag or word of 8 bytes holds the number of the call that wrote it and is compared by
+equality, so nothing is ever reset. `next_epoch` leaves out 0, which fresh memory holds, and its
+parity alternates: memory, flags included, is used in two halves in turn, halves of the memory
+whatever a call's size. A rank may then be in the next call while a late peer still reads this one's
+half, and not further, if in every call each rank hears of all others before it ends. What once held
+words or flags must hold nothing else.
+
+Turns. Words of 4 bytes are used in three thirds, in turn: a call writes to one, and empties that of
+the call before. It is written again two calls later, by peers that have heard of this rank in the
+call between, which came after. The turn, and what the call before has used, are kept with the
+memory: a call on other memory is none of its turns.
 
 Forward progress. A kernel that waits needs its whole grid resident on every rank, and what program
 p waits for must come from programs <= p of its peers.
@@ -29,6 +36,7 @@ import triton.language as tl
 from counterpoint.kernels.clock import now_ns
 
 LOOK_EVERY = tl.constexpr(256)  # turns of a wait, some tenths of a microsecond each
+EMPTY = tl.constexpr(-(1 << 31))  # of a word of 4 bytes: the bits of -0.0, for which 0.0 can stand
 
 
 @triton.jit
@@ -118,27 +126,31 @@ def wait(flag_ptrs, epoch, stop_ptr, timeout_ns, mask=None):
 
 @triton.jit
 def put_words(word_ptrs, bits, epoch, mask=None):
-    """Store 4 bytes where a peer polls them: with the epoch, in one 8-byte store.
+    """Store 4 bytes where a peer polls them.
 
     Args:
-        word_ptrs: tensor of pointers to int64, multiples of 8.
-        bits: tensor of int32 of the same shape; see `pack` for two 16-bit values.
-        epoch: int32, not 0.
+        word_ptrs: tensor of pointers to int32 or int64, multiples of their size.
+        bits: tensor of int32 of the same shape; see `pack` for two 16-bit values. In words of 4
+            bytes EMPTY, which is -0.0 in fp32, is stored as 0.
+        epoch: int32, not 0; of words of 8 bytes.
         mask: of `word_ptrs`; None: all of them.
     """
-    low = bits.to(tl.int64) & 0xFFFFFFFF
-    tl.store(word_ptrs, (epoch.to(tl.int64) << 32) | low, mask=mask)
+    if word_ptrs.dtype.element_ty == tl.int64:
+        words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
+    else:
+        words = tl.where(bits == EMPTY, 0, bits)
+    tl.store(word_ptrs, words, mask=mask)
 
 
 @triton.jit
 def take_words(
     word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4
 ):  # fmt: skip
-    """Wait for words of this epoch, and return what they hold.
+    """Wait for words, and return what they hold.
 
     Args:
-        word_ptrs: tensor of pointers to int64, in own memory.
-        epoch: int32, not 0.
+        word_ptrs: tensor of pointers to int32 or int64, in own memory.
+        epoch: int32, not 0; that words of 8 bytes must bear.
         stop_ptr, timeout_ns: as for `wait`.
         mask: of `word_ptrs`, None: all of them; the bits are 0 where it is False.
         NUM_WARPS: of the launch.
@@ -155,19 +167,38 @@ def take_words(
         copy = tl.expand_dims(copy, -1)
     ptrs, some = word_ptrs[None] + copy * 0, wanted[None] & (copy >= 0)
     words = tl.load(ptrs, mask=some, other=0, volatile=True)
-    late = some & ((words >> 32).to(tl.int32) != epoch)
+    late = some & not_there(words, epoch)
     start_ns = now_ns()
     spins = 0
     waiting = tl.sum(late.to(tl.int32)) > 0
     while waiting:
         words = tl.load(ptrs, mask=some, other=0, volatile=True)
-        late = some & ((words >> 32).to(tl.int32) != epoch)
+        late = some & not_there(words, epoch)
         waiting = tl.sum(late.to(tl.int32)) > 0
         if waiting:
             waiting = not expired(stop_ptr, start_ns, timeout_ns, spins)
         spins += 1
     # copies hold the same once none is late
     return tl.max(words.to(tl.int32), 0), tl.max(late.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def not_there(words, epoch):
+    """Which of the words have not been written yet, by what they hold."""
+    if words.dtype == tl.int64:
+        missing = (words >> 32).to(tl.int32) != epoch
+    else:
+        missing = words == EMPTY
+    return missing
+
+
+@triton.jit
+def clear_words(words_ptr, count, program, programs, BLOCK: tl.constexpr = 2048):
+    """Empty this program's share of `count` words of 4 bytes, from `words_ptr` on."""
+    offs = tl.arange(0, BLOCK)
+    for start in range(program * BLOCK, count, programs * BLOCK):
+        empty = tl.full((BLOCK,), EMPTY, tl.int32)
+        tl.store(words_ptr + start + offs, empty, mask=start + offs < count)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """What kernels that talk to their peers share in one group: memory, epoch, the word of a fault.
 
-Symmetric memory for all of them, of all sizes. Each call writes to the half that its epoch's parity
-names, so calls need no barrier between them; the kernel itself moves the epoch on, in device
-memory, so a replayed graph counts like an eager call.
+Symmetric memory for all of them, of all sizes, of which successive calls use other parts, so they
+need no barrier between them. The kernel itself moves epoch and turn on, in device memory, so a
+replayed graph counts like an eager call.
 """
 
 from typing import Any
@@ -11,51 +11,65 @@ import torch
 from torch import Tensor
 
 from counterpoint.runtime.lanes_cuda import lanes_of
+from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory
 from counterpoint.runtime.workspace import Workspace
 
 GRANULE_BYTES = 1 << 20
+ALIGN_BYTES = 256
 
 
 class Shared:
-    """Symmetric memory of one use, zero when it is new; grows, and what it was stays.
+    """Symmetric memory of one use; grows, and what it was stays.
 
     Args:
         workspace: of the group on this device.
+        parts: that calls use in turn: 2 of what bears an epoch, 3 of words of 4 bytes, which are
+            empty when the memory is new; see kernels/peer.py.
 
     Attributes:
         bases: [ranks] int64, where each rank's begins.
+        turn: [2] int32, the part of the next call and the words of the call before; counted by
+            kernels that use three parts.
     """
 
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+    def __init__(self, workspace: Workspace, parts: int = 2) -> None:
+        self.workspace, self.parts = workspace, parts
         self.memory: SymmetricMemory | None = None
         self.bases: Tensor = torch.zeros(0, dtype=torch.int64, device=workspace.device)
+        self.turn: Tensor = torch.zeros(2, dtype=torch.int32, device=workspace.device)
         self._kept: list[Any] = []
 
     @property
-    def half_bytes(self) -> int:
-        """Where the half of odd epochs begins: a property of the memory, not of a call's size."""
-        return self.memory.num_bytes // 2 if self.memory else 0
+    def part_bytes(self) -> int:
+        """Size of a part: a property of the memory, not of a call's size."""
+        size = self.memory.num_bytes // self.parts if self.memory else 0
+        return size // ALIGN_BYTES * ALIGN_BYTES
 
     def reserve(self, num_bytes: int) -> None:
-        """Have `num_bytes` on each rank; collective and synchronous where it has to grow.
+        """Have parts of `num_bytes` on each rank; collective and synchronous where it has to grow.
 
         Raises:
             InputError: memory has to grow while a graph is being captured.
         """
-        has = self.memory.num_bytes if self.memory else 0
-        if num_bytes <= has:
+        if num_bytes <= self.part_bytes:
             return
-        self.workspace.refuse_growth(f"{has} bytes, the kernel needs {num_bytes}")
-        if self.workspace.device.type == "cuda":
-            torch.cuda.synchronize(self.workspace.device)
+        device = self.workspace.device
+        has = f"parts of {self.part_bytes} bytes, the kernel needs {num_bytes}"
+        self.workspace.refuse_growth(has)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         # graphs that were captured write to what they know, as long as the workspace lives
-        self._kept += [self.memory, self.bases]
-        wanted = -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
-        self.memory = self.workspace.allocate(wanted)
-        addresses = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64)
-        self.bases = addresses.to(self.workspace.device)
+        self._kept += [self.memory, self.bases, self.turn]
+        wanted = self.parts * -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.memory = self.workspace.allocate(-(-wanted // GRANULE_BYTES) * GRANULE_BYTES)
+        self.turn = torch.zeros_like(self.turn)
+        self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(device)
+        if self.parts == 3:
+            self.memory.local().view(torch.float32).fill_(-0.0)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            gather_object(None, self.workspace.group)  # no peer writes before it is empty
 
 
 class FusedMemory:
@@ -65,7 +79,8 @@ class FusedMemory:
         workspace: of the group on this device.
 
     Attributes:
-        words, tiles, flags: memory for each kind of cell, never for another.
+        words, stamps, tiles, flags: memory for each kind of cell, never for another: words of 4
+            and of 8 bytes, tiles behind flags, and those.
         state: [3] int32: epoch, programs of a running kernel that have ended, and whether a wait
             of this rank has given up.
         fault: [1] int64 of the host, where a wait that has given up says so.
@@ -73,7 +88,8 @@ class FusedMemory:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
-        self.words, self.tiles, self.flags = (Shared(workspace) for _ in range(3))
+        self.words = Shared(workspace, parts=3)
+        self.stamps, self.tiles, self.flags = (Shared(workspace) for _ in range(3))
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
             self.fault = lanes_of(workspace).fault

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.runtime.fused import FusedMemory
+from counterpoint.runtime.fused import ALIGN_BYTES, FusedMemory, Shared
 from counterpoint.runtime.lanes_cuda import raw_stream
 
 OP = "matmul_all_reduce"
-ALIGN_BYTES = 256
+WORD_BYTES = {"words": 4, "stamps": 8, "flags": 0}
 TILE_BYTES = 100_000  # of the tiles on their way: two blocks are resident on an SM of 227 KiB
 MAX_STAGES = 8
 MAX_RANKS = 32  # that the bits of a fault word name
@@ -25,7 +25,8 @@ class Fused:
 
     Args:
         shots: 1, every rank sums every tile; 2, each sums its part of each and gives it to all.
-        by: "words", 4 bytes with the epoch; "flags", values behind a flag (two shots only).
+        by: "words", of 4 bytes; "stamps", 4 bytes and the epoch; "flags", values behind a flag
+            (two shots only). See kernels/peer.py.
         block_n: columns of a tile, a multiple of the ranks.
         block_k: of K that is multiplied at a time.
         stages: tiles of w on their way at a time.
@@ -36,7 +37,7 @@ class Fused:
     """
 
     shots: Literal[1, 2]
-    by: Literal["words", "flags"]
+    by: Literal["words", "stamps", "flags"]
     block_n: int = 64
     block_k: int = 64
     stages: int = 8
@@ -65,7 +66,7 @@ class Fused:
             InputError: it is other text.
         """
         found = re.fullmatch(
-            r"fused (one|two)_shot (words|flags) (\d+)x(\d+)x(\d+) warps=(\d+)", spec
+            r"fused (one|two)_shot (words|stamps|flags) (\d+)x(\d+)x(\d+) warps=(\d+)", spec
         )
         if not found:
             want = "such as 'fused two_shot words 64x64x8 warps=4'"
@@ -77,17 +78,17 @@ class Fused:
 def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fused:
     """The way to take for y[m, n], from measurements on 4 H200 up to 64 rows.
 
-    One shot where a call sends little more than two would; words, and flags above 64 rows, of half
-    the bytes; tiles so that every SM has one, as deep on their way as two blocks fit.
+    One shot where a call sends little more than two would; tiles so that every SM has one, as deep
+    on their way as two blocks fit.
     """
     rows = padded_rows(m)
     shots: Literal[1, 2] = 1 if rows * (ranks - 1) <= 8 else 2
-    by: Literal["words", "flags"] = "words" if shots == 1 or rows * item_bytes <= 128 else "flags"
-    block_n = 128 if -(-n // 64) > num_sms else 64 if n >= 48 * num_sms else 32
+    wide = -(-n // 64) > num_sms
+    block_n = 128 if wide and rows <= 16 else 64 if n >= 48 * num_sms else 32
     block_n = max(block_n, ranks)
     step_bytes = (block_n + max(rows, 16)) * 64 * item_bytes
     stages = max(2, min(MAX_STAGES, TILE_BYTES // step_bytes))
-    return Fused(shots, by, block_n, 64, stages, 8 if rows > 64 >= block_n else 4)
+    return Fused(shots, "words", block_n, 64, stages, 8 if rows > (16 if wide else 64) else 4)
 
 
 def padded_rows(m: int) -> int:
@@ -104,10 +105,10 @@ def call_bytes(way: Fused, m: int, n: int, ranks: int, item_bytes: int) -> int:
         ranks: of the group.
         item_bytes: of the dtype of y.
     """
-    rows, words = padded_rows(m), way.by == "words"
-    cell_bytes = 8 if words else item_bytes
+    rows, word_bytes = padded_rows(m), WORD_BYTES[way.by]
+    cell_bytes = word_bytes or item_bytes
     # two rows of a 16-bit dtype share a word
-    rows //= 2 if words and rows > 1 and item_bytes == 2 else 1
+    rows //= 2 if word_bytes and rows > 1 and item_bytes == 2 else 1
     tiles, tile = -(-n // way.block_n), rows * way.block_n
     slots = ranks * tiles * tile if way.shots == 1 else tiles * tile
     return -(-(slots + tiles * tile) * cell_bytes // ALIGN_BYTES) * ALIGN_BYTES
@@ -124,10 +125,14 @@ def reserve(way: Fused, memory: FusedMemory, m: int, n: int, item_bytes: int) ->
     if ranks & (ranks - 1) or way.block_n % ranks or ranks > MAX_RANKS:
         want = f"a power of 2 up to {min(way.block_n, MAX_RANKS)} for {way.spec!r}"
         raise InputError(OP, "group", want=want, got=f"{ranks} ranks")
-    cells = memory.words if way.by == "words" else memory.tiles
-    cells.reserve(2 * call_bytes(way, m, n, ranks, item_bytes))
+    cells_of(way, memory).reserve(call_bytes(way, m, n, ranks, item_bytes))
     if way.by == "flags":
-        memory.flags.reserve(4 * 4 * -(-n // way.block_n) * ranks)
+        memory.flags.reserve(2 * 4 * -(-n // way.block_n) * ranks)
+
+
+def cells_of(way: Fused, memory: FusedMemory) -> Shared:
+    """The memory that this way writes partial results to."""
+    return {"words": memory.words, "stamps": memory.stamps, "flags": memory.tiles}[way.by]
 
 
 def grid(way: Fused, n: int, resident: int) -> int:
@@ -154,17 +159,17 @@ class Launch:
     ) -> None:
         (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
         self.programs = -(-n // way.block_n)
-        # memory that has grown since is another, with other halves: this launch keeps what it knows
-        cells = memory.words if way.by == "words" else memory.tiles
+        # memory that has grown since is another, with other parts: this launch keeps what it knows
+        cells = cells_of(way, memory)
         flags = memory.flags if way.by == "flags" else cells
-        self._memory = (cells.bases, flags.bases, memory.state, memory.fault)
+        self._memory = (cells.bases, flags.bases, cells.turn, memory.state, memory.fault)
         self._numbers = (
-            m, n, k, x.stride(0), w.stride(0), w.stride(1), cells.half_bytes,
-            flags.half_bytes // 4, memory.workspace.rank, tag,
+            m, n, k, x.stride(0), w.stride(0), w.stride(1), cells.part_bytes,
+            flags.part_bytes // 4, memory.workspace.rank, tag,
             int(memory.workspace.timeout_s * 1e9),
         )  # fmt: skip
         self._constants = (
-            ranks, way.shots, way.by == "words", bias is not None, padded_rows(m), way.block_n,
+            ranks, way.shots, WORD_BYTES[way.by], bias is not None, padded_rows(m), way.block_n,
             way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages, way.num_warps,
         )  # fmt: skip
         self._options = {"num_warps": way.num_warps, "num_stages": way.stages}
