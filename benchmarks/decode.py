@@ -22,8 +22,12 @@ LAYERS = {"Llama-3-70B down": (8192, 3584), "Llama-3-70B O": (8192, 1024),
           "Llama-3.1-405B down": (16384, 6656), "DeepSeek-V3 dense down": (7168, 2304)}  # fmt: skip
 ROWS = (1, 8, 32, 64)
 MORE_ROWS = (128, 256)  # more than it is made for
-ABLATION = ("fused one_shot words 64x64x6 warps=4", "fused two_shot words 64x64x6 warps=4",
-            "fused two_shot stamps 64x64x6 warps=4", "fused two_shot flags 64x64x6 warps=4")
+ABLATION = (
+    "fused one_shot words 64x64x6 warps=4",
+    "fused two_shot words 64x64x6 warps=4",
+    "fused two_shot stamps 64x64x6 warps=4",
+    "fused two_shot flags 64x64x6 warps=4",
+)
 
 
 def main() -> None:
@@ -43,7 +47,7 @@ def main() -> None:
             first = layer == next(iter(LAYERS))
             for m in (*ROWS, *MORE_ROWS) if first else ROWS:
                 plans = [p for p in ABLATION if m <= 8 or "one_shot" not in p] if first else []
-                plans = plans if m <= 64 else []
+                plans = [*(plans if m <= 64 else []), "direct"]
                 rows = compare_decode(m, n, k, group=group, device=device, plans=plans)
                 if group.rank() == 0:
                     record.append(args.out, [row | {"layer": layer} for row in rows])

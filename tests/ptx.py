@@ -55,9 +55,12 @@ def compiled(
     options = {"num_warps": num_warps, "num_stages": num_stages}
     found = triton.compile(source, target=target, options=options)
     usage = _cuobjdump(found.asm["cubin"], "-res-usage")
-    registers, shared = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in ("REG", "SHARED"))  # type: ignore[index]
+    names = ("REG", "SHARED")
+    registers, shared = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
     spills = len(re.findall(r"\b(?:STL|LDL)\b", _cuobjdump(found.asm["cubin"], "-sass")))
-    return Compiled(found.asm["ptx"], registers, shared, spills, found.metadata.shared, found.asm["ttgir"])
+    return Compiled(
+        found.asm["ptx"], registers, shared, spills, found.metadata.shared, found.asm["ttgir"]
+    )
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the parts of a plan cost on one machine: sixteen constants and the closed forms over them.
+"""What the parts of a plan cost on one machine: eighteen constants and the closed forms over them.
 
 Everything that predicts a time reads these: the sizes of graded groups, the choosers, the model.
 `counterpoint characterize` measures them; without that they are derived from the datasheet.
@@ -42,6 +42,8 @@ class Costs:
         collective_bytes_per_s: Of the library's all-gather or reduce-scatter, received by a rank.
         all_gather_s: Of the library's all-gather beside its bytes.
         reduce_scatter_s: Of its reduce-scatter beside its bytes.
+        direct_bytes_per_s: Of a collective of our own, of one kernel, received by a rank.
+        direct_s: Of such a one beside its bytes.
         matmul_beside_copy: A long matmul takes this many times as long while a copy is under way.
         copy_beside_matmul: And a copy while a matmul is.
         host_call_s: Host time of an eager call of one of our operators.
@@ -63,6 +65,8 @@ class Costs:
     collective_bytes_per_s: float
     all_gather_s: float
     reduce_scatter_s: float
+    direct_bytes_per_s: float
+    direct_s: float
     matmul_beside_copy: float
     copy_beside_matmul: float
     host_call_s: float

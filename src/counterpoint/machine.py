@@ -229,6 +229,8 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
         collective_bytes_per_s=0.7 * link.bytes_per_s,
         all_gather_s=30e-6,
         reduce_scatter_s=22e-6,
+        direct_bytes_per_s=0.7 * link.bytes_per_s,
+        direct_s=3 * link.latency_s,
         matmul_beside_copy=1.2,
         copy_beside_matmul=1.1,
         host_call_s=40e-6,

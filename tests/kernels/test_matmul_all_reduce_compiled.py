@@ -47,9 +47,10 @@ def kernel(
     }
     types = tensors | POINTERS | {n: t for n, t in NUMBERS.items() if n != one} | last
     constants = {
-        one: 1, "WORLD": ranks, "SHOTS": way.shots, "WORD_BYTES": WORD_BYTES[way.by], "HAS_BIAS": False,
-        "ROWS": padded_rows(m), "BLOCK_N": way.block_n, "BLOCK_K": way.block_k, "EVEN_N": True,
-        "EVEN_K": True, "STAGES": way.stages, "NUM_WARPS": way.num_warps,
+        one: 1, "WORLD": ranks, "SHOTS": way.shots, "WORD_BYTES": WORD_BYTES[way.by],
+        "HAS_BIAS": False, "ROWS": padded_rows(m), "BLOCK_N": way.block_n,
+        "BLOCK_K": way.block_k, "EVEN_N": True, "EVEN_K": True, "STAGES": way.stages,
+        "NUM_WARPS": way.num_warps,
     }  # fmt: skip
     return compiled(
         matmul_all_reduce_kernel, capability, types, constants, num_warps=way.num_warps,
@@ -90,7 +91,9 @@ def test_planted_faults_show():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize(("shots", "by"), [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps")])
+@pytest.mark.parametrize(
+    ("shots", "by"), [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps")]
+)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_words_arrive_whole(capability: int, shots: int, by: str, ranks: int):
     """Each is one element of a store, and is polled by loads that are never cached."""

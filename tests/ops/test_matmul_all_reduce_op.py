@@ -155,8 +155,10 @@ def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     """As the kernel names them."""
     none: Any = SimpleNamespace(bases=torch.zeros(2), turn=torch.zeros(2), part_bytes=4096)
     workspace = SimpleNamespace(group=SimpleNamespace(size=lambda: 2), rank=1, timeout_s=2.0)
-    memory: Any = SimpleNamespace(words=none, stamps=none, tiles=none, flags=none, state=torch.zeros(3),
-                                  fault=torch.zeros(1), workspace=workspace)  # fmt: skip
+    kinds = dict.fromkeys(("words", "stamps", "tiles", "flags"), none)
+    memory: Any = SimpleNamespace(
+        **kinds, state=torch.zeros(3), fault=torch.zeros(1), workspace=workspace
+    )
     x, w, y = torch.zeros(4, 64), torch.zeros(64, 64).t(), torch.zeros(4, 64)
     way, launched = Fused(2, "words", 16, 32, 3), list[tuple[Any, ...]]()
     launch = Launch(way, memory, 7, x, w, None)

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from counterpoint.kernels.peer import (
     clear_words,
+    end_of_call,
     next_epoch,
     pack,
     peer_ptr,
@@ -29,6 +30,7 @@ from counterpoint.kernels.peer import (
     put,
     put_words,
     take_words,
+    turn_of_words,
     unpack,
     wait,
 )
@@ -187,9 +189,8 @@ def matmul_all_reduce_kernel(
 
     cells = WORLD * sent + (tl.cast(num_tiles, tl.int64) * TILE if SHOTS == 2 else 0)
     if WORD_BYTES == 4:
-        before = tl.where(part == 0, 2, part - 1).to(tl.int64) * part_bytes
         used = tl.load(turn_ptr + 1)
-        clear_words(peer_ptr(cells_ptr, rank, before, tl.int32), used, program, programs)
+        clear_words(turn_of_words(cells_ptr, rank, part, part_bytes), used, program, programs)
 
     late = tl.zeros((WORLD,), tl.int32)
     from_all = peer_ptr(cells_ptr, rank, turn, CELL) + ranks.to(tl.int64)[:, None, None] * sent
@@ -245,19 +246,8 @@ def matmul_all_reduce_kernel(
             total = sum_of_ranks(sums[None, :, :], bias, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
             store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, ROWS)
 
-    # the first block that has waited in vain says for whom; what others miss then follows from it
-    if tl.max(late, 0) > 0:
-        if tl.atomic_cas(stop_ptr, 1, 2, sem="relaxed", scope="gpu") == 1:
-            # one store, so that the host sees both or neither
-            bits = tl.sum(tl.where(late > 0, 1 << (ranks % 32), 0).to(tl.int64))
-            tl.store(fault_ptr, (bits << 32) | (tag + 1))
-    # the last program to end moves the epoch on: all have read it by then
-    if tl.atomic_add(state_ptr + 1, 1, sem="relaxed", scope="gpu") == programs - 1:
-        tl.store(state_ptr + 1, 0)
-        tl.store(state_ptr, epoch)
-        if WORD_BYTES == 4:
-            tl.store(turn_ptr, tl.where(part == 2, 0, part + 1))
-            tl.store(turn_ptr + 1, cells.to(tl.int32))
+    words = cells.to(tl.int32) if WORD_BYTES == 4 else 0
+    end_of_call(late, ranks, programs, turn_ptr, words, state_ptr, fault_ptr, tag)
 
 
 @triton.jit

@@ -152,20 +152,22 @@ def take_words(
         word_ptrs: tensor of pointers to int32 or int64, in own memory.
         epoch: int32, not 0; that words of 8 bytes must bear.
         stop_ptr, timeout_ns: as for `wait`.
-        mask: of `word_ptrs`, None: all of them; the bits are 0 where it is False.
+        mask: of `word_ptrs` and of its shape, None: all; the bits are 0 where it is False.
         NUM_WARPS: of the launch.
 
     Returns:
         Tensor of int32, and a tensor of bool: the words that are late.
     """
-    wanted = word_ptrs.to(tl.int64) != 0 if mask is None else mask & (word_ptrs.to(tl.int64) != 0)
+    wanted = word_ptrs.to(tl.int64) != 0 if mask is None else mask
     # fewer words than threads would be polled by several warps, of which one is heard: each thread
     # has a word of its own, some of them the same
     COPIES: tl.constexpr = max(1, NUM_WARPS * 32 // word_ptrs.numel)
     copy = tl.arange(0, COPIES)
     for _ in tl.static_range(len(word_ptrs.shape)):
         copy = tl.expand_dims(copy, -1)
-    ptrs, some = word_ptrs[None] + copy * 0, wanted[None] & (copy >= 0)
+    ptrs, some = word_ptrs[None], wanted[None]
+    if COPIES > 1:
+        ptrs, some = ptrs + copy * 0, some & (copy >= 0)
     words = tl.load(ptrs, mask=some, other=0, volatile=True)
     late = some & not_there(words, epoch)
     start_ns = now_ns()
@@ -185,7 +187,7 @@ def take_words(
 @triton.jit
 def not_there(words, epoch):
     """Which of the words have not been written yet, by what they hold."""
-    if words.dtype == tl.int64:
+    if words.dtype == tl.int64:  # noqa: SIM108  (a branch of the compiler)
         missing = (words >> 32).to(tl.int32) != epoch
     else:
         missing = words == EMPTY
@@ -194,11 +196,19 @@ def not_there(words, epoch):
 
 @triton.jit
 def clear_words(words_ptr, count, program, programs, BLOCK: tl.constexpr = 2048):
-    """Empty this program's share of `count` words of 4 bytes, from `words_ptr` on."""
+    """Empty this program's share of `count` words of 4 bytes, and up to 15 behind them."""
     offs = tl.arange(0, BLOCK)
+    count = tl.cdiv(count, 16) * 16  # so that 16 bytes are stored at a time
     for start in range(program * BLOCK, count, programs * BLOCK):
         empty = tl.full((BLOCK,), EMPTY, tl.int32)
         tl.store(words_ptr + start + offs, empty, mask=start + offs < count)
+
+
+@triton.jit
+def turn_of_words(words_ptr, rank, turn, third_bytes):
+    """Where the words of the call before begin in own memory, for `clear_words`."""
+    before = tl.where(turn == 0, 2, turn - 1).to(tl.int64) * third_bytes
+    return peer_ptr(words_ptr, rank, before, tl.int32)
 
 
 @triton.jit
@@ -214,3 +224,30 @@ def unpack(bits, DTYPE: tl.constexpr):
     low = bits.to(tl.int16).to(DTYPE, bitcast=True)
     high = (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def end_of_call(late, ranks, programs, turn_ptr, words, state_ptr, fault_ptr, tag):
+    """What each program does last: say who was late, and count the call.
+
+    Args:
+        late: [ranks] int32, not 0 for those that this program has waited for in vain.
+        turn_ptr: [2] int32 of the memory of words of 4 bytes: the turn, and what it has used.
+        words: int32, words that this call has used of it; 0: none, its turn stays.
+        state_ptr: [3] int32: epoch, programs that have ended, and whether a wait has given up.
+        fault_ptr: [1] int64 of the host: 1 + `tag`, and above it the bits of the late ranks.
+    """
+    # the first block that has waited in vain says for whom; what others miss then follows from it
+    if tl.max(late, 0) > 0:
+        if tl.atomic_cas(state_ptr + 2, 1, 2, sem="relaxed", scope="gpu") == 1:
+            # one store, so that the host sees both or neither
+            bits = tl.sum(tl.where(late > 0, 1 << (ranks % 32), 0).to(tl.int64))
+            tl.store(fault_ptr, (bits << 32) | (tag + 1))
+    # by the last program to end all have read what they count by
+    if tl.atomic_add(state_ptr + 1, 1, sem="relaxed", scope="gpu") == programs - 1:
+        tl.store(state_ptr + 1, 0)
+        tl.store(state_ptr, next_epoch(tl.load(state_ptr)))
+        if words > 0:
+            turn = tl.load(turn_ptr)
+            tl.store(turn_ptr, tl.where(turn == 2, 0, turn + 1))
+            tl.store(turn_ptr + 1, words)

@@ -7,6 +7,7 @@ timed as `measure.timing` times arms: graphs in one rotation at settled clocks, 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import ceil
 from typing import Any
 
@@ -27,6 +28,8 @@ from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 from counterpoint.runtime import compute, launch_cuda
 from counterpoint.runtime.driver import Copy, copy_async
+from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.launch_collective import Collective
 from counterpoint.runtime.symmetric import allocate
 from counterpoint.runtime.workspace import workspace_of
 
@@ -34,6 +37,7 @@ MIB = 1 << 20
 MATMULS = ((4096, 4096), (2048, 8192), (6144, 5120), (10240, 8192))  # (n, k)
 ROWS = (256, 512, 1024, 2048, 4096, 8192)
 COPIES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+DIRECT = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVES = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 CONTENTION = ((8192, 6144, 5120), (2048, 6144, 5120))  # (rows, n, k)
 SETTLING_ROUNDS = 40
@@ -70,7 +74,7 @@ def characterize(
     bench = _Bench(group, device, rounds)
     rows: list[Row] = []
     questions = (
-        bench.matmuls, bench.copies, bench.collectives, bench.memory, bench.signals,
+        bench.matmuls, bench.copies, bench.collectives, bench.direct, bench.memory, bench.signals,
         bench.contention, bench.host,
     )  # fmt: skip
     for question in questions:
@@ -168,6 +172,27 @@ class _Bench:
              "kind": name.split()[1], "seconds": seconds}
             for name, seconds in self.timed(calls, 4).items()
         ]  # fmt: skip
+
+    def direct(self) -> list[Row]:
+        """Collectives of our own."""
+        memory, calls = fused_memory(workspace_of(self.group, self.device)), dict[str, Call]()
+        kinds = {"all_gather": (False, True), "reduce_scatter": (True, False)}
+        for (kind, (scatter, gather)), size in product(kinds.items(), DIRECT[::-1]):
+            whole, part = self.normal(size // 2), self.normal(size // 2 // self.ranks)
+            call = Collective(memory, 0, size // self.ranks, scatter=scatter, gather=gather,
+                              dtype=whole.dtype, name="characterize")  # fmt: skip
+            both = (whole, part) if scatter else (part, whole)
+            calls[f"{size} {kind}"] = partial(self.launch, call, both)
+        dist.barrier(self.group)  # all have compiled before one waits
+        received = (self.ranks - 1) / self.ranks
+        return [
+            {"question": "direct", "num_bytes": int(int(name.split()[0]) * received),
+             "kind": name.split()[1], "seconds": seconds}
+            for name, seconds in self.timed(calls, 4).items()
+        ]  # fmt: skip
+
+    def launch(self, call: Collective, both: tuple[Tensor, Tensor], _: int) -> None:
+        call(*both)
 
     def all_gather(self, whole: Tensor, part: Tensor, _: int) -> None:
         compute.all_gather(whole, part, group=self.group)

@@ -1,4 +1,4 @@
-"""From measurements to the sixteen constants of `Costs`.
+"""From measurements to the eighteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
 of time against bytes, a search over the four constants of matmuls, ratios for contention.
@@ -34,7 +34,7 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
     Args:
         rows: what `counterpoint characterize` measured: "question", "seconds", and of
             matmul: rows, n, k, tile;
-            copy, memory: num_bytes;  collective: num_bytes, kind;
+            copy, direct, memory: num_bytes;  collective: num_bytes, kind;
             barrier, kernel: nothing;  beside: which of "matmul" and "copy", alone_s, other_s;
             host: num_steps.
         machine: what was measured; its number of SMs is what counts.
@@ -61,6 +61,7 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         )
         for kind in ("all_gather", "reduce_scatter")
     }
+    direct_s, direct_rate = _line(of("direct"))
     memory = max(of("memory"), key=lambda row: row["num_bytes"])
     kernel_s = _median(row["seconds"] for row in of("kernel"))
     host = sorted(of("host"), key=lambda row: row["num_steps"])
@@ -76,6 +77,8 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         collective_bytes_per_s=collective_rate,
         all_gather_s=latency_s["all_gather"],
         reduce_scatter_s=latency_s["reduce_scatter"],
+        direct_bytes_per_s=direct_rate,
+        direct_s=direct_s,
         copy_beside_matmul=_beside(of("beside", which="copy")),
         host_step_s=max(step_s, 0.0),
         host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),

@@ -31,7 +31,10 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> floa
             rows = p.m - min(p.rows) if gathers else (p.ranks - 1) * max(p.rows)
             whole_bytes = plan.buffer_bytes(plan.buffer(whole))
             kind: Collective = "all_gather" if gathers else "reduce_scatter"
-            return costs.collective_s(kind, whole_bytes * rows // max(p.m, 1))
+            received = whole_bytes * rows // max(p.m, 1)
+            if bound.step.arg("transport") == "words":
+                return costs.direct_s + received / costs.direct_bytes_per_s
+            return costs.collective_s(kind, received)
         case _:
             return sum(
                 costs.memory_s(sum(_num_bytes(plan, box) for box in (*part.reads, part.write)))

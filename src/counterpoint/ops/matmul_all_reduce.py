@@ -14,12 +14,10 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops import call
 from counterpoint.ops.call import Input
 from counterpoint.ops.check import autocast, check_group, check_tensors
-from counterpoint.resources.footprint import triton_footprint
-from counterpoint.resources.occupancy import occupancy
-from counterpoint.resources.shape import limits_here
 from counterpoint.runtime import driver
-from counterpoint.runtime.fused import FusedMemory, in_turn
+from counterpoint.runtime.fused import fused_memory, in_turn
 from counterpoint.runtime.lanes_cuda import lanes_of
+from counterpoint.runtime.launch_collective import Collective
 from counterpoint.runtime.launch_fused import (
     Fused,
     Launch,
@@ -29,10 +27,10 @@ from counterpoint.runtime.launch_fused import (
     reserve,
 )
 from counterpoint.runtime.ranks import gather_object, group_of
+from counterpoint.runtime.resident import resident_blocks
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "matmul_all_reduce"
-RESERVED_SMS = 32  # that the kernel leaves to collectives of other groups, should they be there
 INPUTS = (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"))
 
 call.LIBRARY.define(f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor")
@@ -85,7 +83,7 @@ def matmul_all_reduce(
     check_tensors(OP, x, w, bias)
     if not isinstance(plan, str):
         raise InputError(OP, "plan", want="text", got=type(plan).__name__)
-    if plan not in ("auto", "serial", "fused"):
+    if plan not in ("auto", "serial", "direct", "fused"):
         Fused.parse(plan)
     if key is None:
         return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, plan, group.group_name)
@@ -98,7 +96,7 @@ def way_of(
     plan: str, m: int, n: int, ranks: int, dtype: torch.dtype, device: torch.device
 ) -> Fused | None:
     """The fused way that a plan stands for at this size; None: serial."""
-    if plan in ("auto", "serial") or not m * n:
+    if plan in ("auto", "serial", "direct") or not m * n:
         return None
     if plan == "fused":
         num_sms = 132  # of an H200, on CPU ranks
@@ -122,13 +120,44 @@ class _Serial:
         return [y if bias is None else y.add_(bias)]
 
 
+class _Direct:
+    """The library's matmul, then an all-reduce in one kernel of our own."""
+
+    def __init__(self, workspace: Workspace, tensors: Sequence[Tensor | None]) -> None:
+        self.workspace = workspace
+        x, w, _ = _flat(tensors)
+        m, n, ranks = x.shape[0], w.shape[1], workspace.group.size()
+        if m * n * x.element_size() % (4 * ranks):
+            want = f"rows and columns such that {ranks} ranks have 4 bytes or a multiple each"
+            raise InputError(OP, "plan", want=want, got=f"direct for [{m}, {n}]")
+        self.lanes = lanes_of(workspace)
+        tag = self.lanes.register(OP, "direct", (("sum over ranks", tuple(range(ranks))),))
+        self.collective = Collective(
+            fused_memory(workspace), tag, m * n * x.element_size() // ranks, scatter=True,
+            gather=True, dtype=x.dtype, name=OP,
+        )  # fmt: skip
+        if not torch.cuda.is_current_stream_capturing():
+            gather_object(None, workspace.group)
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        self.workspace.check()
+        x, w, bias = _given(tensors)
+        if not torch.cuda.is_current_stream_capturing():
+            self.lanes.follow()
+            in_turn(x.device)
+        partial = x @ w
+        y = torch.empty_like(partial)
+        self.collective(partial, y)
+        return [y if bias is None else y.add_(bias)]
+
+
 class _InOneKernel:
     """The fused kernel on a GPU, compiled on all ranks."""
 
     def __init__(self, way: Fused, workspace: Workspace, tensors: Sequence[Tensor | None]) -> None:
         self.workspace, self.way = workspace, way
         x, w, bias = _flat(tensors)
-        self.memory = _memory_of(workspace)
+        self.memory = fused_memory(workspace)
         reserve(way, self.memory, x.shape[0], w.shape[1], x.element_size())
         self.lanes = lanes_of(workspace)
         ranks = tuple(range(workspace.group.size()))
@@ -147,15 +176,9 @@ class _InOneKernel:
         with driver.relaxed_capture() if capturing else nullcontext():
             try:
                 compiled = launch.compile(x, w, bias, x.new_empty(x.shape[0], n))
-                footprint = triton_footprint(compiled)
             except OutOfResources as error:
                 raise UnsupportedError(f"{OP}: {self.way.spec} does not fit: {error}") from error
-        properties = torch.cuda.get_device_properties(x.device)
-        sms = properties.multi_processor_count - RESERVED_SMS
-        resident = occupancy(footprint, limits_here(x.device)).blocks * sms
-        if resident < 1:
-            raise UnsupportedError(f"{OP}: {RESERVED_SMS} SMs are reserved, there are no more")
-        launch.use(compiled, grid(self.way, n, resident))
+        launch.use(compiled, grid(self.way, n, resident_blocks(compiled, x.device, OP)))
         return launch
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -208,7 +231,9 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
         return ready
     m, n = prod(x.shape[:-1]), w.shape[1]
     way = way_of(plan, m, n, group.size(), x.dtype, x.device)
-    if way is None or not x.shape[-1]:
+    if plan == "direct" and x.is_cuda and m * n * x.shape[-1]:
+        ready = _Direct(workspace, tensors)
+    elif way is None or not x.shape[-1]:
         ready = _Serial(workspace)
     elif x.is_cuda:
         ready = _InOneKernel(way, workspace, tensors)
@@ -216,15 +241,6 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
         ready = _OnCpuRanks(workspace)
     workspace.remember(key, ready)
     return ready
-
-
-def _memory_of(workspace: Workspace) -> FusedMemory:
-    """The memory of this workspace's fused kernels; made at its first call, by all ranks."""
-    if workspace.fused is None:
-        workspace.refuse_growth("none: this is the group's first call")
-        workspace.open_pads()  # by them a late rank is looked at
-        workspace.fused = FusedMemory(workspace)
-    return workspace.fused
 
 
 def _given(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,8 +1,9 @@
 """The families of plans by name, and the spec string that names one plan of a family.
 
-A spec is the family and its variant: "serial", "shard_p2p xor push", "graded 1/1/2 ring pull",
-"shard_p2p ring pieces=2". What a spec leaves out is filled in: ring, push, and for graded
-the group sizes that fit the machine's waves. `build(problem, plan.spec) == plan`.
+A spec is the family and its variant: "serial", "serial direct", "shard_p2p xor push",
+"graded 1/1/2 ring pull", "shard_p2p ring pieces=2". What a spec leaves out is filled in: ring,
+push, and for graded the group sizes that fit the machine's waves.
+`build(problem, plan.spec) == plan`.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from counterpoint.plan import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_backward,
 )
+from counterpoint.plan.direct import direct, refusal
 from counterpoint.plan.grading import graded_groups
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.presets import preset
@@ -74,6 +76,8 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     if options.peers == "xor" and problem.ranks & (problem.ranks - 1):
         fix = "use ring"
         options.refuse("for a power of two of ranks where it says xor", fix=fix)
+    if options.direct:
+        return direct(build(problem, "serial"))
     match problem.op:
         case "all_gather_matmul":
             return _all_gather_matmul(problem, family, options, machine)
@@ -128,6 +132,7 @@ class _Options:
         self.problem = problem
         self.spec = spec
         self.groups: tuple[int, ...] | None = None
+        self.direct = False
         self.pieces = 2 if spec.split()[0] == "sliced" else 1
         self.peers: all_gather_matmul.Peers = "ring"
         self.direction: all_gather_matmul.Direction = "push"
@@ -141,7 +146,11 @@ class _Options:
         if kind in self._taken:
             self.refuse(f"a spec that makes each choice once; {word!r} is the second")
         self._taken.add(kind)
-        if word in PEERS and family != "serial":
+        if word == "direct" and family == "serial":
+            if want := refusal(self.problem):
+                self.refuse(want)
+            self.direct = True
+        elif word in PEERS and family != "serial":
             self.peers = "xor" if word == "xor" else "ring"
         elif word in DIRECTIONS and gathers and family in ("shard_p2p", "graded"):
             self.direction = "pull" if word == "pull" else "push"

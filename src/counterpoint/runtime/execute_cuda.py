@@ -12,8 +12,9 @@ import torch
 from torch.profiler import record_function
 
 from counterpoint.plan.bind import BoundStep, Program
-from counterpoint.runtime import compute, copy_engine, driver, launch_cuda
+from counterpoint.runtime import compute, copy_engine, driver, launch_collective, launch_cuda
 from counterpoint.runtime.compute import Action
+from counterpoint.runtime.fused import in_turn
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.replay import addresses
@@ -41,8 +42,10 @@ class CudaCode:
         )
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for
-        kinds = {step.kind for step in program.plan.steps}
-        self.replayable = len(program.steps) > 1 and "collective" not in kinds
+        transports = {s.arg("transport", "library") for s in program.plan.steps
+                      if s.kind == "collective"}  # fmt: skip
+        self.replayable = len(program.steps) > 1 and "library" not in transports
+        self.spins = "words" in transports  # a grid waits for its peers
         places = Places(workspace, program.plan)
         plan = program.plan
         self.side = {
@@ -57,6 +60,8 @@ class CudaCode:
         # a plan that is new while a graph is captured: its kernels are compiled and loaded now
         with self._loading():
             self.steps = [_CudaStep(self, i, places) for i in range(len(program.steps))]
+        if self.spins and not torch.cuda.is_current_stream_capturing():
+            gather_object(None, workspace.group)  # a rank that still compiles is late for all
         # a plan of one lane without signals is a list of torch calls on the current stream
         signals = any(step.waits or step.posts for step in plan.steps)
         self.plain: list[Action] | None = None
@@ -72,6 +77,8 @@ class CudaCode:
         else:
             # calls of one group are in order whatever streams they are on
             self.lanes.follow()
+            if self.spins:
+                in_turn(self.workspace.device)
             # under a profiler step by step, so that it sees which step launched what
             if self.replayable and not profiling:
                 key = (self.tag, addresses(operands))
@@ -115,9 +122,9 @@ class _CudaStep:
         self.stream = code.side.get(step.lane)
         self.edges = [code.events[name] for name in step.after if name in code.events]
         self.ended = code.events.get(step.name)
-        self.actions = _actions(lanes, bound, places)
         self.copy = self.before = self.after = None
         tag = code.tag + index
+        self.actions = _actions(lanes, bound, places, tag)
         if step.kind == "barrier":
             opens = index == code.program.opens
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)
@@ -170,12 +177,14 @@ def _no_mark(_: str) -> AbstractContextManager[object]:
     return _NOTHING
 
 
-def _actions(lanes: CudaLanes, bound: BoundStep, places: Places) -> list[Action]:
+def _actions(lanes: CudaLanes, bound: BoundStep, places: Places, tag: int) -> list[Action]:
     match bound.step.kind:
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]
         case "move":
             return [compute.move(bound, part, places) for part in bound.parts]
+        case "collective" if bound.step.arg("transport") == "words":
+            return [launch_collective.action(bound, part, places, tag) for part in bound.parts]
         case "collective":
             return [compute.collective(bound, part, places) for part in bound.parts]
         case "reduce":

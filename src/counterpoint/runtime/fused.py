@@ -97,6 +97,19 @@ class FusedMemory:
             self.fault = torch.zeros(1, dtype=torch.int64)
 
 
+def fused_memory(workspace: Workspace) -> FusedMemory:
+    """The memory of this workspace's fused kernels; made at its first call, by all ranks.
+
+    Raises:
+        InputError: a graph is being captured, and it is not there yet.
+    """
+    if workspace.fused is None:
+        workspace.refuse_growth("none: this is the group's first call")
+        workspace.open_pads()  # by them a late rank is looked at
+        workspace.fused = FusedMemory(workspace)
+    return workspace.fused
+
+
 _last: dict[torch.device, torch.cuda.Stream] = {}
 
 

@@ -21,7 +21,11 @@ Awaited = tuple[tuple[str, tuple[int, ...]], ...]  # of each step: its name, the
 
 def awaited_by(program: Program) -> Awaited:
     """What each step of a program waits for."""
-    return tuple((b.step.name, tuple(a.rank for a in b.waits)) for b in program.steps)
+    everyone = tuple(range(program.plan.problem.ranks))  # of a collective of our own
+    return tuple(
+        (b.step.name, everyone if b.step.arg("transport") else tuple(a.rank for a in b.waits))
+        for b in program.steps
+    )
 
 
 # the handle of a device's current stream, in a tenth of the time that a torch.cuda.Stream takes;

@@ -1,0 +1,117 @@
+"""All-gather, reduce-scatter and all-reduce of a kernel each: words stored straight to the peers.
+
+For what is too little for a library's collective to be worth its start. A tensor is a row of words
+of 4 bytes, two 16-bit values or one of fp32, and each rank owns an equal part of them. No program
+waits before it has sent all of its own; see peer.py for words and turns.
+
+Words of each rank: slots by sender, [ranks, words of a part], and where both a reduce-scatter and
+an all-gather are asked for, the results behind them, likewise.
+"""
+
+import triton
+import triton.language as tl
+
+from counterpoint.kernels.peer import (
+    clear_words,
+    end_of_call,
+    pack,
+    peer_ptr,
+    put_words,
+    take_words,
+    turn_of_words,
+    unpack,
+)
+
+
+@triton.jit
+def sum_of_words(words, DTYPE: tl.constexpr):
+    """The sum over dim 0 of words of DTYPE, in fp32 in that order, rounded once."""
+    if DTYPE.primitive_bitwidth == 16:
+        low, high = unpack(words, DTYPE)
+        total = pack(tl.sum(low, 0), tl.sum(high, 0), DTYPE)
+    else:
+        total = tl.sum(words.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
+    return total
+
+
+@triton.jit(do_not_specialize=["rank", "tag", "timeout_ns"])
+def collective_kernel(
+    source_ptr,  # int32: [WORLD * part] if it is scattered, else [part]
+    target_ptr,  # int32: [WORLD * part] if it is gathered, else [part]
+    words_ptr,  # [WORLD] int64: where each rank's words begin
+    turn_ptr,  # [2] int32 of that memory: its turn, and words of the call before
+    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
+    part,  # words that each rank owns
+    third_bytes,  # of the memory
+    rank,
+    tag,
+    timeout_ns,
+    WORLD: tl.constexpr,  # a power of 2
+    SCATTER: tl.constexpr,
+    GATHER: tl.constexpr,
+    DTYPE: tl.constexpr,  # that is summed
+    BLOCK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,  # of the launch
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    turn = tl.load(turn_ptr)
+    here = turn.to(tl.int64) * third_bytes
+    stop_ptr = state_ptr + 2
+    works = tl.load(stop_ptr) == 0
+    ranks = tl.arange(0, WORLD)
+    # the next rank first: ranks that all begin with the same one would meet there
+    to = (rank + 1 + ranks) % WORLD
+    blocks = tl.cdiv(part, BLOCK)
+    own = tl.cast(rank, tl.int64) * part
+    slots = ranks.to(tl.int64)[:, None] * part
+    mine = peer_ptr(words_ptr, rank, here, tl.int32)
+    theirs = peer_ptr(words_ptr, to, here, tl.int32)[:, None]
+    epoch = tl.cast(1, tl.int32)  # words of 4 bytes bear none
+    late = tl.zeros((WORLD,), tl.int32)
+
+    for block in range(program, blocks, programs):
+        offs = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        live = works & (offs < part) & (to[:, None] >= 0)
+        if SCATTER:
+            words = tl.load(
+                source_ptr + (to.to(tl.int64)[:, None] * part + offs), mask=live, other=0
+            )
+        else:
+            words = tl.load(source_ptr + offs, mask=offs < part, other=0)
+            words = tl.broadcast_to(words, (WORLD, BLOCK))
+        put_words(theirs + (own + offs), words, epoch, live)
+
+    used = tl.load(turn_ptr + 1)
+    clear_words(turn_of_words(words_ptr, rank, turn, third_bytes), used, program, programs)
+
+    results = 0
+    if SCATTER:
+        if GATHER:
+            results = WORLD * tl.cast(part, tl.int64)
+        for block in range(program, blocks, programs):
+            offs = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+            live = works & (offs < part) & (ranks[:, None] >= 0)
+            words, slow = take_words(
+                mine + (slots + offs), epoch, stop_ptr, timeout_ns, live, NUM_WARPS
+            )
+            late = late | tl.max(slow.to(tl.int32), 1)
+            total = sum_of_words(words, DTYPE)[None, :]
+            if GATHER:
+                good = tl.max(late, 0) == 0  # not what was summed of too little
+                total = tl.broadcast_to(total, (WORLD, BLOCK))
+                put_words(theirs + (results + own + offs), total, epoch, live & good)
+            else:
+                tl.store(target_ptr + offs, total, mask=offs < part)
+    if GATHER:
+        heard = tl.max(late, 0) == 0
+        for block in range(program, blocks, programs):
+            offs = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+            live = works & (offs < part) & (ranks[:, None] >= 0)
+            at = mine + (results + slots + offs)
+            words, slow = take_words(at, epoch, stop_ptr, timeout_ns, live, NUM_WARPS)
+            late = late | tl.where(heard, tl.max(slow.to(tl.int32), 1), 0)
+            tl.store(target_ptr + (slots + offs), words, mask=offs < part)
+
+    words_of_call = (results + WORLD * tl.cast(part, tl.int64)).to(tl.int32)
+    end_of_call(late, ranks, programs, turn_ptr, words_of_call, state_ptr, fault_ptr, tag)

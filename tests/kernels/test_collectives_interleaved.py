@@ -1,0 +1,96 @@
+"""Our own collectives with all programs of all ranks in turn, in seeded orders."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from memories import memories
+from rankpool import RankPool
+
+from counterpoint.kernels import collectives as kernels
+from counterpoint.runtime.launch_collective import Collective
+
+KINDS = {"reduce_scatter": (True, False), "all_gather": (False, True), "all_reduce": (True, True)}
+# elements of a part, call after call: of one size, and of sizes that differ
+SAME, MIXED = (70,) * 5, (40, 300, 20, 300, 70)
+PROGRAMS = 2
+
+
+@triton.jit
+def clear_nothing(words_ptr, count, program, programs, BLOCK: tl.constexpr = 2048):
+    """`clear_words` that does not: words of an earlier call look like this one's."""
+
+
+def want_of(kind: str, x: torch.Tensor, rank: int) -> torch.Tensor:
+    """What rank gets of x [ranks, elements], each rank's own."""
+    if kind == "all_gather":
+        return x.reshape(-1)
+    total = x.float().sum(0).to(x.dtype)
+    return total if kind == "all_reduce" else total.view(len(x), -1)[rank]
+
+
+def errors_of(
+    rank: int, world: int, ranks: int, kind: str, dtype: torch.dtype, parts: tuple[int, ...],
+    seeds: range, fault: str,
+) -> list[str]:  # fmt: skip
+    """What went wrong for each seed: a deadlock, or calls that are off; "" if nothing."""
+    from interleave import DeadlockError, Interleaved
+
+    scatter, gather = KINDS[kind]
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "clear":
+            patch.setattr(kernels, "clear_words", clear_nothing)
+        for seed in seeds:
+            if fault and any(found):
+                break  # it shows
+            torch.manual_seed(seed)
+            each = memories(ranks, 3 * 2 * ranks * 4 * max(parts) + 4096)
+            xs = [torch.randn(ranks, part * (ranks if scatter else 1)).to(dtype) for part in parts]
+            ys = [torch.full((ranks, part * (ranks if gather else 1)), torch.nan).to(dtype)
+                  for part in parts]  # fmt: skip
+
+            def run(r: int, each: Any = each, xs: Any = xs, ys: Any = ys) -> None:
+                for x, y, part in zip(xs, ys, parts, strict=True):
+                    if fault == "thirds":  # as large as the call, not as the memory
+                        each[r].words.part_bytes = 2 * ranks * part * x.element_size()
+                    call = Collective(each[r], 0, part * x.element_size(), scatter=scatter,
+                                      gather=gather, dtype=dtype, name=kind)  # fmt: skip
+                    call.block, call.programs = 32, PROGRAMS
+                    call(x[r], y[r])
+
+            try:
+                Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
+            except DeadlockError as error:
+                found.append(f"deadlock: {error}")
+                continue
+            off = [
+                (i, r) for i, (x, y) in enumerate(zip(xs, ys, strict=True)) for r in range(ranks)
+                if not torch.equal(y[r], want_of(kind, x, r))
+            ]  # fmt: skip
+            found.append(f"calls {off} are off" if off else "")
+    return found
+
+
+@pytest.mark.parametrize("parts", [SAME, MIXED], ids=["same", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_order_gives_the_result(
+    pool: RankPool, kind: str, ranks: int, dtype: torch.dtype, parts: tuple[int, ...]
+):
+    """No order of programs and stores mixes up calls, of whatever sizes; to the bit."""
+    seeds = range(2 if ranks == 4 else 6)
+    run = pool.run(errors_of, 1, ranks, kind, dtype, parts, seeds, "", group=False, timeout_s=60)
+    assert run == [[""] * len(seeds)]
+
+
+@pytest.mark.parametrize(("fault", "parts"), [("clear", SAME), ("thirds", MIXED)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_faults_show(pool: RankPool, kind: str, fault: str, parts: tuple[int, ...]):
+    """Words that nobody empties; thirds as large as a call, which another one's may overlap."""
+    arguments = (2, kind, torch.float32, parts, range(40), fault)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=120)
+    assert any(found)
