@@ -10,10 +10,9 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
     """As `FusedMemory`, of `num_bytes` of each kind: the ranks' memory is a tensor each."""
     kept = [[torch.full((num_bytes // 4,), fill) for _ in range(ranks)] for fill in (-0.0, 0, 0, 0)]
 
-    def shared(each: list[torch.Tensor], parts: int) -> Any:
+    def shared(each: list[torch.Tensor]) -> Any:
         bases = torch.tensor([t.data_ptr() for t in each])
-        turn = torch.zeros(2, dtype=torch.int32)
-        return SimpleNamespace(bases=bases, turn=turn, part_bytes=num_bytes // parts // 256 * 256,
+        return SimpleNamespace(bases=bases, half_bytes=num_bytes // 2,
                                reserve=lambda _: None)  # fmt: skip
 
     def workspace(rank: int) -> Any:
@@ -22,8 +21,8 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
 
     return [
         SimpleNamespace(
-            words=shared(kept[0], 3), stamps=shared(kept[1], 2), tiles=shared(kept[2], 2),
-            flags=shared(kept[3], 2), kept=kept, workspace=workspace(rank),
+            words=shared(kept[0]), stamps=shared(kept[1]), tiles=shared(kept[2]),
+            flags=shared(kept[3]), kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
         )
         for rank in range(ranks)

@@ -25,7 +25,7 @@ from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
 from counterpoint.runtime.launch_fused import WORD_BYTES, Fused, default_way, grid, padded_rows
 
-POINTERS = {"cells_ptr": "*i64", "flags_ptr": "*i64", "turn_ptr": "*i32", "state_ptr": "*i32",
+POINTERS = {"cells_ptr": "*i64", "flags_ptr": "*i64", "state_ptr": "*i32",
             "fault_ptr": "*i64"}  # fmt: skip
 NUMBERS = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wk", "stride_wn"), "i32")
 UNALIGNED = ("M", "rank", "tag", "timeout_ns")
@@ -39,7 +39,7 @@ def kernel(
     one = "stride_wk" if columns else "stride_wn"
     tensors = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "y_ptr"), f"*{dtype}")
     last = {
-        "part_bytes": "i64",
+        "half_bytes": "i64",
         "half_flags": "i32",
         "rank": "i32",
         "tag": "i32",

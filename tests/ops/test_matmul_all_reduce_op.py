@@ -153,7 +153,7 @@ def test_what_a_plan_stands_for():
 
 def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     """As the kernel names them."""
-    none: Any = SimpleNamespace(bases=torch.zeros(2), turn=torch.zeros(2), part_bytes=4096)
+    none: Any = SimpleNamespace(bases=torch.zeros(2), half_bytes=4096)
     workspace = SimpleNamespace(group=SimpleNamespace(size=lambda: 2), rank=1, timeout_s=2.0)
     kinds = dict.fromkeys(("words", "stamps", "tiles", "flags"), none)
     memory: Any = SimpleNamespace(
@@ -173,7 +173,7 @@ def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     given = dict(zip(names, arguments, strict=True))
     assert given["x_ptr"] is x and given["bias_ptr"] is given["y_ptr"] is y
     expected = {"M": 4, "N": 64, "K": 64, "stride_xm": 64, "stride_wk": 1, "stride_wn": 64,
-                "part_bytes": 4096, "half_flags": 1024, "rank": 1, "tag": 7,
+                "half_bytes": 4096, "half_flags": 1024, "rank": 1, "tag": 7,
                 "timeout_ns": 2_000_000_000, "WORLD": 2, "SHOTS": 2, "WORD_BYTES": 4,
                 "HAS_BIAS": False, "ROWS": 4, "BLOCK_N": 16, "BLOCK_K": 32, "EVEN_N": True,
                 "EVEN_K": True, "STAGES": 3, "NUM_WARPS": 4}  # fmt: skip

@@ -2,7 +2,7 @@
 
 For what is too little for a library's collective to be worth its start. A tensor is a row of words
 of 4 bytes, two 16-bit values or one of fp32, and each rank owns an equal part of them. No program
-waits before it has sent all of its own; see peer.py for words and turns.
+waits before it has sent all of its own; see peer.py for words.
 
 Words of each rank: slots by sender, [ranks, words of a part], and where both a reduce-scatter and
 an all-gather are asked for, the results behind them, likewise.
@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 from counterpoint.kernels.peer import (
-    clear_words,
     end_of_call,
+    next_epoch,
     pack,
     peer_ptr,
     put_words,
     take_words,
-    turn_of_words,
     unpack,
 )
 
@@ -39,11 +38,10 @@ def collective_kernel(
     source_ptr,  # int32: [WORLD * part] if it is scattered, else [part]
     target_ptr,  # int32: [WORLD * part] if it is gathered, else [part]
     words_ptr,  # [WORLD] int64: where each rank's words begin
-    turn_ptr,  # [2] int32 of that memory: its turn, and words of the call before
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     part,  # words that each rank owns
-    third_bytes,  # of the memory
+    half_bytes,  # of the memory: where the half of odd epochs begins
     rank,
     tag,
     timeout_ns,
@@ -55,8 +53,8 @@ def collective_kernel(
     NUM_WARPS: tl.constexpr,  # of the launch
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    turn = tl.load(turn_ptr)
-    here = turn.to(tl.int64) * third_bytes
+    epoch = next_epoch(tl.load(state_ptr))
+    here = (epoch & 1).to(tl.int64) * half_bytes
     stop_ptr = state_ptr + 2
     works = tl.load(stop_ptr) == 0
     ranks = tl.arange(0, WORLD)
@@ -67,7 +65,6 @@ def collective_kernel(
     slots = ranks.to(tl.int64)[:, None] * part
     mine = peer_ptr(words_ptr, rank, here, tl.int32)
     theirs = peer_ptr(words_ptr, to, here, tl.int32)[:, None]
-    epoch = tl.cast(1, tl.int32)  # words of 4 bytes bear none
     late = tl.zeros((WORLD,), tl.int32)
 
     for block in range(program, blocks, programs):
@@ -81,9 +78,6 @@ def collective_kernel(
             words = tl.load(source_ptr + offs, mask=offs < part, other=0)
             words = tl.broadcast_to(words, (WORLD, BLOCK))
         put_words(theirs + (own + offs), words, epoch, live)
-
-    used = tl.load(turn_ptr + 1)
-    clear_words(turn_of_words(words_ptr, rank, turn, third_bytes), used, program, programs)
 
     results = 0
     if SCATTER:
@@ -113,5 +107,4 @@ def collective_kernel(
             late = late | tl.where(heard, tl.max(slow.to(tl.int32), 1), 0)
             tl.store(target_ptr + (slots + offs), words, mask=offs < part)
 
-    words_of_call = (results + WORLD * tl.cast(part, tl.int64)).to(tl.int32)
-    end_of_call(late, ranks, programs, turn_ptr, words_of_call, state_ptr, fault_ptr, tag)
+    end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)

@@ -10,18 +10,16 @@ done; the sum over the ranks comes after its last tile, when the others have arr
 Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order, and
 rounded once. All ranks hold the same bits.
 
-Cells of each rank, in a third or half of the memory (the turn, or the parity of the epoch): slots
-of partials by sender, [ranks, tiles, rows, columns of a tile or part], then results [tiles, rows,
-BLOCK_N]. A cell is a word of two rows, or of one fp32 value, or behind flags a value. Flags, in
-halves too: [2, tiles, ranks], of slots and of results. Each kind of cell, and flags, have a memory
-of their own.
+Cells of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
+tiles, rows, columns of a tile or part], then results [tiles, rows, BLOCK_N]. A cell is a word of
+two rows, or of one fp32 value, or behind flags a value. Flags, in halves too: [2, tiles, ranks], of
+slots and of results. Each kind of cell, and flags, have a memory of their own.
 """
 
 import triton
 import triton.language as tl
 
 from counterpoint.kernels.peer import (
-    clear_words,
     end_of_call,
     next_epoch,
     pack,
@@ -30,7 +28,6 @@ from counterpoint.kernels.peer import (
     put,
     put_words,
     take_words,
-    turn_of_words,
     unpack,
     wait,
 )
@@ -112,7 +109,6 @@ def matmul_all_reduce_kernel(
     y_ptr,  # [M, N]
     cells_ptr,  # [WORLD] int64: where each rank's cells begin
     flags_ptr,  # [WORLD] int64: likewise its flags
-    turn_ptr,  # [2] int32 of the memory of 4-byte words: its turn, and words of the call before
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     M,
@@ -121,8 +117,8 @@ def matmul_all_reduce_kernel(
     stride_xm,
     stride_wk,
     stride_wn,
-    part_bytes,  # of all cells there are, a third or a half, whatever a call's size
-    half_flags,  # of all flags there are, likewise
+    half_bytes,  # of all cells there are: where those of odd epochs begin, whatever a call's size
+    half_flags,  # likewise, in flags
     rank,
     tag,
     timeout_ns,
@@ -159,8 +155,7 @@ def matmul_all_reduce_kernel(
     offs_h, offs_n = tl.arange(0, HIGH), tl.arange(0, BLOCK_N)
     rows = works & (offs_h * STEP < M)
 
-    part = tl.load(turn_ptr) if WORD_BYTES == 4 else epoch & 1
-    turn = part.to(tl.int64) * part_bytes
+    turn = (epoch & 1).to(tl.int64) * half_bytes
     flags = (epoch & 1) * half_flags  # those of slots; of results behind them
     sent = tl.cast(num_tiles, tl.int64) * SLOT  # cells of one sender's slots
     results = turn + WORLD * sent * CELL_BYTES
@@ -186,11 +181,6 @@ def matmul_all_reduce_kernel(
             put(to, parts, live)
             flag = flags + tile * WORLD + rank
             post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone)
-
-    cells = WORLD * sent + (tl.cast(num_tiles, tl.int64) * TILE if SHOTS == 2 else 0)
-    if WORD_BYTES == 4:
-        used = tl.load(turn_ptr + 1)
-        clear_words(turn_of_words(cells_ptr, rank, part, part_bytes), used, program, programs)
 
     late = tl.zeros((WORLD,), tl.int32)
     from_all = peer_ptr(cells_ptr, rank, turn, CELL) + ranks.to(tl.int64)[:, None, None] * sent
@@ -246,8 +236,7 @@ def matmul_all_reduce_kernel(
             total = sum_of_ranks(sums[None, :, :], bias, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
             store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, ROWS)
 
-    words = cells.to(tl.int32) if WORD_BYTES == 4 else 0
-    end_of_call(late, ranks, programs, turn_ptr, words, state_ptr, fault_ptr, tag)
+    end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
 
 
 @triton.jit

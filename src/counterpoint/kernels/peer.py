@@ -6,8 +6,7 @@ Two ways to hand over data, both without a library and without a kernel of its o
   acquires flags. All flags of a block are posted, and polled, as one vector: one fence in all.
 - **words**: `put_words` stores data that is its own flag, and `take_words` polls the data itself:
   no fence and no flag. A word of 8 bytes holds 4 bytes and the epoch, and arrives whole. A word of
-  4 bytes is EMPTY until it is written, so all of the bytes are data, but somebody has to empty it
-  for its next use: `clear_words`.
+  4 bytes is EMPTY until it is written, so all of the bytes are data; who takes it empties it again.
 
 Memory order. What a block has stored with `put` before `post` is seen by a block that has
 returned from `wait` on that flag: the barrier in `post` gathers the stores of all threads, its
@@ -19,12 +18,7 @@ equality, so nothing is ever reset. `next_epoch` leaves out 0, which fresh memor
 parity alternates: memory, flags included, is used in two halves in turn, halves of the memory
 whatever a call's size. A rank may then be in the next call while a late peer still reads this one's
 half, and not further, if in every call each rank hears of all others before it ends. What once held
-words or flags must hold nothing else.
-
-Turns. Words of 4 bytes are used in three thirds, in turn: a call writes to one, and empties that of
-the call before. It is written again two calls later, by peers that have heard of this rank in the
-call between, which came after. The turn, and what the call before has used, are kept with the
-memory: a call on other memory is none of its turns.
+words or flags must hold nothing else, and each word of 4 bytes that is put must be taken once.
 
 Forward progress. A kernel that waits needs its whole grid resident on every rank, and what program
 p waits for must come from programs <= p of its peers.
@@ -146,7 +140,7 @@ def put_words(word_ptrs, bits, epoch, mask=None):
 def take_words(
     word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4
 ):  # fmt: skip
-    """Wait for words, and return what they hold.
+    """Wait for words, and return what they hold; words of 4 bytes are EMPTY after that.
 
     Args:
         word_ptrs: tensor of pointers to int32 or int64, in own memory.
@@ -180,6 +174,9 @@ def take_words(
         if waiting:
             waiting = not expired(stop_ptr, start_ns, timeout_ns, spins)
         spins += 1
+    if word_ptrs.dtype.element_ty == tl.int32:
+        # for the call after the next: its peers have heard of this rank in the one between
+        tl.store(ptrs, tl.full(ptrs.shape, EMPTY, tl.int32), mask=some)
     # copies hold the same once none is late
     return tl.max(words.to(tl.int32), 0), tl.max(late.to(tl.int32), 0) > 0
 
@@ -192,23 +189,6 @@ def not_there(words, epoch):
     else:
         missing = words == EMPTY
     return missing
-
-
-@triton.jit
-def clear_words(words_ptr, count, program, programs, BLOCK: tl.constexpr = 2048):
-    """Empty this program's share of `count` words of 4 bytes, and up to 15 behind them."""
-    offs = tl.arange(0, BLOCK)
-    count = tl.cdiv(count, 16) * 16  # so that 16 bytes are stored at a time
-    for start in range(program * BLOCK, count, programs * BLOCK):
-        empty = tl.full((BLOCK,), EMPTY, tl.int32)
-        tl.store(words_ptr + start + offs, empty, mask=start + offs < count)
-
-
-@triton.jit
-def turn_of_words(words_ptr, rank, turn, third_bytes):
-    """Where the words of the call before begin in own memory, for `clear_words`."""
-    before = tl.where(turn == 0, 2, turn - 1).to(tl.int64) * third_bytes
-    return peer_ptr(words_ptr, rank, before, tl.int32)
 
 
 @triton.jit
@@ -227,13 +207,11 @@ def unpack(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def end_of_call(late, ranks, programs, turn_ptr, words, state_ptr, fault_ptr, tag):
+def end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag):
     """What each program does last: say who was late, and count the call.
 
     Args:
         late: [ranks] int32, not 0 for those that this program has waited for in vain.
-        turn_ptr: [2] int32 of the memory of words of 4 bytes: the turn, and what it has used.
-        words: int32, words that this call has used of it; 0: none, its turn stays.
         state_ptr: [3] int32: epoch, programs that have ended, and whether a wait has given up.
         fault_ptr: [1] int64 of the host: 1 + `tag`, and above it the bits of the late ranks.
     """
@@ -243,11 +221,7 @@ def end_of_call(late, ranks, programs, turn_ptr, words, state_ptr, fault_ptr, ta
             # one store, so that the host sees both or neither
             bits = tl.sum(tl.where(late > 0, 1 << (ranks % 32), 0).to(tl.int64))
             tl.store(fault_ptr, (bits << 32) | (tag + 1))
-    # by the last program to end all have read what they count by
+    # the last program to end moves the epoch on: all have read it by then
     if tl.atomic_add(state_ptr + 1, 1, sem="relaxed", scope="gpu") == programs - 1:
         tl.store(state_ptr + 1, 0)
         tl.store(state_ptr, next_epoch(tl.load(state_ptr)))
-        if words > 0:
-            turn = tl.load(turn_ptr)
-            tl.store(turn_ptr, tl.where(turn == 2, 0, turn + 1))
-            tl.store(turn_ptr + 1, words)

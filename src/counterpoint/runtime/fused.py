@@ -1,8 +1,8 @@
 """What kernels that talk to their peers share in one group: memory, epoch, the word of a fault.
 
-Symmetric memory for all of them, of all sizes, of which successive calls use other parts, so they
-need no barrier between them. The kernel itself moves epoch and turn on, in device memory, so a
-replayed graph counts like an eager call.
+Symmetric memory for all of them, of all sizes. Each call writes to the half that its epoch's parity
+names, so calls need no barrier between them; the kernel itself moves the epoch on, in device
+memory, so a replayed graph counts like an eager call.
 """
 
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.runtime.lanes_cuda import lanes_of
+from counterpoint.runtime.lanes_cuda import lanes_of, raw_stream
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory
 from counterpoint.runtime.workspace import Workspace
 
 GRANULE_BYTES = 1 << 20
-ALIGN_BYTES = 256
 
 
 class Shared:
@@ -24,48 +23,42 @@ class Shared:
 
     Args:
         workspace: of the group on this device.
-        parts: that calls use in turn: 2 of what bears an epoch, 3 of words of 4 bytes, which are
-            empty when the memory is new; see kernels/peer.py.
+        empty: it holds words of 4 bytes, which are EMPTY when the memory is new.
 
     Attributes:
         bases: [ranks] int64, where each rank's begins.
-        turn: [2] int32, the part of the next call and the words of the call before; counted by
-            kernels that use three parts.
     """
 
-    def __init__(self, workspace: Workspace, parts: int = 2) -> None:
-        self.workspace, self.parts = workspace, parts
+    def __init__(self, workspace: Workspace, *, empty: bool = False) -> None:
+        self.workspace, self.empty = workspace, empty
         self.memory: SymmetricMemory | None = None
         self.bases: Tensor = torch.zeros(0, dtype=torch.int64, device=workspace.device)
-        self.turn: Tensor = torch.zeros(2, dtype=torch.int32, device=workspace.device)
         self._kept: list[Any] = []
 
     @property
-    def part_bytes(self) -> int:
-        """Size of a part: a property of the memory, not of a call's size."""
-        size = self.memory.num_bytes // self.parts if self.memory else 0
-        return size // ALIGN_BYTES * ALIGN_BYTES
+    def half_bytes(self) -> int:
+        """Where the half of odd epochs begins: a property of the memory, not of a call's size."""
+        return self.memory.num_bytes // 2 if self.memory else 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Have parts of `num_bytes` on each rank; collective and synchronous where it has to grow.
+        """Have halves of `num_bytes` on each rank; collective and synchronous where it has to grow.
 
         Raises:
             InputError: memory has to grow while a graph is being captured.
         """
-        if num_bytes <= self.part_bytes:
+        if num_bytes <= self.half_bytes:
             return
         device = self.workspace.device
-        has = f"parts of {self.part_bytes} bytes, the kernel needs {num_bytes}"
+        has = f"halves of {self.half_bytes} bytes, the kernel needs {num_bytes}"
         self.workspace.refuse_growth(has)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         # graphs that were captured write to what they know, as long as the workspace lives
-        self._kept += [self.memory, self.bases, self.turn]
-        wanted = self.parts * -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        self.memory = self.workspace.allocate(-(-wanted // GRANULE_BYTES) * GRANULE_BYTES)
-        self.turn = torch.zeros_like(self.turn)
+        self._kept += [self.memory, self.bases]
+        wanted = 2 * -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
+        self.memory = self.workspace.allocate(wanted)
         self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(device)
-        if self.parts == 3:
+        if self.empty:
             self.memory.local().view(torch.float32).fill_(-0.0)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -88,7 +81,7 @@ class FusedMemory:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
-        self.words = Shared(workspace, parts=3)
+        self.words = Shared(workspace, empty=True)
         self.stamps, self.tiles, self.flags = (Shared(workspace) for _ in range(3))
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
@@ -110,7 +103,7 @@ def fused_memory(workspace: Workspace) -> FusedMemory:
     return workspace.fused
 
 
-_last: dict[torch.device, torch.cuda.Stream] = {}
+_last: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}
 
 
 def in_turn(device: torch.device) -> None:
@@ -119,8 +112,10 @@ def in_turn(device: torch.device) -> None:
     Two grids that wait for peers may not fit a GPU together. Ranks launch them in one order, as
     they do collectives.
     """
+    raw, last = raw_stream(device.index), _last.get(device)
+    if last is not None and last[0] == raw:
+        return
     stream = torch.cuda.current_stream(device)
-    last = _last.get(device)
-    if last is not None and last != stream:
-        stream.wait_stream(last)
-    _last[device] = stream
+    if last is not None:
+        stream.wait_stream(last[1])
+    _last[device] = raw, stream

@@ -83,8 +83,8 @@ class Collective:
         memory.words.reserve((scatter + gather) * ranks * part_bytes)
         words, part = memory.words, part_bytes // WORD_BYTES
         self._device = device
-        self._memory = (words.bases, words.turn, memory.state, memory.fault)
-        self._numbers = (part, words.part_bytes, workspace.rank, tag,
+        self._memory = (words.bases, memory.state, memory.fault)
+        self._numbers = (part, words.half_bytes, workspace.rank, tag,
                          int(workspace.timeout_s * 1e9))  # fmt: skip
         self._constants = (ranks, scatter, gather, DTYPES[dtype])
         self.block, self.programs = block_of(BLOCKS[-1], ranks), 1
@@ -100,13 +100,13 @@ class Collective:
 
     def __call__(self, source: Tensor, target: Tensor) -> None:
         """Run on the current stream; contiguous tensors at multiples of 16 bytes."""
-        source, target = (t.view(-1).view(torch.int32) for t in (source, target))
-        arguments = self._arguments(source, target)
-        if self._direct is not None:
+        if self._direct is not None:  # which takes addresses, whatever lies there
+            arguments = self._arguments(source, target)
             self._direct(*arguments, stream=raw_stream(self._device.index))
-        else:
-            kernel: Any = collective_kernel
-            kernel[(self.programs,)](*arguments, num_warps=NUM_WARPS)
+            return
+        source, target = (t.view(-1).view(torch.int32) for t in (source, target))
+        kernel: Any = collective_kernel
+        kernel[(self.programs,)](*self._arguments(source, target), num_warps=NUM_WARPS)
 
     def _compiled(self) -> Any:
         some = torch.empty(64, dtype=torch.int32, device=self._device)
@@ -115,4 +115,4 @@ class Collective:
 
     def _arguments(self, source: Tensor, target: Tensor) -> tuple[Any, ...]:
         last = (*self._constants, self.block, NUM_WARPS)
-        return (source, target, *self._memory, *self._numbers, *last)
+        return source, target, *self._memory, *self._numbers, *last

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.runtime.fused import ALIGN_BYTES, FusedMemory, Shared
+from counterpoint.runtime.fused import FusedMemory, Shared
 from counterpoint.runtime.lanes_cuda import raw_stream
 
 OP = "matmul_all_reduce"
+ALIGN_BYTES = 256
 WORD_BYTES = {"words": 4, "stamps": 8, "flags": 0}
 TILE_BYTES = 100_000  # of the tiles on their way: two blocks are resident on an SM of 227 KiB
 MAX_STAGES = 8
@@ -159,13 +160,13 @@ class Launch:
     ) -> None:
         (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
         self.programs = -(-n // way.block_n)
-        # memory that has grown since is another, with other parts: this launch keeps what it knows
+        # memory that has grown since is another, with other halves: this launch keeps what it knows
         cells = cells_of(way, memory)
         flags = memory.flags if way.by == "flags" else cells
-        self._memory = (cells.bases, flags.bases, cells.turn, memory.state, memory.fault)
+        self._memory = (cells.bases, flags.bases, memory.state, memory.fault)
         self._numbers = (
-            m, n, k, x.stride(0), w.stride(0), w.stride(1), cells.part_bytes,
-            flags.part_bytes // 4, memory.workspace.rank, tag,
+            m, n, k, x.stride(0), w.stride(0), w.stride(1), cells.half_bytes,
+            flags.half_bytes // 4, memory.workspace.rank, tag,
             int(memory.workspace.timeout_s * 1e9),
         )  # fmt: skip
         self._constants = (
