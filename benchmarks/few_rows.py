@@ -11,8 +11,8 @@ from plans import PLANS
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
 from counterpoint.measure.compare import Case, compare
-from counterpoint.plan.direct import SPEC as DIRECT
-from counterpoint.problem import Op
+from counterpoint.plan.direct import SPECS, refusal
+from counterpoint.problem import Op, Problem
 from counterpoint.runtime.workspace import release_all
 
 ROWS = (64, 128, 256, 512, 1024)
@@ -37,7 +37,9 @@ def main() -> None:
             overlapped = [s for s in PLANS[op, group.size()] if any(o in s for o in OVERLAPPED)][:2]
             for layer, (n, k) in layers.items():
                 for m in ROWS if args.suite == "full" else ROWS[:1]:
-                    specs = (DIRECT, *overlapped)
+                    problem = Problem(op, m, n, k, group.size())
+                    ours = [spec for spec in SPECS if not refusal(problem, spec)]
+                    specs = [*ours, *overlapped]
                     rows = compare(Case(op, m, n, k, layer), specs, group=group, device=device,
                                    soak_s=0.1)  # fmt: skip
                     if group.rank() == 0:

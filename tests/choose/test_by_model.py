@@ -9,11 +9,20 @@ from typing import get_args
 import pytest
 
 from counterpoint.choose import by_model as module
-from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, TIE, by_model, matmuls, parts_s
+from counterpoint.choose.by_model import (
+    DIRECT_TIE,
+    MARGINS,
+    MIN_GAIN_S,
+    TIE,
+    by_model,
+    matmuls,
+    parts_s,
+)
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.rule import WORTHWHILE_S, by_rule
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
+from counterpoint.plan.direct import SPECS, refusal
 from counterpoint.plan.families import build
 from counterpoint.plan.makespan import exchanges_s, gather_s, scatter_s
 from counterpoint.plan.variants import variants
@@ -56,13 +65,16 @@ def test_what_is_chosen_is_predicted_to_be_worth_it(name: str, ranks: int, eager
             serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager)
             assert choice.serial_s == times["serial"] == serial_s
             assert choice.seconds == predicted_s(choice.plan, machine, eager=eager)
-            enough_s = min(serial_s / margin, serial_s - MIN_GAIN_S)
+            enough_s = {
+                spec: min(serial_s / margin, serial_s - (MIN_GAIN_S if spec not in SPECS else 0))
+                for spec in times
+            }
+            worth = {spec: s for spec, s in times.items() if s <= enough_s[spec]}
             if choice.spec == "serial":
-                others = [s for spec, s in times.items() if spec != "serial"]
-                assert all(seconds > enough_s for seconds in others)
+                assert not worth
             else:
-                assert choice.seconds <= enough_s
-                assert choice.seconds <= min(times.values()) * TIE
+                tie = DIRECT_TIE if choice.spec in SPECS else TIE
+                assert choice.spec in worth and choice.seconds <= min(worth.values()) * tie
             rule = by_rule(problem, machine, eager=eager)
             assert rule.seconds <= rule.serial_s == serial_s
 
@@ -150,7 +162,7 @@ def test_of_plans_as_fast_the_finest_is_taken():
             choice = by_model(problem, machine)
             simulated = candidates(choice, "simulated")
             as_fast = [s for s, c in simulated.items() if c.verdict == "as fast, and no finer"]
-            if choice.spec == "serial":
+            if choice.spec in ("serial", *SPECS):
                 assert not as_fast
                 continue
             steps = len(choice.plan.steps)
@@ -294,9 +306,10 @@ def test_the_choice_says_all_of_it(level: Callable[[Problem, Machine], Choice]):
                 assert not isfinite(c.seconds) or f"{c.seconds * 1e6:.1f}" in row
             if level is by_model:
                 tried = [s for s in variants(problem.op, ranks) if " pull" not in s]
+                tried += [s for s in SPECS if ranks > 1 and not refusal(problem, s)]
                 assert set(specs) == set(tried)
                 simulated = [c.seconds for c in choice.table if c.basis == "simulated"]
-                assert simulated == sorted(simulated) and len(simulated) <= 6
+                assert simulated == sorted(simulated) and len(simulated) <= 7
 
 
 def test_the_rule_overlaps_where_both_sides_are_long():

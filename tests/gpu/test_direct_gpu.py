@@ -41,6 +41,46 @@ def plan_of(op):
     return "direct" if op is cp.matmul_all_reduce else DIRECT
 
 
+def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
+    """Sizes mix, ranks are late, graphs and eager calls; w of either order, odd addresses."""
+    ranks, delay, draw = dist.get_world_size(), Delay(gpus), random.Random(dist.get_rank())
+    op, plan = cp.matmul_reduce_scatter, "serial fused"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for m, n, k in ((ranks, 512, 256), (2 * ranks, 1000, 520), (64, 8192, 1024)):
+            x, w = operands(op, m, n, k, dtype)
+            bias = torch.randn(n, device="cuda").to(dtype)
+            dist.broadcast(bias, 0)
+            want = wanted(op, x, w) + bias
+            plain = op(x, w, bias=bias, plan="serial")
+            chain = k**0.5 * torch.finfo(torch.float32).eps
+            odd = torch.empty(m * k + 1, dtype=dtype, device="cuda")[1:].view(m, k).copy_(x)
+            for given in (x, x, odd):
+                for weight in (w, w.contiguous()):
+                    y = op(given, weight, bias=bias, plan=plan)
+                    limit = 2 * relative_error(plain, want) + chain
+                    assert relative_error(y, want) <= limit, (dtype, m, n, k)
+    cases = [operands(op, m, 1024, 256, seed=s) for s in range(3) for m in (ranks, 64)]
+    want = [op(x, w, plan=plan) for x, w in cases]
+    for (x, w), y in zip(cases, want, strict=True):
+        assert relative_error(y, wanted(op, x, w)) < 1e-2
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with no_collector(), torch.cuda.graph(graph):
+        for (x, w), y in zip(cases, want, strict=True):
+            wrong += (op(x, w, plan=plan) != y).any()
+    for turn in range(600):
+        if draw.random() < 0.1:
+            delay(draw.choice((1e-5, 1e-4, 3e-4)))
+        if turn % 2:
+            graph.replay()
+        else:
+            x, w = cases[turn // 2 % len(cases)]
+            wrong += (op(x, w, plan=plan) != want[turn // 2 % len(cases)]).any()
+    torch.cuda.synchronize()
+    cp.check()
+    assert not wrong
+
+
 OPS = [cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce]
 
 

@@ -23,7 +23,14 @@ from ptx import (
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
-from counterpoint.runtime.launch_fused import WORD_BYTES, Fused, default_way, grid, padded_rows
+from counterpoint.runtime.launch_fused import (
+    WORD_BYTES,
+    Fused,
+    default_way,
+    grid,
+    padded_rows,
+    scatter_way,
+)
 
 POINTERS = {"cells_ptr": "*i64", "flags_ptr": "*i64", "state_ptr": "*i32",
             "fault_ptr": "*i64"}  # fmt: skip
@@ -47,8 +54,9 @@ def kernel(
     }
     types = tensors | POINTERS | {n: t for n, t in NUMBERS.items() if n != one} | last
     constants = {
-        one: 1, "WORLD": ranks, "SHOTS": way.shots, "WORD_BYTES": WORD_BYTES[way.by],
-        "HAS_BIAS": False, "ROWS": padded_rows(m), "BLOCK_N": way.block_n,
+        one: 1, "WORLD": ranks, "SHOTS": way.shots, "SCATTER": way.scatter,
+        "WORD_BYTES": WORD_BYTES[way.by],
+        "HAS_BIAS": False, "OWN": padded_rows(m), "BLOCK_N": way.block_n,
         "BLOCK_K": way.block_k, "EVEN_N": True, "EVEN_K": True, "STAGES": way.stages,
         "NUM_WARPS": way.num_warps,
     }  # fmt: skip
@@ -120,6 +128,19 @@ def test_every_thread_polls_words_of_its_own(ranks: int):
         sizes = [prod(map(int, shape.split("x"))) for shape in polled]
         assert len(sizes) >= 2 * chosen.shots
         assert min(sizes) >= 32 * chosen.num_warps, (chosen.spec, m, polled)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("m", [8, 64])
+def test_rows_are_scattered_as_words(m: int, ranks: int):
+    """16 bytes at a time, polled alike; nothing spills and every SM beside the reserve has work."""
+    chosen = scatter_way(m, 8192, ranks, 2, 132)
+    found = kernel(90, chosen, m // ranks, ranks)
+    polls = re.findall(r"\bld\.volatile\S*", found.ptx)
+    assert polls and all(name.endswith(".b32") for name in polls), polls
+    assert lines_with(found.ptx, r"\bst\.global\.v[24]\.b32") and not found.spills
+    block = Kernel(32 * chosen.num_warps, found.registers, 0, found.dynamic_bytes)
+    assert occupancy(block, LIMITS["sm_90"]).blocks * (132 - 32) >= 8192 // chosen.block_n
 
 
 @pytest.mark.parametrize("columns", [True, False])

@@ -14,7 +14,7 @@ from counterpoint.kernels.peer import not_there
 from counterpoint.runtime.launch_fused import Fused, Launch, call_bytes
 
 SEEDS = range(6)
-WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags")]
+WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags"), (0, "words")]
 # calls without a meeting between them: of one size, and of sizes that differ
 SAME = ((3, 32, 16),) * 4
 MIXED = ((1, 16, 16), (4, 48, 16), (2, 16, 16), (4, 48, 16), (1, 32, 16))
@@ -62,8 +62,9 @@ def errors_of(
     """What went wrong for each seed: a deadlock, or calls whose sum is off; "" if nothing."""
     from interleave import DeadlockError, Interleaved
 
-    way = Fused(shots, by, 16, 16, 1, 4)  # type: ignore[arg-type]
-    num_bytes = 2 * max(call_bytes(way, m, n, ranks, 4) for m, n, _ in shapes) + 4096
+    scatter = not shots  # then m is of each owner
+    way = Fused(shots or 1, by, 16, 16, 1, 4, scatter)  # type: ignore[arg-type]
+    num_bytes = 2 * ranks * max(call_bytes(way, m, n, ranks, 4) for m, n, _ in shapes) + 4096
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         if fault in FAULTS:
@@ -75,7 +76,7 @@ def errors_of(
             torch.manual_seed(seed)
             each = memories(ranks, num_bytes)
             calls = [
-                (torch.randn(ranks, m, k), torch.randn(ranks, k, n),
+                (torch.randn(ranks, m * (ranks if scatter else 1), k), torch.randn(ranks, k, n),
                  torch.full((ranks, m, n), torch.nan)) for m, n, k in shapes
             ]  # fmt: skip
 
@@ -95,6 +96,8 @@ def errors_of(
                 found.append(f"deadlock: {error}")
                 continue
             wants = [(x.double() @ w.double()).sum(0) for x, w, _ in calls]
+            if scatter:
+                wants = [want.view(ranks, -1, want.shape[1]) for want in wants]
             off = [
                 i for i, ((_, _, y), want) in enumerate(zip(calls, wants, strict=True))
                 if not bool(((y - want).abs() < 1e-4).all())

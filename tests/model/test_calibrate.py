@@ -59,6 +59,8 @@ def rows_of(truth: Costs, tile: tuple[int, int] | None) -> list[dict[str, Any]]:
                          "seconds": seconds * truth.settling(seconds)})  # fmt: skip
     for size in (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB):
         rows.append({"question": "copy", "num_bytes": size, "seconds": truth.copy_s(size)})
+        direct_s = truth.direct_s + 3 * size / truth.direct_bytes_per_s
+        rows.append({"question": "direct", "num_bytes": 3 * size, "seconds": direct_s})
         for kind in ("all_gather", "reduce_scatter"):
             seconds = truth.collective_s(kind, 3 * size)
             rows.append({"question": "collective", "kind": kind, "num_bytes": 3 * size,

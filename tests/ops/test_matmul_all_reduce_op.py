@@ -174,9 +174,10 @@ def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     assert given["x_ptr"] is x and given["bias_ptr"] is given["y_ptr"] is y
     expected = {"M": 4, "N": 64, "K": 64, "stride_xm": 64, "stride_wk": 1, "stride_wn": 64,
                 "half_bytes": 4096, "half_flags": 1024, "rank": 1, "tag": 7,
-                "timeout_ns": 2_000_000_000, "WORLD": 2, "SHOTS": 2, "WORD_BYTES": 4,
-                "HAS_BIAS": False, "ROWS": 4, "BLOCK_N": 16, "BLOCK_K": 32, "EVEN_N": True,
-                "EVEN_K": True, "STAGES": 3, "NUM_WARPS": 4}  # fmt: skip
+                "timeout_ns": 2_000_000_000, "WORLD": 2, "SHOTS": 2, "SCATTER": False,
+                "WORD_BYTES": 4, "HAS_BIAS": False, "OWN": 4, "BLOCK_N": 16,
+                "BLOCK_K": 32, "EVEN_N": True, "EVEN_K": True, "STAGES": 3,
+                "NUM_WARPS": 4}  # fmt: skip
     assert {name: given[name] for name in expected} == expected
 
 

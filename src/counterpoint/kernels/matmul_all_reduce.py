@@ -1,10 +1,12 @@
 """y = sum over ranks of x w for few rows: a matmul of decoding and its all-reduce, in one kernel.
 
-Each program multiplies tiles of columns over the whole of K and sends each one off as soon as it is
-done; the sum over the ranks comes after its last tile, when the others have arrived. Three ways:
+Or its reduce-scatter. Each program multiplies tiles of columns over the whole of K and sends each
+one off as soon as it is done; the sum over the ranks comes after its last tile, when the others
+have arrived. Three ways:
 
 - one shot: every rank gets every partial tile and sums for itself. One trip, ranks x the bytes.
 - two shots: a tile's columns are divided among the ranks; each sums its part and gives it to all.
+- scatter: a tile's rows go to their owners, who sum them. One trip; the rest is as in one shot.
 - by words, of 4 or of 8 bytes, or by flags; see peer.py.
 
 Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order, and
@@ -36,15 +38,20 @@ from counterpoint.kernels.peer import (
 @triton.jit
 def partial_tile(
     x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, OWN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, BLOCK_N] of x w in fp32, as (w^T x^T)^T: the long side of the product is that of w."""
+    """[ROWS, BLOCK_N] of x w in fp32, as (w^T x^T)^T: the long side of the product is that of w.
+
+    Of every OWN rows the first M are rows of x, one after the other, and the others are 0.
+    """
     PADDED: tl.constexpr = max(ROWS, 16)  # rows that tensor cores take
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_m, offs_k = tl.arange(0, PADDED), tl.arange(0, BLOCK_K)
+    offs_r, offs_k = tl.arange(0, PADDED), tl.arange(0, BLOCK_K)
     cols = (offs_n if EVEN_N else tl.where(offs_n < N, offs_n, 0)).to(tl.int64)
-    rows = offs_m[None, :] < M
+    there = (offs_r % OWN < M) & (offs_r < ROWS)
+    offs_m = (offs_r // OWN) * M + offs_r % OWN
+    rows = there[None, :]
     w_ptrs = w_ptr + cols[:, None] * stride_wn + offs_k[None, :].to(tl.int64) * stride_wk
     x_ptrs = x_ptr + offs_m[None, :] * stride_xm + offs_k[:, None]
     acc = tl.zeros((BLOCK_N, PADDED), tl.float32)
@@ -59,8 +66,8 @@ def partial_tile(
         w_ptrs += tl.cast(BLOCK_K, tl.int64) * stride_wk
         x_ptrs += BLOCK_K
     acc = tl.trans(acc)
-    if ROWS < PADDED:  # rows from M on are none of the result
-        acc = tl.where(offs_m[:, None] < M, acc, 0.0)
+    if ROWS < PADDED:  # the others are none of the result
+        acc = tl.where(there[:, None], acc, 0.0)
         acc = tl.sum(tl.reshape(acc, (PADDED // ROWS, ROWS, BLOCK_N)), 0)
     return acc
 
@@ -106,7 +113,7 @@ def matmul_all_reduce_kernel(
     x_ptr,  # [M, K], the columns of a row without gaps
     w_ptr,  # [K, N], any strides
     bias_ptr,  # [N]
-    y_ptr,  # [M, N]
+    y_ptr,  # [M, N]; what is scattered: M rows of each owner, x has those of all
     cells_ptr,  # [WORLD] int64: where each rank's cells begin
     flags_ptr,  # [WORLD] int64: likewise its flags
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
@@ -124,9 +131,10 @@ def matmul_all_reduce_kernel(
     timeout_ns,
     WORLD: tl.constexpr,  # a power of 2
     SHOTS: tl.constexpr,
+    SCATTER: tl.constexpr,  # with one shot
     WORD_BYTES: tl.constexpr,  # 4 or 8; 0: flags, with two shots
     HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,  # >= M, a power of 2
+    OWN: tl.constexpr,  # rows of y, >= M, a power of 2
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -135,9 +143,10 @@ def matmul_all_reduce_kernel(
     NUM_WARPS: tl.constexpr,  # of the launch
 ):
     OUT: tl.constexpr = y_ptr.dtype.element_ty
+    ROWS: tl.constexpr = OWN * WORLD if SCATTER else OWN  # of a tile
     WORDS: tl.constexpr = WORD_BYTES > 0
-    PAIRS: tl.constexpr = WORDS and ROWS > 1 and OUT.primitive_bitwidth == 16
-    HIGH: tl.constexpr = ROWS // 2 if PAIRS else ROWS  # rows of cells
+    PAIRS: tl.constexpr = WORDS and OWN > 1 and OUT.primitive_bitwidth == 16
+    HIGH: tl.constexpr = OWN // 2 if PAIRS else OWN  # rows of cells, of a slot
     STEP: tl.constexpr = 2 if PAIRS else 1
     PART: tl.constexpr = BLOCK_N // WORLD  # columns of a tile that one rank sums
     COLS: tl.constexpr = BLOCK_N if SHOTS == 1 else PART  # of a slot
@@ -166,12 +175,14 @@ def matmul_all_reduce_kernel(
     for tile in range(program, num_tiles, programs):
         acc = partial_tile(
             x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
-            ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
+            ROWS, OWN, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
         )  # fmt: skip
         mine = to_cells(acc, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
         to = peer_ptr(cells_ptr, ranks, turn, CELL)[:, None, None]
         to = to + (rank * sent + tile * SLOT + cell)
-        if SHOTS == 1:
+        if SCATTER:
+            parts = tl.reshape(mine, (WORLD, HIGH, BLOCK_N))
+        elif SHOTS == 1:
             parts = tl.broadcast_to(mine[None, :, :], (WORLD, HIGH, COLS))
         else:
             parts = tl.permute(tl.reshape(mine, (HIGH, WORLD, PART)), (1, 0, 2))
@@ -200,13 +211,13 @@ def matmul_all_reduce_kernel(
         bias = tl.zeros((1, COLS), tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        total = sum_of_ranks(parts, bias, ROWS, COLS, WORDS, PAIRS, OUT)
+        total = sum_of_ranks(parts, bias, OWN, COLS, WORDS, PAIRS, OUT)
         if SHOTS == 1:
-            store_tile(y_ptr, total, cols, M, N, ROWS)
+            store_tile(y_ptr, total, cols, M, N, OWN)
         else:
             # the own part of the result, to everyone; not what was summed of too little
             good = tl.max(late, 0) == 0
-            sums = to_cells(total, ROWS, PART, WORDS, PAIRS, OUT)
+            sums = to_cells(total, OWN, PART, WORDS, PAIRS, OUT)
             sums = tl.broadcast_to(sums[None, :, :], (WORLD, HIGH, PART))
             place = offs_h[None, :, None] * BLOCK_N + (own + tl.arange(0, PART))[None, None, :]
             to = peer_ptr(cells_ptr, ranks, results, CELL)[:, None, None] + (tile * TILE + place)
@@ -233,8 +244,8 @@ def matmul_all_reduce_kernel(
                 sums = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
             late = late | tl.where(heard, slow, 0)
             bias = tl.zeros((1, BLOCK_N), tl.float32)
-            total = sum_of_ranks(sums[None, :, :], bias, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
-            store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, ROWS)
+            total = sum_of_ranks(sums[None, :, :], bias, OWN, BLOCK_N, WORDS, PAIRS, OUT)
+            store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, OWN)
 
     end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
 
@@ -269,6 +280,6 @@ def partial_kernel(
     tile = tl.program_id(0)
     acc = partial_tile(
         x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
-        ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
+        ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
     )  # fmt: skip
     store_tile(y_ptr, acc, (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :], M, N, ROWS)

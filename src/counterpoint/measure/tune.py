@@ -24,7 +24,7 @@ from counterpoint.measure.timing import captured, rotate
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.call import Operator, prepare
 from counterpoint.ops.operators import OPERATORS, operands
-from counterpoint.plan.direct import SPEC as DIRECT
+from counterpoint.plan import direct
 from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
@@ -122,7 +122,7 @@ def tune(
 
 def _candidates(problem: Problem, machine: Machine) -> list[str]:
     weighed = by_model(replace(problem, scratch_bytes_limit=0), machine).table
-    known = (*variants(problem.op, problem.ranks), DIRECT)
+    known = (*variants(problem.op, problem.ranks), *direct.SPECS)
     found = [c.spec for c in weighed if c.spec != "serial" and c.basis != "refused"]
     return [spec for spec in found if spec in known][:MAX_TIMED]
 

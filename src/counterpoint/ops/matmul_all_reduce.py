@@ -1,33 +1,28 @@
 """Multiply and sum over ranks, everyone gets the sum: a row-parallel linear layer of decoding."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.call import Input
 from counterpoint.ops.check import autocast, check_group, check_tensors
-from counterpoint.runtime import driver
 from counterpoint.runtime.fused import fused_memory, in_turn
+from counterpoint.runtime.fused_call import FusedCall
 from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.launch_collective import Collective
 from counterpoint.runtime.launch_fused import (
     Fused,
-    Launch,
     aligned,
     default_way,
-    grid,
     reserve,
 )
 from counterpoint.runtime.ranks import gather_object, group_of
-from counterpoint.runtime.resident import resident_blocks
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "matmul_all_reduce"
@@ -162,24 +157,11 @@ class _InOneKernel:
         self.lanes = lanes_of(workspace)
         ranks = tuple(range(workspace.group.size()))
         self.tag = self.lanes.register(OP, way.spec, (("sum over ranks", ranks),))
-        # a w whose address is no multiple of 16 has a kernel of its own, and so a grid; a rank by
-        # itself may have such a one
-        self.launches = {aligned(w): self._compiled(x, w, bias)}
+        self.call = FusedCall(way, self.memory, self.tag, OP)
+        self.call.compile(x, w, bias, x.new_empty(x.shape[0], w.shape[1]))
         if not torch.cuda.is_current_stream_capturing():
             # a rank that still compiles is late for all: they go on together
             gather_object(None, workspace.group)
-
-    def _compiled(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Launch:
-        n = w.shape[1]
-        launch = Launch(self.way, self.memory, self.tag, x, w, bias)
-        capturing = torch.cuda.is_current_stream_capturing()
-        with driver.relaxed_capture() if capturing else nullcontext():
-            try:
-                compiled = launch.compile(x, w, bias, x.new_empty(x.shape[0], n))
-            except OutOfResources as error:
-                raise UnsupportedError(f"{OP}: {self.way.spec} does not fit: {error}") from error
-        launch.use(compiled, grid(self.way, n, resident_blocks(compiled, x.device, OP)))
-        return launch
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
@@ -188,11 +170,8 @@ class _InOneKernel:
         if not torch.cuda.is_current_stream_capturing():
             self.lanes.follow()
             in_turn(x.device)
-        launch = self.launches.get(aligned(w))
-        if launch is None:
-            launch = self.launches[aligned(w)] = self._compiled(x, w, bias)
         y = x.new_empty(*given.shape[:-1], w.shape[1])
-        launch(x, w, bias, y.view(-1, w.shape[1]))
+        self.call(x, w, bias, y.view(-1, w.shape[1]))
         return [y]
 
 

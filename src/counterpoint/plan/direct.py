@@ -1,7 +1,9 @@
-"""Serial with a collective of our own, of one kernel, in place of the library's: "serial direct".
+"""Serial with a collective of our own in place of the library's, as specs: words behind "serial".
 
-Nothing overlaps; for what is little, the start of the library's collective is most of its time.
-What is sent fits in words of 4 bytes, all ranks own equally many: see kernels/collectives.py.
+For what is little, the start of the library's collective is most of its time. "serial direct" is
+the library's matmul and a kernel of ours; "serial fused" is a matmul and its reduce-scatter in one
+kernel, for few rows. What is sent fits in words of 4 bytes, and all ranks own equally many: see
+kernels/collectives.py and kernels/matmul_all_reduce.py.
 """
 
 from dataclasses import replace
@@ -9,32 +11,34 @@ from dataclasses import replace
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
-SPEC = "serial direct"
-MAX_BYTES = 64 << 20  # of what is gathered or scattered; its memory is three times that
+DIRECT, FUSED = SPECS = ("serial direct", "serial fused")
+MAX_BYTES = 64 << 20  # of what is gathered or scattered; its memory is twice that
 MAX_RANKS = 32
+FUSED_ROWS = 64  # more are the matmul library's
 
 
-def refusal(p: Problem) -> str:
-    """What "serial direct" wants of a problem that it does not have, or ''."""
-    if p.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
-        return "all_gather_matmul or matmul_reduce_scatter"
+def refusal(p: Problem, spec: str) -> str:
+    """What a spec of SPECS wants of a problem that it does not have, or ''."""
+    gathers = p.op == "all_gather_matmul"
+    if p.op != "matmul_reduce_scatter" and not (gathers and spec == DIRECT):
+        return "matmul_reduce_scatter" if spec == FUSED else "a forward operator"
     if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
         return f"a number of ranks that is a power of two up to {MAX_RANKS}"
     if len(set(p.rows)) > 1:
         return "equal rows on all ranks"
-    cols = p.k if p.op == "all_gather_matmul" else p.n
-    part = p.rows[0] * cols * p.item_bytes
+    if spec == FUSED:
+        return f"{FUSED_ROWS} rows or fewer" if p.m > FUSED_ROWS else ""
+    part = p.rows[0] * (p.k if gathers else p.n) * p.item_bytes
     if part % 4:
         return "parts of a multiple of 4 bytes"
-    if part * p.ranks > MAX_BYTES:
-        return f"at most {MAX_BYTES} bytes to send"
-    return ""
+    return f"at most {MAX_BYTES} bytes to send" if part * p.ranks > MAX_BYTES else ""
 
 
-def direct(serial: Plan) -> Plan:
-    """The serial plan with its collective by words."""
-    steps = tuple(
-        replace(s, args=(*s.args, ("transport", "words"))) if s.kind == "collective" else s
-        for s in serial.steps
-    )
-    return replace(serial, variant="direct", steps=steps)
+def with_our_collective(serial: Plan, spec: str) -> Plan:
+    """The serial plan with its collective by words, or in one kernel with its matmul."""
+    ours = (("transport", "words"),)
+    kinds = ("collective",)
+    if spec == FUSED:
+        ours, kinds = (*ours, ("kernel", "fused")), ("matmul", "collective")
+    steps = tuple(replace(s, args=(*s.args, *ours)) if s.kind in kinds else s for s in serial.steps)
+    return replace(serial, variant=spec.partition(" ")[2], steps=steps)

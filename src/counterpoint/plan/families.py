@@ -17,7 +17,7 @@ from counterpoint.plan import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_backward,
 )
-from counterpoint.plan.direct import direct, refusal
+from counterpoint.plan.direct import SPECS, refusal, with_our_collective
 from counterpoint.plan.grading import graded_groups
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.presets import preset
@@ -76,8 +76,8 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     if options.peers == "xor" and problem.ranks & (problem.ranks - 1):
         fix = "use ring"
         options.refuse("for a power of two of ranks where it says xor", fix=fix)
-    if options.direct:
-        return direct(build(problem, "serial"))
+    if options.ours:
+        return with_our_collective(build(problem, "serial"), options.ours)
     match problem.op:
         case "all_gather_matmul":
             return _all_gather_matmul(problem, family, options, machine)
@@ -132,7 +132,7 @@ class _Options:
         self.problem = problem
         self.spec = spec
         self.groups: tuple[int, ...] | None = None
-        self.direct = False
+        self.ours = ""
         self.pieces = 2 if spec.split()[0] == "sliced" else 1
         self.peers: all_gather_matmul.Peers = "ring"
         self.direction: all_gather_matmul.Direction = "push"
@@ -146,10 +146,10 @@ class _Options:
         if kind in self._taken:
             self.refuse(f"a spec that makes each choice once; {word!r} is the second")
         self._taken.add(kind)
-        if word == "direct" and family == "serial":
-            if want := refusal(self.problem):
+        if f"{family} {word}" in SPECS:
+            self.ours = f"{family} {word}"
+            if want := refusal(self.problem, self.ours):
                 self.refuse(want)
-            self.direct = True
         elif word in PEERS and family != "serial":
             self.peers = "xor" if word == "xor" else "ring"
         elif word in DIRECTIONS and gathers and family in ("shard_p2p", "graded"):

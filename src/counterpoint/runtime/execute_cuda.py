@@ -12,7 +12,14 @@ import torch
 from torch.profiler import record_function
 
 from counterpoint.plan.bind import BoundStep, Program
-from counterpoint.runtime import compute, copy_engine, driver, launch_collective, launch_cuda
+from counterpoint.runtime import (
+    compute,
+    copy_engine,
+    driver,
+    launch_collective,
+    launch_cuda,
+    launch_scatter,
+)
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import in_turn
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of
@@ -124,7 +131,7 @@ class _CudaStep:
         self.ended = code.events.get(step.name)
         self.copy = self.before = self.after = None
         tag = code.tag + index
-        self.actions = _actions(lanes, bound, places, tag)
+        self.actions = _actions(code, bound, places, tag)
         if step.kind == "barrier":
             opens = index == code.program.opens
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)
@@ -177,8 +184,14 @@ def _no_mark(_: str) -> AbstractContextManager[object]:
     return _NOTHING
 
 
-def _actions(lanes: CudaLanes, bound: BoundStep, places: Places, tag: int) -> list[Action]:
+def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list[Action]:
+    lanes, fused = code.lanes, bound.step.arg("kernel") == "fused"
     match bound.step.kind:
+        case "matmul" if fused:
+            return []  # its collective runs both
+        case "collective" if fused:
+            return [launch_scatter.action(bound, part, places, code.program, tag)
+                    for part in bound.parts]  # fmt: skip
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]
         case "move":

@@ -1,8 +1,8 @@
-"""How matmul_all_reduce is launched as one kernel: tile, way of communication, grid."""
+"""How a matmul and the sum over ranks are launched as one kernel: tile, communication, grid."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -32,9 +32,10 @@ class Fused:
         block_k: of K that is multiplied at a time.
         stages: tiles of w on their way at a time.
         num_warps: of a program.
+        scatter: each rank gets the sum of its rows only, in one shot.
 
     Raises:
-        InputError: flags with one shot, or a size that is no power of 2.
+        InputError: flags with one shot, two shots that scatter, or a size that is no power of 2.
     """
 
     shots: Literal[1, 2]
@@ -43,8 +44,11 @@ class Fused:
     block_k: int = 64
     stages: int = 8
     num_warps: int = 4
+    scatter: bool = False
 
     def __post_init__(self) -> None:
+        if self.scatter and self.shots != 1:
+            raise InputError(OP, "plan", want="one shot to scatter", got=self.shots)
         if self.by == "flags" and self.shots == 1:
             raise InputError(OP, "plan", want="words with one_shot", got="flags")
         for name, least in (("block_n", 16), ("block_k", 16), ("num_warps", 1), ("stages", 1)):
@@ -55,7 +59,8 @@ class Fused:
     @property
     def spec(self) -> str:
         """As text: "fused two_shot words 64x64x8 warps=4"."""
-        way = f"{'one' if self.shots == 1 else 'two'}_shot {self.by}"
+        shots = "scatter" if self.scatter else "one_shot" if self.shots == 1 else "two_shot"
+        way = f"{shots} {self.by}"
         tile = f"{self.block_n}x{self.block_k}x{self.stages}"
         return f"fused {way} {tile} warps={self.num_warps}"
 
@@ -67,13 +72,13 @@ class Fused:
             InputError: it is other text.
         """
         found = re.fullmatch(
-            r"fused (one|two)_shot (words|stamps|flags) (\d+)x(\d+)x(\d+) warps=(\d+)", spec
+            r"fused (one_shot|two_shot) (words|stamps|flags) (\d+)x(\d+)x(\d+) warps=(\d+)", spec
         )
         if not found:
             want = "such as 'fused two_shot words 64x64x8 warps=4'"
             raise InputError(OP, "plan", want=want, got=repr(spec))
         shots, by, *sizes = found.groups()
-        return cls(1 if shots == "one" else 2, by, *map(int, sizes))  # type: ignore[arg-type]
+        return cls(1 if shots == "one_shot" else 2, by, *map(int, sizes))  # type: ignore[arg-type]
 
 
 def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fused:
@@ -92,6 +97,12 @@ def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fu
     return Fused(shots, "words", block_n, 64, stages, 8 if rows > (16 if wide else 64) else 4)
 
 
+def scatter_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fused:
+    """The way to take for the reduce-scatter of y[m, n]: the tile that m rows have."""
+    rows = padded_rows(m // ranks) * ranks
+    return replace(default_way(rows, n, ranks, item_bytes, num_sms), shots=1, scatter=True)
+
+
 def padded_rows(m: int) -> int:
     """The next power of 2."""
     return 1 << max(m - 1, 0).bit_length()
@@ -106,13 +117,14 @@ def call_bytes(way: Fused, m: int, n: int, ranks: int, item_bytes: int) -> int:
         ranks: of the group.
         item_bytes: of the dtype of y.
     """
-    rows, word_bytes = padded_rows(m), WORD_BYTES[way.by]
+    rows, word_bytes = padded_rows(m // ranks if way.scatter else m), WORD_BYTES[way.by]
     cell_bytes = word_bytes or item_bytes
     # two rows of a 16-bit dtype share a word
     rows //= 2 if word_bytes and rows > 1 and item_bytes == 2 else 1
     tiles, tile = -(-n // way.block_n), rows * way.block_n
     slots = ranks * tiles * tile if way.shots == 1 else tiles * tile
-    return -(-(slots + tiles * tile) * cell_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    results = tiles * tile if way.shots == 2 else 0
+    return -(-(slots + results) * cell_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def reserve(way: Fused, memory: FusedMemory, m: int, n: int, item_bytes: int) -> None:
@@ -159,6 +171,7 @@ class Launch:
         self, way: Fused, memory: FusedMemory, tag: int, x: Tensor, w: Tensor, bias: Tensor | None
     ) -> None:
         (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
+        m = m // ranks if way.scatter else m  # of each owner
         self.programs = -(-n // way.block_n)
         # memory that has grown since is another, with other halves: this launch keeps what it knows
         cells = cells_of(way, memory)
@@ -170,8 +183,9 @@ class Launch:
             int(memory.workspace.timeout_s * 1e9),
         )  # fmt: skip
         self._constants = (
-            ranks, way.shots, WORD_BYTES[way.by], bias is not None, padded_rows(m), way.block_n,
-            way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages, way.num_warps,
+            ranks, way.shots, way.scatter, WORD_BYTES[way.by], bias is not None, padded_rows(m),
+            way.block_n, way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages,
+            way.num_warps,
         )  # fmt: skip
         self._options = {"num_warps": way.num_warps, "num_stages": way.stages}
         self._direct: Callable[..., None] | None = None
@@ -191,7 +205,7 @@ class Launch:
         self._direct = compiled[(programs, 1, 1)]
 
     def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """Launch on the current stream, into y [M, N], contiguous. All ranks do."""
+        """Launch on the current stream, into y [M, N] or own rows of it, contiguous; all ranks."""
         arguments = self._arguments(x, w, bias, y)
         if self._direct is not None:
             self._direct(*arguments, stream=raw_stream(self._device.index))
