@@ -143,12 +143,27 @@ def test_programs_share_the_tiles_evenly():
         assert tiles > (rounds - 1) * programs, "no program has two tiles less than another"
 
 
-def test_what_a_plan_stands_for():
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    assert way_of("auto", 1, 8192, 2, bf16, cpu) is None
-    assert way_of("fused", 0, 8192, 2, bf16, cpu) is None
-    assert way_of("serial", 1, 8192, 2, bf16, cpu) is None
+def test_what_a_plan_stands_for(monkeypatch: pytest.MonkeyPatch):
+    cpu, gpu, bf16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    assert {way_of(p, 1, 8192, 2, bf16, cpu) for p in ("auto", "serial", "direct")} == {"serial"}
+    assert way_of("fused", 0, 8192, 2, bf16, cpu) == "serial"
     assert way_of("fused", 1, 8192, 8, bf16, cpu) == Fused(1, "words")
+    assert way_of("direct", 1, 8192, 2, bf16, gpu) == "direct"
+
+    def auto(m: int, n: int, ranks: int = 4, dtype: torch.dtype = bf16) -> str:
+        way = way_of("auto", m, n, ranks, dtype, gpu)
+        return way if isinstance(way, str) else "fused"
+
+    # 64 rows, of a w that is wider than a tile of 64 for each SM 32
+    assert [auto(m, 8192) for m in (1, 64, 65, 1024, 1025)] == [
+        "fused", "fused", "direct", "direct", "serial",
+    ]  # fmt: skip
+    assert [auto(m, 16384) for m in (32, 33, 512, 513)] == ["fused", "direct", "direct", "serial"]
+    assert auto(1, 8192, dtype=torch.float32) == "direct"
+    assert auto(1, 8192, ranks=3) == auto(1, 8192, ranks=64) == auto(0, 8192) == "serial"
+    assert auto(65, 1001, ranks=8) == "serial"  # its parts are no words
 
 
 def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():

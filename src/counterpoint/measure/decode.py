@@ -16,8 +16,11 @@ from counterpoint.kernels.matmul_all_reduce import partial_kernel
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, host_s, relative_error, rotate
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce, way_of
+from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.launch_collective import Collective
 from counterpoint.runtime.launch_fused import default_way, padded_rows
 from counterpoint.runtime.symmetric_cuda import torch_symmetric_memory
+from counterpoint.runtime.workspace import workspace_of
 
 L2_BYTES = 60 << 20
 MIN_CALLS = 8
@@ -35,9 +38,9 @@ def compare_decode(
         m, n, k: of one rank.
         group: NCCL group.
         device: this rank's GPU.
-        plans: of matmul_all_reduce, beside "fused".
+        plans: of matmul_all_reduce, beside "auto", "fused" and "direct".
         rounds: of the rotation.
-        eager: plain eager time and host time of serial and fused too.
+        eager: plain eager time and host time of serial and auto too.
 
     Raises:
         CounterpointError: a result is off; nothing was timed.
@@ -53,7 +56,7 @@ def compare_decode(
     symm_mem: Any = torch_symmetric_memory()
     opened: Tensor = symm_mem.empty(m * n, dtype=torch.bfloat16, device=device)
     symm_mem.rendezvous(opened, group.group_name)
-    ours, name = opened.view(m, n), group.group_name
+    in_opened, name = opened.view(m, n), group.group_name
     ops: Any = torch.ops.symm_mem
 
     def serial(i: int) -> Tensor:
@@ -63,20 +66,32 @@ def compare_decode(
 
     def torch_op(op: Callable[..., Tensor]) -> Callable[[int], Tensor]:
         def run(i: int) -> Tensor:
-            torch.mm(x, ws[i], out=ours)
+            torch.mm(x, ws[i], out=in_opened)
             return op(opened, "sum", name).view(m, n)
 
         return run
 
-    def fused(plan: str) -> Callable[[int], Tensor]:
+    def ours(plan: str) -> Callable[[int], Tensor]:
         return lambda i: matmul_all_reduce(x, ws[i], group=group, plan=plan)
+
+    # what is fusion, and what is a better matmul: our kernels one after the other
+    workspace, partial = workspace_of(group, device), torch.empty_like(y)
+    collective = Collective(
+        fused_memory(workspace), 0, y.numel() * 2 // group.size(), scatter=True, gather=True,
+        dtype=y.dtype, name="decode",
+    )  # fmt: skip
+
+    def unfused(i: int) -> Tensor:
+        our_matmul(x, ws[i], partial)
+        collective(partial, y)
+        return y
 
     arms: dict[str, Callable[[int], object]] = {
         "serial": serial,
         "torch one_shot": torch_op(ops.one_shot_all_reduce),
         "torch two_shot": torch_op(ops.two_shot_all_reduce_),
-        "fused": fused("fused"),
-        **{plan: fused(plan) for plan in plans},
+        **{plan: ours(plan) for plan in ("auto", "fused", "direct", *plans)},
+        "unfused": unfused,
     }
     want = x.double() @ ws[0].double()
     dist.all_reduce(want, group=group)
@@ -94,10 +109,10 @@ def compare_decode(
         {name: replay for name, (replay, _) in graphs.items()},
         group=group, device=device, rounds=rounds, soak_s=0.1,
     )  # fmt: skip
-    taken = way_of("fused", m, n, group.size(), x.dtype, device)
+    taken = way_of("auto", m, n, group.size(), x.dtype, device)
     facts = {
         "table": "decode", "m": m, "n": n, "k": k, "ranks": group.size(), "calls": calls,
-        "pick": taken.spec if taken else "serial", "weight_bytes": 2 * n * k,
+        "pick": taken if isinstance(taken, str) else taken.spec, "weight_bytes": 2 * n * k,
     } | record.environment()  # fmt: skip
     rows: list[dict[str, Any]] = []
     for arm, t in times.items():
@@ -106,12 +121,12 @@ def compare_decode(
             "p20_s": t.quantile_s(2) / calls, "p80_s": t.quantile_s(8) / calls,
             "serial_over_arm": t.ratio_of(times["serial"]), "error": errors.get(arm),
         }  # fmt: skip
-        if eager and arm in ("serial", "fused"):
+        if eager and arm in ("serial", "auto"):
             row["host_s"] = host_s(lambda arm=arm: arms[arm](0), group=group)
         rows.append(row | facts)
     if eager:
         plain = rotate(
-            {arm: (lambda arm=arm: arms[arm](0)) for arm in ("serial", "fused")},
+            {arm: (lambda arm=arm: arms[arm](0)) for arm in ("serial", "auto")},
             group=group, device=device, rounds=rounds, soak_s=0.1, backlog_cycles=0,
         )  # fmt: skip
         rows += [

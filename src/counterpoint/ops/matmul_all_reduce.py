@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,19 @@ from counterpoint.runtime.fused_call import FusedCall
 from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.launch_collective import Collective
 from counterpoint.runtime.launch_fused import (
+    MAX_RANKS,
     Fused,
     aligned,
     default_way,
     reserve,
 )
 from counterpoint.runtime.ranks import gather_object, group_of
+from counterpoint.runtime.resident import RESERVED_SMS
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "matmul_all_reduce"
+FUSED_ROWS = 64  # more are the matmul library's
+DIRECT_BYTES = 16 << 20  # of y; more is the collective library's
 INPUTS = (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"))
 
 call.LIBRARY.define(f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor")
@@ -41,9 +45,10 @@ def matmul_all_reduce(
 ) -> Tensor:
     """Sum the products of all ranks: y = x_0 w_0 + ... + x_{n-1} w_{n-1}, on every rank.
 
-    In place of `matmul` and `all_reduce`. With plan="fused", for the few rows of decoding, one
-    kernel that sends each tile to its peers as soon as it is computed: all ranks get the same bits,
-    and the same call gives them in every run, if all store w alike. Partial results are rounded to
+    In place of `matmul` and `all_reduce`. For the few rows of decoding one kernel, which sends each
+    tile to its peers as soon as it is computed; for a few more the library's matmul and an
+    all-reduce in one kernel of our own. All ranks get the same bits, and the same call gives them
+    in every run, if all store w alike. Partial results are rounded to
     the dtype of x for the way (a single row is not), summed in fp32 in a fixed order, and rounded
     once. Captures in a CUDA graph after one eager call of the same or a larger size; the calls of a
     group, replays included, are one after the other in stream order. Differentiable; its backward
@@ -54,9 +59,10 @@ def matmul_all_reduce(
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; None: the default group.
         bias: dtype of x, [N], equal on all ranks; added once.
-        plan: "serial", and "auto" for now: the libraries' matmul and all-reduce; "fused": one
-            kernel, on a number of ranks that is a power of 2, for up to 64 rows; or a spec such
-            as "fused two_shot words 64x64x8 warps=4", its tile of w, stages and warps.
+        plan: "auto": by sizes, see docs/fused.md; "serial": the libraries' matmul and all-reduce;
+            "direct": our all-reduce behind the library's matmul; "fused": all in one kernel; or a
+            spec such as "fused two_shot words 64x64x8 warps=4", its tile of w, stages and warps.
+            All but serial need a number of ranks that is a power of 2.
 
     Returns:
         dtype of x, [M, ..., N], a new tensor.
@@ -89,14 +95,26 @@ def matmul_all_reduce(
 
 def way_of(
     plan: str, m: int, n: int, ranks: int, dtype: torch.dtype, device: torch.device
-) -> Fused | None:
-    """The fused way that a plan stands for at this size; None: serial."""
-    if plan in ("auto", "serial", "direct") or not m * n:
-        return None
+) -> Fused | Literal["serial", "direct"]:
+    """What a plan stands for at this size; "auto" by what was measured on 2 and 4 H200."""
+    num_sms = 132  # of an H200, on CPU ranks
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    y_bytes = m * n * dtype.itemsize
+    if plan == "auto":
+        plan = "serial"
+        if device.type == "cuda" and not ranks & (ranks - 1) and 1 < ranks <= MAX_RANKS:
+            # a w that is wider than a tile for each SM has two rounds of them: see docs/fused.md
+            rows = FUSED_ROWS if n <= 64 * num_sms else FUSED_ROWS // 2
+            if m <= rows and dtype.itemsize == 2 and num_sms > RESERVED_SMS:
+                plan = "fused"
+            elif y_bytes <= DIRECT_BYTES and not y_bytes % (4 * ranks):
+                plan = "direct"
+    if plan == "serial" or not y_bytes:
+        return "serial"
+    if plan == "direct":
+        return "direct" if device.type == "cuda" else "serial"
     if plan == "fused":
-        num_sms = 132  # of an H200, on CPU ranks
-        if device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         return default_way(m, n, ranks, dtype.itemsize, num_sms)
     return Fused.parse(plan)
 
@@ -210,10 +228,10 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
         return ready
     m, n = prod(x.shape[:-1]), w.shape[1]
     way = way_of(plan, m, n, group.size(), x.dtype, x.device)
-    if plan == "direct" and x.is_cuda and m * n * x.shape[-1]:
-        ready = _Direct(workspace, tensors)
-    elif way is None or not x.shape[-1]:
+    if way == "serial" or not x.shape[-1]:
         ready = _Serial(workspace)
+    elif way == "direct":
+        ready = _Direct(workspace, tensors)
     elif x.is_cuda:
         ready = _InOneKernel(way, workspace, tensors)
     else:
