@@ -18,7 +18,7 @@ COUNTED = (1, 8, 32, 64)  # rows that the means are of
 
 def sections(results: Path) -> dict[str, str]:
     """Text for each pair of markers in docs/fused.md; nothing without rows."""
-    made: dict[str, list[str]] = {"decode": [], "ablation": [], "decode-eager": []}
+    made: dict[str, list[str]] = {"decode": [], "ablation": [], "decode-eager": [], "soak": []}
     measured = _measured(results)
     for num, rows in measured.items():
         text = f"**{num} GPUs**\n\n{{}}\n\n{_source(rows)}"
@@ -26,6 +26,7 @@ def sections(results: Path) -> dict[str, str]:
         if lines := ablation(rows):
             made["ablation"].append(text.format(lines))
         made["decode-eager"].append(text.format(eager(rows)))
+        made["soak"] += soaks(results, num)
     if measured:
         largest = next(iter(measured))
         made["decode-picture"] = [f"![time at each shape](images/decode-{largest}x.png)"]
@@ -53,7 +54,7 @@ def draw(results: Path, images: Path) -> None:
         t, head = _seconds(shape), shape[0]
         if head["m"] in COUNTED:
             label = f"{head['n']}, {head['k']}\n{head['m']} rows"
-            bars.append(BarRow(label=label, serial_s=t["serial"], ours_s=t["fused"],
+            bars.append(BarRow(label=label, serial_s=t["serial"], ours_s=t["auto"],
                                ideal_s=t["our matmul"]))  # fmt: skip
     for old in images.glob("decode-*x.png"):
         old.unlink()
@@ -71,24 +72,26 @@ def table(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """The means over layers and rows."""
     times = [_seconds(shape) for shape in _shapes(rows) if shape[0]["m"] in COUNTED]
-    serial = geometric_mean([t["fused"] / t["serial"] for t in times])
-    torch = geometric_mean([t["fused"] / min(t[arm] for arm in TORCH) for t in times])
-    worst = max(t["fused"] / t["serial"] for t in times)
+    serial = [t["auto"] / t["serial"] for t in times]
+    torch = [t["auto"] / min(t[arm] for arm in TORCH) for t in times]
     return (
-        f"Geometric mean of {len(times)} shapes of 1 to 64 rows: *fused* takes {serial:.2f} of the "
-        f"time of serial (at worst {worst:.2f}) and {torch:.2f} of the better of torch's."
+        f"Geometric mean of {len(times)} shapes of 1 to 64 rows: *auto* takes "
+        f"{geometric_mean(serial):.2f} of the time of serial ({min(serial):.2f} to "
+        f"{max(serial):.2f}) and {geometric_mean(torch):.2f} of the better of torch's "
+        f"({min(torch):.2f} to {max(torch):.2f})."
     )
 
 
 def ablation(rows: Sequence[Row]) -> str:
-    """Each way of communication at the shapes that were timed with all of them."""
+    """Ways to send and widths of tiles, and our kernels one after the other: what is fusion."""
     ways = list(dict.fromkeys(r["arm"] for r in rows if r["arm"].startswith("fused ")))
-    short = {way: " ".join(way.split()[1:3]) for way in ways}
+    short = {way: " ".join(way.split()[1:4]) for way in ways} | {"unfused": "unfused"}
+    ways = list(short)
     lines = ["| M, N, K | " + " | ".join(short.values()) + " | our matmul alone |",
              "|---|" + "---|" * (len(ways) + 1)]  # fmt: skip
     for shape in _shapes(rows):
         t, head = _seconds(shape), shape[0]
-        if any(way in t for way in ways):
+        if any(way in t for way in ways[:-1]):
             cells = [f"{t[way] * 1e6:.1f}" if way in t else "-" for way in ways]
             lines.append(f"| {head['m']}, {head['n']}, {head['k']} | " + " | ".join(cells)
                          + f" | {t['our matmul'] * 1e6:.1f} |")  # fmt: skip
@@ -97,37 +100,47 @@ def ablation(rows: Sequence[Row]) -> str:
 
 def eager(rows: Sequence[Row]) -> str:
     """Plain eager calls: time with the host in it, and the host's own."""
-    lines = ["| M, N, K | serial | fused | serial / fused | host of serial | host of fused |",
+    lines = ["| M, N, K | serial | auto | serial / auto | host of serial | host of auto |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     for shape in _shapes(rows):
         head = shape[0]
-        plain = {_arm(r): r["median_s"] * 1e6 for r in shape if r["mode"] == "plain eager"}
-        host = {_arm(r): r["host_s"] * 1e6 for r in shape if r.get("host_s")}
-        if {"serial", "fused"} <= set(plain):
+        plain = {r["arm"]: r["median_s"] * 1e6 for r in shape if r["mode"] == "plain eager"}
+        host = {r["arm"]: r["host_s"] * 1e6 for r in shape if r.get("host_s")}
+        if {"serial", "auto"} <= set(plain):
             lines.append(
                 f"| {head['m']}, {head['n']}, {head['k']} | {plain['serial']:.0f} | "
-                f"{plain['fused']:.0f} | {plain['serial'] / plain['fused']:.2f} | "
-                f"{host['serial']:.0f} | {host['fused']:.0f} |"
+                f"{plain['auto']:.0f} | {plain['serial'] / plain['auto']:.2f} | "
+                f"{host['serial']:.0f} | {host['auto']:.0f} |"
             )
     return "\n".join(lines)
+
+
+def soaks(results: Path, num: int) -> list[str]:
+    """What calls under random delays gave."""
+    rows = record.read(results / f"decode-{num}x-h200.jsonl")
+    return [
+        f"{r['calls']:,} calls on {r['ranks']} GPUs, ranks late at random, each compared on the "
+        f"device with its expected bits: {r['wrong']} differ ({r['seconds']:.0f} s)."
+        for r in rows if r["table"] == "decode soak"
+    ]  # fmt: skip
 
 
 def _lines(shapes: Sequence[list[Row]]) -> str:
     lines = [
         "| layer | M, N, K | matmul | + NCCL (serial) | + torch one-shot | + torch two-shot | "
-        "**fused** | / serial | / torch's better | its way |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "direct | fused | **auto** | / serial | / torch's better | its way |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for shape in shapes:
         t, head = _seconds(shape), shape[0]
         best = min(t[arm] for arm in TORCH)
-        # rows in which "auto" was serial do not say how the kernel was asked for
-        way = " ".join(head["pick"].split()[1:3]) or "-"
-        cells = [f"{t[arm] * 1e6:.1f}" for arm in ("matmul", "serial", *TORCH)]
+        way = " ".join(head["pick"].split()[:3])
+        arms = ("matmul", "serial", *TORCH, "direct", "fused")
+        cells = [f"{t[arm] * 1e6:.1f}" for arm in arms]
         lines.append(
             f"| {head['layer']} | {head['m']}, {head['n']}, {head['k']} | " + " | ".join(cells)
-            + f" | **{t['fused'] * 1e6:.1f}** | {t['fused'] / t['serial']:.2f} | "
-            f"{t['fused'] / best:.2f} | {way} |"
+            + f" | **{t['auto'] * 1e6:.1f}** | {t['auto'] / t['serial']:.2f} | "
+            f"{t['auto'] / best:.2f} | {way} |"
         )  # fmt: skip
     return "\n".join(lines)
 
@@ -148,12 +161,7 @@ def _shapes(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _seconds(shape: Sequence[Row]) -> dict[str, float]:
-    return {_arm(row): row["median_s"] for row in shape if row["mode"] == "graph"}
-
-
-def _arm(row: Row) -> str:
-    """Up to commit 42f64d7 "auto" took the kernel for up to 64 rows, and was its arm."""
-    return "fused" if row["arm"] == "auto" and row["m"] <= max(COUNTED) else row["arm"]
+    return {row["arm"]: row["median_s"] for row in shape if row["mode"] == "graph"}
 
 
 def _source(rows: Sequence[Row]) -> str:

@@ -24,8 +24,8 @@ LIMITS_S = {"smoke": (100, 60), "full": (160, 210), "slow": (0, 0)}  # tests, be
 LOOPS_S = 520  # of the resource experiment: about 260 s with 4 GPUs, slow 500 s
 DECODE_S = 120
 SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "tests", "bench", "training", "decode", "sharing",
-         "resources")  # fmt: skip
+PARTS = ("hardware", "characterize", "tests", "bench", "training", "few_rows", "decode",
+         "sharing", "resources")  # fmt: skip
 
 
 def main() -> int:
@@ -51,8 +51,8 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
         ("hardware", "hardware"), ("characterize", "characterize"), ("bench", "overlap"),
-        ("training", "training"), ("decode", "decode"), ("sharing", "sharing"),
-        ("resources", "resources"),
+        ("training", "training"), ("few_rows", "few-rows"), ("decode", "decode"),
+        ("sharing", "sharing"), ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
@@ -65,7 +65,8 @@ def main() -> int:
         "tests": (tests, test_s),
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),
-        "decode": (["benchmarks/decode.py", *suite, "--soak", "200000"], DECODE_S),
+        "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
+        "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
     }

@@ -16,6 +16,8 @@ from plans import PLANS
 from counterpoint.measure import record
 from counterpoint.measure.compare import FIXED, Case, compare, profile_best
 from counterpoint.measure.shapes import SHAPES
+from counterpoint.plan.direct import SPECS, refusal
+from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import release_all
 
 SMOKE = ("70B gate+up, 2048 tokens", "70B down, 2048 tokens")
@@ -43,6 +45,8 @@ def main() -> None:
                 continue
             chosen = PLANS[op, ranks][1:]
             chosen = chosen[:6] if args.suite == "smoke" else chosen
+            problem = Problem(op, m, n, k, ranks)
+            chosen += tuple(spec for spec in SPECS if not refusal(problem, spec))
             case = Case(op, m, n, k, layer)
             rows = compare(case, chosen, group=group, device=device)
             if rank == 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import decode_tables
+import few_rows_tables
 import sharing_tables
 
 from counterpoint.choose.known import SHIPPED
@@ -328,6 +329,9 @@ def main() -> None:
     if short := decode_tables.short_table(RESULTS):
         replace(ROOT / "README.md", "decode", short)
     decode_tables.draw(RESULTS, IMAGES)
+    if few := few_rows_tables.section(RESULTS):
+        replace(ROOT / "docs" / "fused.md", "few-rows", few)
+        replace(ROOT / "README.md", "few-rows", few_rows_tables.summary(RESULTS))
 
 
 if __name__ == "__main__":

@@ -359,6 +359,28 @@ def characterize(
 
 
 @app.command()
+def warmup(
+    layers: Annotated[
+        str, typer.Option(show_default=False, help="N,K of one rank: 8192,3584:8192,1024.")
+    ],
+    rows: Annotated[str, typer.Option(help="M over all ranks.")] = "1,2,4,8,16,32,64,128,256",
+    op: Annotated[str, typer.Option(help="Operators, with commas.")] = "matmul_all_reduce",
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
+    ranks: Annotated[int, typer.Option(min=0, help="GPUs; 0: all.")] = 0,
+) -> None:
+    """Compile the kernels of your sizes before traffic comes: Triton keeps them.
+
+    A first call compiles for about a second for each new number of rows, rounded up to a power of
+    2; after this command it loads what is there.
+
+    **Example:** `counterpoint warmup --layers 8192,3584:8192,1024 --rows 1,8,32,64`
+    """
+    from counterpoint.cli.warmup import warmup as run
+
+    raise typer.Exit(run(ops=op, layers=layers, rows=rows, dtype=dtype.value, ranks=ranks))
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, for a report.")] = False,
     kernels: Annotated[
