@@ -211,8 +211,14 @@ class Plan:
         return max(slots, default=-1) + 1
 
     def num_bytes(self, *spaces: Space) -> int:
-        """Bytes of the buffers of those spaces on the rank that holds most."""
-        return sum(self.buffer_bytes(b) for b in self.buffers if b.space in spaces)
+        """Bytes of those spaces on the rank that holds most: buffers, and symmetric words."""
+        held = sum(self.buffer_bytes(b) for b in self.buffers if b.space in spaces)
+        if "symmetric" not in spaces:
+            return held
+        sides = [step.reads + step.writes for step in self.steps if step.arg("transport")]
+        # two halves, each of the side that all ranks have a part of
+        return held + sum(2 * max(self.buffer_bytes(self.buffer(r.buffer)) for r in side)
+                          for side in sides)  # fmt: skip
 
     def buffer_bytes(self, buffer: Buffer) -> int:
         """Bytes of one buffer on the rank that holds most."""

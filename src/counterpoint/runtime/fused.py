@@ -84,10 +84,16 @@ class FusedMemory:
         self.words = Shared(workspace, empty=True)
         self.stamps, self.tiles, self.flags = (Shared(workspace) for _ in range(3))
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
+        self._all = (self.words, self.stamps, self.tiles, self.flags)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
             self.fault = lanes_of(workspace).fault
         else:
             self.fault = torch.zeros(1, dtype=torch.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Symmetric memory of this rank now."""
+        return sum(shared.memory.num_bytes for shared in self._all if shared.memory)
 
 
 def fused_memory(workspace: Workspace) -> FusedMemory:

@@ -165,6 +165,7 @@ class Workspace:
     def num_bytes(self) -> tuple[int, int]:
         """(symmetric, scratch) bytes of this rank now, the signal pad left out."""
         arena = self.arena.num_bytes if self.arena else 0
+        arena += self.fused.num_bytes if self.fused else 0
         return arena, self.scratch.numel() if self.scratch is not None else 0
 
     def check(self) -> None:

@@ -1,0 +1,81 @@
+"""Serial with a collective of our own: proved like every plan, and refused where it cannot be."""
+
+from dataclasses import replace
+
+import pytest
+
+from counterpoint.choose.by_model import by_model
+from counterpoint.errors import InputError
+from counterpoint.model.estimate import predicted_s
+from counterpoint.plan.direct import DIRECT, FUSED, FUSED_ROWS, MAX_BYTES, SPECS, refusal
+from counterpoint.plan.families import build
+from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.validate import validate
+from counterpoint.presets import preset
+from counterpoint.problem import Op, Problem
+
+AG: Op = "all_gather_matmul"
+RS: Op = "matmul_reduce_scatter"
+CASES = [(op, spec) for op in (AG, RS) for spec in SPECS if (op, spec) != (AG, FUSED)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("op", "spec"), CASES)
+def test_it_is_proved_and_made_again(op: Op, spec: str, ranks: int):
+    for bias in (False, True):
+        problem = Problem(op, 8 * ranks, 32, 16, ranks, bias=bias)
+        plan = build(problem, spec)
+        assert plan.spec == spec and build(problem, plan.spec) == plan
+        assert from_json(to_json(plan)) == plan
+        validate(plan)
+        (collective,) = (s for s in plan.steps if s.kind == "collective")
+        assert collective.arg("transport") == "words"
+        fused = {s.kind for s in plan.steps if s.arg("kernel") == "fused"}
+        assert fused == ({"matmul", "collective"} if spec == FUSED else set())
+
+
+def test_it_costs_what_the_constants_say():
+    machine = preset("h200-4")
+    for op, spec in CASES:
+        problem = Problem(op, 64, 8192, 1024, 4)
+        serial, ours = (predicted_s(build(problem, s), machine) for s in ("serial", spec))
+        costs = machine.costs
+        library_s = costs.all_gather_s if op == AG else costs.reduce_scatter_s
+        cols = problem.k if op == AG else problem.n
+        received = 48 * cols * 2
+        ours_s = costs.direct_s + received / costs.direct_bytes_per_s
+        ours_s -= costs.kernel_s if spec == FUSED else 0.0
+        library_s += received / costs.collective_bytes_per_s
+        assert serial - ours == pytest.approx(library_s - ours_s)
+        assert by_model(problem, machine).spec in SPECS
+
+
+def test_its_words_count_as_memory():
+    problem = Problem(RS, 64, 8192, 1024, 4)
+    words = 2 * 64 * 8192 * 2
+    assert build(problem, "serial").num_bytes("symmetric") == 0
+    assert build(problem, DIRECT).num_bytes("symmetric") == words
+    assert build(problem, DIRECT).num_bytes("scratch") == words // 2
+    # what it may not have it does not take
+    limited = replace(problem, scratch_bytes_limit=words)
+    assert by_model(limited, preset("h200-4")).spec not in SPECS
+
+
+@pytest.mark.parametrize(
+    ("problem", "spec", "want"),
+    [
+        (Problem(RS, 6, 64, 64, 3), DIRECT, "a power of two up to 32"),
+        (Problem(RS, 64, 64, 64, 64), DIRECT, "a power of two up to 32"),
+        (Problem(AG, 5, 64, 64, 2, rows=(2, 3)), DIRECT, "equal rows on all ranks"),
+        (Problem(RS, 2, 7, 64, 2), DIRECT, "parts of a multiple of 4 bytes"),
+        (Problem(AG, 8192, 64, 8192, 2), DIRECT, f"at most {MAX_BYTES} bytes to send"),
+        (Problem(RS, FUSED_ROWS + 2, 64, 64, 2), FUSED, f"{FUSED_ROWS} rows or fewer"),
+        (Problem(AG, 64, 64, 64, 2), FUSED, "matmul_reduce_scatter"),
+        (Problem("all_gather_matmul_wgrad", 64, 64, 64, 2), DIRECT, "a forward operator"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused(problem: Problem, spec: str, want: str):
+    assert want in refusal(problem, spec)
+    with pytest.raises(InputError, match=want):
+        build(problem, spec)
+    assert spec not in {c.spec for c in by_model(problem, preset("h200-8")).table}
