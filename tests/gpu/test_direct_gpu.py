@@ -45,20 +45,18 @@ def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
     """Sizes mix, ranks are late, graphs and eager calls; w of either order, odd addresses."""
     ranks, delay, draw = dist.get_world_size(), Delay(gpus), random.Random(dist.get_rank())
     op, plan = cp.matmul_reduce_scatter, "serial fused"
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16):
         for m, n, k in ((ranks, 512, 256), (2 * ranks, 1000, 520), (64, 8192, 1024)):
             x, w = operands(op, m, n, k, dtype)
             bias = torch.randn(n, device="cuda").to(dtype)
             dist.broadcast(bias, 0)
             want = wanted(op, x, w) + bias
             plain = op(x, w, bias=bias, plan="serial")
-            chain = k**0.5 * torch.finfo(torch.float32).eps
             odd = torch.empty(m * k + 1, dtype=dtype, device="cuda")[1:].view(m, k).copy_(x)
             for given in (x, x, odd):
                 for weight in (w, w.contiguous()):
                     y = op(given, weight, bias=bias, plan=plan)
-                    limit = 2 * relative_error(plain, want) + chain
-                    assert relative_error(y, want) <= limit, (dtype, m, n, k)
+                    assert relative_error(y, want) <= 2 * relative_error(plain, want), (m, n, k)
     cases = [operands(op, m, 1024, 256, seed=s) for s in range(3) for m in (ranks, 64)]
     want = [op(x, w, plan=plan) for x, w in cases]
     for (x, w), y in zip(cases, want, strict=True):

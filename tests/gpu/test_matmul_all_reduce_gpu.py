@@ -213,6 +213,21 @@ def test_tensors_that_lie_otherwise(gpus):
         assert relative_error(y, want) < 1e-2 and same_on_all(y)
 
 
+def test_a_second_launch_keeps_to_the_memory_of_the_first(gpus):
+    """Of a w at an odd address on one rank, after a larger call has made the memory grow."""
+    group = dist.new_group()
+    (x, w), (large, weight) = operands(4, 256, 128), operands(64, 16384, 128)
+    first = cp.matmul_all_reduce(x, w, group=group, plan="fused")
+    cp.matmul_all_reduce(large, weight, group=group, plan="fused")
+    room = torch.empty(w.numel() + 1, dtype=w.dtype, device="cuda")[1:].view(256, 128).copy_(w.t())
+    for _ in range(4):
+        odd = room.t() if dist.get_rank() == 0 else w
+        assert torch.equal(cp.matmul_all_reduce(x, odd, group=group, plan="fused"), first)
+    torch.cuda.synchronize()
+    cp.check(group)
+    cp.release(group)
+
+
 def test_compiled_and_differentiated(gpus):
     x, w = operands(8, 1024, 512)
     x.requires_grad_(), w.requires_grad_()

@@ -11,7 +11,7 @@ from rankpool import RankPool
 
 from counterpoint.kernels import matmul_all_reduce as kernels
 from counterpoint.kernels.peer import not_there
-from counterpoint.runtime.launch_fused import Fused, Launch, call_bytes
+from counterpoint.runtime.launch_fused import Fused, Launch, call_bytes, where
 
 SEEDS = range(6)
 WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags"), (0, "words")]
@@ -88,7 +88,9 @@ def errors_of(
                         memory.words.half_bytes = memory.stamps.half_bytes = size
                         memory.tiles.half_bytes = size
                         memory.flags.half_bytes = 4 * 2 * -(-n // way.block_n) * ranks
-                    Launch(way, each[r], 0, x[r], w[r], None)(x[r], w[r], None, y[r])
+                    Launch(way, each[r], where(way, each[r]), 0, x[r], w[r], None)(
+                        x[r], w[r], None, y[r]
+                    )
 
             try:
                 Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])

@@ -13,8 +13,9 @@ import counterpoint as cp
 def results(rank: int, ranks: int, op: str, spec: str) -> list[bool]:
     torch.manual_seed(rank)
     rows = 4 if op == "all_gather_matmul" else 4 * ranks
-    x, w = torch.randn(rows, 12, requires_grad=True), torch.randn(12, 8, requires_grad=True)
-    bias = torch.ones(8)
+    x, w, bias = torch.randn(rows, 12), torch.randn(12, 8), torch.ones(8)
+    x, w, bias = (t.bfloat16() for t in (x, w, bias))
+    x.requires_grad_(), w.requires_grad_()
     call: Any = getattr(cp, op)
     y, want = (call(x, w, bias=bias, plan=plan) for plan in (spec, "serial"))
     found = [torch.equal(y, want)]

@@ -19,6 +19,7 @@ from counterpoint.runtime.launch_fused import (
     default_way,
     grid,
     padded_rows,
+    where,
 )
 
 TWO_SHOT = "fused two_shot words 16x32x1 warps=4"
@@ -166,6 +167,34 @@ def test_what_a_plan_stands_for(monkeypatch: pytest.MonkeyPatch):
     assert auto(65, 1001, ranks=8) == "serial"  # its parts are no words
 
 
+def test_auto_is_serial_on_all_ranks_where_one_cannot(monkeypatch: pytest.MonkeyPatch):
+    """No symmetric memory, no SMs left: what was serial stays so; an explicit plan says why."""
+    from counterpoint.ops import matmul_all_reduce as module
+
+    def cannot(*_: object) -> None:
+        raise cp.UnsupportedError("no block fits")
+
+    told = list[str]()
+
+    def gather(mine: str, _: object) -> list[str]:
+        told.append(mine)
+        return [mine, ""]
+
+    monkeypatch.setattr(module, "_Direct", cannot)
+    monkeypatch.setattr(module, "_InOneKernel", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(module, "gather_object", gather)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    workspace: Any = SimpleNamespace(group=None)
+    by_words: Any = module._by_words  # pyright: ignore[reportPrivateUsage]
+    ready = by_words("direct", (), workspace, falls_back=True)
+    assert type(ready).__name__ == "_Serial" and told == ["no block fits"]
+    with pytest.raises(cp.UnsupportedError, match="no block fits"):
+        by_words("direct", (), workspace, falls_back=False)
+    # a peer that cannot: here it could
+    monkeypatch.setattr(module, "gather_object", lambda mine, _: [mine, "no block fits"])
+    assert type(by_words(Fused(1, "words"), (), workspace, falls_back=True)).__name__ == "_Serial"
+
+
 def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     """As the kernel names them."""
     none: Any = SimpleNamespace(bases=torch.zeros(2), half_bytes=4096)
@@ -176,7 +205,7 @@ def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     )
     x, w, y = torch.zeros(4, 64), torch.zeros(64, 64).t(), torch.zeros(4, 64)
     way, launched = Fused(2, "words", 16, 32, 3), list[tuple[Any, ...]]()
-    launch = Launch(way, memory, 7, x, w, None)
+    launch = Launch(way, memory, where(way, memory), 7, x, w, None)
 
     def compiled(*arguments: Any, stream: object) -> None:
         launched.append(arguments)

@@ -70,6 +70,7 @@ def test_its_words_count_as_memory():
         (Problem(RS, 2, 7, 64, 2), DIRECT, "parts of a multiple of 4 bytes"),
         (Problem(AG, 8192, 64, 8192, 2), DIRECT, f"at most {MAX_BYTES} bytes to send"),
         (Problem(RS, FUSED_ROWS + 2, 64, 64, 2), FUSED, f"{FUSED_ROWS} rows or fewer"),
+        (Problem(RS, 64, 64, 64, 2, dtype="float32"), FUSED, "of 16-bit numbers"),
         (Problem(AG, 64, 64, 64, 2), FUSED, "matmul_reduce_scatter"),
         (Problem("all_gather_matmul_wgrad", 64, 64, 64, 2), DIRECT, "a forward operator"),
     ],

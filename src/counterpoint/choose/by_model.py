@@ -32,17 +32,20 @@ DIRECT_TIE = 1.05
 
 
 def by_model(
-    problem: Problem, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES
-) -> Choice:
+    problem: Problem, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES,
+    words: bool = True,
+) -> Choice:  # fmt: skip
     """Choose for `problem` on `machine` by prediction.
 
     Args:
         eager: count the host's time.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
+        words: whether those of direct.SPECS are candidates.
     """
     specs = [s for s in variants(problem.op, problem.ranks) if " pull" not in s]
     specs.remove("serial")
-    ours = [s for s in direct.SPECS if problem.ranks > 1 and not direct.refusal(problem, s)]
+    ours = [s for s in direct.SPECS if not direct.refusal(problem, s)]
+    ours = ours if words and problem.ranks > 1 else []
     if problem.splits:
         specs = [s for s in specs if not s.startswith("uniform")]
     guesses: dict[str, float] = {}

@@ -78,12 +78,16 @@ def post(flag_ptrs, epoch, mask=None):
 def expired(stop_ptr, start_ns, timeout_ns, spins):
     """Whether to stop waiting: the time is up, or another wait of this rank has found it to be.
 
-    The same answer for all threads, by an atomic of one of them; looked at now and then only.
+    The same answer for all threads, by an atomic of one of them and not by the clock, which each
+    reads for itself; looked at now and then only.
+
+    Args:
+        spins: turns so far, counted up to LOOK_EVERY and from 0 again.
     """
     stop = spins < 0
-    if spins % LOOK_EVERY == LOOK_EVERY - 1:
+    if spins == LOOK_EVERY - 1:
         late = (now_ns() - start_ns > timeout_ns).to(tl.int32)
-        stop = tl.atomic_or(stop_ptr, late, sem="relaxed", scope="gpu") + late > 0
+        stop = tl.atomic_or(stop_ptr, late, sem="relaxed", scope="gpu") > 0
     return stop
 
 
@@ -113,7 +117,7 @@ def wait(flag_ptrs, epoch, stop_ptr, timeout_ns, mask=None):
         waiting = tl.sum(late.to(tl.int32)) > 0
         if waiting:
             waiting = not expired(stop_ptr, start_ns, timeout_ns, spins)
-        spins += 1
+        spins = (spins + 1) % LOOK_EVERY
     tl.debug_barrier()
     return late
 
@@ -173,7 +177,7 @@ def take_words(
         waiting = tl.sum(late.to(tl.int32)) > 0
         if waiting:
             waiting = not expired(stop_ptr, start_ns, timeout_ns, spins)
-        spins += 1
+        spins = (spins + 1) % LOOK_EVERY
     if word_ptrs.dtype.element_ty == tl.int32:
         # for the call after the next: its peers have heard of this rank in the one between
         tl.store(ptrs, tl.full(ptrs.shape, EMPTY, tl.int32), mask=some)

@@ -65,8 +65,8 @@ def all_gather_matmul(
         bias: dtype of x, [N], added once; not with several weights.
         plan: "auto", a family ("serial", "shard_p2p", "graded", "uniform_fused_2d",
             "uniform_fused_1d"), a spec such as "serial direct" or "graded 1/1/2 ring push", or a
-            Plan, which is validated once. The backward of "auto" and "serial" is chosen in the same way, that
-            of all others overlaps.
+            Plan, which is validated once. The backward of "auto" and "serial" is chosen in the
+            same way, that of all others overlaps.
         rows: `gather_dim` of x on each rank, equal on all ranks; None means that all are equal.
         gather_dim: the dim of x that the ranks have parts of. Where it is not 0, x is copied so
             that it comes first, and y is a view with that dim back in its place.

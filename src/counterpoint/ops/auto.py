@@ -14,6 +14,7 @@ from torch import Tensor
 from counterpoint.choose.by_model import by_model, part_rows
 from counterpoint.choose.known import Knowledge, load, problem_key
 from counterpoint.errors import CounterpointWarning, InputError
+from counterpoint.plan.direct import most_bytes
 from counterpoint.plan.families import build
 from counterpoint.problem import FORWARD, Problem
 from counterpoint.runtime.ranks import gather_object
@@ -37,7 +38,10 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
         return "serial"
     capturing = torch.cuda.is_current_stream_capturing()
     tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
-    spec = by_model(problem, known.machine, tiles=tiles).spec
+    # memory for words cannot be made in a capture; what there is of it is equal on all ranks
+    room = workspace.fused.words.half_bytes if workspace.fused else 0
+    words = not capturing or room >= most_bytes(problem)
+    spec = by_model(problem, known.machine, tiles=tiles, words=words).spec
     # the library's tiles are asked of each GPU by itself
     return spec if capturing else gather_object(spec, workspace.group)[0]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops import call
 from counterpoint.ops.call import Input
 from counterpoint.ops.check import autocast, check_group, check_tensors
@@ -24,7 +24,6 @@ from counterpoint.runtime.launch_fused import (
     reserve,
 )
 from counterpoint.runtime.ranks import gather_object, group_of
-from counterpoint.runtime.resident import RESERVED_SMS
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "matmul_all_reduce"
@@ -48,11 +47,11 @@ def matmul_all_reduce(
     In place of `matmul` and `all_reduce`. For the few rows of decoding one kernel, which sends each
     tile to its peers as soon as it is computed; for a few more the library's matmul and an
     all-reduce in one kernel of our own. All ranks get the same bits, and the same call gives them
-    in every run, if all store w alike. Partial results are rounded to
-    the dtype of x for the way (a single row is not), summed in fp32 in a fixed order, and rounded
-    once. Captures in a CUDA graph after one eager call of the same or a larger size; the calls of a
-    group, replays included, are one after the other in stream order. Differentiable; its backward
-    needs no communication.
+    in every run, if all store w alike. Partial results are rounded to the dtype of x for the way
+    (a single row is not), summed in fp32 in a fixed order, and rounded once; of direct, the bias is
+    added after that. Captures in a CUDA graph after one eager call of the same or a larger size;
+    the calls of a group, replays included, are one after the other in stream order, and so must
+    graphs of several groups be. Differentiable; its backward needs no communication.
 
     Args:
         x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA, K the part of this rank.
@@ -106,7 +105,7 @@ def way_of(
         if device.type == "cuda" and not ranks & (ranks - 1) and 1 < ranks <= MAX_RANKS:
             # a w that is wider than a tile for each SM has two rounds of them: see docs/fused.md
             rows = FUSED_ROWS if n <= 64 * num_sms else FUSED_ROWS // 2
-            if m <= rows and dtype.itemsize == 2 and num_sms > RESERVED_SMS:
+            if m <= rows and dtype.itemsize == 2:
                 plan = "fused"
             elif y_bytes <= DIRECT_BYTES and not y_bytes % (4 * ranks):
                 plan = "direct"
@@ -149,8 +148,6 @@ class _Direct:
             fused_memory(workspace), tag, m * n * x.element_size() // ranks, scatter=True,
             gather=True, dtype=x.dtype, name=OP,
         )  # fmt: skip
-        if not torch.cuda.is_current_stream_capturing():
-            gather_object(None, workspace.group)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
@@ -177,9 +174,6 @@ class _InOneKernel:
         self.tag = self.lanes.register(OP, way.spec, (("sum over ranks", ranks),))
         self.call = FusedCall(way, self.memory, self.tag, OP)
         self.call.compile(x, w, bias, x.new_empty(x.shape[0], w.shape[1]))
-        if not torch.cuda.is_current_stream_capturing():
-            # a rank that still compiles is late for all: they go on together
-            gather_object(None, workspace.group)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
@@ -230,14 +224,34 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
     way = way_of(plan, m, n, group.size(), x.dtype, x.device)
     if way == "serial" or not x.shape[-1]:
         ready = _Serial(workspace)
-    elif way == "direct":
-        ready = _Direct(workspace, tensors)
     elif x.is_cuda:
-        ready = _InOneKernel(way, workspace, tensors)
+        ready = _by_words(way, tensors, workspace, falls_back=plan == "auto")
     else:
         ready = _OnCpuRanks(workspace)
     workspace.remember(key, ready)
     return ready
+
+
+def _by_words(
+    way: Fused | Literal["direct"], tensors: Sequence[Tensor | None], workspace: Workspace,
+    *, falls_back: bool,
+) -> call.Runnable:  # fmt: skip
+    """Compiled on all ranks, or serial on all of them where one cannot and `falls_back`."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    ready, problem = None, ""
+    try:
+        if way == "direct":
+            ready = _Direct(workspace, tensors)
+        else:
+            ready = _InOneKernel(way, workspace, tensors)
+    except (UnsupportedError, InputError) as error:
+        # memory that would have to grow within a capture does so on all ranks
+        if not falls_back or (isinstance(error, InputError) and not capturing):
+            raise
+        problem = str(error)
+    # a rank that still compiles is late for all: they go on together
+    everyone = [problem] if capturing else gather_object(problem, workspace.group)
+    return _Serial(workspace) if ready is None or any(everyone) else ready
 
 
 def _given(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:

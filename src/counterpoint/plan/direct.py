@@ -27,11 +27,18 @@ def refusal(p: Problem, spec: str) -> str:
     if len(set(p.rows)) > 1:
         return "equal rows on all ranks"
     if spec == FUSED:
-        return f"{FUSED_ROWS} rows or fewer" if p.m > FUSED_ROWS else ""
+        fits = p.m <= FUSED_ROWS and p.item_bytes == 2
+        return "" if fits else f"{FUSED_ROWS} rows or fewer, of 16-bit numbers"
     part = p.rows[0] * (p.k if gathers else p.n) * p.item_bytes
     if part % 4:
         return "parts of a multiple of 4 bytes"
     return f"at most {MAX_BYTES} bytes to send" if part * p.ranks > MAX_BYTES else ""
+
+
+def most_bytes(p: Problem) -> int:
+    """A bound on the words of one call, padded rows and columns of a fused kernel included."""
+    cols = p.k if p.op == "all_gather_matmul" else p.n + 256
+    return 2 * (p.m + p.ranks) * cols * p.item_bytes
 
 
 def with_our_collective(serial: Plan, spec: str) -> Plan:

@@ -10,7 +10,7 @@ from triton.runtime.errors import OutOfResources
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import driver
 from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.launch_fused import Fused, Launch, aligned, grid
+from counterpoint.runtime.launch_fused import Fused, Launch, aligned, grid, where
 from counterpoint.runtime.resident import resident_blocks
 
 
@@ -26,6 +26,8 @@ class FusedCall:
 
     def __init__(self, way: Fused, memory: FusedMemory, tag: int, name: str) -> None:
         self.way, self.memory, self.tag, self.name = way, memory, tag, name
+        # a rank by itself may compile a second launch, and by then the memory may have grown
+        self.at = where(way, memory)
         self.launches: dict[bool, Launch] = {}
 
     def compile(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> Launch:
@@ -40,7 +42,7 @@ class FusedCall:
         found = self.launches.get(aligned(w))
         if found is not None:
             return found
-        launch = Launch(self.way, self.memory, self.tag, x, w, bias)
+        launch = Launch(self.way, self.memory, self.at, self.tag, x, w, bias)
         capturing = torch.cuda.is_current_stream_capturing()
         with driver.relaxed_capture() if capturing else nullcontext():
             try:

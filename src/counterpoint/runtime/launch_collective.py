@@ -1,6 +1,7 @@
 """Launches of our own collectives, of kernels/collectives.py."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.kernels.collectives import collective_kernel
 from counterpoint.plan.bind import BoundStep, Part
+from counterpoint.runtime import driver
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.lanes_cuda import raw_stream
@@ -89,14 +91,18 @@ class Collective:
         self._constants = (ranks, scatter, gather, DTYPES[dtype])
         self.block, self.programs = block_of(BLOCKS[-1], ranks), 1
         self._direct: Callable[..., None] | None = None
-        for wide in BLOCKS if device.type == "cuda" else ():
-            self.block = block_of(wide, ranks)
-            blocks = max(1, -(-part // self.block))
-            compiled = self._compiled()
-            self.programs = min(blocks, resident_blocks(compiled, device, name))
-            self._direct = compiled[(self.programs, 1, 1)]
-            if self.programs == blocks:
-                break
+        if device.type != "cuda":
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        with driver.relaxed_capture() if capturing else nullcontext():
+            for wide in BLOCKS:
+                self.block = block_of(wide, ranks)
+                blocks = max(1, -(-part // self.block))
+                compiled = self._compiled()
+                self.programs = min(blocks, resident_blocks(compiled, device, name))
+                self._direct = compiled[(self.programs, 1, 1)]
+                if self.programs == blocks:
+                    break
 
     def __call__(self, source: Tensor, target: Tensor) -> None:
         """Run on the current stream; contiguous tensors at multiples of 16 bytes."""

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -155,12 +155,32 @@ def grid(way: Fused, n: int, resident: int) -> int:
     return -(-tiles // rounds)
 
 
+class Where(NamedTuple):
+    """The memory of a launch; `half_bytes` and `half_flags` as the kernel takes them."""
+
+    cells: Tensor
+    flags: Tensor
+    half_bytes: int
+    half_flags: int
+
+
+def where(way: Fused, memory: FusedMemory) -> Where:
+    """What `reserve` has made: memory that grows later is another, with other halves.
+
+    Equal on all ranks only if all ask at the same time.
+    """
+    cells = cells_of(way, memory)
+    flags = memory.flags if way.by == "flags" else cells
+    return Where(cells.bases, flags.bases, cells.half_bytes, flags.half_bytes // 4)
+
+
 class Launch:
     """The kernel with all arguments that do not change from call to call.
 
     Args:
         way: how, equal on all ranks.
         memory: with room for it, by `reserve`.
+        at: where in it, asked for by all ranks at the same time.
         tag: that a fault word names it by.
         x: [M, K], its last dim without gaps.
         w: [K, N], any strides.
@@ -168,18 +188,16 @@ class Launch:
     """
 
     def __init__(
-        self, way: Fused, memory: FusedMemory, tag: int, x: Tensor, w: Tensor, bias: Tensor | None
-    ) -> None:
+        self, way: Fused, memory: FusedMemory, at: Where, tag: int, x: Tensor, w: Tensor,
+        bias: Tensor | None,
+    ) -> None:  # fmt: skip
         (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
         m = m // ranks if way.scatter else m  # of each owner
         self.programs = -(-n // way.block_n)
-        # memory that has grown since is another, with other halves: this launch keeps what it knows
-        cells = cells_of(way, memory)
-        flags = memory.flags if way.by == "flags" else cells
-        self._memory = (cells.bases, flags.bases, memory.state, memory.fault)
+        self._memory = (at.cells, at.flags, memory.state, memory.fault)
         self._numbers = (
-            m, n, k, x.stride(0), w.stride(0), w.stride(1), cells.half_bytes,
-            flags.half_bytes // 4, memory.workspace.rank, tag,
+            m, n, k, x.stride(0), w.stride(0), w.stride(1), at.half_bytes,
+            at.half_flags, memory.workspace.rank, tag,
             int(memory.workspace.timeout_s * 1e9),
         )  # fmt: skip
         self._constants = (
