@@ -136,7 +136,7 @@ def _lines(shapes: Sequence[list[Row]]) -> str:
         best = min(t[arm] for arm in TORCH)
         way = " ".join(head["pick"].split()[:3])
         arms = ("matmul", "serial", *TORCH, "direct", "fused")
-        cells = [f"{t[arm] * 1e6:.1f}" for arm in arms]
+        cells = [f"{t[arm] * 1e6:.1f}" if arm in t else "-" for arm in arms]
         lines.append(
             f"| {head['layer']} | {head['m']}, {head['n']}, {head['k']} | " + " | ".join(cells)
             + f" | **{t['auto'] * 1e6:.1f}** | {t['auto'] / t['serial']:.2f} | "
