@@ -53,7 +53,7 @@ def draw(results: Path, images: Path) -> None:
     for shape in _shapes(rows):
         t, head = _seconds(shape), shape[0]
         if head["m"] in COUNTED:
-            label = f"{head['n']}, {head['k']}\n{head['m']} rows"
+            label = f"{head['n']}, {head['k']}\n{head['m']} row{'s' if head['m'] > 1 else ''}"
             bars.append(BarRow(label=label, serial_s=t["serial"], ours_s=t["auto"],
                                ideal_s=t["our matmul"]))  # fmt: skip
     for old in images.glob("decode-*x.png"):
