@@ -1,19 +1,28 @@
-"""What a launch of a fused kernel needs of each rank, all of them in one process."""
+"""What a launch of a fused kernel needs of each rank, in one process, between guards."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+GUARD = 64  # elements on both sides that nobody may write to
+CANARY = 1234.0  # also in fp16
+EMPTY = -(1 << 31)
+
 
 def memories(ranks: int, num_bytes: int) -> list[Any]:
     """As `FusedMemory`, of `num_bytes` of each kind: the ranks' memory is a tensor each."""
-    kept = [[torch.full((num_bytes // 4,), fill) for _ in range(ranks)] for fill in (-0.0, 0, 0, 0)]
-
-    def shared(each: list[torch.Tensor]) -> Any:
-        bases = torch.tensor([t.data_ptr() for t in each])
-        return SimpleNamespace(bases=bases, half_bytes=num_bytes // 2,
-                               reserve=lambda _: None)  # fmt: skip
+    kept = {
+        name: [guarded(num_bytes // 4, fill) for _ in range(ranks)]
+        for name, fill in (("words", -0.0), ("stamps", 0.0), ("tiles", 0.0), ("flags", 0.0))
+    }
+    shared = {
+        name: SimpleNamespace(
+            bases=torch.tensor([t[GUARD:].data_ptr() for t in each]), half_bytes=num_bytes // 2,
+            reserve=lambda _: None,
+        )
+        for name, each in kept.items()
+    }  # fmt: skip
 
     def workspace(rank: int) -> Any:
         group = SimpleNamespace(size=lambda: ranks)
@@ -21,9 +30,29 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
 
     return [
         SimpleNamespace(
-            words=shared(kept[0]), stamps=shared(kept[1]), tiles=shared(kept[2]),
-            flags=shared(kept[3]), kept=kept, workspace=workspace(rank),
+            **shared, kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
         )
         for rank in range(ranks)
     ]  # fmt: skip
+
+
+def guarded(count: int, fill: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`count` elements between guards; what is between: [GUARD:-GUARD]."""
+    room = torch.full((count + 2 * GUARD,), fill, dtype=dtype)
+    room[:GUARD] = room[-GUARD:] = CANARY
+    return room
+
+
+def left(memory: Any, results: list[torch.Tensor]) -> str:
+    """What calls have left that they must not: a written guard, a word that nobody took; or ''.
+
+    Args:
+        memory: of `memories`.
+        results: made by `guarded`.
+    """
+    rooms = [*results, *(room for each in memory.kept.values() for room in each)]
+    if any((room[:GUARD] != CANARY).any() or (room[-GUARD:] != CANARY).any() for room in rooms):
+        return "a guard was written to"
+    words = [room[GUARD:-GUARD].view(torch.int32) for room in memory.kept["words"]]
+    return "a word was not taken" if any((w != EMPTY).any() for w in words) else ""

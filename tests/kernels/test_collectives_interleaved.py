@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from memories import memories
+from memories import GUARD, guarded, left, memories
 from rankpool import RankPool
 
 from counterpoint.kernels import collectives as kernels
@@ -54,7 +54,7 @@ def errors_of(
             torch.manual_seed(seed)
             each = memories(ranks, 2 * 2 * ranks * 4 * max(parts) + 4096)
             xs = [torch.randn(ranks, part * (ranks if scatter else 1)).to(dtype) for part in parts]
-            ys = [torch.full((ranks, part * (ranks if gather else 1)), torch.nan).to(dtype)
+            ys = [[guarded(part * (ranks if gather else 1), torch.nan, dtype) for _ in range(ranks)]
                   for part in parts]  # fmt: skip
 
             def run(r: int, each: Any = each, xs: Any = xs, ys: Any = ys) -> None:
@@ -64,7 +64,7 @@ def errors_of(
                     call = Collective(each[r], 0, part * x.element_size(), scatter=scatter,
                                       gather=gather, dtype=dtype, name=kind)  # fmt: skip
                     call.block, call.programs = 32, PROGRAMS
-                    call(x[r], y[r])
+                    call(x[r], y[r][GUARD:-GUARD])
 
             try:
                 Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
@@ -73,9 +73,12 @@ def errors_of(
                 continue
             off = [
                 (i, r) for i, (x, y) in enumerate(zip(xs, ys, strict=True)) for r in range(ranks)
-                if not torch.equal(y[r], want_of(kind, x, r))
+                if not torch.equal(y[r][GUARD:-GUARD], want_of(kind, x, r))
             ]  # fmt: skip
-            found.append(f"calls {off} are off" if off else "")
+            wrong = f"calls {off} are off" if off else ""
+            if not fault:
+                wrong = wrong or left(each[0], [room for y in ys for room in y])
+            found.append(wrong)
     return found
 
 
@@ -99,3 +102,15 @@ def test_planted_faults_show(pool: RankPool, kind: str, fault: str, parts: tuple
     arguments = (2, kind, torch.float32, parts, range(40), fault)
     (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=120)
     assert any(found)
+
+
+def test_what_is_left_behind_shows():
+    for name, place, what in (("tiles", GUARD - 1, "guard"), ("flags", -1, "guard"),
+                              ("words", GUARD, "word")):  # fmt: skip
+        (memory,) = memories(1, 256)
+        assert left(memory, [guarded(3, 0.0)]) == ""
+        memory.kept[name][0][place] = 0.0
+        assert what in left(memory, [])
+    room = guarded(3, 0.0)
+    room[-GUARD] = 0.0
+    assert "guard" in left(memories(1, 256)[0], [room])

@@ -123,6 +123,26 @@ def wait(flag_ptrs, epoch, stop_ptr, timeout_ns, mask=None):
 
 
 @triton.jit
+def barrier(bases_ptr, byte_offset, rank, epoch, stop_ptr, timeout_ns, WORLD: tl.constexpr):
+    """Meet the same block of every rank: what each has stored with `put` before is seen behind it.
+
+    Args:
+        bases_ptr: as for `peer_ptr`.
+        byte_offset: int64, a multiple of 4, where WORLD flags of this block lie on each rank.
+        rank: this one.
+        epoch, stop_ptr, timeout_ns: as for `wait`.
+        WORLD: ranks, a power of 2.
+
+    Returns:
+        Tensor of bool [WORLD], the ranks that are late.
+    """
+    ranks = tl.arange(0, WORLD)
+    post(peer_ptr(bases_ptr, ranks, byte_offset + 4 * rank, tl.int32), epoch)
+    own = peer_ptr(bases_ptr, rank, byte_offset + 4 * ranks, tl.int32)
+    return wait(own, epoch, stop_ptr, timeout_ns)
+
+
+@triton.jit
 def put_words(word_ptrs, bits, epoch, mask=None):
     """Store 4 bytes where a peer polls them.
 
