@@ -27,8 +27,9 @@ REST = [pair for kernel in ("64x64x32", "128x256x64", "64x64x64", "128x128x64")
         for pair in pairs([kernel]) if pair not in QUICK]  # fmt: skip
 SUITES: dict[str, list[tuple[Pair, tuple[Mode, ...]]]] = {
     "smoke": [(pair, BOTH) for pair in pairs(["cuBLAS"], ["cb"])],
-    # all pairs that have bars
-    "full": [*((pair, BOTH) for pair in QUICK), *((pair, GRAPH) for pair in LONG)],
+    "full": [(pair, GRAPH) for pair in QUICK],
+    # with those of full, all pairs that have bars
+    "loops": [*((pair, ("eager",)) for pair in QUICK), *((pair, GRAPH) for pair in LONG)],
     # memory-bound ones of Triton last: 100 ms a loop
     "slow": [*((pair, ("eager",)) for pair in LONG),
              *((pair, GRAPH) for pair in sorted(REST, key=lambda pair: pair.gemm))],
