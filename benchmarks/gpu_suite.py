@@ -21,7 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS_S = {"smoke": (100, 60), "full": (200, 210), "loops": (0, 0), "slow": (0, 0)}  # tests, benchmark
+# of tests and of the benchmark
+LIMITS_S = {"smoke": (100, 60), "full": (200, 210), "loops": (0, 0), "slow": (0, 0)}
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
 DECODE_S = 120
