@@ -4,28 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from memories import GUARD, guarded, left, memories
+from planted import take_and_leave
 from rankpool import RankPool
 
 from counterpoint.kernels import collectives as kernels
-from counterpoint.kernels.peer import not_there
 from counterpoint.runtime.launch_collective import Collective
 
 KINDS = {"reduce_scatter": (True, False), "all_gather": (False, True), "all_reduce": (True, True)}
 # elements of a part, call after call: of one size, and of sizes that differ
 SAME, MIXED = (70,) * 5, (40, 300, 20, 300, 70)
 PROGRAMS = 2
-
-
-@triton.jit
-def take_and_leave(word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4):
-    """`take_words` that does not empty them: those of an earlier call look like this one's."""
-    words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-    while tl.max((mask & not_there(words, epoch)).to(tl.int32)) > 0:
-        words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-    return words, mask & False
 
 
 def want_of(kind: str, x: torch.Tensor, rank: int) -> torch.Tensor:

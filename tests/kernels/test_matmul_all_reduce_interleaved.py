@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from memories import GUARD, guarded, left, memories
+from planted import post_relaxed, take_and_leave
 from rankpool import RankPool
 
 from counterpoint.kernels import matmul_all_reduce as kernels
-from counterpoint.kernels.peer import not_there
 from counterpoint.runtime.launch_fused import Fused, Launch, call_bytes, where
 
 SEEDS = range(6)
@@ -18,12 +18,6 @@ WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags"), 
 # calls without a meeting between them: of one size, and of sizes that differ
 SAME = ((3, 32, 16),) * 4
 MIXED = ((1, 16, 16), (4, 48, 16), (2, 16, 16), (4, 48, 16), (1, 32, 16))
-
-
-@triton.jit
-def post_relaxed(flag_ptrs, epoch, mask=None):
-    """`post` with its fault planted: what stands before it is not published."""
-    tl.atomic_xchg(flag_ptrs, epoch, mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -38,15 +32,6 @@ def post_too_few(flag_ptrs, epoch, mask=None):
     last = tl.max(flag_ptrs.to(tl.int64), 0)
     tl.atomic_xchg(flag_ptrs, epoch, mask=mask & (flag_ptrs.to(tl.int64) < last), sem="release",
                    scope="sys")  # fmt: skip
-
-
-@triton.jit
-def take_and_leave(word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4):
-    """`take_words` that does not empty them: those of an earlier call look like this one's."""
-    words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-    while tl.max((mask & not_there(words, epoch)).to(tl.int32)) > 0:
-        words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-    return words, mask & False
 
 
 FAULTS = {

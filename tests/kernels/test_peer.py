@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from planted import post_relaxed
 from ptx import ACQUIRE, BARRIER, CAPABILITIES, RELEASE, compiled, in_order
 from rankpool import RankPool
 
@@ -33,12 +34,6 @@ def exchange_kernel(
     tl.store(target_ptr + place, tl.load(at, cache_modifier=".cg"))
     tl.store(stop_ptr + 1, tl.sum(late.to(tl.int32)))
     tl.store(epoch_ptr, epoch)
-
-
-@triton.jit
-def post_relaxed(flag_ptrs, epoch, mask=None):
-    """`post` with its fault planted: what stands before it is not published."""
-    tl.atomic_xchg(flag_ptrs, epoch, mask=mask, sem="relaxed", scope="sys")
 
 
 def off(rank: int, world: int, ranks: int, seeds: range, fault: bool) -> list[int]:

@@ -1,0 +1,21 @@
+"""Device functions of kernels/peer.py with a fault planted each: what a test must see."""
+
+import triton
+import triton.language as tl
+
+from counterpoint.kernels.peer import not_there
+
+
+@triton.jit
+def post_relaxed(flag_ptrs, epoch, mask=None):
+    """`post` that publishes nothing of what stands before it."""
+    tl.atomic_xchg(flag_ptrs, epoch, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def take_and_leave(word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4):
+    """`take_words` that does not empty them: those of an earlier call look like this one's."""
+    words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+    while tl.max((mask & not_there(words, epoch)).to(tl.int32)) > 0:
+        words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+    return words, mask & False
