@@ -25,7 +25,9 @@ def sections(results: Path) -> dict[str, str]:
         made["decode"].append(text.format(f"{table(rows)}\n\n{summary(rows)}"))
         if lines := ablation(rows):
             made["ablation"].append(text.format(lines))
-        made["decode-eager"].append(text.format(eager(rows)))
+        source = _source(rows).partition(" Microseconds")[0]
+        how = "Microseconds of one eager call at a time, medians; the host's of calls in a row."
+        made["decode-eager"].append(f"**{num} GPUs**\n\n{eager(rows)}\n\n{source} {how}")
         made["soak"] += soaks(results, num)
     if measured:
         largest = next(iter(measured))

@@ -104,8 +104,9 @@ def refusals(rank: int, ranks: int) -> list[str]:
 def test_what_is_refused(pool: RankPool):
     wants = [
         "x must be [rows, ..., K] of 2 or more dims", "w must be [K=4, N], got (3, 4)",
-        "bias must be [N=3]", "plan must be such as 'fused two_shot words 64x64x8 warps=4', got "
-        "'fast'", "plan must be text, got int", "plan must be words with one_shot, got flags",
+        "bias must be [N=3]", "plan must be auto, serial, direct, fused or such as "
+        "'fused two_shot words 64x64x8 warps=4', got 'fast'",
+        "plan must be text, got int", "plan must be words with one_shot, got flags",
         "plan must be block_n a power of 2 >= 16, got 48",
         "x.shape must be equal on all ranks", "plan must be equal on all ranks",
     ]  # fmt: skip
@@ -271,3 +272,20 @@ def test_what_the_norm_refuses(pool: RankPool):
     ]  # fmt: skip
     for texts in pool.run(norm_refusals, 2):
         assert texts == [f"matmul_all_reduce_rms_norm: {want}" for want in wants]
+
+
+def in_turn_with_another_size(rank: int, ranks: int) -> str:
+    """Both sizes have been called before; gloo would end the process that gets the other one."""
+    w = torch.randn(16, 8)
+    for m in (4, 2):
+        cp.matmul_all_reduce(torch.randn(m, 16), w, plan="fused")
+    try:
+        cp.matmul_all_reduce(torch.randn(4 if rank else 2, 16), w, plan="fused")
+    except cp.InputError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_disagree_later_are_told_so(pool: RankPool):
+    text = "x.shape must be equal on all ranks, (2, 16) as on rank 0, got (4, 16) on rank 1"
+    assert all(text in found for found in pool.run(in_turn_with_another_size, 2))

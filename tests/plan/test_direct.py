@@ -55,6 +55,7 @@ def test_its_words_count_as_memory():
     words = 2 * 64 * 8192 * 2
     assert build(problem, "serial").num_bytes("symmetric") == 0
     assert build(problem, DIRECT).num_bytes("symmetric") == words
+    assert build(problem, FUSED).num_bytes("symmetric") == words
     assert build(problem, DIRECT).num_bytes("scratch") == words // 2
     # what it may not have it does not take
     limited = replace(problem, scratch_bytes_limit=words)

@@ -364,14 +364,21 @@ def warmup(
         str, typer.Option(show_default=False, help="N,K of one rank: 8192,3584:8192,1024.")
     ],
     rows: Annotated[str, typer.Option(help="M over all ranks.")] = "1,2,4,8,16,32,64,128,256",
-    op: Annotated[str, typer.Option(help="Operators, with commas.")] = "matmul_all_reduce",
+    op: Annotated[
+        str,
+        typer.Option(
+            help="Operators, with commas: matmul_all_reduce, all_gather_matmul, "
+            "matmul_reduce_scatter."
+        ),
+    ] = "matmul_all_reduce",
     dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
     ranks: Annotated[int, typer.Option(min=0, help="GPUs; 0: all.")] = 0,
 ) -> None:
     """Compile the kernels of your sizes before traffic comes: Triton keeps them.
 
     A first call compiles for about a second for each new number of rows, rounded up to a power of
-    2; after this command it loads what is there.
+    2; after this command it loads what is in Triton's cache (TRITON_CACHE_DIR). Starts a process
+    for each GPU by itself.
 
     **Example:** `counterpoint warmup --layers 8192,3584:8192,1024 --rows 1,8,32,64`
     """

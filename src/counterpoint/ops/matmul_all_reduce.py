@@ -121,12 +121,14 @@ def way_of(
 class _Serial:
     """A matmul and an all-reduce of the libraries."""
 
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+    def __init__(self, workspace: Workspace, plan: str) -> None:
+        self.workspace, self.plan = workspace, plan
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
         x, w, bias = _given(tensors)
+        if not x.is_cuda:
+            call.compare(OP, INPUTS, tensors, self.plan, (), self.workspace)
         y = x @ w
         dist.all_reduce(y, group=self.workspace.group)
         return [y if bias is None else y.add_(bias)]
@@ -188,14 +190,19 @@ class _InOneKernel:
 
 
 class _OnCpuRanks:
-    """What the kernel computes, by torch and gloo: its roundings, in one order on all ranks."""
+    """What the kernel computes, by torch and gloo: its roundings, in one order on all ranks.
 
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+    gloo ends the process of a rank whose peer sends another size, and does not say who is missing:
+    so each call is compared first.
+    """
+
+    def __init__(self, workspace: Workspace, plan: str) -> None:
+        self.workspace, self.plan = workspace, plan
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
         x, w, bias = _given(tensors)
+        call.compare(OP, INPUTS, tensors, self.plan, (), self.workspace)
         single = prod(x.shape[:-1]) == 1  # a single row travels in fp32
         partial = (x.float() @ w.float()).to(torch.float32 if single else x.dtype)
         parts = [torch.empty_like(partial) for _ in range(self.workspace.group.size())]
@@ -223,11 +230,11 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
     m, n = prod(x.shape[:-1]), w.shape[1]
     way = way_of(plan, m, n, group.size(), x.dtype, x.device)
     if way == "serial" or not x.shape[-1]:
-        ready = _Serial(workspace)
+        ready = _Serial(workspace, plan)
     elif x.is_cuda:
         ready = _by_words(way, tensors, workspace, falls_back=plan == "auto")
     else:
-        ready = _OnCpuRanks(workspace)
+        ready = _OnCpuRanks(workspace, plan)
     workspace.remember(key, ready)
     return ready
 
@@ -251,7 +258,7 @@ def _by_words(
         problem = str(error)
     # a rank that still compiles is late for all: they go on together
     everyone = [problem] if capturing else gather_object(problem, workspace.group)
-    return _Serial(workspace) if ready is None or any(everyone) else ready
+    return _Serial(workspace, "auto") if ready is None or any(everyone) else ready
 
 
 def _given(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:

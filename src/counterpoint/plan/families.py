@@ -149,7 +149,7 @@ class _Options:
         if f"{family} {word}" in SPECS:
             self.ours = f"{family} {word}"
             if want := refusal(self.problem, self.ours):
-                self.refuse(want)
+                self.refuse(f"for {want}")
         elif word in PEERS and family != "serial":
             self.peers = "xor" if word == "xor" else "ring"
         elif word in DIRECTIONS and gathers and family in ("shard_p2p", "graded"):

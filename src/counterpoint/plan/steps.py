@@ -215,7 +215,8 @@ class Plan:
         held = sum(self.buffer_bytes(b) for b in self.buffers if b.space in spaces)
         if "symmetric" not in spaces:
             return held
-        sides = [step.reads + step.writes for step in self.steps if step.arg("transport")]
+        sides = [step.reads + step.writes for step in self.steps
+                 if step.kind == "collective" and step.arg("transport")]  # fmt: skip
         # two halves, each of the side that all ranks have a part of
         return held + sum(2 * max(self.buffer_bytes(self.buffer(r.buffer)) for r in side)
                           for side in sides)  # fmt: skip

@@ -75,7 +75,7 @@ class Fused:
             r"fused (one_shot|two_shot) (words|stamps|flags) (\d+)x(\d+)x(\d+) warps=(\d+)", spec
         )
         if not found:
-            want = "such as 'fused two_shot words 64x64x8 warps=4'"
+            want = "auto, serial, direct, fused or such as 'fused two_shot words 64x64x8 warps=4'"
             raise InputError(OP, "plan", want=want, got=repr(spec))
         shots, by, *sizes = found.groups()
         return cls(1 if shots == "one_shot" else 2, by, *map(int, sizes))  # type: ignore[arg-type]
