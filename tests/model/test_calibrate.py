@@ -204,3 +204,11 @@ def test_a_unit_slip_in_a_row_is_refused():
     ]
     with pytest.raises(InputError, match="Costs: barrier_s must be seconds"):
         fit(rows, MACHINE)
+
+
+def test_without_collectives_of_our_own_their_constants_stay():
+    """On a number of ranks that is no power of two there are none."""
+    rows = [row for row in rows_of(TRUTHS["slow"], None) if row["question"] != "direct"]
+    found, base = fit(rows, MACHINE), MACHINE.costs
+    assert (found.direct_s, found.direct_bytes_per_s) == (base.direct_s, base.direct_bytes_per_s)
+    assert found.copy_bytes_per_s != base.copy_bytes_per_s

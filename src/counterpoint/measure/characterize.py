@@ -29,7 +29,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime import compute, launch_cuda
 from counterpoint.runtime.driver import Copy, copy_async
 from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.launch_collective import Collective
+from counterpoint.runtime.launch_collective import WORD_BYTES, Collective, refusal
 from counterpoint.runtime.symmetric import allocate
 from counterpoint.runtime.workspace import workspace_of
 
@@ -174,7 +174,9 @@ class _Bench:
         ]  # fmt: skip
 
     def direct(self) -> list[Row]:
-        """Collectives of our own."""
+        """Collectives of our own, where there are such for this number of ranks."""
+        if refusal(WORD_BYTES, self.ranks):
+            return []
         memory, calls = fused_memory(workspace_of(self.group, self.device)), dict[str, Call]()
         kinds = {"all_gather": (False, True), "reduce_scatter": (True, False)}
         for (kind, (scatter, gather)), size in product(kinds.items(), DIRECT[::-1]):

@@ -61,7 +61,11 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         )
         for kind in ("all_gather", "reduce_scatter")
     }
-    direct_s, direct_rate = _line(of("direct"))
+    # a number of ranks that is no power of two has none: then no plan asks for it
+    ours = [row for row in rows if row["question"] == "direct"]
+    direct_s, direct_rate = machine.costs.direct_s, machine.costs.direct_bytes_per_s
+    if ours:
+        direct_s, direct_rate = _line(ours)
     memory = max(of("memory"), key=lambda row: row["num_bytes"])
     kernel_s = _median(row["seconds"] for row in of("kernel"))
     host = sorted(of("host"), key=lambda row: row["num_steps"])
