@@ -130,6 +130,22 @@ def test_every_thread_polls_words_of_its_own(ranks: int):
         assert min(sizes) >= 32 * chosen.num_warps, (chosen.spec, m, polled)
 
 
+@pytest.mark.parametrize("by", ["words", "flags"])
+def test_all_threads_stop_waiting_alike(by: str):
+    """By the atomic's answer alone: a clock that each thread reads for itself may part them."""
+    ir = kernel(90, way(2, by), 32).ttgir
+    verdicts = re.findall(r"(%\S+) = tt\.atomic_rmw or,", ir)
+    assert len(verdicts) == 2
+    for verdict in verdicts:
+        uses = [line for line in ir.splitlines() if re.search(rf"= .*{verdict}\b", line)]
+        assert [re.search(r"= (\S+)", line)[1] for line in uses] == ["arith.cmpi"], uses  # type: ignore[index]
+    clock = re.findall(r"(%\S+) = tt\.elementwise_inline_asm .*globaltimer", ir)
+    for late in re.findall(r"tt\.atomic_rmw or, relaxed, gpu, \S+, (%\w+)", ir):
+        others = [line for line in ir.splitlines() if re.search(rf"= .*{late}\b", line)]
+        assert len(others) == 1, others  # what the clock says goes into the atomic and nowhere else
+    assert len(clock) >= 4
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("m", [8, 64])
 def test_rows_are_scattered_as_words(m: int, ranks: int):
