@@ -112,3 +112,20 @@ def late_by_a_call(rank: int, ranks: int, how: Fused) -> list[bool]:
 @pytest.mark.parametrize(("shots", "by"), WAYS[1:-1])
 def test_a_rank_that_has_given_up_sends_no_sums(pool: RankPool, shots: int, by: str):
     assert pool.run(late_by_a_call, 2, way(shots, by)) == [[True] * 4] * 2
+
+
+def grown(rank: int, ranks: int) -> list[int]:
+    """Sizes of a memory that calls of more and more make grow."""
+    words, found = FusedMemory(workspace_of(world(), torch.device("cpu"))).words, list[int]()
+    for num_bytes in range(1, 9):
+        words.reserve(num_bytes << 20)
+        assert words.half_bytes >= num_bytes << 20
+        assert words.memory is not None
+        assert (words.memory.local().view(torch.int32) == -(1 << 31)).all()  # all words are EMPTY
+        found.append(words.memory.num_bytes >> 20)
+    return list(dict.fromkeys(found))
+
+
+def test_memory_that_grows_doubles(pool: RankPool):
+    """What is kept of it, for graphs that know it, is then less than what there is."""
+    assert pool.run(grown, 2) == [[2, 4, 8, 16]] * 2

@@ -53,8 +53,10 @@ class Shared:
         self.workspace.refuse_growth(has)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        # graphs that were captured write to what they know, as long as the workspace lives
+        # graphs that were captured write to what they know, as long as the workspace lives: what is
+        # kept for them is less than what there is then, if it at least doubles
         self._kept += [self.memory, self.bases]
+        num_bytes = max(num_bytes, 2 * self.half_bytes)
         wanted = 2 * -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
         self.memory = self.workspace.allocate(wanted)
         self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(device)
