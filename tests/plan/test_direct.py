@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.choose.by_model import by_model
-from counterpoint.errors import InputError
+from counterpoint.errors import InputError, PlanError
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.direct import DIRECT, FUSED, FUSED_ROWS, MAX_BYTES, SPECS, refusal
 from counterpoint.plan.families import build
@@ -81,3 +81,22 @@ def test_what_it_cannot_do_is_refused(problem: Problem, spec: str, want: str):
     with pytest.raises(InputError, match=want):
         build(problem, spec)
     assert spec not in {c.spec for c in by_model(problem, preset("h200-8")).table}
+
+
+def test_a_plan_of_ones_own_with_it_is_refused():
+    """Half of a fused pair would do nothing; a lane of its own would meet another call's words."""
+    fused = build(Problem(RS, 16, 32, 16, 2), FUSED)
+    matmul, collective = fused.steps
+    plain = build(fused.problem, "serial").steps
+    uneven = build(Problem(RS, 5, 32, 16, 2, rows=(2, 3)), "serial")
+    marked = replace(uneven.steps[1], args=collective.args[:2])
+    aside = replace(build(fused.problem, DIRECT).steps[1], lane="side")
+    for plan, text in (
+        (replace(fused, steps=(matmul, plain[1])), "as it is built"),
+        (replace(fused, steps=(plain[0], collective)), "as it is built"),
+        (replace(uneven, steps=(uneven.steps[0], marked)), "equal rows on all ranks"),
+        (replace(fused, steps=(plain[0], aside),
+                 lanes=(*fused.lanes, replace(fused.lanes[0], name="side"))), "as it is built"),
+    ):  # fmt: skip
+        with pytest.raises(PlanError, match=text):
+            validate(plan)

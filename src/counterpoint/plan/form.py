@@ -1,7 +1,8 @@
 """What can be seen of a plan without binding it: names, operands, engines, dtypes, regions."""
 
-from counterpoint.errors import PlanError
-from counterpoint.plan.families import OPERANDS
+from counterpoint.errors import InputError, PlanError
+from counterpoint.plan.direct import DIRECT, FUSED
+from counterpoint.plan.families import OPERANDS, build
 from counterpoint.plan.steps import Buffer, Count, Plan, Region, Step
 from counterpoint.problem import Op
 
@@ -51,6 +52,25 @@ def check_form(plan: Plan) -> None:
         seen.add(step.name)
         if problem := _misuse(plan, step):
             fail(problem, step.name)
+    ours = [step.name for step in plan.steps if step.arg("transport") or step.arg("kernel")]
+    if ours and (problem := _not_as_built(plan)):
+        fail(problem, ours[0])
+
+
+def _not_as_built(plan: Plan) -> str:
+    """Why steps that name a kernel of ours cannot run, or ''.
+
+    Such a kernel takes equal parts and the memory of its group, and one of two steps does nothing
+    by itself: so they stand only as their family has them.
+    """
+    spec = FUSED if any(step.arg("kernel") for step in plan.steps) else DIRECT
+    try:
+        want = build(plan.problem, spec)
+    except InputError as error:
+        return str(error)
+    if (plan.steps, plan.buffers, plan.lanes) != (want.steps, want.buffers, want.lanes):
+        return f"a transport or kernel of ours stands only in the plan {spec!r} as it is built"
+    return ""
 
 
 def _misuse(plan: Plan, step: Step) -> str:
