@@ -88,7 +88,8 @@ def matmul_all_reduce(
     if key is None:
         return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, plan, group.group_name)
     ready = prepare((x, w, bias), plan, group)
-    call.remember(key, ready)
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        call.remember(key, ready)
     return ready((x, w, bias))[0]
 
 
@@ -233,6 +234,8 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
         ready = _Serial(workspace, plan)
     elif x.is_cuda:
         ready = _by_words(way, tensors, workspace, falls_back=plan == "auto")
+        if isinstance(ready, _Serial) and torch.cuda.is_current_stream_capturing():
+            return ready  # for want of memory in this capture: an eager call will have it
     else:
         ready = _OnCpuRanks(workspace, plan)
     workspace.remember(key, ready)
