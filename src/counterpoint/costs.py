@@ -31,7 +31,7 @@ class Costs:
 
     Args:
         gemm_flop_per_s: Of whole waves of the largest tile, in matmuls too short to lower clocks.
-        gemm_launch_s: Of each matmul beside its waves.
+        gemm_launch_s: Of each matmul beside its waves, where memory does not bound it.
         gemm_settled: Time of long matmuls against that by `gemm_flop_per_s`: power lowers clocks.
         gemm_settling_s: Matmuls of this length in a call bring half of that loss of clock.
         hbm_bytes_per_s: Of a kernel that only reads and writes.
@@ -91,15 +91,16 @@ class Costs:
     ) -> float:
         """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
 
-        Waves of one tile per SM, and memory as a bound. Where the library's tile is not known, the
-        best of its largest and its halvings is taken. fp32 products are counted at half the rate
-        of 16-bit ones.
+        Waves of one tile per SM, and memory as a bound, which costs a start and an end and not what
+        it takes to fill the tensor cores. Where the library's tile is not known, the best of its
+        largest and its halvings is taken. fp32 products are counted at half the rate of 16-bit
+        ones.
         """
         if not rows * n * k:
             return 0.0
         compute_s = _waves_s(self, rows, n, k, item_bytes, sms, tile)
         memory_s = (rows * k + n * k + rows * n) * item_bytes / self.hbm_bytes_per_s
-        return self.gemm_launch_s + max(compute_s, memory_s)
+        return max(self.gemm_launch_s + compute_s, 2 * self.kernel_s + memory_s)
 
     def settling(self, matmuls_s: float) -> float:
         """The factor on the times of matmuls that take `matmuls_s` seconds of a call together."""

@@ -62,14 +62,8 @@ def test_predictions_are_near_what_was_measured(
     assert len(errors) >= 150
     assert len({spec.split()[0] for spec, _ in errors}) == 5
     assert median(abs(e) for e in errors.values()) <= 0.10
-    # a plan that takes twice the time of another is nobody's choice: many small copies, whose
-    # overhead differs by 7 % from one measurement of it to the next
-    slow = {
-        (spec, str(problem)) for problem, plans in measured_s.items()
-        for spec, seconds in plans.items() if seconds > 2 * min(plans.values())
-    }  # fmt: skip
-    for key, error in errors.items():
-        assert abs(error) <= (0.30 if key in slow else 0.25), key
+    worst = max(errors, key=lambda key: abs(errors[key]))
+    assert abs(errors[worst]) <= 0.25, worst
 
 
 def test_what_is_chosen_was_near_the_fastest(

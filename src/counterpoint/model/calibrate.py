@@ -109,7 +109,7 @@ def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Co
         "gemm_flop_per_s": [peak * part / 200 for part in range(20, 201)],
         "gemm_settled": [1 + part / 100 for part in range(51)],
         "gemm_settling_s": [1e-3 * part for part in (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5)],
-        "gemm_launch_s": [part * 0.5e-6 for part in range(31)],
+        "gemm_launch_s": [part * 0.25e-6 for part in range(61)],
     }
     # a coarse start, then one constant at a time until none helps
     starts = product((0.7, 0.8, 0.9), (1.0, 1.12, 1.25))
