@@ -19,3 +19,17 @@ def take_and_leave(word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS:
     while tl.max((mask & not_there(words, epoch)).to(tl.int32)) > 0:
         words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
     return words, mask & False
+
+
+@triton.jit
+def same_epoch(epoch):
+    """`next_epoch` that does not count: words and flags of the call before look like this one's."""
+    return tl.where(epoch == 0, 1, epoch)
+
+
+@triton.jit
+def post_too_few(flag_ptrs, epoch, mask=None):
+    """`post` that leaves out its last flag."""
+    last = tl.max(flag_ptrs.to(tl.int64), 0)
+    tl.atomic_xchg(flag_ptrs, epoch, mask=mask & (flag_ptrs.to(tl.int64) < last), sem="release",
+                   scope="sys")  # fmt: skip

@@ -41,10 +41,14 @@ def plan_of(op):
     return "direct" if op is cp.matmul_all_reduce else DIRECT
 
 
-def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
+OPS = [cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce]
+
+
+@pytest.mark.parametrize("op", OPS[:2])
+def test_a_matmul_and_its_collective_in_one_kernel(gpus, op):
     """Sizes mix, ranks are late, graphs and eager calls; w of either order, odd addresses."""
     ranks, delay, draw = dist.get_world_size(), Delay(gpus), random.Random(dist.get_rank())
-    op, plan = cp.matmul_reduce_scatter, "serial fused"
+    plan = "serial fused"
     for dtype in (torch.bfloat16, torch.float16):
         for m, n, k in ((ranks, 512, 256), (2 * ranks, 1000, 520), (64, 8192, 1024)):
             x, w = operands(op, m, n, k, dtype)
@@ -52,7 +56,7 @@ def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
             dist.broadcast(bias, 0)
             want = wanted(op, x, w) + bias
             plain = op(x, w, bias=bias, plan="serial")
-            odd = torch.empty(m * k + 1, dtype=dtype, device="cuda")[1:].view(m, k).copy_(x)
+            odd = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape).copy_(x)
             for given in (x, x, odd):
                 for weight in (w, w.contiguous()):
                     y = op(given, weight, bias=bias, plan=plan)
@@ -77,9 +81,6 @@ def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
     torch.cuda.synchronize()
     cp.check()
     assert not wrong
-
-
-OPS = [cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -131,17 +132,19 @@ def test_graphs_and_eager_calls_mix_while_ranks_are_late(gpus, op):
     assert not wrong
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_missing_rank_is_named(gpus, op):
+@pytest.mark.parametrize(
+    ("op", "plan"), [*((op, plan_of(op)) for op in OPS), *((op, "serial fused") for op in OPS[:2])]
+)
+def test_a_missing_rank_is_named(gpus, op, plan):
     group = dist.new_group()
     workspace_of(group, gpus).timeout_s = 1.0
     x, w = operands(op, 64, 256, 128)
-    op(x, w, group=group, plan=plan_of(op))
+    op(x, w, group=group, plan=plan)
     torch.cuda.synchronize()
     dist.barrier()
     missing = group.size() - 1
     if group.rank() != missing:
-        op(x, w, group=group, plan=plan_of(op))
+        op(x, w, group=group, plan=plan)
         torch.cuda.synchronize()
         with pytest.raises(cp.PeerTimeoutError, match=rf"ranks \[{missing}\] did not signal"):
             cp.check(group)

@@ -23,11 +23,11 @@ from ptx import (
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
+from counterpoint.runtime.fused_call import grid
 from counterpoint.runtime.launch_fused import (
     WORD_BYTES,
     Fused,
     default_way,
-    grid,
     padded_rows,
     scatter_way,
 )
@@ -178,5 +178,5 @@ def test_the_default_grid_is_resident_beside_a_reserve(m: int, n: int, ranks: in
     block = Kernel(32 * chosen.num_warps, found.registers, 0, found.dynamic_bytes)
     resident = occupancy(block, LIMITS["sm_90"]).blocks
     tiles = n // chosen.block_n
-    rounds = tiles // grid(chosen, n, resident * (132 - 32))
+    rounds = tiles // grid(tiles, resident * (132 - 32))
     assert rounds == (2 if n > 8192 and m > 16 else 1), (chosen.spec, found[1:5])

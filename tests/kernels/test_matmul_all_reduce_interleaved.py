@@ -4,34 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from memories import GUARD, guarded, left, memories
-from planted import post_relaxed, take_and_leave
+from planted import post_relaxed, post_too_few, same_epoch, take_and_leave
 from rankpool import RankPool
 
 from counterpoint.kernels import matmul_all_reduce as kernels
-from counterpoint.runtime.launch_fused import Fused, Launch, call_bytes, where
+from counterpoint.runtime.launch_fused import Fused, call_bytes, launch_of, where
 
 SEEDS = range(6)
 WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags"), (0, "words")]
 # calls without a meeting between them: of one size, and of sizes that differ
 SAME = ((3, 32, 16),) * 4
 MIXED = ((1, 16, 16), (4, 48, 16), (2, 16, 16), (4, 48, 16), (1, 32, 16))
-
-
-@triton.jit
-def same_epoch(epoch):
-    """`next_epoch` that does not count: words and flags of the call before look like this one's."""
-    return tl.where(epoch == 0, 1, epoch)
-
-
-@triton.jit
-def post_too_few(flag_ptrs, epoch, mask=None):
-    """`post` that leaves out its last flag."""
-    last = tl.max(flag_ptrs.to(tl.int64), 0)
-    tl.atomic_xchg(flag_ptrs, epoch, mask=mask & (flag_ptrs.to(tl.int64) < last), sem="release",
-                   scope="sys")  # fmt: skip
 
 
 FAULTS = {
@@ -79,9 +63,8 @@ def errors_of(
                         memory.words.half_bytes = memory.stamps.half_bytes = size
                         memory.tiles.half_bytes = size
                         memory.flags.half_bytes = 4 * 2 * -(-n // way.block_n) * ranks
-                    Launch(way, each[r], where(way, each[r]), 0, x[r], w[r], None)(
-                        x[r], w[r], None, y[r]
-                    )
+                    launch = launch_of(way, each[r], where(way, each[r]), 0, x[r], w[r], None)
+                    launch(x[r], w[r], None, y[r])
 
             try:
                 Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])

@@ -11,7 +11,7 @@ from rank_bodies import world
 from rankpool import RankPool
 
 from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.launch_fused import Fused, Launch, reserve, where
+from counterpoint.runtime.launch_fused import Fused, launch_of, reserve, where
 from counterpoint.runtime.workspace import workspace_of
 
 WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags"), (0, "words")]
@@ -42,7 +42,7 @@ def wrong_sums(rank: int, ranks: int, cases: list[tuple[Any, ...]], epoch: int =
             with warnings.catch_warnings():
                 # the interpreter's own: it takes the bound of a loop from an array of one element
                 warnings.simplefilter("ignore", DeprecationWarning)
-                launch = Launch(how, memory, where(how, memory), 0, x, w, bias)
+                launch = launch_of(how, memory, where(how, memory), 0, x, w, bias)
                 launch.programs = min(launch.programs, PROGRAMS)
                 launch(x, w, bias, y)
             want = x.double() @ w.double()
@@ -98,7 +98,7 @@ def late_by_a_call(rank: int, ranks: int, how: Fused) -> list[bool]:
         time.sleep(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        launch = Launch(how, memory, where(how, memory), 6, x, w, None)
+        launch = launch_of(how, memory, where(how, memory), 6, x, w, None)
         start_s = time.monotonic()
         launch(x, w, None, y)
         took_s = time.monotonic() - start_s

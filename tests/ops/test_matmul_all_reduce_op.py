@@ -12,12 +12,12 @@ from rankpool import RankPool
 import counterpoint as cp
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.ops.matmul_all_reduce import way_of
+from counterpoint.runtime.fused_call import grid
 from counterpoint.runtime.launch_fused import (
     Fused,
-    Launch,
     call_bytes,
     default_way,
-    grid,
+    launch_of,
     padded_rows,
     where,
 )
@@ -137,9 +137,8 @@ def test_defaults_fit_their_problem(n: int, ranks: int):
 
 
 def test_programs_share_the_tiles_evenly():
-    way = Fused(2, "words", 64)
     for n, resident in [(8192, 200), (16384, 200), (16384, 100), (64, 1), (65, 1), (8192, 3)]:
-        tiles, programs = -(-n // 64), grid(way, n, resident)
+        tiles, programs = -(-n // 64), grid(-(-n // 64), resident)
         rounds = -(-tiles // programs)
         assert programs <= resident and rounds == -(-tiles // resident)
         assert tiles > (rounds - 1) * programs, "no program has two tiles less than another"
@@ -206,7 +205,7 @@ def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     )
     x, w, y = torch.zeros(4, 64), torch.zeros(64, 64).t(), torch.zeros(4, 64)
     way, launched = Fused(2, "words", 16, 32, 3), list[tuple[Any, ...]]()
-    launch = Launch(way, memory, where(way, memory), 7, x, w, None)
+    launch = launch_of(way, memory, where(way, memory), 7, x, w, None)
 
     def compiled(*arguments: Any, stream: object) -> None:
         launched.append(arguments)

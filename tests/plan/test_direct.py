@@ -16,7 +16,7 @@ from counterpoint.problem import Op, Problem
 
 AG: Op = "all_gather_matmul"
 RS: Op = "matmul_reduce_scatter"
-CASES = [(op, spec) for op in (AG, RS) for spec in SPECS if (op, spec) != (AG, FUSED)]
+CASES = [(op, spec) for op in (AG, RS) for spec in SPECS]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -72,7 +72,8 @@ def test_its_words_count_as_memory():
         (Problem(AG, 8192, 64, 8192, 2), DIRECT, f"at most {MAX_BYTES} bytes to send"),
         (Problem(RS, FUSED_ROWS + 2, 64, 64, 2), FUSED, f"{FUSED_ROWS} rows or fewer"),
         (Problem(RS, 64, 64, 64, 2, dtype="float32"), FUSED, "of 16-bit numbers"),
-        (Problem(AG, 64, 64, 64, 2), FUSED, "matmul_reduce_scatter"),
+        (Problem(AG, 64, 64, 64, 2, splits=(32, 32)), FUSED, "one weight"),
+        (Problem(AG, 2, 64, 7, 2), FUSED, "parts of a multiple of 4 bytes"),
         (Problem("all_gather_matmul_wgrad", 64, 64, 64, 2), DIRECT, "a forward operator"),
     ],
 )  # fmt: skip

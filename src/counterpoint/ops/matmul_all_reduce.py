@@ -1,6 +1,7 @@
 """Multiply and sum over ranks, everyone gets the sum: a row-parallel linear layer of decoding."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -13,15 +14,16 @@ from counterpoint.ops import call
 from counterpoint.ops.call import Input
 from counterpoint.ops.check import autocast, check_group, check_tensors
 from counterpoint.runtime.fused import fused_memory, in_turn
-from counterpoint.runtime.fused_call import FusedCall
+from counterpoint.runtime.fused_call import FusedCall, aligned
 from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.launch_collective import Collective
 from counterpoint.runtime.launch_fused import (
     MAX_RANKS,
     Fused,
-    aligned,
     default_way,
+    launch_of,
     reserve,
+    where,
 )
 from counterpoint.runtime.ranks import gather_object, group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
@@ -158,9 +160,9 @@ class _Direct:
         if not torch.cuda.is_current_stream_capturing():
             self.lanes.follow()
             in_turn(x.device)
-        partial = x @ w
-        y = torch.empty_like(partial)
-        self.collective(partial, y)
+        own = x @ w
+        y = torch.empty_like(own)
+        self.collective(own, y)
         return [y if bias is None else y.add_(bias)]
 
 
@@ -175,7 +177,8 @@ class _InOneKernel:
         self.lanes = lanes_of(workspace)
         ranks = tuple(range(workspace.group.size()))
         self.tag = self.lanes.register(OP, way.spec, (("sum over ranks", ranks),))
-        self.call = FusedCall(way, self.memory, self.tag, OP)
+        launch = partial(launch_of, way, self.memory, where(way, self.memory), self.tag)
+        self.call = FusedCall(launch, way.spec, OP)
         self.call.compile(x, w, bias, x.new_empty(x.shape[0], w.shape[1]))
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -205,9 +208,9 @@ class _OnCpuRanks:
         x, w, bias = _given(tensors)
         call.compare(OP, INPUTS, tensors, self.plan, (), self.workspace)
         single = prod(x.shape[:-1]) == 1  # a single row travels in fp32
-        partial = (x.float() @ w.float()).to(torch.float32 if single else x.dtype)
-        parts = [torch.empty_like(partial) for _ in range(self.workspace.group.size())]
-        dist.all_gather(parts, partial, group=self.workspace.group)
+        own = (x.float() @ w.float()).to(torch.float32 if single else x.dtype)
+        parts = [torch.empty_like(own) for _ in range(self.workspace.group.size())]
+        dist.all_gather(parts, own, group=self.workspace.group)
         total = torch.stack(parts).float().sum(0)
         return [(total if bias is None else total + bias.float()).to(x.dtype)]
 

@@ -1,9 +1,9 @@
 """Serial with a collective of our own in place of the library's, as specs: words behind "serial".
 
 For what is little, the start of the library's collective is most of its time. "serial direct" is
-the library's matmul and a kernel of ours; "serial fused" is a matmul and its reduce-scatter in one
-kernel, for few rows. What is sent fits in words of 4 bytes, and all ranks own equally many: see
-kernels/collectives.py and kernels/matmul_all_reduce.py.
+the library's matmul and a kernel of ours; "serial fused" is both in one kernel, for few rows. What
+is sent fits in words of 4 bytes, and all ranks own equally many: see kernels/collectives.py,
+kernels/matmul_all_reduce.py and kernels/all_gather_matmul.py.
 """
 
 from dataclasses import replace
@@ -20,15 +20,19 @@ FUSED_ROWS = 64  # more are the matmul library's
 def refusal(p: Problem, spec: str) -> str:
     """What a spec of SPECS wants of a problem that it does not have, or ''."""
     gathers = p.op == "all_gather_matmul"
-    if p.op != "matmul_reduce_scatter" and not (gathers and spec == DIRECT):
-        return "matmul_reduce_scatter" if spec == FUSED else "a forward operator"
+    if p.op != "matmul_reduce_scatter" and not gathers:
+        return "a forward operator"
     if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
         return f"a number of ranks that is a power of two up to {MAX_RANKS}"
     if len(set(p.rows)) > 1:
         return "equal rows on all ranks"
     if spec == FUSED:
-        fits = p.m <= FUSED_ROWS and p.item_bytes == 2
-        return "" if fits else f"{FUSED_ROWS} rows or fewer, of 16-bit numbers"
+        if p.splits:
+            return "one weight"
+        if p.m > FUSED_ROWS or p.item_bytes != 2:
+            return f"{FUSED_ROWS} rows or fewer, of 16-bit numbers"
+        if not gathers:
+            return ""
     part = p.rows[0] * (p.k if gathers else p.n) * p.item_bytes
     if part % 4:
         return "parts of a multiple of 4 bytes"

@@ -101,7 +101,7 @@ class Step:
         after: names of earlier steps of this rank that must have ended.
         args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
             matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
-            "fused", of a matmul and the collective behind it that are one kernel.
+            "fused", of a matmul and the collective beside it that are one kernel.
     """
 
     name: str

@@ -18,7 +18,7 @@ from counterpoint.runtime import (
     driver,
     launch_collective,
     launch_cuda,
-    launch_scatter,
+    launch_pair,
 )
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import in_turn
@@ -190,7 +190,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
         case "matmul" if fused:
             return []  # its collective runs both
         case "collective" if fused:
-            return [launch_scatter.action(bound, part, places, code.program, tag)
+            return [launch_pair.action(bound, part, places, code.program, tag)
                     for part in bound.parts]  # fmt: skip
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]

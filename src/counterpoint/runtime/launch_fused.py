@@ -1,16 +1,15 @@
 """How a matmul and the sum over ranks are launched as one kernel: tile, communication, grid."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.runtime.fused import FusedMemory, Shared
-from counterpoint.runtime.lanes_cuda import raw_stream
+from counterpoint.runtime.fused_call import Launch
 
 OP = "matmul_all_reduce"
 ALIGN_BYTES = 256
@@ -148,13 +147,6 @@ def cells_of(way: Fused, memory: FusedMemory) -> Shared:
     return {"words": memory.words, "stamps": memory.stamps, "flags": memory.tiles}[way.by]
 
 
-def grid(way: Fused, n: int, resident: int) -> int:
-    """Programs for y of n columns, of which `resident` can be at once: equal work for each."""
-    tiles = -(-n // way.block_n)
-    rounds = -(-tiles // max(resident, 1))
-    return -(-tiles // rounds)
-
-
 class Where(NamedTuple):
     """The memory of a launch; `half_bytes` and `half_flags` as the kernel takes them."""
 
@@ -174,8 +166,10 @@ def where(way: Fused, memory: FusedMemory) -> Where:
     return Where(cells.bases, flags.bases, cells.half_bytes, flags.half_bytes // 4)
 
 
-class Launch:
-    """The kernel with all arguments that do not change from call to call.
+def launch_of(
+    way: Fused, memory: FusedMemory, at: Where, tag: int, x: Tensor, w: Tensor, bias: Tensor | None
+) -> Launch:
+    """The kernel for tensors like these.
 
     Args:
         way: how, equal on all ranks.
@@ -186,56 +180,17 @@ class Launch:
         w: [K, N], any strides.
         bias: [N] without gaps, or None.
     """
-
-    def __init__(
-        self, way: Fused, memory: FusedMemory, at: Where, tag: int, x: Tensor, w: Tensor,
-        bias: Tensor | None,
-    ) -> None:  # fmt: skip
-        (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
-        m = m // ranks if way.scatter else m  # of each owner
-        self.programs = -(-n // way.block_n)
-        self._memory = (at.cells, at.flags, memory.state, memory.fault)
-        self._numbers = (
-            m, n, k, x.stride(0), w.stride(0), w.stride(1), at.half_bytes,
-            at.half_flags, memory.workspace.rank, tag,
-            int(memory.workspace.timeout_s * 1e9),
-        )  # fmt: skip
-        self._constants = (
-            ranks, way.shots, way.scatter, WORD_BYTES[way.by], bias is not None, padded_rows(m),
-            way.block_n, way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages,
-            way.num_warps,
-        )  # fmt: skip
-        self._options = {"num_warps": way.num_warps, "num_stages": way.stages}
-        self._direct: Callable[..., None] | None = None
-        self._device = x.device
-
-    def compile(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> Any:
-        """Triton's compiled kernel, loaded, without a launch."""
-        kernel: Any = matmul_all_reduce_kernel
-        return kernel.warmup(*self._arguments(x, w, bias, y), grid=(1,), **self._options)
-
-    def use(self, compiled: Any, programs: int) -> None:
-        """From now on launch `programs` of this kernel, and skip Triton's binder.
-
-        That takes the host longer than all else; tensors must lie as those it was compiled for.
-        """
-        self.programs = programs
-        self._direct = compiled[(programs, 1, 1)]
-
-    def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """Launch on the current stream, into y [M, N] or own rows of it, contiguous; all ranks."""
-        arguments = self._arguments(x, w, bias, y)
-        if self._direct is not None:
-            self._direct(*arguments, stream=raw_stream(self._device.index))
-            return
-        kernel: Any = matmul_all_reduce_kernel
-        kernel[(self.programs,)](*arguments, **self._options)
-
-    def _arguments(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> tuple[Any, ...]:
-        given = (x, w, y if bias is None else bias, y)
-        return (*given, *self._memory, *self._numbers, *self._constants)
-
-
-def aligned(tensor: Tensor) -> bool:
-    """Whether Triton compiles for an address like this one's: a multiple of 16."""
-    return tensor.data_ptr() % 16 == 0
+    (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
+    m = m // ranks if way.scatter else m  # of each owner
+    numbers = (
+        m, n, k, x.stride(0), w.stride(0), w.stride(1), at.half_bytes, at.half_flags,
+        memory.workspace.rank, tag, int(memory.workspace.timeout_s * 1e9),
+    )  # fmt: skip
+    constants = (
+        ranks, way.shots, way.scatter, WORD_BYTES[way.by], bias is not None, padded_rows(m),
+        way.block_n, way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages,
+        way.num_warps,
+    )  # fmt: skip
+    fixed = (at.cells, at.flags, memory.state, memory.fault, *numbers, *constants)
+    options = {"num_warps": way.num_warps, "num_stages": way.stages}
+    return Launch(matmul_all_reduce_kernel, fixed, options, -(-n // way.block_n), x.device)

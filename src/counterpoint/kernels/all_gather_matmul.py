@@ -1,0 +1,118 @@
+"""y = gather(x) w for few rows: an all-gather and the matmul behind it, in one kernel.
+
+A matmul of few rows is the reading of w, which needs no peer: each program asks for the first part
+of its columns of w to be brought to L2, and only then waits for the rows of the others. Memory is
+at work while rows are on their way; what waits are tiles, not a kernel behind a kernel.
+
+The own rows go to all ranks, this one too, in SLICES slices with a flag behind each; see peer.py.
+Memory of each rank, one half for even and one for odd epochs: x of all ranks, [WORLD * m, K]; flags
+[SLICES, WORLD].
+"""
+
+import triton
+import triton.language as tl
+
+from counterpoint.kernels.assembly import prefetch
+from counterpoint.kernels.matmul_all_reduce import partial_tile, store_tile
+from counterpoint.kernels.peer import end_of_call, next_epoch, peer_ptr, post, put, wait
+
+LINE_BYTES = tl.constexpr(128)
+
+
+@triton.jit
+def prefetch_tile(
+    w_ptr, tile, N, K, stride_wk, stride_wn, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS_OF_W: tl.constexpr,
+):  # fmt: skip
+    """Bring the first AHEAD of K of a tile's columns of w to L2; what lies along a line once."""
+    PER_LINE: tl.constexpr = LINE_BYTES * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
+    STEP_N: tl.constexpr = min(PER_LINE, BLOCK_N) if ROWS_OF_W else 1
+    STEP_K: tl.constexpr = 1 if ROWS_OF_W else min(PER_LINE, AHEAD)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N // STEP_N) * STEP_N
+    ks = tl.arange(0, AHEAD // STEP_K) * STEP_K
+    cols, ks = tl.minimum(cols, N - 1).to(tl.int64), tl.minimum(ks, K - 1).to(tl.int64)
+    prefetch(w_ptr + cols[:, None] * stride_wn + ks[None, :] * stride_wk)
+
+
+@triton.jit(
+    do_not_specialize=["m", "rank", "tag", "timeout_ns"],
+    do_not_specialize_on_alignment=["bias_ptr"],
+)
+def all_gather_matmul_kernel(
+    x_ptr,  # [m, K], without gaps
+    w_ptr,  # [K, N], any strides
+    bias_ptr,  # [N]
+    y_ptr,  # [WORLD * m, N]
+    rows_ptr,  # [WORLD] int64: where each rank's x of all begins
+    flags_ptr,  # [WORLD] int64: likewise its flags
+    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
+    m,
+    N,
+    K,
+    part,  # words of 4 bytes of x, a whole number
+    stride_wk,
+    stride_wn,
+    half_bytes,  # of the memory: where the half of odd epochs begins
+    half_flags,  # likewise, in flags
+    rank,
+    tag,
+    timeout_ns,
+    WORLD: tl.constexpr,  # a power of 2
+    SLICES: tl.constexpr,
+    PIECE: tl.constexpr,  # words that are sent at a time
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,  # of y, >= WORLD * m, a power of 2
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ROWS_OF_W: tl.constexpr,  # it is the columns of a row of w that follow one another in memory
+    AHEAD: tl.constexpr,  # of K, brought to L2 before the wait; 0: none
+    STAGES: tl.constexpr,
+):
+    X: tl.constexpr = x_ptr.dtype.element_ty
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    num_tiles = tl.cdiv(N, BLOCK_N)
+    epoch = next_epoch(tl.load(state_ptr))
+    stop_ptr = state_ptr + 2
+    works = tl.load(stop_ptr) == 0
+    ranks = tl.arange(0, WORLD)
+    here = (epoch & 1).to(tl.int64) * half_bytes
+    flags = (epoch & 1) * half_flags
+
+    # the next rank first: ranks that all begin with the same one would meet there
+    to = (rank + 1 + ranks) % WORLD
+    words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    theirs = peer_ptr(rows_ptr, to, here, tl.int32)[:, None] + tl.cast(rank, tl.int64) * part
+    pieces = tl.cdiv(part, SLICES * PIECE)  # of a slice
+    for slice in range(program, SLICES, programs):
+        for piece in range(slice * pieces, (slice + 1) * pieces):
+            offs = piece * PIECE + tl.arange(0, PIECE)[None, :]
+            words = tl.load(words_ptr + offs, mask=offs < part, other=0)
+            live = works & (offs < part) & (to[:, None] >= 0)
+            put(theirs + offs, tl.broadcast_to(words, (WORLD, PIECE)), live)
+        flag = flags + slice * WORLD + rank
+        post(peer_ptr(flags_ptr, to, flag * 4, tl.int32), epoch, works & (to >= 0))
+
+    if AHEAD > 0:
+        prefetch_tile(
+            w_ptr, program, N, K, stride_wk, stride_wn, BLOCK_N, AHEAD, ROWS_OF_W
+        )  # fmt: skip
+    flag = flags + tl.arange(0, SLICES)[:, None] * WORLD + ranks[None, :]
+    ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
+    late = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (flag >= 0))
+    late = tl.max(late.to(tl.int32), 0)
+
+    full_ptr = peer_ptr(rows_ptr, rank, here, X)
+    for tile in range(program, num_tiles, programs):
+        acc = partial_tile(
+            full_ptr, w_ptr, tile, WORLD * m, N, K, K, stride_wk, stride_wn,
+            ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
+        )  # fmt: skip
+        cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        store_tile(y_ptr, acc, cols, WORLD * m, N, ROWS)
+
+    end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
