@@ -1,10 +1,11 @@
 """y = gather(x) w for few rows: an all-gather and the matmul behind it, in one kernel.
 
-A matmul of few rows is the reading of w, which needs no peer: each program asks for the first part
-of its columns of w to be brought to L2, and only then waits for the rows of the others. Memory is
-at work while rows are on their way; what waits are tiles, not a kernel behind a kernel.
+The first SLICES programs send the own rows to all ranks, this one too, a slice each with a flag
+behind it (see peer.py), and end: who sends waits microseconds for its fence. The others have tiles.
+A matmul of few rows is the reading of w, which needs no peer: each of them asks for the first part
+of its columns of w to be brought to L2, and only then waits for the rows. Memory is at work while
+rows are on their way; what waits are tiles, not a kernel behind a kernel.
 
-The own rows go to all ranks, this one too, in SLICES slices with a flag behind each; see peer.py.
 Memory of each rank, one half for even and one for odd epochs: x of all ranks, [WORLD * m, K]; flags
 [SLICES, WORLD].
 """
@@ -81,38 +82,39 @@ def all_gather_matmul_kernel(
     here = (epoch & 1).to(tl.int64) * half_bytes
     flags = (epoch & 1) * half_flags
 
-    # the next rank first: ranks that all begin with the same one would meet there
-    to = (rank + 1 + ranks) % WORLD
-    words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    theirs = peer_ptr(rows_ptr, to, here, tl.int32)[:, None] + tl.cast(rank, tl.int64) * part
-    pieces = tl.cdiv(part, SLICES * PIECE)  # of a slice
-    for slice in range(program, SLICES, programs):
-        for piece in range(slice * pieces, (slice + 1) * pieces):
+    late = tl.zeros((WORLD,), tl.int32)
+    if program < SLICES:
+        # the next rank first: ranks that all begin with the same one would meet there
+        to = (rank + 1 + ranks) % WORLD
+        words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        theirs = peer_ptr(rows_ptr, to, here, tl.int32)[:, None] + tl.cast(rank, tl.int64) * part
+        pieces = tl.cdiv(part, SLICES * PIECE)  # of a slice
+        for piece in range(program * pieces, (program + 1) * pieces):
             offs = piece * PIECE + tl.arange(0, PIECE)[None, :]
             words = tl.load(words_ptr + offs, mask=offs < part, other=0)
             live = works & (offs < part) & (to[:, None] >= 0)
             put(theirs + offs, tl.broadcast_to(words, (WORLD, PIECE)), live)
-        flag = flags + slice * WORLD + rank
+        flag = flags + program * WORLD + rank
         post(peer_ptr(flags_ptr, to, flag * 4, tl.int32), epoch, works & (to >= 0))
-
-    if AHEAD > 0:
-        prefetch_tile(
-            w_ptr, program, N, K, stride_wk, stride_wn, BLOCK_N, AHEAD, ROWS_OF_W
-        )  # fmt: skip
-    flag = flags + tl.arange(0, SLICES)[:, None] * WORLD + ranks[None, :]
-    ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
-    late = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (flag >= 0))
-    late = tl.max(late.to(tl.int32), 0)
-
-    full_ptr = peer_ptr(rows_ptr, rank, here, X)
-    for tile in range(program, num_tiles, programs):
-        acc = partial_tile(
-            full_ptr, w_ptr, tile, WORLD * m, N, K, K, stride_wk, stride_wn,
-            ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
-        )  # fmt: skip
-        cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        store_tile(y_ptr, acc, cols, WORLD * m, N, ROWS)
+    else:
+        first = program - SLICES
+        if AHEAD > 0:
+            prefetch_tile(
+                w_ptr, first, N, K, stride_wk, stride_wn, BLOCK_N, AHEAD, ROWS_OF_W
+            )  # fmt: skip
+        all_flags = flags + tl.arange(0, SLICES)[:, None] * WORLD + ranks[None, :]
+        ptrs = peer_ptr(flags_ptr, rank, all_flags * 4, tl.int32)
+        slow = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (all_flags >= 0))
+        late = tl.max(slow.to(tl.int32), 0)
+        full_ptr = peer_ptr(rows_ptr, rank, here, X)
+        for tile in range(first, num_tiles, programs - SLICES):
+            acc = partial_tile(
+                full_ptr, w_ptr, tile, WORLD * m, N, K, K, stride_wk, stride_wn,
+                ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
+            )  # fmt: skip
+            cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            if HAS_BIAS:
+                acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            store_tile(y_ptr, acc, cols, WORLD * m, N, ROWS)
 
     end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)

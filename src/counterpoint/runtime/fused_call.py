@@ -23,15 +23,17 @@ class Launch:
         kernel: takes x, w, bias and y, then what is fixed.
         fixed: its other arguments.
         options: of Triton: warps and stages.
-        tiles: that its programs share; at first one for each.
+        tiles: that programs share; at first each has one.
         device: it runs on.
+        senders: programs beside those, that have no tile.
     """
 
     def __init__(
         self, kernel: Any, fixed: tuple[Any, ...], options: dict[str, int], tiles: int,
-        device: torch.device,
+        device: torch.device, senders: int = 0,
     ) -> None:  # fmt: skip
-        self.programs = self.tiles = tiles
+        self.tiles, self.senders = tiles, senders
+        self.programs = tiles + senders
         self._kernel, self._fixed, self._options = kernel, fixed, options
         self._direct: Callable[..., None] | None = None
         self._device = device
@@ -45,7 +47,7 @@ class Launch:
 
         That takes the host longer than all else; tensors must lie as those it was compiled for.
         """
-        self.programs = grid(self.tiles, resident)
+        self.programs = self.senders + grid(self.tiles, resident - self.senders)
         self._direct = compiled[(self.programs, 1, 1)]
 
     def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:

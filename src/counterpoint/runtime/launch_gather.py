@@ -100,4 +100,5 @@ def launch_of(
     constants = tuple(constants_of(way, ranks, x, w, bias).values())
     fixed = (at.cells, at.flags, memory.state, memory.fault, *numbers, *constants)
     options = {"num_warps": way.num_warps, "num_stages": way.stages}
-    return Launch(all_gather_matmul_kernel, fixed, options, -(-n // way.block_n), x.device)
+    tiles = -(-n // way.block_n)
+    return Launch(all_gather_matmul_kernel, fixed, options, tiles, x.device, way.slices)
