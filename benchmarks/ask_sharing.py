@@ -18,7 +18,7 @@ import triton.language as tl
 
 from counterpoint.cli.launch import nccl_group
 from counterpoint.errors import UnsupportedError
-from counterpoint.kernels.assembly import now_ns
+from counterpoint.kernels.clock import now_ns
 from counterpoint.measure import record
 from counterpoint.measure.timing import rotate
 from counterpoint.resources.controls import Transport

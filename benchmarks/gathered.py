@@ -114,9 +114,9 @@ def few_rows(
     want = full.double() @ ws[0].t().double()
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     way = gather_way(m, n, k, ranks, 2, sms)
-    ways = {f"fused ahead={ahead}": replace(way, ahead=ahead) for ahead in (0, 512, 1024, 2048)}
-    ways |= {f"fused slices={s}": replace(way, slices=s) for s in (4, 8, 16, 32)
-             if s != way.slices and s <= 128 // ranks}  # fmt: skip
+    ways = {"serial fused": way}
+    ways |= {f"slices={count}": replace(way, slices=count) for count in (1, 2, 4, 8, 16)
+             if count != way.slices}  # fmt: skip
     arms: dict[str, Callable[[int], object]] = {
         "matmul": lambda i: torch.mm(full, ws[i].t(), out=y),
         "our matmul": lambda i: our_matmul(full, ws[i].t(), y),

@@ -1,1 +1,1 @@
-"""Triton kernels only: no host logic, no torch.distributed. Inline assembly is in assembly.py."""
+"""Triton kernels only: no host logic, no torch.distributed. All inline assembly is in clock.py."""

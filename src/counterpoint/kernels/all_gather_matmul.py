@@ -1,10 +1,7 @@
 """y = gather(x) w for few rows: an all-gather and the matmul behind it, in one kernel.
 
 The first SLICES programs send the own rows to all ranks, this one too, a slice each with a flag
-behind it (see peer.py), and end: who sends waits microseconds for its fence. The others have tiles.
-A matmul of few rows is the reading of w, which needs no peer: each of them asks for the first part
-of its columns of w to be brought to L2, and only then waits for the rows. Memory is at work while
-rows are on their way; what waits are tiles, not a kernel behind a kernel.
+behind it (see peer.py), and end. The others have tiles of columns, which wait for all rows.
 
 Memory of each rank, one half for even and one for odd epochs: x of all ranks, [WORLD * m, K]; flags
 [SLICES, WORLD].
@@ -13,26 +10,8 @@ Memory of each rank, one half for even and one for odd epochs: x of all ranks, [
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.assembly import prefetch
 from counterpoint.kernels.matmul_all_reduce import partial_tile, store_tile
 from counterpoint.kernels.peer import end_of_call, next_epoch, peer_ptr, post, put, wait
-
-LINE_BYTES = tl.constexpr(128)
-
-
-@triton.jit
-def prefetch_tile(
-    w_ptr, tile, N, K, stride_wk, stride_wn, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-    ROWS_OF_W: tl.constexpr,
-):  # fmt: skip
-    """Bring the first AHEAD of K of a tile's columns of w to L2; what lies along a line once."""
-    PER_LINE: tl.constexpr = LINE_BYTES * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
-    STEP_N: tl.constexpr = min(PER_LINE, BLOCK_N) if ROWS_OF_W else 1
-    STEP_K: tl.constexpr = 1 if ROWS_OF_W else min(PER_LINE, AHEAD)
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N // STEP_N) * STEP_N
-    ks = tl.arange(0, AHEAD // STEP_K) * STEP_K
-    cols, ks = tl.minimum(cols, N - 1).to(tl.int64), tl.minimum(ks, K - 1).to(tl.int64)
-    prefetch(w_ptr + cols[:, None] * stride_wn + ks[None, :] * stride_wk)
 
 
 @triton.jit(
@@ -68,8 +47,6 @@ def all_gather_matmul_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    ROWS_OF_W: tl.constexpr,  # it is the columns of a row of w that follow one another in memory
-    AHEAD: tl.constexpr,  # of K, brought to L2 before the wait; 0: none
     STAGES: tl.constexpr,
 ):
     X: tl.constexpr = x_ptr.dtype.element_ty
@@ -98,10 +75,6 @@ def all_gather_matmul_kernel(
         post(peer_ptr(flags_ptr, to, flag * 4, tl.int32), epoch, works & (to >= 0))
     else:
         first = program - SLICES
-        if AHEAD > 0:
-            prefetch_tile(
-                w_ptr, first, N, K, stride_wk, stride_wn, BLOCK_N, AHEAD, ROWS_OF_W
-            )  # fmt: skip
         all_flags = flags + tl.arange(0, SLICES)[:, None] * WORLD + ranks[None, :]
         ptrs = peer_ptr(flags_ptr, rank, all_flags * 4, tl.int32)
         slow = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (all_flags >= 0))

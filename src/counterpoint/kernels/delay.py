@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.assembly import now_ns
+from counterpoint.kernels.clock import now_ns
 
 
 @triton.jit(do_not_specialize=["delay_ns"])

@@ -27,7 +27,7 @@ p waits for must come from programs <= p of its peers.
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.assembly import now_ns
+from counterpoint.kernels.clock import now_ns
 
 LOOK_EVERY = tl.constexpr(256)  # turns of a wait, some tenths of a microsecond each
 EMPTY = tl.constexpr(-(1 << 31))  # of a word of 4 bytes: the bits of -0.0, for which 0.0 can stand

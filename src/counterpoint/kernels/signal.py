@@ -14,7 +14,7 @@ no signal to anyone: the peers give up in their turn.
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.assembly import now_ns
+from counterpoint.kernels.clock import now_ns
 
 
 @triton.jit(do_not_specialize=["num_posts", "num_waits", "step", "timeout_ns"])

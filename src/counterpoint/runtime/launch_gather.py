@@ -1,4 +1,4 @@
-"""How an all-gather and its matmul are launched as one kernel: tile, slices, prefetch."""
+"""How an all-gather and its matmul are launched as one kernel: tile and slices."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from counterpoint.runtime.launch_fused import MAX_STAGES, TILE_BYTES, Where, pad
 
 WORD_BYTES = 4
 FLAGS = 128  # of all ranks together at most: each thread of a program polls one
+SLICES = 8
 SLICE_BYTES = 4096  # of x of one rank at least
 PIECE_WORDS = 4096  # that a program stores at a time, to all ranks together
 MAX_PIECE = 512
@@ -18,10 +19,9 @@ MAX_PIECE = 512
 
 @dataclass(frozen=True)
 class Gathered:
-    """One way to run it; all but `ahead` as in `launch_fused.Fused`.
+    """One way to run it; a tile as in `launch_fused.Fused`.
 
     Args:
-        ahead: of K that is brought to L2 while rows are on their way, a power of 2; 0: none.
         slices: in which a rank sends its rows, a flag behind each, a power of 2; equal on all.
     """
 
@@ -29,14 +29,13 @@ class Gathered:
     block_k: int = 64
     stages: int = 8
     num_warps: int = 4
-    ahead: int = 1024
-    slices: int = 16
+    slices: int = 8
 
     @property
     def spec(self) -> str:
-        """As text: "fused gather 64x64x6 warps=4 ahead=1024"."""
+        """As text: "fused gather 64x64x6 warps=4 slices=8"."""
         tile = f"{self.block_n}x{self.block_k}x{self.stages}"
-        return f"fused gather {tile} warps={self.num_warps} ahead={self.ahead}"
+        return f"fused gather {tile} warps={self.num_warps} slices={self.slices}"
 
 
 def gather_way(m: int, n: int, k: int, ranks: int, item_bytes: int, num_sms: int) -> Gathered:
@@ -45,7 +44,7 @@ def gather_way(m: int, n: int, k: int, ranks: int, item_bytes: int, num_sms: int
     block_n = 64 if n >= 24 * num_sms else 16
     stages = max(2, min(MAX_STAGES, TILE_BYTES // ((block_n + rows) * 64 * item_bytes)))
     slices = padded_rows(m // ranks * k * item_bytes // SLICE_BYTES)
-    return Gathered(block_n, 64, stages, slices=min(slices, max(FLAGS // ranks, 1)))
+    return Gathered(block_n, 64, stages, slices=min(slices, SLICES, max(FLAGS // ranks, 1)))
 
 
 def reserve(way: Gathered, memory: FusedMemory, rows: int, k: int, item_bytes: int) -> None:
@@ -73,7 +72,7 @@ def constants_of(
         "WORLD": ranks, "SLICES": way.slices, "PIECE": min(MAX_PIECE, PIECE_WORDS // ranks),
         "HAS_BIAS": bias is not None, "ROWS": padded_rows(m * ranks), "BLOCK_N": way.block_n,
         "BLOCK_K": way.block_k, "EVEN_N": n % way.block_n == 0, "EVEN_K": k % way.block_k == 0,
-        "ROWS_OF_W": w.stride(1) == 1, "AHEAD": way.ahead, "STAGES": way.stages,
+        "STAGES": way.stages,
     }  # fmt: skip
 
 
