@@ -27,8 +27,8 @@ LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
 DECODE_S = 120
 SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "tests", "bench", "training", "few_rows", "decode",
-         "sharing", "resources")  # fmt: skip
+PARTS = ("hardware", "characterize", "tests", "bench", "training", "few_rows", "gathered",
+         "decode", "sharing", "resources")  # fmt: skip
 
 
 def main() -> int:
@@ -54,7 +54,8 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
         ("hardware", "hardware"), ("characterize", "characterize"), ("bench", "overlap"),
-        ("training", "training"), ("few_rows", "few-rows"), ("decode", "decode"),
+        ("training", "training"), ("few_rows", "few-rows"), ("gathered", "gathered"),
+        ("decode", "decode"),
         ("sharing", "sharing"), ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
@@ -69,6 +70,7 @@ def main() -> int:
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),
         "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
+        "gathered": (["benchmarks/gathered.py"], SHORT_S),
         "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
@@ -76,7 +78,7 @@ def main() -> int:
     # what is measured here stays here, and nothing measured before is used
     os.environ["COUNTERPOINT_CACHE"] = str(args.out / "cache")
     if args.suite == "smoke":
-        del parts["hardware"]
+        del parts["hardware"], parts["gathered"]
     if args.suite in REST:
         parts = {"resources": parts["resources"]}
     for name, (command, limit_s) in parts.items():

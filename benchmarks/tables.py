@@ -329,6 +329,8 @@ def main() -> None:
     if short := decode_tables.short_table(RESULTS):
         replace(ROOT / "README.md", "decode", short)
     decode_tables.draw(RESULTS, IMAGES)
+    if parts := few_rows_tables.gathered(RESULTS):
+        replace(ROOT / "docs" / "fused.md", "gathered", parts)
     if few := few_rows_tables.section(RESULTS):
         replace(ROOT / "docs" / "fused.md", "few-rows", few)
         replace(ROOT / "README.md", "few-rows", few_rows_tables.summary(RESULTS))
