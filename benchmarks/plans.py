@@ -1,4 +1,4 @@
-"""The plans that are tested and timed on GPUs: at most 24 for each op and number of ranks.
+"""The plans that are tested and timed on GPUs: at most 30 for each op and number of ranks.
 
 Prints them: `PYTHONPATH=src python benchmarks/plans.py`.
 """

@@ -9,6 +9,7 @@ from rank_bodies import Case, wrong_cases
 from rankpool import RankPool
 
 from counterpoint.plan.families import build
+from counterpoint.plan.finer import FINER
 from counterpoint.plan.grading import compositions
 from counterpoint.plan.serialize import from_json, to_json
 from counterpoint.plan.steps import Plan
@@ -44,8 +45,8 @@ def specs(op: str, ranks: int) -> list[tuple[str, str]]:
         return [*found, ("graded", whole), ("shard_p2p", whole)]
     orders = ["ring"] if ranks & (ranks - 1) else ["ring", "xor"]
     for peers in orders:
+        found += [(f"{family} {peers}", "") for family in FINER]
         if gathers:
-            found += [(f"uniform_fused_2d {peers}", ""), (f"uniform_fused_1d {peers}", "")]
             for way in ("push", "pull"):
                 found.append((f"shard_p2p {peers} {way}", "shards"))
                 found.append((f"shard_p2p {peers} {way} pieces=3", ""))

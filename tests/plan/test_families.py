@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
 from counterpoint.plan.families import DIRECTIONS, FAMILIES, build
+from counterpoint.plan.finer import FINER
 from counterpoint.plan.grading import compositions
 from counterpoint.plan.serialize import from_json, to_json
 from counterpoint.plan.steps import Plan
@@ -58,7 +59,7 @@ def specs(op: Op, ranks: int) -> list[str]:
                 if ranks > 1:
                     found += [f"graded {ranks - 1}/1 {peers} {way} pieces=2"]
                     found += [f"shard_p2p {peers} {way} pieces=3"]
-            found += [f"uniform_fused_2d {peers}", f"uniform_fused_1d {peers}"]
+            found += [f"{family} {peers}" for family in FINER]
         elif op == AG_WGRAD:
             found += [f"sliced {peers}{tail}" for tail in ("", " pieces=1", " pieces=3")]
         elif op == AG_BACKWARD:
@@ -69,6 +70,7 @@ def specs(op: Op, ranks: int) -> list[str]:
                 found += [f"graded {ranks - 1}/1 {peers} pieces=2", f"shard_p2p {peers} pieces=3"]
         else:
             found += [f"shard_p2p {peers}", f"graded {halves} {peers}"]
+            found += [f"{family} {peers}" for family in FINER]
             if ranks > 1:
                 found += [f"graded 1/{ranks - 1} {peers} pieces=2", f"shard_p2p {peers} pieces=3"]
     return found
@@ -108,7 +110,7 @@ def test_every_family_is_right_in_other_dtypes(op: Op, dtype: str):
 @pytest.mark.parametrize("splits", [(17, 0), (0, 2, 15), (9, 8), (17,)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_several_weights_are_right(ranks: int, splits: tuple[int, ...]):
-    for spec in (spec for spec in specs(AG, ranks) if not spec.startswith("uniform")):
+    for spec in (spec for spec in specs(AG, ranks) if spec.split()[0] not in FINER):
         for shape in ("primes", "unequal"):
             rows = tuple(SHAPES[shape][0][:ranks])
             plan = prove(Problem(AG, sum(rows), 17, 19, ranks, rows=rows, splits=splits), spec)
@@ -132,7 +134,7 @@ def test_several_weights_share_what_is_gathered_and_waited_for():
 def test_every_variant_is_right(op: Op, ranks: int):
     found = variants(op, ranks)
     assert found[0] == "serial" and len(set(found)) == len(found)
-    assert len(found) <= (24 if op in FORWARD else 8)
+    assert len(found) <= (30 if op in FORWARD else 8)
     for spec in found:
         prove(Problem(op, 2 * ranks, 5, 7, ranks), spec)
 
@@ -247,10 +249,11 @@ def test_a_group_of_one_rank_is_plain_matmuls():
             AG,
             4,
             "ring",
-            "plan must be auto or one of serial, shard_p2p, .*uniform_fused_1d, got 'ring'",
+            "plan must be auto or one of serial, shard_p2p, .*uniform_fused_1d, .*, got 'ring'",
         ),
         (AG, 4, "", "plan must be auto or one of serial, .*, got ''"),
-        (RS, 4, "uniform_fused_1d", "plan must be auto or one of serial, shard_p2p, graded, got"),
+        (RS, 4, "uniform_unfused_2d", "plan must be auto or one of serial, shard_p2p, graded, "),
+        (RS, 4, "hetero_fused_1d push", "of words that hetero_fused_1d knows; 'push' is none"),
         (
             AG,
             3,
@@ -282,9 +285,9 @@ def test_a_spec_that_does_not_fit_is_refused(op: Op, ranks: int, spec: str, mess
         build(problem_of(op, "primes", ranks), spec)
 
 
-@pytest.mark.parametrize("family", ["uniform_fused_1d", "uniform_fused_2d"])
+@pytest.mark.parametrize("family", FINER)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_uniform_families_take_one_weight(family: str, ranks: int):
+def test_families_finer_than_shards_take_one_weight(family: str, ranks: int):
     problem = Problem(AG, 4, 5, 3, ranks, splits=(2, 3))
     want = f"plan must be serial, shard_p2p or graded for several weights, got '{family} ring'"
     with pytest.raises(InputError, match=want):

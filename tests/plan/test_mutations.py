@@ -61,6 +61,17 @@ CASES = [
     Case(AG, "uniform_fused_2d xor", (3, 2)),
     Case(AG, "uniform_fused_1d ring", (3, 4, 2), bias=True),
     Case(AG, "uniform_fused_1d xor", (4, 4)),
+    Case(AG, "uniform_unfused_1d ring", (4, 4), bias=True),
+    Case(AG, "hetero_fused_1d ring", (3, 4, 2), bias=True),
+    Case(AG, "hetero_fused_1d xor", (4, 4)),
+    Case(AG, "hetero_unfused_1d xor", (4, 4)),
+    Case(AG, "hetero_fused_2d ring", (2, 2, 2), bias=True),
+    Case(RS, "uniform_fused_1d ring", (3, 4, 2), bias=True),
+    Case(RS, "uniform_unfused_1d xor", (4, 4)),
+    Case(RS, "hetero_fused_1d xor", (4, 4), bias=True),
+    Case(RS, "hetero_unfused_1d ring", (3, 4, 2)),
+    Case(RS, "uniform_fused_2d ring", (2, 2, 2), bias=True),
+    Case(RS, "hetero_fused_2d xor", (2, 2)),
     Case(RS, "serial", (2, 2, 2), bias=True),
     Case(RS, "serial", (2, 3)),
     Case(RS, "shard_p2p ring", (2, 2, 2), bias=True),
@@ -97,6 +108,9 @@ STILL_RIGHT = {
     "slots as blocks": "rows are equal on all ranks, so a slot has the size of a block",
     "pieces by rank": "the same cells stored rank-major: more copies and matmuls, equal results",
     "edge of a join": "`>>` orders a plan behind all that was before, also what went to peers",
+    "blocks by piece": "the same cells stored piece-major, which every step that names them knows",
+    "room for own blocks": "packed rows keep a place for those of this rank, which nobody uses",
+    "rows where they lie": "the matmul reads what was packed for it where it lay before",
     "wider product": "an intermediate result in fp32 where the problem's dtype would do",
 }
 
@@ -167,6 +181,8 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
     if kind == "slots":
         copies = steps[names[0]].kind == steps[names[2]].kind == "copy"
         return "later signal" if copies and lane[names[0]] == lane[names[2]] else ""
+    if kind == "buffer":
+        return "rows where they lie" if names[1:] == ["reads", "packed", "x"] else ""
     if kind == "lane":
         to_compute = names[2] == "compute" and lane[names[0]] == "signal"
         return "barrier on compute" if to_compute else "step on its own"
@@ -176,11 +192,17 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
         match field, value:
             case "space", "symmetric" if buffers[name].space == "scratch":
                 return "scratch as symmetric"
+            case "holds", "all" if buffers[name].holds == "peers":
+                return "room for own blocks"
             case "holds", "slots" | "all" if even and buffers[name].holds != "own":
                 return "slots as blocks"
             case "pieces", "1":
                 return "pieces by rank"
-            case "dtype", "float32" if name == "product" and not plan.problem.bias:
+            case "pieces", _ if buffers[name].pieces == 1:
+                return "blocks by piece"
+            case "dtype", "float32" if name == "own" or (
+                name == "product" and not plan.problem.bias
+            ):
                 return "wider product"
     return ""
 

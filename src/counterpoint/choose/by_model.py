@@ -10,8 +10,9 @@ from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import direct
 from counterpoint.plan.families import build
+from counterpoint.plan.finer import FINER
 from counterpoint.plan.grading import graded_groups
-from counterpoint.plan.makespan import exchanges_s, gather_s, scatter_s
+from counterpoint.plan.makespan import finer_s, gather_s, scatter_s
 from counterpoint.plan.matmul_reduce_scatter_backward import gather_problem
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.variants import variants
@@ -47,7 +48,7 @@ def by_model(
     ours = [s for s in direct.SPECS if not direct.refusal(problem, s)]
     ours = ours if words and problem.ranks > 1 else []
     if problem.splits:
-        specs = [s for s in specs if not s.startswith("uniform")]
+        specs = [s for s in specs if s.split()[0] not in FINER]
     guesses: dict[str, float] = {}
     if len(specs) > MAX_SIMULATED and problem.ranks > 1:
         guesses = {spec: _closed_form_s(problem, spec, machine, tiles) for spec in specs}
@@ -152,8 +153,8 @@ def part_rows(problem: Problem) -> tuple[int, ...]:
 def _closed_form_s(problem: Problem, spec: str, machine: Machine, tiles: Tiles) -> float:
     """A guess at the time of a plan that need not be built for it."""
     family, *words = spec.split()
-    if family == "uniform_fused_1d":
-        return exchanges_s(problem, machine)
+    if family in FINER:
+        return finer_s(problem, family, machine, tiles)
     if family not in ("shard_p2p", "graded"):
         return float("inf")
     pieces = next((int(w.partition("=")[2]) for w in words if w.startswith("pieces=")), 1)

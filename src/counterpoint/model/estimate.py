@@ -103,7 +103,8 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
             of_rank.append(sum(time_s[run] for run in runs))
     edge = 1 if p.op == "matmul_reduce_scatter" else -1
     scores_s = [sum(of_rank) + of_rank[edge if of_rank[1:] else 0] for of_rank in times_s]
-    return max(range(p.ranks), key=scores_s.__getitem__)
+    # of equal ones one between others: rows of its peers may lie on both sides of its own
+    return max(range(p.ranks), key=lambda r: (scores_s[r], 0 < r < p.ranks - 1))
 
 
 @lru_cache(maxsize=1024)
@@ -279,6 +280,11 @@ class _Simulation:
 
 
 def _into(bound: BoundStep) -> int:
-    """The peer that a copy writes to, where it is one; -1 for other steps."""
-    peers = {p.write.rank for p in bound.parts if p.reads[0].rank != p.write.rank}
-    return peers.pop() if bound.step.kind == "copy" and len(peers) == 1 else -1
+    """The peer that a copy writes to, or of several the one that gets most of it; -1 for none."""
+    cells: Counter[int] = Counter()
+    for part in bound.parts if bound.step.kind == "copy" else ():
+        if part.reads[0].rank != part.write.rank:
+            rows, cols = part.write.shape
+            cells[part.write.rank] += rows * cols
+    (peer, most), *_ = cells.most_common(1) or [(-1, 0)]
+    return peer if 2 * most > cells.total() else -1

@@ -10,10 +10,8 @@ from counterpoint.plan.all_gather_matmul import (
     SIGNAL,
     Peers,
     X,
-    after_exchange,
-    exchange,
-    slices,
 )
+from counterpoint.plan.finer import after_exchange, exchange, slices
 from counterpoint.plan.peers import Order
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.problem import Problem

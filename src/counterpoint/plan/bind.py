@@ -210,7 +210,7 @@ class _Binder:
         i, of = region.piece
         if not 0 <= i < of or buffer.pieces not in (1, of):
             self.fail(f"{region.buffer} has no piece {i} of {of}")
-        sizes = self.block_rows(buffer, holder)
+        sizes = list(self.block_rows(buffer, holder))
         if buffer.holds == "own":
             if region.shards:
                 self.fail(f"{region.buffer} holds one block: it has no shards")
@@ -223,6 +223,11 @@ class _Binder:
         if buffer.holds == "slots":
             rows = _piece(sizes[holder], i, of)
             return [Box(holder, buffer.name, s, *rows, *cols) for s in sorted(shards)]
+        if buffer.holds == "peers":
+            sizes[holder] = 0
+            if region.shards and holder in shards:
+                self.fail(f"{region.buffer} holds the blocks of peers only")
+            shards = [shard for shard in shards if shard != holder]
         boxes: list[Box] = []
         for block in sorted(shards):
             start, stop = _piece(sizes[block], i, of)

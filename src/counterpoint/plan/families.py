@@ -18,16 +18,15 @@ from counterpoint.plan import (
     matmul_reduce_scatter_backward,
 )
 from counterpoint.plan.direct import SPECS, refusal, with_our_collective
+from counterpoint.plan.finer import FINER, finer
 from counterpoint.plan.grading import graded_groups
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.presets import preset
 from counterpoint.problem import Op, Problem
 
 FAMILIES: dict[Op, tuple[str, ...]] = {
-    "all_gather_matmul": (
-        "serial", "shard_p2p", "graded", "uniform_fused_2d", "uniform_fused_1d",
-    ),
-    "matmul_reduce_scatter": ("serial", "shard_p2p", "graded"),
+    "all_gather_matmul": ("serial", "shard_p2p", "graded", *FINER),
+    "matmul_reduce_scatter": ("serial", "shard_p2p", "graded", *FINER),
     "all_gather_matmul_wgrad": ("serial", "sliced"),
     "all_gather_matmul_backward": ("serial", "side_by_side"),
     "matmul_reduce_scatter_backward": ("serial", "shard_p2p", "graded"),
@@ -69,7 +68,7 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     options = _Options(problem, spec)
     for word in words:
         options.take(word)
-    if problem.splits and family.startswith("uniform"):
+    if problem.splits and family in FINER:
         options.refuse("serial, shard_p2p or graded for several weights")
     if problem.ranks == 1:
         return alone(problem)
@@ -78,6 +77,8 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
         options.refuse("for a power of two of ranks where it says xor", fix=fix)
     if options.ours:
         return with_our_collective(build(problem, "serial"), options.ours)
+    if family in FINER:
+        return finer(problem, family, options.peers)
     match problem.op:
         case "all_gather_matmul":
             return _all_gather_matmul(problem, family, options, machine)
@@ -108,10 +109,6 @@ def _all_gather_matmul(
     match family:
         case "serial":
             return all_gather_matmul.serial(problem)
-        case "uniform_fused_2d":
-            return all_gather_matmul.uniform_fused_2d(problem, options.peers)
-        case "uniform_fused_1d":
-            return all_gather_matmul.uniform_fused_1d(problem, options.peers)
         case _:
             groups = options.grades(family, problem, machine)
             return all_gather_matmul.graded(

@@ -1,4 +1,4 @@
-"""Closed forms of how long a graded plan takes: two resources, matmuls and copies.
+"""Closed forms of how long plans take: two resources, matmuls and copies.
 
 A group's matmul starts when the one before has ended and its shards are there; a copy when the one
 before has ended and what it sends is computed. Good enough to size groups and to sort out most
@@ -7,6 +7,7 @@ candidates; `model.estimate` knows the rest.
 
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
+from counterpoint.plan.finer import Kind
 from counterpoint.problem import Problem
 
 
@@ -39,16 +40,43 @@ def gather_s(
     return end_s
 
 
-def exchanges_s(problem: Problem, machine: Machine) -> float:
-    """Seconds of an all_gather_matmul of an n-th of every shard at a time, and passes over y."""
-    costs, ranks = machine.costs, problem.ranks
-    block_s = _copy_s(max(problem.rows) * problem.k * problem.item_bytes // ranks, machine)
-    exchange_s = block_s if machine.link.topology == "mesh" else (ranks - 1) * block_s
-    step_s = _matmul_s(problem, problem.m // ranks, machine) + costs.kernel_s
-    step_s += costs.memory_s(2 * problem.m * problem.n * problem.item_bytes // ranks)
+def finer_s(
+    problem: Problem, family: str, machine: Machine, tiles: Tiles = NO_TILES
+) -> float:  # fmt: skip
+    """Seconds of a plan of `finer.FINER`; of a gather in slices of columns, no guess: infinity."""
+    p, costs, kind = problem, machine.costs, Kind.of(family)
+    gathers = p.op == "all_gather_matmul"
+    if gathers and kind.dims == 2:
+        return float("inf")  # strided copies, and a sum in fp32 that every step reads and writes
+    steps, shard, item_bytes = p.ranks, max(p.rows), p.item_bytes
+    cols = p.k if gathers else p.n
+    block_s = _copy_s(shard * cols * item_bytes // steps, machine)
+    exchange_s = block_s if machine.link.topology == "mesh" else (p.ranks - 1) * block_s
+    owners = p.ranks - kind.hetero
+    if kind.dims == 2:
+        step_s = _matmul_s(p, owners * shard, machine, tiles, n=p.n // steps)
+    elif kind.fused:
+        step_s = _matmul_s(p, owners * shard // steps, machine, tiles)
+        moved = 2 * owners * shard * (p.n if gathers else p.k) // steps
+        step_s += costs.memory_s(moved * item_bytes)
+    else:
+        step_s = owners * _matmul_s(p, shard // steps, machine, tiles)
+    own_s = _matmul_s(p, shard, machine, tiles) if kind.hetero else 0.0
     # the longer of the two sides, and of the shorter one a step
-    rest_s = (ranks - 1) * max(exchange_s, step_s)
-    return costs.barrier_s + exchange_s + rest_s + step_s
+    if gathers:
+        if not kind.hetero and not kind.fused:  # of the first step the own rows need not wait
+            own_s = step_s / p.ranks
+            first_s = max(costs.barrier_s + exchange_s, own_s) - own_s
+        else:
+            first_s = max(costs.barrier_s + exchange_s, own_s)
+        last_s = costs.barrier_s + steps * exchange_s
+        return max(first_s + (steps - 1) * step_s, last_s) + step_s
+    # of several sums all but the last run before the last rows are there
+    sums = 1 if kind.dims == 1 and (kind.hetero or not kind.fused) else steps
+    sum_s = costs.memory_s((p.ranks + 1) * shard * p.n * item_bytes // sums) + costs.kernel_s
+    last_s = max(costs.barrier_s, step_s) + steps * exchange_s
+    rest_s = max(own_s + (sums - 1) * sum_s, exchange_s)  # beside the last exchange
+    return max(steps * step_s + rest_s, last_s) + sum_s
 
 
 def scatter_s(
@@ -91,10 +119,12 @@ def _copy_s(num_bytes: int, machine: Machine) -> float:
     return machine.costs.copy_s(num_bytes * links)
 
 
-def _matmul_s(problem: Problem, rows: int, machine: Machine, tiles: Tiles = NO_TILES) -> float:
+def _matmul_s(
+    problem: Problem, rows: int, machine: Machine, tiles: Tiles = NO_TILES, n: int = 0
+) -> float:
     costs, p = machine.costs, problem
     whole_s, part_s = (
-        costs.matmul_s(r, p.n, p.k, p.item_bytes, machine.sms, tiles.get((r, p.n, p.k)))
-        for r in (p.m, rows)
+        costs.matmul_s(r, c, p.k, p.item_bytes, machine.sms, tiles.get((r, c, p.k)))
+        for r, c in ((p.m, p.n), (rows, n or p.n))
     )
     return part_s * costs.settling(whole_s)

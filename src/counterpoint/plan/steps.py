@@ -39,10 +39,10 @@ class Buffer:
         shape: (rows, columns); all blocks of a split buffer together.
         space: input and output are the user's; symmetric memory is mapped by all ranks.
         split: dim 0 is partitioned over the ranks, by `Problem.rows` or by the Count in `shape`.
-        holds: of a split buffer, a rank stores "all" blocks, its "own" block, or in "slots" one
-            copy of its own block for each rank that may write there.
-        pieces: of a split buffer that holds all: stored piece-major, part 0 of every block before
-            part 1, so that a part of every block is one box.
+        holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
+            or in "slots" one copy of its own block for each rank that may write there.
+        pieces: of a split buffer that holds all or peers: stored piece-major, part 0 of every block
+            before part 1, so that a part of every block is one box.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Buffer:
     dtype: str
     space: Space
     split: bool = False
-    holds: Literal["all", "own", "slots"] = "all"
+    holds: Literal["all", "peers", "own", "slots"] = "all"
     pieces: int = 1
 
 
@@ -58,9 +58,9 @@ class Buffer:
 class Region:
     """A part of `buffer` on rank me + at.
 
-    Of a split buffer: the blocks (or the slots) of ranks me + shards, all of them where `shards`
-    is empty; of each block part piece[0] of piece[1]. Of another buffer: rows [start, stop).
-    `cols` [start, stop) of either; None means all.
+    Of a split buffer: the blocks (or the slots) of ranks me + shards, all that there are where
+    `shards` is empty; of each block part piece[0] of piece[1]. Of another buffer: rows
+    [start, stop). `cols` [start, stop) of either; None means all.
     """
 
     buffer: str
@@ -227,6 +227,8 @@ class Plan:
         ranks = self.problem.ranks
         if isinstance(extent, Count):
             most = extent.limit if buffer.holds == "own" else extent.limit * ranks
+        elif buffer.split and buffer.holds == "peers":
+            most = extent - min(self.problem.rows)
         elif buffer.split and buffer.holds != "all":
             most = max(self.problem.rows) * (ranks if buffer.holds == "slots" else 1)
         else:

@@ -1,8 +1,9 @@
 """Specs worth trying for an op on a group: what is timed, and what a chooser may choose from."""
 
+from counterpoint.plan.finer import FINER
 from counterpoint.problem import Op
 
-MAX_VARIANTS = 24
+MAX_VARIANTS = 30
 
 GATHER_GROUPS: dict[int, tuple[str, ...]] = {
     2: ("2",),
@@ -14,8 +15,6 @@ SCATTER_GROUPS: dict[int, tuple[str, ...]] = {
     4: ("4", "3/1", "2/2", "2/1/1", "1/2/1"),
     8: ("8", "6/2", "4/4", "4/3/1", "4/2/1/1", "3/2/2/1", "2/2/2/1/1", "2/2/2/2", "3/2/1/1/1"),
 }
-
-
 def variants(op: Op, ranks: int) -> tuple[str, ...]:
     """Specs of at most MAX_VARIANTS plans of `op` for a group of `ranks`, serial first.
 
@@ -33,7 +32,7 @@ def variants(op: Op, ranks: int) -> tuple[str, ...]:
         found += [f"graded {g} xor push" for g in finest if powers and "/" in g]
         found += [f"graded {g} ring pull" for g in groups[1:3]]
         found += ["shard_p2p ring push pieces=2", "shard_p2p xor push pieces=4"][: len(peers)]
-        found += ["uniform_fused_2d ring", "uniform_fused_1d ring"]
+        found += [f"{family} ring" for family in FINER]
     elif op == "matmul_reduce_scatter":
         groups = SCATTER_GROUPS.get(ranks, ())
         found += [f"shard_p2p {p}" for p in peers]
@@ -41,6 +40,7 @@ def variants(op: Op, ranks: int) -> tuple[str, ...]:
         found += [f"graded {g} xor" for g in groups if "/" in g][2:6]
         found += [f"shard_p2p ring pieces={n}" for n in (2, 4)]
         found += [f"graded {g} ring pieces=2" for g in groups if g.startswith("1/")]
+        found += [f"{family} ring" for family in FINER]
     elif op == "all_gather_matmul_wgrad":
         found += [f"sliced ring pieces={n}" for n in (2, 3, 4)]
         found += [f"sliced {p} pieces=2" for p in peers[1:]]

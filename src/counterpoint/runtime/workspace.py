@@ -229,7 +229,9 @@ class Places:
         slots = problem.ranks if buffer.holds == "slots" else 1
         if isinstance(extent, Count):
             return slots, extent.limit * (1 if buffer.holds != "all" else problem.ranks), cols
-        if buffer.split and buffer.holds != "all":
+        if buffer.split and buffer.holds == "peers":
+            extent -= problem.rows[rank]
+        elif buffer.split and buffer.holds != "all":
             extent = problem.rows[rank]
         return slots, extent, cols
 
