@@ -13,6 +13,7 @@ from typing import Any
 
 import decode_tables
 import few_rows_tables
+import mesh_prediction
 import sharing_tables
 
 from counterpoint.choose.known import SHIPPED
@@ -324,6 +325,7 @@ def main() -> None:
     if short := sharing_tables.short_table(RESULTS):
         replace(ROOT / "README.md", "sharing", short)
     sharing_tables.draw(RESULTS, IMAGES)
+    replace(ROOT / "docs" / "plans.md", "mesh", mesh_prediction.table(IMAGES))
     for name, text in decode_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "fused.md", name, text)
     if short := decode_tables.short_table(RESULTS):

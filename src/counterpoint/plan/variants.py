@@ -15,6 +15,8 @@ SCATTER_GROUPS: dict[int, tuple[str, ...]] = {
     4: ("4", "3/1", "2/2", "2/1/1", "1/2/1"),
     8: ("8", "6/2", "4/4", "4/3/1", "4/2/1/1", "3/2/2/1", "2/2/2/1/1", "2/2/2/2", "3/2/1/1/1"),
 }
+
+
 def variants(op: Op, ranks: int) -> tuple[str, ...]:
     """Specs of at most MAX_VARIANTS plans of `op` for a group of `ranks`, serial first.
 
