@@ -17,11 +17,13 @@ from counterpoint.measure import record
 from counterpoint.measure.compare import FIXED, Case, compare, profile_best
 from counterpoint.measure.shapes import SHAPES
 from counterpoint.plan.direct import SPECS, refusal
+from counterpoint.plan.finer import FINER
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import release_all
 
 SMOKE = ("70B gate+up, 2048 tokens", "70B down, 2048 tokens")
 PICTURED = ("70B qkv", "70B down")
+FINELY = ("70B qkv", "70B gate+up", "70B o", "70B down")
 
 
 def main() -> None:
@@ -43,7 +45,9 @@ def main() -> None:
         for layer, (m, n, k) in SHAPES[op].items():
             if args.suite == "smoke" and layer not in SMOKE:
                 continue
-            chosen = PLANS[op, ranks][1:]
+            # those finer than shards are timed where four shapes show what they cost
+            chosen = tuple(spec for spec in PLANS[op, ranks][1:]
+                           if layer in FINELY or spec.split()[0] not in FINER)  # fmt: skip
             chosen = chosen[:6] if args.suite == "smoke" else chosen
             problem = Problem(op, m, n, k, ranks)
             chosen += tuple(spec for spec in SPECS if not refusal(problem, spec))
