@@ -27,7 +27,7 @@ LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
 DECODE_S = 120
 SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "tests", "bench", "training", "few_rows", "gathered",
+PARTS = ("hardware", "characterize", "losses", "tests", "bench", "training", "few_rows", "gathered",
          "decode", "sharing", "resources")  # fmt: skip
 
 
@@ -53,7 +53,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
-        ("hardware", "hardware"), ("characterize", "characterize"), ("bench", "overlap"),
+        ("hardware", "hardware"), ("characterize", "characterize"),
+        ("losses", "losses"), ("bench", "overlap"),
         ("training", "training"), ("few_rows", "few-rows"), ("gathered", "gathered"),
         ("decode", "decode"),
         ("sharing", "sharing"), ("resources", "resources"),
@@ -66,6 +67,7 @@ def main() -> int:
     parts = {
         "hardware": (["benchmarks/ask_hardware.py"], SHORT_S),
         "characterize": (["benchmarks/characterize.py"], SHORT_S),
+        "losses": (["benchmarks/losses.py"], SHORT_S),
         "tests": (tests, test_s),
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),
@@ -78,7 +80,7 @@ def main() -> int:
     # what is measured here stays here, and nothing measured before is used
     os.environ["COUNTERPOINT_CACHE"] = str(args.out / "cache")
     if args.suite == "smoke":
-        del parts["hardware"], parts["gathered"]
+        del parts["hardware"], parts["losses"], parts["gathered"]
     if args.suite in REST:
         parts = {"resources": parts["resources"]}
     for name, (command, limit_s) in parts.items():

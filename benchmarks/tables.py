@@ -13,6 +13,7 @@ from typing import Any
 
 import decode_tables
 import few_rows_tables
+import losses_tables
 import mesh_prediction
 import sharing_tables
 
@@ -325,6 +326,8 @@ def main() -> None:
     if short := sharing_tables.short_table(RESULTS):
         replace(ROOT / "README.md", "sharing", short)
     sharing_tables.draw(RESULTS, IMAGES)
+    for name, text in losses_tables.sections(RESULTS, IMAGES).items():
+        replace(ROOT / "docs" / "losses.md", name, text)
     replace(ROOT / "docs" / "plans.md", "mesh", mesh_prediction.table(IMAGES))
     for name, text in decode_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "fused.md", name, text)

@@ -249,7 +249,7 @@ def _other_buffers(plan: Plan) -> Iterator[Mutant]:
             for dtype in ("bfloat16", "float16", "float32")
             if dtype != buffer.dtype
         ]
-        changes += [{"holds": h} for h in ("all", "own", "slots") if h != buffer.holds]
+        changes += [{"holds": h} for h in ("all", "peers", "own", "slots") if h != buffer.holds]
         pieces = {1, plan.problem.ranks, buffer.pieces - 1, buffer.pieces + 1} - {buffer.pieces}
         changes += [{"pieces": n} for n in sorted(pieces)]
         changes.append({"split": not buffer.split})

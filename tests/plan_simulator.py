@@ -62,7 +62,10 @@ class _Simulation:
         rows, cols = buffer.shape
         assert not isinstance(rows, Count)
         slots = p.ranks if buffer.holds == "slots" else 1
-        rows = p.rows[rank] if buffer.split and buffer.holds != "all" else rows
+        if buffer.split and buffer.holds == "peers":
+            rows -= p.rows[rank]
+        elif buffer.split and buffer.holds != "all":
+            rows = p.rows[rank]
         return np.full((slots, rows, cols), np.nan)
 
     def run(self) -> bool:

@@ -111,9 +111,8 @@ BAD = [
     Bad(lambda: {"plan": "fast"}, "plan must be auto or one of {families}, got 'fast'"),
     Bad(lambda: {"plan": ""}, "plan must be auto or one of {families}, got ''"),
     Bad(
-        lambda: {"plan": "uniform_fused_1d"},
-        "plan must be auto or one of {families}, got 'uniform_fused_1d'",
-        (SCATTER,),
+        lambda: {"plan": "uniform_unfused_2d"},
+        "plan must be auto or one of {families}, got 'uniform_unfused_2d'",
     ),
     Bad(
         lambda: {"plan": "shard_p2p xor"},

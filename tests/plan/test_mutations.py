@@ -110,6 +110,8 @@ STILL_RIGHT = {
     "edge of a join": "`>>` orders a plan behind all that was before, also what went to peers",
     "blocks by piece": "the same cells stored piece-major, which every step that names them knows",
     "room for own blocks": "packed rows keep a place for those of this rank, which nobody uses",
+    "no room for own blocks": "a block of this rank's was kept that nobody uses, or rows are equal "
+    "and each peer's slot has the size of its block",
     "rows where they lie": "the matmul reads what was packed for it where it lay before",
     "wider product": "an intermediate result in fp32 where the problem's dtype would do",
 }
@@ -192,6 +194,8 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
         match field, value:
             case "space", "symmetric" if buffers[name].space == "scratch":
                 return "scratch as symmetric"
+            case "holds", "peers":
+                return "no room for own blocks"
             case "holds", "all" if buffers[name].holds == "peers":
                 return "room for own blocks"
             case "holds", "slots" | "all" if even and buffers[name].holds != "own":
@@ -230,7 +234,7 @@ def test_every_kind_of_mutation_occurs_and_is_refused_at_times():
             "piece", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
             "memory"} == set(made)  # fmt: skip
     never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
-                      "at", "shard", "piece", "cols", "rows", "buffer", "read", "pair", "arg",
+                      "at", "shard", "piece", "cols", "rows", "read", "pair", "arg",
                       "bias"}  # fmt: skip
     assert all(made[kind] == refused[kind] for kind in never_accepted)
     assert made["edge"] - refused["edge"] == 1

@@ -346,6 +346,9 @@ def characterize(
     rows: Annotated[
         Path | None, typer.Option(help="JSONL file that what was measured is added to.")
     ] = None,
+    losses: Annotated[
+        bool, typer.Option("--losses", help="What decomposition and contention cost, instead.")
+    ] = False,
 ) -> None:
     """Measure this machine's constants, by which plans are predicted: about a minute.
 
@@ -355,7 +358,7 @@ def characterize(
     """
     from counterpoint.cli.characterize import characterize as run
 
-    raise typer.Exit(run(full=full, ranks=ranks, out=out, rows=rows))
+    raise typer.Exit(run(full=full, ranks=ranks, out=out, rows=rows, losses=losses))
 
 
 @app.command()

@@ -64,14 +64,12 @@ def characterize(
         InputError: fewer than two ranks.
         UnsupportedError: no preset describes this GPU.
     """
-    ranks = dist.get_world_size(group)
-    if ranks < 2:
-        raise InputError("characterize", "group", want="2 ranks or more", got=ranks)
+    bench = Bench(group, device, rounds)
+    ranks = bench.ranks
     name = torch.cuda.get_device_name(device)
     base = preset_of(name, min(ranks, 8))
     if base is None:
         raise UnsupportedError(f"characterize: no preset describes {name!r}; see presets.py")
-    bench = _Bench(group, device, rounds)
     rows: list[Row] = []
     questions = (
         bench.matmuls, bench.copies, bench.collectives, bench.direct, bench.memory, bench.signals,
@@ -87,12 +85,18 @@ def characterize(
     return machine, [row | facts for row in rows]
 
 
-class _Bench:
-    """The questions, each a method that returns rows."""
+class Bench:
+    """The questions, each a method that returns rows.
+
+    Raises:
+        InputError: fewer than two ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, rounds: int) -> None:
         self.group, self.device, self.rounds = group, device, rounds
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        if self.ranks < 2:
+            raise InputError("characterize", "group", want="2 ranks or more", got=self.ranks)
         self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self.memory_of_peers: Any = allocate(max(COPIES) * self.ranks, group, device)
         self.pads: Any = allocate(1 << 16, group, device)
@@ -235,8 +239,8 @@ class _Bench:
             multiply, push = self.multiply(m, n, k), self.push(size)
             parts = self.timed({"matmul": multiply, "copy": push}, 4)
             # how many of each, so that the other one is done a little earlier
-            counts = {"matmul": _beside_counts(parts["matmul"], parts["copy"]),
-                      "copy": _beside_counts(parts["copy"], parts["matmul"])[::-1]}  # fmt: skip
+            counts = {"matmul": beside_counts(parts["matmul"], parts["copy"]),
+                      "copy": beside_counts(parts["copy"], parts["matmul"])[::-1]}  # fmt: skip
             calls: dict[str, Call] = {}
             for which, (matmuls, pushes) in counts.items():
                 calls[f"{which} beside"] = self.both(multiply, matmuls, push, pushes)
@@ -292,7 +296,7 @@ class _Bench:
         return call, len(build(problem, spec).steps)
 
 
-def _beside_counts(own_s: float, other_s: float) -> tuple[int, int]:
+def beside_counts(own_s: float, other_s: float) -> tuple[int, int]:
     """How many of one thing take about 2 ms, and of the other 85 % of that time."""
     own = max(2, ceil(2e-3 / own_s))
     return own, max(1, int(0.85 * own * own_s / other_s))

@@ -1,0 +1,84 @@
+"""The tables and the picture of docs/losses.md, from benchmarks/losses.py's rows."""
+
+from pathlib import Path
+from typing import Any
+
+from counterpoint.measure import record
+from counterpoint.measure.curves import Curves, draw_curves
+
+Row = dict[str, Any]
+MIB = 1 << 20
+
+
+def sections(results: Path, images: Path) -> dict[str, str]:
+    """The text of each marker, of the most GPUs measured; {} without rows. Draws the picture."""
+    paths = {int(p.name.split("-")[1][:-1]): p for p in results.glob("losses-*x-h200.jsonl")}
+    if not paths:
+        return {}
+    rows = record.read(paths[max(paths)])
+    asked = {row["question"]: [r for r in rows if r["question"] == row["question"]] for row in rows}
+    h = rows[0]
+    where = (
+        f"{h['ranks']}x {h['gpu']}, bf16, driver {h['driver']}, torch {h['torch']}, NCCL "
+        f"{h['nccl']}, NVLink multicast {'on' if h['multicast'] else 'off'}, {h['date']}, commit "
+        f"{h['commit']}"
+    )
+    _draw(asked, images / "losses.png", where)
+    return {
+        "dil-matmul": _table(asked["matmul in pieces"], ("rows", "n", "k"), "along", "whole_s"),
+        "dil-communication": _table(
+            asked["communication in pieces"], ("num_bytes",), "transport", "whole_s"
+        ),
+        "cil": _beside(asked["beside"]) + f"\n\n{where}.",
+    }
+
+
+def _table(rows: list[Row], shape: tuple[str, ...], kind: str, compared: str) -> str:
+    """A line for each shape and kind, a column for each number of pieces."""
+    pieces = sorted({row["pieces"] for row in rows})
+    lines = [
+        f"| {'M, N, K' if len(shape) > 1 else 'gathered'} | {kind} | whole, us | "
+        + " | ".join(f"{n} pieces" for n in pieces[1:]) + " |",
+        "|---" * (len(pieces) + 2) + "|",
+    ]  # fmt: skip
+    keys = dict.fromkeys((tuple(r[s] for s in shape), r[kind]) for r in rows if r["pieces"] > 1)
+    for key, which in keys:
+        mine = {
+            r["pieces"]: r for r in rows if tuple(r[s] for s in shape) == key and r[kind] == which
+        }
+        some = mine[pieces[1]]
+        head = ", ".join(map(str, key)) if len(shape) > 1 else f"{key[0] // MIB} MiB"
+        cells = [f"{mine[n]['seconds'] / mine[n][compared]:.2f}" for n in pieces[1:]]
+        lines.append(f"| {head} | {which} | {some[compared] * 1e6:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _beside(rows: list[Row]) -> str:
+    lines = ["| matmul | beside | the matmul takes | the transport takes |", "|---|---|---|---|"]
+    for kind, transport in dict.fromkeys((r["matmul"], r["transport"]) for r in rows):
+        times = {
+            r["which"]: r["seconds"] / r["alone_s"]
+            for r in rows if (r["matmul"], r["transport"]) == (kind, transport)
+        }  # fmt: skip
+        lines.append(f"| {kind} | {transport} | {times['matmul']:.2f} x | "
+                     f"{times['transport']:.2f} x |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _draw(asked: dict[str, list[Row]], path: Path, where: str) -> None:
+    panels: list[Curves] = []
+    matmuls = asked["matmul in pieces"]
+    for along in ("rows", "columns", "K"):
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for row in matmuls:
+            if row["along"] == along or row["pieces"] == 1:
+                name = f"{row['rows']}, {row['n']}, {row['k']}"
+                curves.setdefault(name, []).append((row["pieces"], row["seconds"] / row["whole_s"]))
+        panels.append(Curves(f"matmul, pieces of {along}", curves))
+    curves = {}
+    for row in asked["communication in pieces"]:
+        name = f"{row['transport']}, {row['num_bytes'] // MIB} MiB"
+        curves.setdefault(name, []).append((row["pieces"], row["seconds"] / row["whole_s"]))
+    panels.append(Curves("all-gather in pieces", curves))
+    draw_curves(panels, path, title="What decomposition costs", source=where, x_label="pieces",
+                y_label="pieces / whole", y_most=8.0)  # fmt: skip
