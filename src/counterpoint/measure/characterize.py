@@ -122,10 +122,10 @@ class Bench:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).bfloat16()
 
-    def multiply(self, rows: int, n: int, k: int) -> Call:
+    def multiply(self, rows: int, n: int, k: int, scale: float = 1.0) -> Call:
         count = max(1, ceil(L2_ROTATIONS * self.l2_bytes / (2 * n * k)))
-        weights = [self.normal(n, k).t() for _ in range(min(count, CALLS))]
-        x, y = self.normal(rows, k), self.normal(rows, n)
+        weights = [self.normal(n, k).mul_(scale).t() for _ in range(min(count, CALLS))]
+        x, y = self.normal(rows, k).mul_(scale), self.normal(rows, n)
         return lambda i: torch.mm(x, weights[i % len(weights)], out=y)
 
     def push(self, num_bytes: int) -> Call:
