@@ -1,7 +1,6 @@
 """What all_gather_matmul in one kernel is, and could be. Run by gpu_suite.py.
 
-A  few rows, fused: how much of w is brought to L2 before the wait, in how many slices rows go,
-   against our matmul without a wait and the libraries'
+A  few rows, fused: in how many slices rows go, against our matmul alone and the libraries'
 B  more rows: the fastest of our persistent matmuls by TMA against the library's. One that
    starts each tile when the copy engine has brought its rows can be no faster than that.
 """

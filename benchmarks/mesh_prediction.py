@@ -5,7 +5,7 @@ Nothing here is measured on a mesh. The reason in numbers: links that a step has
 
 from pathlib import Path
 
-from counterpoint.choose.by_model import parts_s
+from counterpoint.choose.by_model import parts_s, refusal
 from counterpoint.machine import Machine
 from counterpoint.measure.speedups import Speedups, draw_speedups
 from counterpoint.model.estimate import predicted_s
@@ -29,9 +29,10 @@ SHORT = {"all_gather_matmul": "AG", "matmul_reduce_scatter": "RS"}
 
 
 def best_s(problem: Problem, machine: Machine, families: tuple[str, ...]) -> tuple[float, str]:
-    """The fastest by prediction of the plans of some families."""
+    """The fastest by prediction of the plans of some families that "auto" may take."""
     specs = [s for s in variants(problem.op, problem.ranks) if s.split()[0] in families]
-    return min((predicted_s(build(problem, spec, machine), machine), spec) for spec in specs)
+    plans = [plan for spec in specs if not refusal(plan := build(problem, spec, machine))]
+    return min((predicted_s(plan, machine), plan.spec) for plan in plans)
 
 
 def panels() -> tuple[list[Speedups], list[list[str]]]:
@@ -62,7 +63,7 @@ def table(images: Path) -> str:
     drawn, cells = panels()
     draw_speedups(
         drawn, images / "mesh-prediction.png", title="Plans finer than shards, on two topologies",
-        source="predictions from datasheet rates, 8 GPUs, bf16; best plan of each kind",
+        source="predictions from datasheet rates, 8 GPUs, bf16; the best that auto may take",
     )  # fmt: skip
     head = ["M, N, K"]
     for title in MACHINES.values():

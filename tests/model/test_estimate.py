@@ -15,6 +15,7 @@ from counterpoint.model import estimate as model
 from counterpoint.model.estimate import estimate, predicted_s, slowest_rank
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import FAMILIES, build
+from counterpoint.plan.finer import FINER
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
@@ -132,6 +133,18 @@ def test_host_time_only_adds(ranks: int):
             host_s = costs.host_call_s + len(plan.steps) * costs.host_step_s
             assert eager_s > max(graph_s, host_s), plan.spec
             assert eager_s < (graph_s + host_s) * (1 + EXACTLY), plan.spec
+
+
+@pytest.mark.parametrize("family", FINER)
+@pytest.mark.parametrize("op", FORWARD)
+def test_the_slowest_rank_of_plans_finer_than_shards_is_found(op: Op, family: str):
+    """Rows before and behind its own are two matmuls, of slices of w as well."""
+    for name in ("mi300x-8", "h200-8"):
+        machine = preset(name)
+        for shape in ((2048, 7168, 8192), (8192, 6144, 4096)):
+            plan = build(Problem(op, *shape, 8), f"{family} ring")
+            all_s = estimate(plan, machine).end_s
+            assert predicted_s(plan, machine) == pytest.approx(all_s, rel=5e-3), plan.spec
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -25,7 +25,7 @@ MARGINS = {True: 1.03, False: 1.15}
 # and this much: an eager call of a plan is the launch of a graph, which starts that much later than
 # two kernels do (4xH200, 2026-11)
 MIN_GAIN_S = 10e-6
-# of plans as close as that, the finest: a late copy then holds up less
+# of plans as close as that, the finest, of most steps that wait: a late copy holds up less then
 TIE = 1.01
 # but where one of direct.SPECS is as close as predictions are off, it is taken: one or two kernels
 # in a row, and no side stream that a late copy or the host may hold up
@@ -46,8 +46,12 @@ def by_model(
     specs = [s for s in variants(problem.op, problem.ranks) if " pull" not in s]
     specs.remove("serial")
     ours = [s for s in direct.SPECS if not direct.refusal(problem, s)]
+    if problem.op == "all_gather_matmul" and direct.FUSED in ours:
+        ours.remove(direct.FUSED)  # never predicted faster than DIRECT: see docs/fused.md
     ours = ours if words and problem.ranks > 1 else []
-    if problem.splits:
+    if problem.splits or machine.link.topology != "mesh":
+        # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and
+        # smaller pieces cost: docs/losses.md
         specs = [s for s in specs if s.split()[0] not in FINER]
     guesses: dict[str, float] = {}
     if len(specs) > MAX_SIMULATED and problem.ranks > 1:
@@ -66,7 +70,7 @@ def by_model(
             limits[spec] = why
             continue
         times[spec] = predicted_s(plan, machine, eager=eager, tiles=tiles)
-        steps[spec] = len(plan.steps)
+        steps[spec] = sum(bool(step.waits) for step in plan.steps)
 
     margin = MARGINS[machine.measured is not None]
 

@@ -90,8 +90,11 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
         region = max(step.reads[:1] + step.writes, key=lambda r: len(r.shards), default=None)
         if step.kind != "matmul" or region is None or not region.shards:
             continue
-        k, n = plan.buffer(step.reads[1].buffer).shape
+        weight = step.reads[1]
+        k, n = plan.buffer(weight.buffer).shape
         assert isinstance(k, int), "a weight has no count"
+        k = weight.rows[1] - weight.rows[0] if weight.rows else k
+        n = weight.cols[1] - weight.cols[0] if weight.cols else n
         group = tuple(peer[0] if peer else 0 for peer in region.shards)
         all_runs = _runs(plan.peers, p.ranks, group)
         time_s: dict[int, float] = {}
@@ -280,11 +283,16 @@ class _Simulation:
 
 
 def _into(bound: BoundStep) -> int:
-    """The peer that a copy writes to, or of several the one that gets most of it; -1 for none."""
+    """The peer that more than half of a copy step goes to; -1 for none, and for other steps.
+
+    The others of a batch then count as if they went there too.
+    """
     cells: Counter[int] = Counter()
     for part in bound.parts if bound.step.kind == "copy" else ():
         if part.reads[0].rank != part.write.rank:
             rows, cols = part.write.shape
             cells[part.write.rank] += rows * cols
-    (peer, most), *_ = cells.most_common(1) or [(-1, 0)]
-    return peer if 2 * most > cells.total() else -1
+    if not cells:
+        return -1
+    peer = max(cells, key=cells.__getitem__)
+    return peer if 2 * cells[peer] > cells.total() else -1

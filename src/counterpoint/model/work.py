@@ -58,7 +58,10 @@ def _matmul_s(bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles:
 
 
 def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
-    """Of a batch of copies: one after another on a switch; on a mesh each peer has its own link."""
+    """Of a batch of copies: one after another on a switch; on a mesh each peer has its own link.
+
+    And an engine: the executor of this library enqueues a batch on one stream, for switches.
+    """
     costs = machine.costs
     by_peer: dict[int, float] = {}
     for part in bound.parts:

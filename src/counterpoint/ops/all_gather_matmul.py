@@ -63,7 +63,7 @@ def all_gather_matmul(
         group: whose ranks take part, all with the same arguments; the default group if None. CPU
             tensors take a gloo group of one host, CUDA tensors an NCCL group of one node.
         bias: dtype of x, [N], added once; not with several weights.
-        plan: "auto", a family ("serial", "shard_p2p", "graded", "uniform_fused_2d",
+        plan: "auto", a family ("serial", "shard_p2p", "graded", or one finer than shards such as
             "uniform_fused_1d"), a spec such as "serial direct" or "graded 1/1/2 ring push", or a
             Plan, which is validated once. The backward of "auto" and "serial" is chosen in the
             same way, that of all others overlaps.

@@ -47,9 +47,9 @@ def matmul_reduce_scatter(
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; see `all_gather_matmul`.
         bias: dtype of x, [N]; each rank adds its own to its rows.
-        plan: "auto", a family ("serial", "shard_p2p", "graded"), a spec such as
-            "serial direct", "serial fused" or "graded 1/2/1 ring pieces=2", or a Plan, which is
-            validated once.
+        plan: "auto", a family ("serial", "shard_p2p", "graded", or one finer than shards such as
+            "uniform_fused_2d"), a spec such as "serial direct", "serial fused" or "graded 1/2/1
+            ring pieces=2", or a Plan, which is validated once.
         rows: how many of `scatter_dim` of x each rank gets, equal on all ranks; None means equal
             parts, and then the number of ranks must divide that dim.
         scatter_dim: the dim of x of which each rank gets a part. Where it is not 0, x is copied so

@@ -1,12 +1,13 @@
 """Families finer than shards: each step exchanges a chunk of every shard with all peers.
 
-A chunk is an n-th of the rows of every shard (1d), n being the ranks, or of its columns (2d). So
-all links of a full mesh are at work in each step, where shard_p2p uses one at a time.
+A chunk is an n-th of the rows of every shard (1d), n being the ranks, or of its columns (2d). Each
+step has copies for all links of a full mesh, where shard_p2p has them for one link at a time.
 
 - uniform: all steps are alike. hetero: rows that need no peer are a matmul of their own, the first
   one of a gather, the last one of a scatter.
 - fused: what a step has of all shards is one matmul, of rows that are packed for it and unpacked
-  after it; unfused: a matmul for each shard, of rows where they lie. In 2d nothing needs packing.
+  after it; unfused: a matmul for each shard, of rows where they lie. In 2d nothing needs packing
+  (hetero scatters multiply rows before and behind their own, two matmuls a step on most ranks).
 
 Names and gathers: FiCCO, arXiv 2512.10236; uniform_unfused, hetero 2d and the mirrors that scatter
 are ours.
@@ -41,8 +42,13 @@ class Kind(NamedTuple):
 
     @property
     def holds(self) -> Literal["all", "peers"]:
-        """Whose blocks a packed buffer has."""
+        """Whose blocks a step has."""
         return "peers" if self.hetero else "all"
+
+    @property
+    def one_sum(self) -> bool:
+        """Whether a scatter sums once, at its end: rows that are packed lie in chunks."""
+        return self.dims == 1 and (self.hetero or not self.fused)
 
 
 def finer(p: Problem, family: str, peers: Peers) -> Plan:
@@ -112,8 +118,8 @@ def _gather_2d(p: Problem, kind: Kind, order: Order) -> Parts:
     target = Region("y", shards=others) if kind.hetero else Y
     steps.append(Step("round", "compute", "move", (total, *bias), (target,), args=args))
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True, holds=kind.holds)
-    total = Buffer("sum", (p.m, p.n), "float32", "scratch", split=True, holds=kind.holds)
-    return (full, total), tuple(steps)
+    sums = Buffer("sum", (p.m, p.n), "float32", "scratch", split=True, holds=kind.holds)
+    return (full, sums), tuple(steps)
 
 
 def _scatter_1d(p: Problem, kind: Kind, order: Order) -> Parts:
@@ -122,8 +128,7 @@ def _scatter_1d(p: Problem, kind: Kind, order: Order) -> Parts:
     steps: list[Step] = []
     whose = tuple(order.to(d) for d in order.distances) if kind.hetero else ()
     source = "product" if kind.fused else "partial"
-    # rows that are packed lie in chunks, with a sum for each; else one sum does, and one signal
-    sums = p.ranks if kind.fused and not kind.hetero else 1
+    sums = 1 if kind.one_sum else p.ranks
     for i in range(p.ranks):
         chunk = (i, p.ranks)
         rows = Region("x", shards=whose, piece=chunk)
@@ -134,14 +139,13 @@ def _scatter_1d(p: Problem, kind: Kind, order: Order) -> Parts:
         steps.append(_matmul(str(i), (rows, W), Region(source, shards=whose, piece=chunk)))
         signals = sums > 1 or i == p.ranks - 1
         steps.append(_push(order, i, source, "slots", chunk, signals=signals))
-    own = Region("own" if kind.fused and kind.hetero else source, shards=OWN)
+    own = Region("own") if kind.fused and kind.hetero else Region(source, shards=OWN)
     if kind.hetero:
-        own = Region("own") if kind.fused else own
         steps.append(_matmul("own", (Region("x", shards=OWN), W), own))
     for i in range(sums):
         piece = (i, sums)
-        slots = (Region("slots", shards=(order.source(d),), piece=piece) for d in order.distances)
-        reads = (*slots, Region(own.buffer, shards=own.shards, piece=piece), *bias)
+        sent = (Region("slots", shards=(order.source(d),), piece=piece) for d in order.distances)
+        reads = (*sent, Region(own.buffer, shards=own.shards, piece=piece), *bias)
         last = i if sums > 1 else p.ranks - 1
         waits = tuple(order.wait((last + 1) * p.ranks + d, d) for d in order.distances)
         after, target = ("open",) if i == 0 else (), Region("y", piece=piece)
@@ -169,7 +173,7 @@ def _scatter_2d(p: Problem, kind: Kind, order: Order) -> Parts:
     for i, cols in enumerate(cuts):
         shape = (p.m, cols[1] - cols[0])
         buffers += [
-            Buffer(f"partial_{i}", shape, p.dtype, "scratch", split=True),
+            Buffer(f"partial_{i}", shape, p.dtype, "scratch", split=True, holds=kind.holds),
             Buffer(f"slots_{i}", shape, p.dtype, "symmetric", split=True, holds="slots"),
         ]
         target = Region(f"partial_{i}", shards=whose)
@@ -179,9 +183,9 @@ def _scatter_2d(p: Problem, kind: Kind, order: Order) -> Parts:
         steps.append(_matmul("own", (Region("x", shards=OWN), W), Region("own")))
         buffers.append(Buffer("own", (p.m, p.n), p.dtype, "scratch", split=True, holds="own"))
     for i, cols in enumerate(cuts):
-        slots = (Region(f"slots_{i}", shards=(order.source(d),)) for d in order.distances)
+        sent = (Region(f"slots_{i}", shards=(order.source(d),)) for d in order.distances)
         own = Region("own", cols=cols) if kind.hetero else Region(f"partial_{i}", shards=OWN)
-        reads = (*slots, own, *(Region(b.buffer, cols=cols) for b in bias))
+        reads = (*sent, own, *(Region(b.buffer, cols=cols) for b in bias))
         waits = tuple(order.wait((i + 1) * p.ranks + d, d) for d in order.distances)
         steps.append(Step(f"reduce_{i}", "compute", "reduce", reads, (Region("y", cols=cols),),
                           ("open",) if i == 0 else (), waits, args=args))  # fmt: skip

@@ -39,7 +39,7 @@ def check_form(plan: Plan) -> None:
                 f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
             )
         if buffer.pieces != 1 and not (buffer.split and buffer.holds in ("all", "peers")):
-            fail(f"buffer {buffer.name!r} is stored by pieces, so it has to hold all blocks")
+            fail(f"buffer {buffer.name!r} is stored by pieces, so it has to hold several blocks")
     limit = plan.problem.scratch_bytes_limit
     used = plan.num_bytes("scratch", "symmetric")
     if limit and used > limit:

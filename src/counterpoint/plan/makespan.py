@@ -5,6 +5,8 @@ before has ended and what it sends is computed. Good enough to size groups and t
 candidates; `model.estimate` knows the rest.
 """
 
+from dataclasses import replace
+
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan.finer import Kind
@@ -43,17 +45,20 @@ def gather_s(
 def finer_s(
     problem: Problem, family: str, machine: Machine, tiles: Tiles = NO_TILES
 ) -> float:  # fmt: skip
-    """Seconds of a plan of `finer.FINER`; of a gather in slices of columns, no guess: infinity."""
+    """Seconds of a plan of `finer.FINER`."""
     p, costs, kind = problem, machine.costs, Kind.of(family)
     gathers = p.op == "all_gather_matmul"
-    if gathers and kind.dims == 2:
-        return float("inf")  # strided copies, and a sum in fp32 that every step reads and writes
     steps, shard, item_bytes = p.ranks, max(p.rows), p.item_bytes
     cols = p.k if gathers else p.n
-    block_s = _copy_s(shard * cols * item_bytes // steps, machine)
+    row_bytes = cols * item_bytes // steps if gathers and kind.dims == 2 else 0
+    block_s = _copy_s(shard * cols * item_bytes // steps, machine, row_bytes)
     exchange_s = block_s if machine.link.topology == "mesh" else (p.ranks - 1) * block_s
     owners = p.ranks - kind.hetero
-    if kind.dims == 2:
+    if kind.dims == 2 and gathers:
+        step_s = _matmul_s(replace(p, k=p.k // steps), owners * shard, machine, tiles)
+        # a sum in fp32 that every step reads and writes
+        step_s = max(step_s, costs.memory_s(2 * owners * shard * p.n * 4))
+    elif kind.dims == 2:
         step_s = _matmul_s(p, owners * shard, machine, tiles, n=p.n // steps)
     elif kind.fused:
         step_s = _matmul_s(p, owners * shard // steps, machine, tiles)
@@ -64,15 +69,15 @@ def finer_s(
     own_s = _matmul_s(p, shard, machine, tiles) if kind.hetero else 0.0
     # the longer of the two sides, and of the shorter one a step
     if gathers:
-        if not kind.hetero and not kind.fused:  # of the first step the own rows need not wait
-            own_s = step_s / p.ranks
-            first_s = max(costs.barrier_s + exchange_s, own_s) - own_s
-        else:
-            first_s = max(costs.barrier_s + exchange_s, own_s)
+        first_s = max(costs.barrier_s + exchange_s, own_s)
+        if not kind.hetero and not kind.fused:
+            first_s -= min(
+                step_s / p.ranks, first_s
+            )  # the own rows of the first step need not wait
         last_s = costs.barrier_s + steps * exchange_s
         return max(first_s + (steps - 1) * step_s, last_s) + step_s
     # of several sums all but the last run before the last rows are there
-    sums = 1 if kind.dims == 1 and (kind.hetero or not kind.fused) else steps
+    sums = 1 if kind.one_sum else steps
     sum_s = costs.memory_s((p.ranks + 1) * shard * p.n * item_bytes // sums) + costs.kernel_s
     last_s = max(costs.barrier_s, step_s) + steps * exchange_s
     rest_s = max(own_s + (sums - 1) * sum_s, exchange_s)  # beside the last exchange
@@ -113,10 +118,10 @@ def scatter_s(
     return max(computed_s + (pieces - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
 
 
-def _copy_s(num_bytes: int, machine: Machine) -> float:
+def _copy_s(num_bytes: int, machine: Machine, row_bytes: int = 0) -> float:
     """Of one copy to one peer: on a mesh it has one of the links."""
     links = machine.num_devices - 1 if machine.link.topology == "mesh" else 1
-    return machine.costs.copy_s(num_bytes * links)
+    return machine.costs.copy_s(num_bytes * links, row_bytes)
 
 
 def _matmul_s(

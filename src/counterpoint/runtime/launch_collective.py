@@ -14,6 +14,7 @@ from counterpoint.plan.bind import BoundStep, Part
 from counterpoint.runtime import driver
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import FusedMemory, fused_memory
+from counterpoint.runtime.fused_call import aligned
 from counterpoint.runtime.lanes_cuda import raw_stream
 from counterpoint.runtime.resident import resident_blocks
 from counterpoint.runtime.workspace import Operands, Places
@@ -21,7 +22,6 @@ from counterpoint.runtime.workspace import Operands, Places
 WORD_BYTES = 4
 MAX_RANKS = 32  # that the bits of a fault word name
 NUM_WARPS = 4
-ALIGN = 16  # bytes, of the addresses that it is compiled for
 BLOCKS = (256, 512)  # words of a rank's part that a program takes at a time, of 4 ranks
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 DTYPES_OF_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -53,7 +53,7 @@ def action(bound: BoundStep, part: Part, places: Places, tag: int) -> Action:
 
     def run(operands: Operands) -> None:
         x = source(operands)
-        call(x if x.data_ptr() % ALIGN == 0 else x.clone(), target(operands))
+        call(x if aligned(x) else x.clone(), target(operands))
 
     return run
 

@@ -39,7 +39,7 @@ class Gathered:
 
 
 def gather_way(m: int, n: int, k: int, ranks: int, item_bytes: int, num_sms: int) -> Gathered:
-    """The way to take for y[m, n]: tiles so that every SM has one, as deep as two blocks fit."""
+    """The way to take for y[m, n], by measurements on 4 H200; tiles as deep as two blocks fit."""
     rows = max(padded_rows(m), 16)
     block_n = 64 if n >= 24 * num_sms else 16
     stages = max(2, min(MAX_STAGES, TILE_BYTES // ((block_n + rows) * 64 * item_bytes)))
