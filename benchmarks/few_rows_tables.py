@@ -91,7 +91,7 @@ def _table(rows: list[Row]) -> str:
 def _shapes(rows: list[Row]) -> list[list[Row]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["op"], row["m"], row["n"], row["k"]), []).append(row)
+        found.setdefault((row.get("op"), row["m"], row["n"], row["k"]), []).append(row)
     return list(found.values())
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from counterpoint.measure import record
 from counterpoint.measure.curves import Curves, draw_curves
+from counterpoint.plan.finer import FINER
 
 Row = dict[str, Any]
 MIB = 1 << 20
@@ -31,6 +32,29 @@ def sections(results: Path, images: Path) -> dict[str, str]:
         ),
         "cil": _beside(asked["beside"]) + f"\n\n{where}.",
     }
+
+
+def finer(rows: list[Row]) -> str:
+    """Times of the families finer than shards beside the best of the others, ms, of overlap rows."""
+    shapes: dict[tuple[str, int, int, int], dict[str, float]] = {}
+    for row in rows:
+        if row["mode"] == "graph":
+            key = (row["op"], row["m"], row["n"], row["k"])
+            shapes.setdefault(key, {})[row["arm"]] = row["median_s"]
+    arms = [f"{family} ring" for family in FINER]
+    head = ["op", "M, N, K", "serial", "shard_p2p", "graded", *(f"`{family}`" for family in FINER)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for (op, *shape), times in shapes.items():
+        if not set(arms) <= set(times):
+            continue
+        best = [min(t for arm, t in times.items() if arm.startswith(kind))
+                for kind in ("shard_p2p", "graded")]  # fmt: skip
+        cells = [times["serial"], *best, *(times[arm] for arm in arms)]
+        where = ", ".join(map(str, shape))
+        lines.append(f"| {op} | {where} | " + " | ".join(f"{t * 1e3:.3f}" for t in cells) + " |")
+    h = rows[0]
+    return "\n".join([*lines, "", f"Milliseconds, {h['ranks']}x {h['gpu']}, bf16, in a graph, all "
+                      f"in one rotation, {h['date']}, commit {h['commit']}."])  # fmt: skip
 
 
 def _table(rows: list[Row], shape: tuple[str, ...], kind: str, compared: str) -> str:

@@ -326,6 +326,7 @@ def main() -> None:
     if short := sharing_tables.short_table(RESULTS):
         replace(ROOT / "README.md", "sharing", short)
     sharing_tables.draw(RESULTS, IMAGES)
+    replace(ROOT / "docs" / "losses.md", "finer", losses_tables.finer(record.read(largest)))
     for name, text in losses_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "losses.md", name, text)
     replace(ROOT / "docs" / "plans.md", "mesh", mesh_prediction.table(IMAGES))

@@ -296,7 +296,7 @@ class Bench:
         return call, len(build(problem, spec).steps)
 
 
-def beside_counts(own_s: float, other_s: float) -> tuple[int, int]:
-    """How many of one thing take about 2 ms, and of the other 85 % of that time."""
-    own = max(2, ceil(2e-3 / own_s))
+def beside_counts(own_s: float, other_s: float, total_s: float = 2e-3) -> tuple[int, int]:
+    """How many of one thing take about `total_s`, and of the other 85 % of that time."""
+    own = max(2, ceil(total_s / own_s))
     return own, max(1, int(0.85 * own * own_s / other_s))

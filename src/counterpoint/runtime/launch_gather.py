@@ -11,8 +11,8 @@ from counterpoint.runtime.launch_fused import MAX_STAGES, TILE_BYTES, Where, pad
 
 WORD_BYTES = 4
 FLAGS = 128  # of all ranks together at most: each thread of a program polls one
-SLICES = 8
-SLICE_BYTES = 4096  # of x of one rank at least
+SLICES = 16
+SLICE_BYTES = 8192  # of x of one rank at least
 PIECE_WORDS = 4096  # that a program stores at a time, to all ranks together
 MAX_PIECE = 512
 
@@ -29,11 +29,11 @@ class Gathered:
     block_k: int = 64
     stages: int = 8
     num_warps: int = 4
-    slices: int = 8
+    slices: int = 16
 
     @property
     def spec(self) -> str:
-        """As text: "fused gather 64x64x6 warps=4 slices=8"."""
+        """As text: "fused gather 64x64x6 warps=4 slices=16"."""
         tile = f"{self.block_n}x{self.block_k}x{self.stages}"
         return f"fused gather {tile} warps={self.num_warps} slices={self.slices}"
 
