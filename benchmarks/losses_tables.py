@@ -35,7 +35,7 @@ def sections(results: Path, images: Path) -> dict[str, str]:
 
 
 def finer(rows: list[Row]) -> str:
-    """Times of the families finer than shards beside the best of the others, ms, of overlap rows."""
+    """Times of the families finer than shards beside the best of the others, of overlap rows."""
     shapes: dict[tuple[str, int, int, int], dict[str, float]] = {}
     for row in rows:
         if row["mode"] == "graph":

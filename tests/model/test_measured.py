@@ -15,6 +15,7 @@ from counterpoint.costs import Costs
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import FAMILIES, build
+from counterpoint.plan.finer import FINER
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
