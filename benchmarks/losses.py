@@ -24,7 +24,7 @@ def main() -> None:
             record.append(args.out, rows)
             told = {"question", "table", "seconds", "whole_s", "alone_s"}
             for row in rows:
-                loss = row["seconds"] / (row.get("whole_s") or row["alone_s"])
+                loss = row["seconds"] / (row.get("whole_s") or max(row["alone_s"], row["other_s"]))
                 facts = list(row)[: list(row).index("seconds")]
                 what = " ".join(str(row[f]) for f in facts if f not in told)
                 print(f"{row['question']}: {what}: {row['seconds'] * 1e6:.1f} us, {loss:.2f}")

@@ -81,7 +81,7 @@ def _beside(rows: list[Row]) -> str:
     lines = ["| matmul | beside | the matmul takes | the transport takes |", "|---|---|---|---|"]
     for kind, transport in dict.fromkeys((r["matmul"], r["transport"]) for r in rows):
         times = {
-            r["which"]: r["seconds"] / r["alone_s"]
+            r["which"]: r["seconds"] / max(r["alone_s"], r["other_s"])
             for r in rows if (r["matmul"], r["transport"]) == (kind, transport)
         }  # fmt: skip
         lines.append(f"| {kind} | {transport} | {times['matmul']:.2f} x | "

@@ -115,7 +115,7 @@ def tables_of_losses(rows: list[dict[str, Any]]) -> list[Table]:
     for row in rows:
         if row["question"] == "beside":
             times = beside.setdefault((row["matmul"], row["transport"]), {})
-            times[row["which"]] = row["seconds"] / row["alone_s"]
+            times[row["which"]] = row["seconds"] / max(row["alone_s"], row["other_s"])
     for (matmul, transport), times in beside.items():
         cil.add_row(matmul, transport, f"{times['matmul']:.2f}", f"{times['transport']:.2f}")
     return [dil, cil]

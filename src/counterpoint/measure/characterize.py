@@ -237,7 +237,8 @@ class Bench:
         size = 16 * MIB
         for m, n, k in CONTENTION:
             multiply, push = self.multiply(m, n, k), self.push(size)
-            parts = self.timed({"matmul": multiply, "copy": push}, 4)
+            # as many in a row as below: copies of ranks that are out of step meet on a link
+            parts = self.timed({"matmul": multiply, "copy": push}, 16)
             # how many of each, so that the other one is done a little earlier
             counts = {"matmul": beside_counts(parts["matmul"], parts["copy"]),
                       "copy": beside_counts(parts["copy"], parts["matmul"])[::-1]}  # fmt: skip

@@ -194,9 +194,13 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
 
 def _beside(rows: Sequence[Row]) -> float:
     """How much longer one takes while the other is under way, from the whole of both."""
-    # it ran beside the other for as long as the other took
+    # it ran beside the other for as long as the other took, and where that was longer after all, of
+    # both together more than the longer is loss
     factors = (
-        1 + (row["seconds"] - row["alone_s"]) / row["other_s"] / row.get("part", 1.0)
+        1
+        + (row["seconds"] - max(row["alone_s"], row["other_s"]))
+        / row["other_s"]
+        / row.get("part", 1.0)
         for row in rows
     )
     return max(_median(factors), 1.0)
