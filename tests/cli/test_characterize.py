@@ -152,8 +152,8 @@ LOSSES = [
      "pieces": pieces, "seconds": pieces * 1e-4, "whole_s": 1e-4} for pieces in (1, 4)
 ] + [
     {"question": "beside", "matmul": "compute-bound", "transport": "copy engine", "which": which,
-     "seconds": seconds, "alone_s": 1e-3, "other_s": 8e-4} for which, seconds in (("matmul", 1.02e-3),
-                                                                 ("transport", 1.3e-3))
+     "seconds": seconds, "alone_s": 1e-3, "other_s": 8e-4}
+    for which, seconds in (("matmul", 1.02e-3), ("transport", 1.3e-3))
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def measure_losses(
     """Rows of all three questions; all ranks of `group` call this, and all get them.
 
     Each row has `question` ("matmul in pieces", "communication in pieces" or "beside"), what was
-    timed, `seconds` and what it is compared with, `whole_s` or `alone_s` (and `other_s`, of the other).
+    timed, `seconds` and what it is compared with, `whole_s` or `alone_s`, beside `other_s`.
 
     Raises:
         InputError: fewer than two ranks.
