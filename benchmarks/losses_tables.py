@@ -24,7 +24,7 @@ def sections(results: Path, images: Path) -> dict[str, str]:
         f"{h['nccl']}, NVLink multicast {'on' if h['multicast'] else 'off'}, {h['date']}, commit "
         f"{h['commit']}"
     )
-    _draw(asked, images / "losses.png", where)
+    _draw(asked, images, where)
     return {
         "dil-matmul": _table(asked["matmul in pieces"], ("rows", "n", "k"), "along", "whole_s"),
         "dil-communication": _table(
@@ -89,20 +89,24 @@ def _beside(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _draw(asked: dict[str, list[Row]], path: Path, where: str) -> None:
-    panels: list[Curves] = []
+def _draw(asked: dict[str, list[Row]], images: Path, where: str) -> None:
     matmuls = asked["matmul in pieces"]
+    panels: list[Curves] = []
     for along in ("rows", "columns", "K"):
         curves: dict[str, list[tuple[int, float]]] = {}
         for row in matmuls:
             if row["along"] == along or row["pieces"] == 1:
                 name = f"{row['rows']}, {row['n']}, {row['k']}"
                 curves.setdefault(name, []).append((row["pieces"], row["seconds"] / row["whole_s"]))
-        panels.append(Curves(f"matmul, pieces of {along}", curves))
-    curves = {}
-    for row in asked["communication in pieces"]:
-        name = f"{row['transport']}, {row['num_bytes'] // MIB} MiB"
-        curves.setdefault(name, []).append((row["pieces"], row["seconds"] / row["whole_s"]))
-    panels.append(Curves("all-gather in pieces", curves))
-    draw_curves(panels, path, title="What decomposition costs", source=where, x_label="pieces",
-                y_label="pieces / whole", y_most=8.0)  # fmt: skip
+        panels.append(Curves(f"pieces of {along}", curves))
+    labels = {"source": where, "x_label": "pieces", "y_label": "pieces / whole", "y_most": 8.0}
+    draw_curves(panels, images / "losses-matmul.png", title="A matmul in pieces", **labels)
+    gathers, panels = asked["communication in pieces"], []
+    for size in dict.fromkeys(row["num_bytes"] for row in gathers):
+        curves = {}
+        for row in gathers:
+            if row["num_bytes"] == size:
+                point = (row["pieces"], row["seconds"] / row["whole_s"])
+                curves.setdefault(row["transport"], []).append(point)
+        panels.append(Curves(f"{size // MIB} MiB", curves))
+    draw_curves(panels, images / "losses-gather.png", title="An all-gather in pieces", **labels)
