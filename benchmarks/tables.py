@@ -17,7 +17,8 @@ import losses_tables
 import mesh_prediction
 import sharing_tables
 
-from counterpoint.choose.known import SHIPPED
+from counterpoint.choose.known import SHIPPED, shipped
+from counterpoint.cli.evaluate import scenarios_of, scores_of
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine
 from counterpoint.measure import record
@@ -279,6 +280,22 @@ def draw_pair(path: Path, machine: Machine) -> None:
     draw_timeline(measured, IMAGES / f"{path.stem}.png", beside=predicted, width_in=9)
 
 
+def scores_table() -> str:
+    """How often "auto" was right in the committed rows, and what else would have been."""
+    lines = ["| GPUs | chosen by | scenarios | right | mean regret | worst | serial / | least |",
+             "|---" * 8 + "|"]  # fmt: skip
+    for ranks in (4, 2):
+        files = (RESULTS / f"{name}-{ranks}x-h200.jsonl" for name in ("overlap", "few-rows"))
+        found = [each for file in files for each in scenarios_of(record.read(file))]
+        for s in scores_of(found, shipped(found[0].gpu, ranks)):
+            lines.append(
+                f"| {ranks} | {s.way} | {s.scenarios} of {s.asked} | {s.right:.0%} | "
+                f"{s.mean_regret:.1%} | {s.worst_regret:.1%} | {s.speedup:.2f} | "
+                f"{s.least_speedup:.2f} |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Write all of them from the results of the largest machine measured."""
     paths = sorted(RESULTS.glob("overlap-*x-*.jsonl"), key=lambda p: int(p.name.split("-")[1][:-1]))
@@ -329,6 +346,7 @@ def main() -> None:
     replace(ROOT / "docs" / "losses.md", "finer", losses_tables.finer(record.read(largest)))
     for name, text in losses_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "losses.md", name, text)
+    replace(ROOT / "docs" / "choosing.md", "scores", scores_table())
     replace(ROOT / "docs" / "plans.md", "mesh", mesh_prediction.table(IMAGES))
     for name, text in decode_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "fused.md", name, text)

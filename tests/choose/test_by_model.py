@@ -326,14 +326,18 @@ def test_the_rule_overlaps_where_both_sides_are_long():
             problem = Problem(op, m, n, k, 4)
             choice = by_rule(problem, machine)
             shorter_s = min(parts_s(problem, machine))
-            if shorter_s < WORTHWHILE_S:
+            ours = [spec for spec in SPECS if not refusal(problem, spec)]
+            if shorter_s < WORTHWHILE_S and not ours:
                 assert [c.spec for c in choice.table] == ["serial"]
             elif choice.spec == "serial":
                 assert [c.verdict for c in choice.table] == ["chosen", "not faster than serial"]
             else:
                 shorter = "matmuls" if choice.compute_s < choice.comm_s else "communication"
-                why = f"the rule overlaps {shorter} of {shorter_s * 1e6:.0f} us"
-                assert [c.verdict for c in choice.table] == ["chosen", why]
+                short = f"{shorter} of {shorter_s * 1e6:.0f} us"
+                verdicts = [c.verdict for c in choice.table]
+                assert verdicts[0] == "chosen" and verdicts[1].endswith(f" for {short}")
+                assert verdicts[1].startswith("the rule takes ")
+                assert (choice.spec in SPECS) == (shorter_s < WORTHWHILE_S)
                 taken.append(op)
     assert set(taken) == set(OPS)
 

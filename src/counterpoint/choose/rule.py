@@ -1,6 +1,7 @@
 """The plan by static sizes alone: overlap where both sides are long enough to be worth it.
 
-The coarsest of the three levels: it needs the datasheet only, and one comparison.
+Where they are not, a collective of our own in place of the library's. The coarsest of the three
+levels: it needs the datasheet only, and one comparison.
 """
 
 from dataclasses import replace
@@ -10,6 +11,7 @@ from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
+from counterpoint.plan import direct
 from counterpoint.plan.families import build
 from counterpoint.problem import Op, Problem
 
@@ -36,17 +38,21 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
     serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager)
     chosen = Candidate("serial", serial_s, "simulated", "chosen")
     other: Candidate | None = None
-    if problem.ranks > 1 and shorter_s >= WORTHWHILE_S:
-        plan = build(problem, OVERLAPPED[problem.op], machine)
+    # what has the fewest kernels comes last, and is taken
+    ours = [spec for spec in direct.SPECS if not direct.refusal(problem, spec)]
+    if problem.op == "all_gather_matmul":
+        ours = ours[:1]  # not faster in one kernel: docs/fused.md
+    spec = OVERLAPPED[problem.op] if shorter_s >= WORTHWHILE_S else ours[-1] if ours else ""
+    if problem.ranks > 1 and spec:
+        plan = build(problem, spec, machine)
         seconds = predicted_s(plan, machine, eager=eager)
         if why := refusal(plan):
             other = Candidate(plan.spec, float("nan"), "refused", why)
         elif seconds >= serial_s:
             other = Candidate(plan.spec, seconds, "simulated", "not faster than serial")
         else:
-            verdict = f"the rule overlaps {shorter} of {shorter_s * 1e6:.0f} us"
+            verdict = f"the rule takes {spec} for {shorter} of {shorter_s * 1e6:.0f} us"
             other = replace(chosen, verdict=verdict)
             chosen = Candidate(plan.spec, seconds, "simulated", "chosen")
     table = (chosen, other) if other else (chosen,)
-    spec = chosen.spec
-    return Choice(problem, machine, spec, table, eager, "rule", compute_s, comm_s, NO_TILES)
+    return Choice(problem, machine, chosen.spec, table, eager, "rule", compute_s, comm_s, NO_TILES)

@@ -362,6 +362,33 @@ def characterize(
 
 
 @app.command()
+def evaluate(
+    rows: Annotated[
+        list[Path] | None, typer.Option(help="Score a file of rows; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="JSONL file that what is measured is added to.")] = Path(
+        "evaluate.jsonl"
+    ),
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the speedup of each scenario: .png, .svg or .pdf.")
+    ] = None,
+    part: Annotated[
+        str, typer.Option(help='"1/4": every fourth scenario, from the first on.')
+    ] = "1/1",
+    only: Annotated[str, typer.Option(help="Scenarios with this in their name.")] = "",
+) -> None:
+    """Score the choice of plans at layers of real models: how often right, and how far off.
+
+    Measures every candidate of 72 scenarios on the GPUs here, or reads rows that were measured.
+
+    **Example:** `counterpoint evaluate --rows benchmarks/results/overlap-4x-h200.jsonl`
+    """
+    from counterpoint.cli.evaluate import evaluate as run
+
+    raise typer.Exit(run(rows=rows or [], out=out, picture=picture, part=part, only=only))
+
+
+@app.command()
 def warmup(
     layers: Annotated[
         str, typer.Option(show_default=False, help="N,K of one rank: 8192,3584:8192,1024.")

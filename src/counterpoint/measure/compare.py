@@ -90,9 +90,13 @@ def compare(
     device: torch.device,
     rounds: int = 9,
     soak_s: float = 0.7,
+    eager: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Check and time `specs` and the arms they are compared with; all ranks call this.
+
+    Args:
+        eager: eager calls too, and at few rows pairs of serial and auto.
 
     Returns:
         Rows for `record.append`, equal on all ranks; times in seconds for one call.
@@ -122,16 +126,20 @@ def compare(
     best = min(specs, key=lambda s: times[s].median_s)
     eager_calls = {name: {**calls, **peer}[name] for name in ("serial", best, AUTO, *peer)}
     eager_calls[OUR_SERIAL] = _ours(case, inputs, group, "serial")
-    eager: dict[str, Arm] = {name: partial(call, 0) for name, call in eager_calls.items()}
-    progress("timing eager")
-    behind = rotate(eager, group=group, device=device, rounds=rounds, soak_s=0.1,
-                    backlog_cycles=5_000_000)  # fmt: skip
-    plain = rotate(eager, group=group, device=device, rounds=rounds, soak_s=0.1, backlog_cycles=1)
-    hosts = {name: host_s(arm, group=group) for name, arm in eager.items()}
+    each: dict[str, Arm] = {name: partial(call, 0) for name, call in eager_calls.items() if eager}
+    behind: dict[str, Times] = {}
+    plain: dict[str, Times] = {}
+    if eager:
+        progress("timing eager")
+        behind = rotate(each, group=group, device=device, rounds=rounds, soak_s=0.1,
+                        backlog_cycles=5_000_000)  # fmt: skip
+        plain = rotate(each, group=group, device=device, rounds=rounds, soak_s=0.1,
+                       backlog_cycles=1)  # fmt: skip
+    hosts = {name: host_s(arm, group=group) for name, arm in each.items()}
     pairs: dict[str, tuple[float, float, float]] = {}
-    if case.m <= PAIRED_M:
+    if eager and case.m <= PAIRED_M:
         progress("timing pairs")
-        for mode, arms, cycles in (("graph", graphs, BACKLOG_CYCLES), ("eager", eager, 1)):
+        for mode, arms, cycles in (("graph", graphs, BACKLOG_CYCLES), ("eager", each, 1)):
             two = {name: arms[name] for name in ("serial", AUTO)}
             paired = rotate(two, group=group, device=device, rounds=PAIRED_ROUNDS, soak_s=0.1,
                             backlog_cycles=cycles)  # fmt: skip
@@ -162,7 +170,7 @@ def compare(
         if arm["arm"] == AUTO:
             arm |= {"pick": choice.spec, "bounds_s": [choice.compute_s, choice.comm_s]}
             arm |= {"serial_over_auto": pairs.get("graph")}
-    for arm in eager:
+    for arm in each:
         more = {"host_s": hosts[arm], "plain_eager_s": plain[arm].median_s}
         if arm == AUTO:
             more |= {"serial_over_auto": pairs.get("eager"), "replayed": choice.spec != "serial"}
