@@ -30,6 +30,7 @@ TIE = 1.01
 # but where one of direct.SPECS is as close as predictions are off, it is taken: one or two kernels
 # in a row, and no side stream that a late copy or the host may hold up
 DIRECT_TIE = 1.05
+DIRECT_TIE_S = 5e-6  # of a side stream's fork and join, which are no constant of the model
 
 
 def by_model(
@@ -84,7 +85,8 @@ def by_model(
         close = [spec for spec in times if times[spec] <= min(fastest_s * TIE, enough_s(spec))]
         chosen = min(close, key=lambda spec: (-steps[spec], times[spec]), default="serial")
         best = min((s for s in ours if s in times), key=times.__getitem__, default="")
-        if best and times[best] <= min(fastest_s * DIRECT_TIE, enough_s(best)):
+        close_s = max(fastest_s * DIRECT_TIE, fastest_s + DIRECT_TIE_S)
+        if best and times[best] <= min(close_s, enough_s(best)):
             chosen = best
 
     def verdict(spec: str, seconds: float) -> str:
