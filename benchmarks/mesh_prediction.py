@@ -63,7 +63,7 @@ def table(images: Path) -> str:
     drawn, cells = panels()
     draw_speedups(
         drawn, images / "mesh-prediction.png", title="Plans finer than shards, on two topologies",
-        source="predictions from datasheet rates, 8 GPUs, bf16; the best that auto may take",
+        source="predictions from datasheet rates, 8 GPUs, bf16; the fastest of each kind",
     )  # fmt: skip
     head = ["M, N, K"]
     for title in MACHINES.values():

@@ -34,6 +34,7 @@ from counterpoint.timeline import Timeline
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
+FEW_TOKENS = 1024
 Row = dict[str, Any]
 
 
@@ -282,17 +283,22 @@ def draw_pair(path: Path, machine: Machine) -> None:
 
 def scores_table() -> str:
     """How often "auto" was right in the committed rows, and what else would have been."""
-    lines = ["| GPUs | chosen by | scenarios | right | mean regret | worst | serial / | least |",
-             "|---" * 8 + "|"]  # fmt: skip
+    lines = ["| GPUs | tokens, candidates | chosen by | scenarios | right | mean regret | worst | "
+             "serial / | least |", "|---" * 9 + "|"]  # fmt: skip
     for ranks in (4, 2):
-        files = (RESULTS / f"{name}-{ranks}x-h200.jsonl" for name in ("overlap", "few-rows"))
-        found = [each for file in files for each in scenarios_of(record.read(file))]
-        for s in scores_of(found, shipped(found[0].gpu, ranks)):
-            lines.append(
-                f"| {ranks} | {s.way} | {s.scenarios} of {s.asked} | {s.right:.0%} | "
-                f"{s.mean_regret:.1%} | {s.worst_regret:.1%} | {s.speedup:.2f} | "
-                f"{s.least_speedup:.2f} |"
-            )
+        files = (RESULTS / f"{name}-{ranks}x-h200.jsonl" for name in ("few-rows", "overlap"))
+        found = {e.measured.problem: e for file in files for e in scenarios_of(record.read(file))}
+        many = [e for e in found.values() if e.measured.problem.m > FEW_TOKENS]
+        few = [e for e in found.values() if e.measured.problem.m <= FEW_TOKENS]
+        for some, bound in ((many, ">"), (few, "<=")):
+            counts = [len(e.measured.times) for e in some]
+            head = f"{bound} {FEW_TOKENS}, {min(counts)} to {max(counts)}"
+            for s in scores_of(some, shipped(some[0].gpu, ranks)):
+                lines.append(
+                    f"| {ranks} | {head} | {s.way} | {s.scenarios} of {s.asked} | {s.right:.0%} | "
+                    f"{s.mean_regret:.1%} | {s.worst_regret:.1%} | {s.speedup:.2f} | "
+                    f"{s.least_speedup:.2f} |"
+                )
     return "\n".join(lines)
 
 

@@ -168,7 +168,7 @@ def test_of_plans_as_fast_the_finest_is_taken():
         for problem in problems(ranks):
             choice = by_model(problem, machine)
             simulated = candidates(choice, "simulated")
-            as_fast = [s for s, c in simulated.items() if c.verdict == "as fast, and no finer"]
+            as_fast = [s for s, c in simulated.items() if c.verdict == "as fast, and no more waits"]
             if choice.spec in ("serial", *SPECS):
                 assert not as_fast
                 continue

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from counterpoint.choose.score import RIGHT, Measured, Score, at_random, constan
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.measure import record
+from counterpoint.measure import canvas, record
 from counterpoint.measure.compare import AUTO, FIXED, TORCH_SYMM_MEM, Case, compare
 from counterpoint.measure.scenarios import FIT, Scenario, scenarios
 from counterpoint.measure.speedups import Speedups, draw_speedups
@@ -28,6 +29,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspace_of
 
 ROUNDS = 7
+WHOLE = "1/1"
 MISSES = 8  # that are listed, the worst first
 CONSTANTS = 3  # that are listed, the best first
 
@@ -56,6 +58,10 @@ def evaluate(*, rows: Sequence[Path], out: Path, picture: Path | None, part: str
     Raises:
         InputError: no scenario is left, a file has no scenario, or `part` is none.
     """
+    if picture is not None:
+        canvas.checked("evaluate", picture)  # before minutes of measurement
+    if rows and part != WHOLE:
+        raise InputError("evaluate", "--part", want="left out with --rows", got=part)
     if not rows:
         gpus = torch.cuda.device_count()
         if gpus < 2:
@@ -70,9 +76,11 @@ def evaluate(*, rows: Sequence[Path], out: Path, picture: Path | None, part: str
             return 0
         rows = [out]
     console = Console(highlight=False)
-    found = [each for path in rows for each in scenarios_of(record.read(path))]
+    # of a shape in several files the last counts
+    shapes = {e.measured.problem: e for path in rows for e in scenarios_of(record.read(path))}
+    found = [each for each in shapes.values() if only.lower() in each.measured.name.lower()]
     if not found:
-        want = "rows of `counterpoint evaluate` or `bench`"
+        want = "rows of `counterpoint evaluate` or `bench`" + (f" with {only!r}" if only else "")
         raise InputError("evaluate", "--rows", want=want, got=", ".join(map(str, rows)))
     for ranks in sorted({each.measured.problem.ranks for each in found}, reverse=True):
         some = [each for each in found if each.measured.problem.ranks == ranks]
@@ -153,9 +161,9 @@ def scenarios_of(rows: Sequence[dict[str, Any]]) -> list[Found]:
         moved_s = min(seconds[a] for a in ("communication", "copy_engine"))
         ideal_s = max(seconds["compute"], moved_s)
         picked = arms[AUTO]["pick"] if AUTO in arms else ""
-        if picked:  # a plan that was no candidate of that measurement
-            times.setdefault(picked, seconds[AUTO])
-        found.append(Found(Measured(name, problem, times), picked, seconds.get(AUTO, 0.0), ideal_s,
+        if picked:  # the same plan, timed twice, or no candidate of that measurement
+            times[picked] = fmean((times.get(picked, seconds[AUTO]), seconds[AUTO]))
+        found.append(Found(Measured(name, problem, times), picked, times.get(picked, 0.0), ideal_s,
                            seconds.get(TORCH_SYMM_MEM, 0.0), arms["serial"]["gpu"]))  # fmt: skip
     return found
 

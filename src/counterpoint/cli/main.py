@@ -107,8 +107,8 @@ def every_command(
 ) -> None:
     """Communication hidden behind computation on multi-GPU machines.
 
-    Exit codes: 0 done; 1 an error, or a check that fails; 2 wrong options, or what the command
-    needs is not on this machine.
+    Exit codes: 0 done; 1 an error, a wrong value too, or a check that fails; 2 no such option, or
+    what the command needs is not on this machine.
     """
 
 
