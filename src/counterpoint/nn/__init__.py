@@ -1,6 +1,13 @@
-"""Layers for torch models, sequence parallel and tensor parallel, with overlapped communication."""
+"""Layers for torch models, tensor, sequence and data parallel, with overlapped communication."""
 
+from counterpoint.nn.fully_sharded import FullyShardedLinear
 from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gather_once
 from counterpoint.nn.replicated import copy_to_group
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "copy_to_group", "gather_once"]
+__all__ = [
+    "ColumnParallelLinear",
+    "FullyShardedLinear",
+    "RowParallelLinear",
+    "copy_to_group",
+    "gather_once",
+]

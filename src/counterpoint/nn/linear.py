@@ -24,10 +24,14 @@ from counterpoint.plan.steps import Plan
 from counterpoint.runtime.ranks import group_of
 
 
-class _ParallelLinear(nn.Module):
-    """A rank's slice of a torch.nn.Linear. SHARD_DIM: the dim of the weight that is sliced."""
+class SlicedLinear(nn.Module):
+    """A rank's slice of a torch.nn.Linear; `forward` is that of the layers below.
+
+    SHARD_DIM: the dim of the weight that is sliced. SLICES_BIAS: a rank has its part of the bias.
+    """
 
     SHARD_DIM: ClassVar[int]
+    SLICES_BIAS: ClassVar[bool]
     bias: nn.Parameter | None
 
     def __init__(
@@ -47,7 +51,8 @@ class _ParallelLinear(nn.Module):
             raise InputError(self._get_name(), split, want=want, got=got, fix=fix)
         shape[self.SHARD_DIM] //= ranks
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        own = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        size = shape[0] if self.SLICES_BIAS else out_features
+        own = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", own)
         self.reset_parameters()
 
@@ -82,14 +87,13 @@ class _ParallelLinear(nn.Module):
             setattr(linear, name, nn.Parameter(self._whole(part), part.requires_grad))
         return linear
 
-    # a bias has no dim 1: where the inputs are sliced, every rank has all of it
     def _part(self, whole: Tensor) -> Tensor:
-        if whole.dim() <= self.SHARD_DIM:
+        if whole.dim() == 1 and not self.SLICES_BIAS:
             return whole
         return whole.chunk(self.group.size(), self.SHARD_DIM)[self.group.rank()]
 
     def _whole(self, part: Tensor) -> Tensor:
-        if part.dim() <= self.SHARD_DIM:
+        if part.dim() == 1 and not self.SLICES_BIAS:
             return part.clone()
         parts = [torch.empty_like(part) for _ in range(self.group.size())]
         dist.all_gather(parts, part.contiguous(), group=self.group)
@@ -119,7 +123,7 @@ class _ParallelLinear(nn.Module):
         super().__setstate__(state | {"group": group_of(state["group"])})
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(SlicedLinear):
     """The first linear layer of a pair: y_r = gather(x) W_r^T + b_r.
 
     [S / n, ..., in_features] -> [S, ..., out_features / n], where gather_dim is 0. By
@@ -143,7 +147,7 @@ class ColumnParallelLinear(_ParallelLinear):
         >>> up = cnn.ColumnParallelLinear(4096, 14336, group=tp)  # doctest: +SKIP
     """
 
-    SHARD_DIM = 0
+    SHARD_DIM, SLICES_BIAS = 0, True
 
     def __init__(
         self,
@@ -192,7 +196,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return f"{super().extra_repr()}, gather_dim={self.gather_dim}"
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(SlicedLinear):
     """The second linear layer of a pair: y_r = rows of rank r of (sum over s of x_s W_s^T) + b.
 
     [S, ..., in_features / n] -> [S / n, ..., out_features], where scatter_dim is 0. By
@@ -216,7 +220,7 @@ class RowParallelLinear(_ParallelLinear):
         >>> down = cnn.RowParallelLinear(14336, 4096, group=tp)  # doctest: +SKIP
     """
 
-    SHARD_DIM = 1
+    SHARD_DIM, SLICES_BIAS = 1, False
 
     def __init__(
         self,
