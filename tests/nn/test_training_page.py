@@ -19,7 +19,15 @@ def run_block(rank: int, world_size: int, code: str) -> torch.Tensor:
     return names["down"].weight.detach()
 
 
+def run_sharded(rank: int, world_size: int, code: str) -> None:
+    names: dict[str, Any] = {"dp": dist.group.WORLD}
+    exec(code, names)
+    assert names["layer"].weight.shape == (1536 // world_size, 512)
+    assert names["layer"].weight.grad.shape == (1536 // world_size, 512)
+
+
 def test_the_code_runs(pool: RankPool):
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    code, sharded = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    pool.run(run_sharded, 2, sharded, timeout_s=60)
     first, second = pool.run(run_block, 2, code, timeout_s=60)
     assert torch.equal(first, second)
