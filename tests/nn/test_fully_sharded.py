@@ -1,6 +1,7 @@
 """FullyShardedLinear: a data-parallel model with it trains as one with torch.nn.Linear does."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -65,16 +66,27 @@ def test_it_trains_as_a_linear_layer(pool: RankPool, ranks: int):
         ((3, 2), "shard_p2p", True, torch.float32),
         ((5,), "graded", False, torch.float32),
         ((8,), "serial", True, torch.bfloat16),
+        ((), "auto", True, torch.float32),
     ):
         assert pool.run(trained, ranks, shape, plan, bias, dtype, timeout_s=60) == [[]] * ranks
 
 
 def compiled_and_refused(rank: int, ranks: int) -> list[str]:
-    layer = cnn.FullyShardedLinear(K, N, bias=False)
-    assert layer.weight.shape == (N // ranks, K) and layer.bias is None
+    bare = cnn.FullyShardedLinear(K, N, bias=False)
+    assert bare.weight.shape == (N // ranks, K) and bare.bias is None
+    torch.manual_seed(1)
+    layer = cnn.FullyShardedLinear(K, N)
     x = torch.randn(4, K)
-    traced = torch.compile(layer, backend="eager", fullgraph=True)
-    torch.testing.assert_close(traced(x), layer(x))
+    traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grads: list[list[torch.Tensor]] = []
+    for call in (layer, traced):
+        layer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own imports warn
+            y = call(x)
+        y.square().sum().backward()
+        grads.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])  # type: ignore[union-attr]
+    torch.testing.assert_close(*grads)
     texts: list[str] = []
     for call in (lambda: layer(torch.randn(4, K + 1)), lambda: cnn.FullyShardedLinear(K, N + 1)):
         with pytest.raises(InputError) as error:

@@ -13,19 +13,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import shipped
+from counterpoint.choose.known import Knowledge, shipped
 from counterpoint.choose.rule import by_rule
 from counterpoint.choose.score import RIGHT, Measured, Score, at_random, constants, score
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
-from counterpoint.errors import InputError
+from counterpoint.costs import Tiles
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.machine import Machine
 from counterpoint.measure import canvas, record
 from counterpoint.measure.compare import AUTO, FIXED, TORCH_SYMM_MEM, Case, compare
-from counterpoint.measure.scenarios import FIT, Scenario, scenarios
+from counterpoint.measure.scenarios import SEEN, TOKENS, Scenario, scenarios
 from counterpoint.measure.speedups import Speedups, draw_speedups
 from counterpoint.ops.auto import knowledge_of, known_tiles
-from counterpoint.plan.variants import variants
 from counterpoint.problem import Problem
+from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import workspace_of
 
 ROUNDS = 7
@@ -57,6 +58,7 @@ def evaluate(*, rows: Sequence[Path], out: Path, picture: Path | None, part: str
 
     Raises:
         InputError: no scenario is left, a file has no scenario, or `part` is none.
+        UnsupportedError: no preset describes this GPU.
     """
     if picture is not None:
         canvas.checked("evaluate", picture)  # before minutes of measurement
@@ -96,8 +98,11 @@ def chosen_from(part: str, only: str, ranks: int) -> tuple[Scenario, ...]:
     """The scenarios that are asked for.
 
     Raises:
-        InputError: there are none, or `part` is not "I/N".
+        InputError: there are none, `part` is not "I/N", or `ranks` do not divide the tokens.
     """
+    if min(TOKENS) % ranks:
+        raise InputError("evaluate", "GPUs", want="2, 4, 8 or another number that divides "
+                         f"{min(TOKENS)} tokens", got=ranks)  # fmt: skip
     left = tuple(s for s in scenarios(ranks) if only.lower() in s.name.lower())
     if not left:
         some = ", ".join(dict.fromkeys(s.model for s in scenarios(ranks)))
@@ -115,13 +120,20 @@ def _measured(out: Path, part: str, only: str) -> bool:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                    TimeElapsedColumn())  # fmt: skip
         chosen, start_s = chosen_from(part, only, group.size()), time.monotonic()
+        workspace = workspace_of(group, device)
+        machine = knowledge_of(workspace).machine
+        if machine is None:
+            gpu = torch.cuda.get_device_name(device)
+            raise UnsupportedError(f"evaluate: no preset describes {gpu!r}, so auto is serial")
+        workspace.knowledge = Knowledge(machine, {})  # the model is scored, not what was tuned
         with Progress(*columns, transient=True, disable=not first) as progress:
             task = progress.add_task("measuring", total=len(chosen))
             for each in chosen:
                 progress.update(task, description=each.name)
                 p = each.problem
-                machine = knowledge_of(workspace_of(group, device)).machine
-                specs = candidates(p, machine, known_tiles(p, device) if machine else {})
+                # tiles are asked of each GPU by itself; all ranks time the same in one order
+                specs = candidates(p, machine, known_tiles(p, device))
+                specs = gather_object(specs, group)[0]
                 case = Case(p.op, p.m, p.n, p.k, f"{each.model} {each.layer}", p.dtype)
                 rows = compare(case, specs, group=group, device=device, rounds=ROUNDS, soak_s=0.2,
                                eager=False)  # fmt: skip
@@ -134,10 +146,8 @@ def _measured(out: Path, part: str, only: str) -> bool:
     return first
 
 
-def candidates(problem: Problem, machine: Machine | None, tiles: Any) -> list[str]:
+def candidates(problem: Problem, machine: Machine, tiles: Tiles) -> list[str]:
     """Every plan that "auto" weighs, serial left out: that is an arm of its own."""
-    if machine is None:
-        return [s for s in variants(problem.op, problem.ranks)[1:] if " pull" not in s]
     table = by_model(problem, machine, tiles=tiles).table
     return [c.spec for c in table if c.spec != "serial" and c.basis != "refused"]
 
@@ -179,10 +189,9 @@ def scores_of(found: Sequence[Found], machine: Machine | None) -> list[Score]:
         ways["the model now, tiles not known"] = lambda m: by_model(m.problem, machine).spec
         ways["the static rule"] = lambda m: by_rule(m.problem, machine).spec
     scores = [score(name, pick, measured) for name, pick in ways.items()]
-    unseen = [m for m in measured if FIT not in m.name]
-    if machine is not None and 0 < len(unseen) < len(measured):
-        rule = score(f"the static rule, without {FIT}", ways["the static rule"], unseen)
-        scores.append(rule)
+    unseen = [m for m in measured if not any(model in m.name for model in SEEN)]
+    if 0 < len(unseen) < len(measured):
+        scores += [score(f"{name}: unseen models", pick, unseen) for name, pick in ways.items()]
     return [*scores, *constants(measured)[:CONSTANTS], at_random(measured)]
 
 

@@ -164,7 +164,7 @@ def compare(
         }  # fmt: skip
 
     predicted = {spec: _predicted_s(case, spec, choice) for spec in ("serial", *specs)}
-    predicted[AUTO] = predicted.get(choice.spec) or choice.seconds
+    predicted[AUTO] = predicted.get(choice.spec) or _predicted_s(case, choice.spec, choice)
     rows = [row(arm, "graph", t, num_calls) for arm, t in times.items()]
     for arm in rows:
         if arm["arm"] == AUTO:

@@ -128,7 +128,8 @@ class _Losses(Bench):
     def _transports(self, total: int) -> dict[str, Call]:
         """All-gathers of `total` bytes in all: by copy engines, by the library, by ours."""
         part_bytes = total // self.ranks
-        whole, part = self.normal(total // 2), self.normal(part_bytes // 2)
+        part = self.normal(part_bytes // 2)
+        whole = self.normal(self.ranks * part.numel())
         found: dict[str, Call] = {
             "copy engine": self.push(part_bytes),
             "NCCL": partial(self.all_gather, whole, part),

@@ -26,7 +26,8 @@ class FullyShardedLinear(SlicedLinear):
     of the weight; W is gathered again. Gradients of weight and bias are summed over the group:
     divide the loss by the ranks for their mean. Every rank has all of the bias.
 
-    The result is a transposed view: its columns, not its rows, lie together in memory.
+    The result is a transposed view: its columns, not its rows, lie together in memory, so that it
+    takes `reshape`, not `view`.
 
     Args:
         in_features: of the whole layer.
@@ -86,4 +87,4 @@ class FullyShardedLinear(SlicedLinear):
         y = all_gather_matmul(self.weight, rows.t(), group=self.group, plan=self.plan).t()
         if self.bias is not None:
             y = y + copy_to_group(self.bias, group=self.group).to(y.dtype)
-        return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+        return y.reshape(*x.shape[:-1], y.shape[-1])
