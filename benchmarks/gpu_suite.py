@@ -4,6 +4,7 @@ Rows as JSONL; installs nothing.
 
     SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
+    SUITE=study   what decomposition, contention and one kernel for a gather cost: a minute
     SUITE=loops, SUITE=slow    the rest of the resource experiment, its rows appended: what takes
                   four minutes more, and what takes as long as full again
 
@@ -22,9 +23,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # of tests and of the benchmark
-LIMITS_S = {"smoke": (100, 60), "full": (200, 210), "loops": (0, 0), "slow": (0, 0)}
+LIMITS_S = {"smoke": (100, 60), "full": (260, 210), "study": (0, 0), "loops": (0, 0),
+            "slow": (0, 0)}  # fmt: skip
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
+STUDY = ("losses", "gathered")
 DECODE_S = 120
 SHORT_S = 60  # of each other part
 PARTS = ("hardware", "characterize", "losses", "tests", "bench", "training", "few_rows", "gathered",
@@ -80,7 +83,11 @@ def main() -> int:
     # what is measured here stays here, and nothing measured before is used
     os.environ["COUNTERPOINT_CACHE"] = str(args.out / "cache")
     if args.suite == "smoke":
-        del parts["hardware"], parts["losses"], parts["gathered"]
+        del parts["hardware"]
+    if args.suite == "study":
+        parts = {name: parts[name] for name in STUDY}
+    else:
+        parts = {name: part for name, part in parts.items() if name not in STUDY}
     if args.suite in REST:
         parts = {"resources": parts["resources"]}
     for name, (command, limit_s) in parts.items():
