@@ -127,6 +127,14 @@ def test_json(plan: str):
     assert all(row["seconds"] > 0 for row in table.values())
 
 
+def test_json_of_what_is_refused_has_no_time():
+    facts = json.loads(
+        run(*GATHER, "--machine", "mi300x-8", "--json").stdout, parse_constant=strict
+    )
+    table = {row["spec"]: row for row in facts["table"]}
+    assert table["uniform_fused_2d ring"]["seconds"] is None
+
+
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 

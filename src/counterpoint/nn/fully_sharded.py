@@ -6,16 +6,11 @@ backward behind that of the weight's gradient, whose sum over the ranks hides be
 activation's.
 """
 
-from typing import Self
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from counterpoint.nn.linear import SlicedLinear
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
-from counterpoint.plan.steps import Plan
 
 
 class FullyShardedLinear(SlicedLinear):
@@ -46,35 +41,6 @@ class FullyShardedLinear(SlicedLinear):
     """
 
     SHARD_DIM, SLICES_BIAS = 0, False
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        group: dist.ProcessGroup | None = None,
-        bias: bool = True,
-        plan: str | Plan = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, group, bias, plan, device, dtype)
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None,
-        plan: str | Plan = "auto",
-    ) -> Self:  # fmt: skip
-        """Slice a whole layer, equal on all ranks; `linear` can be freed afterwards.
-
-        Raises:
-            InputError: as for the class.
-        """
-        has_bias = getattr(linear, "bias", None) is not None
-        return cls(
-            linear.in_features, linear.out_features, group=group, bias=has_bias, plan=plan,
-            device="meta",
-        )._take(linear)  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         """All features of this rank's rows.

@@ -35,8 +35,9 @@ class SlicedLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, group: dist.ProcessGroup | None, bias: bool,
-        plan: str | Plan, device: torch.device | str | None, dtype: torch.dtype | None,
+        self, in_features: int, out_features: int, *, group: dist.ProcessGroup | None = None,
+        bias: bool = True, plan: str | Plan = "auto", device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.group = check_group(self._get_name(), group)
@@ -67,6 +68,21 @@ class SlicedLinear(nn.Module):
         sizes, has_bias = (self.in_features, self.out_features), self.bias is not None
         for name, whole in nn.Linear(*sizes, bias=has_bias, **like).named_parameters():
             getattr(self, name).copy_(self._part(whole))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None,
+        plan: str | Plan = "auto",
+    ) -> Self:  # fmt: skip
+        """Slice a whole layer, equal on all ranks; `linear` can be freed afterwards.
+
+        Raises:
+            InputError: as for the class.
+        """
+        return cls(
+            linear.in_features, linear.out_features, group=group, bias=_has_bias(linear), plan=plan,
+            device="meta",
+        )._take(linear)  # fmt: skip
 
     def _take(self, linear: nn.Linear) -> Self:
         for name, whole in linear.named_parameters():
@@ -161,7 +177,9 @@ class ColumnParallelLinear(SlicedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, group, bias, plan, device, dtype)
+        super().__init__(
+            in_features, out_features, group=group, bias=bias, plan=plan, device=device, dtype=dtype
+        )
         self.gather_dim = gather_dim
 
     @classmethod
@@ -234,7 +252,9 @@ class RowParallelLinear(SlicedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, group, bias, plan, device, dtype)
+        super().__init__(
+            in_features, out_features, group=group, bias=bias, plan=plan, device=device, dtype=dtype
+        )
         self.scatter_dim = scatter_dim
 
     @classmethod
