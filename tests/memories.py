@@ -16,13 +16,15 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         name: [guarded(num_bytes // 4, fill) for _ in range(ranks)]
         for name, fill in (("words", -0.0), ("stamps", 0.0), ("tiles", 0.0), ("flags", 0.0))
     }
-    shared = {
-        name: SimpleNamespace(
-            bases=torch.tensor([t[GUARD:].data_ptr() for t in each]), half_bytes=num_bytes // 2,
-            reserve=lambda _: None,
-        )
-        for name, each in kept.items()
-    }  # fmt: skip
+    def shared(rank: int) -> dict[str, Any]:
+        return {
+            name: SimpleNamespace(
+                bases=torch.tensor([t[GUARD:].data_ptr() for t in each]), half_bytes=num_bytes // 2,
+                reserve=lambda _: None, memory=SimpleNamespace(
+                    local=lambda each=each: each[rank][GUARD:-GUARD].view(torch.uint8)),
+            )
+            for name, each in kept.items()
+        }  # fmt: skip
 
     def workspace(rank: int) -> Any:
         group = SimpleNamespace(size=lambda: ranks)
@@ -30,7 +32,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
 
     return [
         SimpleNamespace(
-            **shared, kept=kept, workspace=workspace(rank),
+            **shared(rank), kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
         )
         for rank in range(ranks)

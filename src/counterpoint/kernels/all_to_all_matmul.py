@@ -1,0 +1,170 @@
+"""Rows go to their experts, which multiply them as they come.
+
+x is sorted by expert; what arrives is sorted by expert, and of one expert by rank: see routes.py.
+The first SENDERS programs send, expert by expert to all ranks: the rows of each (expert, rank) in
+PARTS parts with a flag behind each. The others take tiles in order, each when the parts that it is
+made of are there; where JOIN, programs that have sent all they have take tiles as well.
+
+Only senders are waited for, and none of them waits before it has sent: they are the grid's first
+programs, and a grid of which no more than they are resident still ends.
+
+Memory of each rank, one half for even and one for odd epochs: rows [limit, K], the second half from
+row `half_rows`; flags [E_local, PARTS, WORLD].
+"""
+
+import triton
+import triton.language as tl
+
+from counterpoint.kernels.matmul_all_to_all import weight_tile
+from counterpoint.kernels.peer import end_of_call, next_epoch, peer_ptr, post, put, wait
+from counterpoint.kernels.proxy import through_tma
+from counterpoint.kernels.routes import (
+    expert_of,
+    place_ptr_of,
+    spread_block,
+    starts_ptr_of,
+    tiles_ptr_of,
+)
+
+
+@triton.jit
+def send_part(
+    unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags, limit, rank,
+    epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Send part of the rows of an expert: number `unit` of what this rank sends."""
+    local = E // WORLD
+    expert = unit // (WORLD * PARTS)
+    # a program turns to another rank with each expert: none has all that goes to the busiest one
+    turn = (unit + expert * PARTS) % (WORLD * PARTS)
+    to, part = (rank + 1 + turn // PARTS) % WORLD, turn % PARTS
+    there = to * local + expert
+    origin_ptr = routes_ptr + rank * (E + 1) + there
+    begin = tl.load(origin_ptr)
+    count = tl.load(origin_ptr + 1) - begin
+    place = tl.load(place_ptr_of(routes_ptr, E, WORLD) + there * WORLD + rank)
+    first = count * part // PARTS
+    # neither beyond what x has nor beyond what the other rank can take
+    last = min(min(count * (part + 1) // PARTS, T - begin), limit - place)
+    total = tl.where(works, last - first, 0) * words
+    x_words = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    from_ptr = x_words + (begin + first).to(tl.int64) * words
+    row = ((epoch & 1) * half_rows + place + first).to(tl.int64)
+    to_ptr = peer_ptr(rows_ptr, to, row * words * 4, tl.int32)
+    for at in tl.range(0, total, PIECE):
+        offs = at + tl.arange(0, PIECE)
+        put(to_ptr + offs, tl.load(from_ptr + offs, mask=offs < total), offs < total)
+    one = tl.arange(0, 1)
+    flag = (epoch & 1) * half_flags + (expert * PARTS + part) * WORLD + rank
+    post(peer_ptr(flags_ptr, to + one, flag * 4, tl.int32), epoch, works & (one >= 0))
+
+
+@triton.jit
+def parts_of(at_m, own_ptr, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[PARTS, WORLD]: the parts that rows [at_m, at_m + BLOCK_M) of an expert are made of."""
+    sources = tl.arange(0, WORLD)
+    begin = tl.load(own_ptr + sources)
+    count = tl.load(own_ptr + 1 + sources) - begin
+    parts = tl.arange(0, PARTS)[:, None]
+    first = begin[None, :] + count[None, :] * parts // PARTS
+    last = begin[None, :] + count[None, :] * (parts + 1) // PARTS
+    return (first < last) & (first < at_m + BLOCK_M) & (last > at_m)
+
+
+@triton.jit(do_not_specialize=["T", "limit", "rank", "tag", "timeout_ns"])
+def all_to_all_matmul_kernel(
+    x_ptr,  # [T, K]
+    received_desc,  # [rows of both halves, K], of this rank
+    w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
+    y_ptr,  # [limit, N]
+    routes_ptr,  # see routes.py
+    rows_ptr,  # [WORLD] int64: where each rank's received rows begin
+    flags_ptr,  # [WORLD] int64: likewise its flags
+    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
+    T,
+    N,
+    K,
+    E,
+    words,  # of 4 bytes in a row of x
+    half_rows,  # the row at which the half of odd epochs begins
+    half_flags,  # likewise, in flags
+    limit,  # rows that a rank can take
+    rank,
+    tag,
+    timeout_ns,
+    WORLD: tl.constexpr,  # a power of 2
+    EXPERTS: tl.constexpr,  # >= E_local, a power of 2
+    COLUMNS: tl.constexpr,
+    SENDERS: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of 2
+    PIECE: tl.constexpr,  # words that are sent at a time
+    JOIN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,  # blocks of rows that share their columns of w in L2
+    STAGES: tl.constexpr,
+):
+    X: tl.constexpr = x_ptr.dtype.element_ty
+    local = E // WORLD
+    starts_ptr = starts_ptr_of(routes_ptr, E, WORLD)
+    tiles_ptr = tiles_ptr_of(routes_ptr, E, WORLD)
+    epoch = next_epoch(tl.load(state_ptr))
+    stop_ptr = state_ptr + 2
+    works = tl.load(stop_ptr) == 0
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    ranks = tl.arange(0, WORLD)
+    part_flags = tl.arange(0, PARTS)[:, None] * WORLD + ranks[None, :]
+    flags = (epoch & 1) * half_flags + part_flags
+    late = tl.zeros((WORLD,), tl.int32)
+
+    if program < SENDERS:
+        for unit in tl.range(program, local * WORLD * PARTS, SENDERS):
+            send_part(
+                unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
+                limit, rank, epoch, works, WORLD, PARTS, PIECE,
+            )  # fmt: skip
+
+    if JOIN or program >= SENDERS:
+        num_n = tl.cdiv(N, BLOCK_N)
+        tiles = tl.load(tiles_ptr + local) * num_n
+        come = min(tl.load(starts_ptr + E), limit)
+        ticket_ptr = tiles_ptr + local + 1
+        tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+        while tile < tiles:
+            expert, before, until = expert_of(tile, tiles_ptr, local, num_n, EXPERTS)
+            num_m = until - before
+            inside = tile - before * num_n
+            first = inside // (GROUP_M * num_n) * GROUP_M
+            high = min(num_m - first, GROUP_M)
+            place = first + inside % (GROUP_M * num_n) % high
+            at_n = inside % (GROUP_M * num_n) // high * BLOCK_N
+            own_ptr = starts_ptr + expert * WORLD
+            at_m = tl.load(own_ptr) + spread_block(place, num_m, rank, WORLD) * BLOCK_M
+            end = min(tl.load(own_ptr + WORLD), come)
+            if at_m < end:
+                needed = works & parts_of(at_m, own_ptr, WORLD, PARTS, BLOCK_M)
+                own = flags + expert * PARTS * WORLD
+                ptrs = peer_ptr(flags_ptr, rank, own * 4, tl.int32)
+                slow = wait(ptrs, epoch, stop_ptr, timeout_ns, needed)
+                late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
+                through_tma()
+                here = (epoch & 1) * half_rows + at_m
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                    w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
+                    acc = tl.dot(received_desc.load([here, k]), w, acc, input_precision="ieee")
+                rows = at_m + tl.arange(0, BLOCK_M)
+                cols = at_n + tl.arange(0, BLOCK_N)
+                to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+                tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
+            tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+
+    if program == programs - 1:
+        # all have sent all of theirs: without rows from a rank, this call would not hear of it
+        own = flags + (local - 1) * PARTS * WORLD
+        ptrs = peer_ptr(flags_ptr, rank, own * 4, tl.int32)
+        slow = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (own >= 0))
+        late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
+    end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)

@@ -1,0 +1,160 @@
+"""Experts multiply, and each row of the product goes to the rank that it came from.
+
+x is sorted by expert, and of one expert by rank: see routes.py. A tile's rows are stored at their
+final place on their owners as soon as they are computed; nothing waits in this kernel. The last of
+its programs posts one flag to each rank; `arrival_kernel`, of one program, waits for those of all,
+and `collect_kernel` takes the rows.
+
+Memory of each rank, one half for even and one for odd epochs: rows [limit, N]; flags [WORLD].
+"""
+
+import triton
+import triton.language as tl
+
+from counterpoint.kernels.peer import end_of_call, next_epoch, peer_ptr, post, put, wait
+from counterpoint.kernels.routes import expert_of, starts_ptr_of, tiles_ptr_of
+
+
+@triton.jit
+def weight_tile(
+    w_desc, expert, at_k, at_n, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """[BLOCK_K, BLOCK_N] of an expert's weight, which is stored by columns or by rows."""
+    if COLUMNS:
+        w = w_desc.load([expert, at_n, at_k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        w = w_desc.load([expert, at_k, at_n]).reshape(BLOCK_K, BLOCK_N)
+    return w
+
+
+@triton.jit(do_not_specialize=["rank", "limit"])
+def matmul_all_to_all_kernel(
+    x_desc,  # [R, K]
+    w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
+    routes_ptr,  # see routes.py
+    rows_ptr,  # [WORLD] int64: where each rank's received rows begin
+    flags_ptr,  # [WORLD] int64: likewise its flags
+    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    N,
+    K,
+    E,
+    half_bytes,  # of the memory: where the half of odd epochs begins
+    half_flags,  # likewise, in flags
+    limit,  # rows that a rank can take
+    rank,
+    WORLD: tl.constexpr,  # a power of 2
+    EXPERTS: tl.constexpr,  # >= E_local, a power of 2
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,  # blocks of rows that share their columns of w in L2
+    STAGES: tl.constexpr,
+):
+    X: tl.constexpr = x_desc.dtype
+    local = E // WORLD
+    starts_ptr = starts_ptr_of(routes_ptr, E, WORLD)
+    tiles_ptr = tiles_ptr_of(routes_ptr, E, WORLD)
+    epoch = next_epoch(tl.load(state_ptr))
+    works = tl.load(state_ptr + 2) == 0
+    half = (epoch & 1).to(tl.int64) * half_bytes
+    num_n = tl.cdiv(N, BLOCK_N)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+
+    for tile in tl.range(program, tl.load(tiles_ptr + local) * num_n, programs, flatten=True):
+        expert, before, until = expert_of(tile, tiles_ptr, local, num_n, EXPERTS)
+        num_m = until - before
+        inside = tile - before * num_n
+        first = inside // (GROUP_M * num_n) * GROUP_M
+        high = min(num_m - first, GROUP_M)
+        # the rows of the next rank first: ranks that all begin with the same owner meet there
+        turn = num_m * (rank + 1) // WORLD
+        block = (first + inside % (GROUP_M * num_n) % high + turn) % num_m
+        at_n = inside % (GROUP_M * num_n) // high * BLOCK_N
+        own_ptr = starts_ptr + expert * WORLD
+        at_m = tl.load(own_ptr) + block * BLOCK_M
+
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
+            acc = tl.dot(x_desc.load([at_m, k]), w, acc, input_precision="ieee")
+
+        rows = at_m + tl.arange(0, BLOCK_M)
+        owner = tl.zeros((BLOCK_M,), tl.int32)
+        for s in tl.static_range(1, WORLD):
+            owner += (rows >= tl.load(own_ptr + s)).to(tl.int32)
+        origin = tl.load(routes_ptr + owner * (E + 1) + rank * local + expert)
+        place = origin + rows - tl.load(own_ptr + owner)
+        live = works & (rows < tl.load(own_ptr + WORLD)) & (place < limit)
+        cols = at_n + tl.arange(0, BLOCK_N)
+        row_bytes = place.to(tl.int64) * N * (X.primitive_bitwidth // 8)
+        to = peer_ptr(rows_ptr, owner, half + row_bytes, X)[:, None] + cols[None, :]
+        put(to, acc.to(X), live[:, None] & (cols < N)[None, :])
+
+    # the stores of all threads come before it; pairs with the same of the last program
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.store(state_ptr + 1, 0)
+        # pairs with the acquire in `arrival_kernel`, on the peers
+        ranks = tl.arange(0, WORLD)
+        flag = (epoch & 1) * half_flags + rank
+        post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, works & (ranks >= 0))
+
+
+@triton.jit(do_not_specialize=["rank", "tag", "timeout_ns"])
+def arrival_kernel(
+    flags_ptr,  # as above
+    state_ptr,
+    fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
+    half_flags,
+    rank,
+    tag,
+    timeout_ns,
+    WORLD: tl.constexpr,
+):
+    epoch = next_epoch(tl.load(state_ptr))
+    stop_ptr = state_ptr + 2
+    works = tl.load(stop_ptr) == 0
+    ranks = tl.arange(0, WORLD)
+    own = peer_ptr(flags_ptr, rank, ((epoch & 1) * half_flags + ranks) * 4, tl.int32)
+    # pairs with the release of each rank's last program
+    late = wait(own, epoch, stop_ptr, timeout_ns, works & (ranks >= 0))
+    end_of_call(late.to(tl.int32), ranks, 1, state_ptr, fault_ptr, tag)
+
+
+@triton.jit(do_not_specialize=["rank", "tokens"])
+def collect_kernel(
+    rows_ptr,  # [WORLD] int64: where each rank's received rows begin
+    state_ptr,  # [3] int32: the epoch of the call, which has been counted
+    count_ptr,  # [1] int32: rows that there are; TOP 0
+    index_ptr,  # [tokens, TOP] which rows make a token; TOP 0: row i is token i
+    weights_ptr,  # [tokens, TOP]
+    y_ptr,  # [tokens, N]
+    tokens,
+    N,
+    half_bytes,  # where the rows of odd epochs begin
+    rank,
+    TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    Y: tl.constexpr = y_ptr.dtype.element_ty
+    half = (tl.load(state_ptr) & 1).to(tl.int64) * half_bytes
+    from_ptr = peer_ptr(rows_ptr, rank, half, Y)
+    if TOP == 0:
+        tokens = min(tokens, tl.load(count_ptr))
+    for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        row_at = tl.cast(token, tl.int64) * N
+        for first in tl.range(0, N, BLOCK_N):
+            cols = first + tl.arange(0, BLOCK_N)
+            to = y_ptr + row_at + cols
+            if TOP == 0:
+                row = tl.load(from_ptr + row_at + cols, mask=cols < N)
+                tl.store(to, row, mask=cols < N)
+            else:
+                total = tl.zeros((BLOCK_N,), tl.float32)
+                for j in tl.static_range(TOP):
+                    which = tl.load(index_ptr + token * TOP + j).to(tl.int64)
+                    weight = tl.load(weights_ptr + token * TOP + j).to(tl.float32)
+                    row = tl.load(from_ptr + which * N + cols, mask=cols < N, other=0.0)
+                    total += weight * row.to(tl.float32)
+                tl.store(to, total.to(Y), mask=cols < N)

@@ -1,0 +1,124 @@
+"""Where the rows of a mixture of experts lie on each rank: from the counts, on the device.
+
+E experts, E_local on each rank in order. The rows of a rank are sorted by expert, counts[s, e] of
+rank s for expert e; where they meet they are sorted by expert, and of one expert by rank. The host
+knows nothing of it: kernels read what `routes_kernel` has left for its rank, all of it int32:
+
+    origin [WORLD, E + 1]         where the rows of (s, e) begin on rank s, and how many it has
+    place  [E, WORLD]             where they begin on the rank of e
+    starts [E_local * WORLD + 1]  the same of the own experts, and how many rows come
+    tiles  [E_local + 1]          blocks of BLOCK_M rows before those of each own expert, and all
+    ticket [1]                    0: the next tile
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
+    """Where `place` begins."""
+    return routes_ptr + WORLD * (E + 1)
+
+
+@triton.jit
+def starts_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
+    """Where `starts` begins."""
+    return place_ptr_of(routes_ptr, E, WORLD) + E * WORLD
+
+
+@triton.jit
+def tiles_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
+    """Where `tiles` begins."""
+    return starts_ptr_of(routes_ptr, E, WORLD) + E + 1  # E_local * WORLD is E
+
+
+def num_words(experts: int, ranks: int) -> int:
+    """Words of all of it."""
+    return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 1
+
+
+@triton.jit(do_not_specialize=["rank", "limit", "tag"])
+def routes_kernel(
+    counts_ptr,  # [WORLD, E] int32 or int64
+    routes_ptr,  # int32, see above
+    over_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of ranks over limit
+    E,
+    rank,
+    limit,  # rows that a rank can take from all
+    tag,
+    WORLD: tl.constexpr,  # a power of 2
+    EXPERTS: tl.constexpr,  # >= E, a power of 2
+    BLOCK_M: tl.constexpr,
+    SPREAD: tl.constexpr,  # see `spread`
+):
+    local = E // WORLD
+    place_ptr = place_ptr_of(routes_ptr, E, WORLD)
+    starts_ptr = starts_ptr_of(routes_ptr, E, WORLD)
+    tiles_ptr = tiles_ptr_of(routes_ptr, E, WORLD)
+    experts, ranks = tl.arange(0, EXPERTS), tl.arange(0, WORLD)
+    sources, known = ranks[None, :], experts < E
+    here = known[:, None] & (sources >= 0)
+    at = sources * E + experts[:, None]
+    counts = tl.load(counts_ptr + at, mask=here, other=0).to(tl.int32)
+    tl.store(routes_ptr + at + sources, tl.cumsum(counts, 0) - counts, mask=here)
+    tl.store(routes_ptr + ranks * (E + 1) + E, tl.sum(counts, 0))
+
+    # the rows that all ranks receive, one rank behind the other; then each from 0
+    flat = tl.reshape(counts, (EXPERTS * WORLD,))
+    before = tl.reshape(tl.cumsum(flat, 0) - flat, (EXPERTS, WORLD))
+    place = experts[:, None] * WORLD + sources
+    tl.store(place_ptr + place, before, mask=here)
+    # between what threads store, what others read of it, and what they store there then
+    tl.debug_barrier()
+    first = experts // local * local * WORLD
+    before -= tl.load(place_ptr + first, mask=known, other=0)[:, None]
+    tl.debug_barrier()
+    tl.store(place_ptr + place, before, mask=here)
+
+    own = experts // local == rank
+    rows = tl.sum(counts, 1)
+    tl.store(starts_ptr + place - rank * local * WORLD, before, mask=here & own[:, None])
+    tl.store(starts_ptr + E, tl.sum(tl.where(own, rows, 0)))
+    blocks = tl.where(own, spread(tl.cdiv(rows, BLOCK_M), WORLD, SPREAD), 0)
+    tl.store(tiles_ptr + experts - rank * local, tl.cumsum(blocks, 0) - blocks, mask=own)
+    tl.store(tiles_ptr + local, tl.sum(blocks))
+    tl.store(tiles_ptr + local + 1, 0)
+
+    owners = experts[:, None] // local == sources
+    come = tl.sum(tl.where(owners & here, rows[:, None], 0), 0)
+    sent = tl.sum(counts, 0)
+    over = (come > limit) | (sent > limit)
+    bits = tl.sum(tl.where(over, 1 << (ranks % 32), 0).to(tl.int64))
+    if bits != 0:
+        tl.store(over_ptr, (bits << 32) | (tag + 1))
+
+
+@triton.jit
+def spread(blocks, WORLD: tl.constexpr, SPREAD: tl.constexpr):
+    """Places for the blocks of an expert, such that `spread_block` visits all ranks' in turn."""
+    if SPREAD:
+        blocks = tl.where(blocks > WORLD, (blocks + WORLD - 1) // WORLD * WORLD, blocks)
+    return blocks
+
+
+@triton.jit
+def spread_block(place, places, rank, WORLD: tl.constexpr):
+    """Which block stands there: the first of each rank's share, own rank first, then the second."""
+    share = places // WORLD
+    turned = (place + rank) % WORLD * share + place // WORLD
+    return tl.where(places > WORLD, turned, place)
+
+
+@triton.jit
+def expert_of(tile, tiles_ptr, local, num_n, EXPERTS: tl.constexpr):
+    """The own expert of a tile, and the blocks of rows before it and up to its end.
+
+    Args:
+        tile: among all of this rank, num_n for each block of rows.
+        EXPERTS: at least `local`, a power of 2.
+    """
+    experts = tl.arange(0, EXPERTS)
+    ends = tl.load(tiles_ptr + 1 + experts, mask=experts < local, other=1 << 20)
+    expert = tl.sum((ends * num_n <= tile).to(tl.int32))
+    return expert, tl.load(tiles_ptr + expert), tl.load(tiles_ptr + expert + 1)

@@ -1,0 +1,127 @@
+"""Experts behind and before an all-to-all: all orders of programs, uneven counts, planted faults."""
+
+from typing import Any
+
+import pytest
+import torch
+from memories import GUARD, guarded, left, memories
+from planted import post_relaxed, post_too_few, same_epoch
+from rankpool import RankPool
+
+from counterpoint.kernels import all_to_all_matmul as dispatch
+from counterpoint.kernels import matmul_all_to_all as combine
+from counterpoint.kernels import peer
+from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending, Tile
+
+TILE = Tile(16, 16, 16, 1, 4, 2)
+N, K = 24, 32
+LIMIT = 96
+FAULTS = {"relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
+          "epoch": ("next_epoch", same_epoch)}  # fmt: skip
+
+
+def table(seed: int, ranks: int, experts: int) -> torch.Tensor:
+    """Rows from each rank to each expert: uneven, with ranks and experts that have none."""
+    draw = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 12, (ranks, experts), generator=draw, dtype=torch.int32)
+    counts[torch.rand(ranks, experts, generator=draw) < 0.3] = 0
+    if seed % 3 == 1:
+        counts[-1] = 0  # a rank without rows of its own
+    if seed % 3 == 2:
+        counts[:, : experts // ranks] = 0  # and one whose experts have none
+    return counts
+
+
+def by_hand(
+    xs: list[torch.Tensor], ws: torch.Tensor, counts: torch.Tensor, ranks: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What arrives at each rank, and its product; xs sorted by expert, ws [E, K, N]."""
+    experts = counts.shape[1]
+    parts = [x[: int(c.sum())].split(c.tolist()) for x, c in zip(xs, counts, strict=True)]
+    rows = [
+        [torch.cat([parts[s][e] for s in range(ranks)]) for e in range(experts)[r :: 1]]
+        for r in (0,)
+    ][0]
+    local = experts // ranks
+    arrive = [torch.cat(rows[r * local : (r + 1) * local]) for r in range(ranks)]
+    products = [
+        torch.cat([rows[e] @ ws[e] for e in range(r * local, (r + 1) * local)])
+        for r in range(ranks)
+    ]
+    return arrive, products
+
+
+def errors_of(
+    rank: int, world: int, ranks: int, experts: int, seeds: range, fault: str, back: bool
+) -> list[str]:
+    """What went wrong for each seed: a deadlock, or calls whose product is off; "" if nothing."""
+    from interleave import DeadlockError, Interleaved
+
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if fault in FAULTS:
+            patch.setattr(combine if back else dispatch, *FAULTS[fault])
+            patch.setattr(peer, *FAULTS[fault])
+        for seed in seeds:
+            if fault and any(found):
+                break  # it shows
+            torch.manual_seed(seed)
+            each = memories(ranks, 2 * 4 * (LIMIT + 1) * K + 4096)
+            over = torch.zeros(1, dtype=torch.int64)
+            calls: list[Any] = []
+            for call in range(3):
+                counts = table(3 * seed + call, ranks, experts)
+                ws = torch.randn(experts, K, N)
+                xs = [torch.randn(LIMIT, K) for _ in range(ranks)]
+                rooms = [guarded(LIMIT * N, torch.nan) for _ in range(ranks)]
+                calls.append((counts, ws, xs, rooms))
+
+            def run(r: int, each: Any = each, calls: Any = calls, over: Any = over) -> None:
+                if back:
+                    op: Any = MatmulAllToAll(each[r], 0, experts, LIMIT, K, N, torch.float32,
+                                             TILE, over)  # fmt: skip
+                else:
+                    way = Sending(2, 2, 64, join=True)
+                    op = AllToAllMatmul(each[r], 0, experts, LIMIT, K, N, torch.float32, TILE,
+                                        way, over)  # fmt: skip
+                op.sms = 2
+                local = experts // ranks
+                for counts, ws, xs, rooms in calls:
+                    arrive, products = by_hand(xs, ws, counts, ranks)
+                    x = xs[r]
+                    if back:
+                        x = torch.full((LIMIT, K), torch.nan)
+                        x[: len(arrive[r])] = arrive[r]
+                    y = rooms[r][GUARD:-GUARD].view(LIMIT, N)
+                    op(x, ws[r * local : (r + 1) * local], counts, y)
+
+            try:
+                Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
+            except DeadlockError as error:
+                found.append(f"deadlock: {error}")
+                continue
+            off: list[Any] = []
+            for i, (counts, ws, xs, rooms) in enumerate(calls):
+                _, products = by_hand(xs, ws, counts, ranks)
+                for r, room in enumerate(rooms):
+                    want = products[r]
+                    if back:
+                        local_x = xs[r][: int(counts[r].sum())].split(counts[r].tolist())
+                        want = torch.cat([a @ ws[e] for e, a in enumerate(local_x)])
+                    y = room[GUARD:-GUARD].view(LIMIT, N)
+                    if not torch.allclose(y[: len(want)], want, atol=1e-4):
+                        off.append((i, r))
+                    if not y[len(want) :].isnan().all():
+                        off.append((i, r, "rows that are none"))
+            wrong = f"calls {off} are off" if off else ""
+            wrong = wrong or ("over" if over.any() else "")
+            found.append(wrong or left(each[0], [room for *_, rooms in calls for room in rooms]))
+    return found
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 2), (2, 6), (4, 8)])
+def test_every_order_gives_the_product(pool: RankPool, ranks: int, experts: int, back: bool):
+    seeds = range(1 if ranks == 4 else 3)
+    run = pool.run(errors_of, 1, ranks, experts, seeds, "", back, group=False, timeout_s=200)
+    assert run == [[""] * len(seeds)]
