@@ -39,8 +39,7 @@ def by_hand(
     experts = counts.shape[1]
     parts = [x[: int(c.sum())].split(c.tolist()) for x, c in zip(xs, counts, strict=True)]
     rows = [
-        [torch.cat([parts[s][e] for s in range(ranks)]) for e in range(experts)[r :: 1]]
-        for r in (0,)
+        [torch.cat([parts[s][e] for s in range(ranks)]) for e in range(experts)[r::1]] for r in (0,)
     ][0]
     local = experts // ranks
     arrive = [torch.cat(rows[r * local : (r + 1) * local]) for r in range(ranks)]

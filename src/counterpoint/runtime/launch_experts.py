@@ -77,6 +77,11 @@ def tile_of(rows: int, n: int, experts: int) -> Tile:
     return Tile() if each > 96 else Tile(block_m=64, block_n=min(256, n), stages=4, num_warps=4)
 
 
+def sending_of(experts: int, ranks: int) -> Sending:
+    """How to send to so many experts on each of `ranks` ranks."""
+    return Sending(parts=max(1, (32 if experts > 4 else 256) // ranks))
+
+
 def refusal(n: int, k: int, dtype: torch.dtype, ranks: int, experts: int, stride: int) -> str:
     """What the kernels want that these sizes do not have, or ''.
 
