@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.ops import call
+from counterpoint.ops import call, matmul_all_to_all
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.experts import (
     Counts,
@@ -100,6 +100,11 @@ def all_to_all_matmul(
     return (y, kept) if return_rows else y
 
 
+def received(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator as the dispatcher has it: what a backward calls."""
+    return torch.ops.counterpoint.all_to_all_matmul(*arguments)
+
+
 def _fused(workspace: Workspace, keep: bool) -> Serial:
     raise UnsupportedError(f"{OP}: plan fused has no kernel for GPUs yet; take serial")
 
@@ -132,6 +137,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, w, counts, _, ctx.host, keep, _, *ctx.where = inputs
     ctx.save_for_backward(w, counts, output[1] if keep else None)
     ctx.rows = x.shape[0]
+    if not keep:
+        ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # nobody asks for the gradient of rows that are only kept
 
 
@@ -149,9 +156,10 @@ def _backward(ctx: Any, dy: Tensor | None, drows: Tensor | None) -> tuple[Tensor
     dy = dy.contiguous()  # autograd hands over expanded tensors
     dx = dw = None
     if need_x:
-        back: Any = torch.ops.counterpoint.matmul_all_to_all
         clear = not ctx.host
-        dx = back(dy, w.transpose(1, 2), counts, drows, ctx.rows, ctx.host, clear, plan, name, size)
+        dx = matmul_all_to_all.returned(
+            dy, w.transpose(1, 2), counts, drows, ctx.rows, ctx.host, clear, plan, name, size
+        )
     if need_w:
         dw = weight_gradient(rows, dy, counts, w, name, size)
     return dx, dw, *none

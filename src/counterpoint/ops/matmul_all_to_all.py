@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.ops import call
+from counterpoint.ops import all_to_all_matmul, call
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.experts import (
     Counts,
@@ -117,6 +117,11 @@ def _check_sum(sum_of: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor
     return index, weights
 
 
+def returned(*arguments: Any) -> Tensor:
+    """The operator as the dispatcher has it: what a backward calls."""
+    return torch.ops.counterpoint.matmul_all_to_all(*arguments)
+
+
 def _fused(workspace: Workspace, sums: bool) -> Serial:
     raise UnsupportedError(f"{OP}: plan fused has no kernel for GPUs yet; take serial")
 
@@ -202,9 +207,8 @@ def _gradients(ctx: Any, dy: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tu
     need_x, need_w = ctx.needs_input_grad[:2]
     if not (need_x or need_w):
         return None, None
-    out: Any = torch.ops.counterpoint.all_to_all_matmul
     clear = not ctx.host
-    dx, rows = out(
+    dx, rows = all_to_all_matmul.received(
         dy.contiguous(), w.transpose(1, 2), counts, x.shape[0], ctx.host, need_w, clear, *ctx.where
     )
     dw = weight_gradient(x, rows, counts, w, *ctx.where[1:]) if need_w else None
@@ -220,7 +224,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, w, counts, index, weights, ctx.rows, ctx.host, keep, *ctx.where = inputs
     ctx.save_for_backward(x, w, counts, index, weights, output[1] if keep else None)
-    ctx.set_materialize_grads(False)  # of the rows that are only kept
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _backward_sum(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
