@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from counterpoint.model.estimate import estimate
     from counterpoint.ops.add_rms_norm import matmul_all_reduce_rms_norm
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
+    from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
+    from counterpoint.ops.exchange_counts import exchange_counts
     from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
+    from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from counterpoint.plan.bind import bind
     from counterpoint.plan.families import build
@@ -53,13 +56,16 @@ _HOME = {
     "Timeline": "timeline",
     "UnsupportedError": "errors",
     "all_gather_matmul": "ops.all_gather_matmul",
+    "all_to_all_matmul": "ops.all_to_all_matmul",
     "bind": "plan.bind",
     "build": "plan.families",
     "check": "runtime.groups",
     "choose": "choose.choose",
     "estimate": "model.estimate",
+    "exchange_counts": "ops.exchange_counts",
     "matmul_all_reduce": "ops.matmul_all_reduce",
     "matmul_all_reduce_rms_norm": "ops.add_rms_norm",
+    "matmul_all_to_all": "ops.matmul_all_to_all",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
     "preset": "presets",
     "profile": "measure.profile",
@@ -82,13 +88,16 @@ __all__ = [
     "Timeline",
     "UnsupportedError",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "bind",
     "build",
     "check",
     "choose",
     "estimate",
+    "exchange_counts",
     "matmul_all_reduce",
     "matmul_all_reduce_rms_norm",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "preset",
     "profile",

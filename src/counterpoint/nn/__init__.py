@@ -1,11 +1,13 @@
-"""Layers for torch models, tensor, sequence and data parallel, with overlapped communication."""
+"""Layers for torch models over several ranks, with overlapped communication."""
 
+from counterpoint.nn.experts import ExpertParallelMLP
 from counterpoint.nn.fully_sharded import FullyShardedLinear
 from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gather_once
 from counterpoint.nn.replicated import copy_to_group
 
 __all__ = [
     "ColumnParallelLinear",
+    "ExpertParallelMLP",
     "FullyShardedLinear",
     "RowParallelLinear",
     "copy_to_group",

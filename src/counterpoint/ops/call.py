@@ -290,8 +290,6 @@ def compare(
         InputError: the facts differ.
         PeerTimeoutError: a rank did not come.
     """
-    if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return
     here: dict[str, str] = {"op": op}
     for given, tensor in zip(inputs, tensors, strict=True):
         if given.form == "row":
@@ -302,8 +300,28 @@ def compare(
     first = next(t for t in tensors if t is not None)
     here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
     here["rows"] = str(tuple(rows))
+    agree(op, here, workspace)
+
+
+def agree(
+    op: str, here: dict[str, str], workspace: Workspace, refused: InputError | None = None
+) -> None:
+    """Refuse a call on all ranks alike, where facts differ or a rank has refused it by itself.
+
+    Args:
+        here: the facts of this rank in words, "op" first.
+        refused: what this rank alone can see to be wrong.
+
+    Raises:
+        InputError: `refused` of the first rank that has one, or the first fact that differs.
+        PeerTimeoutError: a rank did not come.
+    """
+    if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if refused is not None:
+            raise refused
+        return
     try:
-        everyone = gather_object(here, workspace.group)
+        answers = gather_object((here, refused), workspace.group)
     except RuntimeError as error:
         gone = workspace.gone()
         who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
@@ -314,6 +332,7 @@ def compare(
             step="compare",
         )
         raise workspace.fault from error
+    everyone = [facts for facts, _ in answers]
     # in the words of rank 0: all ranks say the same
     for name, want in everyone[0].items():
         for rank, theirs in enumerate(everyone):
@@ -327,3 +346,6 @@ def compare(
                     got=f"{got} on rank {rank}",
                     fix=fix,
                 )
+    for _, wrong in answers:
+        if wrong is not None:
+            raise wrong

@@ -1,0 +1,155 @@
+"""A layer of experts, some of them on each rank: each token is sent to a few, and comes back.
+
+rows of tokens, sorted by expert
+  --all_to_all_matmul-->  gate and up of the experts here
+  --SwiGLU, matmul_all_to_all-->  each token's rows back, summed by their weights
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from counterpoint.errors import InputError
+from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
+from counterpoint.ops.check import check_group
+from counterpoint.ops.exchange_counts import exchange_counts
+from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
+from counterpoint.runtime.ranks import group_of
+
+
+class ExpertParallelMLP(nn.Module):
+    """out[t] = sum over j of weights[t, j] mlp_e(x[t]), e = experts[t, j]; mlp is SwiGLU.
+
+    mlp_e(x) = (silu(x gate_e^T) * (x up_e^T)) down_e^T, without biases. The router is yours: it
+    gives `experts` and `weights`, and gets the gradient of the weights. Gradients of an expert are
+    of the tokens of all ranks, without another sum: divide the loss by the tokens of all of them.
+
+    Parameters: gate_up [E_local, 2 hidden, features], gate before up, and down [E_local, features,
+    hidden], of experts rank * E_local onwards.
+
+    Args:
+        features: of a token.
+        hidden: of one expert.
+        num_experts: on all ranks together; a multiple of the ranks.
+        group: of the ranks; the default group if None.
+        max_rows: rows that the experts of a rank may get at most in one call. None: the counts go
+            to the host at each call, which on a GPU waits for them, and memory is as large as
+            needed. Given: on a GPU the host does not wait, and results have room for so many.
+        plan: see `all_to_all_matmul`.
+        device: of the parameters, as for torch.nn.Linear; "meta" as well.
+        dtype: of the parameters.
+
+    Raises:
+        InputError: num_experts is no multiple of the ranks, or there is no group.
+
+    Example:
+        >>> layer = cnn.ExpertParallelMLP(7168, 2048, 256, group=ep)  # doctest: +SKIP
+        >>> weights, experts = router(x).softmax(-1).topk(8)  # doctest: +SKIP
+        >>> y = layer(x, experts, weights)  # doctest: +SKIP
+    """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(
+        self, features: int, hidden: int, num_experts: int, *,
+        group: dist.ProcessGroup | None = None, max_rows: int | None = None, plan: str = "auto",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.group = check_group(self._get_name(), group)
+        self.features, self.hidden, self.num_experts = features, hidden, num_experts
+        self.max_rows, self.plan = max_rows, plan
+        ranks = self.group.size()
+        if num_experts % ranks or num_experts < 1:
+            want, fix = f"a multiple of the {ranks} ranks", "take another number of ranks"
+            raise InputError(self._get_name(), "num_experts", want=want, got=num_experts, fix=fix)
+        local = num_experts // ranks
+        shapes = {"gate_up": (local, 2 * hidden, features), "down": (local, features, hidden)}
+        for name, shape in shapes.items():
+            empty = torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill with this rank's experts of what torch.nn.Linear layers of all experts would hold.
+
+        All experts are drawn, one at a time: ranks of one seed draw the same numbers, and their
+        generators end where that of one GPU does.
+        """
+        local = self.num_experts // self.group.size()
+        first = self.group.rank() * local
+        for e in range(self.num_experts):
+            for own in (self.gate_up, self.down):
+                drawn = torch.empty_like(own[0]).uniform_(-1, 1).mul_(own.shape[2] ** -0.5)
+                if 0 <= e - first < local:
+                    own[e - first] = drawn
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Each token through its experts.
+
+        Args:
+            x: [..., features], this rank's tokens.
+            experts: int32 or int64 [..., top_k], 0 to num_experts - 1; those of one token may be
+                equal.
+            weights: floating point [..., top_k].
+
+        Returns:
+            dtype of the experts' products, [..., features].
+
+        Raises:
+            InputError: an argument does not fit; nothing was launched.
+        """
+        self._check(x, experts, weights)
+        top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
+        ids, order = experts.reshape(-1).sort(stable=True)
+        starts = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
+        own = torch.searchsorted(ids, starts).diff()
+        counts = exchange_counts(own, group=self.group)
+        if self.max_rows is None:
+            counts = counts.cpu()
+        rows = tokens.index_select(0, order // top_k)
+        gate, up = all_to_all_matmul(
+            rows, self.gate_up.transpose(1, 2), counts=counts, group=self.group,
+            max_rows=self.max_rows, plan=self.plan,
+        ).chunk(2, -1)  # fmt: skip
+        # where row (t, j) went when they were sorted
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        y = matmul_all_to_all(
+            F.silu(gate) * up, self.down.transpose(1, 2), counts=counts, group=self.group,
+            max_rows=None if self.max_rows is None else len(rows), plan=self.plan,
+            sum_of=(places.view(-1, top_k), weights.reshape(-1, top_k)),
+        )  # fmt: skip
+        return y.view(x.shape)
+
+    def _check(self, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+        name = self._get_name()
+        if x.shape[-1] != self.features:
+            raise InputError(name, "x", want=f"[..., {self.features}]", got=tuple(x.shape))
+        if experts.shape[:-1] != x.shape[:-1] or experts.dim() != x.dim() or not experts.shape[-1]:
+            want = f"{(*x.shape[:-1], 'top_k')} as x"
+            raise InputError(name, "experts", want=want, got=tuple(experts.shape))
+        if experts.dtype not in (torch.int32, torch.int64):
+            raise InputError(name, "experts", want="int32 or int64", got=experts.dtype)
+        if weights.shape != experts.shape:
+            want = f"{tuple(experts.shape)} as experts"
+            raise InputError(name, "weights", want=want, got=tuple(weights.shape))
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer, and how many ranks have it."""
+        return (
+            f"features={self.features}, hidden={self.hidden}, num_experts={self.num_experts}, "
+            f"ranks={self.group.size()}, max_rows={self.max_rows}, plan={self.plan!r}"
+        )
+
+    # a process group can be neither copied nor pickled; its name can, for copy.deepcopy
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"group": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"group": group_of(state["group"])})

@@ -1,0 +1,172 @@
+"""Rows go to their experts, and each expert multiplies: the first half of a layer of experts."""
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import UnsupportedError
+from counterpoint.ops import call, matmul_all_to_all
+from counterpoint.ops.check import autocast, check_group
+from counterpoint.ops.experts import (
+    Counts,
+    Exchange,
+    check_counts,
+    check_operands,
+    num_rows,
+    prepare,
+)
+from counterpoint.ops.experts_serial import Serial, grown, weight_gradient
+from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import Workspace
+
+OP = "all_to_all_matmul"
+
+call.LIBRARY.define(
+    f"{OP}(Tensor x, Tensor w, Tensor counts, SymInt rows, bool host, bool keep, bool clear, "
+    "str plan, str group_name, int group_size) -> (Tensor, Tensor)"
+)
+
+
+@overload
+def all_to_all_matmul(
+    x: Tensor, w: Tensor, *, counts: Counts, group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None, plan: str = "auto", return_rows: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_to_all_matmul(
+    x: Tensor, w: Tensor, *, counts: Counts, group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None, plan: str = "auto", return_rows: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def all_to_all_matmul(
+    x: Tensor,
+    w: Tensor,
+    *,
+    counts: Counts,
+    group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None,
+    plan: str = "auto",
+    return_rows: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows to their experts and multiply: y[rows of e] = concat over s of x_s[rows for e] w_e.
+
+    In place of `all_to_all_single`, the rows' permutation and a grouped matmul. Expert e of all E
+    is on rank e // E_local. Accumulates in fp32. Runs on the current stream. Differentiable: its
+    backward is `matmul_all_to_all`, and what is saved is the rows that came here and w.
+
+    Args:
+        x: bf16, fp16 or fp32 [T, K], on CPU or CUDA, sorted by expert, all E of them in order.
+        w: dtype of x, [E_local, K, N], a unit stride in K or N; pass `weight.transpose(1, 2)` of
+            weights that are stored as [E_local, N, K].
+        counts: int32 or int64 [ranks, E], rows that each rank sends to each expert, equal on all
+            ranks; see `exchange_counts`. On the CPU, or nested lists: host-known. On the GPU of x:
+            device-known, the host does not wait for it.
+        group: whose ranks take part; the default group if None.
+        max_rows: rows that a rank may get at most; needed, and the rows of y, where counts is
+            device-known. Give all ranks the same.
+        plan: "auto", for now serial; "serial": the libraries; "fused": one kernel, which CPU ranks
+            do by torch. Serial copies device-known counts to the host, and the host waits for
+            them; it does not run while a graph is captured.
+        return_rows: also return the rows that came here, as they were multiplied.
+
+    Returns:
+        dtype of x, [R, N], new tensors: sorted by local expert, then by source rank. R is the sum
+        of counts over this rank's experts, or max_rows where counts is device-known; rows beyond
+        the sum are then not written and hold anything, and rows of x beyond that of counts[rank]
+        are ignored. With return_rows the rows too, [R, K] of the same layout.
+
+    Raises:
+        InputError: an argument is wrong, or ranks differ (compared at the first call with these
+            sizes of w, and at each call under COUNTERPOINT_CHECK=1); nothing was launched.
+        UnsupportedError: `plan` is fused, and this machine has no kernel for it.
+        PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
+
+    Example:
+        >>> y = counterpoint.all_to_all_matmul(x, w, counts=counts, group=ep)  # doctest: +SKIP
+    """
+    group = check_group(OP, group)
+    x, w = autocast(x, w)  # type: ignore[assignment]
+    check_operands(OP, x, w, plan)
+    table, host = check_counts(OP, counts, x, w, group)
+    rows = num_rows(OP, table, host, max_rows, out=True, rank=group.rank())
+    keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
+    where = (plan, group.group_name, group.size())
+    if call.key_of(OP, (x, w), group, plan, None, 0) is None:
+        run: Any = torch.ops.counterpoint.all_to_all_matmul
+    else:
+        run = _run  # nothing watches this call
+    y, kept = run(x, w, table, rows, host, keep, False, *where)
+    return (y, kept) if return_rows else y
+
+
+def received(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator as the dispatcher has it: what a backward calls."""
+    return torch.ops.counterpoint.all_to_all_matmul(*arguments)
+
+
+def _fused(workspace: Workspace, keep: bool) -> Serial:
+    raise UnsupportedError(f"{OP}: plan fused has no kernel for GPUs yet; take serial")
+
+
+def _run(
+    x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, clear: bool,
+    plan: str, group_name: str, group_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return _run(x, w, counts, rows, host, keep, clear, plan, group_name, group_size)
+    given = Exchange(OP, x, w, counts, rows, True, host, plan)
+
+    def make(workspace: Workspace) -> Serial:
+        return _fused(workspace, keep) if plan == "fused" and x.is_cuda else Serial(workspace)
+
+    ready = prepare(given, group_of(group_name), keep, make)
+    y, kept = ready(given, None, clear)
+    return y, grown(kept, rows) if keep else x.new_empty(0, x.shape[1])
+
+
+def _fake(
+    x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, clear: bool,
+    plan: str, group_name: str, group_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(rows, w.shape[2]), x.new_empty(rows if keep else 0, x.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w, counts, _, ctx.host, keep, _, *ctx.where = inputs
+    ctx.save_for_backward(w, counts, output[1] if keep else None)
+    ctx.rows = x.shape[0]
+    if not keep:
+        ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # nobody asks for the gradient of rows that are only kept
+
+
+def _backward(ctx: Any, dy: Tensor | None, drows: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dx: the gradients of the rows go back to their owners; dw: of the rows that came here."""
+    w, counts, rows = ctx.saved_tensors
+    need_x, need_w = ctx.needs_input_grad[:2]
+    plan, name, size = ctx.where
+    none = (None,) * 8
+    if dy is None and drows is None:
+        return None, None, *none
+    if dy is None:
+        assert drows is not None
+        dy = drows.new_zeros(drows.shape[0], w.shape[2])
+    dy = dy.contiguous()  # autograd hands over expanded tensors
+    dx = dw = None
+    if need_x:
+        clear = not ctx.host
+        dx = matmul_all_to_all.returned(
+            dy, w.transpose(1, 2), counts, drows, ctx.rows, ctx.host, clear, plan, name, size
+        )
+    if need_w:
+        dw = weight_gradient(rows, dy, counts, w, name, size)
+    return dx, dw, *none
+
+
+call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+torch.library.register_autograd(
+    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
+)

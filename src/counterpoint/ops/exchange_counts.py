@@ -1,0 +1,62 @@
+"""How many rows each rank sends to each expert: what a router knows of itself, told to all."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.check import check_group
+from counterpoint.runtime.library import all_gather
+from counterpoint.runtime.ranks import group_of
+
+OP = "exchange_counts"
+
+LIBRARY.define(f"{OP}(Tensor counts, str group_name, int group_size) -> Tensor")
+
+
+def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Gather the counts of all ranks: table[s, e] = rows that rank s has for expert e.
+
+    One all-gather of the library, in stream order; the host does not wait for it. `.cpu()` of the
+    table makes it host-known, which waits.
+
+    Args:
+        counts: int32 or int64 [E], rows of this rank for each expert of all ranks, in order; on the
+            CPU or a GPU as the group serves.
+        group: whose ranks take part; the default group if None.
+
+    Returns:
+        dtype of counts, [ranks, E], on its device, equal on all ranks.
+
+    Raises:
+        InputError: counts is something else, or E is no multiple of the ranks.
+
+    Example:
+        >>> own = torch.bincount(expert_of_row, minlength=num_experts)  # doctest: +SKIP
+        >>> counts = counterpoint.exchange_counts(own, group=ep)  # doctest: +SKIP
+    """
+    group = check_group(OP, group)
+    if not isinstance(counts, Tensor):
+        raise InputError(OP, "counts", want="a Tensor", got=type(counts).__name__)
+    if counts.dtype not in (torch.int32, torch.int64) or counts.dim() != 1:
+        got = f"{counts.dtype} {list(counts.shape)}"
+        raise InputError(OP, "counts", want="int32 or int64 [E]", got=got)
+    if counts.shape[0] % group.size():
+        want = f"[E], E a multiple of the {group.size()} ranks"
+        raise InputError(OP, "counts", want=want, got=list(counts.shape))
+    return torch.ops.counterpoint.exchange_counts(counts, group.group_name, group.size())
+
+
+def _run(counts: Tensor, group_name: str, group_size: int) -> Tensor:
+    table = counts.new_empty(group_size, counts.shape[0])
+    all_gather(table.view(-1), counts.contiguous(), group_of(group_name))
+    return table
+
+
+def _fake(counts: Tensor, group_name: str, group_size: int) -> Tensor:
+    return counts.new_empty(group_size, counts.shape[0])
+
+
+LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=LIBRARY)

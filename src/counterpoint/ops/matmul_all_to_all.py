@@ -1,0 +1,258 @@
+"""Each expert multiplies, and rows go back to their owners: the second half of a layer."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.ops import all_to_all_matmul, call
+from counterpoint.ops.check import autocast, check_group
+from counterpoint.ops.experts import (
+    Counts,
+    Exchange,
+    check_counts,
+    check_operands,
+    num_rows,
+    prepare,
+)
+from counterpoint.ops.experts_serial import Serial, weight_gradient
+from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import Workspace
+
+OP = "matmul_all_to_all"
+SUM = f"{OP}_sum"
+
+_SCHEMA = "str plan, str group_name, int group_size"
+call.LIBRARY.define(
+    f"{OP}(Tensor x, Tensor w, Tensor counts, Tensor? add, SymInt rows, bool host, bool clear, "
+    f"{_SCHEMA}) -> Tensor"
+)
+call.LIBRARY.define(
+    f"{SUM}(Tensor x, Tensor w, Tensor counts, Tensor index, Tensor weights, SymInt rows, "
+    f"bool host, bool keep, {_SCHEMA}) -> (Tensor, Tensor)"
+)
+
+
+def matmul_all_to_all(
+    x: Tensor,
+    w: Tensor,
+    *,
+    counts: Counts,
+    group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None,
+    plan: str = "auto",
+    sum_of: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Multiply by experts and send rows back: the inverse of `all_to_all_matmul`.
+
+    In place of a grouped matmul, the rows' permutation and `all_to_all_single`, and with `sum_of`
+    of the weighted sum that follows. Accumulates in fp32, and rounds to the dtype of x for the way.
+    Runs on the current stream. Differentiable: its backward is `all_to_all_matmul`.
+
+    Args:
+        x: bf16, fp16 or fp32 [R, K], on CPU or CUDA, sorted by local expert, then by source rank.
+        w: dtype of x, [E_local, K, N], a unit stride in K or N.
+        counts: as for `all_to_all_matmul`, the same table.
+        group: whose ranks take part; the default group if None.
+        max_rows: rows that a rank may get back at most; needed, and the rows of y, where counts is
+            device-known. Give all ranks the same.
+        plan: as for `all_to_all_matmul`.
+        sum_of: (rows, weights), both [tokens, top_k]: int32 or int64 into the rows of y, and
+            floating point. Returned is then, instead of y,
+            out[t] = weights[t, 0] y[rows[t, 0]] + weights[t, 1] y[rows[t, 1]] + ...,
+            summed in fp32 in that order and rounded once. Its gradient adds rows that are named
+            more than once in the dtype of x.
+
+    Returns:
+        dtype of x, [T, N], a new tensor: this rank's rows back, sorted by expert, all E of them. T
+        is the sum of counts[rank], or max_rows where counts is device-known; rows beyond the sum
+        are then not written, and rows of x beyond that of this rank's experts are ignored. With
+        sum_of [tokens, N].
+
+    Raises:
+        InputError, UnsupportedError, PeerTimeoutError: as for `all_to_all_matmul`.
+
+    Example:
+        >>> y = counterpoint.matmul_all_to_all(h, w, counts=counts, group=ep)  # doctest: +SKIP
+    """
+    group = check_group(OP, group)
+    x, w = autocast(x, w)  # type: ignore[assignment]
+    check_operands(OP, x, w, plan)
+    table, host = check_counts(OP, counts, x, w, group)
+    rows = num_rows(OP, table, host, max_rows, out=False, rank=group.rank())
+    where = (plan, group.group_name, group.size())
+    ops: Any = torch.ops.counterpoint
+    if sum_of is None:
+        alone = call.key_of(OP, (x, w), group, plan, None, 0) is not None
+        run: Any = _run if alone else ops.matmul_all_to_all
+        return run(x, w, table, None, rows, host, False, *where)
+    index, weights = _check_sum(sum_of, x)
+    keep = torch.is_grad_enabled() and weights.requires_grad
+    alone = call.key_of(OP, (x, w, weights), group, plan, None, 0) is not None
+    run = _run_sum if alone else ops.matmul_all_to_all_sum
+    return run(x, w, table, index, weights, rows, host, keep, *where)[0]
+
+
+def _check_sum(sum_of: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """`sum_of` as two tensors of one shape beside x.
+
+    Raises:
+        InputError: it is something else.
+    """
+    want = "(rows, weights), int32 or int64 and floating point, both [tokens, top_k]"
+    if not isinstance(sum_of, tuple | list) or len(sum_of) != 2:
+        raise InputError(OP, "sum_of", want=want, got=type(sum_of).__name__)
+    index, weights = sum_of
+    if not isinstance(index, Tensor) or not isinstance(weights, Tensor):
+        raise InputError(OP, "sum_of", want=want, got="no Tensors")
+    kinds = index.dtype in (torch.int32, torch.int64) and weights.is_floating_point()
+    if not kinds or index.dim() != 2 or index.shape != weights.shape:
+        got = f"{index.dtype} {list(index.shape)} and {weights.dtype} {list(weights.shape)}"
+        raise InputError(OP, "sum_of", want=want, got=got)
+    if index.device != x.device or weights.device != x.device:
+        got = f"{index.device} and {weights.device}"
+        raise InputError(OP, "sum_of", want=f"on {x.device} as x", got=got)
+    return index, weights
+
+
+def returned(*arguments: Any) -> Tensor:
+    """The operator as the dispatcher has it: what a backward calls."""
+    return torch.ops.counterpoint.matmul_all_to_all(*arguments)
+
+
+def _fused(workspace: Workspace, sums: bool) -> Serial:
+    raise UnsupportedError(f"{OP}: plan fused has no kernel for GPUs yet; take serial")
+
+
+def _ready(given: Exchange, group_name: str, key: str, refused: InputError | None = None) -> Serial:
+    """Checked and agreed; `key` is what is done with the products besides."""
+
+    def make(workspace: Workspace) -> Serial:
+        if given.plan == "fused" and given.x.is_cuda:
+            return _fused(workspace, key == "sum")
+        return Serial(workspace)
+
+    return prepare(given, group_of(group_name), key, make, refused)
+
+
+def _run(
+    x: Tensor, w: Tensor, counts: Tensor, add: Tensor | None, rows: int, host: bool, clear: bool,
+    plan: str, group_name: str, group_size: int,
+) -> Tensor:  # fmt: skip
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return _run(x, w, counts, add, rows, host, clear, plan, group_name, group_size)
+    given = Exchange(OP, x, w, counts, rows, False, host, plan)
+    return _ready(given, group_name, "")(given, add, clear)[0]
+
+
+def _run_sum(
+    x: Tensor, w: Tensor, counts: Tensor, index: Tensor, weights: Tensor, rows: int,
+    host: bool, keep: bool, plan: str, group_name: str, group_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return _run_sum(
+                x, w, counts, index, weights, rows, host, keep, plan, group_name, group_size
+            )
+    given = Exchange(OP, x, w, counts, rows, False, host, plan)
+    ready = _ready(given, group_name, "sum", _outside(index, rows))
+    y, _ = ready(given, None, False)
+    return sum_of_rows(y, index, weights), y if keep else x.new_empty(0, w.shape[2])
+
+
+def _outside(index: Tensor, rows: int) -> InputError | None:
+    """What is wrong with the rows to sum; on a GPU the kernel that reads them finds it."""
+    if index.is_cuda or not index.numel():
+        return None
+    low, high = (int(n) for n in index.aminmax())
+    if low >= 0 and high < rows:
+        return None
+    return InputError(OP, "sum_of", want=f"of rows 0 to {rows - 1}", got=f"{low} to {high}")
+
+
+def sum_of_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """out[t] = sum over j of weights[t, j] y[index[t, j]], in fp32 and in order, rounded once."""
+    total = torch.zeros(index.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for j in range(index.shape[1]):
+        total += weights[:, j, None].float() * y.index_select(0, index[:, j])
+    return total.to(y.dtype)
+
+
+def _fake(
+    x: Tensor, w: Tensor, counts: Tensor, add: Tensor | None, rows: int, host: bool, clear: bool,
+    plan: str, group_name: str, group_size: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(rows, w.shape[2])
+
+
+def _fake_sum(
+    x: Tensor, w: Tensor, counts: Tensor, index: Tensor, weights: Tensor, rows: int,
+    host: bool, keep: bool, plan: str, group_name: str, group_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    n = w.shape[2]
+    return x.new_empty(index.shape[0], n), x.new_empty(rows if keep else 0, n)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, counts, add, _, ctx.host, _, *ctx.where = inputs
+    ctx.save_for_backward(x, w, counts)
+    ctx.has_add = add is not None
+
+
+def _gradients(ctx: Any, dy: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tuple[Any, Any]:
+    """(dx, dw): the gradient goes to the experts as the rows did."""
+    need_x, need_w = ctx.needs_input_grad[:2]
+    if not (need_x or need_w):
+        return None, None
+    clear = not ctx.host
+    dx, rows = all_to_all_matmul.received(
+        dy.contiguous(), w.transpose(1, 2), counts, x.shape[0], ctx.host, need_w, clear, *ctx.where
+    )
+    dw = weight_gradient(x, rows, counts, w, *ctx.where[1:]) if need_w else None
+    return dx if need_x else None, dw
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.has_add and ctx.needs_input_grad[3]:
+        raise UnsupportedError(f"{OP}: what is added to the products has no gradient")
+    return *_gradients(ctx, dy, *ctx.saved_tensors), *(None,) * 8
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w, counts, index, weights, ctx.rows, ctx.host, keep, *ctx.where = inputs
+    ctx.save_for_backward(x, w, counts, index, weights, output[1] if keep else None)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_sum(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, w, counts, index, weights, y = ctx.saved_tensors
+    none: tuple[None, ...] = (None,) * 6
+    if dout is None:
+        return None, None, None, None, None, *none
+    dx = dw = dweights = None
+    each = range(index.shape[1])
+    if any(ctx.needs_input_grad[:2]):
+        dy = dout.new_zeros(ctx.rows, dout.shape[1])
+        for j in each:
+            part = (weights[:, j, None].float() * dout).to(dout.dtype)
+            dy = dy.index_add(0, index[:, j], part)
+        dx, dw = _gradients(ctx, dy, x, w, counts)
+    if ctx.needs_input_grad[4]:
+        columns = [(dout.float() * y.index_select(0, index[:, j])).sum(1) for j in each]
+        dweights = torch.stack(columns, 1).to(weights.dtype) if columns else weights.clone()
+    return dx, dw, None, None, dweights, *none
+
+
+for _op, _impl, _meta, _grad, _setup in (
+    (OP, _run, _fake, _backward, _save),
+    (SUM, _run_sum, _fake_sum, _backward_sum, _save_sum),
+):
+    call.LIBRARY.impl(_op, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"counterpoint::{_op}", _meta, lib=call.LIBRARY)
+    torch.library.register_autograd(
+        f"counterpoint::{_op}", _grad, setup_context=_setup, lib=call.LIBRARY
+    )

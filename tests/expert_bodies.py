@@ -1,0 +1,111 @@
+"""What the tests of experts share: tables, operands of all ranks, and the operators in one process.
+
+Every rank makes the whole problem from a seed. Small integers: products and sums are then exact in
+fp32 and fp64, so results are compared bit by bit. The reference is differentiable.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Lists = list[list[int]]
+
+
+def tables(ranks: int, local: int) -> dict[str, Lists]:
+    """Counts [ranks, E] of all kinds, by what is special about them."""
+    experts, generator = ranks * local, torch.Generator().manual_seed(100 * ranks + local)
+
+    def draw(high: int) -> Tensor:
+        return torch.randint(high, (ranks, experts), generator=generator)
+
+    uneven, no_expert, no_source, no_rank, one = (draw(6) for _ in range(5))
+    no_expert[:, -1] = 0
+    no_source[-1] = 0
+    no_rank[:, :local] = 0
+    no_rank[0] = 0
+    one[:] = 0
+    one[-1, 0] = 7
+    found = {
+        "uneven": uneven, "even": torch.full_like(uneven, 2), "sparse": draw(2),
+        "an expert without rows": no_expert, "a rank that sends nothing": no_source,
+        "a rank that gets and sends nothing": no_rank, "one pair": one,
+        "nothing": torch.zeros_like(uneven),
+    }  # fmt: skip
+    return {name: table.tolist() for name, table in found.items()}
+
+
+@dataclass
+class Whole:
+    """The tensors of all ranks: tokens' rows by owner, weights [E_local, K, N] of each."""
+
+    counts: Lists
+    xs: list[Tensor]
+    ws: list[Tensor]
+
+    @property
+    def local(self) -> int:
+        return len(self.counts[0]) // len(self.counts)
+
+    def double(self) -> "Whole":
+        """A copy in fp64 that asks for gradients."""
+        xs, ws = ([t.double().detach().requires_grad_() for t in ts] for ts in (self.xs, self.ws))
+        return Whole(self.counts, xs, ws)
+
+
+def integers(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+
+
+def whole(
+    counts: Lists, k: int, n: int, dtype: torch.dtype, *, back: bool = False, stored: str = "kn"
+) -> Whole:
+    """Operands; `back`: x is by expert, as the second operator takes it."""
+    ranks = len(counts)
+    local, generator = len(counts[0]) // ranks, torch.Generator().manual_seed(5)
+    rows = [sum(row) for row in counts]
+    if back:
+        rows = [
+            sum(row[e] for row in counts for e in range(d * local, (d + 1) * local))
+            for d in range(ranks)
+        ]
+    xs = [integers(t, k, generator=generator, dtype=dtype) for t in rows]
+    shape = (local, k, n) if stored == "kn" else (local, n, k)
+    ws = [integers(*shape, generator=generator, dtype=dtype) for _ in range(ranks)]
+    return Whole(counts, xs, ws if stored == "kn" else [w.transpose(1, 2) for w in ws])
+
+
+def by_expert(xs: list[Tensor], counts: Lists) -> list[Tensor]:
+    """Rows of each owner, sorted by expert, as each rank of experts has them."""
+    local = len(counts[0]) // len(counts)
+    blocks = [x.split(row) for x, row in zip(xs, counts, strict=True)]
+    return [
+        torch.cat([blocks[s][d * local + e] for e in range(local) for s in range(len(counts))])
+        for d in range(len(counts))
+    ]
+
+
+def by_owner(ys: list[Tensor], counts: Lists) -> list[Tensor]:
+    """The inverse of `by_expert`."""
+    ranks, local = len(counts), len(counts[0]) // len(counts)
+    blocks = [
+        y.split([counts[s][d * local + e] for e in range(local) for s in range(ranks)])
+        for d, y in enumerate(ys)
+    ]
+    return [
+        torch.cat([blocks[d][e * ranks + s] for d in range(ranks) for e in range(local)])
+        for s in range(ranks)
+    ]
+
+
+def multiplied(rows: list[Tensor], ws: list[Tensor], counts: Lists) -> list[Tensor]:
+    """Each rank's rows by expert, times their experts' weights."""
+    local, products = len(counts[0]) // len(counts), list[Tensor]()
+    for d, (x, w) in enumerate(zip(rows, ws, strict=True)):
+        sizes = [sum(row[d * local + e] for row in counts) for e in range(local)]
+        products.append(torch.cat([p @ w[e] for e, p in enumerate(x.split(sizes))]))
+    return products
+
+
+def summed(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return (weights[:, :, None] * y[index]).sum(1)

@@ -1,0 +1,174 @@
+"""ExpertParallelMLP: a mixture of experts over ranks trains as one in plain torch does."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from grad_bodies import error
+from rank_bodies import world
+from rankpool import RankPool
+from torch import Tensor, nn
+
+import counterpoint as cp
+import counterpoint.nn as cnn
+from counterpoint.ops import experts as table
+
+FEATURES, HIDDEN, EXPERTS, TOP_K, TOKENS, STEPS = 10, 6, 12, 3, 7, 3
+
+
+class Plain(nn.Module):
+    """All experts here, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = [
+            torch.empty(shape).uniform_(-1, 1) * shape[1] ** -0.5
+            for _ in range(EXPERTS)
+            for shape in ((2 * HIDDEN, FEATURES), (FEATURES, HIDDEN))
+        ]
+        self.gate_up = nn.Parameter(torch.stack(drawn[::2]))
+        self.down = nn.Parameter(torch.stack(drawn[1::2]))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        gate, up = torch.einsum("...f,ehf->...eh", x, self.gate_up).chunk(2, -1)
+        y = torch.einsum("...eh,efh->...ef", F.silu(gate) * up, self.down)
+        chosen = torch.gather(y, -2, experts[..., None].expand(*experts.shape, FEATURES).long())
+        return (weights[..., None] * chosen).sum(-2)
+
+
+class Model(nn.Module):
+    """A router, all ranks' alike, and experts; more of them to some than to others."""
+
+    def __init__(self, group: dist.ProcessGroup | None, **options) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(EXPERTS, FEATURES))
+        self.bias = torch.linspace(-2, 2, EXPERTS)
+        self.experts = (
+            cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, group=group, **options)
+            if group else Plain()
+        )  # fmt: skip
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        router = cnn.copy_to_group(self.router, group=self.group) if self.group else self.router
+        logits = F.linear(x, router) + self.bias.to(x.dtype)
+        weights, experts = logits.softmax(-1).topk(TOP_K)
+        return x + self.experts(x, experts.int(), weights)
+
+
+def differences(rank: int, ranks: int, shape: tuple[int, ...], plan: str, known: str) -> list[str]:
+    """Steps of SGD on each rank's own tokens: what differs from the plain model on all of them."""
+    models: list[Model] = []
+    for group in (world(), None):
+        torch.manual_seed(0)
+        room = None if known == "host" else 2 * TOKENS * TOP_K * ranks
+        models.append(Model(group, plan=plan, max_rows=room) if group else Model(None))
+    models.append(copy.deepcopy(models[1]).double())
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+    found: list[str] = []
+    local = EXPERTS // ranks
+
+    def mine(whole: Tensor) -> Tensor:
+        return whole[rank * local : (rank + 1) * local]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if known == "device":
+            patch.setattr(table, "host_known", lambda _: False)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            xs = torch.randn(ranks, *shape, FEATURES, generator=generator)
+            given = [xs[rank].clone(), xs.clone(), xs.double()]
+            ys = [model(x.requires_grad_()) for model, x in zip(models, given, strict=True)]
+            losses = [y.square().sum() for y in ys]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+            total = losses[0].detach().clone()
+            dist.all_reduce(total)
+            triples = {
+                "loss": (total, losses[1].detach(), losses[2].detach()),
+                "y": (ys[0].detach(), *(y.detach()[rank] for y in ys[1:])),
+                "dx": (given[0].grad, *(x.grad[rank] for x in given[1:])),
+                "drouter": tuple(m.router.grad for m in models),
+            }
+            for name in ("gate_up", "down"):
+                p, q, r = (getattr(m.experts, name).grad for m in models)
+                triples[f"d{name}"] = p, mine(q), mine(r)
+            for name, (got, near, want) in triples.items():
+                bound = 2 * error(near, want) + (1 + step) * 4 * torch.finfo(got.dtype).eps
+                if got.shape != want.shape or not error(got, want) <= bound:
+                    found.append(f"step {step} {name}: {error(got, want):.1e} over {bound:.1e}")
+            for optimizer in optimizers:
+                optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("known", ["host", "device"])
+@pytest.mark.parametrize(
+    ("ranks", "shape", "plan"),
+    [(1, (TOKENS,), "auto"), (2, (TOKENS,), "serial"), (3, (2, 3), "fused"), (4, (1,), "auto")],
+)
+def test_it_trains_as_plain_torch_does(
+    pool: RankPool, ranks: int, shape: tuple[int, ...], plan: str, known: str
+):
+    assert pool.run(differences, ranks, shape, plan, known, timeout_s=60) == [[]] * ranks
+
+
+def other_uses(rank: int, ranks: int) -> list[str]:
+    torch.manual_seed(1)
+    layer = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    plain = Plain()
+    assert torch.equal(torch.rand(1), drawn), "the generators end at the same place"
+    assert torch.equal(layer.down, plain.down.chunk(ranks)[rank])
+    x, weights = torch.randn(TOKENS + rank, FEATURES), torch.rand(TOKENS + rank, TOP_K)
+    experts = torch.randint(EXPERTS, weights.shape)  # with some twice for one token
+    want = plain(x, experts, weights)
+    torch.testing.assert_close(layer(x, experts, weights), want)
+    torch.testing.assert_close(copy.deepcopy(layer)(x, experts, weights), want)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own imports warn
+        patch.setattr(table, "host_known", lambda _: False)
+        layer.max_rows = 2 * len(x) * TOP_K
+        traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(traced(x, experts, weights), want)
+        layer.max_rows = None
+    with torch.autocast("cpu", torch.bfloat16):
+        half = layer(x, experts, weights)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
+    # a rank without any token
+    none = slice(0, 0 if rank == 0 else None)
+    got = layer(x[none], experts[none], weights[none])
+    torch.testing.assert_close(got, want[none])
+    assert "num_experts=12, ranks=2, max_rows=None, plan='auto'" in repr(layer)
+    assert cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, device="meta").down.is_meta
+
+    texts: list[str] = []
+    for wrong in (
+        lambda: layer(x[:, 1:], experts, weights), lambda: layer(x, experts[1:], weights),
+        lambda: layer(x, experts.float(), weights), lambda: layer(x, experts, weights[:, 1:]),
+        lambda: layer(x, experts + EXPERTS * rank, weights),
+        lambda: cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS + 1),
+    ):  # fmt: skip
+        with pytest.raises(cp.InputError) as caught:
+            wrong()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_other_uses_and_what_is_refused(pool: RankPool):
+    first, second = pool.run(other_uses, 2, timeout_s=60)
+    for text, want in zip(first, (
+        "ExpertParallelMLP: x must be [..., 10], got (7, 9)",
+        "experts must be (7, 'top_k') as x, got (6, 3)", "experts must be int32 or int64, got",
+        "weights must be (7, 3) as experts, got (7, 2)",
+        "x must be [0, K] on rank 1, the sum of counts[1], got (24, 10)",
+        "num_experts must be a multiple of the 2 ranks, got 13",
+    ), strict=True):  # fmt: skip
+        assert want in text, (text, want)
+    assert first[-2:] == second[-2:]

@@ -1,0 +1,274 @@
+"""The operators of experts under torch: gradients, opcheck, compile, autocast, checkpointing."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from expert_bodies import (
+    Whole,
+    by_expert,
+    by_owner,
+    integers,
+    multiplied,
+    summed,
+    tables,
+    whole,
+)
+from rank_bodies import world
+from rankpool import RankPool
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import counterpoint as cp
+from counterpoint.ops import experts
+
+K, N = 5, 7
+NAMES = ("uneven", "an expert without rows", "a rank that gets and sends nothing", "nothing")
+
+
+def filled(x: Tensor, rows: int | None) -> Tensor:
+    """A leaf in fp32 with the numbers of x, and NaN after them up to `rows` rows."""
+    x = x.detach().float()
+    if rows is not None:
+        x = torch.cat((x, torch.full((rows - len(x), x.shape[1]), float("nan"))))
+    return x.clone().requires_grad_()
+
+
+def like(totals: list[Tensor], seed: int) -> list[Tensor]:
+    """Integers in the shape of each rank's result: the gradient that arrives there."""
+    generator = torch.Generator().manual_seed(seed)
+    return [integers(*t.shape, generator=generator, dtype=torch.float64) for t in totals]
+
+
+def differs(got: Tensor | None, want: Tensor | None) -> bool:
+    """Rows beyond those of `want` must be zero."""
+    assert got is not None and want is not None
+    beyond = want.new_zeros(len(got) - len(want), *want.shape[1:])
+    return not torch.equal(got, torch.cat((want, beyond)).to(got.dtype))
+
+
+def wrong_out(rank: int, given: Whole, room: int | None, plan: str, returns: bool) -> list[str]:
+    """Gradients of all_to_all_matmul; with those of the returned rows, where they are used."""
+    exact, counts = given.double(), given.counts
+    rows = by_expert(exact.xs, counts)
+    results = multiplied(rows, exact.ws, counts) + rows * returns
+    arriving = like(results, 1)
+    torch.autograd.backward(results, arriving)
+
+    x = filled(given.xs[rank], room)
+    w = given.ws[rank].detach().requires_grad_()
+    used = cp.all_to_all_matmul(
+        x, w, counts=torch.tensor(counts), max_rows=room, plan=plan, return_rows=True
+    )[: 1 + returns]
+    ranks = len(counts)
+    # what arrives beyond the sum of the table is not read
+    mine = [filled(t, room).detach() for t in arriving[rank::ranks]]
+    torch.autograd.backward(used, mine)
+    pairs = {"dx": (x.grad, exact.xs[rank].grad), "dw": (w.grad, exact.ws[rank].grad)}
+    return [f"out {name}" for name, pair in pairs.items() if differs(*pair)]
+
+
+def wrong_back(rank: int, given: Whole, room: int | None, plan: str, sums: bool) -> list[str]:
+    """Gradients of matmul_all_to_all; with the sum, those of its weights too."""
+    exact, counts = given.double(), given.counts
+    results = by_owner(multiplied(exact.xs, exact.ws, counts), counts)
+    generator, sum_ofs = torch.Generator().manual_seed(9), list[tuple[Tensor, Tensor]]()
+    for y in results:
+        shape = (4 if len(y) else 0, 3)
+        index = torch.randint(max(len(y), 1), shape, generator=generator)
+        weights = integers(*shape, generator=generator, dtype=torch.float64) / 8
+        sum_ofs.append((index, weights.requires_grad_()))
+    if sums:
+        results = [summed(y, *each) for y, each in zip(results, sum_ofs, strict=True)]
+    arriving = like(results, 3)
+    torch.autograd.backward(results, arriving)
+
+    x = filled(given.xs[rank], room)
+    w = given.ws[rank].detach().requires_grad_()
+    index, weights = sum_ofs[rank][0], filled(sum_ofs[rank][1], None)
+    y = cp.matmul_all_to_all(
+        x, w, counts=torch.tensor(counts), max_rows=room, plan=plan,
+        sum_of=(index, weights) if sums else None,
+    )  # fmt: skip
+    y.backward(filled(arriving[rank], None if sums else room).detach())
+    pairs = {"dx": (x.grad, exact.xs[rank].grad), "dw": (w.grad, exact.ws[rank].grad)}
+    if sums:
+        pairs["dweights"] = weights.grad, sum_ofs[rank][1].grad
+    return [f"back {name}" for name, pair in pairs.items() if differs(*pair)]
+
+
+def wrong_gradients(rank: int, ranks: int, plan: str, known_on: str) -> list[str]:
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if known_on == "device":
+            patch.setattr(experts, "host_known", lambda _: False)
+        for name in NAMES:
+            counts = tables(ranks, 2)[name]
+            room = 3 + sum(map(sum, counts)) if known_on == "device" else None
+            for stored in ("kn", "nk"):
+                out = whole(counts, K, N, torch.float32, stored=stored)
+                back = whole(counts, K, N, torch.float32, stored=stored, back=True)
+                for also in (False, True):
+                    wrong = wrong_out(rank, out, room, plan, also)
+                    wrong += wrong_back(rank, back, room, plan, also)
+                    found += [f"{name} {stored} {also}: {what}" for what in wrong]
+    return found
+
+
+@pytest.mark.parametrize("known_on", ["host", "device"])
+@pytest.mark.parametrize(("plan", "ranks"), [("auto", 1), ("serial", 3), ("fused", 2)])
+def test_gradients(pool: RankPool, plan: str, ranks: int, known_on: str):
+    assert pool.run(wrong_gradients, ranks, plan, known_on) == [[]] * ranks
+
+
+def some_needed(rank: int, ranks: int) -> list[bool]:
+    """Whose gradient nobody asks for has none, and nothing is kept for it."""
+    counts = tables(ranks, 2)["uneven"]
+    good: list[bool] = []
+    for op, back in ((cp.all_to_all_matmul, False), (cp.matmul_all_to_all, True)):
+        given = whole(counts, K, N, torch.float32, back=back)
+        grads: list[list[Tensor | None]] = []
+        for needs in ((True, True), (True, False), (False, True)):
+            x, w = (
+                t.detach().requires_grad_(need)
+                for t, need in zip((given.xs[rank], given.ws[rank]), needs, strict=True)
+            )
+            op(x, w, counts=counts).square().sum().backward()
+            grads.append([x.grad, w.grad])
+        (dx, dw), (only_x, no_w), (no_x, only_w) = grads
+        assert dx is not None and dw is not None and only_x is not None and only_w is not None
+        good += [torch.equal(dx, only_x), torch.equal(dw, only_w), no_x is None, no_w is None]
+        x, w = given.xs[rank].requires_grad_(), given.ws[rank].requires_grad_()
+        y = op(x, w, counts=counts)
+        first = torch.autograd.grad(y.square().sum(), w, create_graph=True)[0]
+        with pytest.raises(cp.UnsupportedError, match="double backward"):
+            first.sum().backward()
+        good.append(True)
+    return good
+
+
+def layer(
+    x: Tensor, up: Tensor, down: Tensor, index: Tensor, weights: Tensor, counts: Any
+) -> Tensor:
+    """What a user compiles."""
+    h = torch.relu(cp.all_to_all_matmul(x, up, counts=counts))
+    return cp.matmul_all_to_all(h, down, counts=counts, sum_of=(index, weights))
+
+
+def of_layer(rank: int, ranks: int, name: str) -> tuple[list[Tensor], Any]:
+    counts = tables(ranks, 2)[name]
+    given = whole(counts, K, N, torch.float32)
+    x, up = given.xs[rank], given.ws[rank]
+    down, t = torch.randn(2, N, 3), sum(counts[rank])
+    tensors = [
+        x,
+        up,
+        down,
+        torch.randint(max(t, 1), (4 if t else 0, 2)),
+        torch.randn(4 if t else 0, 2),
+    ]
+    for i in (0, 1, 2, 4):
+        tensors[i] = tensors[i].detach().requires_grad_()
+    return tensors, counts
+
+
+def gradients(fn: Any, tensors: list[Tensor], counts: Any) -> list[Tensor]:
+    y = fn(*tensors, counts)
+    needed = [t for t in tensors if t.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), needed)]
+
+
+def compiled(rank: int, ranks: int, backend: str) -> None:
+    """Tables differ from call to call; what is traced is traced once for all but their sums."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
+        traced = torch.compile(layer, backend=backend, fullgraph=True)
+        for name in ("uneven", "even", "sparse"):
+            tensors, counts = of_layer(rank, ranks, name)
+            got, want = (gradients(fn, tensors, counts) for fn in (traced, layer))
+            torch.testing.assert_close(got, want)
+
+
+def test_compiled_with_lists(pool: RankPool):
+    pool.run(compiled, 2, "aot_eager", timeout_s=60)
+
+
+def compiled_for_a_device(rank: int, ranks: int) -> list[int]:
+    """A table of which the host knows nothing is an input like others: compiled once."""
+    torch._dynamo.utils.counters.clear()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        patch.setattr(experts, "host_known", lambda _: False)
+
+        def padded(x: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+            h = torch.relu(cp.all_to_all_matmul(x, up, counts=counts, max_rows=50))
+            return cp.matmul_all_to_all(h, down, counts=counts, max_rows=40)
+
+        traced = torch.compile(padded, backend="aot_eager", fullgraph=True)
+        for name in ("uneven", "even", "sparse"):
+            (x, up, down, *_), counts = of_layer(rank, ranks, name)
+            given = [filled(x, 40), up, down]
+            t, dy = len(x), torch.randn(40, 3)
+            results: list[list[Tensor]] = []
+            for fn in (traced, padded):
+                y = fn(*given, torch.tensor(counts))
+                results.append([y.detach()[:t], *torch.autograd.grad(y, given, dy)])
+            torch.testing.assert_close(*results)
+    return [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+
+
+def test_compiled_with_a_device_known_table(pool: RankPool):
+    assert pool.run(compiled_for_a_device, 2, timeout_s=60) == [[1]] * 2
+
+
+def checked(rank: int, ranks: int) -> list[set[str]]:
+    """opcheck of each operator, with gradients where it has them."""
+    (x, up, down, index, weights), counts = of_layer(rank, ranks, "uneven")
+    table, name = torch.tensor(counts), world().group_name
+    assert torch.equal(cp.exchange_counts(table[rank]), table)
+    where = ("auto", name, ranks)
+    ops: Any = torch.ops.counterpoint
+    y = cp.all_to_all_matmul(x, up, counts=counts).detach().requires_grad_()
+    t, r = len(x), len(y)
+    calls = [
+        (ops.all_to_all_matmul, (x, up, table, r, True, True, False, *where)),
+        (ops.all_to_all_matmul, (x, up.detach(), table, r + 2, False, False, True, *where)),
+        (ops.matmul_all_to_all, (y, down, table, None, t, True, False, *where)),
+        (ops.matmul_all_to_all_sum, (y, down, table, index, weights, t, True, True, *where)),
+        (ops.exchange_counts, (table[rank], name, ranks)),
+        (ops.experts_weight_gradient, (y.detach(), y.detach(), table, True, name, ranks)),
+    ]
+    return [set(torch.library.opcheck(op, given).values()) for op, given in calls]
+
+
+def test_the_dispatcher_and_fakes(pool: RankPool):
+    assert pool.run(checked, 2, timeout_s=60) == [[{"SUCCESS"}] * 6] * 2
+
+
+def in_contexts(rank: int, ranks: int) -> None:
+    """Autocast, activation checkpointing, inference mode, memory of its own."""
+    tensors, counts = of_layer(rank, ranks, "uneven")
+    want = gradients(layer, tensors, counts)
+    again = gradients(lambda *args: checkpoint(layer, *args, use_reentrant=False), tensors, counts)
+    torch.testing.assert_close(again, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(*tensors, counts)
+        x, up = tensors[:2]
+        half = cp.all_to_all_matmul(x.bfloat16(), up.bfloat16(), counts=counts)
+        assert torch.equal(half, cp.all_to_all_matmul(x, up, counts=counts))
+    assert y.dtype == torch.bfloat16
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(*tensors, counts), want[0])
+        y, rows = cp.all_to_all_matmul(tensors[0], tensors[1], counts=counts, return_rows=True)
+    places = {t.untyped_storage().data_ptr() for t in (y, rows, *tensors) if t.numel()}
+    assert len(places) == sum(t.numel() > 0 for t in (y, rows, *tensors))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_contexts(pool: RankPool, ranks: int):
+    pool.run(in_contexts, ranks)
+
+
+def test_gradients_that_are_not_asked_for(pool: RankPool):
+    assert pool.run(some_needed, 2) == [[True] * 10] * 2
