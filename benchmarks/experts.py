@@ -191,12 +191,12 @@ def ours(
 ) -> tuple[Callable[[int], object], Tensor]:
     """One kernel, counts on the device; and where its rows are."""
     case = layer.case
-    sizes = (layer.experts, layer.limit, case.k, case.n, torch.bfloat16)
+    sizes = (layer.experts, layer.limit, case.k, case.n, torch.bfloat16, tile)
     if case.op == "all_to_all_matmul":
-        there = AllToAllMatmul(memory, 0, *sizes, tile, way, over)
+        there = AllToAllMatmul(memory, 0, *sizes, way)
         y = torch.full((layer.come, case.n), torch.nan, device=layer.x.device).bfloat16()
         return lambda _: there(layer.x, layer.w, layer.on_device, y), y
-    back = MatmulAllToAll(memory, 0, *sizes, tile, over)
+    back = MatmulAllToAll(memory, 0, *sizes)
     y = torch.full((layer.sent, case.n), torch.nan, device=layer.x.device).bfloat16()
     return lambda _: back(layer.x, layer.w, layer.on_device, y), y
 
@@ -210,9 +210,8 @@ def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
     rows = torch.randint(0, len(got), (SAMPLE_ROWS,), device=got.device)
     if there:
         experts = torch.bucketize(rows, layer.offs.long(), right=True)
-        want = torch.stack([layer.sorted[i].double() @ layer.w[e].double()
-                            for i, e in zip(rows.tolist(), experts.tolist(), strict=True)])  # fmt: skip
-        return rows, want
+        pairs = zip(rows.tolist(), experts.tolist(), strict=True)
+        return rows, torch.stack([layer.sorted[i].double() @ layer.w[e].double() for i, e in pairs])
     return rows, got[rows].double()  # another rank's product: checked against the libraries'
 
 
@@ -224,7 +223,8 @@ def measure(case: Case, group: dist.ProcessGroup, device: torch.device,
     memory = fused_memory(workspace_of(group, device))
     over = torch.zeros(1, dtype=torch.int64).pin_memory()
     if ways is None:
-        tile = tile_of(layer.limit, case.n, layer.local)
+        back = case.op == "matmul_all_to_all"
+        tile = tile_of(layer.limit, case.k, case.n, layer.local, back=back)
         ways = {"one kernel": (tile, sending_of(layer.local, group.size()))}
     arms = arms_of(layer)
     rows, want = wanted(layer)

@@ -16,6 +16,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         name: [guarded(num_bytes // 4, fill) for _ in range(ranks)]
         for name, fill in (("words", -0.0), ("stamps", 0.0), ("tiles", 0.0), ("flags", 0.0))
     }
+
     def shared(rank: int) -> dict[str, Any]:
         return {
             name: SimpleNamespace(
@@ -34,6 +35,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         SimpleNamespace(
             **shared(rank), kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
+            over=torch.zeros(1, dtype=torch.int64),
         )
         for rank in range(ranks)
     ]  # fmt: skip

@@ -31,6 +31,7 @@ def weight_tile(
 def matmul_all_to_all_kernel(
     x_desc,  # [R, K]
     w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
+    add_ptr,  # [R, N], added to the products
     routes_ptr,  # see routes.py
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     flags_ptr,  # [WORLD] int64: likewise its flags
@@ -45,6 +46,7 @@ def matmul_all_to_all_kernel(
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E_local, a power of 2
     COLUMNS: tl.constexpr,
+    HAS_ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -87,9 +89,13 @@ def matmul_all_to_all_kernel(
         place = origin + rows - tl.load(own_ptr + owner)
         live = works & (rows < tl.load(own_ptr + WORLD)) & (place < limit)
         cols = at_n + tl.arange(0, BLOCK_N)
+        live = live[:, None] & (cols < N)[None, :]
+        if HAS_ADD:
+            add = tl.load(add_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], live, other=0)
+            acc += add.to(tl.float32)
         row_bytes = place.to(tl.int64) * N * (X.primitive_bitwidth // 8)
         to = peer_ptr(rows_ptr, owner, half + row_bytes, X)[:, None] + cols[None, :]
-        put(to, acc.to(X), live[:, None] & (cols < N)[None, :])
+        put(to, acc.to(X), live)
 
     # the stores of all threads come before it; pairs with the same of the last program
     tl.debug_barrier()
@@ -122,15 +128,16 @@ def arrival_kernel(
     end_of_call(late.to(tl.int32), ranks, 1, state_ptr, fault_ptr, tag)
 
 
-@triton.jit(do_not_specialize=["rank", "tokens"])
+@triton.jit(do_not_specialize=["tokens", "count", "rank"])
 def collect_kernel(
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     state_ptr,  # [3] int32: the epoch of the call, which has been counted
-    count_ptr,  # [1] int32: rows that there are; TOP 0
+    routes_ptr,  # see routes.py
     index_ptr,  # [tokens, TOP] which rows make a token; TOP 0: row i is token i
     weights_ptr,  # [tokens, TOP]
     y_ptr,  # [tokens, N]
     tokens,
+    count,  # the word of routes that says how many rows there are; TOP 0
     N,
     half_bytes,  # where the rows of odd epochs begin
     rank,
@@ -141,7 +148,7 @@ def collect_kernel(
     half = (tl.load(state_ptr) & 1).to(tl.int64) * half_bytes
     from_ptr = peer_ptr(rows_ptr, rank, half, Y)
     if TOP == 0:
-        tokens = min(tokens, tl.load(count_ptr))
+        tokens = min(tokens, tl.load(routes_ptr + count))
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         row_at = tl.cast(token, tl.int64) * N
         for first in tl.range(0, N, BLOCK_N):

@@ -38,19 +38,19 @@ def num_words(experts: int, ranks: int) -> int:
     return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 1
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "tag"])
+@triton.jit(do_not_specialize=["rank", "limit", "has"])
 def routes_kernel(
     counts_ptr,  # [WORLD, E] int32 or int64
     routes_ptr,  # int32, see above
-    over_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of ranks over limit
+    over_ptr,  # [1] int64, pinned host memory: 1 + BACK, and above it the bits of ranks over limit
     E,
     rank,
-    limit,  # rows that a rank can take from all
-    tag,
+    limit,  # rows that a rank can take
+    has,  # rows that this rank has given
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E, a power of 2
     BLOCK_M: tl.constexpr,
-    SPREAD: tl.constexpr,  # see `spread`
+    BACK: tl.constexpr,  # rows go back to where they came from; else to their experts, see `spread`
 ):
     local = E // WORLD
     place_ptr = place_ptr_of(routes_ptr, E, WORLD)
@@ -80,18 +80,18 @@ def routes_kernel(
     rows = tl.sum(counts, 1)
     tl.store(starts_ptr + place - rank * local * WORLD, before, mask=here & own[:, None])
     tl.store(starts_ptr + E, tl.sum(tl.where(own, rows, 0)))
-    blocks = tl.where(own, spread(tl.cdiv(rows, BLOCK_M), WORLD, SPREAD), 0)
+    blocks = tl.where(own, spread(tl.cdiv(rows, BLOCK_M), WORLD, not BACK), 0)
     tl.store(tiles_ptr + experts - rank * local, tl.cumsum(blocks, 0) - blocks, mask=own)
     tl.store(tiles_ptr + local, tl.sum(blocks))
     tl.store(tiles_ptr + local + 1, 0)
 
     owners = experts[:, None] // local == sources
-    come = tl.sum(tl.where(owners & here, rows[:, None], 0), 0)
-    sent = tl.sum(counts, 0)
-    over = (come > limit) | (sent > limit)
+    come, sent = tl.sum(tl.where(owners & here, rows[:, None], 0), 0), tl.sum(counts, 0)
+    given, taken = (come, sent) if BACK else (sent, come)
+    over = (taken > limit) | ((ranks == rank) & (given > has))
     bits = tl.sum(tl.where(over, 1 << (ranks % 32), 0).to(tl.int64))
     if bits != 0:
-        tl.store(over_ptr, (bits << 32) | (tag + 1))
+        tl.store(over_ptr, (bits << 32) | (1 + BACK))
 
 
 @triton.jit

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import UnsupportedError
 from counterpoint.ops import call, matmul_all_to_all
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.experts import (
@@ -15,11 +14,9 @@ from counterpoint.ops.experts import (
     check_counts,
     check_operands,
     num_rows,
-    prepare,
 )
-from counterpoint.ops.experts_serial import Serial, grown, weight_gradient
-from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.ops.experts_choice import ready_for
+from counterpoint.ops.experts_serial import grown, weight_gradient
 
 OP = "all_to_all_matmul"
 
@@ -65,9 +62,11 @@ def all_to_all_matmul(
         group: whose ranks take part; the default group if None.
         max_rows: rows that a rank may get at most; needed, and the rows of y, where counts is
             device-known. Give all ranks the same.
-        plan: "auto", for now serial; "serial": the libraries; "fused": one kernel, which CPU ranks
-            do by torch. Serial copies device-known counts to the host, and the host waits for
-            them; it does not run while a graph is captured.
+        plan: "serial": the libraries; "fused": one kernel, which CPU ranks do by torch; "auto": one
+            kernel where counts are device-known, or where it is predicted to be faster, and the
+            kernel takes w: 16-bit, its sizes and strides multiples of 16 bytes. Serial copies
+            device-known counts to the host, which waits for them; it does not run while a graph is
+            captured. In one kernel, with device-known counts, x has equally many rows on all ranks.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:
@@ -105,10 +104,6 @@ def received(*arguments: Any) -> tuple[Tensor, Tensor]:
     return torch.ops.counterpoint.all_to_all_matmul(*arguments)
 
 
-def _fused(workspace: Workspace, keep: bool) -> Serial:
-    raise UnsupportedError(f"{OP}: plan fused has no kernel for GPUs yet; take serial")
-
-
 def _run(
     x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, clear: bool,
     plan: str, group_name: str, group_size: int,
@@ -118,11 +113,7 @@ def _run(
             return _run(x, w, counts, rows, host, keep, clear, plan, group_name, group_size)
     given = Exchange(OP, x, w, counts, rows, True, host, plan)
 
-    def make(workspace: Workspace) -> Serial:
-        return _fused(workspace, keep) if plan == "fused" and x.is_cuda else Serial(workspace)
-
-    ready = prepare(given, group_of(group_name), keep, make)
-    y, kept = ready(given, None, clear)
+    y, kept = ready_for(given, group_name, keep)(given, None, clear)
     return y, grown(kept, rows) if keep else x.new_empty(0, x.shape[1])
 
 

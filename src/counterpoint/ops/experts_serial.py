@@ -60,6 +60,13 @@ class Serial:
         y = self._all_to_all(_turned(y, mine.t()), owned, sources)
         return grown(y, given.rows, clear), rows
 
+    def summed(
+        self, given: Exchange, index: Tensor, weights: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(the weighted sums of rows that came back, and those rows where they are kept)."""
+        y, _ = self(given, None, False)
+        return sum_of_rows(y, index, weights), y if keep else y.new_empty(0, y.shape[1])
+
     def _table(self, given: Exchange) -> Tensor:
         capturing = given.x.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing:
@@ -79,6 +86,14 @@ class Serial:
         group = self.workspace.group
         dist.all_to_all_single(target, rows.contiguous(), received, sent, group=group)
         return target
+
+
+def sum_of_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """out[t] = sum over j of weights[t, j] y[index[t, j]], in fp32 and in order, rounded once."""
+    total = torch.zeros(index.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for j in range(index.shape[1]):
+        total += weights[:, j, None].float() * y.index_select(0, index[:, j])
+    return total.to(y.dtype)
 
 
 def _turned(rows: Tensor, blocks: Tensor) -> Tensor:

@@ -15,11 +15,9 @@ from counterpoint.ops.experts import (
     check_counts,
     check_operands,
     num_rows,
-    prepare,
 )
-from counterpoint.ops.experts_serial import Serial, weight_gradient
-from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.ops.experts_choice import ready_for
+from counterpoint.ops.experts_serial import weight_gradient
 
 OP = "matmul_all_to_all"
 SUM = f"{OP}_sum"
@@ -122,21 +120,6 @@ def returned(*arguments: Any) -> Tensor:
     return torch.ops.counterpoint.matmul_all_to_all(*arguments)
 
 
-def _fused(workspace: Workspace, sums: bool) -> Serial:
-    raise UnsupportedError(f"{OP}: plan fused has no kernel for GPUs yet; take serial")
-
-
-def _ready(given: Exchange, group_name: str, key: str, refused: InputError | None = None) -> Serial:
-    """Checked and agreed; `key` is what is done with the products besides."""
-
-    def make(workspace: Workspace) -> Serial:
-        if given.plan == "fused" and given.x.is_cuda:
-            return _fused(workspace, key == "sum")
-        return Serial(workspace)
-
-    return prepare(given, group_of(group_name), key, make, refused)
-
-
 def _run(
     x: Tensor, w: Tensor, counts: Tensor, add: Tensor | None, rows: int, host: bool, clear: bool,
     plan: str, group_name: str, group_size: int,
@@ -145,7 +128,7 @@ def _run(
         with torch.cuda.device(x.device):
             return _run(x, w, counts, add, rows, host, clear, plan, group_name, group_size)
     given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    return _ready(given, group_name, "")(given, add, clear)[0]
+    return ready_for(given, group_name, False)(given, add, clear)[0]
 
 
 def _run_sum(
@@ -158,9 +141,8 @@ def _run_sum(
                 x, w, counts, index, weights, rows, host, keep, plan, group_name, group_size
             )
     given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    ready = _ready(given, group_name, "sum", _outside(index, rows))
-    y, _ = ready(given, None, False)
-    return sum_of_rows(y, index, weights), y if keep else x.new_empty(0, w.shape[2])
+    ready = ready_for(given, group_name, False, _outside(index, rows))
+    return ready.summed(given, index, weights, keep)
 
 
 def _outside(index: Tensor, rows: int) -> InputError | None:
@@ -171,14 +153,6 @@ def _outside(index: Tensor, rows: int) -> InputError | None:
     if low >= 0 and high < rows:
         return None
     return InputError(OP, "sum_of", want=f"of rows 0 to {rows - 1}", got=f"{low} to {high}")
-
-
-def sum_of_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """out[t] = sum over j of weights[t, j] y[index[t, j]], in fp32 and in order, rounded once."""
-    total = torch.zeros(index.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
-    for j in range(index.shape[1]):
-        total += weights[:, j, None].float() * y.index_select(0, index[:, j])
-    return total.to(y.dtype)
 
 
 def _fake(

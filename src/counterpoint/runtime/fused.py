@@ -79,6 +79,7 @@ class FusedMemory:
         state: [3] int32: epoch, programs of a running kernel that have ended, and whether a wait
             of this rank has given up.
         fault: [1] int64 of the host, where a wait that has given up says so.
+        over: [1] int64 of the host, where counts that were too large say so: see kernels/routes.py.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -89,8 +90,9 @@ class FusedMemory:
         self._all = (self.words, self.stamps, self.tiles, self.flags)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
             self.fault = lanes_of(workspace).fault
+            self.over = torch.zeros(1, dtype=torch.int64).pin_memory()
         else:
-            self.fault = torch.zeros(1, dtype=torch.int64)
+            self.fault, self.over = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,60 @@
+"""Which way an operator of experts runs: by the libraries, or in one kernel."""
+
+from counterpoint.choose.experts import predict
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.ops.auto import knowledge_of
+from counterpoint.ops.experts import Exchange, prepare, rows_by_rank
+from counterpoint.ops.experts_fused import Fused
+from counterpoint.ops.experts_serial import Serial
+from counterpoint.runtime.launch_experts import refusal
+from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
+
+
+def ready_for(
+    given: Exchange, group_name: str, keep: bool, refused: InputError | None = None
+) -> Serial | Fused:
+    """What runs this call, checked and agreed.
+
+    Args:
+        keep: also return the rows that come; of all_to_all_matmul.
+        refused: what this rank has found wrong already.
+
+    Raises:
+        InputError, UnsupportedError, PeerTimeoutError: as the operators.
+    """
+    group = group_of(group_name)
+    fused = wanted(given, workspace_of(group, given.x.device))
+
+    def make(workspace: Workspace) -> Serial | Fused:
+        return Fused(workspace, given, keep) if fused else Serial(workspace)
+
+    return prepare(given, group, (keep, fused), make, refused)
+
+
+def wanted(given: Exchange, workspace: Workspace) -> bool:
+    """Whether this call runs in one kernel: equal on all ranks.
+
+    Device-known counts always do where they can: the libraries would wait for the host to read
+    them. Host-known ones do where that is predicted to be faster.
+
+    Raises:
+        UnsupportedError: `plan` is fused, and the kernels do not take this call.
+    """
+    ranks = workspace.group.size()
+    if given.plan == "serial" or not given.x.is_cuda:
+        return False
+    want = refusal(given.w, ranks)
+    if given.plan == "fused":
+        if want:
+            raise UnsupportedError(f"{given.op}: plan fused takes {want}; take serial")
+        return True
+    if want or ranks == 1:
+        return False
+    machine = knowledge_of(workspace).machine
+    if not given.host or machine is None:
+        return not given.host
+    local, k, n = given.w.shape
+    rows = int(max(rows_by_rank(given.counts, out).max() for out in (True, False)))
+    dtype = str(given.w.dtype).removeprefix("torch.")
+    return predict(rows, k, n, local, dtype, ranks, machine, back=not given.out).fused

@@ -1,0 +1,129 @@
+"""Experts in one kernel on a GPU: both operators, compiled and with their memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.ops.experts import Exchange, rows_by_rank
+from counterpoint.runtime.fused import fused_memory, in_turn
+from counterpoint.runtime.fused_call import aligned
+from counterpoint.runtime.lanes_cuda import lanes_of
+from counterpoint.runtime.launch_experts import (
+    AllToAllMatmul,
+    MatmulAllToAll,
+    sending_of,
+    tile_of,
+)
+from counterpoint.runtime.ranks import gather_object
+from counterpoint.runtime.workspace import Workspace
+
+OPS = ("all_to_all_matmul", "matmul_all_to_all")
+
+
+class Fused:
+    """One operator in one kernel: the host reads no counts that it has not been given.
+
+    Args:
+        workspace: of the group.
+        given: the first such call.
+        keep: also return the rows that come; of all_to_all_matmul.
+    """
+
+    def __init__(self, workspace: Workspace, given: Exchange, keep: bool) -> None:
+        self.workspace, self.keep = workspace, keep
+        self.memory, self.lanes = fused_memory(workspace), lanes_of(workspace)
+        ranks = tuple(range(workspace.group.size()))
+        self.tag = self.lanes.register(given.op, "fused", (("rows of all ranks", ranks),))
+        self._calls: dict[tuple[object, ...], Any] = {}
+
+    def __call__(self, given: Exchange, add: Tensor | None, clear: bool) -> tuple[Tensor, Tensor]:
+        """(the result, the rows that were multiplied where they are kept); as `Serial`."""
+        new = torch.zeros if clear else torch.empty
+        y = new(given.rows, given.w.shape[2], dtype=given.x.dtype, device=given.x.device)
+        if not given.out:
+            self._run(given, y, add=None if add is None else _in_line(add))
+            return y, given.x
+        rows = y.new_empty(0, given.w.shape[1])
+        if self.keep:
+            rows = new(given.rows, given.w.shape[1], dtype=y.dtype, device=y.device)
+        self._run(given, y, rows if self.keep else None)
+        return y, rows
+
+    def summed(
+        self, given: Exchange, index: Tensor, weights: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(the weighted sums of rows that came back, and those rows where they are kept)."""
+        n = given.w.shape[2]
+        out = given.x.new_empty(index.shape[0], n)
+        y = given.x.new_empty(given.rows, n) if keep else None
+        self._run(given, y, sums=(_in_line(index), _in_line(weights), out))
+        return out, given.x.new_empty(0, n) if y is None else y
+
+    def _run(self, given: Exchange, *results: Tensor | None, **more: Any) -> None:
+        self.workspace.check()
+        self._refuse_dropped()
+        capturing = torch.cuda.is_current_stream_capturing()
+        if given.host and capturing:
+            fix = "they change from call to call"
+            want = "on the GPU while a graph is captured"
+            raise InputError(given.op, "counts", want=want, got="on the host", fix=fix)
+        counts = _in_line(given.counts.to(given.x.device, non_blocking=True))
+        x = _in_line(given.x)
+        if not x.shape[0]:
+            x = x.new_zeros(1, x.shape[1])  # TMA takes no tensor without rows
+        arguments = (x, given.w, counts, *results)
+        limit = self._limit(given)
+        key = (limit, *more, given.w.stride(), counts.dtype, results[-1] is None)
+        call: Any = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._make(given, limit)
+            call.only_compile = True
+            call(*arguments, **more)
+            call.only_compile = False
+            if not capturing:
+                gather_object(None, self.workspace.group)  # who still compiles is late for all
+        if not capturing:
+            self.lanes.follow()
+            in_turn(x.device)
+        call(*arguments, **more)
+
+    def _limit(self, given: Exchange) -> int:
+        """Rows that a rank can take: equal on all ranks."""
+        if not given.host:
+            return given.rows
+        rows = int(rows_by_rank(given.counts, given.out).max())
+        # tables change from call to call: few limits, each with its memory and kernels
+        step = max(256, 1 << max(rows.bit_length() - 3, 0))
+        return -(-rows // step) * step
+
+    def _make(self, given: Exchange, limit: int) -> AllToAllMatmul | MatmulAllToAll:
+        local, k, n = given.w.shape
+        ranks = self.workspace.group.size()
+        tile = tile_of(limit, k, n, local, back=not given.out)
+        sizes = (self.memory, self.tag, local * ranks, limit, k, n, given.w.dtype, tile)
+        if given.out:
+            return AllToAllMatmul(*sizes, sending_of(local, ranks))
+        return MatmulAllToAll(*sizes)
+
+    def _refuse_dropped(self) -> None:
+        """Say that an earlier call had counts beyond its limits: rows were left out.
+
+        Raises:
+            InputError: one had.
+        """
+        word = int(self.memory.over[0])
+        if word:
+            self.memory.over.zero_()
+            ranks = [r for r in range(self.workspace.group.size()) if word >> 32 + r & 1]
+            op = OPS[(word & 0xFFFFFFFF) - 1]
+            want = f"at least what counts says for ranks {ranks}"
+            got = "less at an earlier call, which has dropped rows"
+            raise InputError(op, "max_rows", want=want, got=got)
+
+
+def _in_line(tensor: Tensor) -> Tensor:
+    """Without gaps, at a multiple of 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor if aligned(tensor) else tensor.clone()
