@@ -170,7 +170,7 @@ def rows_by_rank(counts: Tensor, out: bool) -> Tensor:
 
 def prepare(
     given: Exchange, group: dist.ProcessGroup, key: Hashable, make: Callable[[Workspace], R],
-    refused: InputError | None = None,
+    refused: InputError | None = None, alike: dict[str, str] | None = None,
 ) -> R:  # fmt: skip
     """Check the values, agree with the other ranks at the first call, and make what runs.
 
@@ -182,6 +182,7 @@ def prepare(
         key: what else than the facts of `given` decides how it runs.
         make: what runs it; collective.
         refused: what this rank has found wrong already.
+        alike: what else all ranks must have alike.
 
     Raises:
         InputError: the table is wrong or differs between ranks, or rows do not fit it.
@@ -200,7 +201,7 @@ def prepare(
     if refused is None and table is not None:
         refused = refusal(given, table, workspace.rank)
     if first:
-        call.agree(given.op, _words(given, table), workspace, refused)
+        call.agree(given.op, _words(given, table) | (alike or {}), workspace, refused)
     elif refused is not None:
         raise refused
     if ready is None:

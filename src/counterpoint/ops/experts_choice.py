@@ -29,7 +29,9 @@ def ready_for(
     def make(workspace: Workspace) -> Serial | Fused:
         return Fused(workspace, given, keep) if fused else Serial(workspace)
 
-    return prepare(given, group, (keep, fused), make, refused)
+    # what comes back in a backward has room for them on every rank
+    alike = {"rows of x": str(given.x.shape[0])} if fused and not given.host else None
+    return prepare(given, group, (keep, fused), make, refused, alike)
 
 
 def wanted(given: Exchange, workspace: Workspace) -> bool:

@@ -103,10 +103,15 @@ def _turned(rows: Tensor, blocks: Tensor) -> Tensor:
     sizes = blocks.t().flatten()
     ends = blocks.flatten().cumsum(0).view(blocks.shape).t().flatten()
     # a block's rows keep their order: one shift for each
-    shift = torch.stack((ends - sizes.cumsum(0), sizes)).to(rows.device)
+    shift = _on_device(torch.stack((ends - sizes.cumsum(0), sizes)), rows)
     order = torch.arange(len(rows), device=rows.device)
     order += torch.repeat_interleave(shift[0], shift[1], output_size=len(rows))
     return rows.index_select(0, order)
+
+
+def _on_device(few: Tensor, like: Tensor) -> Tensor:
+    """A few numbers beside `like`; the driver takes them at once, and the host does not wait."""
+    return few.to(like.device, non_blocking=True)
 
 
 def grown(y: Tensor, rows: int, clear: bool = False) -> Tensor:
@@ -132,7 +137,7 @@ def products(x: Tensor, w: Tensor, experts: Tensor) -> Tensor:
         return x.new_zeros(x.shape[0], w.shape[2])
     if grouped(x, w.shape[1], w.shape[2]) and _lies_on_words(w):
         assert _GROUPED is not None
-        ends = experts.cumsum(0, dtype=torch.int32).to(x.device)
+        ends = _on_device(experts.cumsum(0, dtype=torch.int32), x)
         return _GROUPED(x.contiguous(), w, offs=ends)
     y, start = x.new_empty(x.shape[0], w.shape[2]), 0
     for e, rows in enumerate(experts.tolist()):
@@ -168,11 +173,11 @@ def _run_weight_gradient(
     if grouped(x, k, n) and len(x) and len(dy):
         assert _GROUPED is not None
         # neither table nor ends are read by the host
-        ends = experts.cumsum(0, dtype=torch.int32).to(x.device)
+        ends = _on_device(experts.cumsum(0, dtype=torch.int32), x)
         dw = _GROUPED(x.contiguous().t(), dy.contiguous(), offs=ends)
         # pytorch issue 172439: on Blackwell an expert without rows gets another's numbers
         if torch.cuda.get_device_capability(x.device) != (9, 0):
-            dw.masked_fill_((experts.to(x.device) == 0)[:, None, None], 0)
+            dw.masked_fill_((_on_device(experts, x) == 0)[:, None, None], 0)
         return dw
     dw, start = x.new_zeros(len(experts), k, n), 0
     for e, rows in enumerate(experts.tolist()):

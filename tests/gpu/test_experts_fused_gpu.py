@@ -1,0 +1,202 @@
+"""Experts in one kernel on GPUs: layouts, uneven and changing counts, graphs, gradients, faults."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
+
+import counterpoint as cp
+from counterpoint.measure.timing import relative_error
+from counterpoint.resources.order import Delay
+from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.workspace import workspace_of
+
+OPS = (cp.all_to_all_matmul, cp.matmul_all_to_all)
+K, N, ROOM = 72, 88, 512
+
+
+def mine(tensors, dtype=torch.bfloat16):
+    """This rank's of them, on its GPU, stored as it was."""
+    return tensors[dist.get_rank()].to("cuda", dtype)
+
+
+def padded(x):
+    """x and rows that nobody may look at."""
+    full = x.new_full((ROOM, x.shape[1]), torch.nan)
+    full[: len(x)] = x
+    return full
+
+
+def reference(op, all_of, counts):
+    """What each rank has to get, exact; and the rows that come."""
+    if op is cp.all_to_all_matmul:
+        rows = by_expert([x.double() for x in all_of.xs], counts)
+        return multiplied(rows, [w.double() for w in all_of.ws], counts), rows
+    products = multiplied([x.double() for x in all_of.xs], [w.double() for w in all_of.ws], counts)
+    return by_owner(products, counts), all_of.xs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stored", ["kn", "nk"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_row_is_where_it_belongs(gpus, op, stored, dtype):
+    """Tables of all kinds one after the other, host-known and device-known; bit for bit."""
+    ranks = dist.get_world_size()
+    for local in (1, 3, 8):
+        for name, counts in tables(ranks, local).items():
+            back = op is cp.matmul_all_to_all
+            all_of = whole(counts, K, N, dtype, back=back, stored=stored)
+            want = mine(reference(op, all_of, counts)[0], torch.float64).to(dtype)
+            x, w = mine(all_of.xs, dtype), mine(all_of.ws, dtype)
+            table = torch.tensor(counts)
+            y = op(x, w, counts=table, plan="fused")
+            assert torch.equal(y, want), (local, name, "host")
+            there = table.to(torch.int32).cuda()
+            y = op(padded(x), w, counts=there, max_rows=ROOM, plan="auto")
+            assert torch.equal(y[: len(want)], want), (local, name, "device")
+    cp.check()
+
+
+def test_rows_that_came_and_sums_of_rows(gpus):
+    ranks = dist.get_world_size()
+    counts = tables(ranks, 4)["uneven"]
+    there, back = whole(counts, K, N, torch.bfloat16), whole(counts, K, N, torch.bfloat16,
+                                                             back=True)  # fmt: skip
+    table = torch.tensor(counts)
+    _, rows = cp.all_to_all_matmul(
+        mine(there.xs), mine(there.ws), counts=table, plan="fused", return_rows=True
+    )
+    assert torch.equal(rows, mine(by_expert(there.xs, counts)))
+    want = reference(cp.matmul_all_to_all, back, counts)[0][dist.get_rank()].to(torch.bfloat16)
+    for dtype in (torch.int32, torch.int64):
+        index = torch.randint(len(want), (37, 3), device="cuda", dtype=dtype)
+        weights = torch.randn(37, 3, device="cuda")
+        out = cp.matmul_all_to_all(mine(back.xs), mine(back.ws), counts=table, plan="fused",
+                                   sum_of=(index, weights))  # fmt: skip
+        exact = summed(want.cuda().double(), index.long(), weights.double())
+        plain = summed(want.cuda(), index.long(), weights.bfloat16())
+        assert relative_error(out, exact) <= relative_error(plain, exact)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("known", ["host", "device"])
+def test_gradients_are_those_of_the_libraries(gpus, op, known):
+    ranks = dist.get_world_size()
+    counts = tables(ranks, 4)["uneven"]
+    all_of = whole(counts, K, N, torch.bfloat16, back=op is cp.matmul_all_to_all, stored="nk")
+    found = []
+    for plan in ("serial", "fused"):
+        x, w = (mine(t).clone().requires_grad_() for t in (all_of.xs, all_of.ws))
+        table, room = torch.tensor(counts), {}
+        given = x
+        if known == "device" and plan == "fused":
+            table, room = table.cuda(), {"max_rows": ROOM}
+            given = torch.cat([x, x.new_full((ROOM - len(x), K), torch.nan)])
+        y = op(given, w, counts=table, plan=plan, **room)
+        rows = sum(counts[dist.get_rank()]) if op is cp.matmul_all_to_all else len(
+            by_expert(whole(counts, K, N, torch.bfloat16).xs, counts)[dist.get_rank()])  # fmt: skip
+        (y[:rows].float() ** 2).sum().backward()
+        found.append((y[:rows].detach(), x.grad, w.grad))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert torch.isfinite(ours).all()
+        assert torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_replayed_graph_follows_its_counts(gpus, op):
+    """One graph, other counts and rows at each replay; ranks late at random, no meeting between."""
+    ranks, delay, draw = dist.get_world_size(), Delay(gpus), random.Random(dist.get_rank())
+    back = op is cp.matmul_all_to_all
+    kinds = list(tables(ranks, 4).values())
+    alls = [whole(counts, K, N, torch.bfloat16, back=back, stored="nk") for counts in kinds]
+    x, w = padded(mine(alls[0].xs)), mine(alls[0].ws)
+    counts = torch.tensor(kinds[0], device="cuda")
+    op(x, w, counts=counts, max_rows=ROOM)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with no_collector(), torch.cuda.graph(graph):
+        y = op(x, w, counts=counts, max_rows=ROOM)
+    inputs = [(torch.tensor(c, device="cuda"), padded(mine(a.xs)), mine(a.ws))
+              for c, a in zip(kinds, alls, strict=True)]  # fmt: skip
+    wants = [mine(reference(op, a, c)[0], torch.float64).bfloat16()
+             for c, a in zip(kinds, alls, strict=True)]  # fmt: skip
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(1000):
+        which = i * 7 % len(kinds)
+        for to, source in zip((counts, x, w), inputs[which], strict=True):
+            to.copy_(source)
+        delay(draw.choice((0.0, 0.0, 20e-6, 100e-6)))
+        graph.replay()
+        wrong += (y[: len(wants[which])] != wants[which]).sum()
+    assert not wrong.item()
+    cp.check()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_dropped_rows_are_said(gpus, op):
+    ranks = dist.get_world_size()
+    counts = tables(ranks, 2)["even"]
+    all_of = whole(counts, K, N, torch.bfloat16, back=op is cp.matmul_all_to_all)
+    x, w, table = mine(all_of.xs), mine(all_of.ws), torch.tensor(counts, device="cuda")
+    op(x, w, counts=table, max_rows=64)  # the first call with these facts looks at the counts
+    op(x, w, counts=table, max_rows=3)
+    torch.cuda.synchronize()
+    with pytest.raises(cp.InputError, match=r"max_rows must be at least .* dropped rows"):
+        op(x, w, counts=table, max_rows=64)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_missing_rank_is_named(gpus, op):
+    group = dist.new_group()
+    workspace_of(group, gpus).timeout_s = 1.0
+    ranks = dist.get_world_size()
+    counts = tables(ranks, 2)["even"]
+    all_of = whole(counts, K, N, torch.bfloat16, back=op is cp.matmul_all_to_all)
+    x, w, table = mine(all_of.xs), mine(all_of.ws), torch.tensor(counts, device="cuda")
+    op(x, w, counts=table, max_rows=64, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() != ranks - 1:
+        op(x, w, counts=table, max_rows=64, group=group)
+        torch.cuda.synchronize()
+        with pytest.raises(cp.PeerTimeoutError, match=rf"ranks \[{ranks - 1}\] did not signal"):
+            cp.check(group)
+    dist.barrier()
+
+
+def test_what_the_kernels_do_not_take(gpus):
+    ranks = dist.get_world_size()
+    counts = torch.ones(ranks, ranks, dtype=torch.int64)
+    for dtype, n, text in ((torch.float32, 16, "bf16 or fp16"), (torch.bfloat16, 12, "16 bytes")):
+        x = torch.randn(ranks, 16, device="cuda").to(dtype)
+        w = torch.randn(1, 16, n, device="cuda").to(dtype)
+        with pytest.raises(cp.UnsupportedError, match=text):
+            cp.all_to_all_matmul(x, w, counts=counts, plan="fused")
+        assert cp.all_to_all_matmul(x, w, counts=counts).shape == (ranks, n)  # by the libraries
+
+
+def test_a_layer_of_experts_learns_as_with_the_libraries(gpus):
+    """Routing that changes, forward and backward: the same losses, in one kernel and by torch."""
+    losses = []
+    for plan, room in (("serial", None), ("auto", 1024)):
+        torch.manual_seed(0)
+        layer = cp.nn.ExpertParallelMLP(64, 32, 4 * dist.get_world_size(), plan=plan, max_rows=room,
+                                        device="cuda", dtype=torch.bfloat16)  # fmt: skip
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.2)
+        draw = torch.Generator("cuda").manual_seed(dist.get_rank())
+        found = []
+        for _ in range(5):
+            x = torch.randn(48, 64, device="cuda", generator=draw).bfloat16()
+            scores = torch.randn(48, layer.num_experts, device="cuda", generator=draw)
+            weights, experts = scores.softmax(-1).topk(3)
+            loss = (layer(x, experts, weights) - x).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0][0] != losses[0][-1]
