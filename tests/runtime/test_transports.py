@@ -1,5 +1,7 @@
 """Every transport moves the same bytes on CPU ranks, and a machine that lacks one says so."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +104,21 @@ def test_parts_and_memory_that_do_not_fit(pool: RankPool):
         *(f"{want}{part}" for part in (0, 24, 80)),
         f"transport: name must be one of {names}, got nic", f"{memory}24", f"{memory}0",
     ]  # fmt: skip
+
+
+def docs_code(rank: int, ranks: int, code: str) -> bool:
+    names = {"group": world(), "device": CPU, "mine": payload(rank, 0, 64 << 20)}
+    exec(code, names)
+    target: Tensor = names["transport"].target  # type: ignore[attr-defined]
+    parts = target[: ranks << 24].view(ranks, 1 << 24)
+    sent = [payload(r, 0, 64 << 20)[: 1 << 24] for r in range(ranks)]
+    return all(torch.equal(part, want) for part, want in zip(parts, sent, strict=True))
+
+
+def test_the_code_in_the_docs_runs(pool: RankPool):
+    page = Path(__file__).parents[2] / "docs" / "transports.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert pool.run(docs_code, 2, code) == [True, True]
 
 
 def test_cpu_ranks_lack_none():
