@@ -53,6 +53,11 @@ def moves(rank: int, ranks: int, name: str, part: int, room: int) -> None:
             dist.barrier()
     transport.check()
     transport.close()
+    again = open_transport(name, world(), CPU, room)
+    again.source.copy_(payload(rank, 9, room))
+    again.all_gather(part)()
+    want = torch.cat([payload(r, 9, room)[:part] for r in range(ranks)])
+    assert torch.equal(again.target[: ranks * part], want), "the second of its kind"
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -94,6 +99,21 @@ def refused(rank: int, ranks: int) -> list[str]:
         except InputError as error:
             found.append(str(error))
     return found
+
+
+def moves_by_torch(rank: int, ranks: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_moves.triton.knobs.runtime, "interpret", False)
+        patch.setattr(peer_moves, "exchange_kernel", None)
+        transport = open_transport("sm", world(), CPU, 64 * ranks)
+        transport.source.copy_(payload(rank, 0, 64 * ranks))
+        transport.all_to_all(48)()
+    sent = [payload(r, 0, 64 * ranks)[48 * rank :][:48] for r in range(ranks)]
+    assert torch.equal(transport.target[: 48 * ranks], torch.cat(sent))
+
+
+def test_without_the_interpreter_the_kernel_has_a_stand_in(pool: RankPool):
+    pool.run(moves_by_torch, 3)
 
 
 def test_parts_and_memory_that_do_not_fit(pool: RankPool):

@@ -128,7 +128,11 @@ class _ZeroCta(_Library):
 
 
 class _SecondGloo(_Library):
-    """What stands for it on CPU ranks: a group of its own of the same ranks."""
+    """What stands for it on CPU ranks: a group of its own of the same ranks.
+
+    It ends with the process group: a later one of the same ranks would have its name, and meet
+    under the addresses of the old one.
+    """
 
     def memory(
         self, group: dist.ProcessGroup, device: torch.device, num_bytes: int
@@ -137,9 +141,6 @@ class _SecondGloo(_Library):
         assert isinstance(made, dist.ProcessGroup), "a rank of a group makes a group with its ranks"
         self.group = made
         return super().memory(group, device, num_bytes)
-
-    def close(self) -> None:
-        dist.destroy_process_group(self.group)
 
 
 def _ignore(_: Any) -> None:
