@@ -4,7 +4,8 @@ Rows as JSONL; installs nothing.
 
     SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
-    SUITE=study   what decomposition, contention and one kernel for a gather cost: a minute
+    SUITE=study   what decomposition, contention, copies and one kernel for a gather cost: two
+                  minutes
     SUITE=loops, SUITE=slow    the rest of the resource experiment, its rows appended: what takes
                   four minutes more, and what takes as long as full again
 
@@ -27,11 +28,12 @@ LIMITS_S = {"smoke": (100, 60), "full": (260, 210), "study": (0, 0), "loops": (0
             "slow": (0, 0)}  # fmt: skip
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
-STUDY = ("losses", "gathered")
+STUDY = ("losses", "copies", "gathered")
 DECODE_S = 120
+LOSSES_S = 100
 SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "losses", "tests", "bench", "training", "few_rows", "gathered",
-         "decode", "sharing", "resources")  # fmt: skip
+PARTS = ("hardware", "characterize", "losses", "copies", "tests", "bench", "training", "few_rows",
+         "gathered", "decode", "sharing", "resources")  # fmt: skip
 
 
 def main() -> int:
@@ -57,7 +59,7 @@ def main() -> int:
     gpu = torch.cuda.get_device_name().split()[-1].lower()
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
         ("hardware", "hardware"), ("characterize", "characterize"),
-        ("losses", "losses"), ("bench", "overlap"),
+        ("losses", "losses"), ("copies", "copies"), ("bench", "overlap"),
         ("training", "training"), ("few_rows", "few-rows"), ("gathered", "gathered"),
         ("decode", "decode"),
         ("sharing", "sharing"), ("resources", "resources"),
@@ -70,7 +72,8 @@ def main() -> int:
     parts = {
         "hardware": (["benchmarks/ask_hardware.py"], SHORT_S),
         "characterize": (["benchmarks/characterize.py"], SHORT_S),
-        "losses": (["benchmarks/losses.py"], SHORT_S),
+        "losses": (["benchmarks/losses.py"], LOSSES_S),
+        "copies": (["benchmarks/copies.py"], SHORT_S),
         "tests": (tests, test_s),
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),

@@ -11,6 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import copies_tables
 import decode_tables
 import few_rows_tables
 import losses_tables
@@ -352,6 +353,8 @@ def main() -> None:
     replace(ROOT / "docs" / "losses.md", "finer", losses_tables.finer(record.read(largest)))
     for name, text in losses_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "losses.md", name, text)
+    for name, text in copies_tables.sections(RESULTS, IMAGES).items():
+        replace(ROOT / "docs" / "transports.md", name, text)
     replace(ROOT / "docs" / "choosing.md", "scores", scores_table())
     replace(ROOT / "docs" / "plans.md", "mesh", mesh_prediction.table(IMAGES))
     for name, text in decode_tables.sections(RESULTS).items():

@@ -9,6 +9,7 @@ import pytest
 from ptx import CAPABILITIES, Compiled, compiled, lines_with
 
 from counterpoint.kernels.delay import delay_kernel
+from counterpoint.kernels.exchange import exchange_kernel
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
@@ -124,3 +125,28 @@ def test_the_subject_of_shaping_leaves_room_for_it(tile: tuple[int, int, int]):
     )  # fmt: skip
     assert not found.spills
     assert 32 <= found.registers <= 128 if block_m == 64 else found.registers <= 255
+
+
+EXCHANGE_TYPES = {"source_ptr": "*i32", "bases_ptr": "*i64", "rank": "i32", "ranks": "i32",
+                  "part": "i32", "source_stride": "i32"}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_exchange_stores_16_bytes_at_a_time(capability: int):
+    aligned = ("source_ptr", "bases_ptr", "part", "source_stride")
+    found = compiled(exchange_kernel, capability, EXCHANGE_TYPES, {"BLOCK": 2048}, num_warps=4,
+                     aligned=aligned)  # fmt: skip
+    accesses = re.findall(r"\b(ld|st)\.global\.(\S+)", found.ptx)
+    wide = {"v4.b32", "v2.b64"}
+    # the address of a peer's memory is one word for the whole block
+    assert [kind for kind in accesses if kind[1] not in wide] == [("ld", "b64")]
+    assert {op for op, size in accesses if size in wide} == {"ld", "st"}
+    assert found.spills == found.shared_bytes == 0
+    assert found.registers <= 64
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_exchange_of_any_part_compiles(capability: int):
+    found = compiled(exchange_kernel, capability, EXCHANGE_TYPES, {"BLOCK": 2048}, num_warps=4,
+                     aligned=("source_ptr", "bases_ptr"))  # fmt: skip
+    assert not found.spills

@@ -6,7 +6,13 @@ import json
 import pytest
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.measure.trace import CopyActivities, copy_activities, read_trace
+from counterpoint.measure.trace import (
+    Activity,
+    CopyActivities,
+    copy_activities,
+    device_activities,
+    read_trace,
+)
 
 HOST, MAIN, COPIER = 4242, 4242, 4243  # process, thread of the SM lanes, thread of the copies
 
@@ -121,6 +127,14 @@ def test_copy_steps_that_used_a_kernel_or_nothing_are_seen():
         "pull 1": CopyActivities(num_memcpy=1, num_kernels=1),
         "pull 2": CopyActivities(num_memcpy=0, num_kernels=0),
     }
+
+
+def test_activities_have_their_bytes_and_steps():
+    memcpy, mib = "Memcpy PtoP (Device -> Device)", 1 << 20
+    found = device_activities(trace())
+    assert [a for a in found if a.step == "pull 0"] == [Activity(memcpy, mib, "copy", "pull 0")] * 2
+    assert Activity("sum_kernel", 0, "reduce", "sum/all") in found
+    assert Activity(memcpy, mib, "", "") in found, "outside of steps"
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])

@@ -1,4 +1,4 @@
-"""What is said where cuda-bindings is missing, or CUDA refuses a call."""
+"""What is said where cuda-bindings is missing, or CUDA refuses; what goes as one batch."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
 
@@ -18,6 +18,7 @@ def forgotten() -> Iterator[None]:
     yield driver.bindings.cache_clear() or driver.driver_bindings.cache_clear()
     driver.bindings.cache_clear()
     driver.driver_bindings.cache_clear()
+    driver.no_batches.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,129 @@ def test_a_refused_copy_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(driver, "bindings", lambda: runtime)
     with pytest.raises(CounterpointError, match=r"^cudaMemcpyAsync failed: cudaErrorInvalidValue$"):
         driver.copy_async(Copy(0, 8, 8, 8, 8, 1), 0)
+
+
+STREAM, CAPTURED = 64, 65
+FLAT = [Copy(1000, 16, 2000, 16, 16, 1), Copy(3000, 32, 4000, 32, 32, 1)]
+TALL = Copy(5000, 64, 6000, 128, 8, 4)
+
+
+class Runtime(SimpleNamespace):
+    """As cuda-bindings, on paper: notes what it is asked for, and refuses what it is told to."""
+
+    def __init__(self, *, version: int = 13000, has_batches: bool = True, refuses: str = ""):
+        super().__init__(
+            cudaMemcpyKind=SimpleNamespace(cudaMemcpyDeviceToDevice=3),
+            cudaMemcpySrcAccessOrder=SimpleNamespace(cudaMemcpySrcAccessOrderStream=1),
+            cudaMemcpyAttributes=SimpleNamespace,
+        )
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+        found: dict[str, Callable[..., tuple[object, ...]]] = {
+            "cudaMemcpyAsync": lambda *_: (),
+            "cudaMemcpy2DAsync": lambda *_: (),
+            "cudaDriverGetVersion": lambda: (version,),
+            "cudaStreamIsCapturing": lambda stream: (int(stream == CAPTURED),),
+        }
+        if has_batches:
+            found["cudaMemcpyBatchAsync"] = lambda *_: ()
+        for name, call in found.items():
+            status = Status.cudaErrorInvalidValue if name == refuses else 0
+
+            def noted(*a: object, name: str = name, call: object = call, status: int = status):
+                self.calls.append((name, a))
+                return (status, *call(*a))  # type: ignore[operator]
+
+            setattr(self, name, noted)
+
+    def copies(self) -> list[str]:
+        return [name for name, _ in self.calls if name.startswith("cudaMemcpy")]
+
+
+@pytest.fixture
+def install(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runtime]:
+    def installed(**facts: object) -> Runtime:
+        runtime = Runtime(**facts)  # type: ignore[arg-type]
+        driver.no_batches.cache_clear()
+        monkeypatch.setattr(driver, "bindings", lambda: runtime)
+        return runtime
+
+    return installed
+
+
+def test_a_batch_is_one_call_with_one_attribute(install: Callable[..., Runtime]):
+    runtime = install()
+    driver.copy_batch_async(FLAT, STREAM)
+    (call,) = (arguments for name, arguments in runtime.calls if name == "cudaMemcpyBatchAsync")
+    targets, sources, sizes, count, (attribute,), indices, num_attributes, stream = call
+    assert (targets, sources, sizes, count) == ([1000, 3000], [2000, 4000], [16, 32], 2)
+    assert (attribute.srcAccessOrder, indices, num_attributes, stream) == (1, [0], 1, STREAM)
+    driver.copy_batch_async([], STREAM)
+    assert runtime.copies() == ["cudaMemcpyBatchAsync"], "an empty batch is no call"
+
+
+@pytest.mark.parametrize(
+    ("copies", "stream", "text"),
+    [
+        ([*FLAT, TALL], STREAM, "copies must be of one row each, got 4 rows; submit .* copy_async"),
+        (FLAT, 0, "stream must be another than the legacy one, got 0; use a stream of torch"),
+        (FLAT, 1, "stream must be another than the legacy one, got 1"),
+        (FLAT, CAPTURED, "stream must be one that is not captured, got a capture; submit one by"),
+    ],
+)
+def test_what_no_batch_can_be(
+    copies: list[Copy], stream: int, text: str, install: Callable[..., Runtime]
+):
+    runtime = install()
+    with pytest.raises(InputError, match=f"^copy_batch_async: {text}"):
+        driver.copy_batch_async(copies, stream)
+    assert runtime.copies() == []
+
+
+LACKS = [
+    ({"has_batches": False}, "this cuda-bindings has no cudaMemcpyBatchAsync; install 12.8"),
+    ({"version": 12060}, "the driver is of CUDA 12.6; 12.8 or newer has cudaMemcpyBatchAsync"),
+]
+
+
+@pytest.mark.parametrize(("facts", "text"), LACKS)
+def test_without_batches_copies_go_singly(
+    facts: dict[str, object], text: str, install: Callable[..., Runtime]
+):
+    runtime = install(**facts)
+    with pytest.raises(UnsupportedError, match=f"^copy_batch_async: {text}"):
+        driver.copy_batch_async(FLAT, STREAM)
+    driver.copies_async([*FLAT, TALL], STREAM, capturing=False)
+    assert runtime.copies() == ["cudaMemcpyAsync", "cudaMemcpyAsync", "cudaMemcpy2DAsync"]
+
+
+@pytest.mark.parametrize("call", ["cudaMemcpyBatchAsync", "cudaStreamIsCapturing"])
+def test_every_status_of_a_batch_is_looked_at(call: str, install: Callable[..., Runtime]):
+    install(refuses=call)
+    with pytest.raises(CounterpointError, match=f"^{call} failed: cudaErrorInvalidValue$"):
+        driver.copy_batch_async(FLAT, STREAM)
+
+
+EMPTY = Copy(7000, 0, 8000, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("copies", "stream", "capturing", "batched", "wanted"),
+    [
+        (FLAT, STREAM, False, 2, ["cudaMemcpyBatchAsync"]),
+        ([TALL, *FLAT, EMPTY], STREAM, False, 2, ["cudaMemcpyBatchAsync", "cudaMemcpy2DAsync"]),
+        (FLAT, CAPTURED, True, 0, ["cudaMemcpyAsync"] * 2),
+        (FLAT, 0, False, 0, ["cudaMemcpyAsync"] * 2),
+        (FLAT[:1], STREAM, False, 0, ["cudaMemcpyAsync"]),
+    ],
+    ids=["batch", "batch and strided", "capture", "legacy stream", "one"],
+)
+def test_what_goes_as_one_batch(
+    copies: list[Copy], stream: int, capturing: bool, batched: int, wanted: list[str],
+    install: Callable[..., Runtime],
+):  # fmt: skip
+    runtime = install()
+    driver.copies_async(copies, stream, capturing=capturing)
+    assert runtime.copies() == wanted
+    for name, arguments in runtime.calls:
+        if name == "cudaMemcpyBatchAsync":
+            assert arguments[3] == batched

@@ -43,9 +43,9 @@ class Curves:
 
 def draw_curves(
     panels: Sequence[Curves], path: str | Path, *, title: str = "", source: str = "",
-    x_label: str = "", y_label: str = "", y_most: float = 0.0,
+    x_label: str = "", y_label: str = "", y_most: float = 0.0, ratios: bool = True,
 ) -> Path:  # fmt: skip
-    """Draw the panels side by side, both axes logarithmic, with a line where y is 1.
+    """Draw the panels side by side, both axes logarithmic.
 
     Args:
         panels: One or more.
@@ -55,6 +55,7 @@ def draw_curves(
         x_label: Under each panel.
         y_label: Beside the first.
         y_most: Top of the scale; what is above is cut off. 0: the largest y.
+        ratios: y is one: a line stands where it is 1.
 
     Returns:
         The path written.
@@ -79,7 +80,10 @@ def draw_curves(
             height_in=PLOT_HEIGHT,
         )  # fmt: skip
         _draw_panel(axes, each, looks, xs)
-        axes.set_ylim(min(0.9, *values) * 0.97, (y_most or max(values)) * 1.05)
+        if ratios:
+            axes.axhline(1, color=canvas.INK, linewidth=1.0, zorder=2)
+        least = min(0.9, *values) if ratios else min(values)
+        axes.set_ylim(least * 0.97, (y_most or max(values)) * 1.05)
         axes.set_xlabel(x_label, fontsize=8.5, color=canvas.INK)
         if i == 0:
             axes.set_ylabel(y_label, fontsize=8.5, color=canvas.INK)
@@ -111,7 +115,6 @@ def _draw_panel(
     axes.set_axisbelow(True)
     for side in ("right", "top"):
         axes.spines[side].set_visible(False)
-    axes.axhline(1, color=canvas.INK, linewidth=1.0, zorder=2)
     axes.set_title(each.title, fontsize=9, fontweight="bold", loc="left", color=canvas.INK)
     for name, points in each.curves.items():
         hue, marker = looks[name]

@@ -5,6 +5,7 @@ an operation beside another that lasts a little less / alone. A plan finer than 
 communication behind computation and pays these. Source: FiCCO, arXiv 2512.10236.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from math import ceil
@@ -18,6 +19,7 @@ from counterpoint.measure import record
 from counterpoint.measure.characterize import L2_ROTATIONS, MIB, Bench, Call, Row, beside_counts
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch_collective import WORD_BYTES, Collective, refusal
+from counterpoint.runtime.transports import TRANSPORTS, Transport, missing, open_transport
 from counterpoint.runtime.workspace import workspace_of
 
 # rows, n, k: of Llama-3-70B at 8 ranks, and a GEMM of tall tiles alone
@@ -49,16 +51,28 @@ def measure_losses(
     Raises:
         InputError: fewer than two ranks.
     """
-    bench, rows = _Losses(group, device, rounds), list[Row]()
+    bench, rows = _Losses(group, device, rounds, progress), list[Row]()
     for question in (bench.matmuls_in_pieces, bench.communication_in_pieces, bench.beside):
         progress(question.__name__.replace("_", " "))
         rows += question()
+    bench.close()
     facts = {"table": "losses", "ranks": bench.ranks} | record.environment()
     return [row | facts for row in rows]
 
 
 class _Losses(Bench):
     """The questions, each a method that returns rows."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        rounds: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        super().__init__(group, device, rounds)
+        self._progress = progress
+        self._open: dict[str, Transport] | None = None
 
     def matmuls_in_pieces(self) -> list[Row]:
         rows: list[Row] = []
@@ -126,20 +140,47 @@ class _Losses(Bench):
         ]  # fmt: skip
 
     def _transports(self, total: int) -> dict[str, Call]:
-        """All-gathers of `total` bytes in all: by copy engines, by the library, by ours."""
+        """All-gathers of `total` bytes in all, by each transport that is here and by ours.
+
+        Peers' copies are signalled and not waited for: as in a plan, whose steps wait where they
+        read. NCCL and ours cannot do without.
+        """
         part_bytes = total // self.ranks
-        part = self.normal(part_bytes // 2)
-        whole = self.normal(self.ranks * part.numel())
         found: dict[str, Call] = {
-            "copy engine": self.push(part_bytes),
-            "NCCL": partial(self.all_gather, whole, part),
+            TRANSPORTS[name].label: partial(_run, transport.all_gather(part_bytes, meets=False))
+            for name, transport in self._opened().items()
         }
         if not refusal(WORD_BYTES, self.ranks):
+            part = self.normal(part_bytes // 2)
+            whole = self.normal(self.ranks * part.numel())
             memory = fused_memory(workspace_of(self.group, self.device))
             call = Collective(memory, 0, part_bytes, scatter=False, gather=True, dtype=part.dtype,
                               name="losses")  # fmt: skip
             found["ours"] = partial(self.launch, call, (part, whole))
         return found
+
+    def _opened(self) -> dict[str, Transport]:
+        """The transports of this machine, set up once."""
+        if self._open is None:
+            self._open = {}
+            for name in TRANSPORTS:
+                why = missing(name, self.group, self.device)
+                # not tried with buffers that NCCL registers once more when they are captured
+                if name == "nccl_zero_cta" and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+                    why = why or "set NCCL_GRAPH_REGISTER=0 before the process starts"
+                if why:
+                    self._progress(f"without {name}: {why}")
+                    continue
+                transport = open_transport(name, self.group, self.device, max(TOTALS))
+                transport.source.random_()
+                self._open[name] = transport
+        return self._open
+
+    def close(self) -> None:
+        """Give the transports' memory back."""
+        for transport in (self._open or {}).values():
+            transport.close()
+        self._open = None
 
     def beside(self) -> list[Row]:
         """Each of two lasts a little longer than the other, in turn; it is the one that counts."""
@@ -167,6 +208,10 @@ class _Losses(Bench):
                     for which in ("matmul", "transport")
                 ]  # fmt: skip
         return rows
+
+
+def _run(move: Callable[[], None], _: int) -> None:
+    move()
 
 
 def _again(call: Callable[[int], Any], times: int, i: int) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.measure import trace
-from counterpoint.measure.trace import CopyActivities, read_trace
+from counterpoint.measure.trace import Activity, CopyActivities, read_trace
 from counterpoint.ops.check import check_group
 from counterpoint.runtime import execute
 from counterpoint.runtime.ranks import gather_object
@@ -83,6 +83,15 @@ def copy_activities(fn: Callable[[], object]) -> dict[str, CopyActivities]:
         CounterpointError: there was no copy step.
     """
     return trace.copy_activities(_traced(fn)[1])
+
+
+def device_activities(fn: Callable[[], object]) -> list[Activity]:
+    """Run `fn` under the profiler, on a GPU: all that the GPU ran, and of which step it was.
+
+    Raises:
+        CounterpointError: the GPU ran nothing.
+    """
+    return trace.device_activities(_traced(fn)[1])
 
 
 def _traced(fn: Callable[[], T]) -> tuple[T, dict[str, Any]]:

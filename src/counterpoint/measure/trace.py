@@ -30,6 +30,18 @@ class CopyActivities(NamedTuple):
     num_kernels: int
 
 
+class Activity(NamedTuple):
+    """What the GPU ran: a kernel, a copy or a fill, and the kind and name of the step it is of.
+
+    `num_bytes` is of a copy or a fill, 0 of a kernel; kind and step are "" outside of steps.
+    """
+
+    name: str
+    num_bytes: int
+    kind: str
+    step: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """A range that the executor recorded around one submission, on a CPU thread."""
@@ -52,6 +64,7 @@ class _Activity:
     start_us: float
     end_us: float
     step: _Step | None
+    num_bytes: int = 0
 
 
 def read_trace(trace: Trace, rank: int = 0) -> Timeline:
@@ -109,6 +122,23 @@ def copy_activities(trace: Trace) -> dict[str, CopyActivities]:
     return {name: CopyActivities(*count) for name, count in counts.items()}
 
 
+def device_activities(trace: Trace) -> list[Activity]:
+    """All that the GPU ran, in the trace's order.
+
+    Args:
+        trace: As for `read_trace`.
+
+    Raises:
+        InputError: `trace` is not a Chrome trace, or a step has a kind that a timeline lacks.
+        CounterpointError: The trace holds no GPU activity.
+    """
+    op = "device_activities"
+    return [
+        Activity(a.name, a.num_bytes, a.step.kind if a.step else "", a.step.name if a.step else "")
+        for a in _activities(_load(trace, op), op)
+    ]
+
+
 def _load(trace: Trace, op: str) -> dict[str, Any]:
     content: Any = trace
     if not isinstance(trace, dict):
@@ -145,6 +175,7 @@ def _activities(content: dict[str, Any], op: str) -> list[_Activity]:
                 start_us=event["ts"],
                 end_us=event["ts"] + event.get("dur", 0),
                 step=step_of.get(args.get("correlation")),
+                num_bytes=int(args.get("bytes", 0)),
             )
             activities.append(activity)
     if not activities:

@@ -26,9 +26,9 @@ from counterpoint.resources.stages import (
     meet,
     span,
 )
-from counterpoint.resources.zero_cta import ZeroCta
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
+from counterpoint.runtime.zero_cta import ZeroCta
 
 
 class Pipeline:

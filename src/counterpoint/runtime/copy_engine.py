@@ -17,6 +17,7 @@ Enqueue = Callable[[Operands, int, bool], None]  # operands, stream handle, capt
 def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
     """Enqueue all parts of a copy step, and behind them its signals.
 
+    Parts are one batch where that can be, and so ready together: signals follow the last of them.
     A signal is a copy of the epoch word into a peer's pad. 4xH200, 2026-11: it adds 1 us to a
     4 MiB push, a kernel in its place 8 to 9 us.
     """
@@ -24,19 +25,10 @@ def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
 
     def enqueue(operands: Operands, stream: int, capturing: bool) -> None:
         ready = [Copy(t(operands), tp, s(operands), sp, w, h) for t, tp, s, sp, w, h in parts]
-        _enqueue(ready, stream, capturing)
-        _enqueue(posts, stream, capturing)
+        driver.copies_async(ready, stream, capturing=capturing)
+        driver.copies_async(posts, stream, capturing=capturing)
 
     return enqueue
-
-
-def _enqueue(ready: Sequence[Copy], stream: int, capturing: bool) -> None:
-    # copies of a batch have no order among themselves, and a graph would silently lack them
-    if len(ready) > 1 and not capturing and all(copy.height == 1 for copy in ready):
-        driver.copy_batch_async(ready, stream)
-        return
-    for copy in ready:
-        driver.copy_async(copy, stream)
 
 
 def _part(source: Box, target: Box, places: Places) -> tuple[Address, int, Address, int, int, int]:

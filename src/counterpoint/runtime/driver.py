@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+
+LEGACY = (0, 1)  # handles of the default stream that all others wait for
+BATCHES_SINCE = 12080  # version of CUDA
 
 
 class Copy(NamedTuple):
@@ -74,21 +77,95 @@ def copy_async(copy: Copy, stream: int) -> None:
 
 
 def copy_batch_async(copies: Sequence[Copy], stream: int) -> None:
-    """Enqueue plain copies in one call: they have no order among themselves. Not capturable.
+    """Enqueue copies of one row each in one call; as a whole they are in stream order.
+
+    They have no order among themselves, so that a batch is ready when all of it is.
+
+    Args:
+        copies: that do not overlap.
+        stream: a cudaStream_t that is neither the legacy default one nor being captured: a capture
+            would go on, and lack the batch.
 
     Raises:
+        InputError: a copy has several rows, or the stream is one of these.
+        UnsupportedError: this driver or cuda-bindings has no batches.
         CounterpointError: CUDA refused it.
     """
-    rt = bindings()
+    rt, op = bindings(), "copy_batch_async"
+    if why := no_batches():
+        raise UnsupportedError(f"{op}: {why}")
+    tall = [copy.height for copy in copies if copy.height != 1]
+    if tall:
+        fix = "submit what has a pitch by copy_async"
+        raise InputError(op, "copies", want="of one row each", got=f"{tall[0]} rows", fix=fix)
+    if stream in LEGACY:
+        fix = "use a stream of torch.cuda.Stream()"
+        raise InputError(op, "stream", want="another than the legacy one", got=stream, fix=fix)
+    status, capture = rt.cudaStreamIsCapturing(stream)
+    _check(status, "cudaStreamIsCapturing")
+    if int(capture) != 0:
+        fix = "submit one by one by copy_async"
+        raise InputError(op, "stream", want="one that is not captured", got="a capture", fix=fix)
+    if not copies:
+        return
     attributes = rt.cudaMemcpyAttributes()
     attributes.srcAccessOrder = rt.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     targets = [c.target for c in copies]
     sources = [c.source for c in copies]
     sizes = [c.width for c in copies]
-    result = rt.cudaMemcpyBatchAsync(
+    # the binding of CUDA 12 also returns the index of a copy that failed
+    (status, *_) = rt.cudaMemcpyBatchAsync(
         targets, sources, sizes, len(copies), [attributes], [0], 1, stream
     )
-    _check(result[0], "cudaMemcpyBatchAsync")
+    _check(status, "cudaMemcpyBatchAsync")
+
+
+@cache
+def no_batches() -> str:
+    """Why copies cannot be submitted as one batch here, and what would provide it; '' if they can.
+
+    Raises:
+        UnsupportedError: cuda-bindings is not installed.
+        CounterpointError: CUDA does not say its version.
+    """
+    rt = bindings()
+    if not hasattr(rt, "cudaMemcpyBatchAsync"):
+        return "this cuda-bindings has no cudaMemcpyBatchAsync; install 12.8 or newer"
+    status, version = rt.cudaDriverGetVersion()
+    _check(status, "cudaDriverGetVersion")
+    if version < BATCHES_SINCE:
+        has = f"{version // 1000}.{version % 1000 // 10}"
+        return f"the driver is of CUDA {has}; 12.8 or newer has cudaMemcpyBatchAsync"
+    return ""
+
+
+def copies_async(copies: Sequence[Copy], stream: int, *, capturing: bool) -> None:
+    """Enqueue copies that need no order among themselves: as one batch where there can be one.
+
+    Those of several rows go singly, and all do on the legacy stream, in a capture, and where there
+    are no batches.
+
+    Args:
+        copies: that do not overlap.
+        stream: a cudaStream_t.
+        capturing: whether it is being captured.
+
+    Raises:
+        CounterpointError: CUDA refused one.
+    """
+    flat = [copy for copy in copies if copy.height == 1 and copy.width]
+    if len(flat) < 2 or not batches(stream, capturing=capturing):
+        flat = []
+    if flat:
+        copy_batch_async(flat, stream)
+    for copy in copies:
+        if not flat or copy.height != 1:
+            copy_async(copy, stream)
+
+
+def batches(stream: int, *, capturing: bool) -> bool:
+    """Whether a batch of copies can go on `stream`, which is being captured or not."""
+    return not capturing and stream not in LEGACY and not no_batches()
 
 
 def num_copy_engines(device: int) -> int:

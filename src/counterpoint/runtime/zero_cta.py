@@ -9,10 +9,29 @@ import os
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
+
+NCCL_SINCE = (2, 28)
+
+
+def missing(device: torch.device) -> str:
+    """Why `device` has no such collectives, and what would provide them; '' if it has."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"needs NCCL and an NVIDIA GPU, not {device}"
+    if os.environ.get("NCCL_NVLS_ENABLE") != "0":
+        fix = "set NCCL_NVLS_ENABLE=0 before the process group is made"
+        return f"needs NVLS off, it synchronises by multicast; {fix}"
+    has_policy = hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
+    if not has_policy or not hasattr(dist.ProcessGroupNCCL.Options().config, "cta_policy"):
+        return f"torch {torch.__version__} cannot ask NCCL for it; install torch >= 2.11"
+    if torch.cuda.nccl.version() < NCCL_SINCE:
+        has, needs = (".".join(map(str, v)) for v in (torch.cuda.nccl.version(), NCCL_SINCE))
+        return f"NCCL {has} has none; install {needs} or newer"
+    return ""
 
 
 class ZeroCta:
@@ -25,20 +44,14 @@ class ZeroCta:
         device: this rank's GPU.
 
     Raises:
-        UnsupportedError: NVLS is not off, or this torch or NCCL has no such collectives.
+        UnsupportedError: they are missing here; the message says why.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        if device.type != "cuda" or torch.version.hip:
-            raise UnsupportedError(f"zero_cta: needs NCCL and an NVIDIA GPU, not {device}")
-        if os.environ.get("NCCL_NVLS_ENABLE") != "0":
-            fix = "set NCCL_NVLS_ENABLE=0 before the process group is made"
-            raise UnsupportedError(f"zero_cta: needs NVLS off, it synchronises by multicast; {fix}")
-        policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+        if why := missing(device):
+            raise UnsupportedError(f"zero_cta: {why}")
         options: Any = dist.ProcessGroupNCCL.Options()
-        if policy is None or not hasattr(options.config, "cta_policy"):
-            raise UnsupportedError(f"zero_cta: torch {torch.__version__} cannot ask NCCL for it")
-        options.config.cta_policy = policy
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # pyright: ignore  (not in its stub)
         ranks = dist.get_process_group_ranks(group)
         made = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup), "a rank of a group makes a group with its ranks"
