@@ -59,11 +59,12 @@ class Interleaved:
     Args:
         seed: of the order.
         buffered: plain stores land late and out of order.
+        landing: how likely one lands at each turn.
     """
 
-    def __init__(self, seed: int, *, buffered: bool = True) -> None:
+    def __init__(self, seed: int, *, buffered: bool = True, landing: float = 0.4) -> None:
         self.draw = random.Random(seed)
-        self.buffered = buffered
+        self.buffered, self.landing = buffered, landing
         self.left: list[Program] = []
         self.idle = 0
         self.turns = 0
@@ -118,7 +119,7 @@ class Interleaved:
         """One of those left goes on to its next atomic; now and then a store lands first."""
         self.turns += 1
         waiting = [program for program in self.left if program.stores]
-        if waiting and self.draw.random() < 0.4:
+        if waiting and self.draw.random() < self.landing:
             program = self.draw.choice(waiting)
             self._land(program, self.draw.randrange(len(program.stores)))
         self.idle += 1

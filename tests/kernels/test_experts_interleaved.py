@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from memories import GUARD, guarded, left, memories
-from planted import post_relaxed, post_too_few, same_epoch
+from planted import is_last_relaxed, post_relaxed, post_too_few, same_epoch
 from rankpool import RankPool
 
 from counterpoint.kernels import all_to_all_matmul as dispatch
@@ -16,8 +16,10 @@ from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, 
 TILE = Tile(16, 16, 16, 1, 4, 2)
 N, K = 24, 32
 LIMIT = 96
-FAULTS = {"relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
-          "epoch": ("next_epoch", same_epoch)}  # fmt: skip
+FAULTS = {
+    "relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
+    "epoch": ("next_epoch", same_epoch), "uncounted": ("is_last", is_last_relaxed),
+}  # fmt: skip
 
 
 def table(seed: int, ranks: int, experts: int) -> torch.Tensor:
@@ -90,7 +92,9 @@ def errors_of(
                     op(x, ws[r * local : (r + 1) * local], counts, y)
 
             try:
-                Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
+                Interleaved(seed, landing=0.4 if seed % 2 else 0.05).run(
+                    [lambda r=r: run(r) for r in range(ranks)]
+                )
             except DeadlockError as error:
                 found.append(f"deadlock: {error}")
                 continue
@@ -116,3 +120,17 @@ def test_every_order_gives_the_product(pool: RankPool, ranks: int, experts: int,
     seeds = range(1 if ranks == 4 else 3)
     run = pool.run(errors_of, 1, ranks, experts, seeds, "", back, group=False, timeout_s=200)
     assert run == [[""] * len(seeds)]
+
+
+STUCK = "deadlock: nobody can go on"
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "back"),
+    [("relaxed", "are off", False), ("uncounted", "are off", True), ("few", STUCK, False),
+     ("few", STUCK, True), ("epoch", "are off", False), ("epoch", "are off", True)],
+)  # fmt: skip
+def test_planted_faults_show(pool: RankPool, fault: str, text: str, back: bool):
+    arguments = (2, 4, range(30), fault, back)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=200)
+    assert any(text in problem for problem in found), found

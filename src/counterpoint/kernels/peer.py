@@ -231,6 +231,19 @@ def unpack(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def is_last(count_ptr, programs):
+    """Count this program; whether it is the last, which sees and publishes what all have stored.
+
+    Args:
+        count_ptr: int32, 0 at first, and to be set to 0 by the last one.
+        programs: of the grid.
+    """
+    # the stores of all threads come before it; pairs with the same of the other programs
+    tl.debug_barrier()
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
+
+
+@triton.jit
 def end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag):
     """What each program does last: say who was late, and count the call.
 

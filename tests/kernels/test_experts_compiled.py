@@ -1,0 +1,112 @@
+"""Experts in one kernel, compiled: order of memory, 16 bytes at a time, tensor cores fed by TMA."""
+
+import re
+
+import pytest
+from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order, lines_with
+
+from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel
+from counterpoint.kernels.matmul_all_to_all import arrival_kernel, matmul_all_to_all_kernel
+from counterpoint.resources.limits import LIMITS
+from counterpoint.resources.occupancy import Kernel, occupancy
+from counterpoint.runtime.launch_experts import Sending, Tile, sending_of, tile_of
+
+SIZES = {
+    "DeepSeek-V3": (32, 7168, 2048),
+    "Qwen3-235B": (16, 4096, 1536),
+    "Mixtral": (1, 4096, 14336),
+}
+POINTERS = {"routes_ptr": "*i32", "rows_ptr": "*i64", "flags_ptr": "*i64", "state_ptr": "*i32"}
+COUNTED = r"\batom\.global\.gpu\.acq_rel\.add|\batom\.global\.acq_rel\.gpu"
+TMA = r"cp\.async\.bulk\.tensor"
+PROXY = r"fence\.proxy\.async\.global"
+
+
+def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> Compiled:
+    """As a launch on a Hopper would compile it; TMA is there from capability 90 on."""
+    block = [tile.block_n, tile.block_k] if columns else [tile.block_k, tile.block_n]
+    x = f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"
+    w = f"tensordesc<bf16[1, {block[0]}, {block[1]}]>"
+    way = Sending(parts=max(1, 32 // ranks), join=True)
+    shared = (ranks, 32, columns)
+    if back:
+        names = ("N", "K", "E", "half_bytes", "half_flags", "limit", "rank")
+        types = {"x_desc": x, "w_desc": w, "add_ptr": "*bf16", **POINTERS}
+        fn, constants = matmul_all_to_all_kernel, (*shared, False, *tile.constants)
+    else:
+        names = ("T", "N", "K", "E", "words", "half_rows", "half_flags", "limit", "rank", "tag",
+                 "timeout_ns")  # fmt: skip
+        types = {"x_ptr": "*bf16", "received_desc": x, "w_desc": w, "y_ptr": "*bf16", **POINTERS}
+        types |= {"fault_ptr": "*i64"}
+        fn = all_to_all_matmul_kernel
+        constants = (*shared, way.senders, way.parts, way.piece, way.join, *tile.constants)
+    types |= dict.fromkeys(names, "i32")
+    last = fn.arg_names[len(types) :]
+    plain = ("T", "rank", "limit", "tag", "timeout_ns", "E", "half_rows", "x_desc", "w_desc",
+             "received_desc")  # fmt: skip
+    return compiled(
+        fn, 90, types, dict(zip(last, constants, strict=True)), num_warps=tile.num_warps,
+        num_stages=tile.stages, aligned=tuple(n for n in types if n not in plain),
+    )  # fmt: skip
+
+
+def after(ptx: str, *patterns: str) -> bool:
+    """Whether the first of each kind stands behind the first of the kind before."""
+    firsts = [lines_with(ptx, pattern)[0] for pattern in patterns]
+    return firsts == sorted(firsts)
+
+
+def test_flags_publish_what_stands_before_them():
+    """There: stores, barrier, release; acquire, barrier, the fence between proxies, TMA."""
+    ptx = kernel(Tile(), back=False).ptx
+    assert lines_with(ptx, PAYLOAD) and lines_with(ptx, RELEASE)
+    (sending,) = (b for b in re.split(r"^\$L__BB\S+:", ptx, flags=re.M) if re.search(RELEASE, b))
+    assert in_order(sending.partition("release")[0] + "release", BARRIER, "release")
+    waits = [b for b in re.split(r"^\$L__BB\S+:", ptx, flags=re.M) if re.search(ACQUIRE, b)]
+    assert len(waits) == 2 and all(in_order(b, ACQUIRE, BARRIER) for b in waits)
+    assert after(ptx, ACQUIRE, PROXY, TMA), "rows are loaded before their flags are seen"
+    between = ptx.splitlines()[lines_with(ptx, ACQUIRE)[0] : lines_with(ptx, PROXY)[0]]
+    assert any(re.search(BARRIER, line) for line in between)
+
+
+def test_the_last_program_publishes_what_all_have_stored():
+    """Back: stores, barrier, a count of device scope, and only then flags of system scope."""
+    ptx = kernel(Tile(), back=True).ptx
+    stores, counted, releases = (lines_with(ptx, p) for p in (PAYLOAD, COUNTED, RELEASE))
+    assert stores[-1] < counted[0] < releases[0] and len(counted) == len(releases) == 1
+    lines = ptx.splitlines()
+    for first, last in ((stores[-1], counted[0]), (counted[0], releases[0])):
+        assert any(re.search(BARRIER, line) for line in lines[first:last])
+    types = {"flags_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64"}
+    types |= dict.fromkeys(("half_flags", "rank", "tag", "timeout_ns"), "i32")
+    waits = compiled(arrival_kernel, 90, types, {"WORLD": 4}, num_warps=1).ptx
+    assert re.search(ACQUIRE, waits)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("tokens", [256, 4096])
+@pytest.mark.parametrize("model", SIZES)
+def test_what_it_is_compiled_to(model: str, tokens: int, columns: bool, ranks: int, back: bool):
+    """No spills; one block for each SM at least; wgmma fed by TMA; 16 bytes to the peers."""
+    experts, hidden, ffn = SIZES[model]
+    k, n = (ffn, hidden) if back else (hidden, 2 * ffn)
+    tile = tile_of(8 * tokens, k, n, experts, back=back)
+    found = kernel(tile, back=back, ranks=ranks, columns=columns)
+    assert not found.spills
+    assert re.search(r"wgmma\.mma_async", found.ptx) and re.search(TMA, found.ptx)
+    assert lines_with(found.ptx, PAYLOAD)
+    narrow = [line for line in found.ptx.splitlines() if re.search(r"\bst\.global\.b16", line)]
+    assert not narrow, "rows are stored element by element"
+    block = Kernel(32 * tile.num_warps, found.registers, 0, found.dynamic_bytes)
+    assert occupancy(block, LIMITS["sm_90"]).blocks >= 1
+
+
+def test_senders_are_resident_beside_a_librarys_collective():
+    """All that is waited for is resident where 32 SMs are another's."""
+    for ranks in (2, 4, 8, 16, 32):
+        for experts in (1, 16, 32):
+            way = sending_of(experts, ranks)
+            assert way.senders <= 132 - 32 and way.parts & (way.parts - 1) == 0
+            assert way.parts * ranks <= 256  # flags that a block of threads polls at a time
