@@ -15,7 +15,7 @@ it are not read. Tables change with every step of a layer, so nothing is kept by
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,16 @@ class Ready(Protocol):
     """A call whose facts have been checked."""
 
     workspace: Workspace
+
+    def __call__(self, given: Exchange, add: Tensor | None, clear: bool) -> tuple[Tensor, Tensor]:
+        """Run on the current stream: (the result, the rows that were multiplied).
+
+        Args:
+            given: the call, any rows and table.
+            add: of the products' shape, added to them before they go back.
+            clear: the rows beyond the table's sum are zero.
+        """
+        ...
 
 
 R = TypeVar("R", bound=Ready)
@@ -193,11 +203,10 @@ def prepare(
     workspace.check()
     facts = (x.shape[1], x.dtype, w.shape, w.stride(), given.counts.dtype, given.host)
     whole = (given.op, given.plan, facts, key)
-    ready: Any = workspace.code.get(whole)
+    ready: R | None = workspace.code.get(whole)
     first = ready is None or call.checking() or not x.is_cuda
-    table = given.counts if given.host else None
-    if first and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        table = given.counts.cpu()
+    talks = first and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    table = given.counts.cpu() if given.host or talks else None
     if refused is None and table is not None:
         refused = refusal(given, table, workspace.rank)
     if first:
