@@ -147,13 +147,13 @@ def test_who_is_asked_and_what_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(experts, "workspace_of", lambda *_: workspace)
 
     def agree(op: str, here: dict[str, str], _: Any, refused: Exception | None) -> None:
-        asked.append([fact for fact in here.values() if fact.startswith("[")])
+        asked.append([fact for name, fact in here.items() if name[:7] in ("counts[", "rows_of")])
         if refused:
             raise refused
 
     monkeypatch.setattr(experts.call, "agree", agree)
 
-    def call(counts: list[list[int]], host: bool, rows: int = 8) -> Any:
+    def call(counts: list[list[int]], host: bool, rows: int = 8, **alike: str) -> Any:
         def cpu() -> torch.Tensor:
             read.append(host)
             return torch.tensor(counts)
@@ -165,7 +165,8 @@ def test_who_is_asked_and_what_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
         table: Any = SimpleNamespace(dtype=torch.int64, cpu=cpu)
         w = torch.randn(1, K, N)
         given = experts.Exchange("op", x, w, table, rows, True, host, "auto")
-        return experts.prepare(given, cast(Any, None), "", lambda _: cast(Any, object()))
+        ready: Any = object()
+        return experts.prepare(given, cast(Any, None), "", lambda _: ready, alike=alike)
 
     first = call([[1, 2], [3, 4]], host=False)
     assert (asked, read) == ([["[1, 2]", "[3, 4]"]], [False])
@@ -184,6 +185,11 @@ def test_who_is_asked_and_what_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(cp.InputError, match="max_rows must be >= 9 on rank 0, as counts says"):
         call([[3, 2], [6, 0]], host=True)
     assert len(asked) == 3
+    # sizes that must be equal are compared when they are new
+    for size in (5, 5, 6, 5):
+        again = call([[1, 2], [3, 4]], host=False, rows=size, rows_of_x=str(size))
+        assert again is first
+    assert [facts[2:] for facts in asked[3:]] == [["5"], ["6"]]
 
 
 def exchanged(rank: int, ranks: int) -> list[bool]:

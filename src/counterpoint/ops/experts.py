@@ -192,7 +192,7 @@ def prepare(
         key: what else than the facts of `given` decides how it runs.
         make: what runs it; collective.
         refused: what this rank has found wrong already.
-        alike: what else all ranks must have alike.
+        alike: what else all ranks must have alike, by name; compared where it is new.
 
     Raises:
         InputError: the table is wrong or differs between ranks, or rows do not fit it.
@@ -203,8 +203,9 @@ def prepare(
     workspace.check()
     facts = (x.shape[1], x.dtype, w.shape, w.stride(), given.counts.dtype, given.host)
     whole = (given.op, given.plan, facts, key)
+    agreed = (whole, *alike.values()) if alike else whole
     ready: R | None = workspace.code.get(whole)
-    first = ready is None or call.checking() or not x.is_cuda
+    first = ready is None or agreed not in workspace.code or call.checking() or not x.is_cuda
     talks = first and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     table = given.counts.cpu() if given.host or talks else None
     if refused is None and table is not None:
@@ -216,6 +217,8 @@ def prepare(
     if ready is None:
         ready = make(workspace)
         workspace.remember(whole, ready)
+    if talks and agreed not in workspace.code:
+        workspace.remember(agreed, True)
     return ready
 
 
