@@ -56,7 +56,8 @@ class ExpertParallelMLP(nn.Module):
         group: of the ranks; the default group if None.
         max_rows: rows that the experts of a rank may get at most in one call. None: the counts go
             to the host at each call, which on a GPU waits for them, and memory is as large as
-            needed. Given: on a GPU the host does not wait, and results have room for so many.
+            needed. Given: on a GPU the host does not wait, and results have room for so many; all
+            ranks then have as many tokens.
         plan: see `all_to_all_matmul`.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
