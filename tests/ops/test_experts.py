@@ -151,7 +151,7 @@ def test_who_is_asked_and_what_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
         if refused:
             raise refused
 
-    monkeypatch.setattr(experts.call, "agree", agree)
+    monkeypatch.setattr(experts.agreement, "agree", agree)
 
     def call(counts: list[list[int]], host: bool, rows: int = 8, **alike: str) -> Any:
         def cpu() -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
+from counterpoint.ops import agreement
 from counterpoint.ops.check import DTYPES
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
@@ -205,13 +205,13 @@ def prepare(
     whole = (given.op, given.plan, facts, key)
     agreed = (whole, *alike.values()) if alike else whole
     ready: R | None = workspace.code.get(whole)
-    first = ready is None or agreed not in workspace.code or call.checking() or not x.is_cuda
+    first = ready is None or agreed not in workspace.code or agreement.checking() or not x.is_cuda
     talks = first and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     table = given.counts.cpu() if given.host or talks else None
     if refused is None and table is not None:
         refused = refusal(given, table, workspace.rank)
     if first:
-        call.agree(given.op, _words(given, table) | (alike or {}), workspace, refused)
+        agreement.agree(given.op, _words(given, table) | (alike or {}), workspace, refused)
     elif refused is not None:
         raise refused
     if ready is None:
