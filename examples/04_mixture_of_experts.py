@@ -168,7 +168,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--plan", default="auto", help='such as "serial"')
+    parser.add_argument("--plan", default="auto", help="serial, fused or auto")
     parser.add_argument("--max-rows", type=int, help="that a rank may get; the host waits for none")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the activations")
     parser.add_argument("--small", action="store_true", help="the CPU's sizes on GPUs as well")

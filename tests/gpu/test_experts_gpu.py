@@ -52,10 +52,11 @@ def exactly(got, want):
     return torch.equal(got.cpu(), want.detach().to(got.dtype))
 
 
+@pytest.mark.parametrize("plan", ["auto", "serial"])
 @pytest.mark.parametrize("known", ["host", "device"])
 @pytest.mark.parametrize("stored", ["kn", "nk"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_out_and_its_gradients(counts, dtype, stored, known):
+def test_out_and_its_gradients(counts, dtype, stored, known, plan):
     rank = dist.get_rank()
     x, w, table, room, exact = operands(counts, dtype, known, stored=stored)
     assert grouped(x, K, N) == (dtype == torch.bfloat16), "the library's grouped matmul is meant"
@@ -65,7 +66,7 @@ def test_out_and_its_gradients(counts, dtype, stored, known):
     dys = [torch.randint(-3, 4, t.shape, generator=generator).double() for t in wants]
     torch.autograd.backward(wants, dys)
     poisoned()
-    y, kept = cp.all_to_all_matmul(x, w, counts=table, max_rows=room, return_rows=True)
+    y, kept = cp.all_to_all_matmul(x, w, counts=table, max_rows=room, plan=plan, return_rows=True)
     r, t = len(wants[rank]), len(exact.xs[rank])
     assert exactly(y[:r], wants[rank]) and exactly(kept[:r], rows[rank])
     assert len(y) == (room or r)
@@ -77,10 +78,11 @@ def test_out_and_its_gradients(counts, dtype, stored, known):
     assert exactly(w.grad, exact.ws[rank].grad) and w.grad.stride() == w.stride()
 
 
+@pytest.mark.parametrize("plan", ["auto", "serial"])
 @pytest.mark.parametrize("known", ["host", "device"])
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_back_and_its_gradients(counts, dtype, sums, known):
+def test_back_and_its_gradients(counts, dtype, sums, known, plan):
     rank = dist.get_rank()
     x, w, table, room, exact = operands(counts, dtype, known, back=True)
     results = by_owner(multiplied(exact.xs, exact.ws, counts), counts)
@@ -98,7 +100,7 @@ def test_back_and_its_gradients(counts, dtype, sums, known):
     weights = weights.float().requires_grad_()
     poisoned()
     y = cp.matmul_all_to_all(
-        x, w, counts=table, max_rows=room, sum_of=(index, weights) if sums else None
+        x, w, counts=table, max_rows=room, plan=plan, sum_of=(index, weights) if sums else None
     )
     t, r = len(results[rank]), len(exact.xs[rank])
     if sums:

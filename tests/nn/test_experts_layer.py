@@ -143,8 +143,11 @@ def other_uses(rank: int, ranks: int) -> list[str]:
     torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
     # a rank without any token
     none = slice(0, 0 if rank == 0 else None)
-    got = layer(x[none], experts[none], weights[none])
+    mine = x[none].clone().requires_grad_()
+    got = layer(mine, experts[none], weights[none])
     torch.testing.assert_close(got, want[none])
+    got.sum().backward()
+    assert mine.grad is not None and layer.down.grad is not None and layer.down.grad.any()
     assert "num_experts=12, ranks=2, max_rows=None, plan='auto'" in repr(layer)
     assert cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, device="meta").down.is_meta
 

@@ -1,5 +1,8 @@
 """all_to_all_matmul and matmul_all_to_all: each row where the layouts say, on CPU ranks."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,6 +137,59 @@ def many_tables(rank: int, ranks: int) -> tuple[int, bool]:
 
 def test_nothing_is_kept_by_the_values_of_a_table(pool: RankPool):
     assert pool.run(many_tables, 2) == [(1, True)] * 2
+
+
+def test_who_is_asked_and_what_is_read_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """The ranks at the first call alone, a device-known table then alone; values at each call."""
+    asked, read, code = list[list[str]](), list[bool](), dict[Any, Any]()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    workspace = SimpleNamespace(rank=0, code=code, check=lambda: None, remember=code.__setitem__)
+    monkeypatch.setattr(experts, "workspace_of", lambda *_: workspace)
+
+    def agree(op: str, here: dict[str, str], _: Any, refused: Exception | None) -> None:
+        asked.append([fact for name, fact in here.items() if name[:7] in ("counts[", "rows_of")])
+        if refused:
+            raise refused
+
+    monkeypatch.setattr(experts.agreement, "agree", agree)
+
+    def call(counts: list[list[int]], host: bool, rows: int = 8, **alike: str) -> Any:
+        def cpu() -> torch.Tensor:
+            read.append(host)
+            return torch.tensor(counts)
+
+        size = sum(counts[0])
+        x: Any = SimpleNamespace(
+            is_cuda=True, shape=(size, K), dtype=torch.float32, device=torch.device("cuda", 0)
+        )
+        table: Any = SimpleNamespace(dtype=torch.int64, cpu=cpu)
+        w = torch.randn(1, K, N)
+        given = experts.Exchange("op", x, w, table, rows, True, host, "auto")
+        ready: Any = object()
+        return experts.prepare(given, cast(Any, None), "", lambda _: ready, alike=alike)
+
+    first = call([[1, 2], [3, 4]], host=False)
+    assert (asked, read) == ([["[1, 2]", "[3, 4]"]], [False])
+    assert call([[2, 2], [0, 0]], host=False) is first
+    assert len(asked) == len(read) == 1
+    monkeypatch.setenv("COUNTERPOINT_CHECK", "1")
+    assert call([[2, 2], [0, 0]], host=False) is first
+    assert len(asked) == len(read) == 2
+    monkeypatch.delenv("COUNTERPOINT_CHECK")
+    # where the host knows, that is another call, and each table is looked at
+    second = call([[1, 2], [3, 4]], host=True)
+    assert second is not first and len(asked) == 3
+    assert call([[2, 2], [0, 0]], host=True) is second and len(asked) == 3
+    with pytest.raises(cp.InputError, match="counts must be >= 0, got -2"):
+        call([[2, -2], [0, 0]], host=True)
+    with pytest.raises(cp.InputError, match="max_rows must be >= 9 on rank 0, as counts says"):
+        call([[3, 2], [6, 0]], host=True)
+    assert len(asked) == 3
+    # sizes that must be equal are compared when they are new
+    for size in (5, 5, 6, 5):
+        again = call([[1, 2], [3, 4]], host=False, rows=size, rows_of_x=str(size))
+        assert again is first
+    assert [facts[2:] for facts in asked[3:]] == [["5"], ["6"]]
 
 
 def exchanged(rank: int, ranks: int) -> list[bool]:

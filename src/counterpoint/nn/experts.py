@@ -20,6 +20,25 @@ from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.runtime.ranks import group_of
 
 
+class _Spread(torch.autograd.Function):
+    """A row for each expert of a token; its gradient is their sum in fp32, in order of the experts.
+
+    That of torch's index_select adds with atomics, in the dtype of x and in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        (drows,) = grads
+        each = drows.index_select(0, places.flatten()).view(*places.shape, drows.shape[1])
+        return each.sum(1, dtype=torch.float32).to(drows.dtype), None, None
+
+
 class ExpertParallelMLP(nn.Module):
     """out[t] = sum over j of weights[t, j] mlp_e(x[t]), e = experts[t, j]; mlp is SwiGLU.
 
@@ -37,7 +56,8 @@ class ExpertParallelMLP(nn.Module):
         group: of the ranks; the default group if None.
         max_rows: rows that the experts of a rank may get at most in one call. None: the counts go
             to the host at each call, which on a GPU waits for them, and memory is as large as
-            needed. Given: on a GPU the host does not wait, and results have room for so many.
+            needed. Given: on a GPU the host does not wait, and results have room for so many; all
+            ranks then have as many tokens.
         plan: see `all_to_all_matmul`.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
@@ -112,18 +132,19 @@ class ExpertParallelMLP(nn.Module):
         counts = exchange_counts(own, group=self.group)
         if self.max_rows is None:
             counts = counts.cpu()
-        rows = tokens.index_select(0, order // top_k)
+        # where row (t, j) went when they were sorted
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        places = places.view(-1, top_k)
+        rows: Tensor = _Spread.apply(tokens, order // top_k, places)  # type: ignore[assignment]
         gate, up = all_to_all_matmul(
             rows, self.gate_up.transpose(1, 2), counts=counts, group=self.group,
             max_rows=self.max_rows, plan=self.plan,
         ).chunk(2, -1)  # fmt: skip
-        # where row (t, j) went when they were sorted
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
         y = matmul_all_to_all(
             F.silu(gate) * up, self.down.transpose(1, 2), counts=counts, group=self.group,
             max_rows=None if self.max_rows is None else len(rows), plan=self.plan,
-            sum_of=(places.view(-1, top_k), weights.reshape(-1, top_k)),
+            sum_of=(places, weights.reshape(-1, top_k)),
         )  # fmt: skip
         return y.view(x.shape)
 

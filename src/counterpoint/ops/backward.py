@@ -19,7 +19,8 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.ops import call
-from counterpoint.ops.call import Input, Operator, Output
+from counterpoint.ops.agreement import Input
+from counterpoint.ops.call import Operator, Output
 from counterpoint.ops.plans import backward_plan
 from counterpoint.problem import DType, Op, Problem
 

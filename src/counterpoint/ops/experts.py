@@ -15,14 +15,14 @@ it are not read. Tables change with every step of a layer, so nothing is kept by
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
+from counterpoint.ops import agreement
 from counterpoint.ops.check import DTYPES
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
@@ -59,6 +59,16 @@ class Ready(Protocol):
     """A call whose facts have been checked."""
 
     workspace: Workspace
+
+    def __call__(self, given: Exchange, add: Tensor | None, clear: bool) -> tuple[Tensor, Tensor]:
+        """Run on the current stream: (the result, the rows that were multiplied).
+
+        Args:
+            given: the call, any rows and table.
+            add: of the products' shape, added to them before they go back.
+            clear: the rows beyond the table's sum are zero.
+        """
+        ...
 
 
 R = TypeVar("R", bound=Ready)
@@ -182,7 +192,7 @@ def prepare(
         key: what else than the facts of `given` decides how it runs.
         make: what runs it; collective.
         refused: what this rank has found wrong already.
-        alike: what else all ranks must have alike.
+        alike: what else all ranks must have alike, by name; compared where it is new.
 
     Raises:
         InputError: the table is wrong or differs between ranks, or rows do not fit it.
@@ -193,20 +203,22 @@ def prepare(
     workspace.check()
     facts = (x.shape[1], x.dtype, w.shape, w.stride(), given.counts.dtype, given.host)
     whole = (given.op, given.plan, facts, key)
-    ready: Any = workspace.code.get(whole)
-    first = ready is None or call.checking() or not x.is_cuda
-    table = given.counts if given.host else None
-    if first and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        table = given.counts.cpu()
+    agreed = (whole, *alike.values()) if alike else whole
+    ready: R | None = workspace.code.get(whole)
+    first = ready is None or agreed not in workspace.code or agreement.checking() or not x.is_cuda
+    talks = first and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    table = given.counts.cpu() if given.host or talks else None
     if refused is None and table is not None:
         refused = refusal(given, table, workspace.rank)
     if first:
-        call.agree(given.op, _words(given, table) | (alike or {}), workspace, refused)
+        agreement.agree(given.op, _words(given, table) | (alike or {}), workspace, refused)
     elif refused is not None:
         raise refused
     if ready is None:
         ready = make(workspace)
         workspace.remember(whole, ready)
+    if talks and agreed not in workspace.code:
+        workspace.remember(agreed, True)
     return ready
 
 

@@ -29,8 +29,10 @@ def ready_for(
     def make(workspace: Workspace) -> Serial | Fused:
         return Fused(workspace, given, keep) if fused else Serial(workspace)
 
-    # what comes back in a backward has room for them on every rank
-    alike = {"rows of x": str(given.x.shape[0])} if fused and not given.host else None
+    alike: dict[str, str] = {}
+    if fused and not given.host:
+        # what comes, and what comes back in a backward, has as much room on every rank
+        alike = {"max_rows": str(given.rows), "rows of x": str(given.x.shape[0])}
     return prepare(given, group, (keep, fused), make, refused, alike)
 
 

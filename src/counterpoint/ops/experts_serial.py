@@ -35,13 +35,7 @@ class Serial:
         self.workspace = workspace
 
     def __call__(self, given: Exchange, add: Tensor | None, clear: bool) -> tuple[Tensor, Tensor]:
-        """(the result, the rows that were multiplied without any beyond the table's sum).
-
-        Args:
-            given: the call.
-            add: of the products' shape, added to them before they go back.
-            clear: the rows beyond the table's sum are zero.
-        """
+        """See `Ready`; of the rows that were multiplied those that the table has, and no more."""
         self.workspace.check()
         table = self._table(given)
         ranks, rank = len(table), self.workspace.rank

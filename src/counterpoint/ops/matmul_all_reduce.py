@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.ops import call
-from counterpoint.ops.call import Input
+from counterpoint.ops import agreement, call
+from counterpoint.ops.agreement import Input
 from counterpoint.ops.check import autocast, check_group, check_tensors
 from counterpoint.runtime.fused import fused_memory, in_turn
 from counterpoint.runtime.fused_call import FusedCall, aligned
@@ -131,7 +131,7 @@ class _Serial:
         self.workspace.check()
         x, w, bias = _given(tensors)
         if not x.is_cuda:
-            call.compare(OP, INPUTS, tensors, self.plan, (), self.workspace)
+            agreement.compare(OP, INPUTS, tensors, self.plan, (), self.workspace)
         y = x @ w
         dist.all_reduce(y, group=self.workspace.group)
         return [y if bias is None else y.add_(bias)]
@@ -206,7 +206,7 @@ class _OnCpuRanks:
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         self.workspace.check()
         x, w, bias = _given(tensors)
-        call.compare(OP, INPUTS, tensors, self.plan, (), self.workspace)
+        agreement.compare(OP, INPUTS, tensors, self.plan, (), self.workspace)
         single = prod(x.shape[:-1]) == 1  # a single row travels in fp32
         own = (x.float() @ w.float()).to(torch.float32 if single else x.dtype)
         parts = [torch.empty_like(own) for _ in range(self.workspace.group.size())]
@@ -227,8 +227,8 @@ def prepare(tensors: Sequence[Tensor | None], plan: str, group: dist.ProcessGrou
     workspace.check()
     key = (OP, plan, call.facts(tensors))
     ready: call.Runnable | None = workspace.code.get(key)
-    if ready is None or call.checking():
-        call.compare(OP, INPUTS, tensors, plan, (), workspace)
+    if ready is None or agreement.checking():
+        agreement.compare(OP, INPUTS, tensors, plan, (), workspace)
     if ready is not None:
         return ready
     m, n = prod(x.shape[:-1]), w.shape[1]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call
+from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
-from counterpoint.ops.call import Input, Operator, Output
+from counterpoint.ops.call import Operator, Output
 from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
 from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
