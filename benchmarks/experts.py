@@ -2,7 +2,12 @@
 
 Expert counts of a rank are those of 8-way expert parallelism, whatever the number of ranks here.
 Uniform: each expert gets as many rows from each rank. Skewed: the experts of rank 0 get 3 times the
-mean, and counts are drawn. Counts of ours are on the device only; the libraries' were read before.
+mean, and counts are drawn. Counts of ours are on the device; the libraries' are on the host, which
+has waited for them before.
+
+Arms: the grouped matmul and a loop of matmuls, the library's all-to-all, the two one after the
+other ("pair"), the pair with a pass that puts rows where ours puts them ("in place"), and that with
+the weighted sum of a token's rows behind it, where rows come back.
 
     torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl
 """
@@ -11,6 +16,7 @@ import argparse
 import faulthandler
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import counterpoint as cp
+from counterpoint.choose.experts import predict
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, relative_error, rotate
-from counterpoint.runtime.fused import FusedMemory, fused_memory
+from counterpoint.ops.auto import knowledge_of
+from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch_experts import (
     AllToAllMatmul,
     MatmulAllToAll,
@@ -33,7 +42,7 @@ from counterpoint.runtime.launch_experts import (
 )
 from counterpoint.runtime.workspace import workspace_of
 
-CALLS = 4  # of one graph
+CALLS, ROUNDS = 4, 9  # of one graph, and how often it is replayed
 SAMPLE_ROWS = 64
 LOOPED = 32  # experts of a rank, up to which a loop of matmuls is an arm
 
@@ -53,6 +62,7 @@ MODELS = (Model("DeepSeek-V3", 32, 7168, 2048, 8), Model("Qwen3-235B", 16, 4096,
 TOKENS = (4096, 1024, 256)  # of a rank
 ROUTINGS = ("uniform", "skewed")
 DIRECTIONS = ("all_to_all_matmul", "matmul_all_to_all")
+ABLATED = tuple(f"{op} DeepSeek-V3 {tokens} uniform" for op in DIRECTIONS for tokens in (4096, 256))
 
 
 class Case(NamedTuple):
@@ -62,6 +72,11 @@ class Case(NamedTuple):
     model: Model
     tokens: int
     routing: str
+
+    @property
+    def text(self) -> str:
+        """Of a line."""
+        return f"{self.op} {self.model.name} {self.tokens} {self.routing}"
 
     @property
     def k(self) -> int:
@@ -98,7 +113,8 @@ class Layer:
         own = self.counts[:, rank * self.local : (rank + 1) * self.local]
         self.sent, self.come = int(self.counts[rank].sum()), int(own.sum())
         owners = self.counts.view(ranks, ranks, self.local).sum(2)
-        self.limit = int(max(owners.sum(0).max(), owners.sum(1).max()))
+        takes = 0 if case.op == "all_to_all_matmul" else 1
+        self.limit, self.busiest = int(owners.sum(takes).max()), int(owners.sum(0).max())
         self.to, self.of = owners[rank].tolist(), owners[:, rank].tolist()
         generator = torch.Generator(device).manual_seed(rank)
 
@@ -107,8 +123,11 @@ class Layer:
 
         # each row, as its owner has it, and each weight by columns, as a Linear stores it
         self.w = normal(self.local, case.n, case.k).transpose(1, 2)
-        there = case.op == "all_to_all_matmul"
+        self.there = there = case.op == "all_to_all_matmul"
         self.x = normal(self.sent if there else self.come, case.k)
+        # what ours takes with counts on the device: equally many rows on all ranks
+        most = int(owners.sum(1).max() if there else owners.sum(0).max())
+        self.given = torch.cat((self.x, normal(most - len(self.x), case.k)))
         rows = [(e, s) for e in range(self.local) for s in range(ranks)]
         starts, place = {}, 0
         for s in range(ranks):
@@ -126,6 +145,10 @@ class Layer:
         self.arrived = normal(self.come, case.k)  # what the library's all-to-all brings
         self.product = normal(self.come, case.n)
         self.sorted = torch.empty_like(self.arrived if there else self.product)
+        # a token is the sum of `top` of the rows that come back, wherever they are
+        rows = torch.randperm(self.sent, device=device, generator=generator)
+        self.index = rows[: self.sent // case.model.top * case.model.top].view(-1, case.model.top)
+        self.weights = torch.rand(self.index.shape, device=device, generator=generator)
         self.y = normal(self.come if there else self.sent, case.n)
 
     def exchange(self, source: Tensor, target: Tensor, *, there: bool) -> None:
@@ -147,9 +170,8 @@ class Layer:
 
 
 def arms_of(layer: Layer) -> dict[str, Callable[[int], object]]:
-    """What the libraries do: parts, the pair, and the pair with rows put where ours puts them."""
-    case = layer.case
-    there = case.op == "all_to_all_matmul"
+    """What the libraries do."""
+    there = layer.there
     ways: dict[str, Callable[[Tensor, Tensor], None]] = {"grouped": layer.grouped}
     if layer.local <= LOOPED:
         ways["looped"] = layer.looped
@@ -178,81 +200,119 @@ def arms_of(layer: Layer) -> dict[str, Callable[[int], object]]:
                 torch.index_select(layer.result, 0, layer.back, out=layer.sorted)
                 layer.exchange(layer.sorted, layer.y, there=False)
 
-        arms[f"matmul {name}"] = multiply
-        arms[f"pair {name}"] = pair
-        arms[f"pair in place {name}"] = in_place
+        def summed(_: int, in_place: Any = in_place) -> Tensor:
+            in_place(_)
+            rows = layer.y.index_select(0, layer.index.view(-1)).view(*layer.index.shape, -1)
+            return torch.bmm(layer.weights.bfloat16()[:, None], rows)[:, 0]
+
+        arms |= {f"matmul {name}": multiply, f"pair {name}": pair, f"in place {name}": in_place}
+        if not there:
+            arms[f"in place {name}, sum"] = summed
     source, target = (layer.x, layer.arrived) if there else (layer.product, layer.y)
     arms["communication"] = lambda _: layer.exchange(source, target, there=there)
     return arms
 
 
-def ours(
-    layer: Layer, memory: FusedMemory, tile: Tile, way: Sending, over: Tensor
-) -> tuple[Callable[[int], object], Tensor]:
-    """One kernel, counts on the device; and where its rows are."""
-    case = layer.case
-    sizes = (layer.experts, layer.limit, case.k, case.n, torch.bfloat16, tile)
-    if case.op == "all_to_all_matmul":
-        there = AllToAllMatmul(memory, 0, *sizes, way)
-        y = torch.full((layer.come, case.n), torch.nan, device=layer.x.device).bfloat16()
-        return lambda _: there(layer.x, layer.w, layer.on_device, y), y
-    back = MatmulAllToAll(memory, 0, *sizes)
-    y = torch.full((layer.sent, case.n), torch.nan, device=layer.x.device).bfloat16()
-    return lambda _: back(layer.x, layer.w, layer.on_device, y), y
+def ours(layer: Layer, group: dist.ProcessGroup) -> dict[str, Callable[[int], Tensor]]:
+    """The operator, counts on the device."""
+    more: Any = {"counts": layer.on_device, "max_rows": layer.limit, "group": group}
+    if layer.there:
+        return {"one kernel": lambda _: cp.all_to_all_matmul(layer.given, layer.w, **more)}
+    sums = (layer.index, layer.weights)
+    return {
+        "one kernel": lambda _: cp.matmul_all_to_all(layer.given, layer.w, **more),
+        "one kernel, sum": lambda _: cp.matmul_all_to_all(
+            layer.given, layer.w, sum_of=sums, **more),
+    }  # fmt: skip
+
+
+def by_hand(
+    layer: Layer, group: dist.ProcessGroup, device: torch.device, tile: Tile, way: Sending
+) -> Callable[[int], Tensor]:
+    """The kernels with another tile, or another way to send."""
+    memory, case = fused_memory(workspace_of(group, device)), layer.case
+    sizes = (memory, 0, layer.experts, layer.limit, case.k, case.n, torch.bfloat16, tile)
+    call: Any = AllToAllMatmul(*sizes, way) if layer.there else MatmulAllToAll(*sizes)
+    y = torch.empty(layer.limit, case.n, device=device, dtype=torch.bfloat16)
+
+    def run(_: int) -> Tensor:
+        call(layer.given, layer.w, layer.on_device, y)
+        return y
+
+    return run
+
+
+def ablations(case: Case, rows: int, ranks: int) -> dict[str, tuple[Tile, Sending]]:
+    """What else could have been taken: tiles, and where rows are sent, senders and parts."""
+    local, back = case.model.experts, case.op == "matmul_all_to_all"
+    tile, way = tile_of(rows, case.k, case.n, local, back=back), sending_of(rows, local, ranks)
+    tiles = (Tile(), Tile(stages=3), Tile(128, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4))
+    found = {f"tile {t.block_m}x{t.block_n}x{t.stages}": (t, way) for t in tiles if t != tile}
+    if back:
+        return found
+    senders = {f"{n} senders": (tile, replace(way, senders=n)) for n in (8, 16, 24, 32, 48)
+               if n != way.senders}  # fmt: skip
+    parts = {f"{n} parts": (tile, replace(way, parts=n)) for n in (way.parts // 2, way.parts * 2)}
+    return found | senders | parts | {"senders do not join": (tile, replace(way, join=False))}
 
 
 def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
-    """Some rows of the result, and what they are in fp64."""
-    arms = arms_of(layer)
-    arms["pair in place grouped"](0)
-    there = layer.case.op == "all_to_all_matmul"
-    got = layer.result if there else layer.y
+    """Some rows of the result, and what they are: in fp64, or another rank's by the library."""
+    arms_of(layer)["in place grouped"](0)
+    got = layer.result if layer.there else layer.y
     rows = torch.randint(0, len(got), (SAMPLE_ROWS,), device=got.device)
-    if there:
-        experts = torch.bucketize(rows, layer.offs.long(), right=True)
-        pairs = zip(rows.tolist(), experts.tolist(), strict=True)
-        return rows, torch.stack([layer.sorted[i].double() @ layer.w[e].double() for i, e in pairs])
-    return rows, got[rows].double()  # another rank's product: checked against the libraries'
+    if not layer.there:
+        return rows, got[rows].double()
+    experts = torch.bucketize(rows, layer.offs.long(), right=True)
+    pairs = zip(rows.tolist(), experts.tolist(), strict=True)
+    return rows, torch.stack([layer.sorted[i].double() @ layer.w[e].double() for i, e in pairs])
 
 
-def measure(case: Case, group: dist.ProcessGroup, device: torch.device,
-            ways: dict[str, tuple[Tile, Sending]] | None = None, rounds: int = 9,
-            ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of one case; each of our arms is checked first."""
+def measure(
+    case: Case, group: dist.ProcessGroup, device: torch.device,
+    ways: dict[str, tuple[Tile, Sending]] | None = None, rounds: int = ROUNDS,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of one case; each of our arms is checked first.
+
+    Args:
+        ways: ablations, timed too.
+    """
     layer = Layer(case, group, device)
-    memory = fused_memory(workspace_of(group, device))
-    over = torch.zeros(1, dtype=torch.int64).pin_memory()
-    if ways is None:
-        back = case.op == "matmul_all_to_all"
-        tile = tile_of(layer.limit, case.k, case.n, layer.local, back=back)
-        ways = {"one kernel": (tile, sending_of(layer.local, group.size()))}
-    arms = arms_of(layer)
+    mine: dict[str, Callable[[int], Tensor]] = dict(ours(layer, group))
+    for name, (tile, way) in (ways or {}).items():
+        mine[name] = by_hand(layer, group, device, tile, way)
     rows, want = wanted(layer)
-    errors: dict[str, float] = {}
-    for name, (tile, way) in ways.items():
-        call, y = ours(layer, memory, tile, way, over)
-        call(0)
-        torch.cuda.synchronize()
-        error = torch.tensor(relative_error(y[rows], want), device=device)
-        dist.all_reduce(error, op=dist.ReduceOp.MAX, group=group)
-        errors[name] = error.item()
-        if not error <= 1e-2:
-            raise AssertionError(f"{case} {name}: error {errors[name]:.1e} against fp64")
-        arms[name] = call
-    graphs = {name: captured(call, CALLS) for name, call in arms.items()}
+    errors = {name: torch.zeros((), device=device) for name in mine}
+    for name, call in mine.items():
+        got = call(0)
+        if name.endswith("sum"):
+            exact = layer.y[layer.index[:SAMPLE_ROWS]].double()
+            exact = (layer.weights[:SAMPLE_ROWS, :, None].double() * exact).sum(1)
+            errors[name] += relative_error(got[:SAMPLE_ROWS], exact)
+        else:
+            errors[name] += relative_error(got[rows], want)
+        dist.all_reduce(errors[name], op=dist.ReduceOp.MAX, group=group)
+        if not errors[name] <= 1e-2:
+            raise AssertionError(f"{case} {name}: error {errors[name].item():.1e}")
+    graphs = {n: captured(call, CALLS) for n, call in (arms_of(layer) | mine).items()}
     times = rotate({name: replay for name, (replay, _) in graphs.items()}, group=group,
                    device=device, rounds=rounds, soak_s=0.2)  # fmt: skip
-    memory.workspace.check()
-    assert not over.any(), "rows beyond the limit"
+    cp.check(group)
+    machine = knowledge_of(workspace_of(group, device)).machine
+    assert machine is not None
+    guess = predict(layer.busiest, case.k, case.n, layer.local, "bfloat16", group.size(), machine,
+                    back=not layer.there)  # fmt: skip
     facts = {
         "op": case.op, "model": case.model.name, "tokens": case.tokens, "routing": case.routing,
         "n": case.n, "k": case.k, "experts": layer.local, "rows": layer.limit,
-        "weight_bytes": 2 * layer.w.numel(),
+        "weight_bytes": 2 * layer.w.numel(), "sm_clock_mhz": record.sm_clock_mhz(),
+        "predicted": {"serial_s": guess.serial_s, "fused_s": guess.fused_s},
     }  # fmt: skip
     found = [
         facts | {"arm": name, "median_s": t.median_s / CALLS, "p20_s": t.quantile_s(2) / CALLS,
                  "p80_s": t.quantile_s(8) / CALLS, "skew_s": t.skew_s / CALLS,
-                 "error": errors.get(name), "rounds": len(t.rounds_s)}
+                 "error": errors[name].item() if name in errors else None,
+                 "rounds": len(t.rounds_s)}
         for name, t in times.items()
     ]  # fmt: skip
     del graphs
@@ -271,19 +331,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose text has this in it")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(170, exit=True)
+    faulthandler.dump_traceback_later(240, exit=True)
     start_s = time.monotonic()
     with nccl_group() as (group, device):
         for values in product(DIRECTIONS, MODELS, TOKENS, ROUTINGS):
             case = Case(*values)
-            head = f"{case.op} {case.model.name} {case.tokens} {case.routing}"
-            if args.only not in head:
+            if args.only not in case.text:
                 continue
-            rows = measure(case, group, device)
+            counts = case.counts(group.size())
+            rows_each = int(counts.sum(1).max())
+            also = ablations(case, rows_each, group.size()) if case.text in ABLATED else None
+            rows = measure(case, group, device, also)
             if group.rank() == 0:
                 facts = {"table": "experts", "ranks": group.size()} | record.environment()
                 record.append(args.out, [row | facts for row in rows])
-                print(f"{time.monotonic() - start_s:4.0f} s  {head}: {summary(rows)}", flush=True)
+                text = f"{case.text}: {summary(rows)}"
+                print(f"{time.monotonic() - start_s:4.0f} s  {text}", flush=True)
 
 
 if __name__ == "__main__":

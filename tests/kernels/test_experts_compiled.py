@@ -106,7 +106,7 @@ def test_what_it_is_compiled_to(model: str, tokens: int, columns: bool, ranks: i
 def test_senders_are_resident_beside_a_librarys_collective():
     """All that is waited for is resident where 32 SMs are another's."""
     for ranks in (2, 4, 8, 16, 32):
-        for experts in (1, 16, 32):
-            way = sending_of(experts, ranks)
+        for rows, experts in ((64, 1), (65536, 1), (256, 16), (65536, 32)):
+            way = sending_of(rows, experts, ranks)
             assert way.senders <= 132 - 32 and way.parts & (way.parts - 1) == 0
             assert way.parts * ranks <= 256  # flags that a block of threads polls at a time

@@ -59,6 +59,6 @@ def wanted(given: Exchange, workspace: Workspace) -> bool:
     if not given.host or machine is None:
         return not given.host
     local, k, n = given.w.shape
-    rows = int(max(rows_by_rank(given.counts, out).max() for out in (True, False)))
+    rows = int(rows_by_rank(given.counts, out=True).max())
     dtype = str(given.w.dtype).removeprefix("torch.")
     return predict(rows, k, n, local, dtype, ranks, machine, back=not given.out).fused

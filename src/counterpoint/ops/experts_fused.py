@@ -104,7 +104,7 @@ class Fused:
         tile = tile_of(limit, k, n, local, back=not given.out)
         sizes = (self.memory, self.tag, local * ranks, limit, k, n, given.w.dtype, tile)
         if given.out:
-            return AllToAllMatmul(*sizes, sending_of(local, ranks))
+            return AllToAllMatmul(*sizes, sending_of(limit, local, ranks))
         return MatmulAllToAll(*sizes)
 
     def _refuse_dropped(self) -> None:

@@ -30,7 +30,9 @@ MAX_EXPERTS = 1024
 MAX_RANKS = 32  # that the bits of a fault word name
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
-MANY_ROWS = 96  # of an expert: fewer are one block of rows, and reading its weight is all the time
+# rows of an expert. Few are one block of rows, and reading the weight is all the time; of many the
+# matmul is, which fewer senders and loads in flight leave more to
+FEW_ROWS, MANY_ROWS = 96, 512
 LONG_K = 4096  # from which a tile's own stores matter little
 INTERPRETED: bool = triton.knobs.runtime.interpret  # pyright: ignore
 
@@ -79,15 +81,19 @@ class Sending:
 def tile_of(rows: int, k: int, n: int, experts: int, *, back: bool) -> Tile:
     """The tile for `rows` in all of so many experts on a rank, by measurements on 4 H200."""
     each = rows / max(experts, 1)
-    if each <= MANY_ROWS:
+    if each <= FEW_ROWS:
         return Tile(64, 256, 64, 4, 4)
     few = each * experts * n < 132 * 128 * 256
-    return Tile(128, 128, 64, 4, 4) if back and (k < LONG_K or few) else Tile()
+    if back and (k < LONG_K or few):
+        return Tile(128, 128, 64, 4, 4)
+    return Tile(stages=4 if back or each < MANY_ROWS else 3)
 
 
-def sending_of(experts: int, ranks: int) -> Sending:
-    """How to send to so many experts on each of `ranks` ranks."""
-    return Sending(parts=max(1, (32 if experts > 4 else 128) // ranks))
+def sending_of(rows: int, experts: int, ranks: int) -> Sending:
+    """How to send `rows` in all to so many experts on each of `ranks` ranks, likewise."""
+    senders = 16 if rows >= MANY_ROWS * experts else 32
+    # all senders are at one expert at a time, so that it is there soon; a single one is in pieces
+    return Sending(senders, max(1, senders // ranks) * (1 if experts > 4 else 8))
 
 
 def refusal(w: Tensor, ranks: int) -> str:
