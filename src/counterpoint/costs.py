@@ -1,4 +1,4 @@
-"""What the parts of a plan cost on one machine: eighteen constants and the closed forms over them.
+"""What the parts of a plan cost on one machine: nineteen constants and the closed forms over them.
 
 Everything that predicts a time reads these: the sizes of graded groups, the choosers, the model.
 `counterpoint characterize` measures them; without that they are derived from the datasheet.
@@ -7,16 +7,23 @@ Everything that predicts a time reads these: the sizes of graded groups, the cho
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import ceil, log2
+from itertools import product
+from math import ceil
 from types import MappingProxyType
 from typing import Literal
 
 from counterpoint.errors import InputError
 
 GIGA, TERA = 1e9, 1e12
-TILE_HALVINGS = 4  # the matmul library has tiles of the machine's size and of its halvings
-TILE_EFFICIENCY = 0.97  # rate of a tile against one of twice its size; 4xH200, bf16, 2026-11
-PARTIAL_WAVE = 0.8  # time of a wave of a few tiles against a whole one, where the tile is not known
+# the matmul library has tiles of the machine's rows and of half as many, and of any columns that are
+# a multiple of these; 4xH200, bf16, 2026-11
+TILE_STEP = 8
+# of a tile's products for each number that is loaded for it, against those of the largest: below
+# this part the loads bound it, by that power; 2xH200 and 4xH200, tiles from 64x64 to 128x320
+TILE_REUSE, TILE_POWER = 0.66, 0.6
+# the library sends up to so many bytes (received by a rank) with a flag beside each word: at this
+# part of its rate, but without the start that more take; NCCL 2.28, 2xH200 and 4xH200
+SMALL_BYTES, SMALL_RATE = 2 << 20, 0.4
 ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -42,6 +49,7 @@ class Costs:
         collective_bytes_per_s: Of the library's all-gather or reduce-scatter, received by a rank.
         all_gather_s: Of the library's all-gather beside its bytes.
         reduce_scatter_s: Of its reduce-scatter beside its bytes.
+        collective_small_s: Of either, where they are few.
         direct_bytes_per_s: Of a collective of our own, of one kernel, received by a rank.
         direct_s: Of such a one beside its bytes.
         matmul_beside_copy: A long matmul takes this many times as long while a copy is under way.
@@ -65,6 +73,7 @@ class Costs:
     collective_bytes_per_s: float
     all_gather_s: float
     reduce_scatter_s: float
+    collective_small_s: float
     direct_bytes_per_s: float
     direct_s: float
     matmul_beside_copy: float
@@ -92,9 +101,8 @@ class Costs:
         """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
 
         Waves of one tile per SM, and memory as a bound, which costs a start and an end and not what
-        it takes to fill the tensor cores. Where the library's tile is not known, the best of its
-        largest and its halvings is taken. fp32 products are counted at half the rate of 16-bit
-        ones.
+        it takes to fill the tensor cores. Where the library's tile is not known, the best of those
+        it has is taken. fp32 products are counted at half the rate of 16-bit ones.
         """
         if not rows * n * k:
             return 0.0
@@ -130,7 +138,14 @@ class Costs:
     def collective_s(self, kind: Collective, received_bytes: int) -> float:
         """Seconds of the library's all-gather or reduce-scatter."""
         latency_s = self.all_gather_s if kind == "all_gather" else self.reduce_scatter_s
-        return latency_s + received_bytes / self.collective_bytes_per_s
+        seconds = latency_s + received_bytes / self.collective_bytes_per_s
+        if received_bytes > SMALL_BYTES:
+            return seconds
+        return min(seconds, self.collective_small_s + self.flagged_s(received_bytes))
+
+    def flagged_s(self, received_bytes: int) -> float:
+        """Seconds of the bytes of the library's collective alone, a flag beside each word."""
+        return received_bytes / (SMALL_RATE * self.collective_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,26 +156,27 @@ class Sms:
     tile: Tile
 
 
-@lru_cache(maxsize=4096)  # a chooser asks for the same few shapes again and again
+@lru_cache(maxsize=16384)  # a chooser asks for the same few shapes again and again
 def _waves_s(
     costs: Costs, rows: int, n: int, k: int, item_bytes: int, sms: Sms, tile: Tile | None
 ) -> float:
     """Seconds of a matmul's waves of tiles."""
     flop_per_s = costs.gemm_flop_per_s * 2 / max(item_bytes, 2)
-    largest = sms.tile[0] * sms.tile[1]
+    enough = TILE_REUSE * _reuse(*sms.tile)
 
-    def of(tile_m: int, tile_n: int, partial: float) -> float:
-        whole, rest = divmod(ceil(rows / tile_m) * ceil(n / tile_n), sms.count)
-        waves = whole + (partial + (1 - partial) * rest / sms.count if rest else 0.0)
-        efficiency = TILE_EFFICIENCY ** log2(largest / (tile_m * tile_n))
-        tile_flop = 2 * tile_m * tile_n * k
-        return waves * tile_flop * sms.count / (flop_per_s * efficiency)
+    def of(tile_m: int, tile_n: int) -> float:
+        waves = ceil(ceil(rows / tile_m) * ceil(n / tile_n) / sms.count)
+        efficiency = min(_reuse(tile_m, tile_n) / enough, 1.0) ** TILE_POWER
+        return waves * 2 * tile_m * tile_n * k * sms.count / (flop_per_s * efficiency)
 
     if tile:
-        return of(*tile, 1.0)
-    halvings = [sms.tile]
-    for _ in range(TILE_HALVINGS):
-        tile_m, tile_n = halvings[-1]
-        half = max(tile_n // 2, 1)
-        halvings.append((min(tile_m, half), max(tile_m, half)))
-    return min(of(*halving, PARTIAL_WAVE) for halving in halvings)
+        return of(*tile)
+    tile_m, tile_n = sms.tile
+    heights = {tile_m, max(tile_m // 2, 1)}
+    widths = {*range(2 * TILE_STEP, tile_n, TILE_STEP), tile_n}
+    return min(of(*each) for each in product(heights, widths))
+
+
+def _reuse(tile_m: int, tile_n: int) -> float:
+    """Products of a tile for each number that is loaded for it."""
+    return tile_m * tile_n / (tile_m + tile_n)

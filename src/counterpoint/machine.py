@@ -217,9 +217,9 @@ class Machine:
 def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
     """The fractions of its peaks and the fixed times that 4xH200 showed, 2026-11, bf16."""
     return Costs(
-        gemm_flop_per_s=0.88 * device.bf16_flop_per_s,
+        gemm_flop_per_s=0.85 * device.bf16_flop_per_s,
         gemm_launch_s=5e-6,
-        gemm_settled=1.25,
+        gemm_settled=1.22,
         gemm_settling_s=0.25e-3,
         hbm_bytes_per_s=0.8 * device.hbm_bytes_per_s,
         kernel_s=1.5e-6,
@@ -229,6 +229,7 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
         collective_bytes_per_s=0.7 * link.bytes_per_s,
         all_gather_s=30e-6,
         reduce_scatter_s=22e-6,
+        collective_small_s=10e-6,
         direct_bytes_per_s=0.7 * link.bytes_per_s,
         direct_s=3 * link.latency_s,
         matmul_beside_copy=1.2,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from counterpoint.problem import Op, Problem
 
 TOKENS = (64, 512, 2048, 8192)
+FITTED = "Llama-3-70B"  # the model whose 16 scenarios the chooser was made with
 SEEN = ("Llama-3", "70B", "405B")  # in the names of those models
 # N, K of one rank
 LAYERS: dict[str, dict[str, tuple[Op, int, int]]] = {

@@ -1,4 +1,4 @@
-"""From measurements to the eighteen constants of `Costs`.
+"""From measurements to the nineteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
 of time against bytes, a search over the four constants of matmuls, ratios for contention.
@@ -10,7 +10,7 @@ from itertools import product
 from math import log
 from typing import Any
 
-from counterpoint.costs import Costs, Tile
+from counterpoint.costs import SMALL_BYTES, Costs, Tile
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 
@@ -52,15 +52,19 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         return found
 
     copy_s, copy_rate = _line(of("copy"))
-    # one rate for both, and each its own rest
-    _, collective_rate = _line(of("collective"))
+    # one rate for both, and each its own rest; what is little is sent in another way
+    collectives = of("collective")
+    large = [row for row in collectives if row["num_bytes"] > SMALL_BYTES] or collectives
+    _, collective_rate = _line(large)
     latency_s = {
         kind: _median(
             max(row["seconds"] - row["num_bytes"] / collective_rate, 0.0)
             for row in of("collective", kind=kind)
+            if row in large
         )
         for kind in ("all_gather", "reduce_scatter")
     }
+    small = [row for row in collectives if row["num_bytes"] <= SMALL_BYTES]
     # a number of ranks that is no power of two has none: then no plan asks for it
     ours = [row for row in rows if row["question"] == "direct"]
     direct_s, direct_rate = machine.costs.direct_s, machine.costs.direct_bytes_per_s
@@ -81,12 +85,16 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         collective_bytes_per_s=collective_rate,
         all_gather_s=latency_s["all_gather"],
         reduce_scatter_s=latency_s["reduce_scatter"],
+        collective_small_s=machine.costs.collective_small_s,
         direct_bytes_per_s=direct_rate,
         direct_s=direct_s,
         copy_beside_matmul=_beside(of("beside", which="copy")),
         host_step_s=max(step_s, 0.0),
         host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
     )
+    if small:
+        rests = (max(row["seconds"] - costs.flagged_s(row["num_bytes"]), 0.0) for row in small)
+        costs = replace(costs, collective_small_s=_median(rests))
     matmuls = [
         Matmul(row["rows"], row["n"], row["k"], row["seconds"],
                (row["tile"][0], row["tile"][1]) if row.get("tile") else None)
