@@ -78,7 +78,7 @@ def _fused_s(plan: Plan, machine: Machine) -> float:
     intake = FUSED_INTAKE * costs.hbm_bytes_per_s / sms
     intake_s = rounds * (columns + rows) * p.k * p.item_bytes / intake
     read_s = (rows + p.n) * p.k * p.item_bytes / costs.hbm_bytes_per_s
-    return 2 * costs.kernel_s + max(intake_s, read_s)
+    return costs.kernel_s + max(intake_s, read_s)
 
 
 def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
