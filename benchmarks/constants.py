@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from counterpoint.choose.known import SHIPPED, save_machine
-from counterpoint.costs import SMALL_BYTES
 from counterpoint.measure import record
 from counterpoint.measure.scenarios import FITTED
-from counterpoint.model.calibrate import fit
+from counterpoint.model.calibrate import SMALL_BYTES, fit
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 

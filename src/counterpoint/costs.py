@@ -21,9 +21,9 @@ TILE_STEP = 8
 # of a tile's products for each number that is loaded for it, against those of the largest: below
 # this part the loads bound it, by that power; 2xH200 and 4xH200, tiles from 64x64 to 128x320
 TILE_REUSE, TILE_POWER = 0.66, 0.6
-# the library sends up to so many bytes (received by a rank) with a flag beside each word: at this
-# part of its rate, but without the start that more take; NCCL 2.28, 2xH200 and 4xH200
-SMALL_BYTES, SMALL_RATE = 2 << 20, 0.4
+# the library sends what is little with a flag beside each word: at this part of its rate, but without
+# the start of the other way; NCCL 2.28, 2xH200 and 4xH200
+SMALL_RATE = 0.4
 ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -139,8 +139,6 @@ class Costs:
         """Seconds of the library's all-gather or reduce-scatter."""
         latency_s = self.all_gather_s if kind == "all_gather" else self.reduce_scatter_s
         seconds = latency_s + received_bytes / self.collective_bytes_per_s
-        if received_bytes > SMALL_BYTES:
-            return seconds
         return min(seconds, self.collective_small_s + self.flagged_s(received_bytes))
 
     def flagged_s(self, received_bytes: int) -> float:
