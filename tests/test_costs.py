@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.costs import (
-    PARTIAL_WAVE,
     ROW_BYTES,
-    TILE_EFFICIENCY,
+    SMALL_RATE,
+    TILE_POWER,
+    TILE_REUSE,
     Costs,
     Sms,
 )
@@ -115,24 +116,47 @@ def test_waves_by_hand():
     assert waves(12 * 128, True) == pytest.approx(3)
 
 
-def test_a_partial_wave_by_hand():
-    """Four SMs and tiles that cannot be halved: five tiles are a wave and a quarter of one."""
+def test_a_wave_of_few_tiles_is_one():
+    """Four SMs and tiles that cannot be halved: five tiles are two waves."""
     costs = replace(COSTS, gemm_launch_s=0.0, hbm_bytes_per_s=9e17)
     k, sms = 10**9, Sms(4, (1, 1))
     wave_s = 2 * k * 4 / costs.gemm_flop_per_s
-    partial = PARTIAL_WAVE + (1 - PARTIAL_WAVE) / 4
-    assert costs.matmul_s(5, 1, k, 2, sms) == pytest.approx(wave_s * (1 + partial))
-    assert costs.matmul_s(5, 1, k, 2, sms, (1, 1)) == pytest.approx(2 * wave_s)
+    for tile in (None, (1, 1)):
+        assert costs.matmul_s(5, 1, k, 2, sms, tile) == pytest.approx(2 * wave_s)
 
 
-def test_a_smaller_tile_is_less_efficient():
+def test_a_small_tile_is_less_efficient():
     costs = replace(COSTS, gemm_launch_s=0.0)
-    # whole waves of either tile
-    of_large_s = costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS, (128, 256))
-    of_half_s = costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS, (128, 128))
-    assert of_large_s / of_half_s == pytest.approx(TILE_EFFICIENCY)
-    unknown_s = costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS)
-    assert unknown_s == pytest.approx(of_large_s)
+    # whole waves of each tile
+    largest_s, half_s, small_s = (
+        costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS, tile)
+        for tile in ((128, 256), (128, 128), (64, 64))
+    )
+    assert largest_s == pytest.approx(half_s)  # its loads do not bound it yet
+    # 64 x 64: 32 products for each number that is loaded, the largest 85
+    part = 32 / (TILE_REUSE * 128 * 256 / (128 + 256))
+    assert largest_s / small_s == pytest.approx(part**TILE_POWER)
+    assert costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS) == pytest.approx(largest_s)
+
+
+def test_an_unknown_tile_is_one_that_fits():
+    """What cuBLAS takes on an H200: 128 x 112 for 512 x 7168, where 128 x 256 would leave a wave
+    of 112 tiles, and 128 x 176 for 2048 x 7168."""
+    for rows, tile in ((512, (128, 112)), (2048, (128, 176))):
+        known_s = COSTS.matmul_s(rows, 7168, 8192, 2, SMS, tile)
+        assert COSTS.matmul_s(rows, 7168, 8192, 2, SMS) == pytest.approx(known_s)
+        assert known_s < 0.99 * COSTS.matmul_s(rows, 7168, 8192, 2, SMS, (128, 256))
+
+
+def test_what_is_little_is_sent_with_flags():
+    for kind, start_s in (
+        ("all_gather", COSTS.all_gather_s),
+        ("reduce_scatter", COSTS.reduce_scatter_s),
+    ):
+        flagged_s = COSTS.collective_small_s + 2**20 / (SMALL_RATE * COSTS.collective_bytes_per_s)
+        assert COSTS.collective_s(kind, 2**20) == pytest.approx(flagged_s)
+        large_s = start_s + 2**26 / COSTS.collective_bytes_per_s
+        assert COSTS.collective_s(kind, 2**26) == pytest.approx(large_s)
 
 
 def test_few_rows_are_bound_by_memory():

@@ -36,7 +36,7 @@ ROUND = Costs(
     gemm_flop_per_s=512e9, gemm_launch_s=1e-6, gemm_settled=1.0, gemm_settling_s=0.0,
     hbm_bytes_per_s=1e15, kernel_s=0.25e-6, copy_bytes_per_s=32e9, copy_overhead_s=1e-6,
     barrier_s=1e-6, collective_bytes_per_s=16e9, all_gather_s=3e-6, reduce_scatter_s=4e-6,
-    direct_bytes_per_s=16e9, direct_s=2e-6,
+    collective_small_s=9e-6, direct_bytes_per_s=16e9, direct_s=2e-6,
     matmul_beside_copy=2.0, copy_beside_matmul=3.0, host_call_s=10e-6, host_step_s=1e-6,
 )  # fmt: skip
 

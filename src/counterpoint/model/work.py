@@ -1,11 +1,9 @@
 """What each step of a plan takes by itself on a machine, by the closed forms of `Costs`."""
 
-from math import ceil
-
 from counterpoint.costs import Collective, Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import BoundStep, Box, Part
-from counterpoint.plan.direct import fused_columns
+from counterpoint.plan.direct import fused_columns, fused_rounds, fused_rows
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
 
@@ -72,9 +70,8 @@ def _fused_s(plan: Plan, machine: Machine) -> float:
     160 tiles on 132 SMs take twice what 132 do.
     """
     p, costs, sms = plan.problem, machine.costs, machine.device.num_sms
-    rows = max(p.ranks << max(max(p.rows) - 1, 0).bit_length(), 16)
-    columns = fused_columns(rows, p.n, p.ranks, sms)
-    rounds = ceil(ceil(p.n / columns) / sms)
+    rows = fused_rows(p)
+    columns, rounds = fused_columns(rows, p.n, p.ranks, sms), fused_rounds(p, sms)
     intake = FUSED_INTAKE * costs.hbm_bytes_per_s / sms
     intake_s = rounds * (columns + rows) * p.k * p.item_bytes / intake
     read_s = (rows + p.n) * p.k * p.item_bytes / costs.hbm_bytes_per_s

@@ -46,6 +46,17 @@ def fused_columns(rows: int, n: int, ranks: int, num_sms: int) -> int:
     return max(columns, ranks)
 
 
+def fused_rounds(p: Problem, num_sms: int) -> int:
+    """How many tiles one SM has at most in a fused kernel that sums."""
+    columns = fused_columns(fused_rows(p), p.n, p.ranks, num_sms)
+    return -(-(-(-p.n // columns)) // num_sms)
+
+
+def fused_rows(p: Problem) -> int:
+    """Rows of a tile there: of each owner the next power of two."""
+    return max(p.ranks << max(max(p.rows) - 1, 0).bit_length(), 16)
+
+
 def most_bytes(p: Problem) -> int:
     """A bound on the words of one call, padded rows and columns of a fused kernel included."""
     cols = p.k if p.op == "all_gather_matmul" else p.n + 256
