@@ -41,7 +41,9 @@ def main() -> None:
         gpu, ranks = rows[0]["gpu"], rows[0]["ranks"]
         base = preset_of(gpu, ranks)
         assert base is not None, f"no preset describes {gpu!r}"
-        few = small_collectives(record.read(RESULTS / path.name.replace("characterize", "evaluate")))
+        few = small_collectives(
+            record.read(RESULTS / path.name.replace("characterize", "evaluate"))
+        )
         source = f"measured on {ranks}x {gpu}, torch {rows[0]['torch']}, {rows[0]['date']}"
         machine = replace(base, measured=fit([*rows, *few], base), source=source)
         written = save_machine(machine, gpu, ranks, SHIPPED)

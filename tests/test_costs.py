@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from counterpoint.costs import (
     ROW_BYTES,
-    SMALL_RATE,
     TILE_POWER,
     TILE_REUSE,
     Costs,
@@ -92,10 +91,10 @@ def test_cutting_rows_never_saves_time(
 def test_cutting_rows_saves_little_where_each_part_may_take_its_own_tile(
     first: int, second: int, n: int, k: int
 ):
-    # of 200,000 random shapes cutting saves time in 5 %, where one more wave would have a few
-    # tiles, and at most 7 %
+    # of 100,000 random shapes cutting saves time in 8 %, where one more wave would have a few
+    # tiles, and at most 21 %, where there are few columns
     whole_s = COSTS.matmul_s(first + second, n, k, 2, SMS)
-    assert in_two(first, second, n, k) >= 0.9 * whole_s
+    assert in_two(first, second, n, k) >= 0.75 * whole_s
 
 
 def test_waves_by_hand():
@@ -146,17 +145,6 @@ def test_an_unknown_tile_is_one_that_fits():
         known_s = COSTS.matmul_s(rows, 7168, 8192, 2, SMS, tile)
         assert COSTS.matmul_s(rows, 7168, 8192, 2, SMS) == pytest.approx(known_s)
         assert known_s < 0.99 * COSTS.matmul_s(rows, 7168, 8192, 2, SMS, (128, 256))
-
-
-def test_what_is_little_is_sent_with_flags():
-    for kind, start_s in (
-        ("all_gather", COSTS.all_gather_s),
-        ("reduce_scatter", COSTS.reduce_scatter_s),
-    ):
-        flagged_s = COSTS.collective_small_s + 2**20 / (SMALL_RATE * COSTS.collective_bytes_per_s)
-        assert COSTS.collective_s(kind, 2**20) == pytest.approx(flagged_s)
-        large_s = start_s + 2**26 / COSTS.collective_bytes_per_s
-        assert COSTS.collective_s(kind, 2**26) == pytest.approx(large_s)
 
 
 def test_few_rows_are_bound_by_memory():
@@ -217,11 +205,13 @@ def test_copies_by_hand():
 
 def test_kernels_and_collectives_by_hand():
     costs = replace(COSTS, kernel_s=2e-6, hbm_bytes_per_s=4e12, all_gather_s=30e-6,
-                    reduce_scatter_s=20e-6, collective_bytes_per_s=300e9)  # fmt: skip
+                    reduce_scatter_s=20e-6, collective_small_s=8e-6,
+                    collective_bytes_per_s=300e9)  # fmt: skip
     assert costs.memory_s(8_000_000) == pytest.approx(4e-6)
-    assert costs.collective_s("all_gather", 0) == 30e-6
-    assert costs.collective_s("all_gather", 3_000_000) == pytest.approx(40e-6)
-    assert costs.collective_s("reduce_scatter", 3_000_000) == pytest.approx(30e-6)
+    assert costs.collective_s("all_gather", 0) == 8e-6
+    assert costs.collective_s("all_gather", 6_000_000) == pytest.approx(50e-6)
+    assert costs.collective_s("reduce_scatter", 6_000_000) == pytest.approx(40e-6)
+    assert costs.collective_s("reduce_scatter", 600_000) == pytest.approx(13e-6)
 
 
 @pytest.mark.parametrize("name", ["a100-8", "a40-4", "h100-8", "h200-8", "b200-8", "mi300x-8"])
