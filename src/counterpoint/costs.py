@@ -15,14 +15,14 @@ from typing import Literal
 from counterpoint.errors import InputError
 
 GIGA, TERA = 1e9, 1e12
-# the matmul library has tiles of the machine's rows and of half as many, and of any columns that are
-# a multiple of these; 4xH200, bf16, 2026-11
+# the matmul library has tiles of the machine's rows and of half as many, and of any columns that
+# are a multiple of these; 4xH200, bf16, 2026-11
 TILE_STEP = 8
 # of a tile's products for each number that is loaded for it, against those of the largest: below
 # this part the loads bound it, by that power; 2xH200 and 4xH200, tiles from 64x64 to 128x320
 TILE_REUSE, TILE_POWER = 0.66, 0.6
-# the library sends what is little with a flag beside each word: at this part of its rate, but without
-# the start of the other way; NCCL 2.28, 2xH200 and 4xH200
+# the library sends what is little with a flag beside each word: at this part of its rate, but
+# without the start of the other way; NCCL 2.28, 2xH200 and 4xH200
 SMALL_RATE = 0.4
 ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
 

@@ -16,19 +16,18 @@ from counterpoint.plan import direct
 from counterpoint.plan.families import build
 from counterpoint.problem import Op, Problem
 
-# found on 4 and 2 H200 at the 16 scenarios of Llama-3 70B, bf16, in a graph, 2026-11: below the first
-# the largest of the shorter side is 17 us, above it the smallest 44
+# found on 4 and 2 H200 at the 16 scenarios of Llama-3 70B, bf16, in a graph, 2026-11: below it the
+# shorter side is at most 17 us, above it at least 44
 WORTHWHILE_S = 25e-6
 LARGE_COPY = 16 << 20  # bytes of a shard of x that is worth two copies
 RULE = f"""
-side = the shorter one of matmuls (op / rate) and communication (bytes / rate)
-if side < {WORTHWHILE_S * 1e6:.0f} us:                       a collective of our own
-    matmul_reduce_scatter of {direct.FUSED_ROWS} rows or fewer, its tiles at most one for each SM:
-                                        "serial fused", one kernel
-    else                                "serial direct", two
-else:                                   shard_p2p, a matmul for each shard
-    if a shard's copy takes longer than its matmul (op / byte less than the machine's), and of
-    a gather the shard has {LARGE_COPY >> 20} MiB: with pieces=2
+if the shorter one of matmuls (op / rate) and communication (bytes / rate)
+takes less than {WORTHWHILE_S * 1e6:.0f} us: a collective of our own
+    matmul_reduce_scatter, {direct.FUSED_ROWS} rows or fewer, no SM with two tiles: "serial fused"
+    else: "serial direct"
+else: shard_p2p, a matmul for each shard
+    if a shard's copy takes longer than its matmul (op / byte less than the machine's),
+    and of a gather it has {LARGE_COPY >> 20} MiB: pieces=2
 """
 OVERLAPPED: dict[Op, str] = {
     "all_gather_matmul": "shard_p2p ring push",
@@ -50,8 +49,9 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
     serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager)
     chosen = Candidate("serial", serial_s, "simulated", "chosen")
     other: Candidate | None = None
-    shard_s = compute_s / problem.ranks, comm_s / max(problem.ranks - 1, 1)
-    spec = _overlapped(problem, shard_s[0] < shard_s[1])
+    # of one shard: each rank has as many matmuls as there are ranks, and a copy less
+    copy_longer = compute_s / problem.ranks < comm_s / max(problem.ranks - 1, 1)
+    spec = _overlapped(problem, copy_longer)
     if shorter_s < WORTHWHILE_S:
         spec = _direct(problem, machine)
     if problem.ranks > 1 and spec:
@@ -69,11 +69,11 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
     return Choice(problem, machine, chosen.spec, table, eager, "rule", compute_s, comm_s, NO_TILES)
 
 
-def _overlapped(problem: Problem, more_bytes: bool) -> str:
-    """The plan that overlaps; `more_bytes`: a shard's copy takes longer than its matmul."""
+def _overlapped(problem: Problem, copy_longer: bool) -> str:
+    """The plan that overlaps; `copy_longer`: a shard's copy takes longer than its matmul."""
     spec, gathers = OVERLAPPED[problem.op], problem.op == "all_gather_matmul"
     shard = max(problem.rows) * problem.k * problem.item_bytes
-    in_pieces = spec.startswith("shard_p2p") and more_bytes
+    in_pieces = spec.startswith("shard_p2p") and copy_longer
     return f"{spec} pieces=2" if in_pieces and (not gathers or shard >= LARGE_COPY) else spec
 
 

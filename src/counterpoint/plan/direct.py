@@ -7,6 +7,7 @@ kernels/matmul_all_reduce.py and kernels/all_gather_matmul.py.
 """
 
 from dataclasses import replace
+from math import ceil
 
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -49,7 +50,7 @@ def fused_columns(rows: int, n: int, ranks: int, num_sms: int) -> int:
 def fused_rounds(p: Problem, num_sms: int) -> int:
     """How many tiles one SM has at most in a fused kernel that sums."""
     columns = fused_columns(fused_rows(p), p.n, p.ranks, num_sms)
-    return -(-(-(-p.n // columns)) // num_sms)
+    return ceil(ceil(p.n / columns) / num_sms)
 
 
 def fused_rows(p: Problem) -> int:
