@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ import mesh_prediction
 import sharing_tables
 
 from counterpoint.choose.known import SHIPPED, shipped
-from counterpoint.cli.evaluate import scenarios_of, scores_of
+from counterpoint.choose.rule import RULE
+from counterpoint.cli.evaluate_report import HEAD, cells_of, draw, draw_errors, errors_of
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.bars import BarRow, draw_bars
 from counterpoint.measure.compare import FIXED
 from counterpoint.measure.draw import draw_timeline
+from counterpoint.measure.evaluated import MANY_TOKENS, Found, parts_of, scenarios_of, tiles_of
 from counterpoint.measure.scatter import Point, draw_scatter
 from counterpoint.model.estimate import estimate
 from counterpoint.plan.families import build
@@ -34,7 +37,6 @@ from counterpoint.timeline import Timeline
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
-FEW_TOKENS = 1024
 Row = dict[str, Any]
 
 
@@ -281,25 +283,40 @@ def draw_pair(path: Path, machine: Machine) -> None:
     draw_timeline(measured, IMAGES / f"{path.stem}.png", beside=predicted, width_in=9)
 
 
-def scores_table() -> str:
-    """How often "auto" was right in the committed rows, and what else would have been."""
-    lines = ["| GPUs | tokens, candidates | chosen by | scenarios | right | mean regret | worst | "
-             "serial / | least |", "|---" * 9 + "|"]  # fmt: skip
+def scores_tables() -> str:
+    """How often the chooser is right in the committed scenarios, beside what needs none; pictures."""
+    tiles = tiles_of(record.read(RESULTS / "tiles-h200.jsonl"))
+    parts: list[list[Found]] = []
+    text: list[str] = []
     for ranks in (4, 2):
-        files = (RESULTS / f"{name}-{ranks}x-h200.jsonl" for name in ("few-rows", "overlap"))
-        found = {e.measured.problem: e for file in files for e in scenarios_of(record.read(file))}
-        many = [e for e in found.values() if e.measured.problem.m > FEW_TOKENS]
-        few = [e for e in found.values() if e.measured.problem.m <= FEW_TOKENS]
-        for some, bound in ((many, ">"), (few, "<=")):
-            counts = [len(e.measured.times) for e in some]
-            head = f"{bound} {FEW_TOKENS}, {min(counts)} to {max(counts)}"
-            for s in scores_of(some, shipped(some[0].gpu, ranks)):
-                lines.append(
-                    f"| {ranks} | {head} | {s.way} | {s.scenarios} of {s.asked} | {s.right:.0%} | "
-                    f"{s.mean_regret:.1%} | {s.worst_regret:.1%} | {s.speedup:.2f} | "
-                    f"{s.least_speedup:.2f} |"
-                )
-    return "\n".join(lines)
+        rows = record.read(RESULTS / f"evaluate-{ranks}x-h200.jsonl")
+        found = [each._replace(tiles={**tiles, **each.tiles}) for each in scenarios_of(rows)]
+        machine = shipped(found[0].gpu, ranks)
+        assert machine is not None, "the library has measured costs of H200s"
+        parts.append(found)
+        for name, part in parts_of(found).items():
+            if name == "all scenarios":
+                continue
+            text += [f"**{ranks} GPUs, {name}: {len(part)} scenarios**",
+                     markdown([HEAD, *cells_of(part, machine)])]  # fmt: skip
+        unseen = list(parts_of(found).values())[-1]
+        many = [HEAD[:1] + HEAD[6:9], *cells_of(unseen, machine, MANY_TOKENS)]
+        text += [f"**{ranks} GPUs, models never looked at, {MANY_TOKENS} tokens or more**",
+                 markdown(many), sentence(errors_of(unseen, machine))]  # fmt: skip
+        draw_errors(found, machine, IMAGES / f"evaluate-errors-{ranks}x.png")
+    draw(parts, IMAGES / "evaluate-speedups.png")
+    return "\n\n".join(text)
+
+
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first row the head."""
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
 def main() -> None:
@@ -352,7 +369,8 @@ def main() -> None:
     replace(ROOT / "docs" / "losses.md", "finer", losses_tables.finer(record.read(largest)))
     for name, text in losses_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "losses.md", name, text)
-    replace(ROOT / "docs" / "choosing.md", "scores", scores_table())
+    replace(ROOT / "docs" / "choosing.md", "scores", scores_tables())
+    replace(ROOT / "docs" / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
     replace(ROOT / "docs" / "plans.md", "mesh", mesh_prediction.table(IMAGES))
     for name, text in decode_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "fused.md", name, text)

@@ -89,7 +89,7 @@ def evaluate(
         print(report(part_found, machines[ranks]))
     print(rule_text())
     if picture is not None:
-        print(f"drawn: {draw(found, picture)}")
+        print(f"drawn: {draw(list(parts.values()), picture)}")
     machine = machines[counts[0]]
     if errors is not None and machine is not None:
         print(f"drawn: {draw_errors(parts[counts[0]], machine, errors)}")

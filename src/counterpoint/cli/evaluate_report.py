@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from counterpoint.choose.known import shipped
 from counterpoint.choose.rule import RULE
 from counterpoint.choose.score import RIGHT
 from counterpoint.machine import Machine
@@ -23,6 +24,8 @@ OFF = 0.2  # a prediction that is off by more is counted
 HEAD = ("chosen by", "scenarios", "right", "regret", "worst", "least", "serial /", "shard_p2p /",
         "torch /", "worst at")  # fmt: skip
 LEFT = ("chosen by", "worst at")
+# whose pick is drawn: the first of these that there is
+WAYS = ("the model now", "the model now, tiles not known", "auto, as it was measured")
 
 
 def report(found: Sequence[Found], machine: Machine | None) -> str:
@@ -105,20 +108,33 @@ def misses_of(found: Sequence[Found]) -> str:
     return f"what auto missed:\n{text}" if text else "auto was right everywhere"
 
 
-def draw(found: Sequence[Found], path: Path) -> Path:
-    """Serial over auto, the fastest candidate and torch's fused operator, by scenario."""
-    rows: dict[str, dict[str, float]] = {}
-    ideals: dict[str, float] = {}
-    for each in sorted(found, key=_place):
-        m = each.measured
-        label = f"{m.name}, {m.problem.ranks} GPUs"
-        serial_s = m.times["serial"]
-        times = {"auto": each.auto_s, "fastest candidate": m.best_s, "torch symm_mem": each.torch_s}
-        rows[label] = {kind: serial_s / t for kind, t in times.items() if t}
-        ideals[label] = serial_s / each.ideal_s
-    panel = Speedups("by layer and tokens", rows, ideals)
+def draw(parts: Sequence[Sequence[Found]], path: Path) -> Path:
+    """Serial over the model's pick, the fastest candidate and torch's fused operator, by scenario.
+
+    Args:
+        parts: scenarios by number of GPUs: a panel for each, of the scenarios that all have.
+        path: of the picture.
+    """
+    panels: list[Speedups] = []
+    names = [{each.measured.name for each in part} for part in parts]
+    for part in parts:
+        machine = shipped(part[0].gpu, part[0].measured.problem.ranks)
+        ways = {way.name: way.seconds for way in ways_of(part, machine)}
+        picks = next((ways[name] for name in WAYS if name in ways), {})
+        rows: dict[str, dict[str, float]] = {}
+        ideals: dict[str, float] = {}
+        for each in sorted(part, key=_place):
+            m = each.measured
+            if not all(m.name in some for some in names):
+                continue
+            times = {"the model's pick": picks.get(m.problem, 0.0), "fastest candidate": m.best_s,
+                     "torch symm_mem": each.torch_s}  # fmt: skip
+            serial_s = m.times["serial"]
+            rows[m.name] = {kind: serial_s / t for kind, t in times.items() if t}
+            ideals[m.name] = serial_s / each.ideal_s
+        panels.append(Speedups(f"{part[0].measured.problem.ranks} GPUs", rows, ideals))
     source = "NCCL + cuBLAS is serial; CUDA graphs, one rotation a scenario"
-    return draw_speedups([panel], path, title="Speedup over serial by scenario", source=source)
+    return draw_speedups(panels, path, title="Speedup over serial by scenario", source=source)
 
 
 def draw_errors(found: Sequence[Found], machine: Machine, path: Path) -> Path:
@@ -131,6 +147,5 @@ def draw_errors(found: Sequence[Found], machine: Machine, path: Path) -> Path:
                         source=source, num_labels=2)  # fmt: skip
 
 
-def _place(each: Found) -> tuple[int, str, int]:
-    problem = each.measured.problem
-    return problem.ranks, each.measured.name.partition(",")[0], problem.m
+def _place(each: Found) -> tuple[str, int]:
+    return each.measured.name.partition(",")[0], each.measured.problem.m
