@@ -27,9 +27,17 @@ from counterpoint.measure import record
 from counterpoint.measure.bars import BarRow, draw_bars
 from counterpoint.measure.compare import FIXED
 from counterpoint.measure.draw import draw_timeline
-from counterpoint.measure.evaluated import MANY_TOKENS, Found, parts_of, scenarios_of, tiles_of
+from counterpoint.measure.evaluated import (
+    MANY_TOKENS,
+    Found,
+    parts_of,
+    scenarios_of,
+    speedups_of,
+    tiles_of,
+    ways_of,
+)
 from counterpoint.measure.scatter import Point, draw_scatter
-from counterpoint.model.estimate import estimate
+from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.timeline import Timeline
@@ -74,12 +82,14 @@ class Shape:
 
     @property
     def points(self) -> list[Point]:
-        """Predicted against measured, of serial and every plan."""
-        h = self.head
+        """Predicted by the constants as they are against measured, of serial and every plan."""
+        h, machine = self.head, shipped(self.head["gpu"], self.head["ranks"])
+        assert machine is not None, "the library has measured costs of H200s"
+        problem = Problem(h["op"], h["m"], h["n"], h["k"], h["ranks"], h["dtype"])
         return [
-            Point(f"{arm}, {h['m']},{h['n']},{h['k']}", h["op"], row["predicted_s"],
-                  row["median_s"])
-            for arm, row in self.graph.items() if row.get("predicted_s") and arm != "auto"
+            Point(f"{arm}, {h['m']},{h['n']},{h['k']}", h["op"],
+                  predicted_s(build(problem, arm, machine), machine), row["median_s"])
+            for arm, row in self.graph.items() if arm == "serial" or arm not in FIXED
         ]  # fmt: skip
 
 
@@ -284,7 +294,7 @@ def draw_pair(path: Path, machine: Machine) -> None:
 
 
 def scores_tables() -> str:
-    """How often the chooser is right in the committed scenarios, beside what needs none; pictures."""
+    """How often the chooser is right in the committed scenarios; draws them too."""
     tiles = tiles_of(record.read(RESULTS / "tiles-h200.jsonl"))
     parts: list[list[Found]] = []
     text: list[str] = []
@@ -305,7 +315,27 @@ def scores_tables() -> str:
                  markdown(many), sentence(errors_of(unseen, machine))]  # fmt: skip
         draw_errors(found, machine, IMAGES / f"evaluate-errors-{ranks}x.png")
     draw(parts, IMAGES / "evaluate-speedups.png")
+    replace(ROOT / "README.md", "chooser", short_scores(parts))
     return "\n\n".join(text)
+
+
+def short_scores(parts: list[list[Found]]) -> str:
+    """The model at what it was not made with, in a sentence for each number of GPUs."""
+    lines: list[str] = []
+    for found in parts:
+        gpu, ranks = found[0].gpu, found[0].measured.problem.ranks
+        unseen = parts_of(found)["models never looked at"]
+        way = next(w for w in ways_of(unseen, shipped(gpu, ranks)) if w.name == "the model now")
+        means = speedups_of(way, unseen, MANY_TOKENS)
+        assert way.score is not None, "a way to choose has a score"
+        lines.append(
+            f"{ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % of "
+            f"the fastest candidate in {way.score.right:.0%}, {way.score.mean_regret:.1%} slower in "
+            f"the mean, {way.score.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on "
+            f"{means['serial']:.2f}x serial, {means['torch']:.2f}x torch's fused operators."
+        )
+    return "
+".join(f"  {line}" for line in lines)
 
 
 def sentence(text: str) -> str:

@@ -127,7 +127,7 @@ def draw(parts: Sequence[Sequence[Found]], path: Path) -> Path:
             m = each.measured
             if not all(m.name in some for some in names):
                 continue
-            times = {"the model's pick": picks.get(m.problem, 0.0), "fastest candidate": m.best_s,
+            times = {"fastest candidate": m.best_s, "the model's pick": picks.get(m.problem, 0.0),
                      "torch symm_mem": each.torch_s}  # fmt: skip
             serial_s = m.times["serial"]
             rows[m.name] = {kind: serial_s / t for kind, t in times.items() if t}
