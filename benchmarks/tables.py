@@ -330,12 +330,11 @@ def short_scores(parts: list[list[Found]]) -> str:
         assert way.score is not None, "a way to choose has a score"
         lines.append(
             f"{ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % of "
-            f"the fastest candidate in {way.score.right:.0%}, {way.score.mean_regret:.1%} slower in "
-            f"the mean, {way.score.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on "
+            f"the fastest candidate in {way.score.right:.0%}, {way.score.mean_regret:.1%} slower "
+            f"in the mean, {way.score.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on "
             f"{means['serial']:.2f}x serial, {means['torch']:.2f}x torch's fused operators."
         )
-    return "
-".join(f"  {line}" for line in lines)
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def sentence(text: str) -> str:
