@@ -311,7 +311,7 @@ def scores_tables() -> str:
                      markdown([HEAD, *cells_of(part, machine)])]  # fmt: skip
         unseen = list(parts_of(found).values())[-1]
         many = [HEAD[:1] + HEAD[6:9], *cells_of(unseen, machine, MANY_TOKENS)]
-        text += [f"**{ranks} GPUs, models never looked at, {MANY_TOKENS} tokens or more**",
+        text += [f"**{ranks} GPUs, models not fitted to, {MANY_TOKENS} tokens or more**",
                  markdown(many), sentence(errors_of(unseen, machine))]  # fmt: skip
         draw_errors(found, machine, IMAGES / f"evaluate-errors-{ranks}x.png")
     draw(parts, IMAGES / "evaluate-speedups.png")
@@ -324,7 +324,7 @@ def short_scores(parts: list[list[Found]]) -> str:
     lines: list[str] = []
     for found in parts:
         gpu, ranks = found[0].gpu, found[0].measured.problem.ranks
-        unseen = parts_of(found)["models never looked at"]
+        unseen = parts_of(found)["models not fitted to"]
         way = next(w for w in ways_of(unseen, shipped(gpu, ranks)) if w.name == "the model now")
         means = speedups_of(way, unseen, MANY_TOKENS)
         assert way.score is not None, "a way to choose has a score"

@@ -1,4 +1,4 @@
-"""What the parts of a plan cost on one machine: nineteen constants and the closed forms over them.
+"""What the parts of a plan cost on one machine: eighteen constants and the closed forms over them.
 
 Everything that predicts a time reads these: the sizes of graded groups, the choosers, the model.
 `counterpoint characterize` measures them; without that they are derived from the datasheet.
@@ -38,11 +38,10 @@ class Costs:
 
     Args:
         gemm_flop_per_s: Of whole waves of the largest tile, in matmuls too short to lower clocks.
-        gemm_launch_s: Of each matmul beside its waves, where memory does not bound it.
         gemm_settled: Time of long matmuls against that by `gemm_flop_per_s`: power lowers clocks.
         gemm_settling_s: Matmuls of this length in a call bring half of that loss of clock.
         hbm_bytes_per_s: Of a kernel that only reads and writes.
-        kernel_s: Of each such kernel beside its bytes, and of a wait that need not wait.
+        kernel_s: Of each such kernel beside its bytes, and of a wait that is none; of a matmul two.
         copy_bytes_per_s: Of a large copy to one peer while all ranks copy.
         copy_overhead_s: Of each copy beside its bytes, its signal included.
         barrier_s: Of a barrier of all ranks that nobody is late for.
@@ -62,7 +61,6 @@ class Costs:
     """
 
     gemm_flop_per_s: float
-    gemm_launch_s: float
     gemm_settled: float
     gemm_settling_s: float
     hbm_bytes_per_s: float
@@ -96,19 +94,29 @@ class Costs:
                 raise InputError("Costs", field.name, want=want, got=f"{value!r}")
 
     def matmul_s(
-        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None
-    ) -> float:
+        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None,
+        *, again: bool = False,
+    ) -> float:  # fmt: skip
         """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
 
-        Waves of one tile per SM, and memory as a bound, which costs a start and an end and not what
-        it takes to fill the tensor cores. Where the library's tile is not known, the best of those
-        it has is taken. fp32 products are counted at half the rate of 16-bit ones.
+        Waves of one tile per SM, and memory as a bound; either has a start and an end. Where the
+        library's tile is not known, the best of those it has is taken. fp32 products are counted at
+        half the rate of 16-bit ones.
+
+        Args:
+            again: the matmul before had the same w, of which the L2 then keeps what it has room
+                for: nothing of one as large as itself, all of a small one.
         """
         if not rows * n * k:
             return 0.0
-        compute_s = _waves_s(self, rows, n, k, item_bytes, sms, tile)
-        memory_s = (rows * k + n * k + rows * n) * item_bytes / self.hbm_bytes_per_s
-        return max(self.gemm_launch_s + compute_s, 2 * self.kernel_s + memory_s)
+        flop_per_s = self.gemm_flop_per_s * 2 / max(item_bytes, 2)
+        compute_s = _waves_flop(rows, n, k, sms, tile) / flop_per_s
+        w_bytes = n * k * item_bytes
+        kept = max(1 - w_bytes / sms.l2_bytes, 0.0) if again and sms.l2_bytes else 0.0
+        memory_s = (
+            (rows * k + rows * n) * item_bytes + (1 - kept) * w_bytes
+        ) / self.hbm_bytes_per_s
+        return 2 * self.kernel_s + max(compute_s, memory_s)
 
     def settling(self, matmuls_s: float) -> float:
         """The factor on the times of matmuls that take `matmuls_s` seconds of a call together."""
@@ -148,24 +156,22 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Sms:
-    """What a matmul runs on: the number of SMs, and the library's largest tile (rows, columns)."""
+    """What a matmul runs on: SMs, the library's largest tile (rows, columns), and the L2."""
 
     count: int
     tile: Tile
+    l2_bytes: int = 0
 
 
 @lru_cache(maxsize=16384)  # a chooser asks for the same few shapes again and again
-def _waves_s(
-    costs: Costs, rows: int, n: int, k: int, item_bytes: int, sms: Sms, tile: Tile | None
-) -> float:
-    """Seconds of a matmul's waves of tiles."""
-    flop_per_s = costs.gemm_flop_per_s * 2 / max(item_bytes, 2)
+def _waves_flop(rows: int, n: int, k: int, sms: Sms, tile: Tile | None) -> float:
+    """Products and sums of a matmul's waves of tiles at the rate of the largest tile."""
     enough = TILE_REUSE * _reuse(*sms.tile)
 
     def of(tile_m: int, tile_n: int) -> float:
         waves = ceil(ceil(rows / tile_m) * ceil(n / tile_n) / sms.count)
         efficiency = min(_reuse(tile_m, tile_n) / enough, 1.0) ** TILE_POWER
-        return waves * 2 * tile_m * tile_n * k * sms.count / (flop_per_s * efficiency)
+        return waves * 2 * tile_m * tile_n * k * sms.count / efficiency
 
     if tile:
         return of(*tile)

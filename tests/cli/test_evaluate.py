@@ -60,11 +60,11 @@ def test_a_narrow_terminal_wraps_no_cell():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_bars_of_models_that_nobody_looked_at(ranks: int):
+def test_the_bars_of_models_not_fitted_to(ranks: int):
     """40 scenarios of models that nothing was fitted to; see docs/choosing.md."""
     found = scenarios_of(record.read(RESULTS / f"evaluate-{ranks}x-h200.jsonl"))
     tiles = tiles_of(record.read(RESULTS / "tiles-h200.jsonl"))
-    unseen = parts_of([e._replace(tiles=tiles) for e in found])["models never looked at"]
+    unseen = parts_of([e._replace(tiles=tiles) for e in found])["models not fitted to"]
     assert len(unseen) == 40
     machine = shipped("NVIDIA H200", ranks)
     assert machine is not None
@@ -76,16 +76,16 @@ def test_the_bars_of_models_that_nobody_looked_at(ranks: int):
         assert model.scenarios == 40 and model.right >= 0.9
         assert model.right >= constant + 0.15
         assert model.mean_regret <= 0.01 and model.least_speedup >= 0.98
-        # at worst 8.4 % with tiles, on 4 GPUs: Qwen3-32B gate+up, 2048 tokens
-        assert model.worst_regret <= (0.085 if name == "the model now" and ranks == 4 else 0.08)
+        # with tiles and on 4 GPUs 8.2 %, at Qwen3-32B qkv, 2048 tokens
+        assert model.worst_regret <= (0.083 if name == "the model now" and ranks == 4 else 0.08)
         means = speedups_of(ways[name], unseen, 2048)
         assert means["serial"] >= 1.3 and means["torch"] >= 1.1
         assert means["serial"] < speedups_of(ways["best possible"], unseen, 2048)["serial"]
     assert scores["the static rule"].right >= 0.81
     errors = [abs(point.error) for point in points_of(unseen, machine)]
     assert median(errors) <= 0.07
-    # 8 % of the times on 4 GPUs and 3 % on 2 are off by more than 20 %
-    assert sum(error > 0.2 for error in errors) <= 0.09 * len(errors) and max(errors) <= 0.34
+    # 6 of 578 on 4 GPUs and 3 of 278 on 2 are off by more than 20 %
+    assert sum(error > 0.2 for error in errors) <= 6 and max(errors) <= 0.27
 
 
 def test_auto_is_better_than_any_constant_and_than_luck():

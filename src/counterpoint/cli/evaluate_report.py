@@ -138,7 +138,7 @@ def draw(parts: Sequence[Sequence[Found]], path: Path) -> Path:
 
 
 def draw_errors(found: Sequence[Found], machine: Machine, path: Path) -> Path:
-    """Predicted against measured times, of the models that nobody looked at where there are any."""
+    """Predicted against measured times, of the models not fitted to where there are any."""
     parts = parts_of(found)
     name, part = list(parts.items())[-1]
     ranks, gpu = part[0].measured.problem.ranks, part[0].gpu

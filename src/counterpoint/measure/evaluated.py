@@ -85,12 +85,12 @@ def tiles_of(rows: Iterable[Row]) -> Tiles:
 
 
 def parts_of(found: Sequence[Found]) -> dict[str, list[Found]]:
-    """Those that the chooser was made with, and those of models that nobody looked at for it."""
+    """Those that the chooser was made with, and those of models that it was not."""
     fitted = [each for each in found if FITTED in each.measured.name]
     seen = (FITTED, LOOKED_AT, "Llama-3", "70B", "405B")  # and by older names
     unseen = [each for each in found if not any(m in each.measured.name for m in seen)]
     parts = {"all scenarios": list(found), f"{FITTED}, fitted to": fitted,
-             "models never looked at": unseen}  # fmt: skip
+             "models not fitted to": unseen}  # fmt: skip
     return {
         name: part for name, part in parts.items() if part and (part == unseen or len(part) > 1)
     }

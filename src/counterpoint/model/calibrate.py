@@ -1,7 +1,7 @@
-"""From measurements to the nineteen constants of `Costs`.
+"""From measurements to the eighteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
-of time against bytes, a search over the four constants of matmuls, ratios for contention.
+of time against bytes, a search over the three constants of matmuls, ratios for contention.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,22 +112,29 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
 
 
 def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Costs:
-    """`costs` with the four constants of matmuls that fit best, on a grid."""
+    """`costs` with the three constants of matmuls that fit best, on a grid."""
     peak = machine.device.bf16_flop_per_s
     grid: dict[str, list[float]] = {
         "gemm_flop_per_s": [peak * part / 200 for part in range(20, 201)],
         "gemm_settled": [1 + part / 100 for part in range(51)],
         "gemm_settling_s": [1e-3 * part for part in (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5)],
-        "gemm_launch_s": [part * 0.25e-6 for part in range(61)],
     }
-    # a coarse start, then one constant at a time until none helps
-    starts = product((0.7, 0.8, 0.9), (1.0, 1.12, 1.25))
+    tried = (
+        _near(matmuls, replace(costs, gemm_settling_s=settling_s), grid, machine)
+        for settling_s in grid["gemm_settling_s"]
+    )
+    return min(tried, key=lambda found: error(matmuls, found, machine))
+
+
+def _near(
+    matmuls: Sequence[Matmul], costs: Costs, grid: Mapping[str, list[float]], machine: Machine
+) -> Costs:
+    """From a coarse start one constant at a time until none helps, then steps of all at once."""
+    peak = machine.device.bf16_flop_per_s
     best = min(
         (
-            replace(
-                costs, gemm_flop_per_s=peak * rate, gemm_settled=settled, gemm_settling_s=0.25e-3
-            )
-            for rate, settled in starts
+            replace(costs, gemm_flop_per_s=peak * rate, gemm_settled=settled)
+            for rate, settled in product((0.7, 0.8, 0.9), (1.0, 1.12, 1.25))
         ),
         key=lambda c: error(matmuls, c, machine),
     )
@@ -135,7 +142,7 @@ def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Co
     for _ in range(8):
         before = smallest
         for name, values in grid.items():
-            for value in values:
+            for value in values if name != "gemm_settling_s" else ():
                 tried = replace(best, **{name: value})
                 found = error(matmuls, tried, machine)
                 if found < smallest - 1e-9:

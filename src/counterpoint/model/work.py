@@ -56,11 +56,23 @@ def _matmul_s(bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles:
     if bound.step.arg("kernel") == "fused" and plan.problem.op == "matmul_reduce_scatter":
         return _fused_s(plan, machine)
     costs, tile = machine.costs, tiles.get((rows, n, k))
-    seconds = costs.matmul_s(rows, n, k, plan.problem.item_bytes, machine.sms, tile)
+    seconds = costs.matmul_s(
+        rows, n, k, plan.problem.item_bytes, machine.sms, tile, again=_again(bound, part, plan)
+    )
     if bound.step.accumulates:
         # a sum in fp32, which every pass reads and writes
         seconds = max(seconds, costs.memory_s(2 * _num_bytes(plan, part.write)))
     return seconds
+
+
+def _again(bound: BoundStep, part: Part, plan: Plan) -> bool:
+    """Whether a matmul before this one had all of the same w."""
+    first = next(step for step in plan.steps if step.kind == "matmul")
+    weight = part.reads[1]
+    whole = weight.shape == plan.buffer(weight.buffer).shape
+    if not whole or bound.step.arg("contract") == "rows":
+        return False
+    return bound.step.name != first.name or part is not bound.parts[0]
 
 
 def _fused_s(plan: Plan, machine: Machine) -> float:
