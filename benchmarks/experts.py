@@ -17,6 +17,7 @@ import faulthandler
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,14 +217,15 @@ def arms_of(layer: Layer) -> dict[str, Callable[[int], object]]:
 def ours(layer: Layer, group: dist.ProcessGroup) -> dict[str, Callable[[int], Tensor]]:
     """The operator, counts on the device."""
     more: Any = {"counts": layer.on_device, "max_rows": layer.limit, "group": group}
-    if layer.there:
-        return {"one kernel": lambda _: cp.all_to_all_matmul(layer.given, layer.w, **more)}
-    sums = (layer.index, layer.weights)
-    return {
-        "one kernel": lambda _: cp.matmul_all_to_all(layer.given, layer.w, **more),
-        "one kernel, sum": lambda _: cp.matmul_all_to_all(
-            layer.given, layer.w, sum_of=sums, **more),
-    }  # fmt: skip
+    op: Callable[..., Tensor] = cp.all_to_all_matmul if layer.there else cp.matmul_all_to_all
+
+    def run(_: int, **sums: Any) -> Tensor:
+        return op(layer.given, layer.w, **more, **sums)
+
+    found: dict[str, Callable[[int], Tensor]] = {"one kernel": run}
+    if not layer.there:
+        found["one kernel, sum"] = partial(run, sum_of=(layer.index, layer.weights))
+    return found
 
 
 def by_hand(

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,25 @@ import mesh_prediction
 import sharing_tables
 
 from counterpoint.choose.known import SHIPPED, shipped
-from counterpoint.cli.evaluate import scenarios_of, scores_of
+from counterpoint.choose.rule import RULE
+from counterpoint.cli.evaluate_report import HEAD, cells_of, draw, draw_errors, errors_of
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.bars import BarRow, draw_bars
 from counterpoint.measure.compare import FIXED
 from counterpoint.measure.draw import draw_timeline
+from counterpoint.measure.evaluated import (
+    MANY_TOKENS,
+    Found,
+    parts_of,
+    scenarios_of,
+    speedups_of,
+    tiles_of,
+    ways_of,
+)
 from counterpoint.measure.scatter import Point, draw_scatter
-from counterpoint.model.estimate import estimate
+from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.timeline import Timeline
@@ -35,7 +46,6 @@ from counterpoint.timeline import Timeline
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
-FEW_TOKENS = 1024
 Row = dict[str, Any]
 
 
@@ -73,12 +83,14 @@ class Shape:
 
     @property
     def points(self) -> list[Point]:
-        """Predicted against measured, of serial and every plan."""
-        h = self.head
+        """Predicted by the constants as they are against measured, of serial and every plan."""
+        h, machine = self.head, shipped(self.head["gpu"], self.head["ranks"])
+        assert machine is not None, "the library has measured costs of H200s"
+        problem = Problem(h["op"], h["m"], h["n"], h["k"], h["ranks"], h["dtype"])
         return [
-            Point(f"{arm}, {h['m']},{h['n']},{h['k']}", h["op"], row["predicted_s"],
-                  row["median_s"])
-            for arm, row in self.graph.items() if row.get("predicted_s") and arm != "auto"
+            Point(f"{arm}, {h['m']},{h['n']},{h['k']}", h["op"],
+                  predicted_s(build(problem, arm, machine), machine), row["median_s"])
+            for arm, row in self.graph.items() if arm == "serial" or arm not in FIXED
         ]  # fmt: skip
 
 
@@ -282,25 +294,59 @@ def draw_pair(path: Path, machine: Machine) -> None:
     draw_timeline(measured, IMAGES / f"{path.stem}.png", beside=predicted, width_in=9)
 
 
-def scores_table() -> str:
-    """How often "auto" was right in the committed rows, and what else would have been."""
-    lines = ["| GPUs | tokens, candidates | chosen by | scenarios | right | mean regret | worst | "
-             "serial / | least |", "|---" * 9 + "|"]  # fmt: skip
+def scores_tables() -> str:
+    """How often the chooser is right in the committed scenarios; draws them too."""
+    tiles = tiles_of(record.read(RESULTS / "tiles-h200.jsonl"))
+    parts: list[list[Found]] = []
+    text: list[str] = []
     for ranks in (4, 2):
-        files = (RESULTS / f"{name}-{ranks}x-h200.jsonl" for name in ("few-rows", "overlap"))
-        found = {e.measured.problem: e for file in files for e in scenarios_of(record.read(file))}
-        many = [e for e in found.values() if e.measured.problem.m > FEW_TOKENS]
-        few = [e for e in found.values() if e.measured.problem.m <= FEW_TOKENS]
-        for some, bound in ((many, ">"), (few, "<=")):
-            counts = [len(e.measured.times) for e in some]
-            head = f"{bound} {FEW_TOKENS}, {min(counts)} to {max(counts)}"
-            for s in scores_of(some, shipped(some[0].gpu, ranks)):
-                lines.append(
-                    f"| {ranks} | {head} | {s.way} | {s.scenarios} of {s.asked} | {s.right:.0%} | "
-                    f"{s.mean_regret:.1%} | {s.worst_regret:.1%} | {s.speedup:.2f} | "
-                    f"{s.least_speedup:.2f} |"
-                )
-    return "\n".join(lines)
+        rows = record.read(RESULTS / f"evaluate-{ranks}x-h200.jsonl")
+        found = [each._replace(tiles={**tiles, **each.tiles}) for each in scenarios_of(rows)]
+        machine = shipped(found[0].gpu, ranks)
+        assert machine is not None, "the library has measured costs of H200s"
+        parts.append(found)
+        for name, part in parts_of(found).items():
+            if name == "all scenarios":
+                continue
+            text += [f"**{ranks} GPUs, {name}: {len(part)} scenarios**",
+                     markdown([HEAD, *cells_of(part, machine)])]  # fmt: skip
+        unseen = list(parts_of(found).values())[-1]
+        many = [HEAD[:1] + HEAD[6:9], *cells_of(unseen, machine, MANY_TOKENS)]
+        text += [f"**{ranks} GPUs, models not fitted to, {MANY_TOKENS} tokens or more**",
+                 markdown(many), sentence(errors_of(unseen, machine))]  # fmt: skip
+        draw_errors(found, machine, IMAGES / f"evaluate-errors-{ranks}x.png")
+    draw(parts, IMAGES / "evaluate-speedups.png")
+    replace(ROOT / "README.md", "chooser", short_scores(parts))
+    return "\n\n".join(text)
+
+
+def short_scores(parts: list[list[Found]]) -> str:
+    """The model at what it was not made with, in a sentence for each number of GPUs."""
+    lines: list[str] = []
+    for found in parts:
+        gpu, ranks = found[0].gpu, found[0].measured.problem.ranks
+        unseen = parts_of(found)["models not fitted to"]
+        way = next(w for w in ways_of(unseen, shipped(gpu, ranks)) if w.name == "the model now")
+        means = speedups_of(way, unseen, MANY_TOKENS)
+        assert way.score is not None, "a way to choose has a score"
+        lines.append(
+            f"{ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % of "
+            f"the fastest candidate in {way.score.right:.0%}, {way.score.mean_regret:.1%} slower "
+            f"in the mean, {way.score.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on "
+            f"{means['serial']:.2f}x serial, {means['torch']:.2f}x torch's fused operators."
+        )
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first row the head."""
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
 def main() -> None:
@@ -355,7 +401,8 @@ def main() -> None:
         replace(ROOT / "docs" / "losses.md", name, text)
     for name, text in copies_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "transports.md", name, text)
-    replace(ROOT / "docs" / "choosing.md", "scores", scores_table())
+    replace(ROOT / "docs" / "choosing.md", "scores", scores_tables())
+    replace(ROOT / "docs" / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
     replace(ROOT / "docs" / "plans.md", "mesh", mesh_prediction.table(IMAGES))
     for name, text in decode_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "fused.md", name, text)

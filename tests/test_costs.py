@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.costs import (
-    PARTIAL_WAVE,
     ROW_BYTES,
-    TILE_EFFICIENCY,
+    TILE_POWER,
+    TILE_REUSE,
     Costs,
     Sms,
 )
@@ -33,7 +33,6 @@ quickly = settings(max_examples=300, derandomize=True, deadline=None, database=N
         ("copy_bytes_per_s", 390.0, r"at least 1e\+09, in SI units"),
         ("copy_bytes_per_s", float("inf"), r"at least 1e\+09, in SI units"),
         ("collective_bytes_per_s", -316e9, r"at least 1e\+09, in SI units"),
-        ("gemm_launch_s", 5.0, "seconds, from 0 to below 1e-2"),
         ("gemm_settling_s", 0.25, "seconds, from 0 to below 1e-2"),
         ("kernel_s", 1.5, "seconds, from 0 to below 1e-2"),
         ("copy_overhead_s", -6e-6, "seconds, from 0 to below 1e-2"),
@@ -64,7 +63,7 @@ def test_a_larger_matmul_never_takes_less(
     rows: int, n: int, k: int, more: int, tile: tuple[int, int] | None, item_bytes: int
 ):
     seconds = COSTS.matmul_s(rows, n, k, item_bytes, SMS, tile)
-    assert seconds > COSTS.gemm_launch_s
+    assert seconds > 2 * COSTS.kernel_s
     for larger in ((rows + more, n, k), (rows, n + more, k), (rows, n, k + more)):
         # but for the last bit: sums of products are rounded
         assert COSTS.matmul_s(*larger, item_bytes, SMS, tile) >= seconds * (1 - 1e-12)
@@ -91,15 +90,15 @@ def test_cutting_rows_never_saves_time(
 def test_cutting_rows_saves_little_where_each_part_may_take_its_own_tile(
     first: int, second: int, n: int, k: int
 ):
-    # of 200,000 random shapes cutting saves time in 5 %, where one more wave would have a few
-    # tiles, and at most 7 %
+    # of 100,000 random shapes cutting saves time in 8 %, where one more wave would have a few
+    # tiles, and at most 21 %, where there are few columns
     whole_s = COSTS.matmul_s(first + second, n, k, 2, SMS)
-    assert in_two(first, second, n, k) >= 0.9 * whole_s
+    assert in_two(first, second, n, k) >= 0.75 * whole_s
 
 
 def test_waves_by_hand():
     """132 SMs, tiles of 128 x 256: one row of tiles of 33 x 256 columns is a quarter of a wave."""
-    costs = replace(COSTS, gemm_launch_s=7e-6)
+    costs = replace(COSTS, kernel_s=3.5e-6)
     n, k, tile = 33 * 256, 4096, (128, 256)
     wave_s = 2 * 128 * 256 * k * 132 / costs.gemm_flop_per_s
 
@@ -115,24 +114,36 @@ def test_waves_by_hand():
     assert waves(12 * 128, True) == pytest.approx(3)
 
 
-def test_a_partial_wave_by_hand():
-    """Four SMs and tiles that cannot be halved: five tiles are a wave and a quarter of one."""
-    costs = replace(COSTS, gemm_launch_s=0.0, hbm_bytes_per_s=9e17)
+def test_a_wave_of_few_tiles_is_one():
+    """Four SMs and tiles that cannot be halved: five tiles are two waves."""
+    costs = replace(COSTS, kernel_s=0.0, hbm_bytes_per_s=9e17)
     k, sms = 10**9, Sms(4, (1, 1))
     wave_s = 2 * k * 4 / costs.gemm_flop_per_s
-    partial = PARTIAL_WAVE + (1 - PARTIAL_WAVE) / 4
-    assert costs.matmul_s(5, 1, k, 2, sms) == pytest.approx(wave_s * (1 + partial))
-    assert costs.matmul_s(5, 1, k, 2, sms, (1, 1)) == pytest.approx(2 * wave_s)
+    for tile in (None, (1, 1)):
+        assert costs.matmul_s(5, 1, k, 2, sms, tile) == pytest.approx(2 * wave_s)
 
 
-def test_a_smaller_tile_is_less_efficient():
-    costs = replace(COSTS, gemm_launch_s=0.0)
-    # whole waves of either tile
-    of_large_s = costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS, (128, 256))
-    of_half_s = costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS, (128, 128))
-    assert of_large_s / of_half_s == pytest.approx(TILE_EFFICIENCY)
-    unknown_s = costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS)
-    assert unknown_s == pytest.approx(of_large_s)
+def test_a_small_tile_is_less_efficient():
+    costs = replace(COSTS, kernel_s=0.0)
+    # whole waves of each tile
+    largest_s, half_s, small_s = (
+        costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS, tile)
+        for tile in ((128, 256), (128, 128), (64, 64))
+    )
+    assert largest_s == pytest.approx(half_s)  # its loads do not bound it yet
+    # 64 x 64: 32 products for each number that is loaded, the largest 85
+    part = 32 / (TILE_REUSE * 128 * 256 / (128 + 256))
+    assert largest_s / small_s == pytest.approx(part**TILE_POWER)
+    assert costs.matmul_s(132 * 128, 256 * 4, 8192, 2, SMS) == pytest.approx(largest_s)
+
+
+def test_an_unknown_tile_is_one_that_fits():
+    """What cuBLAS takes on an H200: 128 x 112 for 512 x 7168, where 128 x 256 would leave a wave
+    of 112 tiles, and 128 x 176 for 2048 x 7168."""
+    for rows, tile in ((512, (128, 112)), (2048, (128, 176))):
+        known_s = COSTS.matmul_s(rows, 7168, 8192, 2, SMS, tile)
+        assert COSTS.matmul_s(rows, 7168, 8192, 2, SMS) == pytest.approx(known_s)
+        assert known_s < 0.99 * COSTS.matmul_s(rows, 7168, 8192, 2, SMS, (128, 256))
 
 
 def test_few_rows_are_bound_by_memory():
@@ -147,8 +158,22 @@ def test_few_rows_are_bound_by_memory():
     assert products_s < COSTS.matmul_s(8192, n, k, 2, SMS) < 1.1 * products_s
 
 
+def test_a_weight_that_the_l2_has_is_not_read_again():
+    costs = replace(COSTS, kernel_s=0.0)
+    assert SMS.l2_bytes == preset("h200-8").device.l2_bytes
+    n, k = 8192, SMS.l2_bytes // 2 // 8192 // 2  # half of the L2
+    moved, weight = (16 * k + 16 * n) * 2, n * k * 2
+    first_s, again_s = (costs.matmul_s(16, n, k, 2, SMS, again=again) for again in (False, True))
+    assert first_s == pytest.approx((moved + weight) / costs.hbm_bytes_per_s)
+    assert again_s == pytest.approx((moved + weight / 2) / costs.hbm_bytes_per_s)
+    # of one as large as the L2 nothing is left, of one that is bound by products nothing is gained
+    for rows, columns in ((16, 2 * n), (8192, n)):
+        sizes = (rows, columns, k, 2, SMS)
+        assert costs.matmul_s(*sizes, again=True) == costs.matmul_s(*sizes)
+
+
 def test_fp32_products_take_twice_the_time():
-    costs = replace(COSTS, gemm_launch_s=0.0)
+    costs = replace(COSTS, kernel_s=0.0)
     shape = (8192, 8192, 8192)
     assert costs.matmul_s(*shape, 4, SMS) == pytest.approx(2 * costs.matmul_s(*shape, 2, SMS))
 
@@ -193,11 +218,13 @@ def test_copies_by_hand():
 
 def test_kernels_and_collectives_by_hand():
     costs = replace(COSTS, kernel_s=2e-6, hbm_bytes_per_s=4e12, all_gather_s=30e-6,
-                    reduce_scatter_s=20e-6, collective_bytes_per_s=300e9)  # fmt: skip
+                    reduce_scatter_s=20e-6, collective_small_s=8e-6,
+                    collective_bytes_per_s=300e9)  # fmt: skip
     assert costs.memory_s(8_000_000) == pytest.approx(4e-6)
-    assert costs.collective_s("all_gather", 0) == 30e-6
-    assert costs.collective_s("all_gather", 3_000_000) == pytest.approx(40e-6)
-    assert costs.collective_s("reduce_scatter", 3_000_000) == pytest.approx(30e-6)
+    assert costs.collective_s("all_gather", 0) == 8e-6
+    assert costs.collective_s("all_gather", 6_000_000) == pytest.approx(50e-6)
+    assert costs.collective_s("reduce_scatter", 6_000_000) == pytest.approx(40e-6)
+    assert costs.collective_s("reduce_scatter", 600_000) == pytest.approx(13e-6)
 
 
 @pytest.mark.parametrize("name", ["a100-8", "a40-4", "h100-8", "h200-8", "b200-8", "mi300x-8"])

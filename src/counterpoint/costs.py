@@ -7,16 +7,23 @@ Everything that predicts a time reads these: the sizes of graded groups, the cho
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import ceil, log2
+from itertools import product
+from math import ceil
 from types import MappingProxyType
 from typing import Literal
 
 from counterpoint.errors import InputError
 
 GIGA, TERA = 1e9, 1e12
-TILE_HALVINGS = 4  # the matmul library has tiles of the machine's size and of its halvings
-TILE_EFFICIENCY = 0.97  # rate of a tile against one of twice its size; 4xH200, bf16, 2026-11
-PARTIAL_WAVE = 0.8  # time of a wave of a few tiles against a whole one, where the tile is not known
+# the matmul library has tiles of the machine's rows and of half as many, and of any columns that
+# are a multiple of these; 4xH200, bf16, 2026-11
+TILE_STEP = 8
+# of a tile's products for each number that is loaded for it, against those of the largest: below
+# this part the loads bound it, by that power; 2xH200 and 4xH200, tiles from 64x64 to 128x320
+TILE_REUSE, TILE_POWER = 0.66, 0.6
+# the library sends what is little with a flag beside each word: at this part of its rate, but
+# without the start of the other way; NCCL 2.28, 2xH200 and 4xH200
+SMALL_RATE = 0.4
 ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -31,17 +38,17 @@ class Costs:
 
     Args:
         gemm_flop_per_s: Of whole waves of the largest tile, in matmuls too short to lower clocks.
-        gemm_launch_s: Of each matmul beside its waves, where memory does not bound it.
         gemm_settled: Time of long matmuls against that by `gemm_flop_per_s`: power lowers clocks.
         gemm_settling_s: Matmuls of this length in a call bring half of that loss of clock.
         hbm_bytes_per_s: Of a kernel that only reads and writes.
-        kernel_s: Of each such kernel beside its bytes, and of a wait that need not wait.
+        kernel_s: Of each such kernel beside its bytes, and of a wait that is none; of a matmul two.
         copy_bytes_per_s: Of a large copy to one peer while all ranks copy.
         copy_overhead_s: Of each copy beside its bytes, its signal included.
         barrier_s: Of a barrier of all ranks that nobody is late for.
         collective_bytes_per_s: Of the library's all-gather or reduce-scatter, received by a rank.
         all_gather_s: Of the library's all-gather beside its bytes.
         reduce_scatter_s: Of its reduce-scatter beside its bytes.
+        collective_small_s: Of either, where they are few.
         direct_bytes_per_s: Of a collective of our own, of one kernel, received by a rank.
         direct_s: Of such a one beside its bytes.
         matmul_beside_copy: A long matmul takes this many times as long while a copy is under way.
@@ -54,7 +61,6 @@ class Costs:
     """
 
     gemm_flop_per_s: float
-    gemm_launch_s: float
     gemm_settled: float
     gemm_settling_s: float
     hbm_bytes_per_s: float
@@ -65,6 +71,7 @@ class Costs:
     collective_bytes_per_s: float
     all_gather_s: float
     reduce_scatter_s: float
+    collective_small_s: float
     direct_bytes_per_s: float
     direct_s: float
     matmul_beside_copy: float
@@ -87,20 +94,29 @@ class Costs:
                 raise InputError("Costs", field.name, want=want, got=f"{value!r}")
 
     def matmul_s(
-        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None
-    ) -> float:
+        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None,
+        *, again: bool = False,
+    ) -> float:  # fmt: skip
         """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
 
-        Waves of one tile per SM, and memory as a bound, which costs a start and an end and not what
-        it takes to fill the tensor cores. Where the library's tile is not known, the best of its
-        largest and its halvings is taken. fp32 products are counted at half the rate of 16-bit
-        ones.
+        Waves of one tile per SM, and memory as a bound; either has a start and an end. Where the
+        library's tile is not known, the best of those it has is taken. fp32 products are counted at
+        half the rate of 16-bit ones.
+
+        Args:
+            again: the matmul before had the same w, of which the L2 then keeps what it has room
+                for: nothing of one as large as itself, all of a small one.
         """
         if not rows * n * k:
             return 0.0
-        compute_s = _waves_s(self, rows, n, k, item_bytes, sms, tile)
-        memory_s = (rows * k + n * k + rows * n) * item_bytes / self.hbm_bytes_per_s
-        return max(self.gemm_launch_s + compute_s, 2 * self.kernel_s + memory_s)
+        flop_per_s = self.gemm_flop_per_s * 2 / max(item_bytes, 2)
+        compute_s = _waves_flop(rows, n, k, sms, tile) / flop_per_s
+        w_bytes = n * k * item_bytes
+        kept = max(1 - w_bytes / sms.l2_bytes, 0.0) if again and sms.l2_bytes else 0.0
+        memory_s = (
+            (rows * k + rows * n) * item_bytes + (1 - kept) * w_bytes
+        ) / self.hbm_bytes_per_s
+        return 2 * self.kernel_s + max(compute_s, memory_s)
 
     def settling(self, matmuls_s: float) -> float:
         """The factor on the times of matmuls that take `matmuls_s` seconds of a call together."""
@@ -130,37 +146,41 @@ class Costs:
     def collective_s(self, kind: Collective, received_bytes: int) -> float:
         """Seconds of the library's all-gather or reduce-scatter."""
         latency_s = self.all_gather_s if kind == "all_gather" else self.reduce_scatter_s
-        return latency_s + received_bytes / self.collective_bytes_per_s
+        seconds = latency_s + received_bytes / self.collective_bytes_per_s
+        return min(seconds, self.collective_small_s + self.flagged_s(received_bytes))
+
+    def flagged_s(self, received_bytes: int) -> float:
+        """Seconds of the bytes of the library's collective alone, a flag beside each word."""
+        return received_bytes / (SMALL_RATE * self.collective_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Sms:
-    """What a matmul runs on: the number of SMs, and the library's largest tile (rows, columns)."""
+    """What a matmul runs on: SMs, the library's largest tile (rows, columns), and the L2."""
 
     count: int
     tile: Tile
+    l2_bytes: int = 0
 
 
-@lru_cache(maxsize=4096)  # a chooser asks for the same few shapes again and again
-def _waves_s(
-    costs: Costs, rows: int, n: int, k: int, item_bytes: int, sms: Sms, tile: Tile | None
-) -> float:
-    """Seconds of a matmul's waves of tiles."""
-    flop_per_s = costs.gemm_flop_per_s * 2 / max(item_bytes, 2)
-    largest = sms.tile[0] * sms.tile[1]
+@lru_cache(maxsize=16384)  # a chooser asks for the same few shapes again and again
+def _waves_flop(rows: int, n: int, k: int, sms: Sms, tile: Tile | None) -> float:
+    """Products and sums of a matmul's waves of tiles at the rate of the largest tile."""
+    enough = TILE_REUSE * _reuse(*sms.tile)
 
-    def of(tile_m: int, tile_n: int, partial: float) -> float:
-        whole, rest = divmod(ceil(rows / tile_m) * ceil(n / tile_n), sms.count)
-        waves = whole + (partial + (1 - partial) * rest / sms.count if rest else 0.0)
-        efficiency = TILE_EFFICIENCY ** log2(largest / (tile_m * tile_n))
-        tile_flop = 2 * tile_m * tile_n * k
-        return waves * tile_flop * sms.count / (flop_per_s * efficiency)
+    def of(tile_m: int, tile_n: int) -> float:
+        waves = ceil(ceil(rows / tile_m) * ceil(n / tile_n) / sms.count)
+        efficiency = min(_reuse(tile_m, tile_n) / enough, 1.0) ** TILE_POWER
+        return waves * 2 * tile_m * tile_n * k * sms.count / efficiency
 
     if tile:
-        return of(*tile, 1.0)
-    halvings = [sms.tile]
-    for _ in range(TILE_HALVINGS):
-        tile_m, tile_n = halvings[-1]
-        half = max(tile_n // 2, 1)
-        halvings.append((min(tile_m, half), max(tile_m, half)))
-    return min(of(*halving, PARTIAL_WAVE) for halving in halvings)
+        return of(*tile)
+    tile_m, tile_n = sms.tile
+    heights = {tile_m, max(tile_m // 2, 1)}
+    widths = {*range(2 * TILE_STEP, tile_n, TILE_STEP), tile_n}
+    return min(of(*each) for each in product(heights, widths))
+
+
+def _reuse(tile_m: int, tile_n: int) -> float:
+    """Products of a tile for each number that is loaded for it."""
+    return tile_m * tile_n / (tile_m + tile_n)

@@ -187,7 +187,7 @@ class Machine:
     @property
     def sms(self) -> Sms:
         """What a matmul runs on."""
-        return Sms(self.device.num_sms, self.gemm_tile)
+        return Sms(self.device.num_sms, self.gemm_tile, self.device.l2_bytes)
 
     def to_json(self) -> str:
         """Return all fields as JSON; `from_json` gives an equal machine back."""
@@ -217,10 +217,9 @@ class Machine:
 def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
     """The fractions of its peaks and the fixed times that 4xH200 showed, 2026-11, bf16."""
     return Costs(
-        gemm_flop_per_s=0.88 * device.bf16_flop_per_s,
-        gemm_launch_s=5e-6,
-        gemm_settled=1.25,
-        gemm_settling_s=0.25e-3,
+        gemm_flop_per_s=0.8 * device.bf16_flop_per_s,
+        gemm_settled=1.16,
+        gemm_settling_s=0.4e-3,
         hbm_bytes_per_s=0.8 * device.hbm_bytes_per_s,
         kernel_s=1.5e-6,
         copy_bytes_per_s=0.86 * link.bytes_per_s,
@@ -229,6 +228,7 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
         collective_bytes_per_s=0.7 * link.bytes_per_s,
         all_gather_s=30e-6,
         reduce_scatter_s=22e-6,
+        collective_small_s=10e-6,
         direct_bytes_per_s=0.7 * link.bytes_per_s,
         direct_s=3 * link.latency_s,
         matmul_beside_copy=1.2,

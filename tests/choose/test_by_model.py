@@ -102,10 +102,12 @@ def test_a_machine_that_nobody_measured_needs_a_gain_of_15_percent():
 def test_a_few_microseconds_are_no_gain(monkeypatch: pytest.MonkeyPatch):
     problem, machine = Problem(RS, 8192, 8192, 3584, 4), measured("h200-4")
     free = by_model(problem, machine)
-    gain_s = free.serial_s - free.seconds
+    # the one taken may be a little slower than the fastest: TIE
+    fastest_s = min(c.seconds for c in candidates(free, "simulated").values())
+    gain_s = free.serial_s - fastest_s
     assert free.spec != "serial" and gain_s > MIN_GAIN_S
     monkeypatch.setattr(module, "MIN_GAIN_S", gain_s * 0.99)
-    assert by_model(problem, machine).spec == free.spec
+    assert by_model(problem, machine).spec != "serial"
     monkeypatch.setattr(module, "MIN_GAIN_S", gain_s * 1.01)
     assert by_model(problem, machine).spec == "serial"
 

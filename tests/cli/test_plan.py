@@ -102,7 +102,7 @@ def test_a_plan_that_is_asked_for_stands_beside_serial():
 
 def test_rule_and_eager():
     by_rule = run(*GATHER, "--by", "rule").stdout
-    assert "the rule takes graded for communication of" in by_rule
+    assert "the rule takes shard_p2p ring push for communication of" in by_rule
     assert "a plan has to gain" not in by_rule
     eager = json.loads(run(*SMALL, "--eager", "--json").stdout)
     graph = json.loads(run(*SMALL, "--json").stdout)

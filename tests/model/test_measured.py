@@ -23,9 +23,10 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap-4x-h20
 
 # 4xH200, bf16, 2026-11; stands in until a measured machine is shipped
 COSTS = Costs(
-    gemm_flop_per_s=870e12, gemm_launch_s=5e-6, gemm_settled=1.25, gemm_settling_s=0.25e-3,
+    gemm_flop_per_s=870e12, gemm_settled=1.25, gemm_settling_s=0.25e-3,
     hbm_bytes_per_s=3.8e12, kernel_s=1.5e-6, copy_bytes_per_s=390e9, copy_overhead_s=6e-6,
     barrier_s=3.2e-6, collective_bytes_per_s=316e9, all_gather_s=30e-6, reduce_scatter_s=22e-6,
+    collective_small_s=10e-6,
     direct_bytes_per_s=300e9, direct_s=6e-6,
     matmul_beside_copy=1.2, copy_beside_matmul=1.08, host_call_s=40e-6, host_step_s=15e-6,
 )  # fmt: skip

@@ -5,9 +5,19 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.choose.by_model import by_model
+from counterpoint.choose.known import shipped
 from counterpoint.errors import InputError, PlanError
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan.direct import DIRECT, FUSED, FUSED_ROWS, MAX_BYTES, SPECS, refusal
+from counterpoint.model.work import FUSED_INTAKE
+from counterpoint.plan.direct import (
+    DIRECT,
+    FUSED,
+    FUSED_ROWS,
+    MAX_BYTES,
+    SPECS,
+    fused_rounds,
+    refusal,
+)
 from counterpoint.plan.families import build
 from counterpoint.plan.serialize import from_json, to_json
 from counterpoint.plan.validate import validate
@@ -40,15 +50,38 @@ def test_it_costs_what_the_constants_say():
         problem = Problem(op, 64, 8192, 1024, 4)
         serial, ours = (predicted_s(build(problem, s), machine) for s in ("serial", spec))
         costs = machine.costs
-        library_s = costs.all_gather_s if op == AG else costs.reduce_scatter_s
         cols = problem.k if op == AG else problem.n
         received = 48 * cols * 2
         ours_s = costs.direct_s + received / costs.direct_bytes_per_s
-        if spec == FUSED:
-            ours_s += costs.kernel_s if op == AG else -costs.kernel_s
-        library_s += received / costs.collective_bytes_per_s
+        if spec == FUSED and op == AG:
+            ours_s += costs.kernel_s
+        elif spec == FUSED:
+            # a matmul of our own: 128 tiles of 64 columns, one on an SM, which takes in 64 of w's
+            # and 64 rows of x; its start is that of both
+            own_s = (64 + 64) * 1024 * 2 / (FUSED_INTAKE * costs.hbm_bytes_per_s / 132)
+            own_s, library_own_s = (
+                costs.kernel_s + own_s,
+                costs.matmul_s(64, 8192, 1024, 2, machine.sms),
+            )
+            ours_s += own_s * costs.settling(own_s) - costs.kernel_s
+            ours_s -= library_own_s * costs.settling(library_own_s)
+        library_s = costs.collective_s("all_gather" if op == AG else "reduce_scatter", received)
         assert serial - ours == pytest.approx(library_s - ours_s)
         assert by_model(problem, machine).spec == (DIRECT if op == AG else FUSED)
+
+
+def test_tiles_that_do_not_run_at_once_make_a_fused_kernel_slow():
+    """4xH200: 5120 columns are 160 tiles of 32 on 132 SMs, 27.8 us against 18.1 in two kernels."""
+    machine = shipped("NVIDIA H200", 4)
+    assert machine is not None
+    times = {}
+    for n in (132 * 32, 5120, 8192, 16384):
+        problem = Problem(RS, 64, n, 3200, 4)
+        assert fused_rounds(problem, 132) == (2 if n in (5120, 16384) else 1)
+        times[n] = [predicted_s(build(problem, spec), machine) for spec in (DIRECT, FUSED)]
+    assert times[5120][1] > 1.4 * times[5120][0]
+    assert times[5120][1] == pytest.approx(27.8e-6, rel=0.1)
+    assert times[8192][1] < times[8192][0]
 
 
 def test_its_words_count_as_memory():

@@ -29,8 +29,10 @@ MIN_GAIN_S = 10e-6
 TIE = 1.01
 # but where one of direct.SPECS is as close as predictions are off, it is taken: one or two kernels
 # in a row, and no side stream that a late copy or the host may hold up
-DIRECT_TIE = 1.05
-DIRECT_TIE_S = 5e-6  # of a side stream's fork and join, which are no constant of the model
+DIRECT_TIE = 1.03
+DIRECT_TIE_S = (
+    5e-6  # of what a side stream costs beyond the model: signals and copies that are late
+)
 
 
 def by_model(

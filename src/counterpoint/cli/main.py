@@ -372,6 +372,9 @@ def evaluate(
     picture: Annotated[
         Path | None, typer.Option(help="Draw the speedup of each scenario: .png, .svg or .pdf.")
     ] = None,
+    errors: Annotated[
+        Path | None, typer.Option(help="Draw predicted against measured times, likewise.")
+    ] = None,
     part: Annotated[
         str, typer.Option(help='"1/4": every fourth scenario, from the first on.')
     ] = "1/1",
@@ -381,11 +384,12 @@ def evaluate(
 
     Measures every candidate of 72 scenarios on the GPUs here, or reads rows that were measured.
 
-    **Example:** `counterpoint evaluate --rows benchmarks/results/overlap-4x-h200.jsonl`
+    **Example:** `counterpoint evaluate --rows benchmarks/results/evaluate-4x-h200.jsonl`
     """
     from counterpoint.cli.evaluate import evaluate as run
 
-    raise typer.Exit(run(rows=rows or [], out=out, picture=picture, part=part, only=only))
+    raise typer.Exit(run(rows=rows or [], out=out, picture=picture, errors=errors, part=part,
+                         only=only))  # fmt: skip
 
 
 @app.command()

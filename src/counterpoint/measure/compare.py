@@ -170,6 +170,8 @@ def compare(
         if arm["arm"] == AUTO:
             arm |= {"pick": choice.spec, "bounds_s": [choice.compute_s, choice.comm_s]}
             arm |= {"serial_over_auto": pairs.get("graph")}
+            # as the matmul library says: what a prediction without this GPU then knows
+            arm |= {"tiles": [[*shape, *tile] for shape, tile in choice.tiles.items()]}
     for arm in each:
         more = {"host_s": hosts[arm], "plain_eager_s": plain[arm].median_s}
         if arm == AUTO:

@@ -1,8 +1,9 @@
 """Layers of real models at which the chooser is scored.
 
-Sizes are those of one rank of eight (tensor parallel), bf16; tokens are M over all ranks. The
-constants of the machine are fitted to none of these shapes; margins and ties of the choosers were
-found at shapes of `SEEN`. Source: the models' configurations.
+Sizes are those of one rank of eight (tensor parallel), bf16; tokens are M over all ranks. The forms
+of the model, the rule and few of the constants were found at the 16 scenarios of `FITTED` and the
+rows of `characterize`; margins and ties of the chooser also at shapes of `LOOKED_AT`. The other 40
+are what it is scored by. Source: the models' configurations.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,8 @@ from typing import NamedTuple
 from counterpoint.problem import Op, Problem
 
 TOKENS = (64, 512, 2048, 8192)
-SEEN = ("Llama-3", "70B", "405B")  # in the names of those models
+FITTED = "Llama-3-70B"
+LOOKED_AT = "Llama-3.1-405B"
 # N, K of one rank
 LAYERS: dict[str, dict[str, tuple[Op, int, int]]] = {
     "Qwen3-32B": {

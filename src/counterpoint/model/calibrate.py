@@ -1,7 +1,7 @@
 """From measurements to the eighteen constants of `Costs`.
 
 Each constant follows from its own measurements by a fit that can be redone by hand: straight lines
-of time against bytes, a search over the four constants of matmuls, ratios for contention.
+of time against bytes, a search over the three constants of matmuls, ratios for contention.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +15,7 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 
 Row = Mapping[str, Any]
+SMALL_BYTES = 2 << 20  # of a collective, received by a rank: NCCL sends these with flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,19 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         return found
 
     copy_s, copy_rate = _line(of("copy"))
-    # one rate for both, and each its own rest
-    _, collective_rate = _line(of("collective"))
+    # one rate for both, and each its own rest; what is little is sent in another way
+    collectives = of("collective")
+    large = [row for row in collectives if row["num_bytes"] > SMALL_BYTES] or collectives
+    _, collective_rate = _line(large)
     latency_s = {
         kind: _median(
             max(row["seconds"] - row["num_bytes"] / collective_rate, 0.0)
             for row in of("collective", kind=kind)
+            if row in large
         )
         for kind in ("all_gather", "reduce_scatter")
     }
+    small = [row for row in collectives if row["num_bytes"] <= SMALL_BYTES]
     # a number of ranks that is no power of two has none: then no plan asks for it
     ours = [row for row in rows if row["question"] == "direct"]
     direct_s, direct_rate = machine.costs.direct_s, machine.costs.direct_bytes_per_s
@@ -81,12 +86,16 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         collective_bytes_per_s=collective_rate,
         all_gather_s=latency_s["all_gather"],
         reduce_scatter_s=latency_s["reduce_scatter"],
+        collective_small_s=machine.costs.collective_small_s,
         direct_bytes_per_s=direct_rate,
         direct_s=direct_s,
         copy_beside_matmul=_beside(of("beside", which="copy")),
         host_step_s=max(step_s, 0.0),
         host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
     )
+    if small:
+        rests = (max(row["seconds"] - costs.flagged_s(row["num_bytes"]), 0.0) for row in small)
+        costs = replace(costs, collective_small_s=_median(rests))
     matmuls = [
         Matmul(row["rows"], row["n"], row["k"], row["seconds"],
                (row["tile"][0], row["tile"][1]) if row.get("tile") else None)
@@ -103,22 +112,29 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
 
 
 def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Costs:
-    """`costs` with the four constants of matmuls that fit best, on a grid."""
+    """`costs` with the three constants of matmuls that fit best, on a grid."""
     peak = machine.device.bf16_flop_per_s
     grid: dict[str, list[float]] = {
         "gemm_flop_per_s": [peak * part / 200 for part in range(20, 201)],
         "gemm_settled": [1 + part / 100 for part in range(51)],
         "gemm_settling_s": [1e-3 * part for part in (0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5)],
-        "gemm_launch_s": [part * 0.25e-6 for part in range(61)],
     }
-    # a coarse start, then one constant at a time until none helps
-    starts = product((0.7, 0.8, 0.9), (1.0, 1.12, 1.25))
+    tried = (
+        _near(matmuls, replace(costs, gemm_settling_s=settling_s), grid, machine)
+        for settling_s in grid["gemm_settling_s"]
+    )
+    return min(tried, key=lambda found: error(matmuls, found, machine))
+
+
+def _near(
+    matmuls: Sequence[Matmul], costs: Costs, grid: Mapping[str, list[float]], machine: Machine
+) -> Costs:
+    """From a coarse start one constant at a time until none helps, then steps of all at once."""
+    peak = machine.device.bf16_flop_per_s
     best = min(
         (
-            replace(
-                costs, gemm_flop_per_s=peak * rate, gemm_settled=settled, gemm_settling_s=0.25e-3
-            )
-            for rate, settled in starts
+            replace(costs, gemm_flop_per_s=peak * rate, gemm_settled=settled)
+            for rate, settled in product((0.7, 0.8, 0.9), (1.0, 1.12, 1.25))
         ),
         key=lambda c: error(matmuls, c, machine),
     )
@@ -126,7 +142,7 @@ def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Co
     for _ in range(8):
         before = smallest
         for name, values in grid.items():
-            for value in values:
+            for value in values if name != "gemm_settling_s" else ():
                 tried = replace(best, **{name: value})
                 found = error(matmuls, tried, machine)
                 if found < smallest - 1e-9:

@@ -20,6 +20,10 @@ from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
 from counterpoint.timeline import Span, Timeline
 
+# what a call with side lanes costs beside its steps, as starts of kernels: a fork, an edge between
+# lanes and a join; 2xH200, Llama-3 70B at 64 and 512 tokens, in a graph
+SIDE_STARTS = 3
+
 
 class Ran(NamedTuple):
     """A step that has run: when its lane came to it, when its work began and ended."""
@@ -161,6 +165,9 @@ class _Rank:
         for i, bound in enumerate(program.steps):
             lanes.setdefault(bound.step.lane, []).append(i)
         self.lanes = [_Lane(steps) for steps in lanes.values()]
+        main = lanes.get(program.plan.lanes[0].name, [])
+        if main and len(lanes) > 1:  # side lanes fork from it, and it joins them behind its last
+            self.work_s[main[-1]] += SIDE_STARTS * machine.costs.kernel_s
 
     def kinds(self) -> set[str]:
         """Kinds of the steps that are under way."""

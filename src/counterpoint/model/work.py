@@ -3,10 +3,14 @@
 from counterpoint.costs import Collective, Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import BoundStep, Box, Part
+from counterpoint.plan.direct import fused_columns, fused_rounds, fused_rows
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
 
 LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calibrated
+# of all SMs together against the memory's: what one SM takes in when a fused kernel feeds it its
+# tile of w and all of x; 2xH200 and 4xH200, Llama-3 70B at 64 tokens (56 GB/s an SM)
+FUSED_INTAKE = 1.8
 
 
 def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> float:
@@ -49,12 +53,41 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> floa
 def _matmul_s(bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles) -> float:
     rows, n = part.write.shape
     k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
+    if bound.step.arg("kernel") == "fused" and plan.problem.op == "matmul_reduce_scatter":
+        return _fused_s(plan, machine)
     costs, tile = machine.costs, tiles.get((rows, n, k))
-    seconds = costs.matmul_s(rows, n, k, plan.problem.item_bytes, machine.sms, tile)
+    seconds = costs.matmul_s(
+        rows, n, k, plan.problem.item_bytes, machine.sms, tile, again=_again(bound, part, plan)
+    )
     if bound.step.accumulates:
         # a sum in fp32, which every pass reads and writes
         seconds = max(seconds, costs.memory_s(2 * _num_bytes(plan, part.write)))
     return seconds
+
+
+def _again(bound: BoundStep, part: Part, plan: Plan) -> bool:
+    """Whether a matmul before this one had all of the same w."""
+    first = next(step for step in plan.steps if step.kind == "matmul")
+    weight = part.reads[1]
+    whole = weight.shape == plan.buffer(weight.buffer).shape
+    if not whole or bound.step.arg("contract") == "rows":
+        return False
+    return bound.step.name != first.name or part is not bound.parts[0]
+
+
+def _fused_s(plan: Plan, machine: Machine) -> float:
+    """Seconds of the matmul of our own in the kernel of a reduce-scatter.
+
+    Each program takes in its columns of w and all of x, and the SM that has most of them is last:
+    160 tiles on 132 SMs take twice what 132 do.
+    """
+    p, costs, sms = plan.problem, machine.costs, machine.device.num_sms
+    rows = fused_rows(p)
+    columns, rounds = fused_columns(rows, p.n, p.ranks, sms), fused_rounds(p, sms)
+    intake = FUSED_INTAKE * costs.hbm_bytes_per_s / sms
+    intake_s = rounds * (columns + rows) * p.k * p.item_bytes / intake
+    read_s = (rows + p.n) * p.k * p.item_bytes / costs.hbm_bytes_per_s
+    return costs.kernel_s + max(intake_s, read_s)
 
 
 def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:

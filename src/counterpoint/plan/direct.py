@@ -7,6 +7,7 @@ kernels/matmul_all_reduce.py and kernels/all_gather_matmul.py.
 """
 
 from dataclasses import replace
+from math import ceil
 
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -37,6 +38,24 @@ def refusal(p: Problem, spec: str) -> str:
     if part % 4:
         return "parts of a multiple of 4 bytes"
     return f"at most {MAX_BYTES} bytes to send" if part * p.ranks > MAX_BYTES else ""
+
+
+def fused_columns(rows: int, n: int, ranks: int, num_sms: int) -> int:
+    """Columns of a tile of y[rows, n] in a fused kernel that sums, from measurements on 4 H200."""
+    wide = -(-n // 64) > num_sms
+    columns = 128 if wide and rows <= 16 else 64 if n >= 48 * num_sms else 32
+    return max(columns, ranks)
+
+
+def fused_rounds(p: Problem, num_sms: int) -> int:
+    """How many tiles one SM has at most in a fused kernel that sums."""
+    columns = fused_columns(fused_rows(p), p.n, p.ranks, num_sms)
+    return ceil(ceil(p.n / columns) / num_sms)
+
+
+def fused_rows(p: Problem) -> int:
+    """Rows of a tile there: of each owner the next power of two."""
+    return max(p.ranks << max(max(p.rows) - 1, 0).bit_length(), 16)
 
 
 def most_bytes(p: Problem) -> int:

@@ -37,7 +37,9 @@ def gather_s(
         for _ in range(parts):
             arrived_s += max(remote, 0) * _copy_s(rows * row_bytes // parts, machine)
             after_s = max(end_s, arrived_s) if remote else end_s
-            end_s = after_s + _matmul_s(problem, rows * size // parts, machine, tiles)
+            end_s = after_s + _matmul_s(
+                problem, rows * size // parts, machine, tiles, again=end_s > 0
+            )
             end_s += costs.kernel_s if remote else 0.0
     return end_s
 
@@ -61,11 +63,11 @@ def finer_s(
     elif kind.dims == 2:
         step_s = _matmul_s(p, owners * shard, machine, tiles, n=p.n // steps)
     elif kind.fused:
-        step_s = _matmul_s(p, owners * shard // steps, machine, tiles)
+        step_s = _matmul_s(p, owners * shard // steps, machine, tiles, again=True)
         moved = 2 * owners * shard * (p.n if gathers else p.k) // steps
         step_s += costs.memory_s(moved * item_bytes)
     else:
-        step_s = owners * _matmul_s(p, shard // steps, machine, tiles)
+        step_s = owners * _matmul_s(p, shard // steps, machine, tiles, again=True)
     own_s = _matmul_s(p, shard, machine, tiles) if kind.hetero else 0.0
     # the longer of the two sides, and of the shorter one a step
     if gathers:
@@ -107,7 +109,9 @@ def scatter_s(
         owners += size
         remote = size - (owners == problem.ranks)  # the last group holds the own rows
         for _ in range(parts):
-            computed_s += _matmul_s(problem, rows * size // parts, machine, tiles)
+            computed_s += _matmul_s(
+                problem, rows * size // parts, machine, tiles, again=computed_s > 0
+            )
             if parts > 1:
                 sent_s = _copy_s(rows * row_bytes // parts, machine)
                 copied_s = max(copied_s, computed_s) + sent_s
@@ -125,11 +129,12 @@ def _copy_s(num_bytes: int, machine: Machine, row_bytes: int = 0) -> float:
 
 
 def _matmul_s(
-    problem: Problem, rows: int, machine: Machine, tiles: Tiles = NO_TILES, n: int = 0
-) -> float:
+    problem: Problem, rows: int, machine: Machine, tiles: Tiles = NO_TILES, n: int = 0, *,
+    again: bool = False,
+) -> float:  # fmt: skip
     costs, p = machine.costs, problem
     whole_s, part_s = (
-        costs.matmul_s(r, c, p.k, p.item_bytes, machine.sms, tiles.get((r, c, p.k)))
-        for r, c in ((p.m, p.n), (rows, n or p.n))
+        costs.matmul_s(r, c, p.k, p.item_bytes, machine.sms, tiles.get((r, c, p.k)), again=more)
+        for r, c, more in ((p.m, p.n, False), (rows, n or p.n, again))
     )
     return part_s * costs.settling(whole_s)

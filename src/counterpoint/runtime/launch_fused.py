@@ -8,6 +8,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.plan.direct import fused_columns
 from counterpoint.runtime.fused import FusedMemory, Shared
 from counterpoint.runtime.fused_call import Launch
 
@@ -89,8 +90,7 @@ def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fu
     rows = padded_rows(m)
     shots: Literal[1, 2] = 1 if rows * (ranks - 1) <= 8 else 2
     wide = -(-n // 64) > num_sms
-    block_n = 128 if wide and rows <= 16 else 64 if n >= 48 * num_sms else 32
-    block_n = max(block_n, ranks)
+    block_n = fused_columns(rows, n, ranks, num_sms)
     step_bytes = (block_n + max(rows, 16)) * 64 * item_bytes
     stages = max(2, min(MAX_STAGES, TILE_BYTES // step_bytes))
     return Fused(shots, "words", block_n, 64, stages, 8 if rows > (16 if wide else 64) else 4)
