@@ -82,13 +82,11 @@ def matmul_all_to_all_kernel(
             acc = tl.dot(x_desc.load([at_m, k]), w, acc, input_precision="ieee")
 
         rows = at_m + tl.arange(0, BLOCK_M)
-        tl.debug_barrier()  # what the stores need is loaded now: else it fills registers before
-        base, place = tl.zeros((BLOCK_M,), tl.int64), rows
-        for s in tl.static_range(WORLD):
-            start = tl.load(own_ptr + s)
-            origin = tl.load(routes_ptr + s * (E + 1) + rank * local + expert)
-            base = tl.where(rows >= start, tl.load(rows_ptr + s), base)
-            place = tl.where(rows >= start, rows - start + origin, place)
+        owner = tl.zeros((BLOCK_M,), tl.int32)
+        for s in tl.static_range(1, WORLD):
+            owner += (rows >= tl.load(own_ptr + s)).to(tl.int32)
+        origin = tl.load(routes_ptr + owner * (E + 1) + rank * local + expert)
+        place = origin + rows - tl.load(own_ptr + owner)
         live = works & (rows < tl.load(own_ptr + WORLD)) & (place < limit)
         cols = at_n + tl.arange(0, BLOCK_N)
         live = live[:, None] & (cols < N)[None, :]
@@ -96,9 +94,8 @@ def matmul_all_to_all_kernel(
             add = tl.load(add_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], live, other=0)
             acc += add.to(tl.float32)
         row_bytes = place.to(tl.int64) * N * (X.primitive_bitwidth // 8)
-        to = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16) + half + row_bytes
-        to = to.to(tl.pointer_type(X), bitcast=True)
-        put(to[:, None] + cols[None, :], acc.to(X), live)
+        to = peer_ptr(rows_ptr, owner, half + row_bytes, X)[:, None] + cols[None, :]
+        put(to, acc.to(X), live)
 
     if is_last(state_ptr + 1, programs):
         tl.store(state_ptr + 1, 0)
