@@ -14,6 +14,7 @@ from typing import Any
 
 import copies_tables
 import decode_tables
+import experts_tables
 import few_rows_tables
 import losses_tables
 import mesh_prediction
@@ -399,6 +400,8 @@ def main() -> None:
     replace(ROOT / "docs" / "losses.md", "finer", losses_tables.finer(record.read(largest)))
     for name, text in losses_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "losses.md", name, text)
+    for name, text in experts_tables.sections(RESULTS, IMAGES).items():
+        replace(ROOT / "docs" / "experts.md", name, text)
     for name, text in copies_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "transports.md", name, text)
     replace(ROOT / "docs" / "choosing.md", "scores", scores_tables())

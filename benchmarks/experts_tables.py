@@ -1,0 +1,197 @@
+"""The tables and the picture of docs/experts.md, from benchmarks/experts.py's rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from copies_tables import table
+
+from counterpoint.choose.experts import MARGIN
+from counterpoint.measure import record
+from counterpoint.measure.speedups import Speedups, draw_speedups
+
+Row = dict[str, Any]
+ABOVE = 1.02  # a pick is right up to this much above the faster of the two
+NAMES = {"all_to_all_matmul": "to the experts", "matmul_all_to_all": "back"}
+BARS = {4096: 1.25}  # speedup over the libraries' pair, the mean at so many tokens
+
+
+class Measured:
+    """One case: what its arms took."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.head = rows[0]
+        self.seconds = {row["arm"]: row["median_s"] for row in rows}
+        self.back = self.head["op"] == "matmul_all_to_all"
+
+    def fastest(self, start: str, end: str = "") -> float:
+        """Seconds of the fastest arm of that name."""
+        of = [t for arm, t in self.seconds.items() if arm.startswith(start) and arm.endswith(end)]
+        return min(of)
+
+    @property
+    def matmul_s(self) -> float:
+        """The faster of the libraries' grouped matmul and a loop."""
+        return self.fastest("matmul ")
+
+    @property
+    def pair_s(self) -> float:
+        """The faster pair of the libraries, whose rows are not in place."""
+        return self.fastest("pair ")
+
+    @property
+    def in_place_s(self) -> float:
+        """The same with the pass that puts them there; with one expert it does nothing."""
+        if self.head["experts"] == 1:
+            return self.pair_s
+        return min(t for a, t in self.seconds.items() if a.startswith("in place") and "," not in a)
+
+    @property
+    def ideal_s(self) -> float:
+        """The longer of the two sides."""
+        return max(self.matmul_s, self.seconds["communication"])
+
+    @property
+    def ours_s(self) -> float:
+        """One kernel."""
+        return self.seconds["one kernel"]
+
+    @property
+    def picked_s(self) -> float:
+        """What auto takes where counts are host-known: the pair, with rows in place, or ours."""
+        return self.ours_s if self.fused else self.in_place_s
+
+    @property
+    def fused(self) -> bool:
+        """Whether auto takes one kernel, by what was predicted."""
+        guess = self.head["predicted"]
+        return guess["fused_s"] * MARGIN <= guess["serial_s"]
+
+
+def read(path: Path) -> list[Measured]:
+    """Its cases, in the order of the file."""
+    cases: dict[tuple[Any, ...], list[Row]] = {}
+    for row in record.read(path):
+        key = tuple(row[name] for name in ("op", "model", "tokens", "routing"))
+        cases.setdefault(key, []).append(row)
+    return [Measured(rows) for rows in cases.values()]
+
+
+def sections(results: Path, images: Path) -> dict[str, str]:
+    """The text of each marker; {} without rows. Draws the picture."""
+    paths = sorted(results.glob("experts-*x-h200.jsonl"), reverse=True)
+    if not paths:
+        return {}
+    files = [read(path) for path in paths]
+    panels: list[Speedups] = []
+    parts: list[str] = []
+    for cases in files:
+        h = cases[0].head
+        ranks = h["ranks"]
+        for op, name in NAMES.items():
+            some = [c for c in cases if c.head["op"] == op]
+            parts.append(f"{ranks} GPUs, rows {name}:\n\n{_times(some)}\n\n{_means(some)}")
+        panels += [
+            Speedups(f"{ranks} GPUs, {name}", *_speedups([c for c in cases if c.head["op"] == op]))
+            for op, name in NAMES.items()
+        ]
+    h = files[0][0].head
+    where = (
+        f"{h['gpu']}, driver {h['driver']}, torch {h['torch']}, NCCL {h['nccl']}, NVLink multicast "
+        f"{'on' if h['multicast'] else 'off'}, {h['date']}, commit {h['commit']}"
+    )
+    draw_speedups(panels[:2], images / "experts.png", source=where,
+                  title="Experts: the libraries, rows in place / ours")  # fmt: skip
+    return {
+        "experts": "![experts in one kernel](images/experts.png)\n\n" + "\n\n".join(parts)
+        + f"\n\nMicroseconds, CUDA graphs, one rotation a case. {where}.",
+        "experts-choice": "\n".join(_choice(cases) for cases in files),
+        "experts-ablation": _ablation(files[0]),
+    }  # fmt: skip
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
+
+
+def _times(cases: Sequence[Measured]) -> str:
+    back = cases[0].back
+    head = ["model, tokens of a rank", "matmul", "all-to-all", "weights once", "pair", "in place",
+            "one kernel", "less than pair", "than in place", "hidden", "auto"]  # fmt: skip
+    if back:
+        head += ["in place, sum", "one kernel, sum", "less"]
+    lines: list[list[str]] = []
+    for c in cases:
+        h = c.head
+        hidden = (c.in_place_s - c.ours_s) / (c.in_place_s - c.ideal_s)
+        line = [f"{h['model']}, {h['tokens']}, {h['routing']}", _us(c.matmul_s),
+                _us(c.seconds["communication"]), _us(h["weight_bytes"] / 4.3e12), _us(c.pair_s),
+                _us(c.in_place_s), _us(c.ours_s), f"{1 - c.ours_s / c.pair_s:.0%}",
+                f"{1 - c.ours_s / c.in_place_s:.0%}", f"{hidden:.0%}",
+                "one kernel" if c.fused else "serial"]  # fmt: skip
+        if back:
+            theirs, ours = c.fastest("in place", ", sum"), c.seconds["one kernel, sum"]
+            line += [_us(theirs), _us(ours), f"{1 - ours / theirs:.0%}"]
+        lines.append(line)
+    return table(head, lines)
+
+
+def _means(cases: Sequence[Measured]) -> str:
+    """What the bars ask for."""
+    texts: list[str] = []
+    for tokens in dict.fromkeys(c.head["tokens"] for c in cases):
+        some = [c for c in cases if c.head["tokens"] == tokens]
+        pair = geometric_mean(c.pair_s / min(c.ours_s, c.pair_s) for c in some)
+        place = geometric_mean(c.in_place_s / c.picked_s for c in some)
+        bar = f" (bar {BARS[tokens]})" if tokens in BARS else ""
+        texts.append(f"{tokens} tokens: pair / the faster {pair:.2f}{bar}, in place / auto "
+                     f"{place:.2f}")  # fmt: skip
+    less = [1 - min(c.ours_s, c.pair_s) / c.pair_s for c in cases]
+    texts.append(f"less time than the pair: mean {fmean(less):.0%}, most {max(less):.0%}")
+    return "; ".join(texts) + "."
+
+
+def _speedups(cases: Sequence[Measured]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    rows: dict[str, dict[str, float]] = {}
+    ideals: dict[str, float] = {}
+    for c in cases:
+        h = c.head
+        label = f"{h['model']}, {h['tokens']}, {h['routing']}"
+        rows[label] = {"one kernel": c.in_place_s / c.ours_s, "pair": c.in_place_s / c.pair_s}
+        if c.back:
+            ours = c.seconds["one kernel, sum"]
+            rows[label]["with the sum"] = c.fastest("in place", ", sum") / ours
+        ideals[label] = c.in_place_s / c.ideal_s
+    return rows, ideals
+
+
+def _choice(cases: Sequence[Measured]) -> str:
+    """How often auto was right, host-known, and how far predictions are off."""
+    right = [c.picked_s <= ABOVE * min(c.ours_s, c.in_place_s) for c in cases]
+    regrets = [c.picked_s / min(c.ours_s, c.in_place_s) - 1 for c in cases]
+    always = fmean(c.ours_s <= ABOVE * min(c.ours_s, c.in_place_s) for c in cases)
+    errors = sorted(
+        abs(c.head["predicted"][key] / seconds - 1)
+        for c in cases for key, seconds in (("fused_s", c.ours_s), ("serial_s", c.in_place_s))
+    )  # fmt: skip
+    return (
+        f"- {cases[0].head['ranks']} GPUs, {len(cases)} cases: auto right in {fmean(right):.0%} "
+        f"(always one kernel {always:.0%}), mean regret {fmean(regrets):.1%}, worst "
+        f"{max(regrets):.1%}; predictions off by {errors[len(errors) // 2]:.0%} in the median, "
+        f"{errors[-1]:.0%} at worst."
+    )
+
+
+def _ablation(cases: Sequence[Measured]) -> str:
+    """Microseconds of each other way, beside the one that is taken."""
+    known = ("matmul", "pair", "in place", "communication", "one kernel")
+    lines: list[list[str]] = []
+    for c in cases:
+        others = {a: t for a, t in c.seconds.items() if not a.startswith(known)}
+        if others:
+            text = ", ".join(f"{arm} {_us(t)}" for arm, t in others.items())
+            h = c.head
+            label = f"{NAMES[h['op']]}, {h['model']}, {h['tokens']}, {h['routing']}"
+            lines.append([label, _us(c.ours_s), text])
+    return table(["case", "as taken", "else, without the operator around it"], lines)
