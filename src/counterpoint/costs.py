@@ -87,19 +87,23 @@ class Costs:
                 raise InputError("Costs", field.name, want=want, got=f"{value!r}")
 
     def matmul_s(
-        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None
-    ) -> float:
+        self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None,
+        *, count: int = 1,
+    ) -> float:  # fmt: skip
         """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
 
         Waves of one tile per SM, and memory as a bound, which costs a start and an end and not what
         it takes to fill the tensor cores. Where the library's tile is not known, the best of its
         largest and its halvings is taken. fp32 products are counted at half the rate of 16-bit
         ones.
+
+        Args:
+            count: of as many such matmuls, of weights of their own, in one launch.
         """
         if not rows * n * k:
             return 0.0
-        compute_s = _waves_s(self, rows, n, k, item_bytes, sms, tile)
-        memory_s = (rows * k + n * k + rows * n) * item_bytes / self.hbm_bytes_per_s
+        compute_s = _waves_s(self, rows, n, k, item_bytes, sms, tile, count)
+        memory_s = count * (rows * k + n * k + rows * n) * item_bytes / self.hbm_bytes_per_s
         return max(self.gemm_launch_s + compute_s, 2 * self.kernel_s + memory_s)
 
     def settling(self, matmuls_s: float) -> float:
@@ -143,14 +147,15 @@ class Sms:
 
 @lru_cache(maxsize=4096)  # a chooser asks for the same few shapes again and again
 def _waves_s(
-    costs: Costs, rows: int, n: int, k: int, item_bytes: int, sms: Sms, tile: Tile | None
-) -> float:
-    """Seconds of a matmul's waves of tiles."""
+    costs: Costs, rows: int, n: int, k: int, item_bytes: int, sms: Sms, tile: Tile | None,
+    count: int = 1,
+) -> float:  # fmt: skip
+    """Seconds of the waves of tiles of `count` matmuls."""
     flop_per_s = costs.gemm_flop_per_s * 2 / max(item_bytes, 2)
     largest = sms.tile[0] * sms.tile[1]
 
     def of(tile_m: int, tile_n: int, partial: float) -> float:
-        whole, rest = divmod(ceil(rows / tile_m) * ceil(n / tile_n), sms.count)
+        whole, rest = divmod(count * ceil(rows / tile_m) * ceil(n / tile_n), sms.count)
         waves = whole + (partial + (1 - partial) * rest / sms.count if rest else 0.0)
         efficiency = TILE_EFFICIENCY ** log2(largest / (tile_m * tile_n))
         tile_flop = 2 * tile_m * tile_n * k

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
 from unittest.mock import Mock
 
 import pytest
@@ -19,10 +18,9 @@ from counterpoint.plan.finer import FINER
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
-from counterpoint.problem import FORWARD, Op, Problem
+from counterpoint.problem import FORWARD, OPS, Op, Problem
 from counterpoint.timeline import Span, Timeline
 
-OPS: tuple[Op, ...] = get_args(Op)
 AG: Op = "all_gather_matmul"
 RS: Op = "matmul_reduce_scatter"
 MACHINES = ("h200", "mi300x", "a40")  # by a switch, all with all, over PCIe
