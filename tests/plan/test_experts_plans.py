@@ -1,5 +1,7 @@
 """Plans of experts: proved for any ranks, experts and groups; what is no such plan is refused."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,10 +132,10 @@ def test_a_spec_that_does_not_fit(op: Op, spec: str, message: str):
         ({"splits": (2, 3)}, "splits must be empty"),
     ],
 )
-def test_a_problem_that_is_none(changes: dict, message: str):
-    good = {"op": THERE, "m": 18, "n": 5, "k": 7, "ranks": 2, "experts": 3}
+def test_a_problem_that_is_none(changes: dict[str, Any], message: str):
+    good: dict[str, Any] = {"op": THERE, "m": 18, "n": 5, "k": 7, "ranks": 2, "experts": 3}
     with pytest.raises(InputError, match=message):
-        Problem(**(good | changes))  # type: ignore[arg-type]
+        Problem(**(good | changes))
 
 
 def test_a_problem_prints_and_counts():

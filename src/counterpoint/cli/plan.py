@@ -30,8 +30,8 @@ CLOSED = "closed form: a first guess, by which those to simulate are sorted out"
 
 
 def plan(
-    *, op: str, shape: str, machine: str, ranks: int, experts: int, dtype: str, spec: str, by: Level,
-    eager: bool, show: bool, out: Path | None, as_json: bool,
+    *, op: str, shape: str, machine: str, ranks: int, experts: int, dtype: str, spec: str,
+    by: Level, eager: bool, show: bool, out: Path | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Print the choice and why, or a plan that is asked for beside serial; 0.
 

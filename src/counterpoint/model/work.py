@@ -77,8 +77,8 @@ def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
         row_bytes = (
             cols * plan.problem.item_bytes if cols < plan.buffer(source.buffer).shape[1] else 0
         )
-        num_bytes = _num_bytes(plan, target) * run.count
-        if run.count > 1:
+        num_bytes = _num_bytes(plan, target) * run.times
+        if run.times > 1:
             row_bytes = _num_bytes(plan, target)
         peers = {source.rank, target.rank}
         if len(peers) == 1:

@@ -67,6 +67,8 @@ def all_to_all_matmul(
             kernel takes w: 16-bit, its sizes and strides multiples of 16 bytes. Serial copies
             device-known counts to the host, which waits for them; it does not run while a graph is
             captured. In one kernel, with device-known counts, x has equally many rows on all ranks.
+            "grouped", or with sizes of groups of experts "grouped 8/8/16": a plan on copy engines,
+            where counts are host-known and all equal; the backward takes the same spec.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:

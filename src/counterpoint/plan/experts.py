@@ -103,15 +103,20 @@ def _back(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
         # launched behind the next group's matmuls: until then nothing has come
         steps += unpacked
         pieces = [(e, p.experts) for e in span]
-        own = (tuple(Region(name, shards=OWN, piece=piece) for piece in pieces)
-               for name in ("product", "y"))  # fmt: skip
+        kept = {
+            name: tuple(Region(name, shards=OWN, piece=piece) for piece in pieces)
+            for name in ("product", "y")
+        }
         sources = [(order.source(d),) for d in order.distances]
-        others = (tuple(Region(name, shards=s, piece=piece) for s in sources for piece in pieces)
-                  for name in ("returned", "y"))  # fmt: skip
+        come = {
+            name: tuple(Region(name, shards=s, piece=piece) for s in sources for piece in pieces)
+            for name in ("returned", "y")
+        }
         waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
-        steps.append(Step(f"keep_{g}", "local", "copy", *own, after))
-        unpack = Step(f"unpack_{g}", "local", "copy", *others, opened, waits)
-        unpacked = [unpack]
+        steps.append(Step(f"keep_{g}", "local", "copy", kept["product"], kept["y"], after))
+        unpacked = [
+            Step(f"unpack_{g}", "local", "copy", come["returned"], come["y"], opened, waits)
+        ]
     return *steps, *unpacked
 
 

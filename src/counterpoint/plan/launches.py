@@ -12,13 +12,13 @@ from counterpoint.plan.steps import Plan, same_batch
 
 
 class Run(NamedTuple):
-    """`count` parts like `part`, each so many rows behind the one before: where read, and written.
+    """`times` parts like `part`, each so many rows behind the one before: where read, and written.
 
     A run of one part has no distances.
     """
 
     part: Part
-    count: int = 1
+    times: int = 1
     read_step: int = 0
     write_step: int = 0
 
@@ -29,7 +29,8 @@ def batches(program: Program) -> list[tuple[int, ...]]:
     last: dict[str, int] = {}  # of each lane, its last launch
     for i, bound in enumerate(program.steps):
         before = last.get(bound.step.lane)
-        if before is not None and _continues(program.steps[found[before][-1]], bound):
+        ahead = program.steps[found[before][-1]] if before is not None else None
+        if before is not None and ahead and _continues(ahead, bound, program.plan):
             found[before].append(i)
             continue
         last[bound.step.lane] = len(found)
@@ -44,19 +45,31 @@ def runs(bound: BoundStep, plan: Plan) -> list[Run]:
         last = found[-1] if found and _whole_rows((*part.reads, part.write), plan) else None
         steps = _steps(last, part) if last else None
         if last and steps:
-            found[-1] = Run(last.part, last.count + 1, *steps)
+            found[-1] = Run(last.part, last.times + 1, *steps)
         else:
             found.append(Run(part))
     return found
 
 
-def _continues(before: BoundStep, bound: BoundStep) -> bool:
-    """Whether two matmuls may be one launch: see `form.check_form` on what a batch is."""
-    if not same_batch(before.step, bound.step) or len(before.parts) != 1 or len(bound.parts) != 1:
+def _continues(before: BoundStep, bound: BoundStep, plan: Plan) -> bool:
+    """Whether two matmuls are one launch: see `form.check_form` on what a batch is."""
+    if not (_batched(before, plan) and same_batch(before.step, bound.step)):
+        return False
+    if not _batched(bound, plan):
         return False
     (first,), (second,) = before.parts, bound.parts
     pairs = zip((*first.reads, first.write), (*second.reads, second.write), strict=True)
     return all(_alike(a, b) and a.r1 == b.r0 for a, b in pairs)
+
+
+def _batched(bound: BoundStep, plan: Plan) -> bool:
+    """Whether a step may be one of several: y = x w of one box each, by the weight of an expert."""
+    p, step = plan.problem, bound.step
+    if not p.experts or [name for name, _ in step.args] != ["batch"] or len(bound.parts) != 1:
+        return False
+    x_and_w, y = bound.parts[0]
+    whole = len(x_and_w) == 2 and x_and_w[1].shape[0] == p.k
+    return whole and plan.buffer(y.buffer).dtype == p.dtype
 
 
 def _steps(run: Run, part: Part) -> tuple[int, int] | None:
@@ -65,11 +78,11 @@ def _steps(run: Run, part: Part) -> tuple[int, int] | None:
     if not (_alike(read, part.reads[0]) and _alike(write, part.write)):
         return None
     apart = (part.reads[0].r0 - read.r0, part.write.r0 - write.r0)
-    if run.count == 1:
+    if run.times == 1:
         # a pitch goes upwards, and rows do not overlap
         return apart if min(apart) >= read.r1 - read.r0 else None
     steps = (run.read_step, run.write_step)
-    return steps if apart == (run.count * steps[0], run.count * steps[1]) else None
+    return steps if apart == (run.times * steps[0], run.times * steps[1]) else None
 
 
 def _alike(a: Box, b: Box) -> bool:
