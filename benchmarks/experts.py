@@ -5,6 +5,8 @@ Uniform: each expert gets as many rows from each rank. Skewed: the experts of ra
 mean, and counts are drawn. Counts of ours are on the device only; the libraries' were read before.
 
     torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl
+
+Plans are of copies on copy engines, of uniform routing alone; host-known counts.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import counterpoint
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, relative_error, rotate
@@ -53,6 +56,12 @@ MODELS = (Model("DeepSeek-V3", 32, 7168, 2048, 8), Model("Qwen3-235B", 16, 4096,
 TOKENS = (4096, 1024, 256)  # of a rank
 ROUTINGS = ("uniform", "skewed")
 DIRECTIONS = ("all_to_all_matmul", "matmul_all_to_all")
+# plans of copies, of equal counts alone; named by the experts of a rank, "" fits all
+PLANS = {
+    "": ("grouped",),
+    32: ("grouped 16/16", "grouped 8/8/8/8", "grouped 4/4/8/16", "grouped 16/8/4/4"),
+    16: ("grouped 8/8", "grouped 4/4/4/4", "grouped 2/2/4/8", "grouped 8/4/2/2"),
+}
 
 
 class Case(NamedTuple):
@@ -201,6 +210,12 @@ def ours(
     return lambda _: back(layer.x, layer.w, layer.on_device, y), y
 
 
+def planned(layer: Layer, spec: str) -> Callable[[int], Tensor]:
+    """An operator by a plan, which makes its result."""
+    op = getattr(counterpoint, layer.case.op)
+    return lambda _: op(layer.x, layer.w, counts=layer.counts, plan=spec, group=layer.group)
+
+
 def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
     """Some rows of the result, and what they are in fp64."""
     arms = arms_of(layer)
@@ -213,6 +228,13 @@ def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
         pairs = zip(rows.tolist(), experts.tolist(), strict=True)
         return rows, torch.stack([layer.sorted[i].double() @ layer.w[e].double() for i, e in pairs])
     return rows, got[rows].double()  # another rank's product: checked against the libraries'
+
+
+def worst(got: Tensor, want: Tensor, group: dist.ProcessGroup) -> float:
+    """The largest relative error of any rank."""
+    error = torch.tensor(relative_error(got, want), device=got.device)
+    dist.all_reduce(error, op=dist.ReduceOp.MAX, group=group)
+    return error.item()
 
 
 def measure(case: Case, group: dist.ProcessGroup, device: torch.device,
@@ -233,10 +255,16 @@ def measure(case: Case, group: dist.ProcessGroup, device: torch.device,
         call, y = ours(layer, memory, tile, way, over)
         call(0)
         torch.cuda.synchronize()
-        error = torch.tensor(relative_error(y[rows], want), device=device)
-        dist.all_reduce(error, op=dist.ReduceOp.MAX, group=group)
-        errors[name] = error.item()
-        if not error <= 1e-2:
+        errors[name] = worst(y[rows], want, group)
+        if not errors[name] <= 1e-2:
+            raise AssertionError(f"{case} {name}: error {errors[name]:.1e} against fp64")
+        arms[name] = call
+    specs = PLANS[""] + PLANS.get(layer.local, ()) if case.routing == "uniform" else ()
+    for spec in specs:
+        name = f"plan {spec}"
+        call = planned(layer, spec)
+        errors[name] = worst(call(0)[rows], want, group)
+        if not errors[name] <= 1e-2:
             raise AssertionError(f"{case} {name}: error {errors[name]:.1e} against fp64")
         arms[name] = call
     graphs = {name: captured(call, CALLS) for name, call in arms.items()}
@@ -271,7 +299,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose text has this in it")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(170, exit=True)
+    faulthandler.dump_traceback_later(280, exit=True)
     start_s = time.monotonic()
     with nccl_group() as (group, device):
         for values in product(DIRECTIONS, MODELS, TOKENS, ROUTINGS):
