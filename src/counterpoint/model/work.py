@@ -19,7 +19,7 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
     costs = machine.costs
     match bound.step.kind:
         case "barrier":
-            return costs.barrier_s
+            return costs.barrier_s if bound.step.posts else costs.kernel_s
         case "matmul":
             return sum(_matmul_s(bound, part, plan, machine, tiles, batch) for part in bound.parts)
         case "copy":

@@ -74,6 +74,11 @@ def is_grouped(plan: str) -> bool:
     return plan.split()[:1] == ["grouped"]
 
 
+def backward_plan(plan: str) -> str:
+    """The plan of an operator's backward, the other operator: sizes of groups are chosen anew."""
+    return "grouped" if is_grouped(plan) else plan
+
+
 def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> None:
     """Refuse operands that do not fit one another.
 

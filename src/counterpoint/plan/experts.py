@@ -12,7 +12,7 @@ of that rank. By expert: part e of every block, one after the other, which is a 
 from dataclasses import replace
 
 from counterpoint.plan.all_gather_matmul import COMPUTE, COPY, OWN, SIGNAL, Peers
-from counterpoint.plan.peers import Order
+from counterpoint.plan.peers import Order, Piece
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Space, Step
 from counterpoint.problem import Problem
 
@@ -94,30 +94,39 @@ def _there(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
 def _back(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
     """The matmuls of a group, then its rows to their owners, who put them into y."""
     steps: list[Step] = []
-    unpacked: list[Step] = []
+    unpacked: tuple[Step, ...] = ()
     for g, span in enumerate(spans):
         multiplied = _matmuls(p, g, span, "x", "product")
-        after = (multiplied[-1].name,)
-        opened = () if g else ("open",)
-        steps += [*multiplied, _push(p, order, g, span, "product", "returned", after + opened)]
-        # launched behind the next group's matmuls: until then nothing has come
+        after = (multiplied[-1].name, *(() if g else ("open",)))
+        steps += [*multiplied, _push(p, order, g, span, "product", "returned", after)]
+        # behind the next group's matmuls: until then nothing has come
         steps += unpacked
         pieces = [(e, p.experts) for e in span]
-        kept = {
-            name: tuple(Region(name, shards=OWN, piece=piece) for piece in pieces)
+        own, mine = (
+            tuple(Region(name, shards=OWN, piece=piece) for piece in pieces)
             for name in ("product", "y")
-        }
-        sources = [(order.source(d),) for d in order.distances]
-        come = {
-            name: tuple(Region(name, shards=s, piece=piece) for s in sources for piece in pieces)
-            for name in ("returned", "y")
-        }
-        waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
-        steps.append(Step(f"keep_{g}", "local", "copy", kept["product"], kept["y"], after))
-        unpacked = [
-            Step(f"unpack_{g}", "local", "copy", come["returned"], come["y"], opened, waits)
-        ]
+        )
+        # later ones come behind `unpack` on their lane, and so behind the matmuls
+        steps.append(Step(f"keep_{g}", "local", "copy", own, mine, () if g else after[:1]))
+        unpacked = _unpack(p, order, g, pieces)
     return *steps, *unpacked
+
+
+def _unpack(p: Problem, order: Order, g: int, pieces: list[Piece]) -> tuple[Step, ...]:
+    """What peers have sent of a group, into y.
+
+    Waited for between matmuls: a kernel that waits beside one takes a place where it would run.
+    """
+    waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
+    sources = [(order.source(d),) for d in order.distances]
+    come, mine = (
+        tuple(Region(name, shards=source, piece=piece) for source in sources for piece in pieces)
+        for name in ("returned", "y")
+    )
+    return (
+        Step(f"come_{g}", "compute", "barrier", after=() if g else ("open",), waits=waits),
+        Step(f"unpack_{g}", "local", "copy", come, mine, (f"come_{g}",)),
+    )
 
 
 def _push(
