@@ -25,6 +25,9 @@ import counterpoint
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, relative_error, rotate
+from counterpoint.ops.auto import knowledge_of
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
 from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.launch_experts import (
     AllToAllMatmul,
@@ -34,7 +37,7 @@ from counterpoint.runtime.launch_experts import (
     sending_of,
     tile_of,
 )
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
 
 CALLS = 4  # of one graph
 SAMPLE_ROWS = 64
@@ -216,6 +219,14 @@ def planned(layer: Layer, spec: str) -> Callable[[int], Tensor]:
     return lambda _: op(layer.x, layer.w, counts=layer.counts, plan=spec, group=layer.group)
 
 
+def spec_of(layer: Layer, spec: str, workspace: Workspace) -> str:
+    """A spec with the sizes that it leaves out."""
+    case, ranks = layer.case, layer.group.size()
+    op: Any = case.op
+    problem = Problem(op, layer.sent, case.n, case.k, ranks, experts=layer.local)
+    return build(problem, spec, knowledge_of(workspace).machine).spec
+
+
 def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
     """Some rows of the result, and what they are in fp64."""
     arms = arms_of(layer)
@@ -260,8 +271,10 @@ def measure(case: Case, group: dist.ProcessGroup, device: torch.device,
             raise AssertionError(f"{case} {name}: error {errors[name]:.1e} against fp64")
         arms[name] = call
     specs = PLANS[""] + PLANS.get(layer.local, ()) if case.routing == "uniform" else ()
+    built: dict[str, str] = {}
     for spec in specs:
         name = f"plan {spec}"
+        built[name] = spec_of(layer, spec, workspace_of(group, device))
         call = planned(layer, spec)
         errors[name] = worst(call(0)[rows], want, group)
         if not errors[name] <= 1e-2:
@@ -280,7 +293,7 @@ def measure(case: Case, group: dist.ProcessGroup, device: torch.device,
     found = [
         facts | {"arm": name, "median_s": t.median_s / CALLS, "p20_s": t.quantile_s(2) / CALLS,
                  "p80_s": t.quantile_s(8) / CALLS, "skew_s": t.skew_s / CALLS,
-                 "error": errors.get(name), "rounds": len(t.rounds_s)}
+                 "error": errors.get(name), "spec": built.get(name), "rounds": len(t.rounds_s)}
         for name, t in times.items()
     ]  # fmt: skip
     del graphs

@@ -13,6 +13,7 @@ from counterpoint.plan.makespan import experts_s, gather_s, scatter_s
 from counterpoint.problem import Problem
 
 EQUAL = 1.005  # times that a closed form cannot tell apart
+MAX_EXPERT_GROUPS = 5
 MAX_EDGES = 16  # of groups of experts: more experts go by twos, by threes and so on
 MAX_GROUPS = 4  # above 8 ranks, so that the number of candidates stays in the hundreds
 
@@ -43,7 +44,7 @@ def expert_groups(problem: Problem, machine: Machine) -> tuple[int, ...]:
     step = -(-problem.experts // MAX_EDGES)
     edges = range(step, problem.experts, step)
     times_s: dict[tuple[int, ...], float] = {}
-    for num_cuts in range(min(len(edges), MAX_GROUPS - 1) + 1):
+    for num_cuts in range(min(len(edges), MAX_EXPERT_GROUPS - 1) + 1):
         for cuts in combinations(edges, num_cuts):
             groups = tuple(b - a for a, b in pairwise((0, *cuts, problem.experts)))
             times_s[groups] = experts_s(problem, groups, machine)
