@@ -10,6 +10,8 @@ other ("pair"), the pair with a pass that puts rows where ours puts them ("in pl
 the weighted sum of a token's rows behind it, where rows come back.
 
     torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl
+
+Plans are of copies on copy engines, of uniform routing alone; host-known counts.
 """
 
 import argparse
@@ -32,6 +34,8 @@ from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, relative_error, rotate
 from counterpoint.ops.auto import knowledge_of
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch_experts import (
     AllToAllMatmul,
@@ -41,7 +45,7 @@ from counterpoint.runtime.launch_experts import (
     sending_of,
     tile_of,
 )
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
 
 CALLS, ROUNDS = 4, 9  # of one graph, and how often it is replayed
 SAMPLE_ROWS = 64
@@ -64,6 +68,12 @@ TOKENS = (4096, 1024, 256)  # of a rank
 ROUTINGS = ("uniform", "skewed")
 DIRECTIONS = ("all_to_all_matmul", "matmul_all_to_all")
 ABLATED = tuple(f"{op} DeepSeek-V3 {tokens} uniform" for op in DIRECTIONS for tokens in (4096, 256))
+# plans of copies, of equal counts alone; named by the experts of a rank, "" fits all
+PLANS = {
+    "": ("grouped",),
+    32: ("grouped 16/16", "grouped 8/8/8/8", "grouped 4/4/8/16", "grouped 16/8/4/4"),
+    16: ("grouped 8/8", "grouped 4/4/4/4", "grouped 2/2/4/8", "grouped 8/4/2/2"),
+}
 
 
 class Case(NamedTuple):
@@ -258,6 +268,20 @@ def ablations(case: Case, rows: int, ranks: int) -> dict[str, tuple[Tile, Sendin
     return found | senders | parts | {"senders do not join": (tile, replace(way, join=False))}
 
 
+def planned(layer: Layer, spec: str) -> Callable[[int], Tensor]:
+    """An operator by a plan, which makes its result."""
+    op = getattr(cp, layer.case.op)
+    return lambda _: op(layer.x, layer.w, counts=layer.counts, plan=spec, group=layer.group)
+
+
+def spec_of(layer: Layer, spec: str, workspace: Workspace) -> str:
+    """A spec with the sizes that it leaves out."""
+    case, ranks = layer.case, layer.group.size()
+    op: Any = case.op
+    problem = Problem(op, layer.sent, case.n, case.k, ranks, experts=layer.local)
+    return build(problem, spec, knowledge_of(workspace).machine).spec
+
+
 def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
     """Some rows of the result, and what they are: in fp64, or another rank's by the library."""
     arms_of(layer)["in place grouped"](0)
@@ -283,6 +307,9 @@ def measure(
     mine: dict[str, Callable[[int], Tensor]] = dict(ours(layer, group))
     for name, (tile, way) in (ways or {}).items():
         mine[name] = by_hand(layer, group, device, tile, way)
+    specs = PLANS[""] + PLANS.get(layer.local, ()) if case.routing == "uniform" else ()
+    built = {f"plan {spec}": spec_of(layer, spec, workspace_of(group, device)) for spec in specs}
+    mine |= {name: planned(layer, name.removeprefix("plan ")) for name in built}
     rows, want = wanted(layer)
     errors = {name: torch.zeros((), device=device) for name in mine}
     for name, call in mine.items():
@@ -314,7 +341,7 @@ def measure(
         facts | {"arm": name, "median_s": t.median_s / CALLS, "p20_s": t.quantile_s(2) / CALLS,
                  "p80_s": t.quantile_s(8) / CALLS, "skew_s": t.skew_s / CALLS,
                  "error": errors[name].item() if name in errors else None,
-                 "rounds": len(t.rounds_s)}
+                 "spec": built.get(name), "rounds": len(t.rounds_s)}
         for name, t in times.items()
     ]  # fmt: skip
     del graphs

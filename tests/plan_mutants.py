@@ -176,7 +176,13 @@ def _without_reads(plan: Plan) -> Iterator[Mutant]:
                 writes = _but(step.writes, j)
                 pair = with_step(plan, i, reads=_but(step.reads, j), writes=writes)
                 yield f"pair: {step.name} without copy {j}", pair
-        for j, (name, _) in enumerate(step.args):
+        for j, (name, value) in enumerate(step.args):
+            if name == "batch":
+                yield f"batch: {step.name} in none", with_step(plan, i, args=_but(step.args, j))
+                for other in (int(value) - 1, int(value) + 1):
+                    args = _but(step.args, j, (name, other))
+                    yield f"batch: {step.name} in {other}", with_step(plan, i, args=args)
+                continue
             yield f"arg: {step.name} without {name}", with_step(plan, i, args=_but(step.args, j))
             if name == "bias":
                 bare = {"args": _but(step.args, j), "reads": step.reads[:-1]}

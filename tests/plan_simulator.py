@@ -134,6 +134,10 @@ class _Simulation:
                 return {name.replace("w", "y"): x @ w + bias for name, w in weights.items()}
             case "matmul_reduce_scatter":
                 return {"y": scattered("x", "w") + bias}
+            case "all_to_all_matmul":
+                return {"y": self.to_experts(inputs)[rank]}
+            case "matmul_all_to_all":
+                return {"y": self.to_owners(inputs)[rank]}
             case "all_gather_matmul_wgrad":
                 return {"dw": gathered("x").T @ mine["dy"]}
             case "all_gather_matmul_backward":
@@ -141,6 +145,33 @@ class _Simulation:
             case "matmul_reduce_scatter_backward":
                 dy = gathered("dy")
                 return {"dx": dy @ mine["wt"], "dw": mine["x"].T @ dy}
+
+    def to_experts(self, inputs: list[dict[str, Array]]) -> list[Array]:
+        """Rows of all ranks by expert, multiplied, on each rank."""
+        p = self.plan.problem
+        # source, destination, expert, rows -> destination, expert, source, rows
+        rows = np.stack([each["x"].reshape(p.ranks, p.experts, -1, p.k) for each in inputs])
+        found: list[Array] = []
+        for d in self.ranks:
+            each = zip(rows[:, d].swapaxes(0, 1), self.weights(inputs[d]), strict=True)
+            found.append(np.concatenate([x.reshape(-1, p.k) @ w for x, w in each]))
+        return found
+
+    def to_owners(self, inputs: list[dict[str, Array]]) -> list[Array]:
+        """Rows by expert, multiplied where they are, back on each rank."""
+        p = self.plan.problem
+        products = np.stack([
+            np.stack([x @ w for x, w in zip(each["x"].reshape(p.experts, -1, p.k),
+                                            self.weights(each), strict=True)])
+            for each in inputs
+        ])  # fmt: skip
+        # rank of the expert, expert, owner, rows
+        products = products.reshape(p.ranks, p.experts, p.ranks, -1, p.n)
+        return [products[:, :, owner].reshape(-1, p.n) for owner in self.ranks]
+
+    def weights(self, of_rank: dict[str, Array]) -> Array:
+        p = self.plan.problem
+        return of_rank["w"].reshape(p.experts, p.k, p.n)
 
     def lane(self, call: int, rank: int, steps: list[BoundStep]) -> Iterator[bool]:
         """Yields True after an event, False where it has to wait."""
@@ -195,6 +226,19 @@ class _Simulation:
         everyone = [self.gathered[call, r, name] for r in self.ranks]
         if bound.step.arg("collective") == "all_gather":
             self.at(part.write)[:] = np.concatenate(everyone)
+        elif bound.step.arg("collective") == "all_to_all":
+            p = self.plan.problem
+
+            def blocks(rows: Array, buffer: str) -> Array:
+                """[ranks, experts, rows, columns], in whichever order they are stored."""
+                cols = rows.shape[-1]
+                if self.plan.buffer(buffer).pieces > 1:
+                    return rows.reshape(p.experts, p.ranks, -1, cols).swapaxes(0, 1)
+                return rows.reshape(p.ranks, p.experts, -1, cols)
+
+            target = blocks(self.at(part.write), part.write.buffer)
+            for s, rows in enumerate(everyone):
+                target[s] = blocks(rows, part.reads[0].buffer)[rank]
         else:
             start, stop = list(pairwise(self.starts))[rank]
             self.at(part.write)[:] = sum(each[start:stop] for each in everyone)

@@ -95,7 +95,7 @@ class Costs:
 
     def matmul_s(
         self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None,
-        *, again: bool = False,
+        *, again: bool = False, count: int = 1,
     ) -> float:  # fmt: skip
         """Seconds of y[rows, n] = x[rows, k] w[k, n] on one GPU, clocks not yet lowered.
 
@@ -106,17 +106,16 @@ class Costs:
         Args:
             again: the matmul before had the same w, of which the L2 then keeps what it has room
                 for: nothing of one as large as itself, all of a small one.
+            count: of as many such matmuls, of weights of their own, in one launch.
         """
         if not rows * n * k:
             return 0.0
         flop_per_s = self.gemm_flop_per_s * 2 / max(item_bytes, 2)
-        compute_s = _waves_flop(rows, n, k, sms, tile) / flop_per_s
+        compute_s = _waves_flop(rows, n, k, sms, tile, count) / flop_per_s
         w_bytes = n * k * item_bytes
         kept = max(1 - w_bytes / sms.l2_bytes, 0.0) if again and sms.l2_bytes else 0.0
-        memory_s = (
-            (rows * k + rows * n) * item_bytes + (1 - kept) * w_bytes
-        ) / self.hbm_bytes_per_s
-        return 2 * self.kernel_s + max(compute_s, memory_s)
+        moved = count * ((rows * k + rows * n) * item_bytes + (1 - kept) * w_bytes)
+        return 2 * self.kernel_s + max(compute_s, moved / self.hbm_bytes_per_s)
 
     def settling(self, matmuls_s: float) -> float:
         """The factor on the times of matmuls that take `matmuls_s` seconds of a call together."""
@@ -164,12 +163,12 @@ class Sms:
 
 
 @lru_cache(maxsize=16384)  # a chooser asks for the same few shapes again and again
-def _waves_flop(rows: int, n: int, k: int, sms: Sms, tile: Tile | None) -> float:
-    """Products and sums of a matmul's waves of tiles at the rate of the largest tile."""
+def _waves_flop(rows: int, n: int, k: int, sms: Sms, tile: Tile | None, count: int = 1) -> float:
+    """Products and sums of the waves of tiles of `count` matmuls, at the largest tile's rate."""
     enough = TILE_REUSE * _reuse(*sms.tile)
 
     def of(tile_m: int, tile_n: int) -> float:
-        waves = ceil(ceil(rows / tile_m) * ceil(n / tile_n) / sms.count)
+        waves = ceil(count * ceil(rows / tile_m) * ceil(n / tile_n) / sms.count)
         efficiency = min(_reuse(tile_m, tile_n) / enough, 1.0) ** TILE_POWER
         return waves * 2 * tile_m * tile_n * k * sms.count / efficiency
 

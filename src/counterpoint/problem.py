@@ -16,10 +16,13 @@ Op = Literal[
     "all_gather_matmul_wgrad",
     "all_gather_matmul_backward",
     "matmul_reduce_scatter_backward",
+    "all_to_all_matmul",
+    "matmul_all_to_all",
 ]
 DType = Literal["bfloat16", "float16", "float32"]
 
-OPS: tuple[str, ...] = get_args(Op)
+EXPERTS: tuple[Op, ...] = ("all_to_all_matmul", "matmul_all_to_all")
+OPS: tuple[Op, ...] = tuple(op for op in get_args(Op) if op not in EXPERTS)
 FORWARD: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -41,9 +44,17 @@ class Problem:
     matmul_reduce_scatter_backward: dx[M, K] = the dy_r[rows[r], N], one under the other, times
                                     wt[N, K], and dw[K, N] = x[M, K]^T (the dy_r, as in dx)
 
+    With experts, `experts` of them on each rank, and equally many rows, c, for each pair of a rank
+    and an expert: M = ranks * experts * c is what a rank sends in all, itself included, and what it
+    gets; block d of x is for rank d. w[experts * K, N] has a rank's experts one under the other:
+
+    all_to_all_matmul: y[M, N] = for each expert of this rank the rows that all ranks have for it,
+                       rank 0 first, times its weight[K, N]
+    matmul_all_to_all: the way back: x lies as that y does, and rows go to where they were in x
+
     Args:
         op: the operator.
-        m: rows over all ranks.
+        m: rows over all ranks; with experts, rows of x on each.
         n: columns of one rank's weight.
         k: contracted size on one rank.
         ranks: number of ranks of the group.
@@ -53,10 +64,11 @@ class Problem:
         scratch_bytes_limit: most bytes of scratch and symmetric memory that a plan may use on a
             rank; 0 means no limit.
         splits: columns of each weight of an all_gather_matmul of several; empty means one weight.
+        experts: of one rank; 0 for ops without.
 
     Raises:
-        InputError: a size is negative, `rows` does not add up to `m` or `splits` to `n`, or the op
-            takes no bias or one weight only.
+        InputError: a size is negative, `rows` does not add up to `m` or `splits` to `n`, the op
+            takes no bias or one weight only, or rows are not equal for all experts.
     """
 
     op: Op
@@ -69,10 +81,12 @@ class Problem:
     bias: bool = False
     scratch_bytes_limit: int = 0
     splits: tuple[int, ...] = ()
+    experts: int = 0
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise InputError("Problem", "op", want=f"one of {', '.join(OPS)}", got=repr(self.op))
+        if self.op not in get_args(Op):
+            want = f"one of {', '.join(get_args(Op))}"
+            raise InputError("Problem", "op", want=want, got=repr(self.op))
         if self.dtype not in ITEM_BYTES:
             want = f"one of {', '.join(ITEM_BYTES)}"
             raise InputError(self.op, "dtype", want=want, got=repr(self.dtype))
@@ -93,9 +107,11 @@ class Problem:
             raise InputError(self.op, "rows", want=want, got=rows)
         object.__setattr__(self, "rows", rows)
         if self.bias and self.op not in FORWARD:
-            raise InputError(self.op, "bias", want="False: a gradient adds none", got=self.bias)
+            who = "experts add" if self.op in EXPERTS else "a gradient adds"
+            raise InputError(self.op, "bias", want=f"False: {who} none", got=self.bias)
         object.__setattr__(self, "splits", tuple(self.splits))
         self._check_splits()
+        self._check_experts()
 
     def _check_splits(self) -> None:
         splits = self.splits
@@ -105,6 +121,14 @@ class Problem:
         if splits and (sum(splits) != self.n or min(splits) < 0):
             want = f"counts >= 0 that add up to {self.n}"
             raise InputError(self.op, "splits", want=want, got=splits)
+
+    def _check_experts(self) -> None:
+        if (self.experts > 0) != (self.op in EXPERTS) or self.experts < 0:
+            want = "1 or more" if self.op in EXPERTS else "0: the op has none"
+            raise InputError(self.op, "experts", want=want, got=self.experts)
+        if self.experts and (len(set(self.rows)) > 1 or self.rows[0] % self.experts):
+            want = f"equal, and a multiple of the {self.experts} experts of a rank"
+            raise InputError(self.op, "rows", want=want, got=self.rows)
 
     @property
     def row_starts(self) -> tuple[int, ...]:
@@ -127,7 +151,7 @@ class Problem:
         """Bytes that the busiest rank receives.
 
         Of what is gathered, every shard but its own; of what is scattered, from each peer a partial
-        of its own rows.
+        of its own rows, or with experts a block.
         """
         gathered, scattered = self._columns
         rows = ((self.m - own) * gathered + (self.ranks - 1) * own * scattered for own in self.rows)
@@ -137,8 +161,10 @@ class Problem:
     def _columns(self) -> tuple[int, int]:
         """Columns of what is gathered and of what is scattered."""
         match self.op:
-            case "matmul_reduce_scatter":
+            case "matmul_reduce_scatter" | "matmul_all_to_all":
                 return 0, self.n
+            case "all_to_all_matmul":
+                return 0, self.k
             case "all_gather_matmul_backward":
                 return self.k, self.k
             case "matmul_reduce_scatter_backward":
@@ -152,4 +178,5 @@ class Problem:
         bias = " +bias" if self.bias else ""
         columns = "+".join(map(str, self.splits or (self.n,)))
         shape = f"M{self.m} N{columns} K{self.k}"
+        shape += f" experts {self.experts}" if self.experts else ""
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isfinite, isnan
-from typing import get_args
 
 import pytest
 
@@ -29,9 +28,8 @@ from counterpoint.plan.finer import FINER
 from counterpoint.plan.makespan import finer_s, gather_s, scatter_s
 from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
-from counterpoint.problem import FORWARD, Op, Problem
+from counterpoint.problem import FORWARD, OPS, Op, Problem
 
-OPS: tuple[Op, ...] = get_args(Op)
 AG: Op = "all_gather_matmul"
 RS: Op = "matmul_reduce_scatter"
 RANKS = (1, 2, 3, 4, 8)

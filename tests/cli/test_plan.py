@@ -13,7 +13,7 @@ import counterpoint as cp
 from counterpoint.choose.known import save_machine
 from counterpoint.cli import main
 from counterpoint.model.estimate import predicted_s
-from counterpoint.problem import OPS
+from counterpoint.problem import EXPERTS, OPS
 
 GATHER = ("all_gather_matmul", "--shape", "8192,7168,8192")
 SMALL = ("all_gather_matmul", "--shape", "8190,64,64", "--ranks", "3")
@@ -63,6 +63,17 @@ def test_it_says_what_choose_says(op: str, machine: str, ranks: int):
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_are_problems_too(op: str):
     assert f"problem   {op} M512 " in run(op, "--shape", "512,64,64", "--machine", "b200-2").stdout
+
+
+@pytest.mark.parametrize("op", EXPERTS)
+def test_experts_are_problems_too(op: str):
+    sizes = ("--shape", "8192,4096,7168", "--experts", "32", "--machine", "h200-4")
+    text = run(op, *sizes, "--plan", "grouped 8/8/16", "--show").stdout
+    want = f"problem {op} M8192 N4096 K7168 experts 32 bfloat16 on 4 ranks"
+    assert want in " ".join(text.split())
+    assert {"serial", "grouped 8/8/16 ring"} == set(rows_of(text))
+    assert "push_2" in text and "matmul_31" in text
+    assert "chosen" in run(op, *sizes).stdout and "chosen" in run(op, *sizes, "--by", "rule").stdout
 
 
 def test_it_fits_80_columns():
@@ -173,7 +184,7 @@ def test_serial_is_drawn_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["all_gather", "--shape", "8,8,8"], f"plan: OP must be one of {', '.join(OPS)}, got"),
+        (["all_gather", "--shape", "8,8,8"], f"one of {', '.join((*OPS, *EXPERTS))}, got"),
         (["all_gather_matmul", "--shape", "8,8"], "--shape must be M,N,K of numbers above 0"),
         (["all_gather_matmul", "--shape", "8,0,8"], "--shape must be M,N,K of numbers above 0"),
         ([*GATHER, "--ranks", "3"], "of an M that 3 ranks share evenly, got M 8192; take 8190 or"),

@@ -2,27 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
 from unittest.mock import Mock
 
 import pytest
 
 from counterpoint.choose.by_model import parts_s
-from counterpoint.costs import Costs
+from counterpoint.costs import NO_TILES, Costs
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.model import estimate as model
 from counterpoint.model.estimate import estimate, predicted_s, slowest_rank
+from counterpoint.model.work import work_s
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import FAMILIES, build
 from counterpoint.plan.finer import FINER
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
-from counterpoint.problem import FORWARD, Op, Problem
+from counterpoint.problem import EXPERTS, FORWARD, OPS, Op, Problem
 from counterpoint.timeline import Span, Timeline
 
-OPS: tuple[Op, ...] = get_args(Op)
 AG: Op = "all_gather_matmul"
 RS: Op = "matmul_reduce_scatter"
 MACHINES = ("h200", "mi300x", "a40")  # by a switch, all with all, over PCIe
@@ -435,3 +434,47 @@ def test_a_timeline_says_what_it_predicts_and_from_what():
     assert timeline.source == "predicted for h200-4 from datasheet rates"
     measured = replace(machine, measured=machine.costs)
     assert estimate(plan, measured).source == "predicted for h200-4 from measured rates"
+
+
+@pytest.mark.parametrize("op", EXPERTS)
+def test_a_group_of_experts_takes_the_time_of_one_launch(op: Op):
+    machine = preset("h200-4")
+    p = Problem(op, 8192, 4096, 4096, 4, experts=16)
+    costs = machine.costs
+    spans = estimate(build(p, "grouped 4/12"), machine).spans
+    ranks = {s.rank: [t for t in spans if t.rank == s.rank and t.kind == "matmul"] for s in spans}
+    whole_s = costs.matmul_s(512, 4096, 4096, 2, machine.sms, count=16)
+    for matmuls in ranks.values():
+        assert len(matmuls) == 16
+        busy = [s for s in matmuls if s.end_s > s.start_s]
+        assert [s.label for s in busy] == ["matmul_0", "matmul_4"]
+        took_s = sum(s.end_s - s.start_s for s in busy)
+        # settled clocks and copies beside them: longer than all in one launch
+        assert whole_s < took_s < 1.6 * whole_s
+    alone = 16 * costs.matmul_s(512, 4096, 4096, 2, machine.sms)
+    assert whole_s < alone
+
+
+def test_a_strided_copy_of_a_group_costs_one_overhead():
+    machine = preset("h200-2")
+    p = Problem("all_to_all_matmul", 64, 8, 8, 2, experts=16)
+    costs = machine.costs
+
+    def copies_s(groups: str) -> float:
+        program = bind(build(p, groups), 0)
+        pushes = [b for b in program.steps if b.step.name.startswith("push")]
+        return sum(work_s(b, program.plan, machine, NO_TILES) for b in pushes)
+
+    assert copies_s("grouped 16") < 1.5 * costs.copy_overhead_s
+    assert copies_s("grouped 4/4/4/4") > 4 * costs.copy_overhead_s
+
+
+def test_groups_of_experts_hide_what_serial_exposes():
+    """The sizes chosen are no slower than all in one group, and than halves; nor than serial."""
+    machine = preset("h200-8")
+    for op in EXPERTS:
+        p = Problem(op, 32768, 4096, 7168, 8, experts=32)
+        times = {spec: predicted_s(build(p, spec, machine), machine)
+                 for spec in ("serial", "grouped", "grouped 32", "grouped 16/16")}  # fmt: skip
+        assert times["grouped"] == min(times.values())
+        assert times["grouped"] > parts_s(p, machine)[0]

@@ -63,8 +63,9 @@ def test_arguments(pool: RankPool):
         "torch.float32 [2, 4]", "got torch.int64 [1, 4]", "got 2 rows of [2, 4]",
         "got [[1.5, 1.5", "got 3", "counts must be >= 0, got -1",
         "max_rows must be >= 6, what rank ", "max_rows must be >= 0, got -1",
-        "max_rows must be a count, got 'all'", "plan must be auto, serial or fused, got 'fast'",
-        "plan must be auto, serial or fused, got 1",
+        "max_rows must be a count, got 'all'",
+        "plan must be auto, serial, fused or grouped, got 'fast'",
+        "plan must be auto, serial, fused or grouped, got 1",
     ]  # fmt: skip
     for both in pool.run(of_arguments, 2):
         for op, texts in zip(("all_to_all_matmul", "matmul_all_to_all"), both, strict=True):

@@ -29,6 +29,8 @@ RS: Op = "matmul_reduce_scatter"
 AG_WGRAD: Op = "all_gather_matmul_wgrad"
 AG_BACKWARD: Op = "all_gather_matmul_backward"
 RS_BACKWARD: Op = "matmul_reduce_scatter_backward"
+THERE: Op = "all_to_all_matmul"
+BACK: Op = "matmul_all_to_all"
 SCHEDULES = 8
 
 
@@ -41,6 +43,7 @@ class Case(NamedTuple):
     bias: bool = False
     splits: tuple[int, ...] = ()
     n: int = 5
+    experts: int = 0
 
     def __str__(self) -> str:
         return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
@@ -92,6 +95,13 @@ CASES = [
     Case(RS_BACKWARD, "shard_p2p ring pieces=2", (2, 2, 2)),
     Case(RS_BACKWARD, "graded 1/2 ring", (3, 2, 0)),
     Case(RS_BACKWARD, "graded 2/2 xor", (2, 2, 2, 2), n=7),
+    Case(THERE, "serial", (2, 2, 2), experts=2),
+    Case(THERE, "grouped 1/1 ring", (2, 2, 2), experts=2),
+    Case(THERE, "grouped 1/2 xor", (6, 6), experts=3),
+    Case(THERE, "grouped 1 ring", (2, 2, 2, 2), experts=1),
+    Case(BACK, "serial", (3, 3), experts=3),
+    Case(BACK, "grouped 2/1 ring", (6, 6, 6), experts=3),
+    Case(BACK, "grouped 1/1 xor", (4, 4), experts=2),
 ]
 
 STILL_RIGHT = {
@@ -113,6 +123,7 @@ STILL_RIGHT = {
     "no room for own blocks": "a block of this rank's was kept that nobody uses, or rows are equal "
     "and each peer's slot has the size of its block",
     "rows where they lie": "the matmul reads what was packed for it where it lay before",
+    "other launches": "matmuls that nothing comes between are one launch or several",
     "wider product": "an intermediate result in fp32 where the problem's dtype would do",
 }
 
@@ -128,7 +139,8 @@ class Result:
 
 
 def plan_of(case: Case) -> Plan:
-    options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits}
+    options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
+                               "experts": case.experts}  # fmt: skip
     n = sum(case.splits) or case.n
     return build(Problem(case.op, sum(case.rows), n, 7, len(case.rows), **options), case.spec)
 
@@ -183,6 +195,8 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
     if kind == "slots":
         copies = steps[names[0]].kind == steps[names[2]].kind == "copy"
         return "later signal" if copies and lane[names[0]] == lane[names[2]] else ""
+    if kind == "batch":
+        return "other launches"
     if kind == "buffer":
         return "rows where they lie" if names[1:] == ["reads", "packed", "x"] else ""
     if kind == "lane":
@@ -232,7 +246,7 @@ def test_every_kind_of_mutation_occurs_and_is_refused_at_times():
     assert set(made) == set(refused)
     assert {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at", "shard",
             "piece", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
-            "memory"} == set(made)  # fmt: skip
+            "memory", "batch"} == set(made)  # fmt: skip
     never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
                       "at", "shard", "piece", "cols", "rows", "read", "pair", "arg",
                       "bias"}  # fmt: skip

@@ -16,7 +16,7 @@ from counterpoint.plan.makespan import finer_s, gather_s, scatter_s
 from counterpoint.plan.matmul_reduce_scatter_backward import gather_problem
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.variants import variants
-from counterpoint.problem import Problem
+from counterpoint.problem import EXPERTS, FORWARD, Problem
 
 MAX_SIMULATED = 5  # besides serial
 # a plan has to be predicted this much faster than serial: on measured machines predictions are off
@@ -143,9 +143,12 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     """
     costs: Costs = machine.costs
     compute_s = 0.0
+    count = max(problem.experts, 1)
     for rows, n, k in matmuls(problem):
         tile = tiles.get((rows, n, k))
-        compute_s += costs.matmul_s(rows, n, k, problem.item_bytes, machine.sms, tile)
+        compute_s += costs.matmul_s(
+            rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
+        )
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
     return compute_s * costs.settling(compute_s), problem.link_bytes / rate
 
@@ -153,7 +156,7 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
 def matmuls(problem: Problem) -> tuple[tuple[int, int, int], ...]:
     """(rows, columns, contracted) of each matmul of the op, in one piece."""
     m, n, k = problem.m, problem.n, problem.k
-    if problem.op in ("all_gather_matmul", "matmul_reduce_scatter"):
+    if problem.op in (*FORWARD, *EXPERTS):
         return ((m, n, k),)
     wgrad = (k, n, m)
     return (wgrad,) if problem.op.endswith("wgrad") else ((m, k, n), wgrad)

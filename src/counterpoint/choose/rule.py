@@ -35,6 +35,8 @@ OVERLAPPED: dict[Op, str] = {
     "all_gather_matmul_wgrad": "sliced",
     "all_gather_matmul_backward": "side_by_side",
     "matmul_reduce_scatter_backward": "graded",
+    "all_to_all_matmul": "grouped",
+    "matmul_all_to_all": "grouped",
 }
 
 

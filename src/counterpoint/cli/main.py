@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from counterpoint import __version__
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.problem import FORWARD, OPS
+from counterpoint.problem import EXPERTS, FORWARD, OPS
 
 M_N_K = "M over all ranks, N and K of one rank"
 
@@ -228,13 +228,18 @@ def _refuse_options_of_others(context: typer.Context, table: BenchTable) -> None
 
 @app.command()
 def plan(
-    op: Annotated[str, typer.Argument(show_default=False, help=f"One of {', '.join(OPS)}.")],
+    op: Annotated[
+        str, typer.Argument(show_default=False, help=f"One of {', '.join((*OPS, *EXPERTS))}.")
+    ],
     shape: Annotated[str, typer.Option(metavar="M,N,K", show_default=False, help=f"{M_N_K}.")],
     machine: Annotated[
         str,
         typer.Option(help="A kind of GPU and how many, or a file that `characterize` wrote."),
     ] = "h200-8",
     ranks: Annotated[int, typer.Option(min=0, help="GPUs that take part; 0: all of them.")] = 0,
+    experts: Annotated[
+        int, typer.Option(min=0, help="Of one GPU, of all-to-alls; M: rows that each GPU sends.")
+    ] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
     spec: Annotated[
         str, typer.Option("--plan", help='A plan, such as "graded 1/1/2", to see beside serial.')
@@ -259,8 +264,8 @@ def plan(
     from counterpoint.cli.plan import plan as run
 
     raise typer.Exit(
-        run(op=op, shape=shape, machine=machine, ranks=ranks, dtype=dtype.value, spec=spec,
-            by=by.value, eager=eager, show=show, out=out, as_json=as_json)
+        run(op=op, shape=shape, machine=machine, ranks=ranks, experts=experts, dtype=dtype.value,
+            spec=spec, by=by.value, eager=eager, show=show, out=out, as_json=as_json)
     )  # fmt: skip
 
 

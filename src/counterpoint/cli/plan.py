@@ -21,7 +21,7 @@ from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.problem import OPS, Problem
+from counterpoint.problem import EXPERTS, OPS, Problem
 
 AUTO = "auto"
 ASKED = "asked for"
@@ -30,8 +30,8 @@ CLOSED = "closed form: a first guess, by which those to simulate are sorted out"
 
 
 def plan(
-    *, op: str, shape: str, machine: str, ranks: int, dtype: str, spec: str, by: Level,
-    eager: bool, show: bool, out: Path | None, as_json: bool,
+    *, op: str, shape: str, machine: str, ranks: int, experts: int, dtype: str, spec: str,
+    by: Level, eager: bool, show: bool, out: Path | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Print the choice and why, or a plan that is asked for beside serial; 0.
 
@@ -40,6 +40,7 @@ def plan(
         shape: M,N,K.
         machine: a preset, or a file that `counterpoint characterize` wrote.
         ranks: how many GPUs take part; 0 for all of the machine.
+        experts: of one GPU, of ops that have some; M is then the rows that each sends.
         spec: "auto", or a plan as an operator's `plan=` takes it.
         by: how "auto" chooses.
         eager: count the host's time.
@@ -52,10 +53,9 @@ def plan(
             are not to be shared evenly.
     """
     where = machine_of(machine)
-    name = op_of("plan", "OP", op, OPS)
-    problem = problem_of(
-        "plan", name, shape_of("plan", "--shape", shape), ranks or where.num_devices, dtype
-    )
+    name = op_of("plan", "OP", op, (*OPS, *EXPERTS))
+    sizes = shape_of("plan", "--shape", shape)
+    problem = problem_of("plan", name, sizes, ranks or where.num_devices, dtype, experts)
     # of "auto" too: it refuses more ranks than GPUs
     choice = choose(problem, where, by=by, eager=eager)
     if spec != AUTO:

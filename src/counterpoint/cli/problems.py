@@ -51,7 +51,9 @@ def layers_of(command: str, option: str, text: str) -> list[tuple[Op, Shape]]:
     return [(op, shape) for op, _, shape in found]
 
 
-def problem_of(command: str, op: Op, shape: Shape, ranks: int, dtype: str) -> Problem:
+def problem_of(
+    command: str, op: Op, shape: Shape, ranks: int, dtype: str, experts: int = 0
+) -> Problem:
     """The problem of `shape` on `ranks` ranks with equal rows.
 
     Raises:
@@ -63,4 +65,4 @@ def problem_of(command: str, op: Op, shape: Shape, ranks: int, dtype: str) -> Pr
         fix = f"take {' or '.join(map(str, near))}"
         want = f"of an M that {ranks} ranks share evenly"
         raise InputError(command, "--shape", want=want, got=f"M {m}", fix=fix)
-    return Problem(op, m, n, k, ranks, cast(DType, dtype))
+    return Problem(op, m, n, k, ranks, cast(DType, dtype), experts=experts)

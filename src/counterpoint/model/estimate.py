@@ -17,6 +17,7 @@ from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.model.work import work_s
 from counterpoint.plan.bind import BoundStep, Program, bind
+from counterpoint.plan.launches import batches
 from counterpoint.plan.steps import Plan
 from counterpoint.timeline import Span, Timeline
 
@@ -152,7 +153,11 @@ class _Rank:
         self.program = program
         names = {bound.step.name: i for i, bound in enumerate(program.steps)}
         self.after = [[names[name] for name in b.step.after] for b in program.steps]
-        self.work_s = [work_s(b, program.plan, machine, tiles) for b in program.steps]
+        # the first step of a launch takes the time of all
+        self.work_s = [0.0] * len(program.steps)
+        for first, *rest in batches(program):
+            step, batch = program.steps[first], 1 + len(rest)
+            self.work_s[first] = work_s(step, program.plan, machine, tiles, batch)
         matmuls = [i for i, b in enumerate(program.steps) if b.step.kind == "matmul"]
         matmuls_s = sum(self.work_s[i] for i in matmuls)
         settling = machine.costs.settling(matmuls_s)
@@ -189,6 +194,8 @@ class _Simulation:
         unequal = len(set(programs[0].plan.problem.rows)) > 1
         self.shares = unequal and machine.link.topology != "mesh"
         self.eager = eager
+        launches = enumerate(batches(programs[0]), 1)
+        self.launched = {i: number for number, steps in launches for i in steps}
         self.posted: set[tuple[int, int, int]] = set()
         self.now_s = 0.0
 
@@ -272,7 +279,9 @@ class _Simulation:
 
     def _enqueued_s(self, i: int) -> float:
         """When the host has enqueued step i."""
-        return self.costs.host_call_s + (i + 1) * self.costs.host_step_s if self.eager else 0.0
+        if not self.eager:
+            return 0.0
+        return self.costs.host_call_s + self.launched[i] * self.costs.host_step_s
 
     def _slowness(self, rank: _Rank) -> tuple[float, float]:
         """Factors on the time of matmuls and of copies."""

@@ -4,27 +4,29 @@ from counterpoint.costs import Collective, Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.direct import fused_columns, fused_rounds, fused_rows
+from counterpoint.plan.launches import runs
+from counterpoint.plan.makespan import LOCAL_COPY
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
 
-LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calibrated
 # of all SMs together against the memory's: what one SM takes in when a fused kernel feeds it its
 # tile of w and all of x; 2xH200 and 4xH200, Llama-3 70B at 64 tokens (56 GB/s an SM)
 FUSED_INTAKE = 1.8
 
 
-def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> float:
+def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: int = 1) -> float:
     """Seconds of a step of one rank by itself, clocks not yet lowered.
 
     Args:
         tiles: the matmul library's tile for (rows, n, k), where it is known.
+        batch: matmuls like this one that are one launch.
     """
     costs = machine.costs
     match bound.step.kind:
         case "barrier":
-            return costs.barrier_s
+            return costs.barrier_s if bound.step.posts else costs.kernel_s
         case "matmul":
-            return sum(_matmul_s(bound, part, plan, machine, tiles) for part in bound.parts)
+            return sum(_matmul_s(bound, part, plan, machine, tiles, batch) for part in bound.parts)
         case "copy":
             return _copies_s(bound, plan, machine)
         case "collective":
@@ -42,6 +44,10 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> floa
                 fused_s = costs.kernel_s if bound.step.arg("kernel") else 0.0
                 start_s = costs.direct_s + (fused_s if gathers else -fused_s)
                 return max(start_s, 0.0) + received / costs.direct_bytes_per_s
+            if bound.step.arg("collective") == "all_to_all":
+                # as much comes as in an all-gather; of several experts, rows are put in order
+                pass_s = costs.memory_s(2 * whole_bytes) if p.experts > 1 else 0.0
+                return costs.collective_s("all_gather", received) + pass_s
             return costs.collective_s(kind, received)
         case _:
             return sum(
@@ -50,14 +56,23 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles) -> floa
             )
 
 
-def _matmul_s(bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles) -> float:
+def _matmul_s(
+    bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles, batch: int
+) -> float:
     rows, n = part.write.shape
     k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
     if bound.step.arg("kernel") == "fused" and plan.problem.op == "matmul_reduce_scatter":
         return _fused_s(plan, machine)
     costs, tile = machine.costs, tiles.get((rows, n, k))
     seconds = costs.matmul_s(
-        rows, n, k, plan.problem.item_bytes, machine.sms, tile, again=_again(bound, part, plan)
+        rows,
+        n,
+        k,
+        plan.problem.item_bytes,
+        machine.sms,
+        tile,
+        again=_again(bound, part, plan),
+        count=batch,
     )
     if bound.step.accumulates:
         # a sum in fp32, which every pass reads and writes
@@ -97,13 +112,15 @@ def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     """
     costs = machine.costs
     by_peer: dict[int, float] = {}
-    for part in bound.parts:
-        source, target = part.reads[0], part.write
+    for run in runs(bound, plan):
+        source, target = run.part.reads[0], run.part.write
         cols = source.c1 - source.c0
         row_bytes = (
             cols * plan.problem.item_bytes if cols < plan.buffer(source.buffer).shape[1] else 0
         )
-        num_bytes = _num_bytes(plan, target)
+        num_bytes = _num_bytes(plan, target) * run.times
+        if run.times > 1:
+            row_bytes = _num_bytes(plan, target)
         peers = {source.rank, target.rank}
         if len(peers) == 1:
             num_bytes = int(num_bytes / LOCAL_COPY)

@@ -11,6 +11,7 @@ from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.experts import (
     Counts,
     Exchange,
+    backward_plan,
     check_counts,
     check_operands,
     num_rows,
@@ -67,6 +68,8 @@ def all_to_all_matmul(
             kernel takes w: 16-bit, its sizes and strides multiples of 16 bytes. Serial copies
             device-known counts to the host, which waits for them; it does not run while a graph is
             captured. In one kernel, with device-known counts, x has equally many rows on all ranks.
+            "grouped", or with sizes of groups of experts "grouped 8/8/16": a plan on copy engines,
+            where counts are host-known and all equal; the backward is "grouped" then.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:
@@ -149,8 +152,9 @@ def _backward(ctx: Any, dy: Tensor | None, drows: Tensor | None) -> tuple[Tensor
     if need_x:
         clear = not ctx.host
         dx = matmul_all_to_all.returned(
-            dy, w.transpose(1, 2), counts, drows, ctx.rows, ctx.host, clear, plan, name, size
-        )
+            dy, w.transpose(1, 2), counts, drows, ctx.rows, ctx.host, clear, backward_plan(plan),
+            name, size,
+        )  # fmt: skip
     if need_w:
         dw = weight_gradient(rows, dy, counts, w, name, size)
     return dx, dw, *none

@@ -42,7 +42,7 @@ class Exchange:
         rows: of the result.
         out: rows go to their experts; else they come back.
         host: `counts` is host-known.
-        plan: "auto", "serial" or "fused".
+        plan: "auto", "serial", "fused", or a spec such as "grouped 8/8/16".
     """
 
     op: str
@@ -79,6 +79,16 @@ def host_known(counts: Tensor) -> bool:
     return not counts.is_cuda
 
 
+def is_grouped(plan: str) -> bool:
+    """Whether `plan` is a spec of the family "grouped"."""
+    return plan.split()[:1] == ["grouped"]
+
+
+def backward_plan(plan: str) -> str:
+    """The plan of an operator's backward, the other operator: sizes of groups are chosen anew."""
+    return "grouped" if is_grouped(plan) else plan
+
+
 def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> None:
     """Refuse operands that do not fit one another.
 
@@ -110,8 +120,8 @@ def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> None:
         fix = "pass w.contiguous()"
         want = "with a unit stride in K or N"
         raise InputError(op, "w", want=want, got=f"strides {w.stride()}", fix=fix)
-    if not isinstance(plan, str) or plan not in PLANS:
-        raise InputError(op, "plan", want="auto, serial or fused", got=repr(plan))
+    if not isinstance(plan, str) or not (plan in PLANS or is_grouped(plan)):
+        raise InputError(op, "plan", want="auto, serial, fused or grouped", got=repr(plan))
 
 
 def check_counts(

@@ -1,10 +1,12 @@
-"""Which way an operator of experts runs: by the libraries, or in one kernel."""
+"""Which way an operator of experts runs: by the libraries, in one kernel, or by a plan."""
 
 from counterpoint.choose.experts import predict
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.ops import experts_plans
 from counterpoint.ops.auto import knowledge_of
-from counterpoint.ops.experts import Exchange, prepare, rows_by_rank
+from counterpoint.ops.experts import Exchange, is_grouped, prepare, rows_by_rank
 from counterpoint.ops.experts_fused import Fused
+from counterpoint.ops.experts_plans import Planned
 from counterpoint.ops.experts_serial import Serial
 from counterpoint.runtime.launch_experts import refusal
 from counterpoint.runtime.ranks import group_of
@@ -13,7 +15,7 @@ from counterpoint.runtime.workspace import Workspace, workspace_of
 
 def ready_for(
     given: Exchange, group_name: str, keep: bool, refused: InputError | None = None
-) -> Serial | Fused:
+) -> Serial | Fused | Planned:
     """What runs this call, checked and agreed.
 
     Args:
@@ -24,6 +26,9 @@ def ready_for(
         InputError, UnsupportedError, PeerTimeoutError: as the operators.
     """
     group = group_of(group_name)
+    if is_grouped(given.plan):
+        refused = refused or experts_plans.refusal(given)
+        return prepare(given, group, keep, lambda workspace: Planned(workspace, keep), refused)
     fused = wanted(given, workspace_of(group, given.x.device))
 
     def make(workspace: Workspace) -> Serial | Fused:

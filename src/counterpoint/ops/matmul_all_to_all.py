@@ -12,6 +12,7 @@ from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.experts import (
     Counts,
     Exchange,
+    backward_plan,
     check_counts,
     check_operands,
     num_rows,
@@ -181,11 +182,12 @@ def _gradients(ctx: Any, dy: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tu
     need_x, need_w = ctx.needs_input_grad[:2]
     if not (need_x or need_w):
         return None, None
-    clear = not ctx.host
+    clear, (plan, *group) = not ctx.host, ctx.where
     dx, rows = all_to_all_matmul.received(
-        dy.contiguous(), w.transpose(1, 2), counts, x.shape[0], ctx.host, need_w, clear, *ctx.where
-    )
-    dw = weight_gradient(x, rows, counts, w, *ctx.where[1:]) if need_w else None
+        dy.contiguous(), w.transpose(1, 2), counts, x.shape[0], ctx.host, need_w, clear,
+        backward_plan(plan), *group,
+    )  # fmt: skip
+    dw = weight_gradient(x, rows, counts, w, *group) if need_w else None
     return dx if need_x else None, dw
 
 

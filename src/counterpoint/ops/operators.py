@@ -39,3 +39,5 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
             return [normal(mine, p.n), normal(p.m, p.k), w.t()]
         case "all_gather_matmul_wgrad":
             return [normal(mine, p.k), normal(p.m, p.n)]
+        case _:
+            raise AssertionError(f"{p.op} is none of OPERATORS")

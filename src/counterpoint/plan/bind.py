@@ -133,8 +133,9 @@ class _Binder:
     def parts(self, step: Step, rank: int) -> tuple[Part, ...]:
         if step.kind == "barrier":
             return ()
-        reads = [self.cells(region, rank) for region in step.reads]
-        writes = [self.cells(region, rank) for region in step.writes]
+        whole = step.kind == "collective"
+        reads = [self.cells(region, rank, whole=whole) for region in step.reads]
+        writes = [self.cells(region, rank, whole=whole) for region in step.writes]
         if step.kind == "copy":
             if len(reads) != len(writes):
                 self.fail(f"copies {len(reads)} regions into {len(writes)}")
@@ -195,8 +196,12 @@ class _Binder:
             if not ok or any(shape != want for shape in rest):
                 self.fail(f"shapes {shapes} -> {(rows, cols)} do not fit a {step.kind}")
 
-    def cells(self, region: Region, rank: int) -> list[Box]:
-        """One box for each block of the region, in the order of absolute ranks."""
+    def cells(self, region: Region, rank: int, *, whole: bool = False) -> list[Box]:
+        """One box for each block of the region, in the order of absolute ranks.
+
+        Args:
+            whole: all of a buffer is one box, however it is stored.
+        """
         buffer = self.plan.buffer(region.buffer)
         holder = resolve(self.plan, region.at, rank)
         cols = self.interval(region.cols, buffer.shape[1], "cols")
@@ -205,6 +210,8 @@ class _Binder:
                 self.fail(f"{region.buffer} is not split: it has no shards and no pieces")
             rows = self.interval(region.rows, buffer.shape[0], "rows")
             return [Box(holder, buffer.name, 0, *rows, *cols)]
+        if whole and region == Region(buffer.name) and buffer.pieces > 1:
+            return [Box(holder, buffer.name, 0, 0, sum(self.block_rows(buffer, holder)), *cols)]
         if region.rows is not None:
             self.fail(f"{region.buffer} is split: name blocks by shards and piece, not rows")
         i, of = region.piece

@@ -1,6 +1,7 @@
 """What each op defines: the terms that every cell of its outputs has to hold, on every rank."""
 
 from collections.abc import Iterator
+from itertools import product
 
 from counterpoint.plan.all_gather_matmul import weights
 from counterpoint.plan.bind import Box
@@ -45,6 +46,16 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
                     yield box(f"y{suffix}", starts[s], starts[s + 1], n), value
         case "matmul_reduce_scatter":
             yield box("y", 0, mine, p.n), normal((*scattered("x", "w", p.k), *bias))
+        case "all_to_all_matmul" | "matmul_all_to_all":
+            count = p.rows[0] // p.experts
+            for e, s in product(range(p.experts), range(p.ranks)):
+                if p.op == "all_to_all_matmul":
+                    multiplies, old, new = rank, (rank * p.experts + e), (e * p.ranks + s)
+                else:
+                    multiplies, old, new = s, (e * p.ranks + rank), (s * p.experts + e)
+                shift, row = count * (old - new), count * new
+                term = Product("x", s, False, shift, "w", multiplies, 0, e * p.k, 0, p.k)
+                yield box("y", row, row + count, p.n), (term,) if p.k else ()
         case "all_gather_matmul_wgrad":
             yield box("dw", 0, p.k, p.n), wgrad("x")
         case "all_gather_matmul_backward":

@@ -1,8 +1,8 @@
 """The families of plans by name, and the spec string that names one plan of a family.
 
 A spec is the family and its variant: "serial", "serial direct", "shard_p2p xor push",
-"graded 1/1/2 ring pull", "shard_p2p ring pieces=2". What a spec leaves out is filled in: ring,
-push, and for graded the group sizes that fit the machine's waves.
+"graded 1/1/2 ring pull", "shard_p2p ring pieces=2", "grouped 4/4/8 ring". What a spec leaves out is
+filled in: ring, push, and for graded and grouped the sizes that fit the machine.
 `build(problem, plan.spec) == plan`.
 """
 
@@ -14,12 +14,13 @@ from counterpoint.plan import (
     all_gather_matmul,
     all_gather_matmul_backward,
     all_gather_matmul_wgrad,
+    experts,
     matmul_reduce_scatter,
     matmul_reduce_scatter_backward,
 )
 from counterpoint.plan.direct import SPECS, refusal, with_our_collective
 from counterpoint.plan.finer import FINER, finer
-from counterpoint.plan.grading import graded_groups
+from counterpoint.plan.grading import expert_groups, graded_groups
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.presets import preset
 from counterpoint.problem import Op, Problem
@@ -30,6 +31,8 @@ FAMILIES: dict[Op, tuple[str, ...]] = {
     "all_gather_matmul_wgrad": ("serial", "sliced"),
     "all_gather_matmul_backward": ("serial", "side_by_side"),
     "matmul_reduce_scatter_backward": ("serial", "shard_p2p", "graded"),
+    "all_to_all_matmul": ("serial", "grouped"),
+    "matmul_all_to_all": ("serial", "grouped"),
 }  # fmt: skip
 OPERANDS: dict[Op, Callable[[Problem], tuple[Buffer, ...]]] = {
     "all_gather_matmul": all_gather_matmul.operands,
@@ -37,6 +40,8 @@ OPERANDS: dict[Op, Callable[[Problem], tuple[Buffer, ...]]] = {
     "all_gather_matmul_wgrad": all_gather_matmul_wgrad.operands,
     "all_gather_matmul_backward": all_gather_matmul_backward.operands,
     "matmul_reduce_scatter_backward": matmul_reduce_scatter_backward.operands,
+    "all_to_all_matmul": experts.operands,
+    "matmul_all_to_all": experts.operands,
 }
 ALONE: dict[Op, Callable[[Problem], tuple[Step, ...]]] = {
     "all_gather_matmul": all_gather_matmul.alone,
@@ -44,6 +49,8 @@ ALONE: dict[Op, Callable[[Problem], tuple[Step, ...]]] = {
     "all_gather_matmul_wgrad": all_gather_matmul_wgrad.alone,
     "all_gather_matmul_backward": all_gather_matmul_backward.alone,
     "matmul_reduce_scatter_backward": matmul_reduce_scatter_backward.alone,
+    "all_to_all_matmul": experts.alone,
+    "matmul_all_to_all": experts.alone,
 }
 PEERS = ("ring", "xor")
 DIRECTIONS = ("push", "pull")
@@ -101,6 +108,12 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
             forward = matmul_reduce_scatter_backward.gather_problem(problem)
             groups, pieces = options.grades(family, forward, machine), options.pieces
             return matmul_reduce_scatter_backward.graded(problem, groups, options.peers, pieces)
+        case "all_to_all_matmul" | "matmul_all_to_all":
+            if family == "serial":
+                return experts.serial(problem)
+            where = machine or preset(f"h200-{min(problem.ranks, 8)}")
+            groups = options.groups or expert_groups(problem, where)
+            return experts.grouped(problem, groups, options.peers)
 
 
 def _all_gather_matmul(
@@ -155,6 +168,8 @@ class _Options:
             self.pieces = PIECES.index(word) + 1
         elif word[0].isdecimal() and family == "graded":
             self.groups = self.sizes(word, self.problem.ranks)
+        elif word[0].isdecimal() and family == "grouped":
+            self.groups = self.sizes(word, self.problem.experts)
         else:
             self.refuse(f"a spec of words that {family} knows; {word!r} is none")
 

@@ -3,8 +3,8 @@
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.direct import DIRECT, FUSED
 from counterpoint.plan.families import OPERANDS, build
-from counterpoint.plan.steps import Buffer, Count, Plan, Region, Step
-from counterpoint.problem import Op
+from counterpoint.plan.steps import Buffer, Count, Plan, Region, Step, same_batch
+from counterpoint.problem import Op, Problem
 
 COLLECTIVES: dict[Op, tuple[str, ...]] = {
     "all_gather_matmul": ("all_gather",),
@@ -12,6 +12,8 @@ COLLECTIVES: dict[Op, tuple[str, ...]] = {
     "all_gather_matmul_wgrad": ("all_gather",),
     "all_gather_matmul_backward": ("all_gather", "reduce_scatter"),
     "matmul_reduce_scatter_backward": ("all_gather",),
+    "all_to_all_matmul": ("all_to_all",),
+    "matmul_all_to_all": ("all_to_all",),
 }
 
 
@@ -52,9 +54,34 @@ def check_form(plan: Plan) -> None:
         seen.add(step.name)
         if problem := _misuse(plan, step):
             fail(problem, step.name)
+    for lane in plan.lanes:
+        _check_batches(plan, [step for step in plan.steps if step.lane == lane.name])
     ours = [step.name for step in plan.steps if step.arg("transport") or step.arg("kernel")]
     if ours and (problem := _not_as_built(plan)):
         fail(problem, ours[0])
+
+
+def _check_batches(plan: Plan, steps: list[Step]) -> None:
+    """Matmuls of one batch may be one launch: nothing comes between them, in memory neither.
+
+    Raises:
+        PlanError: a step is in a batch in which it cannot be.
+    """
+    batch: list[Step] = []
+    for step in steps:
+        begins = "batch" not in dict(step.args) or not batch or not same_batch(batch[-1], step)
+        batch = [step] if begins else [*batch, step]
+        if "batch" in dict(step.args) and step.kind != "matmul":
+            raise PlanError(plan.spec, f"a {step.kind} is in no batch", step=step.name)
+        if begins:
+            continue
+        if step.after or step.waits or batch[-2].posts:
+            problem = "its batch is one launch: only its first step waits, only its last posts"
+            raise PlanError(plan.spec, problem, step=step.name)
+        written = {region.buffer for other in batch for region in other.writes}
+        if written & {region.buffer for other in batch for region in other.reads}:
+            problem = "its batch is one launch: no step of it reads what another writes"
+            raise PlanError(plan.spec, problem, step=step.name)
 
 
 def _not_as_built(plan: Plan) -> str:
@@ -90,6 +117,8 @@ def _misuse(plan: Plan, step: Step) -> str:
         users = buffer.space in ("input", "output")
         if step.kind == "copy" and users and not buffer.split:
             return f"copies {region.buffer!r}, whose strides are the user's"
+        if plan.problem.experts and region.buffer == "w" and _spans(region, plan.problem):
+            return "takes more than one expert's weight"
         if step.kind == "copy" and _device_count(buffer):
             return f"copies {region.buffer!r}, whose count only the device knows"
     if any(buffer.space == "input" for buffer in writes):
@@ -132,15 +161,25 @@ def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     if want not in COLLECTIVES[plan.problem.op]:
         return f"has no collective {want!r}"
     regions = step.reads + step.writes
+    # by owner or by expert: the library's has a pass beside it that puts rows in order
+    pieces = (1, plan.problem.experts) if want == "all_to_all" else (1,)
     whole = all(
-        r == Region(r.buffer) and b.pieces == 1 for r, b in zip(regions, buffers, strict=True)
+        r == Region(r.buffer) and b.pieces in pieces for r, b in zip(regions, buffers, strict=True)
     )
-    holds = ["own", "all"] if want == "all_gather" else ["all", "own"]
+    holds = {"all_gather": ["own", "all"], "reduce_scatter": ["all", "own"]}.get(
+        str(want), ["all", "all"]
+    )
     if [b.split and b.holds for b in buffers] != holds or not whole:
         return f"a collective {want} takes whole buffers, from {holds[0]!r} to {holds[1]!r}"
     if len({(b.dtype, b.shape) for b in buffers}) != 1 or buffers[0].shape[0] != plan.problem.m:
         return f"a collective {want} keeps columns and dtype of all {plan.problem.m} rows"
     return ""
+
+
+def _spans(region: Region, p: Problem) -> bool:
+    """Whether rows of the stacked weights are of more than one of them."""
+    start, stop = region.rows or (0, p.experts * p.k)
+    return stop > start and start // p.k != (stop - 1) // p.k
 
 
 def _device_count(buffer: Buffer) -> bool:

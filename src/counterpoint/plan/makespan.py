@@ -12,6 +12,8 @@ from counterpoint.machine import Machine
 from counterpoint.plan.finer import Kind
 from counterpoint.problem import Problem
 
+LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calibrated
+
 
 def gather_s(
     problem: Problem,
@@ -120,6 +122,31 @@ def scatter_s(
     sum_s = costs.memory_s((problem.ranks + 1) * rows * row_bytes // pieces)
     # all parts of the sum but the last run while the last block is on its way
     return max(computed_s + (pieces - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
+
+
+def experts_s(problem: Problem, groups: tuple[int, ...], machine: Machine) -> float:
+    """Seconds of a plan of experts whose groups of them have those sizes."""
+    p, costs = problem, machine.costs
+    rows = p.m // p.experts  # of one expert
+    there = p.op == "all_to_all_matmul"
+    row_bytes = rows // p.ranks * (p.k if there else p.n) * p.item_bytes
+
+    def matmul_s(experts: int) -> float:
+        return costs.matmul_s(rows, p.n, p.k, p.item_bytes, machine.sms, count=experts)
+
+    settling = costs.settling(matmul_s(p.experts))
+    computed_s, copied_s = 0.0, costs.barrier_s
+    for size in groups:
+        sent_s = (p.ranks - 1) * _copy_s(size * row_bytes, machine, row_bytes)
+        if there:
+            copied_s += sent_s
+            computed_s = max(computed_s, copied_s) + costs.kernel_s + settling * matmul_s(size)
+        else:
+            computed_s += settling * matmul_s(size)
+            copied_s = max(computed_s, copied_s) + sent_s
+    # what came last goes on to y
+    last_s = _copy_s(groups[-1] * p.ranks * row_bytes, machine) / LOCAL_COPY
+    return computed_s if there else copied_s + costs.kernel_s + last_s
 
 
 def _copy_s(num_bytes: int, machine: Machine, row_bytes: int = 0) -> float:

@@ -101,7 +101,8 @@ class Step:
         after: names of earlier steps of this rank that must have ended.
         args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
             matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
-            "fused", of a matmul and the collective beside it that are one kernel.
+            "fused", of a matmul and the collective beside it that are one kernel; "batch": a number
+            that matmuls one after the other on a lane share where they may be one launch.
     """
 
     name: str
@@ -122,6 +123,11 @@ class Step:
     def accumulates(self) -> bool:
         """Whether the step adds to what its target holds: the target is then read as well."""
         return self.kind == "matmul" and self.writes[0] in self.reads
+
+
+def same_batch(a: Step, b: Step) -> bool:
+    """Whether two neighbours on a lane may be one launch."""
+    return a.lane == b.lane and dict(a.args).get("batch", a) == dict(b.args).get("batch", b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,8 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
         bound = programs[rank].steps[i]
         try:
             if event == order.begin(0, rank, i):
-                begun[rank, i] = [_result(bound, part, memory) for part in bound.parts]
+                stacked = plan.problem.experts > 0
+                begun[rank, i] = [_result(bound, part, memory, stacked) for part in bound.parts]
             elif bound.step.kind == "collective":
                 everyone = [begun[r, i] for r in range(len(programs))]
                 memory.write(_collective(plan, bound, rank, everyone))
@@ -181,7 +182,7 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
                     raise PlanError(plan.spec, problem)
 
 
-def _result(bound: BoundStep, part: Part, memory: Memory) -> list[Piece]:
+def _result(bound: BoundStep, part: Part, memory: Memory, stacked: bool) -> list[Piece]:
     """What a part of a step writes, from what memory holds at its begin."""
     step, target = bound.step, part.write
     reads = list(part.reads)
@@ -195,7 +196,7 @@ def _result(bound: BoundStep, part: Part, memory: Memory) -> list[Piece]:
     if step.kind == "matmul":
         x, w, *reads = reads
         added = values.product(memory.read(x), memory.read(w), x, w, target,
-                               transposed=bool(step.arg("contract")))  # fmt: skip
+                               transposed=bool(step.arg("contract")), stacked=stacked)  # fmt: skip
     for box in reads:
         added += values.moved(memory.read(box), box, target)
     return values.total(target, added + bias)
@@ -215,6 +216,8 @@ def _collective(
             block = target._replace(r0=starts[s], r1=starts[s + 1])
             gathered += values.moved(pieces, whole, block)
         return gathered
+    if bound.step.arg("collective") == "all_to_all":
+        return _exchanged(plan, bound, rank, everyone)
     added: list[Piece] = []
     for s, (pieces,) in enumerate(everyone):
         source = bound.parts[0].reads[0]
@@ -223,3 +226,27 @@ def _collective(
         kept = [(box, value) for box, value in inside if box is not None]
         added += values.moved(kept, block, target)
     return values.total(target, added)
+
+
+def _exchanged(
+    plan: Plan, bound: BoundStep, rank: int, everyone: list[list[list[Piece]]]
+) -> list[Piece]:
+    """My block of what each rank has, in its order, to that rank's block of what I get."""
+    (part,), p = bound.parts, plan.problem
+    target = part.write
+
+    def block(box: Box, whose: int, of: int) -> Box:
+        """The rows of expert `of` in the block of rank `whose`."""
+        by_expert = plan.buffer(box.buffer).pieces > 1
+        place = of * p.ranks + whose if by_expert else whose * p.experts + of
+        count = p.rows[0] // p.experts
+        return box._replace(r0=place * count, r1=(place + 1) * count)
+
+    arrived: list[Piece] = []
+    for s, (pieces,) in enumerate(everyone):
+        for e in range(p.experts):
+            source = block(part.reads[0]._replace(rank=s), rank, e)
+            inside = ((values.intersect(box, source), value) for box, value in pieces)
+            kept = [(box, value) for box, value in inside if box is not None]
+            arrived += values.moved(kept, source, block(target, s, e))
+    return arrived

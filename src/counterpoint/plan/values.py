@@ -129,8 +129,13 @@ def product(
     target: Box,
     *,
     transposed: bool = False,
+    stacked: bool = False,
 ) -> list[Piece]:
-    """What a matmul of x (or, transposed, of x^T) and w adds to `target`."""
+    """What a matmul of x (or, transposed, of x^T) and w adds to `target`.
+
+    Args:
+        stacked: w is one of several weights in one input, so k counts from its first row there.
+    """
     result: list[Piece] = []
     if transposed:
         x, x_pieces = _turned(x), [(_turned(box), value) for box, value in x_pieces]
@@ -145,7 +150,7 @@ def product(
                 a = a._replace(dr=a.dc, dc=a.dr)
             start, shift = k0 + x.c0 + a.dc, w.r0 + b.dr - x.c0 - a.dc
             # a shard counts its rows from 0, the whole from the first rank's; columns are the same
-            if shift and not transposed:
+            if shift and not (transposed or stacked):
                 where = f"({x.c0 + a.dc}, {w.r0 + b.dr})"
                 raise Contradiction(f"{a.buffer} and {b.buffer} meet at different k {where}")
             dr, dc = x.r0 - target.r0, w.c0 - target.c0

@@ -1,7 +1,7 @@
 """Specs worth trying for an op on a group: what is timed, and what a chooser may choose from."""
 
 from counterpoint.plan.finer import FINER
-from counterpoint.problem import Op
+from counterpoint.problem import EXPERTS, Op
 
 MAX_VARIANTS = 30
 
@@ -48,6 +48,8 @@ def variants(op: Op, ranks: int) -> tuple[str, ...]:
         found += [f"sliced {p} pieces=2" for p in peers[1:]]
     elif op == "all_gather_matmul_backward":
         found += [f"side_by_side {p}{tail}" for p in peers for tail in ("", " pieces=2")]
+    elif op in EXPERTS:
+        found += [f"grouped {p}" for p in peers]
     else:
         groups = GATHER_GROUPS.get(ranks, ())
         found += [f"shard_p2p {p}" for p in peers]

@@ -3,7 +3,7 @@
 Each function turns one part of a bound step into an action on the operands of a call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,17 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     return lambda o: _into(torch.mm, x(o).float(), w(o).float(), out=y(o))
 
 
+def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
+    """Matmuls of one launch: y_e = x_e w_e of boxes of one size, see `launches.batches`.
+
+    Rows of all experts are equal, so the library's batched matmul does it, and writes where the
+    plan wants it; its grouped one makes a result of its own.
+    """
+    (part,) = bounds[0].parts
+    x, w, y = (places.several(box, len(bounds)) for box in (*part.reads, part.write))
+    return lambda o: _into(torch.bmm, x(o), w(o), out=y(o))
+
+
 def move(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x (+ bias), in the dtype of y."""
     source, target = places.of(part.reads[0]), places.of(part.write)
@@ -65,8 +76,13 @@ def reduce(bound: BoundStep, part: Part, places: Places) -> Action:
 
 
 def collective(bound: BoundStep, part: Part, places: Places) -> Action:
-    """The library's all-gather or reduce-scatter; unequal shards go one rank at a time."""
+    """The library's all-gather or reduce-scatter; unequal shards go one rank at a time.
+
+    Or its all-to-all, with the pass that puts rows in order.
+    """
     source, target = places.of(part.reads[0]), places.of(part.write)
+    if bound.step.arg("collective") == "all_to_all":
+        return _all_to_all(bound, source, target, places)
     problem, group = places.plan.problem, places.workspace.group
     starts, me = problem.row_starts, places.workspace.rank
     even = len(set(problem.rows)) == 1
@@ -94,6 +110,26 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
                 target(operands).copy_(block)
 
     return gather if gathers else scatter
+
+
+def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) -> Action:
+    p, group = places.plan.problem, places.workspace.group
+    by_expert = [places.plan.buffer(r.buffer).pieces > 1
+                 for r in (bound.step.reads[0], bound.step.writes[0])]  # fmt: skip
+
+    def turned(rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
+        return rows.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
+
+    def run(operands: Operands) -> None:
+        sent, got = source(operands), target(operands)
+        if by_expert[0]:
+            sent = turned(sent, p.experts, p.ranks)
+        come = torch.empty_like(sent) if by_expert[1] else got
+        dist.all_to_all_single(come, sent, group=group)
+        if by_expert[1]:
+            got.copy_(turned(come, p.ranks, p.experts))
+
+    return run
 
 
 def _transposed(x: Place) -> Place:

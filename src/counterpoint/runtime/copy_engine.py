@@ -5,23 +5,29 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box
+from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import ITEM_BYTES
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.workspace import Operands, Places
 
 Address = Callable[[Operands], int]
+# target and its pitch, source and its pitch, width and height: of a Copy, in bytes and rows
+Strided = tuple[Address, int, Address, int, int, int]
 Enqueue = Callable[[Operands, int, bool], None]  # operands, stream handle, capturing
+
+MAX_PITCH_BYTES = (1 << 31) - 1  # what CUDA says of every device
 
 
 def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
     """Enqueue all parts of a copy step, and behind them its signals.
 
-    Parts are one batch where that can be, and so ready together: signals follow the last of them.
+    Parts equally far apart are one strided copy. Copies are one batch where that can be, and so
+    ready together: signals follow the last of them.
     A signal is a copy of the epoch word into a peer's pad. 4xH200, 2026-11: it adds 1 us to a
     4 MiB push, a kernel in its place 8 to 9 us.
     """
-    parts = [_part(part.reads[0], part.write, places) for part in bound.parts]
+    parts = [part for run in runs(bound, places.plan) for part in _of_run(run, places)]
 
     def enqueue(operands: Operands, stream: int, capturing: bool) -> None:
         ready = [Copy(t(operands), tp, s(operands), sp, w, h) for t, tp, s, sp, w, h in parts]
@@ -31,7 +37,29 @@ def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
     return enqueue
 
 
-def _part(source: Box, target: Box, places: Places) -> tuple[Address, int, Address, int, int, int]:
+def _of_run(run: Run, places: Places) -> list[Strided]:
+    """A run as one copy, whose rows are its parts; as its parts where a pitch is too large."""
+    part, rows = run.part, run.part.write.shape[0]
+    one = _part(part.reads[0], part.write, places)
+    if run.times == 1:
+        return [one]
+    target, _, source, _, width, _ = one
+    pitches = [step * (width // rows) for step in (run.write_step, run.read_step)]
+    if max(pitches) <= MAX_PITCH_BYTES:
+        return [(target, pitches[0], source, pitches[1], width, run.times)]
+    return [
+        _part(
+            _below(part.reads[0], i * run.read_step), _below(part.write, i * run.write_step), places
+        )
+        for i in range(run.times)
+    ]
+
+
+def _below(box: Box, rows: int) -> Box:
+    return box._replace(r0=box.r0 + rows, r1=box.r1 + rows)
+
+
+def _part(source: Box, target: Box, places: Places) -> Strided:
     """Target address and pitch, source address and pitch, width and height in bytes and rows."""
     item_bytes = ITEM_BYTES[places.plan.buffer(source.buffer).dtype]
     rows, cols = source.shape

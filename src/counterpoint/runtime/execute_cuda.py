@@ -12,6 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from counterpoint.plan.bind import BoundStep, Program
+from counterpoint.plan.launches import batches
 from counterpoint.runtime import (
     compute,
     copy_engine,
@@ -66,7 +67,7 @@ class CudaCode:
         self.joins = {name: torch.cuda.Event() for name in self.side}
         # a plan that is new while a graph is captured: its kernels are compiled and loaded now
         with self._loading():
-            self.steps = [_CudaStep(self, i, places) for i in range(len(program.steps))]
+            self.steps = [_CudaStep(self, launch, places) for launch in batches(program)]
         if self.spins and not torch.cuda.is_current_stream_capturing():
             gather_object(None, workspace.group)  # a rank that still compiles is late for all
         # a plan of one lane without signals is a list of torch calls on the current stream
@@ -121,17 +122,24 @@ class CudaCode:
 
 
 class _CudaStep:
-    """One step, ready to be enqueued: edges, then `before`, the work itself, then `after`."""
+    """One step, ready to be enqueued: edges, then `before`, the work itself, then `after`.
 
-    def __init__(self, code: CudaCode, index: int, places: Places) -> None:
-        bound, lanes = code.program.steps[index], code.lanes
-        step = bound.step
+    Or a batch of matmuls: what comes before its first is before all, what is behind its last after.
+    """
+
+    def __init__(self, code: CudaCode, launch: tuple[int, ...], places: Places) -> None:
+        index, lanes = launch[0], code.lanes
+        bound, *rest = (code.program.steps[i] for i in launch)
+        step, posts = bound.step, (rest[-1] if rest else bound).posts
         self.stream = code.side.get(step.lane)
         self.edges = [code.events[name] for name in step.after if name in code.events]
-        self.ended = code.events.get(step.name)
+        names = [each.step.name for each in (bound, *rest)]
+        self.ended = [code.events[name] for name in names if name in code.events]
         self.copy = self.before = self.after = None
         tag = code.tag + index
         self.actions = _actions(code, bound, places, tag)
+        if rest:
+            self.actions = [compute.matmuls((bound, *rest), places)]
         if step.kind == "barrier":
             opens = index == code.program.opens
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)
@@ -139,8 +147,8 @@ class _CudaStep:
             self.before = launch_cuda.signal(lanes, (), bound.waits, tag, opens=False)
         if step.kind == "copy":
             self.copy = copy_engine.copies(bound, places, lanes.post_copies(bound.posts))
-        elif step.kind != "barrier" and bound.posts:
-            self.after = launch_cuda.signal(lanes, bound.posts, (), tag, opens=False)
+        elif step.kind != "barrier" and posts:
+            self.after = launch_cuda.signal(lanes, posts, (), tag, opens=False)
         # for `measure.trace`, which tells by them which step launched what
         kind = "barrier" if step.kind == "barrier" else "wait"
         self.mark_before = f"counterpoint/{step.lane}/{kind}/{step.name}"
@@ -169,8 +177,8 @@ class _CudaStep:
         if self.after:
             with mark(self.mark_after):
                 self.after(stream.cuda_stream)
-        if self.ended:
-            self.ended.record(stream)
+        for ended in self.ended:
+            ended.record(stream)
 
 
 _NOTHING = nullcontext()

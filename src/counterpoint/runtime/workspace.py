@@ -27,7 +27,8 @@ ALIGN_BYTES = 256
 GRANULE_BYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 30.0
 
-Operands = dict[str, Tensor]  # the user's tensors by buffer name, each 2-D
+# the user's tensors by buffer name, each 2-D; of a plan of experts, w is [experts, K, N]
+Operands = dict[str, Tensor]
 Place = Callable[[Operands], Tensor]  # a box as a tensor, when the operands are known
 
 
@@ -218,9 +219,27 @@ class Places:
         if fixed is not None:
             return lambda _: fixed
         name, rows, cols = box.buffer, slice(box.r0, box.r1), slice(box.c0, box.c1)
+        if self._stacked(name):
+            expert, start = divmod(box.r0, self.plan.problem.k)
+            inside = slice(start, start + box.r1 - box.r0)
+            return lambda operands: operands[name][expert, inside, cols]
         if box.shape == self._shape(self.plan.buffer(name), box.rank)[1:]:
             return lambda operands: operands[name]
         return lambda operands: operands[name][rows, cols]
+
+    def several(self, first: Box, count: int) -> Place:
+        """`count` boxes like `first`, one behind the other, as [count, rows, columns]."""
+        if self._stacked(first.buffer):
+            expert = first.r0 // self.plan.problem.k
+            cols = slice(first.c0, first.c1)
+            return lambda operands: operands[first.buffer][expert : expert + count, :, cols]
+        rows = first.r1 - first.r0
+        place = self.of(first._replace(r1=first.r0 + count * rows))
+        return lambda operands: place(operands).view(count, rows, first.c1 - first.c0)
+
+    def _stacked(self, name: str) -> bool:
+        """Whether a buffer is the weights of experts, which lie as the user has them."""
+        return self.plan.problem.experts > 0 and name == "w"
 
     def _shape(self, buffer: Buffer, rank: int) -> tuple[int, int, int]:
         """(slots, rows, columns) as `rank` stores the buffer."""

@@ -1,0 +1,94 @@
+"""What of a bound plan is one launch: matmuls of a batch, and parts of a copy equally far apart.
+
+A batch of matmuls is one launch where its operands are boxes of one size that follow one another.
+Parts of a copy that lie equally far apart on both sides are one strided copy, whose rows are long.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from counterpoint.plan.bind import BoundStep, Box, Part, Program
+from counterpoint.plan.steps import Plan, same_batch
+
+
+class Run(NamedTuple):
+    """`times` parts like `part`, each so many rows behind the one before: where read, and written.
+
+    A run of one part has no distances.
+    """
+
+    part: Part
+    times: int = 1
+    read_step: int = 0
+    write_step: int = 0
+
+
+def batches(program: Program) -> list[tuple[int, ...]]:
+    """The steps by index, those of one launch together; in the order in which launches begin."""
+    found: list[list[int]] = []
+    last: dict[str, int] = {}  # of each lane, its last launch
+    for i, bound in enumerate(program.steps):
+        before = last.get(bound.step.lane)
+        ahead = program.steps[found[before][-1]] if before is not None else None
+        if before is not None and ahead and _continues(ahead, bound, program.plan):
+            found[before].append(i)
+            continue
+        last[bound.step.lane] = len(found)
+        found.append([i])
+    return [tuple(launch) for launch in found]
+
+
+def runs(bound: BoundStep, plan: Plan) -> list[Run]:
+    """The parts of a copy step as runs, in order; neighbours are joined wherever that can be."""
+    found: list[Run] = []
+    for part in bound.parts:
+        last = found[-1] if found and _whole_rows((*part.reads, part.write), plan) else None
+        steps = _steps(last, part) if last else None
+        if last and steps:
+            found[-1] = Run(last.part, last.times + 1, *steps)
+        else:
+            found.append(Run(part))
+    return found
+
+
+def _continues(before: BoundStep, bound: BoundStep, plan: Plan) -> bool:
+    """Whether two matmuls are one launch: see `form.check_form` on what a batch is."""
+    if not (_batched(before, plan) and same_batch(before.step, bound.step)):
+        return False
+    if not _batched(bound, plan):
+        return False
+    (first,), (second,) = before.parts, bound.parts
+    pairs = zip((*first.reads, first.write), (*second.reads, second.write), strict=True)
+    return all(_alike(a, b) and a.r1 == b.r0 for a, b in pairs)
+
+
+def _batched(bound: BoundStep, plan: Plan) -> bool:
+    """Whether a step may be one of several: y = x w of one box each, by the weight of an expert."""
+    p, step = plan.problem, bound.step
+    if not p.experts or [name for name, _ in step.args] != ["batch"] or len(bound.parts) != 1:
+        return False
+    x_and_w, y = bound.parts[0]
+    whole = len(x_and_w) == 2 and x_and_w[1].shape[0] == p.k
+    return whole and plan.buffer(y.buffer).dtype == p.dtype
+
+
+def _steps(run: Run, part: Part) -> tuple[int, int] | None:
+    """How far apart parts of `run` are if `part` is the next of it; None where it is not."""
+    read, write = run.part.reads[0], run.part.write
+    if not (_alike(read, part.reads[0]) and _alike(write, part.write)):
+        return None
+    apart = (part.reads[0].r0 - read.r0, part.write.r0 - write.r0)
+    if run.times == 1:
+        # a pitch goes upwards, and rows do not overlap
+        return apart if min(apart) >= read.r1 - read.r0 else None
+    steps = (run.read_step, run.write_step)
+    return steps if apart == (run.times * steps[0], run.times * steps[1]) else None
+
+
+def _alike(a: Box, b: Box) -> bool:
+    """Whether two boxes differ in their first row alone."""
+    return a._replace(r0=0, r1=a.r1 - a.r0) == b._replace(r0=0, r1=b.r1 - b.r0)
+
+
+def _whole_rows(boxes: Sequence[Box], plan: Plan) -> bool:
+    return all(box.c1 - box.c0 == plan.buffer(box.buffer).shape[1] for box in boxes)

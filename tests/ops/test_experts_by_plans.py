@@ -1,0 +1,170 @@
+"""Operators of experts by plans, on CPU ranks: values, gradients, sizes that change, refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from expert_bodies import Lists, by_expert, by_owner, integers, multiplied, summed, whole
+from rankpool import RankPool
+
+import counterpoint as cp
+from counterpoint.ops import experts
+
+K, N = 5, 7
+
+
+def even(ranks: int, local: int, count: int) -> Lists:
+    return [[count] * (ranks * local) for _ in range(ranks)]
+
+
+def specs(ranks: int, local: int) -> list[str]:
+    """Groups of one, all in one, what the machine suggests; both ways to meet."""
+    found = ["grouped", f"grouped {local}", f"grouped {'/'.join('1' * local)} ring"]
+    return found if ranks & (ranks - 1) else [*found, f"grouped {local} xor"]
+
+
+def wrong_values(rank: int, ranks: int, local: int, dtype: torch.dtype) -> list[str]:
+    found: list[str] = []
+    for spec in specs(ranks, local):
+        # the third has the sizes of the first, in memory that has grown between them
+        for count in (2, 5, 2, 0, 1):
+            counts = even(ranks, local, count)
+            for stored in ("kn", "nk"):
+                place = f"{spec}, {count} rows, {stored}"
+                given = whole(counts, K, N, dtype, stored=stored)
+                exact = given.double()
+                rows = by_expert(exact.xs, counts)
+                want = multiplied(rows, exact.ws, counts)[rank].to(dtype)
+                y, kept = cp.all_to_all_matmul(
+                    given.xs[rank], given.ws[rank], counts=counts, plan=spec, return_rows=True
+                )
+                alone = cp.all_to_all_matmul(
+                    given.xs[rank], given.ws[rank], counts=torch.tensor(counts), plan=spec
+                )
+                if not (torch.equal(y, want) and torch.equal(alone, want)):
+                    found.append(f"y of {place}")
+                if not torch.equal(kept, rows[rank].to(dtype)):
+                    found.append(f"rows of {place}")
+                given = whole(counts, K, N, dtype, back=True, stored=stored)
+                exact = given.double()
+                want = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank].to(dtype)
+                y = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=counts, plan=spec)
+                if not torch.equal(y, want):
+                    found.append(f"returned of {place}")
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "local"), [(1, 3), (2, 1), (3, 2), (4, 3)])
+def test_values(pool: RankPool, ranks: int, local: int, dtype: torch.dtype):
+    assert pool.run(wrong_values, ranks, local, dtype) == [[]] * ranks
+
+
+def wrong_gradients(rank: int, ranks: int) -> list[str]:
+    """Out, multiplied and back again with sums, beside the same in one process and fp64."""
+    counts, found = even(ranks, 2, 3), list[str]()
+    generator = torch.Generator().manual_seed(7)
+    there, back = whole(counts, K, N, torch.float32), whole(counts, N, K, torch.float32)
+    exact, down = there.double(), back.double()
+    hs = multiplied(by_expert(exact.xs, counts), exact.ws, counts)
+    ys = by_owner(multiplied(hs, down.ws, counts), counts)
+    index = [torch.randperm(len(y), generator=generator).view(-1, 2) for y in ys]
+    weights = [integers(*i.shape, generator=generator, dtype=torch.float64) for i in index]
+    wants = [summed(y, i, v) for y, i, v in zip(ys, index, weights, strict=True)]
+    torch.autograd.backward([want.sum() for want in wants])
+    x, up, low = (t.clone().requires_grad_() for t in
+                  (there.xs[rank], there.ws[rank], back.ws[rank]))  # fmt: skip
+    h = cp.all_to_all_matmul(x, up, counts=counts, plan="grouped 1/1")
+    sums = (index[rank], weights[rank].float())
+    out = cp.matmul_all_to_all(h, low, counts=counts, plan="grouped 2", sum_of=sums)
+    out.sum().backward()
+    pairs = {
+        "out": (out, wants[rank]),
+        "dx": (x.grad, exact.xs[rank].grad),
+        "dup": (up.grad, exact.ws[rank].grad),
+        "ddown": (low.grad, down.ws[rank].grad),
+    }
+    for name, (got, want) in pairs.items():
+        assert got is not None and want is not None
+        if not torch.equal(got.detach(), want.detach().float()):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients(pool: RankPool, ranks: int):
+    assert pool.run(wrong_gradients, ranks) == [[]] * ranks
+
+
+def wrong_kept_gradient(rank: int, ranks: int) -> bool:
+    """The rows that came have a gradient of their own: it is added on the way back."""
+    counts = even(ranks, 2, 3)
+    given = whole(counts, K, N, torch.float32)
+    exact = given.double()
+    rows = by_expert(exact.xs, counts)
+    torch.autograd.backward([r.sum() * 3 for r in rows])
+    torch.autograd.backward([y.sum() for y in multiplied(
+        by_expert(exact.xs, counts), exact.ws, counts)])  # fmt: skip
+    x = given.xs[rank].clone().requires_grad_()
+    y, kept = cp.all_to_all_matmul(
+        x, given.ws[rank], counts=counts, plan="grouped", return_rows=True
+    )
+    (y.sum() + 3 * kept.sum()).backward()
+    want = exact.xs[rank].grad
+    assert want is not None and x.grad is not None
+    return torch.equal(x.grad, want.float())
+
+
+def test_gradients_of_rows_that_are_kept(pool: RankPool):
+    assert pool.run(wrong_kept_gradient, 3) == [True] * 3
+
+
+def unknown(_: torch.Tensor) -> bool:
+    """Every table is as if it were on a GPU."""
+    return False
+
+
+def texts(rank: int, ranks: int) -> list[str]:
+    found: list[str] = []
+    counts = even(ranks, 3, 2)
+    uneven = [list(row) for row in counts]
+    uneven[1][0] += 1
+    for op, back in ((cp.all_to_all_matmul, False), (cp.matmul_all_to_all, True)):
+        # rows as each table says: nothing but the plan is wrong
+        cases: list[tuple[Lists, dict[str, Any]]] = [
+            (uneven, {"plan": "grouped"}), (counts, {"plan": "grouped 2/2"}),
+            (counts, {"plan": "grouped 3 pull"}), (counts, {"plan": "graded"}),
+            (even(ranks, 3, 0), {"plan": "grouped 4"}),
+        ]  # fmt: skip
+        for table, options in cases:
+            given = whole(table, K, N, torch.float32, back=back)
+            try:
+                op(given.xs[rank], given.ws[rank], counts=table, **options)
+                found.append("accepted")
+            except cp.InputError as error:
+                found.append(str(error))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts, "host_known", unknown)
+            given = whole(counts, K, N, torch.float32, back=back)
+            try:
+                op(given.xs[rank], given.ws[rank], counts=torch.tensor(counts), max_rows=99,
+                   plan="grouped")  # fmt: skip
+                found.append("accepted")
+            except cp.InputError as error:
+                found.append(str(error))
+    return found
+
+
+def test_what_is_refused(pool: RankPool):
+    wants = [
+        "counts must be equal for all ranks and experts with plan 'grouped', got 2 to 3; pad each "
+        "pair to a capacity, or take plan='auto'",
+        "plan must be a spec whose sizes add up to 3; '2/2' do not, got 'grouped 2/2'",
+        "plan must be a spec of words that grouped knows; 'pull' is none, got 'grouped 3 pull'",
+        "plan must be auto, serial, fused or grouped, got 'graded'",
+        "plan must be a spec whose sizes add up to 3; '4' do not, got 'grouped 4'",
+        "counts must be on the CPU, or lists, with plan 'grouped', got on the GPU; take "
+        "plan='auto'",
+    ]  # fmt: skip
+    want = [f"{op}: {text}" for op in ("all_to_all_matmul", "matmul_all_to_all") for text in wants]
+    assert pool.run(texts, 2) == [want] * 2

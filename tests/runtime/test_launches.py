@@ -1,0 +1,154 @@
+"""What a GPU launches for plans of experts, done on CPU ranks: strided copies, batched matmuls.
+
+Copies go by the addresses and pitches that the copy engine would get, byte by byte; matmuls of a
+batch by the library's batched one. And the serial plan, which operators do without a plan.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_bodies import by_expert, by_owner, multiplied, whole
+from rankpool import RankPool
+
+import counterpoint as cp
+from counterpoint.plan.bind import Program, bind
+from counterpoint.plan.families import build
+from counterpoint.plan.launches import batches, runs
+from counterpoint.problem import EXPERTS, Op, Problem
+from counterpoint.runtime import compute, copy_engine, driver, execute_cpu
+from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.execute import compile_plan
+from counterpoint.runtime.workspace import Operands, Places, Workspace, workspace_of
+
+K, N = 5, 7
+copied: list[Copy] = []
+
+
+def by_hand(copies: Sequence[Copy], stream: int, *, capturing: bool) -> None:
+    for copy in copies:
+        copied.append(copy)
+        for row in range(copy.height):
+            target = copy.target + row * copy.target_pitch
+            ctypes.memmove(target, copy.source + row * copy.source_pitch, copy.width)
+
+
+class AsLaunched(execute_cpu.CpuCode):
+    """A program on a CPU rank, in the launches of a GPU."""
+
+    def __init__(self, program: Program, workspace: Workspace) -> None:
+        super().__init__(program, workspace)
+        places = Places(workspace, program.plan)
+        for first, *rest in batches(program):
+            bound = program.steps[first]
+            if bound.step.kind == "copy":
+                enqueue = copy_engine.copies(bound, places, [])
+
+                def copy(o: Operands, enqueue: copy_engine.Enqueue = enqueue) -> None:
+                    enqueue(o, 0, False)
+
+                self.actions[first] = [copy]
+            elif rest:
+                steps = [program.steps[i] for i in (first, *rest)]
+                self.actions[first] = [compute.matmuls(steps, places)]
+                for i in rest:
+                    self.actions[i] = []
+
+
+def wrong_as_launched(rank: int, ranks: int, spec: str, pitch: int) -> list[str]:
+    found: list[str] = []
+    copied.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "copies_async", by_hand)
+        patch.setattr(execute_cpu, "CpuCode", AsLaunched)
+        patch.setattr(copy_engine, "MAX_PITCH_BYTES", pitch)
+        for stored in ("kn", "nk"):
+            counts = [[3] * (ranks * 4)] * ranks
+            given = whole(counts, K, N, torch.float32, stored=stored)
+            exact = given.double()
+            want = multiplied(by_expert(exact.xs, counts), exact.ws, counts)[rank]
+            y = cp.all_to_all_matmul(given.xs[rank], given.ws[rank], counts=counts, plan=spec)
+            if not torch.equal(y, want.float()):
+                found.append(f"there {stored}")
+            given = whole(counts, K, N, torch.float32, back=True, stored=stored)
+            exact = given.double()
+            want = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank]
+            y = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=counts, plan=spec)
+            if not torch.equal(y, want.float()):
+                found.append(f"back {stored}")
+    strided = any(copy.height > 1 for copy in copied)
+    if not copied or strided != (pitch > 4096 and spec != "grouped 1/1/1/1"):
+        found.append(f"{len(copied)} copies, strided: {strided}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spec", "pitch"),
+    [(2, "grouped 1/3", 1 << 31), (3, "grouped 3/1", 1 << 31), (4, "grouped 4 xor", 1 << 31),
+     (2, "grouped 1/1/1/1", 64)],
+)  # fmt: skip
+def test_values_as_launched(pool: RankPool, ranks: int, spec: str, pitch: int):
+    assert pool.run(wrong_as_launched, ranks, spec, pitch) == [[]] * ranks
+
+
+def test_a_pitch_beyond_what_cuda_takes(pool: RankPool):
+    assert pool.run(wrong_as_launched, 2, "grouped 2/2", 64) == [[]] * 2
+
+
+def wrong_serially(rank: int, ranks: int, op: Op) -> list[str]:
+    """The plan that predictions compare with computes the op too."""
+    found: list[str] = []
+    workspace = workspace_of(dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    for local in (1, 3):
+        counts = [[2] * (ranks * local)] * ranks
+        given = whole(counts, K, N, torch.float32, back=op == "matmul_all_to_all")
+        exact = given.double()
+        if op == "matmul_all_to_all":
+            want = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank]
+        else:
+            want = multiplied(by_expert(exact.xs, counts), exact.ws, counts)[rank]
+        plan = build(Problem(op, len(want), N, K, ranks, "float32", experts=local), "serial")
+        y = torch.full(want.shape, torch.nan)
+        code = compile_plan(plan, workspace)
+        code.run({"x": given.xs[rank], "w": given.ws[rank], "y": y})
+        if not torch.equal(y, want.float()):
+            found.append(f"{local} experts")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("op", EXPERTS)
+def test_the_serial_plan(pool: RankPool, op: Op, ranks: int):
+    assert pool.run(wrong_serially, ranks, op) == [[]] * ranks
+
+
+@pytest.mark.parametrize("op", EXPERTS)
+def test_a_group_is_one_copy_for_each_peer_and_one_matmul(op: Op):
+    plan = build(Problem(op, 4 * 8 * 16, N, K, 4, experts=8), "grouped 3/5 xor")
+    for rank in range(4):
+        program = bind(plan, rank)
+        launches = [[program.steps[i].step.name for i in launch] for launch in batches(program)]
+        groups = [launch for launch in launches if launch[0].startswith("matmul")]
+        assert groups == [[f"matmul_{e}" for e in group] for group in (range(3), range(3, 8))]
+        for bound in program.steps:
+            if bound.step.kind != "copy":
+                continue
+            peers, found = {(p.write.rank, p.reads[0].rank) for p in bound.parts}, runs(bound, plan)
+            assert sum(run.times for run in found) == len(bound.parts)
+            if bound.step.name.startswith("push"):
+                assert len(found) == len(peers) == 3
+                assert {run.times for run in found} == {3 if bound.step.name[-1] == "0" else 5}
+            # rows of a run neither overlap nor leave what the parts are
+            expanded = [
+                (part.reads[0].r0 + i * run.read_step, part.write.r0 + i * run.write_step)
+                for run in found for i in range(run.times) for part in (run.part,)
+            ]  # fmt: skip
+            assert expanded == [(part.reads[0].r0, part.write.r0) for part in bound.parts]
+
+
+def test_other_families_launch_what_they_did():
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        plan = build(Problem(op, 64, 16, 16, 4), "graded 1/1/2" if op[0] == "a" else "graded 2/1/1")
+        assert all(len(launch) == 1 for launch in batches(bind(plan, 1)))
