@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from counterpoint.model.estimate import estimate
     from counterpoint.ops.add_rms_norm import matmul_all_reduce_rms_norm
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
+    from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
     from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from counterpoint.ops.pooled_outputs import PooledOutputs
     from counterpoint.plan.bind import bind
     from counterpoint.plan.families import build
     from counterpoint.plan.steps import Plan
@@ -49,6 +51,7 @@ _HOME = {
     "PeerTimeoutError": "errors",
     "Plan": "plan.steps",
     "PlanError": "errors",
+    "PooledOutputs": "ops.pooled_outputs",
     "Problem": "problem",
     "Timeline": "timeline",
     "UnsupportedError": "errors",
@@ -57,6 +60,7 @@ _HOME = {
     "build": "plan.families",
     "check": "runtime.groups",
     "choose": "choose.choose",
+    "embedding_bag_all_to_all": "ops.embedding_bag_all_to_all",
     "estimate": "model.estimate",
     "matmul_all_reduce": "ops.matmul_all_reduce",
     "matmul_all_reduce_rms_norm": "ops.add_rms_norm",
@@ -78,6 +82,7 @@ __all__ = [
     "PeerTimeoutError",
     "Plan",
     "PlanError",
+    "PooledOutputs",
     "Problem",
     "Timeline",
     "UnsupportedError",
@@ -86,6 +91,7 @@ __all__ = [
     "build",
     "check",
     "choose",
+    "embedding_bag_all_to_all",
     "estimate",
     "matmul_all_reduce",
     "matmul_all_reduce_rms_norm",

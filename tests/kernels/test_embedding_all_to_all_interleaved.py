@@ -10,7 +10,7 @@ from planted import arrive_once, arrive_relaxed, same_epoch
 from rankpool import RankPool
 
 from counterpoint.kernels import embedding_all_to_all as kernels
-from counterpoint.runtime.launch_embedding import Layout, Sender, Way
+from counterpoint.runtime.launch_embedding import Layout, Sender, Way, place_of
 
 DIMS = ((16, 20), (16,), (), (8,))
 # bags of each rank, call after call: of one size, and of sizes that differ
@@ -61,7 +61,8 @@ def errors_of(
                     facts = facts_of(layout, bags[r], mean=False)
                     if fault == "half":  # as large as the call, not as the memory
                         each[r].tiles.half_bytes = layout.half_bytes
-                    sender = Sender(facts, each[r], 0, Way(256, 2), own_outputs=own)
+                    place = place_of(each[r], layout, own_outputs=own)
+                    sender = Sender(facts, each[r], place, 0, Way(256, 2))
                     sender.programs = programs
                     turn = 0 if fault == "turn" else i % 2
                     where = (bases, half_bytes, turn) if own else None

@@ -12,7 +12,7 @@ from rank_bodies import world
 from rankpool import RankPool
 
 from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.launch_embedding import Layout, Lookup, Sender, Way
+from counterpoint.runtime.launch_embedding import Layout, Lookup, Sender, Way, place_of
 from counterpoint.runtime.workspace import workspace_of
 
 DIMS = ((32, 16), (), (48, 20, 16), (10,))  # of each rank; vectors of 4 divide not all
@@ -47,7 +47,8 @@ def wrong_calls(rank: int, ranks: int, cases: list[str], epoch: int = 0) -> list
                 for r, d in enumerate(layout.dims)
             ]
             bags = everyone[rank]
-            sender = Sender(facts_of(layout, bags, mean=mean), memory, 0, Way(256, 2))
+            place = place_of(memory, layout)
+            sender = Sender(facts_of(layout, bags, mean=mean), memory, place, 0, Way(256, 2))
             sender.programs = 3
             offsets = bags.offsets if call else bags.offsets[:-1]
             y = torch.full((layout.batch[rank], layout.columns), torch.nan, dtype=dtype)
@@ -102,7 +103,8 @@ def late_by_a_call(rank: int, ranks: int) -> list[bool]:
     memory = FusedMemory(workspace)
     layout = Layout(((16,), (16,)), (4, 4), torch.float32)
     bags = random_bags((16,), 8)
-    sender = Sender(facts_of(layout, bags, mean=False), memory, 6, Way(256, 2))
+    place = place_of(memory, layout)
+    sender = Sender(facts_of(layout, bags, mean=False), memory, place, 6, Way(256, 2))
     dist.barrier()
     if rank == 1:
         time.sleep(1.0)

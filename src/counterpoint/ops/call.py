@@ -302,18 +302,7 @@ def compare(
     first = next(t for t in tensors if t is not None)
     here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
     here["rows"] = str(tuple(rows))
-    try:
-        everyone = gather_object(here, workspace.group)
-    except RuntimeError as error:
-        gone = workspace.gone()
-        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
-        workspace.fault = PeerTimeoutError(
-            f"{op}: {who} did not come to compare its arguments ({error}); the group is "
-            "unusable, restart its ranks",
-            rank=gone[0][0] if gone else None,
-            step="compare",
-        )
-        raise workspace.fault from error
+    everyone = meet(op, here, workspace)
     # in the words of rank 0: all ranks say the same
     for name, want in everyone[0].items():
         for rank, theirs in enumerate(everyone):
@@ -327,3 +316,23 @@ def compare(
                     got=f"{got} on rank {rank}",
                     fix=fix,
                 )
+
+
+def meet(op: str, here: dict[str, str], workspace: Workspace) -> list[dict[str, str]]:
+    """What all ranks say of a call: no rank returns before each has come to it.
+
+    Raises:
+        PeerTimeoutError: a rank did not come.
+    """
+    try:
+        return gather_object(here, workspace.group)
+    except RuntimeError as error:
+        gone = workspace.gone()
+        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
+        workspace.fault = PeerTimeoutError(
+            f"{op}: {who} did not come to compare its arguments ({error}); the group is "
+            "unusable, restart its ranks",
+            rank=gone[0][0] if gone else None,
+            step="compare",
+        )
+        raise workspace.fault from error

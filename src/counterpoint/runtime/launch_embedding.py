@@ -256,37 +256,54 @@ class Lookup(Pooling):
         self.launch(lookup_kernel, arguments, tasks, chunks.vec_in)
 
 
-class Sender(Pooling):
-    """The fused kernel of one layout; all ranks make and call it in one order.
+class Place(NamedTuple):
+    """Where outputs and flags of one layout lie, equal on all ranks as long as it lives."""
 
-    Args:
-        facts: as for `Pooling`.
-        memory: of the group; grows to hold two outputs, unless peers write elsewhere.
-        tag: that a fault word names it by.
-        way: how; may differ between ranks.
-        own_outputs: outputs go to memory that is given at each call.
+    outputs: Tensor
+    half_bytes: int
+    flags: Tensor
+    half_flags: int
+
+
+def place_of(memory: FusedMemory, layout: Layout, *, own_outputs: bool = False) -> Place:
+    """Have the memory that a layout needs, of two outputs unless peers write elsewhere.
+
+    Collective, and synchronous where it has to grow. What grows later is another memory: so this
+    is kept, and asked for by all ranks at the same time.
 
     Raises:
         InputError: memory has to grow while a graph is captured.
     """
+    if not own_outputs:
+        memory.tiles.reserve(layout.half_bytes)
+    memory.flags.reserve(4 * len(layout.batch))
+    tiles, flags = memory.tiles, memory.flags
+    return Place(tiles.bases, tiles.half_bytes, flags.bases, flags.half_bytes // 4)
+
+
+class Sender(Pooling):
+    """The fused kernel of one layout; all ranks call theirs in one order.
+
+    Args:
+        facts: as for `Pooling`.
+        memory: of the group.
+        place: in it.
+        tag: that a fault word names it by.
+        way: how; may differ between ranks.
+    """
 
     def __init__(
-        self, facts: Facts, memory: FusedMemory, tag: int, way: Way | None = None, *,
-        own_outputs: bool = False,
-    ) -> None:  # fmt: skip
+        self, facts: Facts, memory: FusedMemory, place: Place, tag: int, way: Way | None = None
+    ) -> None:
         workspace, layout = memory.workspace, facts.layout
         rank, ranks, device = workspace.rank, workspace.group.size(), workspace.device
         firsts = layout.first_columns(rank)[:-1]
         super().__init__(facts, firsts, layout.columns, layout.dims[rank], way or Way(), device)
-        if not own_outputs:
-            memory.tiles.reserve(layout.half_bytes)
-        memory.flags.reserve(4 * ranks)
-        tiles, flags = memory.tiles, memory.flags
-        self.outputs = tiles.bases, tiles.half_bytes, -1
+        self.outputs = place.outputs, place.half_bytes, -1
         self._starts = torch.tensor(layout.starts, dtype=torch.int32, device=device)
         self._counters = torch.zeros(ranks, dtype=torch.int32, device=device)
-        self._memory = flags.bases, self._counters, memory.state, memory.fault
-        self._half_flags = flags.half_bytes // 4
+        self._memory = place.flags, self._counters, memory.state, memory.fault
+        self._half_flags = place.half_flags
         self._last = rank, tag, int(workspace.timeout_s * 1e9)
         self._world = ranks, padded_rows(ranks)
         self._copy: Any = None

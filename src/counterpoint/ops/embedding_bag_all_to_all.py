@@ -1,0 +1,355 @@
+"""Embedding bags of table-wise shards, and the all-to-all that gives each rank its bags' rows."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.ops import call
+from counterpoint.ops.check import check_group
+from counterpoint.ops.embedding_gradients import (
+    flat_dims,
+    layout_from,
+    pooled_on_cpu,
+    table_gradients,
+)
+from counterpoint.ops.embedding_layout import OP, check_bags, layout_of, problem_with
+from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.runtime.fused import fused_memory, in_turn
+from counterpoint.runtime.lanes_cuda import lanes_of
+from counterpoint.runtime.launch_embedding import Facts, Layout, Lookup, Sender, place_of
+from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
+
+call.LIBRARY.define(
+    f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
+    "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
+    "str group_name) -> Tensor"
+)
+
+
+def embedding_bag_all_to_all(
+    tables: Sequence[Tensor],
+    indices: Tensor,
+    offsets: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mode: str = "sum",
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    batch: Sequence[int] | None = None,
+    dims: Sequence[Sequence[int]] | None = None,
+    dtype: torch.dtype | None = None,
+    sparse: bool = False,
+    out: PooledOutputs | None = None,
+) -> Tensor:
+    """Pool the bags of own tables for all ranks, and get the own bags of all tables.
+
+    In place of a `torch.nn.EmbeddingBag` for each table, an all-to-all and a concat. On GPUs one
+    kernel: each rank pools in fp32 and stores rows where they belong in their owner's output. The
+    columns are those of rank 0's tables, then rank 1's, as of torchrec's pooled KeyedTensor.
+    Captures in a CUDA graph after one eager call with the same tables and as many bags.
+    Differentiable in tables and weights, once, in the same order of sums each time.
+
+    Indices that a table does not have are undefined on GPUs; COUNTERPOINT_CHECK=1 has all values
+    checked at each call, as on CPU ranks always.
+
+    Args:
+        tables: bf16, fp16 or fp32, each [rows, D], those of this rank. It may have none: then it
+            passes `dims`, `dtype` and `batch`.
+        indices: int32 or int64 [n], of the first table's bags, then the second's.
+        offsets: int32 or int64 [tables * bags], where each bag of the global batch begins, for one
+            table after another; bags in the order of the ranks that own them.
+        group: whose ranks take part; None: the default group.
+        mode: "sum" or "mean"; an empty bag is zero.
+        per_sample_weights: dtype of the tables or fp32 [n], with "sum": each row times its weight.
+        include_last_offset: offsets have one more, the end of the last bag.
+        batch: bags of each rank; None: all have as many.
+        dims: columns of each rank's tables; None: ranks tell each other at the first call with
+            tables at these addresses.
+        dtype: of the tables, where there are none.
+        sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
+            the backward waits for the GPU.
+        out: where peers write to; else there, and one more copy.
+
+    Returns:
+        dtype of the tables, [own bags, D of all tables of all ranks]: a new tensor, or the next
+        turn of `out`.
+
+    Raises:
+        InputError: an argument is wrong, or ranks differ; nothing was launched.
+        PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
+
+    Example:
+        >>> y = counterpoint.embedding_bag_all_to_all(  # doctest: +SKIP
+        ...     [t.weight for t in tables], indices, offsets
+        ... )
+    """
+    group = check_group(OP, group)
+    weights = per_sample_weights
+    check_bags(tables, indices, offsets, weights, mode, include_last_offset)
+    workspace = workspace_of(group, indices.device)
+    workspace.check()
+    own = (*tables, *(() if weights is None else (weights,)))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in own)
+    agreed = layout_of(
+        tables, offsets, mode, include_last_offset, batch, dims, dtype, workspace,
+        differentiated=wanted, out=out is not None,
+    )  # fmt: skip
+    _check_out(out, agreed.layout, workspace)
+    # of all ranks or of none: the backward has an all-to-all too
+    anchor = None
+    if agreed.differentiated and torch.is_grad_enabled():
+        anchor = torch.empty(0, device=indices.device, requires_grad=True)
+    given = Given(list(tables), indices, offsets, weights)
+    how = How(mode == "mean", include_last_offset, sparse, agreed.layout, workspace.rank)
+    if out is not None:
+        return _IntoTurn.apply(
+            out, how, group.group_name, indices, offsets, weights, anchor, *tables
+        )  # pyright: ignore[reportReturnType]
+    return torch.ops.counterpoint.embedding_bag_all_to_all(
+        given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
+    )
+
+
+class Given(NamedTuple):
+    """The tensors of a call."""
+
+    tables: list[Tensor]
+    indices: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+class How(NamedTuple):
+    """All else of a call, but its group."""
+
+    mean: bool
+    last: bool
+    sparse: bool
+    layout: Layout
+    rank: int
+
+    def flat(self) -> tuple[Any, ...]:
+        """As the dispatcher takes it."""
+        dims, batch = flat_dims(self.layout), list(self.layout.batch)
+        return self.mean, self.last, self.sparse, dims, batch, self.layout.dtype, self.rank
+
+
+def _check_out(out: PooledOutputs | None, layout: Layout, workspace: Workspace) -> None:
+    if out is None:
+        return
+    if not isinstance(out, PooledOutputs):
+        raise InputError(OP, "out", want="PooledOutputs", got=type(out).__name__)
+    if out.group is not workspace.group or out.device != workspace.device:
+        want = f"of this group, on {workspace.device}"
+        raise InputError(OP, "out", want=want, got=f"of another, on {out.device}")
+    want, got = (layout.columns, layout.dtype, layout.batch), (out.columns, out.dtype, out.batch)
+    if want != got:
+        form = "{} columns of {} for batches {}".format
+        raise InputError(OP, "out", want=form(*want), got=form(*got))
+
+
+class _InOneKernel:
+    """The fused kernel on a GPU."""
+
+    def __init__(self, facts: Facts, workspace: Workspace, *, own_outputs: bool) -> None:
+        self.workspace, self.layout = workspace, facts.layout
+        self.lanes = lanes_of(workspace)
+        ranks = tuple(range(workspace.group.size()))
+        tag = self.lanes.register(OP, "fused", (("rows of own bags", ranks),))
+        memory = fused_memory(workspace)
+        # of the layout, not of what may be one rank's alone: dtypes of indices and weights
+        key = (OP, "place", facts.layout, own_outputs)
+        place = workspace.code.get(key)
+        if place is None:
+            place = place_of(memory, facts.layout, own_outputs=own_outputs)
+            workspace.remember(key, place)
+        self.sender = Sender(facts, memory, place, tag)
+
+    def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
+        device = self.workspace.device
+        if not torch.cuda.is_current_stream_capturing():
+            self.lanes.follow()
+            in_turn(device)
+        if out is not None:
+            turn = out.take()
+            self.sender(*given, (out.bases, out.turn_bytes, turn))
+            return out.view(turn)
+        shape = self.layout.batch[how.rank], self.layout.columns
+        y = torch.empty(shape, dtype=self.layout.dtype, device=device)
+        self.sender(*given)
+        self.sender.copy_out(y)
+        return y
+
+
+class _Alone:
+    """A rank by itself on a GPU: the lookup."""
+
+    def __init__(self, facts: Facts, workspace: Workspace) -> None:
+        self.layout = facts.layout
+        self.lookup = Lookup(facts, 0, workspace.device)
+
+    def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
+        shape = self.layout.num_bags, self.layout.columns
+        like = given.indices
+        y = out.view(out.take()) if out else like.new_empty(shape, dtype=self.layout.dtype)
+        self.lookup(*given, y)
+        return y
+
+
+class _OnCpuRanks:
+    """What the kernel computes, by torch and gloo.
+
+    gloo ends the process of a rank whose peer sends another size, and values are wrong on one rank
+    only: so each call is compared first.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
+        layout, rank, group = how.layout, how.rank, self.workspace.group
+        _compare(given, how, self.workspace)
+        own = pooled_on_cpu(
+            *given, layout.num_bags, last=how.last, mean=how.mean, dtype=layout.dtype
+        )
+        columns = [sum(dims) for dims in layout.dims]
+        got = own.new_empty(layout.batch[rank] * layout.columns)
+        sizes = [layout.batch[rank] * c for c in columns]
+        dist.all_to_all_single(
+            got, own.flatten(), sizes, [b * columns[rank] for b in layout.batch], group=group
+        )
+        parts = [p.view(-1, c) for p, c in zip(got.split(sizes), columns, strict=True) if c]
+        y = torch.cat(parts, 1)
+        return y if out is None else out.view(out.take()).copy_(y)
+
+
+def _compare(given: Given, how: How, workspace: Workspace) -> None:
+    """Refuse a call that differs between ranks, or whose values are wrong on one of them.
+
+    Raises:
+        InputError: on all ranks, naming the one.
+    """
+    problem = problem_with(given.tables, given.indices, given.offsets, last=how.last)
+    everyone = call.meet(OP, {"op": OP, "how": str(how.layout), "problem": problem}, workspace)
+    for rank, said in enumerate(everyone):
+        if said.get("how") != everyone[0].get("how"):
+            want = f"equal on all ranks, {everyone[0].get('how', 'another call')} as on rank 0"
+            raise InputError(OP, "arguments", want=want, got=f"{said.get('how')} on rank {rank}")
+        if said["problem"]:
+            what, want, got = said["problem"].split("|")
+            raise InputError(OP, what, want=want, got=f"{got} on rank {rank}")
+
+
+def _forward(given: Given, how: How, group_name: str, out: PooledOutputs | None = None) -> Tensor:
+    """Prepare and run; what is prepared is remembered."""
+    device = given.indices.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _forward(given, how, group_name, out)
+    workspace = workspace_of(group_of(group_name), device)
+    workspace.check()
+    weights = None if given.weights is None else given.weights.dtype
+    facts = Facts(how.layout, how.mean, weights, given.indices.dtype, given.offsets.dtype)
+    key = (OP, facts, out is not None)
+    ready: Any = workspace.code.get(key)
+    if ready is None:
+        # memory that calls in any mode may write to
+        with torch.inference_mode(False):
+            if device.type == "cpu":
+                ready = _OnCpuRanks(workspace)
+            elif len(how.layout.batch) == 1:
+                ready = _Alone(facts, workspace)
+            else:
+                ready = _InOneKernel(facts, workspace, own_outputs=out is not None)
+        workspace.remember(key, ready)
+    if device.type == "cuda" and call.checking():
+        _compare(given, how, workspace)
+    return ready(given, how, out)
+
+
+def _run(
+    tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+    anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
+    batch: Sequence[int], dtype: torch.dtype, rank: int, group_name: str,
+) -> Tensor:  # fmt: skip
+    how = How(mean, last, sparse, layout_from(dims, batch, dtype), rank)
+    return _forward(Given(tables, indices, offsets, weights), how, group_name)
+
+
+def _fake(
+    tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+    anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
+    batch: Sequence[int], dtype: torch.dtype, rank: int, group_name: str,
+) -> Tensor:  # fmt: skip
+    return indices.new_empty(batch[rank], layout_from(dims, batch, dtype).columns, dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tables, indices, offsets, weights, anchor, mean, last, sparse, dims, batch, *rest = inputs
+    ctx.save_for_backward(indices, offsets, weights, anchor, *tables)
+    ctx.flat = mean, last, sparse, list(dims), list(batch), *rest
+
+
+def _gradients(
+    ctx: Any, dy: Tensor, need: Sequence[bool], need_weights: bool
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Those of own tables and weights; all ranks take part, whatever they need."""
+    indices, offsets, weights, _, *tables = ctx.saved_tensors
+    mean, last, sparse, dims, batch, _, rank, group_name = ctx.flat
+    ops: Any = torch.ops.counterpoint
+    dy = ops.pooled_gradient_all_to_all(dy, dims, batch, rank, group_name)
+    found: list[Tensor | None] = [None] * len(tables)
+    if any(need):
+        if sparse:
+            found = [*table_gradients(
+                dy, tables, indices, offsets, weights, last=last, mean=mean, sparse=True
+            )]  # fmt: skip
+        else:
+            found = ops.embedding_bag_table_gradients(
+                dy, tables, indices, offsets, weights, last, mean
+            )
+    dw = None
+    if need_weights:
+        dw = ops.embedding_bag_weight_gradient(dy, tables, indices, offsets, weights, last)
+    return [g if n else None for g, n in zip(found, need, strict=True)], dw
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    need, _, _, need_weights, need_anchor, *_ = ctx.needs_input_grad
+    grads, dw = _gradients(ctx, dy, need, need_weights)
+    anchor = ctx.saved_tensors[3]
+    none = torch.zeros_like(anchor) if need_anchor else None
+    return grads, None, None, dw, none, *[None] * 8
+
+
+class _IntoTurn(torch.autograd.Function):
+    """The same into the memory of `out`: no operator may return what it did not make."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: PooledOutputs, how: How, group_name: str, indices: Tensor, offsets: Tensor,
+        weights: Tensor | None, anchor: Tensor | None, *tables: Tensor,
+    ) -> Tensor:  # fmt: skip
+        inputs = (tables, indices, offsets, weights, anchor, *how.flat(), group_name)
+        y = _forward(Given(list(tables), indices, offsets, weights), how, group_name, out)
+        _save(ctx, inputs, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
+        *_, need_weights, need_anchor = ctx.needs_input_grad[:7]
+        grads, dw = _gradients(ctx, dy[0], ctx.needs_input_grad[7:], need_weights)
+        none = torch.zeros_like(ctx.saved_tensors[3]) if need_anchor else None
+        return None, None, None, None, None, dw, none, *grads
+
+
+call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+torch.library.register_autograd(
+    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
+)
