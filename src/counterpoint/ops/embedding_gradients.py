@@ -5,6 +5,7 @@ weight, or one over the entries of its bag.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,11 @@ from torch import Tensor
 from counterpoint.errors import UnsupportedError
 from counterpoint.ops.call import LIBRARY
 from counterpoint.runtime.launch_embedding import Layout
+from counterpoint.runtime.launch_embedding_gradient import (
+    sorted_entries,
+    table_gradients_into,
+    weight_gradient_into,
+)
 from counterpoint.runtime.ranks import group_of
 
 CHUNK_ELEMENTS = 1 << 24  # of gathered rows in fp32 at a time
@@ -117,10 +123,15 @@ def table_gradients(
     Args:
         dy: [bags of all ranks, columns of own tables], as `exchange` returns it.
     """
-    num_bags = dy.shape[0]
-    entries = entries_of(offsets, indices.numel(), last=last)
+    n, num_bags = indices.numel(), dy.shape[0]
+    if not n:
+        return [_gradient(t, indices.new_empty(0).long(), t.new_empty(0, t.shape[1]),
+                          sparse=sparse) for t in tables]  # fmt: skip
+    entries = entries_of(offsets, n, last=last)
     scales = scales_of(entries, weights, mean=mean)
-    table_of = entries.bag // max(num_bags, 1)
+    table_of = entries.bag // num_bags
+    if dy.is_cuda:
+        return _by_kernel(dy, tables, indices, entries.bag, table_of, scales, sparse=sparse)
     found: list[Tensor] = []
     first = 0
     for i, table in enumerate(tables):
@@ -139,6 +150,27 @@ def table_gradients(
     return found
 
 
+def _by_kernel(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, bags: Tensor, table_of: Tensor,
+    scales: Tensor | None, *, sparse: bool,
+) -> list[Tensor]:  # fmt: skip
+    """One launch for all tables, one sum in one order for each row."""
+    firsts = list(accumulate((len(t) for t in tables), initial=0))
+    entries = sorted_entries(indices, table_of, torch.tensor(firsts[:-1]).to(dy.device))
+    if not sparse:
+        grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tables]
+        table_gradients_into(grads, firsts[:-1], dy, bags, scales, entries, compact=False)
+        return grads
+    # the one wait for the GPU: rows that are named, of each table
+    names = entries.names[entries.starts[: int(entries.number)]]
+    edges = torch.searchsorted(names, torch.tensor(firsts).to(dy.device)).tolist()
+    parts = zip(edges[:-1], edges[1:], firsts[:-1], strict=True)
+    rows = [names[start:stop] - first for start, stop, first in parts]
+    values = [t.new_empty(len(r), t.shape[1]) for t, r in zip(tables, rows, strict=True)]
+    table_gradients_into(values, edges[:-1], dy, bags, scales, entries, compact=True)
+    return [_gradient(t, r, v, sparse=True) for t, r, v in zip(tables, rows, values, strict=True)]
+
+
 def _gradient(table: Tensor, rows: Tensor, values: Tensor, *, sparse: bool) -> Tensor:
     if sparse:
         shape = tuple(table.shape)
@@ -155,10 +187,15 @@ def weight_gradient(
     last: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of each index's weight: its row times that of its bag's gradient, in fp32."""
-    num_bags = dy.shape[0]
-    entries = entries_of(offsets, indices.numel(), last=last)
+    n, num_bags = indices.numel(), dy.shape[0]
+    entries = entries_of(offsets, n, last=last)
+    if dy.is_cuda:
+        out = torch.empty(n, dtype=weights.dtype, device=dy.device)
+        if n:
+            weight_gradient_into(out, dy, tables, indices, entries.bag)
+        return out
     table_of = entries.bag // max(num_bags, 1)
-    found = torch.zeros(indices.numel(), device=dy.device)
+    found = torch.zeros(n)
     first = 0
     for i, table in enumerate(tables):
         own = (table_of == i).nonzero().flatten()
