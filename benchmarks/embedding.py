@@ -31,7 +31,7 @@ from counterpoint.measure.timing import host_s, relative_error, rotate
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.resources.order import Delay
-from counterpoint.runtime.launch_embedding import Facts, Layout, Lookup
+from counterpoint.runtime.launch_embedding import Facts, Layout, Lookup, way_for
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
 MLPERF_ROWS = (40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282,
@@ -103,7 +103,9 @@ def arms_of(
     sent = torch.empty(batch, each[rank], dtype=layout.dtype, device=device)
     got = torch.empty(own * layout.columns, dtype=layout.dtype, device=device)
     sizes = [own * c for c in each]
-    lookup = Lookup(Facts(layout, False, None, torch.int64, torch.int64), rank, device)
+    facts = Facts(layout, False, None, torch.int64, torch.int64)
+    way = way_for(case.sets[0].numel(), batch * len(tables))
+    lookup = Lookup(facts, rank, device, way)
     edges = case.offsets[::batch].tolist()
     starts = [torch.arange(batch + 1, device=device) * p for p in case.pooling]
 

@@ -204,7 +204,7 @@ def test_what_is_refused(pool: RankPool):
         "dtype must be torch.float32 as tables, got torch.float16",
         "dims must be ((4, 8), (4, 8)) as tables, got",
         "tables must be equal on all ranks, torch.float32 as on rank 0, got torch.float16 on",
-        "offsets must be 0 at first, rising to at most",
+        "offsets must be 0 at first, rising to",
         "indices of tables[0] must be 0 to 4, got 0 to 10",
         "out must be PooledOutputs, got int", "out must be 24 columns of torch.float32",
         "out is given must be equal on all ranks, False as on rank 0",

@@ -20,7 +20,16 @@ from counterpoint.ops.embedding_layout import OP, check_bags, layout_of, problem
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.runtime.fused import fused_memory, in_turn
 from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.launch_embedding import Facts, Layout, Lookup, Sender, place_of
+from counterpoint.runtime.launch_embedding import (
+    Facts,
+    Layout,
+    Lookup,
+    Place,
+    Sender,
+    Way,
+    place_of,
+    way_for,
+)
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
@@ -154,35 +163,48 @@ def _check_out(out: PooledOutputs | None, layout: Layout, workspace: Workspace) 
 
 
 class _InOneKernel:
-    """The fused kernel on a GPU."""
+    """The fused kernel on a GPU: one for each way, compiled when it is first taken."""
 
     def __init__(self, facts: Facts, workspace: Workspace, *, own_outputs: bool) -> None:
-        self.workspace, self.layout = workspace, facts.layout
+        self.workspace, self.facts, self.layout = workspace, facts, facts.layout
         self.lanes = lanes_of(workspace)
         ranks = tuple(range(workspace.group.size()))
-        tag = self.lanes.register(OP, "fused", (("rows of own bags", ranks),))
-        memory = fused_memory(workspace)
+        self.tag = self.lanes.register(OP, "fused", (("rows of own bags", ranks),))
+        self.memory = fused_memory(workspace)
         # of the layout, not of what may be one rank's alone: dtypes of indices and weights
         key = (OP, "place", facts.layout, own_outputs)
-        place = workspace.code.get(key)
+        place: Place | None = workspace.code.get(key)
         if place is None:
-            place = place_of(memory, facts.layout, own_outputs=own_outputs)
+            place = place_of(self.memory, facts.layout, own_outputs=own_outputs)
             workspace.remember(key, place)
-        self.sender = Sender(facts, memory, place, tag)
+        self.place = place
+        self.senders: dict[Way, Sender] = {}
+
+    def sender(self, given: Given) -> Sender:
+        """The one for so many indices; while a graph is captured, one that is compiled."""
+        way = way_for(given.indices.numel(), len(given.tables) * self.layout.num_bags)
+        found = self.senders.get(way)
+        if found is None:
+            if self.senders and torch.cuda.is_current_stream_capturing():
+                return next(iter(self.senders.values()))
+            found = Sender(self.facts, self.memory, self.place, self.tag, way)
+            self.senders[way] = found
+        return found
 
     def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
         device = self.workspace.device
         if not torch.cuda.is_current_stream_capturing():
             self.lanes.follow()
             in_turn(device)
+        sender = self.sender(given)
         if out is not None:
             turn = out.take()
-            self.sender(*given, (out.bases, out.turn_bytes, turn))
+            sender(*given, (out.bases, out.turn_bytes, turn))
             return out.view(turn)
         shape = self.layout.batch[how.rank], self.layout.columns
         y = torch.empty(shape, dtype=self.layout.dtype, device=device)
-        self.sender(*given)
-        self.sender.copy_out(y)
+        sender(*given)
+        sender.copy_out(y)
         return y
 
 
@@ -190,14 +212,17 @@ class _Alone:
     """A rank by itself on a GPU: the lookup."""
 
     def __init__(self, facts: Facts, workspace: Workspace) -> None:
-        self.layout = facts.layout
-        self.lookup = Lookup(facts, 0, workspace.device)
+        self.layout, self.facts, self.device = facts.layout, facts, workspace.device
+        self.lookups: dict[Way, Lookup] = {}
 
     def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
+        way = way_for(given.indices.numel(), len(given.tables) * self.layout.num_bags)
+        if way not in self.lookups:
+            self.lookups[way] = Lookup(self.facts, 0, self.device, way)
         shape = self.layout.num_bags, self.layout.columns
         like = given.indices
         y = out.view(out.take()) if out else like.new_empty(shape, dtype=self.layout.dtype)
-        self.lookup(*given, y)
+        self.lookups[way](*given, y)
         return y
 
 

@@ -40,7 +40,7 @@ def check_bags(
     given = [("indices", indices), ("offsets", offsets)]
     given += [("per_sample_weights", weights)] if weights is not None else []
     for name, tensor in given:
-        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.stride(0) not in (0, 1):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or not tensor.is_contiguous():
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(OP, name, want="a 1-D Tensor without gaps", got=got)
         if tensor.device != indices.device or tensor.device.type not in ("cpu", "cuda"):
@@ -183,8 +183,8 @@ def problem_with(tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, *, 
         return ""
     bounds = offsets.long()
     ends = bounds if last else torch.cat([bounds, bounds.new_tensor([indices.numel()])])
-    if int(ends[0]) or int(ends[-1]) > indices.numel() or bool((ends[1:] < ends[:-1]).any()):
-        return f"offsets|0 at first, rising to at most {indices.numel()} indices|others"
+    if int(ends[0]) or int(ends[-1]) != indices.numel() or bool((ends[1:] < ends[:-1]).any()):
+        return f"offsets|0 at first, rising to {indices.numel()} indices|others"
     bags = (ends.numel() - 1) // len(tables)
     edges = ends[::bags].tolist() if bags else [0] * (len(tables) + 1)
     for i, table in enumerate(tables):

@@ -77,7 +77,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run it: any gives the same bits.
+    """One way to run it: any sums in the same order, and without weights gives the same bits.
 
     Args:
         tile_bytes: of the rows that a program loads at a time, of one index of each bag.
@@ -85,9 +85,25 @@ class Way:
         num_warps: of a program.
     """
 
-    tile_bytes: int = 4096
-    unroll: int = 4
+    tile_bytes: int = 2048
+    unroll: int = 8
     num_warps: int = 4
+
+
+# up to so many indices in a bag on average: few wide tiles where each bag is soon done, many small
+# ones, whose work differs less between programs, where there is much to pool
+WAYS = ((2.0, Way(8192, 1, 4)), (8.0, Way(4096, 4, 4)), (float("inf"), Way()))
+
+
+def way_for(num_indices: int, num_bags: int) -> Way:
+    """The way to take, by what the host knows of own tables: the mean pooling of all bags.
+
+    Args:
+        num_indices: of all own tables.
+        num_bags: likewise.
+    """
+    mean = num_indices / max(num_bags, 1)
+    return next(way for limit, way in WAYS if mean < limit)
 
 
 class Facts(NamedTuple):

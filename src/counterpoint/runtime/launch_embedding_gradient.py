@@ -21,7 +21,7 @@ class Sorted(NamedTuple):
 
     order: Tensor  # int64 [n]
     names: Tensor  # int64 [n], rows of all tables
-    starts: Tensor  # int64 [n + 1], of each row that is named; n behind the last
+    starts: Tensor  # int64 [n + 2], of each row that is named; n behind the last
     number: Tensor  # int64 [1], rows that are named
 
 
@@ -38,8 +38,9 @@ def sorted_entries(indices: Tensor, tables: Tensor, firsts: Tensor) -> Sorted:
     new = names.diff(prepend=names[:1] - 1) != 0
     row = new.cumsum(0) - 1
     places = torch.arange(n, device=indices.device)
-    starts = torch.full((n + 1,), n, device=indices.device)
-    starts.scatter_reduce_(0, row, places, "amin")
+    starts = torch.full((n + 2,), n, device=indices.device)
+    # those that begin no row are written where nobody reads
+    starts.scatter_(0, torch.where(new, row, n + 1), places)
     return Sorted(order, names, starts, row[-1:] + 1)
 
 
