@@ -10,6 +10,7 @@ from rank_bodies import world
 from rankpool import RankPool
 
 import counterpoint as cp
+from counterpoint.ops import embedding_layout as layouts
 from counterpoint.runtime.launch_embedding import Layout
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
@@ -212,6 +213,26 @@ def test_what_is_refused(pool: RankPool):
     for texts in pool.run(refusals, 2):
         for text, want in zip(texts, wants, strict=True):
             assert text.startswith("embedding_bag_all_to_all: ") and want in text, (text, want)
+
+
+def test_counts_beyond_the_limits():
+    """What no test can allocate: the ranks' own words are enough."""
+    agreed: Any = layouts._agreed  # pyright: ignore[reportPrivateUsage]
+    said = {"op": "embedding_bag_all_to_all", "mode": "sum", "batch": "None", "bags": "4096",
+            "dtype": "torch.float32", "out": "False", "dims": "(8,)", "grad": "False"}  # fmt: skip
+    found = agreed([said] * 32)
+    assert found.layout.batch == (128,) * 32 and not found.differentiated
+    assert agreed([said] * 31 + [said | {"grad": "True"}]).differentiated
+    with pytest.raises(cp.InputError, match="group must be of at most 32 ranks, got 64"):
+        agreed([said] * 64)
+    with pytest.raises(cp.InputError, match="offsets must be 3 equal parts, got 4096 bags; pass"):
+        agreed([said] * 3)
+    many = said | {"bags": str(1 << 30), "dims": "(8, 8)"}
+    with pytest.raises(cp.InputError, match="offsets must be fewer than 2147483647 bags of all"):
+        agreed([many] * 2)
+    other = said | {"op": "matmul_all_reduce"}
+    with pytest.raises(cp.InputError, match="op must be equal on all ranks, embedding_bag_all"):
+        agreed([said, other])
 
 
 def turns(rank: int, ranks: int) -> list[bool]:
