@@ -31,7 +31,8 @@ from counterpoint.measure.timing import host_s, relative_error, rotate
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.resources.order import Delay
-from counterpoint.runtime.launch_embedding import Facts, Layout, Lookup, way_for
+from counterpoint.runtime.embedding_layout import Facts, Layout, way_for
+from counterpoint.runtime.launch_embedding import Lookup
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
 MLPERF_ROWS = (40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282,

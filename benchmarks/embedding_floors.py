@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from counterpoint.kernels.peer import peer_ptr
-from counterpoint.runtime.launch_embedding import DTYPES, Layout
+from counterpoint.runtime.embedding_layout import DTYPES, Layout
 
 GATHERS = ((4096, 4, 4), (8192, 2, 4), (8192, 4, 8), (2048, 8, 4))  # bytes, unroll, warps
 STORES = ((4096, 4, True), (8192, 4, True), (4096, 4, False))  # bytes, warps, one rank at a time

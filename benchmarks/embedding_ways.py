@@ -19,8 +19,9 @@ from torch import Tensor
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure.timing import rotate
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.runtime.embedding_layout import Facts, Way, way_for
 from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.launch_embedding import Facts, Lookup, Sender, Way, place_of, way_for
+from counterpoint.runtime.launch_embedding import Lookup, Sender, place_of
 from counterpoint.runtime.workspace import workspace_of
 
 WAYS = (Way(8192, 1, 4), Way(8192, 2, 8), Way(4096, 1, 4), Way(4096, 2, 4), Way(4096, 4, 4),

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from counterpoint.runtime.launch_embedding import Facts, Layout
+from counterpoint.runtime.embedding_layout import Facts, Layout
 
 
 @dataclass

@@ -11,7 +11,8 @@ from embedding_cases import expected, pooled, random_bags
 import counterpoint as cp
 from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.launch_embedding import Facts, Layout, Lookup
+from counterpoint.runtime.embedding_layout import Facts, Layout
+from counterpoint.runtime.launch_embedding import Lookup
 from counterpoint.runtime.workspace import workspace_of
 
 

@@ -10,7 +10,7 @@ from ptx import ACQUIRE, BARRIER, CAPABILITIES, PAYLOAD, RELEASE, Compiled, comp
 from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel
 from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
-from counterpoint.runtime.launch_embedding import VECTOR_BYTES, WAYS, Way, way_for
+from counterpoint.runtime.embedding_layout import VECTOR_BYTES, WAYS, Way, way_for
 
 ARRIVAL = r"\batom\.global\.sys\.acq_rel\.add|\batom\.global\.acq_rel\.sys"
 FEW, SOME, MANY = (way for _, way in WAYS)

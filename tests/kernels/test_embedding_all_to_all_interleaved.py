@@ -10,7 +10,8 @@ from planted import arrive_once, arrive_relaxed, same_epoch
 from rankpool import RankPool
 
 from counterpoint.kernels import embedding_all_to_all as kernels
-from counterpoint.runtime.launch_embedding import Layout, Sender, Way, place_of
+from counterpoint.runtime.embedding_layout import Layout, Way
+from counterpoint.runtime.launch_embedding import Sender, place_of
 
 DIMS = ((16, 20), (16,), (), (8,))
 # bags of each rank, call after call: of one size, and of sizes that differ

@@ -11,8 +11,9 @@ from embedding_cases import expected, facts_of, pooled, random_bags
 from rank_bodies import world
 from rankpool import RankPool
 
+from counterpoint.runtime.embedding_layout import Layout, Way
 from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.launch_embedding import Layout, Lookup, Sender, Way, place_of
+from counterpoint.runtime.launch_embedding import Lookup, Sender, place_of
 from counterpoint.runtime.workspace import workspace_of
 
 DIMS = ((32, 16), (), (48, 20, 16), (10,))  # of each rank; vectors of 4 divide not all

@@ -10,8 +10,8 @@ from rank_bodies import world
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.ops import embedding_layout as layouts
-from counterpoint.runtime.launch_embedding import Layout
+from counterpoint.ops import embedding_check as layouts
+from counterpoint.runtime.embedding_layout import Layout
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
 BATCH = (5, 9, 0, 3)

@@ -10,11 +10,11 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.check import check_group
+from counterpoint.ops.embedding_check import OP, check_bags, layout_of
 from counterpoint.ops.embedding_gradients import layout_from, table_gradients
-from counterpoint.ops.embedding_layout import OP, check_bags, layout_of
 from counterpoint.ops.embedding_run import Given, How, run
 from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.runtime.launch_embedding import Layout
+from counterpoint.runtime.embedding_layout import Layout
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 call.LIBRARY.define(

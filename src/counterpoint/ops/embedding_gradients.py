@@ -14,7 +14,7 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.ops.call import LIBRARY
-from counterpoint.runtime.launch_embedding import Layout
+from counterpoint.runtime.embedding_layout import Layout
 from counterpoint.runtime.launch_embedding_gradient import (
     sorted_entries,
     table_gradients_into,

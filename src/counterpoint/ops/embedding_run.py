@@ -8,21 +8,13 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call
+from counterpoint.ops.embedding_check import OP, problem_with
 from counterpoint.ops.embedding_gradients import flat_dims, pooled_on_cpu
-from counterpoint.ops.embedding_layout import OP, problem_with
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.runtime.embedding_layout import Facts, Layout, Way, way_for
 from counterpoint.runtime.fused import fused_memory, in_turn
 from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.launch_embedding import (
-    Facts,
-    Layout,
-    Lookup,
-    Place,
-    Sender,
-    Way,
-    place_of,
-    way_for,
-)
+from counterpoint.runtime.launch_embedding import Lookup, Place, Sender, place_of
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.kernels.embedding_gradient import table_gradient_kernel, weight_gradient_kernel
-from counterpoint.runtime.launch_embedding import DTYPES, block_of, vector_of
+from counterpoint.runtime.embedding_layout import DTYPES, block_of, vector_of
 
 PROGRAMS = 1 << 12
 TILE = 1024  # elements of dy at a time

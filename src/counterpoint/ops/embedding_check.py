@@ -10,7 +10,7 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.check import DTYPES
-from counterpoint.runtime.launch_embedding import MAX_COUNT, MAX_RANKS, Layout
+from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_RANKS, Layout
 from counterpoint.runtime.workspace import Workspace, refuse_capture
 
 OP = "embedding_bag_all_to_all"
