@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sum": {}, "mean": {"mean": True}, "weights": {"weighted": True},
     "int32": {"index": torch.int32}, "fp16": {"dtype": torch.float16},
     "bf16": {"dtype": torch.bfloat16, "weighted": True}, "long": {"longest": 11},
+    "one": {"unroll": 1}, "empty": {"unroll": 1, "longest": 0}, "four": {"unroll": 4, "longest": 9},
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def wrong_calls(rank: int, ranks: int, cases: list[str], epoch: int = 0) -> list
     found: list[str] = []
     for name in cases:
         case = dict(CASES[name])
-        mean = case.pop("mean", False)
+        mean, unroll = case.pop("mean", False), case.pop("unroll", 2)
         dtype = case.get("dtype", torch.float32)
         layout = Layout(DIMS[:ranks], BATCH[:ranks], dtype)
         for call in range(3):
@@ -49,7 +50,7 @@ def wrong_calls(rank: int, ranks: int, cases: list[str], epoch: int = 0) -> list
             ]
             bags = everyone[rank]
             place = place_of(memory, layout)
-            sender = Sender(facts_of(layout, bags, mean=mean), memory, place, 0, Way(256, 2))
+            sender = Sender(facts_of(layout, bags, mean=mean), memory, place, 0, Way(256, unroll))
             sender.programs = 3
             offsets = bags.offsets if call else bags.offsets[:-1]
             y = torch.full((layout.batch[rank], layout.columns), torch.nan, dtype=dtype)

@@ -1,17 +1,20 @@
 """embedding_bag_all_to_all as an operator, on CPU ranks: rows, gradients, what it refuses."""
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_cases import Bags, expected, random_bags
+from embedding_cases import Bags, expected, facts_of, random_bags
 from rank_bodies import world
 from rankpool import RankPool
 
 import counterpoint as cp
 from counterpoint.ops import embedding_check as layouts
 from counterpoint.runtime.embedding_layout import Layout
+from counterpoint.runtime.workspace import workspace_of
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
 BATCH = (5, 9, 0, 3)
@@ -142,6 +145,74 @@ def checked(rank: int, ranks: int, sparse: bool) -> list[bool]:
 
 def test_the_dispatcher(pool: RankPool):
     assert pool.run(checked, 2, False, timeout_s=60) == [[True] * 3] * 2
+
+
+def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
+    """What a GPU runs, interpreted: calls of several means, so of several ways, in one memory."""
+    from counterpoint.ops import embedding_run as runs
+    from counterpoint.ops.embedding_run import Given, How
+
+    def nothing(*_: object) -> int:
+        return 0
+
+    def lanes(*_: object) -> Any:
+        return SimpleNamespace(register=nothing, follow=nothing)
+
+    found: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # the interpreter's own: it takes the bound of a loop from an array of one element
+        warnings.simplefilter("ignore", DeprecationWarning)
+        patch.setattr(runs, "lanes_of", lanes)
+        patch.setattr(runs, "in_turn", nothing)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        layout = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[:ranks], torch.float32)
+        workspace = workspace_of(world(), torch.device("cpu"))
+        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+        how = How(False, True, False, layout, rank)
+        runner: Any = None
+        for call, longest in enumerate((2, 8, 30, 0, 30)):
+            everyone = [random_bags(d, layout.num_bags, seed=9 * call + r, longest=longest)
+                        for r, d in enumerate(layout.dims)]  # fmt: skip
+            bags = everyone[rank]
+            runner = runner or runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
+                facts_of(layout, bags, mean=False), workspace, own_outputs=into
+            )
+            y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
+            want = expected(everyone, layout, rank, mean=False)
+            found.append(torch.allclose(y.double(), want, atol=1e-5))
+        found.append(len(runner.senders) == (3 if layout.dims[rank] else 1))
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_a_gpu_runs(pool: RankPool, ranks: int, into: bool):
+    assert pool.run(in_one_kernel, ranks, into, timeout_s=60) == [[True] * 6] * ranks
+
+
+def compiled(rank: int, ranks: int) -> list[bool]:
+    """As one graph, with its backward; one rank of two has no tables."""
+    case, _, everyone = everyones(2, "mean")
+    bags = everyone[rank]
+    for t in bags.tables:
+        t.requires_grad_()
+
+    def both(scale: torch.Tensor) -> torch.Tensor:
+        return called(bags, **case) * scale
+
+    y = torch.compile(both, backend="aot_eager", fullgraph=True)(torch.tensor(2.0))
+    same = torch.equal(y, 2 * called(bags, **case))
+    y.sum().backward()
+    text = ""
+    try:
+        torch.compile(both, backend="aot_eager", fullgraph=True)(case.pop("dims"))
+    except Exception as error:
+        text = str(error)
+    return [same, all(t.grad is not None for t in bags.tables), "given while compiling" in text]
+
+
+def test_it_compiles_into_one_graph(pool: RankPool):
+    assert pool.run(compiled, 2, timeout_s=60) == [[True] * 3] * 2
 
 
 def refusals(rank: int, ranks: int) -> list[str]:

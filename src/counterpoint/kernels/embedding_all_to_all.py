@@ -45,9 +45,9 @@ def pooled(
     count = tl.where(live, tl.minimum(end, num_indices) - begin, 0)
     cols = tl.arange(0, BLOCK_D)[None, :]
     acc = tl.zeros((bags.shape[0], BLOCK_D), tl.float32)
-    longest = tl.max(tl.max(count, 1), 0)
+    longest = tl.maximum(tl.max(tl.max(count, 1), 0), 0)
     # a remainder of one is left to the loop below
-    several = (longest + UNROLL - 2) // UNROLL * UNROLL
+    several = tl.maximum(longest + UNROLL - 2, 0) // UNROLL * UNROLL
     last = num_indices - 1
     for first in range(0, several, UNROLL):
         # without masks, of which there are few registers; a bag that is shorter reads row 0 instead

@@ -17,6 +17,10 @@ from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.runtime.embedding_layout import Layout
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
+# asks for a gradient on behalf of tables of other ranks
+with torch.inference_mode(False):
+    ANCHOR = torch.empty(0, requires_grad=True)
+
 call.LIBRARY.define(
     f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
     "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
@@ -62,7 +66,7 @@ def embedding_bag_all_to_all(
         include_last_offset: offsets have one more, the end of the last bag.
         batch: bags of each rank; None: all have as many.
         dims: columns of each rank's tables; None: ranks tell each other at the first call with
-            tables at these addresses.
+            tables at these addresses. Where torch compiles it is given.
         dtype: of the tables, where there are none.
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
@@ -84,6 +88,16 @@ def embedding_bag_all_to_all(
     group = check_group(OP, group)
     weights = per_sample_weights
     check_bags(tables, indices, offsets, weights, mode, include_last_offset)
+    if torch.compiler.is_compiling():
+        if out is not None:
+            raise InputError(OP, "out", want="None while compiling", got=type(out).__name__)
+        flat = described(
+            tables, offsets, mode, include_last_offset, sparse, batch, dims, dtype, group
+        )
+        anchor = ANCHOR if torch.is_grad_enabled() else None
+        return torch.ops.counterpoint.embedding_bag_all_to_all(
+            list(tables), indices, offsets, weights, anchor, *flat, group.group_name
+        )
     workspace = workspace_of(group, indices.device)
     workspace.check()
     own = (*tables, *(() if weights is None else (weights,)))
@@ -94,9 +108,7 @@ def embedding_bag_all_to_all(
     )  # fmt: skip
     _check_out(out, agreed.layout, workspace)
     # of all ranks or of none: the backward has an all-to-all too
-    anchor = None
-    if agreed.differentiated and torch.is_grad_enabled():
-        anchor = torch.empty(0, device=indices.device, requires_grad=True)
+    anchor = ANCHOR if agreed.differentiated and torch.is_grad_enabled() else None
     given = Given(list(tables), indices, offsets, weights)
     how = How(mode == "mean", include_last_offset, sparse, agreed.layout, workspace.rank)
     if out is not None:
@@ -106,6 +118,31 @@ def embedding_bag_all_to_all(
     return torch.ops.counterpoint.embedding_bag_all_to_all(
         given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
     )
+
+
+def described(
+    tables: Sequence[Tensor], offsets: Tensor, mode: str, last: bool, sparse: bool,
+    batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | None, group: dist.ProcessGroup,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the operator needs beside tensors, without asking other ranks: as in a compiled graph.
+
+    Raises:
+        InputError: it cannot be known from the arguments alone.
+    """
+    if dims is None:
+        raise InputError(OP, "dims", want="given while compiling", got=None)
+    ranks = group.size()
+    if batch is None:
+        bags = (offsets.numel() - last) // max(len(tables), 1)
+        if not tables or bags % ranks:
+            raise InputError(OP, "batch", want="given while compiling", got=f"{bags} bags")
+        batch = [bags // ranks] * ranks
+    if not tables and dtype is None:
+        raise InputError(OP, "dtype", want="given where there are no tables", got=None)
+    flat = [n for each in dims for n in (len(each), *each)]
+    kind = tables[0].dtype if tables else dtype
+    return mode == "mean", last, sparse, flat, list(batch), kind, dist.get_rank(group)
 
 
 def _check_out(out: PooledOutputs | None, layout: Layout, workspace: Workspace) -> None:
@@ -146,10 +183,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, need: Sequence[bool], need_weights: bool
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Those of own tables and weights; all ranks take part, whatever they need."""
-    indices, offsets, weights, _, *tables = ctx.saved_tensors
+    ctx: Any, dy: Tensor, need: Sequence[bool], need_weights: bool, need_anchor: bool
+) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+    """Those of own tables, weights and anchor; all ranks take part, whatever they need."""
+    indices, offsets, weights, anchor, *tables = ctx.saved_tensors
     mean, last, sparse, dims, batch, _, rank, group_name = ctx.flat
     ops: Any = torch.ops.counterpoint
     dy = ops.pooled_gradient_all_to_all(dy, dims, batch, rank, group_name)
@@ -166,15 +203,15 @@ def _gradients(
     dw = None
     if need_weights:
         dw = ops.embedding_bag_weight_gradient(dy, tables, indices, offsets, weights, last)
-    return [g if n else None for g, n in zip(found, need, strict=True)], dw
+    # nothing of dy, but of it: a compiled graph leaves out what no result hangs on
+    nothing = dy.flatten()[:0].to(anchor.device, anchor.dtype) if need_anchor else None
+    return [g if n else None for g, n in zip(found, need, strict=True)], dw, nothing
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     need, _, _, need_weights, need_anchor, *_ = ctx.needs_input_grad
-    grads, dw = _gradients(ctx, dy, need, need_weights)
-    anchor = ctx.saved_tensors[3]
-    none = torch.zeros_like(anchor) if need_anchor else None
-    return grads, None, None, dw, none, *[None] * 8
+    grads, dw, nothing = _gradients(ctx, dy, need, need_weights, need_anchor)
+    return grads, None, None, dw, nothing, *[None] * 8
 
 
 class _IntoTurn(torch.autograd.Function):
@@ -193,9 +230,9 @@ class _IntoTurn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
         *_, need_weights, need_anchor = ctx.needs_input_grad[:7]
-        grads, dw = _gradients(ctx, dy[0], ctx.needs_input_grad[7:], need_weights)
-        none = torch.zeros_like(ctx.saved_tensors[3]) if need_anchor else None
-        return None, None, None, None, None, dw, none, *grads
+        need = ctx.needs_input_grad[7:]
+        grads, dw, nothing = _gradients(ctx, dy[0], need, need_weights, need_anchor)
+        return None, None, None, None, None, dw, nothing, *grads
 
 
 call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
