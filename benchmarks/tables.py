@@ -14,6 +14,7 @@ from typing import Any
 
 import copies_tables
 import decode_tables
+import embedding_tables
 import experts_tables
 import few_rows_tables
 import losses_tables
@@ -412,6 +413,9 @@ def main() -> None:
     if short := decode_tables.short_table(RESULTS):
         replace(ROOT / "README.md", "decode", short)
     decode_tables.draw(RESULTS, IMAGES)
+    for name, text in embedding_tables.sections(RESULTS).items():
+        replace(ROOT / "docs" / "embedding.md", name, text)
+    embedding_tables.draw(RESULTS, IMAGES)
     if parts := few_rows_tables.gathered(RESULTS):
         replace(ROOT / "docs" / "fused.md", "gathered", parts)
     if few := few_rows_tables.section(RESULTS):

@@ -1,4 +1,4 @@
-"""Device functions of kernels/peer.py with a fault planted each: what a test must see."""
+"""Device functions of our kernels with a fault planted each: what a test must see."""
 
 import triton
 import triton.language as tl
@@ -39,3 +39,17 @@ def post_too_few(flag_ptrs, epoch, mask=None):
 def is_last_relaxed(count_ptr, programs):
     """`is_last` that publishes nothing of what stands before it."""
     return tl.atomic_add(count_ptr, 1, sem="relaxed", scope="gpu") == programs - 1
+
+
+@triton.jit
+def arrive_relaxed(counter_ptr):
+    """`arrive` that counts, and publishes nothing of what stands before it."""
+    return tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def arrive_once(counter_ptr):
+    """`arrive` by which each program takes itself for the last one."""
+    tl.debug_barrier()
+    tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="sys")
+    return tl.num_programs(0) - 1

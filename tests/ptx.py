@@ -29,6 +29,7 @@ class Compiled(NamedTuple):
     spills: int  # loads and stores of local memory
     dynamic_bytes: int
     ttgir: str
+    sass: str
 
 
 def compiled(
@@ -57,9 +58,10 @@ def compiled(
     usage = _cuobjdump(found.asm["cubin"], "-res-usage")
     names = ("REG", "SHARED")
     registers, shared = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", _cuobjdump(found.asm["cubin"], "-sass")))
+    sass = _cuobjdump(found.asm["cubin"], "-sass")
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
     return Compiled(
-        found.asm["ptx"], registers, shared, spills, found.metadata.shared, found.asm["ttgir"]
+        found.asm["ptx"], registers, shared, spills, found.metadata.shared, found.asm["ttgir"], sass
     )
 
 

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from counterpoint.ops.add_rms_norm import matmul_all_reduce_rms_norm
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
     from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
+    from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
     from counterpoint.ops.exchange_counts import exchange_counts
     from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
     from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from counterpoint.ops.pooled_outputs import PooledOutputs
     from counterpoint.plan.bind import bind
     from counterpoint.plan.families import build
     from counterpoint.plan.steps import Plan
@@ -52,6 +54,7 @@ _HOME = {
     "PeerTimeoutError": "errors",
     "Plan": "plan.steps",
     "PlanError": "errors",
+    "PooledOutputs": "ops.pooled_outputs",
     "Problem": "problem",
     "Timeline": "timeline",
     "UnsupportedError": "errors",
@@ -61,6 +64,7 @@ _HOME = {
     "build": "plan.families",
     "check": "runtime.groups",
     "choose": "choose.choose",
+    "embedding_bag_all_to_all": "ops.embedding_bag_all_to_all",
     "estimate": "model.estimate",
     "exchange_counts": "ops.exchange_counts",
     "matmul_all_reduce": "ops.matmul_all_reduce",
@@ -84,6 +88,7 @@ __all__ = [
     "PeerTimeoutError",
     "Plan",
     "PlanError",
+    "PooledOutputs",
     "Problem",
     "Timeline",
     "UnsupportedError",
@@ -93,6 +98,7 @@ __all__ = [
     "build",
     "check",
     "choose",
+    "embedding_bag_all_to_all",
     "estimate",
     "exchange_counts",
     "matmul_all_reduce",

@@ -1,5 +1,6 @@
 """Layers for torch models over several ranks, with overlapped communication."""
 
+from counterpoint.nn.embedding import ShardedEmbeddingBags
 from counterpoint.nn.experts import ExpertParallelMLP
 from counterpoint.nn.fully_sharded import FullyShardedLinear
 from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gather_once
@@ -10,6 +11,7 @@ __all__ = [
     "ExpertParallelMLP",
     "FullyShardedLinear",
     "RowParallelLinear",
+    "ShardedEmbeddingBags",
     "copy_to_group",
     "gather_once",
 ]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from counterpoint.errors import InputError, PeerTimeoutError
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,7 @@ def agree(
         if refused is not None:
             raise refused
         return
-    try:
-        answers = gather_object((here, refused), workspace.group)
-    except RuntimeError as error:
-        gone = workspace.gone()
-        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
-        workspace.fault = PeerTimeoutError(
-            f"{op}: {who} did not come to compare its arguments ({error}); the group is "
-            "unusable, restart its ranks",
-            rank=gone[0][0] if gone else None,
-            step="compare",
-        )
-        raise workspace.fault from error
+    answers = meet(op, (here, refused), workspace)
     everyone = [facts for facts, _ in answers]
     # in the words of rank 0: all ranks say the same
     for name, want in everyone[0].items():
@@ -108,3 +99,23 @@ def agree(
     for _, wrong in answers:
         if wrong is not None:
             raise wrong
+
+
+def meet(op: str, here: T, workspace: Workspace) -> list[T]:
+    """What all ranks say of a call: no rank returns before each has come to it.
+
+    Raises:
+        PeerTimeoutError: a rank did not come.
+    """
+    try:
+        return gather_object(here, workspace.group)
+    except RuntimeError as error:
+        gone = workspace.gone()
+        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
+        workspace.fault = PeerTimeoutError(
+            f"{op}: {who} did not come to compare its arguments ({error}); the group is "
+            "unusable, restart its ranks",
+            rank=gone[0][0] if gone else None,
+            step="compare",
+        )
+        raise workspace.fault from error

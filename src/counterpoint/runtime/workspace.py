@@ -157,6 +157,10 @@ class Workspace:
             self.code.pop(next(iter(self.code)))
         self.code[key] = code
 
+    def keep(self, *held: object) -> None:
+        """Hold on, as long as the workspace lives, to what a graph in capture points into."""
+        self._kept += [new for new in held if not any(new is old for old in self._kept)]
+
     def drop_code(self) -> None:
         """Forget what has been compiled: it points into memory that is about to go."""
         self.code.clear()

@@ -1,0 +1,150 @@
+"""Embedding tables of a model, each whole on one rank, by `embedding_bag_all_to_all`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter, ParameterList
+
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.ops.check import check_group
+from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
+from counterpoint.ops.pooled_outputs import PooledOutputs
+
+
+class ShardedEmbeddingBags(Module):
+    """Pooled rows of all tables for own bags; each rank pools its own tables for all ranks.
+
+    Tables are numbered as they are given. A rank's input is that of `own`, its tables, for the
+    global batch; the output has the columns of rank 0's tables first, `columns` says where each
+    table's are.
+
+    Args:
+        tables: rows and columns of each, the same on all ranks.
+        owners: the rank of each; None: so that ranks have about as many columns.
+        group: of the ranks; the default group if None.
+        mode: "sum" or "mean".
+        sparse: gradients of tables are sparse.
+        device: of the parameters, as for torch.nn.EmbeddingBag; "meta" as well.
+        dtype: of the parameters.
+
+    Attributes:
+        own: numbers of this rank's tables.
+        weights: those tables, [rows, D] each.
+        dims: columns of each rank's tables.
+        columns: of the output, for each table.
+
+    Raises:
+        InputError: a size is < 1, an owner is no rank, or there is no group.
+
+    Example:
+        >>> bags = cnn.ShardedEmbeddingBags([(40_000_000, 128)] * 26)  # doctest: +SKIP
+        >>> y = bags(indices, offsets)  # of bags.own, [own bags, 26 * 128]  # doctest: +SKIP
+    """
+
+    _like: Tensor
+
+    def __init__(
+        self, tables: Sequence[tuple[int, int]], *, owners: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None, mode: str = "sum", sparse: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        name = "ShardedEmbeddingBags"
+        self.group = check_group(name, group)
+        ranks, rank = self.group.size(), dist.get_rank(self.group)
+        sizes = [(rows, columns) for rows, columns in tables]
+        if not sizes or min(min(size) for size in sizes) < 1:
+            raise InputError(name, "tables", want="(rows, columns) of each, >= 1", got=tables)
+        owners = _balanced(sizes, ranks) if owners is None else list(owners)
+        if len(owners) != len(sizes) or not all(0 <= owner < ranks for owner in owners):
+            want = f"one of {ranks} ranks for each of {len(sizes)} tables"
+            raise InputError(name, "owners", want=want, got=owners)
+        if mode not in ("sum", "mean"):
+            raise InputError(name, "mode", want="'sum' or 'mean'", got=repr(mode))
+        self.mode, self.sparse, self.owners = mode, sparse, tuple(owners)
+        self.order = sorted(range(len(sizes)), key=lambda t: owners[t])  # of the output's columns
+        self.own = tuple(t for t in self.order if owners[t] == rank)
+        self.dims = tuple(
+            tuple(sizes[t][1] for t in self.order if owners[t] == r) for r in range(ranks)
+        )
+        places: dict[int, slice] = {}
+        first = 0
+        for t in self.order:
+            places[t] = slice(first, first + sizes[t][1])
+            first += sizes[t][1]
+        self.columns = tuple(places[t] for t in range(len(sizes)))
+        self.weights = ParameterList(
+            Parameter(torch.empty(sizes[t], device=device, dtype=dtype)) for t in self.own
+        )
+        # of the dtype that tables have, also where there are none, and after bags.half()
+        self.register_buffer("_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the tables anew: normal, as torch.nn.EmbeddingBag does."""
+        for weight in self.weights:
+            torch.nn.init.normal_(weight)
+
+    def forward(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, *,
+        batch: Sequence[int] | None = None, include_last_offset: bool = False,
+        out: PooledOutputs | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[own bags, columns of all tables], from the input of own tables for the global batch.
+
+        Args:
+            indices, offsets, per_sample_weights, batch, include_last_offset, out: as for
+                `embedding_bag_all_to_all`; a rank without tables passes `batch`.
+
+        Raises:
+            InputError: an argument is wrong, or ranks differ; nothing was launched.
+        """
+        return embedding_bag_all_to_all(
+            list(self.weights), indices, offsets, group=self.group, mode=self.mode,
+            per_sample_weights=per_sample_weights, include_last_offset=include_last_offset,
+            batch=batch, dims=self.dims, dtype=self._like.dtype, sparse=self.sparse, out=out,
+        )  # fmt: skip
+
+    def split(self, pooled: Tensor) -> list[Tensor]:
+        """The columns of each table, as views of what `forward` returned."""
+        return [pooled[:, columns] for columns in self.columns]
+
+    def keyed(self, pooled: Tensor, keys: Sequence[str]) -> Any:
+        """What `forward` returned as a KeyedTensor of torchrec, without a copy.
+
+        Args:
+            pooled: of `forward`.
+            keys: the name of each table's feature.
+
+        Raises:
+            InputError: not one key for each table.
+            UnsupportedError: torchrec is not installed.
+        """
+        if len(keys) != len(self.columns):
+            want = f"a name for each of {len(self.columns)} tables"
+            raise InputError("keyed", "keys", want=want, got=list(keys))
+        try:
+            from torchrec.sparse.jagged_tensor import (  # pyright: ignore[reportMissingImports]
+                KeyedTensor,
+            )
+        except ImportError as error:
+            problem = f"keyed: torchrec is not there ({error}); split() needs none"
+            raise UnsupportedError(problem) from error
+        lengths = [self.columns[t].stop - self.columns[t].start for t in self.order]
+        return KeyedTensor([keys[t] for t in self.order], lengths, pooled)
+
+    def extra_repr(self) -> str:
+        """What torch prints of it."""
+        return f"tables={len(self.columns)}, own={list(self.own)}, mode={self.mode!r}"
+
+
+def _balanced(sizes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
+    """Owners by which ranks have about as many columns: the widest first, to who has least."""
+    owners, load = [0] * len(sizes), [0] * ranks
+    for t in sorted(range(len(sizes)), key=lambda t: -sizes[t][1]):
+        owners[t] = load.index(min(load))
+        load[owners[t]] += sizes[t][1]
+    return owners

@@ -1,0 +1,242 @@
+"""Embedding bags of table-wise shards, and the all-to-all that gives each rank its bags' rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.ops import call
+from counterpoint.ops.check import check_group
+from counterpoint.ops.embedding_check import OP, check_bags, layout_of
+from counterpoint.ops.embedding_gradients import layout_from, table_gradients
+from counterpoint.ops.embedding_run import Given, How, run
+from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.runtime.embedding_layout import Layout
+from counterpoint.runtime.workspace import Workspace, workspace_of
+
+# asks for a gradient on behalf of tables of other ranks
+with torch.inference_mode(False):
+    ANCHOR = torch.empty(0, requires_grad=True)
+
+call.LIBRARY.define(
+    f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
+    "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
+    "str group_name) -> Tensor"
+)
+
+
+def embedding_bag_all_to_all(
+    tables: Sequence[Tensor],
+    indices: Tensor,
+    offsets: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mode: str = "sum",
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    batch: Sequence[int] | None = None,
+    dims: Sequence[Sequence[int]] | None = None,
+    dtype: torch.dtype | None = None,
+    sparse: bool = False,
+    out: PooledOutputs | None = None,
+) -> Tensor:
+    """Pool the bags of own tables for all ranks, and get the own bags of all tables.
+
+    In place of a `torch.nn.EmbeddingBag` for each table, an all-to-all and a concat. On GPUs one
+    kernel: each rank pools in fp32 and stores rows where they belong in their owner's output. The
+    columns are those of rank 0's tables, then rank 1's, as of torchrec's pooled KeyedTensor.
+    Captures in a CUDA graph after one eager call with the same tables and as many bags.
+    Differentiable in tables and weights, once, in the same order of sums each time.
+
+    Indices that a table does not have are undefined on GPUs; COUNTERPOINT_CHECK=1 has all values
+    checked at each call, as on CPU ranks always.
+
+    Args:
+        tables: bf16, fp16 or fp32, each [rows, D], those of this rank. It may have none: then it
+            passes `dims`, `dtype` and `batch`.
+        indices: int32 or int64 [n], of the first table's bags, then the second's.
+        offsets: int32 or int64 [tables * bags], where each bag of the global batch begins, for one
+            table after another; bags in the order of the ranks that own them.
+        group: whose ranks take part; None: the default group.
+        mode: "sum" or "mean"; an empty bag is zero.
+        per_sample_weights: dtype of the tables or fp32 [n], with "sum": each row times its weight.
+        include_last_offset: offsets have one more, the end of the last bag.
+        batch: bags of each rank; None: all have as many.
+        dims: columns of each rank's tables; None: ranks tell each other at the first call with
+            tables at these addresses. Where torch compiles it is given.
+        dtype: of the tables, where there are none.
+        sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
+            the backward waits for the GPU.
+        out: where peers write to; else there, and one more copy.
+
+    Returns:
+        dtype of the tables, [own bags, D of all tables of all ranks]: a new tensor, or the next
+        turn of `out`.
+
+    Raises:
+        InputError: an argument is wrong, or ranks differ; nothing was launched.
+        PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
+
+    Example:
+        >>> y = counterpoint.embedding_bag_all_to_all(  # doctest: +SKIP
+        ...     [t.weight for t in tables], indices, offsets
+        ... )
+    """
+    group = check_group(OP, group)
+    weights = per_sample_weights
+    check_bags(tables, indices, offsets, weights, mode, include_last_offset)
+    if torch.compiler.is_compiling():
+        if out is not None:
+            raise InputError(OP, "out", want="None while compiling", got=type(out).__name__)
+        flat = described(
+            tables, offsets, mode, include_last_offset, sparse, batch, dims, dtype, group
+        )
+        anchor = ANCHOR if torch.is_grad_enabled() else None
+        return torch.ops.counterpoint.embedding_bag_all_to_all(
+            list(tables), indices, offsets, weights, anchor, *flat, group.group_name
+        )
+    workspace = workspace_of(group, indices.device)
+    workspace.check()
+    own = (*tables, *(() if weights is None else (weights,)))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in own)
+    agreed = layout_of(
+        tables, offsets, mode, include_last_offset, batch, dims, dtype, workspace,
+        differentiated=wanted, out=out is not None,
+    )  # fmt: skip
+    _check_out(out, agreed.layout, workspace)
+    # of all ranks or of none: the backward has an all-to-all too
+    anchor = ANCHOR if agreed.differentiated and torch.is_grad_enabled() else None
+    given = Given(list(tables), indices, offsets, weights)
+    how = How(mode == "mean", include_last_offset, sparse, agreed.layout, workspace.rank)
+    if out is not None:
+        return _IntoTurn.apply(
+            out, how, group.group_name, indices, offsets, weights, anchor, *tables
+        )  # pyright: ignore[reportReturnType]
+    return torch.ops.counterpoint.embedding_bag_all_to_all(
+        given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
+    )
+
+
+def described(
+    tables: Sequence[Tensor], offsets: Tensor, mode: str, last: bool, sparse: bool,
+    batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | None, group: dist.ProcessGroup,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the operator needs beside tensors, without asking other ranks: as in a compiled graph.
+
+    Raises:
+        InputError: it cannot be known from the arguments alone.
+    """
+    if dims is None:
+        raise InputError(OP, "dims", want="given while compiling", got=None)
+    ranks = group.size()
+    if batch is None:
+        bags = (offsets.numel() - last) // max(len(tables), 1)
+        if not tables or bags % ranks:
+            raise InputError(OP, "batch", want="given while compiling", got=f"{bags} bags")
+        batch = [bags // ranks] * ranks
+    if not tables and dtype is None:
+        raise InputError(OP, "dtype", want="given where there are no tables", got=None)
+    flat = [n for each in dims for n in (len(each), *each)]
+    kind = tables[0].dtype if tables else dtype
+    return mode == "mean", last, sparse, flat, list(batch), kind, dist.get_rank(group)
+
+
+def _check_out(out: PooledOutputs | None, layout: Layout, workspace: Workspace) -> None:
+    if out is None:
+        return
+    if not isinstance(out, PooledOutputs):
+        raise InputError(OP, "out", want="PooledOutputs", got=type(out).__name__)
+    if out.group is not workspace.group or out.device != workspace.device:
+        want = f"of this group, on {workspace.device}"
+        raise InputError(OP, "out", want=want, got=f"of another, on {out.device}")
+    want, got = (layout.columns, layout.dtype, layout.batch), (out.columns, out.dtype, out.batch)
+    if want != got:
+        form = "{} columns of {} for batches {}".format
+        raise InputError(OP, "out", want=form(*want), got=form(*got))
+
+
+def _run(
+    tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+    anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
+    batch: Sequence[int], dtype: torch.dtype, rank: int, group_name: str,
+) -> Tensor:  # fmt: skip
+    how = How(mean, last, sparse, layout_from(dims, batch, dtype), rank)
+    return run(Given(tables, indices, offsets, weights), how, group_name)
+
+
+def _fake(
+    tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+    anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
+    batch: Sequence[int], dtype: torch.dtype, rank: int, group_name: str,
+) -> Tensor:  # fmt: skip
+    return indices.new_empty(batch[rank], layout_from(dims, batch, dtype).columns, dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tables, indices, offsets, weights, anchor, mean, last, sparse, dims, batch, *rest = inputs
+    ctx.save_for_backward(indices, offsets, weights, anchor, *tables)
+    ctx.flat = mean, last, sparse, list(dims), list(batch), *rest
+
+
+def _gradients(
+    ctx: Any, dy: Tensor, need: Sequence[bool], need_weights: bool, need_anchor: bool
+) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+    """Those of own tables, weights and anchor; all ranks take part, whatever they need."""
+    indices, offsets, weights, anchor, *tables = ctx.saved_tensors
+    mean, last, sparse, dims, batch, _, rank, group_name = ctx.flat
+    ops: Any = torch.ops.counterpoint
+    dy = ops.pooled_gradient_all_to_all(dy, dims, batch, rank, group_name)
+    found: list[Tensor | None] = [None] * len(tables)
+    if any(need):
+        if sparse:
+            found = [*table_gradients(
+                dy, tables, indices, offsets, weights, last=last, mean=mean, sparse=True
+            )]  # fmt: skip
+        else:
+            found = ops.embedding_bag_table_gradients(
+                dy, tables, indices, offsets, weights, last, mean
+            )
+    dw = None
+    if need_weights:
+        dw = ops.embedding_bag_weight_gradient(dy, tables, indices, offsets, weights, last)
+    # nothing of dy, but of it: a compiled graph leaves out what no result hangs on
+    nothing = dy.flatten()[:0].to(anchor.device, anchor.dtype) if need_anchor else None
+    return [g if n else None for g, n in zip(found, need, strict=True)], dw, nothing
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    need, _, _, need_weights, need_anchor, *_ = ctx.needs_input_grad
+    grads, dw, nothing = _gradients(ctx, dy, need, need_weights, need_anchor)
+    return grads, None, None, dw, nothing, *[None] * 8
+
+
+class _IntoTurn(torch.autograd.Function):
+    """The same into the memory of `out`: no operator may return what it did not make."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: PooledOutputs, how: How, group_name: str, indices: Tensor, offsets: Tensor,
+        weights: Tensor | None, anchor: Tensor | None, *tables: Tensor,
+    ) -> Tensor:  # fmt: skip
+        inputs = (tables, indices, offsets, weights, anchor, *how.flat(), group_name)
+        y = run(Given(list(tables), indices, offsets, weights), how, group_name, out)
+        _save(ctx, inputs, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
+        *_, need_weights, need_anchor = ctx.needs_input_grad[:7]
+        need = ctx.needs_input_grad[7:]
+        grads, dw, nothing = _gradients(ctx, dy[0], need, need_weights, need_anchor)
+        return None, None, None, None, None, dw, nothing, *grads
+
+
+call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+torch.library.register_autograd(
+    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
+)

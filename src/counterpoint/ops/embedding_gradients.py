@@ -1,0 +1,266 @@
+"""What embedding bags compute by torch: pooled rows on CPU ranks, gradients of tables and weights.
+
+Entries are indices by position. An entry's gradient row is that of its bag times its scale: its
+weight, or one over the entries of its bag.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import UnsupportedError
+from counterpoint.ops.call import LIBRARY
+from counterpoint.runtime.embedding_layout import Layout
+from counterpoint.runtime.launch_embedding_gradient import (
+    sorted_entries,
+    table_gradients_into,
+    weight_gradient_into,
+)
+from counterpoint.runtime.ranks import group_of
+
+CHUNK_ELEMENTS = 1 << 24  # of gathered rows in fp32 at a time
+
+
+class Entries(NamedTuple):
+    """For each index the bag of all tables, and of the global batch, that it is in; bags' sizes."""
+
+    bag: Tensor  # int64 [n]: table * bags + bag
+    sizes: Tensor  # int64 [tables * bags]
+
+
+def flat_dims(layout: Layout) -> list[int]:
+    """As the dispatcher takes them: those of each rank behind how many they are."""
+    return [n for each in layout.dims for n in (len(each), *each)]
+
+
+def layout_from(dims: Sequence[int], batch: Sequence[int], dtype: torch.dtype) -> Layout:
+    """The layout of which `flat_dims` has written dims."""
+    each: list[tuple[int, ...]] = []
+    start = 0
+    while start < len(dims):
+        stop = start + 1 + dims[start]
+        each.append(tuple(dims[start + 1 : stop]))
+        start = stop
+    return Layout(tuple(each), tuple(batch), dtype)
+
+
+def refuse(ctx: Any, *grads: Tensor) -> None:
+    """The gradient of a gradient."""
+    raise UnsupportedError(
+        "counterpoint: double backward (a gradient of a gradient) is not supported; "
+        "call backward without create_graph=True"
+    )
+
+
+def entries_of(offsets: Tensor, num_indices: int, *, last: bool) -> Entries:
+    """Which bag each index is in."""
+    bounds = offsets.long()
+    end = bounds.new_full((1,), num_indices)
+    bounds = bounds.clamp(max=num_indices) if last else torch.cat([bounds, end])
+    sizes = bounds.diff()
+    bags = torch.arange(sizes.numel(), device=offsets.device)
+    return Entries(torch.repeat_interleave(bags, sizes, output_size=num_indices), sizes)
+
+
+def scales_of(entries: Entries, weights: Tensor | None, *, mean: bool) -> Tensor | None:
+    """fp32 [n], or None where all are 1."""
+    if weights is not None:
+        return weights.float()
+    return (1.0 / entries.sizes.clamp(min=1).float())[entries.bag] if mean else None
+
+
+def pooled_on_cpu(
+    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+    num_bags: int, *, last: bool, mean: bool, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """[num_bags, columns of own tables]: sums in fp32, rounded once."""
+    columns = sum(t.shape[1] for t in tables)
+    y = torch.zeros(num_bags, columns, device=indices.device)
+    entries = entries_of(offsets, indices.numel(), last=last)
+    scales = scales_of(entries, weights, mean=mean)
+    table_of = entries.bag // max(num_bags, 1)
+    first = 0
+    for i, table in enumerate(tables):
+        own = (table_of == i).nonzero().flatten()
+        for some in own.split(max(1, CHUNK_ELEMENTS // table.shape[1])):
+            rows = table[indices[some].long()].float()
+            if scales is not None:
+                rows = rows * scales[some, None]
+            part = y[:, first : first + table.shape[1]]
+            part.index_add_(0, entries.bag[some] - i * num_bags, rows)
+        first += table.shape[1]
+    return y.to(dtype)
+
+
+def exchange(dy: Tensor, layout: Layout, rank: int, group_name: str) -> Tensor:
+    """Gradients of own tables' columns for the global batch, from those of own bags for all tables.
+
+    Returns:
+        dtype of dy, [bags of all ranks, columns of own tables]: rows arrive at their place.
+    """
+    columns = [sum(dims) for dims in layout.dims]
+    if len(columns) == 1:
+        return dy.contiguous()
+    sent = torch.cat([part.reshape(-1) for part in dy.split(columns, 1)])
+    got = dy.new_empty(layout.num_bags * columns[rank])
+    dist.all_to_all_single(
+        got, sent, [b * columns[rank] for b in layout.batch],
+        [layout.batch[rank] * c for c in columns], group=group_of(group_name),
+    )  # fmt: skip
+    return got.view(layout.num_bags, columns[rank])
+
+
+def table_gradients(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor,
+    weights: Tensor | None, *, last: bool, mean: bool, sparse: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The gradient of each table in its dtype, dense or coalesced: sums in fp32, rounded once.
+
+    Args:
+        dy: [bags of all ranks, columns of own tables], as `exchange` returns it.
+    """
+    n, num_bags = indices.numel(), dy.shape[0]
+    if not n:
+        return [_gradient(t, indices.new_empty(0).long(), t.new_empty(0, t.shape[1]),
+                          sparse=sparse) for t in tables]  # fmt: skip
+    entries = entries_of(offsets, n, last=last)
+    scales = scales_of(entries, weights, mean=mean)
+    table_of = entries.bag // num_bags
+    if dy.is_cuda:
+        return _by_kernel(dy, tables, indices, entries.bag, table_of, scales, sparse=sparse)
+    found: list[Tensor] = []
+    first = 0
+    for i, table in enumerate(tables):
+        own = (table_of == i).nonzero().flatten()
+        rows, places = torch.unique(indices[own].long(), return_inverse=True)
+        values = torch.zeros(len(rows), table.shape[1], device=dy.device)
+        part = dy[:, first : first + table.shape[1]]
+        step = max(1, CHUNK_ELEMENTS // table.shape[1])
+        for some, place in zip(own.split(step), places.split(step), strict=True):
+            terms = part[entries.bag[some] - i * num_bags].float()
+            if scales is not None:
+                terms = terms * scales[some, None]
+            values.index_add_(0, place, terms)
+        found.append(_gradient(table, rows, values.to(table.dtype), sparse=sparse))
+        first += table.shape[1]
+    return found
+
+
+def _by_kernel(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, bags: Tensor, table_of: Tensor,
+    scales: Tensor | None, *, sparse: bool,
+) -> list[Tensor]:  # fmt: skip
+    """One launch for all tables, one sum in one order for each row."""
+    firsts = list(accumulate((len(t) for t in tables), initial=0))
+    entries = sorted_entries(indices, table_of, torch.tensor(firsts[:-1]).to(dy.device))
+    if not sparse:
+        grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tables]
+        table_gradients_into(grads, firsts[:-1], dy, bags, scales, entries, compact=False)
+        return grads
+    # the one wait for the GPU: rows that are named, of each table
+    names = entries.names[entries.starts[: int(entries.number)]]
+    edges = torch.searchsorted(names, torch.tensor(firsts).to(dy.device)).tolist()
+    parts = zip(edges[:-1], edges[1:], firsts[:-1], strict=True)
+    rows = [names[start:stop] - first for start, stop, first in parts]
+    values = [t.new_empty(len(r), t.shape[1]) for t, r in zip(tables, rows, strict=True)]
+    table_gradients_into(values, edges[:-1], dy, bags, scales, entries, compact=True)
+    return [_gradient(t, r, v, sparse=True) for t, r, v in zip(tables, rows, values, strict=True)]
+
+
+def _gradient(table: Tensor, rows: Tensor, values: Tensor, *, sparse: bool) -> Tensor:
+    if sparse:
+        shape = tuple(table.shape)
+        return torch.sparse_coo_tensor(
+            rows[None], values, shape, is_coalesced=True, check_invariants=False
+        )
+    grad = torch.zeros(table.shape, dtype=table.dtype, device=table.device)
+    grad[rows] = values
+    return grad
+
+
+def weight_gradient(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor, *,
+    last: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of each index's weight: its row times that of its bag's gradient, in fp32."""
+    n, num_bags = indices.numel(), dy.shape[0]
+    entries = entries_of(offsets, n, last=last)
+    if dy.is_cuda:
+        out = torch.empty(n, dtype=weights.dtype, device=dy.device)
+        if n:
+            weight_gradient_into(out, dy, tables, indices, entries.bag)
+        return out
+    table_of = entries.bag // max(num_bags, 1)
+    found = torch.zeros(n)
+    first = 0
+    for i, table in enumerate(tables):
+        own = (table_of == i).nonzero().flatten()
+        part = dy[:, first : first + table.shape[1]]
+        for some in own.split(max(1, CHUNK_ELEMENTS // table.shape[1])):
+            terms = part[entries.bag[some] - i * num_bags].float()
+            found[some] = (terms * table[indices[some].long()].float()).sum(1)
+        first += table.shape[1]
+    return found.to(weights.dtype)
+
+
+def _exchange(
+    dy: Tensor, dims: Sequence[int], batch: Sequence[int], rank: int, group_name: str
+) -> Tensor:
+    return exchange(dy, layout_from(dims, batch, dy.dtype), rank, group_name)
+
+
+def _fake_exchange(
+    dy: Tensor, dims: Sequence[int], batch: Sequence[int], rank: int, group_name: str
+) -> Tensor:
+    layout = layout_from(dims, batch, dy.dtype)
+    return dy.new_empty(layout.num_bags, sum(layout.dims[rank]))
+
+
+def _dense(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor,
+    weights: Tensor | None, last: bool, mean: bool,
+) -> list[Tensor]:  # fmt: skip
+    return table_gradients(
+        dy, tables, indices, offsets, weights, last=last, mean=mean, sparse=False
+    )
+
+
+def _fake_dense(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor,
+    weights: Tensor | None, last: bool, mean: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [t.new_empty(t.shape) for t in tables]
+
+
+def _weights(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor,
+    last: bool,
+) -> Tensor:  # fmt: skip
+    return weight_gradient(dy, tables, indices, offsets, weights, last=last)
+
+
+def _fake_weights(
+    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor,
+    last: bool,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(weights, memory_format=torch.contiguous_format)
+
+
+# operators of their own, so that a compiled backward holds each as one node
+_TENSORS = "Tensor[] tables, Tensor indices, Tensor offsets"
+for _name, _given, _returns, _impl, _fake in (
+    ("pooled_gradient_all_to_all", "int[] dims, int[] batch, int rank, str group_name", "Tensor",
+     _exchange, _fake_exchange),
+    ("embedding_bag_table_gradients", f"{_TENSORS}, Tensor? weights, bool last, bool mean",
+     "Tensor[]", _dense, _fake_dense),
+    ("embedding_bag_weight_gradient", f"{_TENSORS}, Tensor weights, bool last", "Tensor",
+     _weights, _fake_weights),
+):  # fmt: skip
+    LIBRARY.define(f"{_name}(Tensor dy, {_given}) -> {_returns}")
+    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"counterpoint::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_autograd(f"counterpoint::{_name}", refuse, lib=LIBRARY)

@@ -1,0 +1,98 @@
+"""Memory for outputs that peers write to: what is computed elsewhere is at its place when it comes.
+
+Each call takes the next of some turns. A rank that writes to a turn has heard, in the call before,
+from the rank whose memory it is; so what is in that turn must have been read by then.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.ops.check import DTYPES, check_group
+from counterpoint.runtime.workspace import workspace_of
+
+ALIGN_BYTES = 256
+
+
+class PooledOutputs:
+    """Outputs of `embedding_bag_all_to_all` without a copy, made once by all ranks of a group.
+
+    What a call with `out=` returns is a view of this memory. It holds until `turns` - 1 more such
+    calls have begun: read it, in stream order, before that. A backward that comes before the next
+    call, as in training, is in time.
+
+    Args:
+        columns: of the output, of all tables of all ranks.
+        dtype: of the tables.
+        batch: bags of each rank; or of all of them, if each has as many.
+        group: whose ranks; None: the default group.
+        device: this rank's; None: its current GPU, or the CPU where there is none.
+        turns: outputs that are in use in turn.
+
+    Raises:
+        InputError: an argument is wrong, or ranks ask for other sizes.
+        PeerTimeoutError: a rank did not come.
+
+    Example:
+        >>> out = counterpoint.PooledOutputs(26 * 128, torch.bfloat16, 65536)  # doctest: +SKIP
+        >>> y = counterpoint.embedding_bag_all_to_all(  # doctest: +SKIP
+        ...     tables, indices, offsets, out=out
+        ... )
+    """
+
+    def __init__(
+        self, columns: int, dtype: torch.dtype, batch: int | Sequence[int], *,
+        group: dist.ProcessGroup | None = None, device: torch.device | str | None = None,
+        turns: int = 2,
+    ) -> None:  # fmt: skip
+        self.group = check_group("PooledOutputs", group)
+        ranks = self.group.size()
+        if isinstance(batch, int):
+            if batch % ranks:
+                want = f"a multiple of {ranks} ranks, or a count for each"
+                raise InputError("PooledOutputs", "batch", want=want, got=batch)
+            batch = [batch // ranks] * ranks
+        if len(batch) != ranks or min(batch) < 0:
+            raise InputError("PooledOutputs", "batch", want=f"{ranks} counts >= 0", got=batch)
+        if columns < 1:
+            raise InputError("PooledOutputs", "columns", want=">= 1", got=columns)
+        if dtype not in DTYPES:
+            raise InputError("PooledOutputs", "dtype", want="bf16, fp16 or fp32", got=dtype)
+        if turns < 2:
+            raise InputError("PooledOutputs", "turns", want=">= 2", got=turns)
+        if device is None:
+            gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
+        self.device = torch.device(device)
+        self.columns, self.dtype, self.batch, self.turns = columns, dtype, tuple(batch), turns
+        workspace = workspace_of(self.group, self.device)
+        rows = max(1, *self.batch)
+        self.turn_bytes = -(-rows * columns * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        self.memory = workspace.allocate(self.turn_bytes * turns)
+        self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(self.device)
+        self._turn = 0
+        own = self.batch[workspace.rank]
+        memory, size = self.memory.local(), own * columns * dtype.itemsize
+        starts = [turn * self.turn_bytes for turn in range(turns)]
+        self._views = [memory[s : s + size].view(dtype).view(own, columns) for s in starts]
+
+    def take(self) -> int:
+        """The number of the next turn.
+
+        Raises:
+            InputError: a graph is being captured, which would use one turn at each replay.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "PooledOutputs", "out", want="None while a graph is captured",
+                got="outputs in turn", fix="capture calls that copy their output",
+            )  # fmt: skip
+        turn, self._turn = self._turn, (self._turn + 1) % self.turns
+        return turn
+
+    def view(self, turn: int) -> Tensor:
+        """This rank's output of that turn, [own bags, columns]: a new tensor of the same memory."""
+        return self._views[turn].detach()

@@ -1,0 +1,267 @@
+"""embedding_bag_all_to_all on GPUs: random layouts, graphs, gradients, late and missing ranks."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from embedding_cases import expected, pooled, random_bags
+
+import counterpoint as cp
+from counterpoint.resources.order import Delay
+from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.embedding_layout import Facts, Layout
+from counterpoint.runtime.launch_embedding import Lookup
+from counterpoint.runtime.workspace import workspace_of
+
+
+def drawn(seed):
+    """A layout and arguments, equal on all ranks: dims, counts, dtypes and batches at random."""
+    draw, ranks = random.Random(seed), dist.get_world_size()
+    wide = draw.choice([(64, 128, 256), (128,), (8, 16, 72), (4, 10, 33, 128), (1, 300)])
+    dims = tuple(
+        tuple(draw.choice(wide) for _ in range(draw.randrange(1 if r == 0 else 0, 6)))
+        for r in range(ranks)
+    )
+    batch = (*(draw.choice((0, 1, 33, 100, 257)) for _ in range(ranks - 1)), 64)
+    mode = draw.choice(("sum", "mean", "weights"))
+    own = {
+        "dtype": draw.choice((torch.float32, torch.float16, torch.bfloat16)),
+        "index": draw.choice((torch.int32, torch.int64)),
+        "longest": draw.choice((1, 3, 6, 40)),
+        "rows": draw.choice((1, 50, 5000)),
+        "weighted": mode == "weights",
+    }
+    return Layout(dims, batch, own["dtype"]), own, "mean" if mode == "mean" else "sum"
+
+
+def everyones(layout, own, seed=0):
+    return [random_bags(d, layout.num_bags, seed=100 * seed + r, **own)
+            for r, d in enumerate(layout.dims)]  # fmt: skip
+
+
+def called(bags, layout, mode="sum", last=True, **more):
+    offsets = bags.offsets if last else bags.offsets[:-1]
+    return cp.embedding_bag_all_to_all(
+        bags.tables, bags.indices, offsets, per_sample_weights=bags.weights, mode=mode,
+        include_last_offset=last, batch=layout.batch, dims=layout.dims, dtype=layout.dtype, **more,
+    )  # fmt: skip
+
+
+def off(y, want):
+    """How far beyond a rounding of fp32 sums of few numbers; 0 or less is right."""
+    want = want.to(y.device)
+    assert y.shape == want.shape
+    if not y.numel():
+        return 0.0
+    bound = 2e-5 + torch.finfo(y.dtype).eps * want.abs()
+    return ((y.double() - want).abs() - bound).nan_to_num(torch.inf).max().item()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_of_all_tables_for_own_bags(gpus, seed):
+    layout, own, mode = drawn(seed)
+    rank = dist.get_rank()
+    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
+    for call in range(3):
+        everyone = everyones(layout, own, 10 * seed + call)
+        bags = everyone[rank].to(gpus)
+        want = expected(everyone, layout, rank, mean=mode == "mean")
+        assert off(called(bags, layout, mode, last=call > 0), want) <= 0
+        assert off(called(bags, layout, mode, out=out), want) <= 0
+    torch.cuda.synchronize()
+    cp.check()
+
+
+def test_a_rank_by_itself(gpus):
+    group = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    bags = random_bags((64, 24), 100, longest=9)
+    y = cp.embedding_bag_all_to_all(
+        bags.to(gpus).tables, bags.to(gpus).indices, bags.to(gpus).offsets, group=group,
+        include_last_offset=True, mode="mean",
+    )  # fmt: skip
+    assert off(y, pooled(bags, 100, mean=True)) <= 0
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 4, 5, 8, 31])
+def test_a_lookup_equals_the_fused_kernel(gpus, longest):
+    """To the bit, with an all-to-all and a concat behind it."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    layout = Layout(((128, 64),) * ranks, (500,) * ranks, torch.bfloat16)
+    bags = random_bags((128, 64), layout.num_bags, dtype=torch.bfloat16, rows=999,
+                       longest=longest, seed=rank).to(gpus)  # fmt: skip
+    facts = Facts(layout, False, None, torch.int64, torch.int64)
+    sent = torch.full((layout.num_bags, 192), torch.nan, dtype=torch.bfloat16, device=gpus)
+    Lookup(facts, rank, gpus)(bags.tables, bags.indices, bags.offsets, None, sent)
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent)
+    want = got.view(ranks, 500, 192).permute(1, 0, 2).reshape(500, -1)
+    assert torch.equal(called(bags, layout), want)
+
+
+def kinds(layout, own, device, count):
+    """Arguments, and the output that each has, bits checked against fp64 first."""
+    rank, found = dist.get_rank(), []
+    for i in range(count):
+        everyone = everyones(layout, own, 50 + i)
+        bags = everyone[rank].to(device)
+        y = called(bags, layout)
+        assert off(y, expected(everyone, layout, rank, mean=False)) <= 0
+        found.append((bags, y))
+    return found
+
+
+def some_layout():
+    ranks = dist.get_world_size()
+    dims = tuple((128, 64) if r % 2 else (256,) for r in range(ranks))
+    return Layout(dims, tuple(300 + 70 * r for r in range(ranks)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+def test_late_ranks_change_no_bit(gpus, into):
+    """3,000 calls without a meeting in between; each is compared on the device."""
+    layout = some_layout()
+    own = {"dtype": torch.bfloat16, "rows": 999, "longest": 9}
+    cases = kinds(layout, own, gpus, 5)
+    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+    delay, draw = Delay(gpus), random.Random(dist.get_rank())
+    wrong = torch.zeros((), dtype=torch.int64, device=gpus)
+    for i in range(3000):
+        bags, want = cases[i % 5]
+        if draw.random() < 0.05:
+            delay(draw.choice((1e-5, 1e-4, 3e-4)))
+        y = called(bags, layout, out=out)
+        if draw.random() < 0.02:
+            delay(1e-4)  # and is read late
+        wrong += (y != want).any()
+    torch.cuda.synchronize()
+    cp.check()
+    assert not wrong
+
+
+def test_graphs_of_calls(gpus):
+    """Replays among eager calls, of two layouts, and new indices in the memory of old ones."""
+    cases = []
+    ranks = dist.get_world_size()
+    small = Layout(((16,),) * ranks, (64,) * ranks, torch.float32)
+    for layout in (some_layout(), small):
+        own = {"dtype": layout.dtype, "rows": 99, "longest": 5}
+        ((bags, want),) = kinds(layout, own, gpus, 1)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with no_collector(), torch.cuda.graph(graph):
+            y = called(bags, layout)
+        cases.append((layout, bags, want, graph, y))
+    draw, delay, late = random.Random(3), Delay(gpus), random.Random(dist.get_rank())
+    wrong = torch.zeros((), dtype=torch.int64, device=gpus)
+    for _ in range(300):
+        layout, bags, want, graph, y = draw.choice(cases)
+        if late.random() < 0.2:
+            delay(1e-4)
+        if draw.random() < 0.8:
+            y.fill_(torch.nan)
+            graph.replay()
+            wrong += (y != want).any()
+        else:
+            wrong += (called(bags, layout) != want).any()
+    layout, bags, want, graph, y = cases[1]
+    bags.indices.zero_()
+    graph.replay()
+    assert not wrong and torch.equal(y, called(bags, layout)) and not torch.equal(y, want)
+    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
+    called(bags, layout, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(cp.InputError, match="while a graph is captured"), torch.cuda.graph(graph):
+        called(bags, layout, out=out)
+    torch.cuda.synchronize()
+    cp.check()
+
+
+def test_beside_other_fused_operators(gpus):
+    """They share epoch, flags and memory."""
+    layout, own = some_layout(), {"dtype": torch.bfloat16, "rows": 99, "longest": 5}
+    cases = kinds(layout, own, gpus, 3)
+    x, w = (
+        torch.randn(4, 256, device=gpus).bfloat16(),
+        torch.randn(256, 512, device=gpus).bfloat16(),
+    )
+    plan = "fused two_shot flags 64x64x4 warps=4"
+    first = cp.matmul_all_reduce(x, w, plan=plan)
+    for i in range(60):
+        bags, want = cases[i % 3]
+        assert torch.equal(called(bags, layout), want)
+        assert torch.equal(cp.matmul_all_reduce(x, w, plan=plan), first)
+    cp.check()
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients(gpus, seed, into):
+    """Against fp64, dense and sparse; the same bits in each run."""
+    layout, own, mode = drawn(100 + seed)
+    own["rows"] = max(own["rows"], 50)  # sums of a few hundred rows
+    rank, everyone = dist.get_rank(), everyones(layout, own, seed)
+    dys = [torch.randn(n, layout.columns, generator=torch.Generator().manual_seed(r))
+           .to(layout.dtype) for r, n in enumerate(layout.batch)]  # fmt: skip
+    exact = everyones(layout, own, seed)
+    for bags in exact:
+        bags.tables = [t.double().requires_grad_() for t in bags.tables]
+        if bags.weights is not None:
+            bags.weights = bags.weights.double().requires_grad_()
+    for r, dy in enumerate(dys):
+        expected(exact, layout, r, mean=mode == "mean").backward(dy.double())
+    bags = everyone[rank].to(gpus)
+    leaves = [*bags.tables, *([] if bags.weights is None else [bags.weights])]
+    wants = [*exact[rank].tables, *([] if exact[rank].weights is None else [exact[rank].weights])]
+    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+    bits = []
+    for sparse in (False, True, False):
+        for leaf in leaves:
+            leaf.requires_grad_()
+            leaf.grad = None
+        called(bags, layout, mode, sparse=sparse, out=out).backward(dys[rank].to(gpus))
+        for leaf, want in zip(leaves, wants, strict=True):
+            grad = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+            full = torch.zeros(leaf.shape).double() if want.grad is None else want.grad
+            bound = 1e-4 + 2 * torch.finfo(grad.dtype).eps * full.abs()
+            assert ((grad.cpu() - full).abs() <= bound).all()
+        bits.append([leaf.grad.to_dense() for leaf in leaves])
+    for one, other in zip(bits[0], bits[2], strict=True):
+        assert torch.equal(one, other)
+    torch.cuda.synchronize()
+    cp.check()
+
+
+def test_values_are_checked_when_asked(gpus, monkeypatch):
+    layout = some_layout()
+    ((bags, _),) = kinds(layout, {"dtype": torch.bfloat16, "rows": 9}, gpus, 1)
+    monkeypatch.setenv("COUNTERPOINT_CHECK", "1")
+    called(bags, layout)
+    if dist.get_rank() == 0:
+        bags.indices[0] += 99
+    with pytest.raises(
+        cp.InputError, match=r"indices of tables\[0\] must be 0 to 8, got .* rank 0"
+    ):
+        called(bags, layout)
+
+
+def test_a_missing_rank_is_named(gpus):
+    group = dist.new_group()
+    workspace_of(group, gpus).timeout_s = 1.0
+    layout = some_layout()
+    ((bags, _),) = kinds(layout, {"dtype": torch.bfloat16, "rows": 9}, gpus, 1)
+    called(bags, layout, group=group)
+    cp.check(group)
+    dist.barrier()
+    missing = group.size() - 1
+    if group.rank() != missing:
+        start_s = time.monotonic()
+        called(bags, layout, group=group)
+        called(bags, layout, group=group)  # waits no more
+        torch.cuda.synchronize()
+        assert time.monotonic() - start_s < 3.0
+        with pytest.raises(cp.PeerTimeoutError, match=rf"ranks \[{missing}\] did not signal step "
+                           "'rows of own bags'"):  # fmt: skip
+            cp.check(group)
+    dist.barrier()

@@ -1,0 +1,118 @@
+"""The protocol of embedding_all_to_all with all programs of all ranks in turn, in seeded orders."""
+
+from typing import Any
+
+import pytest
+import torch
+from embedding_cases import expected, facts_of, random_bags
+from memories import GUARD, guarded, left, memories
+from planted import arrive_once, arrive_relaxed, same_epoch
+from rankpool import RankPool
+
+from counterpoint.kernels import embedding_all_to_all as kernels
+from counterpoint.runtime.embedding_layout import Layout, Way
+from counterpoint.runtime.launch_embedding import Sender, place_of
+
+DIMS = ((16, 20), (16,), (), (8,))
+# bags of each rank, call after call: of one size, and of sizes that differ
+SAME, MIXED = ((3, 5, 2, 4),) * 4, ((1, 2, 1, 3), (6, 1, 4, 2), (1, 1, 0, 2), (2, 7, 3, 1))
+
+
+FAULTS = {
+    "relaxed": ("arrive", arrive_relaxed),
+    "early": ("arrive", arrive_once), "epoch": ("next_epoch", same_epoch),
+}  # fmt: skip
+
+
+def errors_of(
+    rank: int, world: int, ranks: int, programs: int, batches: tuple[tuple[int, ...], ...],
+    own: bool, seeds: range, fault: str,
+) -> list[str]:  # fmt: skip
+    """What went wrong for each seed: a deadlock, or outputs that are off; "" if nothing.
+
+    With `own`, peers write to memory of two turns and what is read is what lies there right behind
+    a call; else it is copied out.
+    """
+    from interleave import DeadlockError, Interleaved
+
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if fault in FAULTS:
+            patch.setattr(kernels, *FAULTS[fault])
+        for seed in seeds:
+            if fault and any(found):
+                break  # it shows
+            each = memories(ranks, 1 << 14)
+            layouts = [Layout(DIMS[:ranks], b[:ranks], torch.float32) for b in batches]
+            calls = [
+                [random_bags(d, lay.num_bags, seed=100 * seed + 10 * i + r, longest=3)
+                 for r, d in enumerate(DIMS[:ranks])] for i, lay in enumerate(layouts)
+            ]  # fmt: skip
+            outs = [guarded(1 << 12, torch.nan) for _ in range(ranks)]
+            bases = torch.tensor([out[GUARD:].data_ptr() for out in outs])
+            half_bytes = 1 << 13
+            ys = [[guarded(lay.batch[r] * lay.columns, torch.nan) for r in range(ranks)]
+                  for lay in layouts]  # fmt: skip
+
+            def run(
+                r: int, each: Any = each, layouts: Any = layouts, calls: Any = calls,
+                outs: Any = outs, bases: Any = bases, half_bytes: int = half_bytes, ys: Any = ys,
+            ) -> None:  # fmt: skip
+                for i, (layout, bags) in enumerate(zip(layouts, calls, strict=True)):
+                    facts = facts_of(layout, bags[r], mean=False)
+                    if fault == "half":  # as large as the call, not as the memory
+                        each[r].tiles.half_bytes = layout.half_bytes
+                    place = place_of(each[r], layout, own_outputs=own)
+                    sender = Sender(facts, each[r], place, 0, Way(256, 2))
+                    sender.programs = programs
+                    turn = 0 if fault == "turn" else i % 2
+                    where = (bases, half_bytes, turn) if own else None
+                    sender(bags[r].tables, bags[r].indices, bags[r].offsets, None, where)
+                    y = ys[i][r][GUARD:-GUARD]
+                    if own:
+                        start = GUARD + turn * half_bytes // 4
+                        y.copy_(outs[r][start : start + y.numel()])
+                    else:
+                        sender.copy_out(y)
+
+            try:
+                Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
+            except DeadlockError as error:
+                found.append(f"deadlock: {error}")
+                continue
+            off = [
+                (i, r) for i, layout in enumerate(layouts) for r in range(ranks)
+                if not torch.allclose(
+                    ys[i][r][GUARD:-GUARD].view(-1, layout.columns).double(),
+                    expected(calls[i], layout, r, mean=False), atol=1e-5, rtol=0,
+                )
+            ]  # fmt: skip
+            wrong = f"calls {off} are off" if off else ""
+            if not fault:
+                wrong = wrong or left(each[0], [*outs, *(room for y in ys for room in y)])
+            found.append(wrong)
+    return found
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["copied", "own"])
+@pytest.mark.parametrize("batches", [SAME, MIXED], ids=["same", "mixed"])
+@pytest.mark.parametrize(("ranks", "programs"), [(2, 3), (3, 2), (4, 1)])
+def test_every_order_gives_the_rows(
+    pool: RankPool, ranks: int, programs: int, batches: Any, own: bool
+):
+    """No order of programs and stores mixes up calls, of whatever sizes."""
+    seeds = range(2 if ranks > 2 else 3)
+    arguments = (ranks, programs, batches, own, seeds, "")
+    assert pool.run(errors_of, 1, *arguments, group=False, timeout_s=90) == [[""] * len(seeds)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "own"),
+    [("relaxed", False), ("early", False), ("epoch", False), ("half", False), ("turn", True)],
+)  # fmt: skip
+def test_planted_faults_show(pool: RankPool, fault: str, own: bool):
+    """A flag before the rows, a program that speaks for others, turns that are not taken."""
+    batches = MIXED if fault == "half" else SAME
+    arguments = (2, 2, batches, own, range(40), fault)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=120)
+    assert any(found)

@@ -1,0 +1,151 @@
+"""ShardedEmbeddingBags on CPU ranks against torch's embedding bags with all tables on one."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rankpool import RankPool
+from torch import Tensor
+
+import counterpoint as cp
+import counterpoint.nn as cnn
+
+TABLES = ((30, 8), (5, 3), (7, 16), (11, 8), (4, 1))
+BAGS = 6  # of each rank
+
+
+def batches(ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Indices and offsets of each table for the global batch, and tables; equal on all ranks."""
+    draw = torch.Generator().manual_seed(3)
+    counts = [torch.randint(0, 5, (BAGS * ranks,), generator=draw) for _ in TABLES]
+    indices = [torch.randint(0, rows, (int(c.sum()),), generator=draw)
+               for (rows, _), c in zip(TABLES, counts, strict=True)]  # fmt: skip
+    offsets = [c.cumsum(0) - c for c in counts]
+    tables = [torch.randn(size, generator=draw) for size in TABLES]
+    return indices, offsets, tables
+
+
+def given(bags: Any, indices: list[Tensor], offsets: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """What a rank passes: those of its own tables, one after the other."""
+    empty = torch.empty(0, dtype=torch.int64)
+    parts, shifted, first = [empty], [empty], 0
+    for t in bags.own:
+        parts.append(indices[t])
+        shifted.append(offsets[t] + first)
+        first += len(indices[t])
+    return torch.cat(parts), torch.cat(shifted)
+
+
+def trained(rank: int, ranks: int, owners: Any, mode: str, sparse: bool) -> list[bool]:
+    """Three steps of SGD on both; the same outputs and tables after each."""
+    indices, offsets, tables = batches(ranks)
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=owners, mode=mode, sparse=sparse)
+    plain = [torch.nn.EmbeddingBag.from_pretrained(t.clone(), freeze=False, mode=mode)
+             for t in tables]  # fmt: skip
+    with torch.no_grad():
+        for weight, t in zip(bags.weights, bags.own, strict=True):
+            weight.copy_(tables[t])
+    own_indices, own_offsets = given(bags, indices, offsets)
+    found: list[bool] = []
+    for _ in range(3):
+        y = bags(own_indices, own_offsets, batch=[BAGS] * ranks)
+        want = [p(i, o) for p, i, o in zip(plain, indices, offsets, strict=True)]
+        mine = slice(rank * BAGS, (rank + 1) * BAGS)
+        found += [torch.allclose(a, b[mine], atol=1e-5)
+                  for a, b in zip(bags.split(y), want, strict=True)]  # fmt: skip
+        y.square().sum().backward()
+        torch.cat(want, 1).square().sum().backward()
+        with torch.no_grad():
+            for weight in [*bags.weights, *(p.weight for p in plain)]:
+                assert weight.grad is not None
+                weight -= 0.1 * (weight.grad.to_dense() if weight.grad.is_sparse else weight.grad)
+                weight.grad = None
+        found += [torch.allclose(weight, plain[t].weight, atol=1e-4)
+                  for weight, t in zip(bags.weights, bags.own, strict=True)]  # fmt: skip
+    return [all(found), str(list(bags.own)) in repr(bags)]
+
+
+@pytest.mark.parametrize("owners", [None, (1, 0, 1, 1, 0), (1, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(("mode", "sparse"), [("sum", False), ("mean", True)])
+def test_training_steps_are_those_of_whole_tables(
+    pool: RankPool, owners: Any, mode: str, sparse: bool
+):
+    assert pool.run(trained, 2, owners, mode, sparse, timeout_s=60) == [[True] * 2] * 2
+
+
+def halved(rank: int, ranks: int) -> torch.dtype:
+    indices, offsets, _ = batches(ranks)
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * 5).half()
+    return bags(*given(bags, indices, offsets), batch=[BAGS] * ranks).dtype
+
+
+def test_a_rank_without_tables_follows_a_change_of_dtype(pool: RankPool):
+    assert pool.run(halved, 2) == [torch.float16] * 2
+
+
+def spread(rank: int, ranks: int) -> tuple[Any, ...]:
+    bags = cnn.ShardedEmbeddingBags(TABLES, device="meta", dtype=torch.bfloat16)
+    return bags.owners, bags.own, bags.dims, [w.shape for w in bags.weights], bags.columns
+
+
+def test_tables_are_spread_by_columns(pool: RankPool):
+    for rank, (owners, own, dims, shapes, columns) in enumerate(pool.run(spread, 3)):
+        assert [sum(d) for d in dims] == [16, 11, 9]
+        assert shapes == [torch.Size(TABLES[t]) for t in own]
+        assert own == tuple(t for t in range(5) if owners[t] == rank)
+        ends = sorted((c.start, c.stop) for c in columns)
+        assert ends[0][0] == 0 and all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+
+
+def refusals(rank: int, ranks: int) -> list[str]:
+    texts: list[str] = []
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        ((), {}), (((0, 4),), {}), (TABLES, {"owners": (0,)}),
+        (TABLES, {"owners": (0, 1, 2, 0, 0)}), (TABLES, {"mode": "max"}),
+    ]  # fmt: skip
+    for tables, more in cases:
+        try:
+            cnn.ShardedEmbeddingBags(tables, **more)
+            texts.append("accepted")
+        except cp.InputError as error:
+            texts.append(str(error))
+    bags = cnn.ShardedEmbeddingBags(TABLES)
+    try:
+        bags.keyed(torch.zeros(1, 36), ["a"])
+    except cp.InputError as error:
+        texts.append(str(error))
+    try:
+        bags.keyed(torch.zeros(1, 36), list("abcde"))
+    except cp.UnsupportedError as error:
+        texts.append(str(error))
+    return texts
+
+
+def test_what_is_refused(pool: RankPool):
+    wants = [
+        "tables must be (rows, columns) of each", "tables must be (rows, columns) of each",
+        "owners must be one of 2 ranks for each of 5 tables",
+        "owners must be one of 2 ranks for each of 5 tables", "mode must be 'sum' or 'mean'",
+        "keys must be a name for each of 5 tables",
+    ]  # fmt: skip
+    for texts in pool.run(refusals, 2):
+        for text, want in zip(texts, wants, strict=False):
+            assert want in text, (text, want)
+        assert "torchrec" in sys.modules or len(texts) in (6, 7)
+
+
+def keyed(rank: int, ranks: int) -> list[bool]:
+    indices, offsets, _ = batches(ranks)
+    bags = cnn.ShardedEmbeddingBags(TABLES)
+    y = bags(*given(bags, indices, offsets), batch=[BAGS] * ranks)
+    found = bags.keyed(y, list("abcde"))
+    same = [torch.equal(found[k], part) for k, part in zip("abcde", bags.split(y), strict=True)]
+    dist.barrier()
+    return [*same, found.values().data_ptr() == y.data_ptr()]
+
+
+def test_a_keyed_tensor_of_torchrec(pool: RankPool):
+    pytest.importorskip("torchrec")
+    assert pool.run(keyed, 2) == [[True] * 6] * 2

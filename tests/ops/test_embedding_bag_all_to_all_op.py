@@ -1,0 +1,323 @@
+"""embedding_bag_all_to_all as an operator, on CPU ranks: rows, gradients, what it refuses."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from embedding_cases import Bags, expected, facts_of, random_bags
+from rank_bodies import world
+from rankpool import RankPool
+
+import counterpoint as cp
+from counterpoint.ops import embedding_check as layouts
+from counterpoint.runtime.embedding_layout import Layout
+from counterpoint.runtime.workspace import workspace_of
+
+DIMS = ((8, 3), (), (5, 16, 16), (1,))
+BATCH = (5, 9, 0, 3)
+OWN = ("dtype", "index", "weighted", "longest")  # of the bags, not of the call
+CASES: dict[str, dict[str, Any]] = {
+    "sum": {}, "mean": {"mode": "mean"}, "weights": {"weighted": True},
+    "int32": {"index": torch.int32, "mode": "mean"}, "fp16": {"dtype": torch.float16},
+    "bf16": {"dtype": torch.bfloat16, "weighted": True}, "sparse": {"sparse": True},
+    "equal": {"batch": (4,) * 4}, "empty": {"longest": 0}, "nothing": {"batch": (0,) * 4},
+}  # fmt: skip
+
+
+def everyones(ranks: int, name: str) -> tuple[dict[str, Any], Layout, list[Bags]]:
+    """Arguments, layout and all ranks' bags of a case."""
+    case = dict(CASES[name])
+    own = {k: case.pop(k) for k in OWN if k in case}
+    layout = Layout(DIMS[:ranks], case.get("batch", BATCH)[:ranks], own.get("dtype", torch.float32))
+    bags = [random_bags(d, layout.num_bags, seed=r, **own) for r, d in enumerate(layout.dims)]
+    case["batch"] = layout.batch
+    if name == "equal" and () not in layout.dims:
+        case["batch"] = None
+    if () in layout.dims:
+        case |= {"dims": layout.dims, "dtype": layout.dtype}
+    return case, layout, bags
+
+
+def called(bags: Bags, **case: Any) -> torch.Tensor:
+    return cp.embedding_bag_all_to_all(
+        bags.tables, bags.indices, bags.offsets, per_sample_weights=bags.weights,
+        include_last_offset=True, **case,
+    )  # fmt: skip
+
+
+def wrong_rows(rank: int, ranks: int) -> list[str]:
+    found: list[str] = []
+    for name in CASES:
+        case, layout, everyone = everyones(ranks, name)
+        bags = everyone[rank]
+        y = called(bags, **case)
+        without = cp.embedding_bag_all_to_all(
+            bags.tables, bags.indices, bags.offsets[:-1], per_sample_weights=bags.weights, **case
+        )
+        want = expected(everyone, layout, rank, mean=case.get("mode") == "mean")
+        bound = 1e-5 + torch.finfo(y.dtype).eps * want.abs()
+        if y.shape != want.shape or y.dtype != layout.dtype:
+            found.append(f"{name}: {y.shape} of {y.dtype}")
+        elif not bool(((y - want).abs() <= bound).all()) or not torch.equal(y, without):
+            found.append(f"{name}: off by {(y - want).abs().max()}")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_of_all_tables_for_own_bags(pool: RankPool, ranks: int):
+    assert pool.run(wrong_rows, ranks) == [[]] * ranks
+
+
+def wrong_gradients(rank: int, ranks: int, into: bool) -> list[str]:
+    """Against those of fp64: of all ranks' outputs, each times its own random numbers."""
+    found: list[str] = []
+    for name in CASES:
+        case, layout, everyone = everyones(ranks, name)
+        mean = case.get("mode") == "mean"
+        for bags in everyone:
+            bags.tables = [t.double().requires_grad_() for t in bags.tables]
+            if bags.weights is not None:
+                bags.weights = bags.weights.double().requires_grad_()
+        exact = [
+            torch.randn(n, layout.columns, dtype=torch.float64,
+                        generator=torch.Generator().manual_seed(r)).to(layout.dtype).double()
+            for r, n in enumerate(layout.batch)
+        ]  # fmt: skip
+        for r, dy in enumerate(exact):
+            expected(everyone, layout, r, mean=mean).backward(dy)
+        own = everyone[rank]
+        mine = random_bags(
+            layout.dims[rank], layout.num_bags, seed=rank,
+            **{k: v for k, v in CASES[name].items() if k in OWN},
+        )  # fmt: skip
+        leaves = [*mine.tables, *([] if mine.weights is None else [mine.weights])]
+        for t in leaves:
+            t.requires_grad_()
+        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+        y = called(mine, out=out, **case)
+        assert y.requires_grad
+        y.backward(exact[rank].to(layout.dtype))
+        wants = [*own.tables, *([] if own.weights is None else [own.weights])]
+        for i, (leaf, want) in enumerate(zip(leaves, wants, strict=True)):
+            grad = leaf.grad
+            assert grad is not None
+            if case.get("sparse") and i < len(mine.tables):
+                assert grad.is_sparse
+                rows = grad._indices()[0]  # autograd forgets that they are coalesced
+                assert torch.equal(rows, rows.unique())
+                grad = grad.to_dense()
+            full = torch.zeros(leaf.shape, dtype=torch.float64) if want.grad is None else want.grad
+            bound = 2e-5 + 2 * torch.finfo(grad.dtype).eps * full.abs()
+            if not bool(((grad - full).abs() <= bound.double()).all()):
+                found.append(f"{name}, {i}: off by {(grad - full).abs().max()}")
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_of_tables_and_weights(pool: RankPool, ranks: int, into: bool):
+    assert pool.run(wrong_gradients, ranks, into) == [[]] * ranks
+
+
+def checked(rank: int, ranks: int, sparse: bool) -> list[bool]:
+    case, layout, everyone = everyones(ranks, "weights")
+    bags = everyone[rank]
+    for t in bags.tables:
+        t.requires_grad_()
+    assert bags.weights is not None
+    bags.weights.requires_grad_()
+    y = called(bags, **case)
+    dims = [n for each in layout.dims for n in (len(each), *each)]
+    anchor = torch.empty(0, requires_grad=True)
+    arguments = (bags.tables, bags.indices, bags.offsets, bags.weights, anchor, False, True, False,
+                 dims, list(layout.batch), torch.float32, rank, world().group_name)  # fmt: skip
+    op = torch.ops.counterpoint.embedding_bag_all_to_all
+    results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
+    compiled = torch.compile(lambda *a: op(*a), backend="aot_eager", fullgraph=True)
+    again = compiled(*arguments)
+    again.sum().backward()
+    return [set(results.values()) == {"SUCCESS"}, torch.equal(again, y),
+            all(t.grad is not None for t in bags.tables)]  # fmt: skip
+
+
+def test_the_dispatcher(pool: RankPool):
+    assert pool.run(checked, 2, False, timeout_s=60) == [[True] * 3] * 2
+
+
+def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
+    """What a GPU runs, interpreted: calls of several means, so of several ways, in one memory."""
+    from counterpoint.ops import embedding_run as runs
+    from counterpoint.ops.embedding_run import Given, How
+
+    def nothing(*_: object) -> int:
+        return 0
+
+    def lanes(*_: object) -> Any:
+        return SimpleNamespace(register=nothing, follow=nothing)
+
+    found: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # the interpreter's own: it takes the bound of a loop from an array of one element
+        warnings.simplefilter("ignore", DeprecationWarning)
+        patch.setattr(runs, "lanes_of", lanes)
+        patch.setattr(runs, "in_turn", nothing)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        layout = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[:ranks], torch.float32)
+        workspace = workspace_of(world(), torch.device("cpu"))
+        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+        how = How(False, True, False, layout, rank)
+        runner: Any = None
+        for call, longest in enumerate((2, 8, 30, 0, 30)):
+            everyone = [random_bags(d, layout.num_bags, seed=9 * call + r, longest=longest)
+                        for r, d in enumerate(layout.dims)]  # fmt: skip
+            bags = everyone[rank]
+            runner = runner or runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
+                facts_of(layout, bags, mean=False), workspace, own_outputs=into
+            )
+            y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
+            want = expected(everyone, layout, rank, mean=False)
+            found.append(torch.allclose(y.double(), want, atol=1e-5))
+        found.append(len(runner.senders) == (3 if layout.dims[rank] else 1))
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_a_gpu_runs(pool: RankPool, ranks: int, into: bool):
+    assert pool.run(in_one_kernel, ranks, into, timeout_s=60) == [[True] * 6] * ranks
+
+
+def compiled(rank: int, ranks: int) -> list[bool]:
+    """As one graph, with its backward; one rank of two has no tables."""
+    case, _, everyone = everyones(2, "mean")
+    bags = everyone[rank]
+    for t in bags.tables:
+        t.requires_grad_()
+
+    def both(scale: torch.Tensor) -> torch.Tensor:
+        return called(bags, **case) * scale
+
+    y = torch.compile(both, backend="aot_eager", fullgraph=True)(torch.tensor(2.0))
+    same = torch.equal(y, 2 * called(bags, **case))
+    y.sum().backward()
+    text = ""
+    try:
+        torch.compile(both, backend="aot_eager", fullgraph=True)(case.pop("dims"))
+    except Exception as error:
+        text = str(error)
+    return [same, all(t.grad is not None for t in bags.tables), "given while compiling" in text]
+
+
+def test_it_compiles_into_one_graph(pool: RankPool):
+    assert pool.run(compiled, 2, timeout_s=60) == [[True] * 3] * 2
+
+
+def refusals(rank: int, ranks: int) -> list[str]:
+    good = random_bags((4, 8), 6, rows=5)
+    base: dict[str, Any] = {"tables": good.tables, "indices": good.indices,
+                            "offsets": good.offsets, "include_last_offset": True}  # fmt: skip
+    n = good.indices.numel()
+    falling = good.offsets.clone()
+    falling[3] = n
+    outside = good.indices.clone()
+    outside[0] += 0 if rank else 99
+    out = cp.PooledOutputs(24, torch.float32, 6)
+    other = cp.PooledOutputs(23, torch.float32, 6)
+    nothing = {"tables": [], "indices": good.indices[:0], "offsets": good.offsets[:1]}
+    cases: list[dict[str, Any]] = [
+        {"tables": good.tables[0]}, {"mode": "max"}, {"indices": good.indices.float()},
+        {"indices": good.indices[None]}, {"offsets": good.offsets[:-1]},
+        {"tables": [good.tables[0], good.tables[1].half()]},
+        {"tables": [t.t() for t in good.tables]},
+        {"per_sample_weights": torch.ones(n + 1)},
+        {"per_sample_weights": torch.ones(n), "mode": "mean"},
+        {"batch": (3,)}, {"batch": (4, 4)}, {"batch": "ab"}, {"batch": (-1, 7)},
+        {"batch": (3, 3) if rank else (2, 4)}, {"mode": "mean" if rank else "sum"},
+        nothing, nothing | {"dims": ((), ()), "dtype": torch.float32, "batch": (3, 3)},
+        {"dims": ((4, 8),)}, {"dims": ((4, 8), (4, 8), ())}, {"dtype": torch.float16},
+        {"dims": ((4, 8), (4, 7)) if rank == 0 else ((4, 7), (4, 8))},
+        {"tables": [t.half() if rank else t for t in good.tables]},
+        {"offsets": falling}, {"indices": outside}, {"out": 3}, {"out": other},
+        {"out": out if rank else None},
+    ]  # fmt: skip
+    texts: list[str] = []
+    for case in cases:
+        try:
+            cp.embedding_bag_all_to_all(**base | case)
+            texts.append("accepted")
+        except cp.InputError as error:
+            texts.append(str(error))
+    assert cp.embedding_bag_all_to_all(**base, out=out).shape == (3, 24)
+    return texts
+
+
+def test_what_is_refused(pool: RankPool):
+    wants = [
+        "tables must be a list of Tensors", "mode must be 'sum' or 'mean', got 'max'",
+        "indices must be int32 or int64", "indices must be a 1-D Tensor without gaps",
+        "offsets must be a bag for each of 2 tables",
+        "tables[1] must be bf16, fp16 or fp32, and alike",
+        "tables[0] must be [rows, D] with elements of a row side by side",
+        "per_sample_weights must be torch.float32 or fp32",
+        "per_sample_weights must be None unless mode is 'sum', got mean",
+        "batch must be a count for each of 2 ranks, 6 in all, got (3,)",
+        "batch must be a count for each of 2 ranks, 6 in all, got (4, 4)",
+        "batch must be a count >= 0 for each rank, got ab",
+        "batch must be a count >= 0 for each rank, got (-1, 7)",
+        "batch must be equal on all ranks, (2, 4) as on rank 0, got (3, 3) on rank 1",
+        "mode must be equal on all ranks, sum as on rank 0, got mean on rank 1",
+        "tables must be some, or described, got none; pass dims=, dtype= and batch=",
+        "tables must be some on one rank at least, got none on all",
+        "dims must be of the tables of each of 2 ranks, (4, 8) on this one",
+        "dims must be of the tables of each of 2 ranks, (4, 8) on this one",
+        "dtype must be torch.float32 as tables, got torch.float16",
+        "dims must be ((4, 8), (4, 8)) as tables, got",
+        "tables must be equal on all ranks, torch.float32 as on rank 0, got torch.float16 on",
+        "offsets must be 0 at first, rising to",
+        "indices of tables[0] must be 0 to 4, got 0 to 10",
+        "out must be PooledOutputs, got int", "out must be 24 columns of torch.float32",
+        "out is given must be equal on all ranks, False as on rank 0",
+    ]  # fmt: skip
+    for texts in pool.run(refusals, 2):
+        for text, want in zip(texts, wants, strict=True):
+            assert text.startswith("embedding_bag_all_to_all: ") and want in text, (text, want)
+
+
+def test_counts_beyond_the_limits():
+    """What no test can allocate: the ranks' own words are enough."""
+    agreed: Any = layouts._agreed  # pyright: ignore[reportPrivateUsage]
+    said = {"op": "embedding_bag_all_to_all", "mode": "sum", "batch": "None", "bags": "4096",
+            "dtype": "torch.float32", "out": "False", "dims": "(8,)", "grad": "False"}  # fmt: skip
+    found = agreed([said] * 32)
+    assert found.layout.batch == (128,) * 32 and not found.differentiated
+    assert agreed([said] * 31 + [said | {"grad": "True"}]).differentiated
+    with pytest.raises(cp.InputError, match="group must be of at most 32 ranks, got 64"):
+        agreed([said] * 64)
+    with pytest.raises(cp.InputError, match="offsets must be 3 equal parts, got 4096 bags; pass"):
+        agreed([said] * 3)
+    many = said | {"bags": str(1 << 30), "dims": "(8, 8)"}
+    with pytest.raises(cp.InputError, match="offsets must be fewer than 2147483647 bags of all"):
+        agreed([many] * 2)
+    other = said | {"op": "matmul_all_reduce"}
+    with pytest.raises(cp.InputError, match="op must be equal on all ranks, embedding_bag_all"):
+        agreed([said, other])
+
+
+def turns(rank: int, ranks: int) -> list[bool]:
+    """What a call returned holds during the next one, and is another turn's memory then."""
+    out = cp.PooledOutputs(24, torch.float32, 6)
+    bags = [random_bags((4, 8), 6, seed=s) for s in range(3)]
+    want = [called(b) for b in bags]
+    first, second = called(bags[0], out=out), called(bags[1], out=out)
+    held = torch.equal(first, want[0]) and torch.equal(second, want[1])
+    third = called(bags[2], out=out)
+    dist.barrier()
+    return [held, torch.equal(third, want[2]), third.data_ptr() == first.data_ptr(),
+            torch.equal(first, third)]  # fmt: skip
+
+
+def test_outputs_are_used_in_turn(pool: RankPool):
+    assert pool.run(turns, 2) == [[True] * 4] * 2
