@@ -155,9 +155,11 @@ class _Rank:
         self.after = [[names[name] for name in b.step.after] for b in program.steps]
         # the first step of a launch takes the time of all
         self.work_s = [0.0] * len(program.steps)
+        launched_by: dict[int, int] = {}
         for first, *rest in batches(program):
             step, batch = program.steps[first], 1 + len(rest)
             self.work_s[first] = work_s(step, program.plan, machine, tiles, batch)
+            launched_by |= dict.fromkeys((first, *rest), first)
         matmuls = [i for i, b in enumerate(program.steps) if b.step.kind == "matmul"]
         matmuls_s = sum(self.work_s[i] for i in matmuls)
         settling = machine.costs.settling(matmuls_s)
@@ -172,7 +174,7 @@ class _Rank:
         self.lanes = [_Lane(steps) for steps in lanes.values()]
         main = lanes.get(program.plan.lanes[0].name, [])
         if main and len(lanes) > 1:  # side lanes fork from it, and it joins them behind its last
-            self.work_s[main[-1]] += SIDE_STARTS * machine.costs.kernel_s
+            self.work_s[launched_by[main[-1]]] += SIDE_STARTS * machine.costs.kernel_s
 
     def kinds(self) -> set[str]:
         """Kinds of the steps that are under way."""
