@@ -248,7 +248,7 @@ def by_hand(
     y = torch.empty(layer.limit, case.n, device=device, dtype=torch.bfloat16)
 
     def run(_: int) -> Tensor:
-        call(layer.given, layer.w, layer.on_device, y)
+        call(layer.given, layer.w, layer.on_device, len(layer.given), y)
         return y
 
     return run

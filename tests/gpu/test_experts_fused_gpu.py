@@ -8,6 +8,7 @@ import torch.distributed as dist
 from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
 
 import counterpoint as cp
+import counterpoint.nn as cnn
 from counterpoint.measure.timing import relative_error
 from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
@@ -136,18 +137,85 @@ def test_a_replayed_graph_follows_its_counts(gpus, op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_dropped_rows_are_said(gpus, op):
-    ranks = dist.get_world_size()
+    """On all ranks, also where it shows in the backward first, and by `check`."""
+    group, ranks = dist.new_group(), dist.get_world_size()
     counts = tables(ranks, 2)["even"]
     all_of = whole(counts, K, N, torch.bfloat16, back=op is cp.matmul_all_to_all)
-    x, w, table = mine(all_of.xs), mine(all_of.ws), torch.tensor(counts, device="cuda")
+    x, w = (mine(t).requires_grad_() for t in (all_of.xs, all_of.ws))
+    table = torch.tensor(counts, device="cuda")
     fewer = torch.zeros_like(table)
-    op(x, w, counts=fewer, max_rows=3)  # the first call with these facts looks at the counts
+    op(x, w, counts=fewer, max_rows=3, group=group)  # the first call looks at the counts
     fewer.copy_(table)
-    op(x, w, counts=fewer, max_rows=3)
-    torch.cuda.synchronize()
-    with pytest.raises(cp.InputError, match=r"max_rows must be at least .* dropped rows"):
-        op(x, w, counts=fewer, max_rows=3)
+    y = op(x, w, counts=fewer, max_rows=3, group=group)
+    with pytest.raises(cp.InputError, match=r"max_rows must be as many .* dropped rows"):
+        cp.check(group)
+    assert y.shape == (3, N)
+    with pytest.raises(cp.InputError, match="dropped rows"):
+        op(x, w, counts=fewer, max_rows=3, group=group)
     dist.barrier()
+
+
+def test_rows_to_sum_that_are_none(gpus):
+    group, ranks = dist.new_group(), dist.get_world_size()
+    counts = tables(ranks, 2)["even"]
+    all_of = whole(counts, K, N, torch.bfloat16, back=True)
+    x, w, table = mine(all_of.xs), mine(all_of.ws), torch.tensor(counts, device="cuda")
+    index = torch.tensor([[0, 1], [2, -1]], device="cuda")
+    weights = torch.ones(2, 2, device="cuda")
+    more = {"counts": table, "max_rows": 64, "group": group}
+    out = cp.matmul_all_to_all(x, w, **more, sum_of=(index[:, :0], weights[:, :0]))
+    assert not out.any() and out.shape == (2, N)
+    cp.matmul_all_to_all(x, w, **more, sum_of=(index, weights))
+    with pytest.raises(cp.InputError, match="sum_of must be of rows that come back"):
+        cp.check(group)
+    dist.barrier()
+
+
+def test_an_address_of_one_rank_decides_nothing(gpus):
+    """w at an odd address on one rank alone, inference first, and nothing to send at first."""
+    ranks, group = dist.get_world_size(), dist.new_group()
+    counts = tables(ranks, 2)["uneven"]
+    for op in OPS:
+        back = op is cp.matmul_all_to_all
+        all_of = whole(counts, K, N, torch.bfloat16, back=back)
+        x, w = mine(all_of.xs), mine(all_of.ws)
+        if dist.get_rank() == 0:
+            room = w.new_empty(w.numel() + 1)
+            room[1:] = w.reshape(-1)
+            w = room[1:].view(w.shape)
+        want = mine(reference(op, all_of, counts)[0], torch.float64).bfloat16()
+        none = torch.zeros(ranks, 2 * ranks, dtype=torch.int64, device="cuda")
+        with torch.inference_mode():
+            op(padded(x), w, counts=none, max_rows=ROOM, group=group)
+        y = op(padded(x), w, counts=torch.tensor(counts, device="cuda"), max_rows=ROOM, group=group)
+        assert torch.equal(y[: len(want)], want)
+    cp.check(group)
+
+
+def test_a_graph_outlives_what_it_was_compiled_by(gpus):
+    """Memory grows and compiled code is dropped between capture and replay."""
+    ranks, group = dist.get_world_size(), dist.new_group()
+    counts = tables(ranks, 2)["uneven"]
+    for op in OPS:
+        all_of = whole(counts, K, N, torch.bfloat16, back=op is cp.matmul_all_to_all)
+        x, w = padded(mine(all_of.xs)), mine(all_of.ws)
+        table = torch.tensor(counts, device="cuda")
+        op(x, w, counts=table, max_rows=ROOM, group=group)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with no_collector(), torch.cuda.graph(graph):
+            y = op(x, w, counts=table, max_rows=ROOM, group=group)
+        workspace_of(group, gpus).drop_code()
+        junk = [torch.full((n,), -1, dtype=torch.int32, device="cuda") for n in range(50, 400, 7)]
+        large = x.new_zeros(64 * ROOM, K)
+        op(large, w, counts=table, max_rows=64 * ROOM, group=group)
+        want = mine(reference(op, all_of, counts)[0], torch.float64).bfloat16()
+        for _ in range(3):
+            y.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(y[: len(want)], want)
+        assert all((each == -1).all() for each in junk)
+    cp.check(group)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -185,7 +253,7 @@ def test_a_layer_of_experts_learns_as_with_the_libraries(gpus):
     losses = []
     for plan, room in (("serial", None), ("auto", 1024)):
         torch.manual_seed(0)
-        layer = cp.nn.ExpertParallelMLP(64, 32, 4 * dist.get_world_size(), plan=plan, max_rows=room,
+        layer = cnn.ExpertParallelMLP(64, 32, 4 * dist.get_world_size(), plan=plan, max_rows=room,
                                         device="cuda", dtype=torch.bfloat16)  # fmt: skip
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.2)
         draw = torch.Generator("cuda").manual_seed(dist.get_rank())

@@ -30,7 +30,7 @@ def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> C
     way = Sending(parts=max(1, 32 // ranks), join=True)
     shared = (ranks, 32, columns)
     if back:
-        names = ("N", "K", "E", "half_bytes", "half_flags", "limit", "rank")
+        names = ("R", "N", "K", "E", "half_bytes", "half_flags", "limit", "rank")
         types = {"x_desc": x, "w_desc": w, "add_ptr": "*bf16", **POINTERS}
         fn, constants = matmul_all_to_all_kernel, (*shared, False, *tile.constants)
     else:
@@ -42,7 +42,7 @@ def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> C
         constants = (*shared, way.senders, way.parts, way.piece, way.join, *tile.constants)
     types |= dict.fromkeys(names, "i32")
     last = fn.arg_names[len(types) :]
-    plain = ("T", "rank", "limit", "tag", "timeout_ns", "E", "half_rows", "x_desc", "w_desc",
+    plain = ("R", "T", "rank", "limit", "tag", "timeout_ns", "E", "half_rows", "x_desc", "w_desc",
              "received_desc")  # fmt: skip
     return compiled(
         fn, 90, types, dict(zip(last, constants, strict=True)), num_warps=tile.num_warps,

@@ -89,7 +89,7 @@ def errors_of(
                         x = torch.full((LIMIT, K), torch.nan)
                         x[: len(arrive[r])] = arrive[r]
                     y = rooms[r][GUARD:-GUARD].view(LIMIT, N)
-                    op(x, ws[r * local : (r + 1) * local], counts, y)
+                    op(x, ws[r * local : (r + 1) * local], counts, LIMIT, y)
 
             try:
                 Interleaved(seed, landing=0.4 if seed % 2 else 0.05).run(

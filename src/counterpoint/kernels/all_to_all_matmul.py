@@ -5,8 +5,8 @@ The first SENDERS programs send, expert by expert to all ranks: the rows of each
 PARTS parts with a flag behind each. The others take tiles in order, each when the parts that it is
 made of are there; where JOIN, programs that have sent all they have take tiles as well.
 
-Only senders are waited for, and none of them waits before it has sent: they are the grid's first
-programs, and a grid of which no more than they are resident still ends.
+Only senders are waited for. None of them waits before it has sent, nor where another of this rank
+has not begun by then: they are the grid's first programs, and however few are resident, it ends.
 
 Memory of each rank, one half for even and one for odd epochs: rows [limit, K], the second half from
 row `half_rows`; flags [E_local, PARTS, WORLD].
@@ -119,14 +119,19 @@ def all_to_all_matmul_kernel(
     flags = (epoch & 1) * half_flags + part_flags
     late = tl.zeros((WORLD,), tl.int32)
 
+    senders_ptr = tiles_ptr + local + 2
+    waits = program >= SENDERS
     if program < SENDERS:
+        tl.atomic_add(senders_ptr, 1, sem="relaxed", scope="gpu")
         for unit in tl.range(program, local * WORLD * PARTS, SENDERS):
             send_part(
                 unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
                 limit, rank, epoch, works, WORLD, PARTS, PIECE,
             )  # fmt: skip
+        if JOIN:
+            waits = tl.atomic_add(senders_ptr, 0, sem="relaxed", scope="gpu") == SENDERS
 
-    if JOIN or program >= SENDERS:
+    if waits:
         num_n = tl.cdiv(N, BLOCK_N)
         tiles = tl.load(tiles_ptr + local) * num_n
         come = min(tl.load(starts_ptr + E), limit)

@@ -27,7 +27,7 @@ def weight_tile(
     return w
 
 
-@triton.jit(do_not_specialize=["rank", "limit"])
+@triton.jit(do_not_specialize=["R", "rank", "limit"])
 def matmul_all_to_all_kernel(
     x_desc,  # [R, K]
     w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
@@ -36,6 +36,7 @@ def matmul_all_to_all_kernel(
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     flags_ptr,  # [WORLD] int64: likewise its flags
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    R,
     N,
     K,
     E,
@@ -87,7 +88,7 @@ def matmul_all_to_all_kernel(
             owner += (rows >= tl.load(own_ptr + s)).to(tl.int32)
         origin = tl.load(routes_ptr + owner * (E + 1) + rank * local + expert)
         place = origin + rows - tl.load(own_ptr + owner)
-        live = works & (rows < tl.load(own_ptr + WORLD)) & (place < limit)
+        live = works & (rows < min(tl.load(own_ptr + WORLD), R)) & (place < limit)
         cols = at_n + tl.arange(0, BLOCK_N)
         live = live[:, None] & (cols < N)[None, :]
         if HAS_ADD:
@@ -126,7 +127,7 @@ def arrival_kernel(
     end_of_call(late.to(tl.int32), ranks, 1, state_ptr, fault_ptr, tag)
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "rank"])
+@triton.jit(do_not_specialize=["tokens", "count", "limit", "rank"])
 def collect_kernel(
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     state_ptr,  # [3] int32: the epoch of the call, which has been counted
@@ -134,10 +135,12 @@ def collect_kernel(
     index_ptr,  # [tokens, TOP] which rows make a token; TOP 0: row i is token i
     weights_ptr,  # [tokens, TOP]
     y_ptr,  # [tokens, N]
+    over_ptr,  # [1] int64, pinned host memory: 3, if a row of `index` is none
     tokens,
     count,  # the word of routes that says how many rows there are; TOP 0
     N,
     half_bytes,  # where the rows of odd epochs begin
+    limit,  # rows that there is room for
     rank,
     TOP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -160,6 +163,9 @@ def collect_kernel(
                 for j in tl.static_range(TOP):
                     which = tl.load(index_ptr + token * TOP + j).to(tl.int64)
                     weight = tl.load(weights_ptr + token * TOP + j).to(tl.float32)
-                    row = tl.load(from_ptr + which * N + cols, mask=cols < N, other=0.0)
+                    there = (which >= 0) & (which < limit)
+                    if not there:
+                        tl.store(over_ptr, 3)
+                    row = tl.load(from_ptr + which * N + cols, mask=(cols < N) & there, other=0.0)
                     total += weight * row.to(tl.float32)
                 tl.store(to, total.to(Y), mask=cols < N)

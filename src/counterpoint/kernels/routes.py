@@ -9,6 +9,7 @@ knows nothing of it: kernels read what `routes_kernel` has left for its rank, al
     starts [E_local * WORLD + 1]  the same of the own experts, and how many rows come
     tiles  [E_local + 1]          blocks of BLOCK_M rows before those of each own expert, and all
     ticket [1]                    0: the next tile
+    senders [1]                   0: programs that have begun to send
 """
 
 import triton
@@ -35,18 +36,18 @@ def tiles_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
 
 def num_words(experts: int, ranks: int) -> int:
     """Words of all of it."""
-    return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 1
+    return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 2
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "has"])
 def routes_kernel(
     counts_ptr,  # [WORLD, E] int32 or int64
     routes_ptr,  # int32, see above
-    over_ptr,  # [1] int64, pinned host memory: 1 + BACK, and above it the bits of ranks over limit
+    over_ptr,  # [1] int64, pinned host memory: 1 + BACK, and above it the bits of ranks
     E,
     rank,
     limit,  # rows that a rank can take
-    has,  # rows that this rank has given
+    has,  # rows that each rank has given at least
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E, a power of 2
     BLOCK_M: tl.constexpr,
@@ -83,12 +84,12 @@ def routes_kernel(
     blocks = tl.where(own, spread(tl.cdiv(rows, BLOCK_M), WORLD, not BACK), 0)
     tl.store(tiles_ptr + experts - rank * local, tl.cumsum(blocks, 0) - blocks, mask=own)
     tl.store(tiles_ptr + local, tl.sum(blocks))
-    tl.store(tiles_ptr + local + 1, 0)
+    tl.store(tiles_ptr + local + 1 + tl.arange(0, 2), 0)
 
     owners = experts[:, None] // local == sources
     come, sent = tl.sum(tl.where(owners & here, rows[:, None], 0), 0), tl.sum(counts, 0)
     given, taken = (come, sent) if BACK else (sent, come)
-    over = (taken > limit) | ((ranks == rank) & (given > has))
+    over = (taken > limit) | (given > has)
     bits = tl.sum(tl.where(over, 1 << (ranks % 32), 0).to(tl.int64))
     if bits != 0:
         tl.store(over_ptr, (bits << 32) | (1 + BACK))

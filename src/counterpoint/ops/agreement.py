@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from counterpoint.errors import InputError, PeerTimeoutError
+from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
 
@@ -65,7 +65,7 @@ def compare(
 
 
 def agree(
-    op: str, here: dict[str, str], workspace: Workspace, refused: InputError | None = None
+    op: str, here: dict[str, str], workspace: Workspace, refused: CounterpointError | None = None
 ) -> None:
     """Refuse a call on all ranks alike, where facts differ or a rank has refused it by itself.
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.check import DTYPES
 from counterpoint.runtime.workspace import Workspace, workspace_of
@@ -190,7 +190,7 @@ def rows_by_rank(counts: Tensor, out: bool) -> Tensor:
 
 def prepare(
     given: Exchange, group: dist.ProcessGroup, key: Hashable, make: Callable[[Workspace], R],
-    refused: InputError | None = None, alike: dict[str, str] | None = None,
+    refused: CounterpointError | None = None, alike: dict[str, str] | None = None,
 ) -> R:  # fmt: skip
     """Check the values, agree with the other ranks at the first call, and make what runs.
 
@@ -221,11 +221,13 @@ def prepare(
     if refused is None and table is not None:
         refused = refusal(given, table, workspace.rank)
     if first:
-        agreement.agree(given.op, _words(given, table) | (alike or {}), workspace, refused)
+        words = _words(given, table) | {"what runs": str(key)} | (alike or {})
+        agreement.agree(given.op, words, workspace, refused)
     elif refused is not None:
         raise refused
     if ready is None:
-        ready = make(workspace)
+        with torch.inference_mode(False):
+            ready = make(workspace)
         workspace.remember(whole, ready)
     if talks and agreed not in workspace.code:
         workspace.remember(agreed, True)
@@ -254,7 +256,7 @@ def refusal(given: Exchange, table: Tensor, rank: int) -> InputError | None:
 
 def _words(given: Exchange, table: Tensor | None) -> dict[str, str]:
     here = {
-        "op": given.op, "w.shape": str(tuple(given.w.shape)), "x.dtype": str(given.x.dtype),
+        "op": given.op, "w.shape": str(tuple(given.w.shape)), "w.stride()": str(given.w.stride()), "x.dtype": str(given.x.dtype),
         "plan": given.plan, "counts' place": "the host" if given.host else "the device",
     }  # fmt: skip
     for source, row in enumerate([] if table is None else table.tolist()):

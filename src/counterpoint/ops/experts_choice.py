@@ -1,7 +1,7 @@
 """Which way an operator of experts runs: by the libraries, in one kernel, or by a plan."""
 
 from counterpoint.choose.experts import predict
-from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops import experts_plans
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.experts import Exchange, is_grouped, prepare, rows_by_rank
@@ -14,7 +14,7 @@ from counterpoint.runtime.workspace import Workspace, workspace_of
 
 
 def ready_for(
-    given: Exchange, group_name: str, keep: bool, refused: InputError | None = None
+    given: Exchange, group_name: str, keep: bool, refused: CounterpointError | None = None
 ) -> Serial | Fused | Planned:
     """What runs this call, checked and agreed.
 
@@ -29,7 +29,9 @@ def ready_for(
     if is_grouped(given.plan):
         refused = refused or experts_plans.refusal(given)
         return prepare(given, group, keep, lambda workspace: Planned(workspace, keep), refused)
-    fused = wanted(given, workspace_of(group, given.x.device))
+    fused, why = way_of(given, workspace_of(group, given.x.device))
+    if why:
+        refused = refused or UnsupportedError(f"{given.op}: plan fused takes {why}; take serial")
 
     def make(workspace: Workspace) -> Serial | Fused:
         return Fused(workspace, given, keep) if fused else Serial(workspace)
@@ -38,32 +40,28 @@ def ready_for(
     if fused and not given.host:
         # what comes, and what comes back in a backward, has as much room on every rank
         alike = {"max_rows": str(given.rows), "rows of x": str(given.x.shape[0])}
-    return prepare(given, group, (keep, fused), make, refused, alike)
+    key = (keep, "in one kernel" if fused else "by the libraries")
+    return prepare(given, group, key, make, refused, alike)
 
 
-def wanted(given: Exchange, workspace: Workspace) -> bool:
-    """Whether this call runs in one kernel: equal on all ranks.
+def way_of(given: Exchange, workspace: Workspace) -> tuple[bool, str]:
+    """Whether this call runs in one kernel; and what that wants, where it was asked for in vain.
 
     Device-known counts always do where they can: the libraries would wait for the host to read
     them. Host-known ones do where that is predicted to be faster.
-
-    Raises:
-        UnsupportedError: `plan` is fused, and the kernels do not take this call.
     """
     ranks = workspace.group.size()
-    if given.plan == "serial" or not given.x.is_cuda:
-        return False
+    if not given.x.is_cuda:
+        return False, ""
+    machine = knowledge_of(workspace).machine  # of all ranks, at their first call
     want = refusal(given.w, ranks)
     if given.plan == "fused":
-        if want:
-            raise UnsupportedError(f"{given.op}: plan fused takes {want}; take serial")
-        return True
-    if want or ranks == 1:
-        return False
-    machine = knowledge_of(workspace).machine
+        return not want, want
+    if given.plan == "serial" or want or ranks == 1:
+        return False, ""
     if not given.host or machine is None:
-        return not given.host
+        return not given.host, ""
     local, k, n = given.w.shape
     rows = int(rows_by_rank(given.counts, out=True).max())
     dtype = str(given.w.dtype).removeprefix("torch.")
-    return predict(rows, k, n, local, dtype, ranks, machine, back=not given.out).fused
+    return predict(rows, k, n, local, dtype, ranks, machine, back=not given.out).fused, ""

@@ -1,11 +1,12 @@
 """Experts in one kernel on a GPU: both operators, compiled and with their memory."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.ops.experts import Exchange, rows_by_rank
 from counterpoint.runtime.fused import fused_memory, in_turn
 from counterpoint.runtime.fused_call import aligned
@@ -19,7 +20,7 @@ from counterpoint.runtime.launch_experts import (
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
 
-OPS = ("all_to_all_matmul", "matmul_all_to_all")
+ANY = 2**31 - 1  # rows of x, where they are known to suffice
 
 
 class Fused:
@@ -58,36 +59,59 @@ class Fused:
         n = given.w.shape[2]
         out = given.x.new_empty(index.shape[0], n)
         y = given.x.new_empty(given.rows, n) if keep else None
-        self._run(given, y, sums=(_in_line(index), _in_line(weights), out))
+        sums = (_in_line(index), _in_line(weights), out)
+        self._run(given, y, sums=sums if index.shape[1] else None)
+        if not index.shape[1]:
+            out.zero_()
         return out, given.x.new_empty(0, n) if y is None else y
 
     def _run(self, given: Exchange, *results: Tensor | None, **more: Any) -> None:
         self.workspace.check()
-        self._refuse_dropped()
         capturing = torch.cuda.is_current_stream_capturing()
         if given.host and capturing:
             fix = "they change from call to call"
             want = "on the GPU while a graph is captured"
             raise InputError(given.op, "counts", want=want, got="on the host", fix=fix)
-        counts = _in_line(given.counts.to(given.x.device, non_blocking=True))
-        x = _in_line(given.x)
+        # a pinned table may be filled anew before an asynchronous copy has read it
+        later = not given.counts.is_cuda and not given.counts.is_pinned()
+        counts = _in_line(given.counts.to(given.x.device, non_blocking=later))
+        x, w = _in_line(given.x), given.w if aligned(given.w) else given.w.clone()
+        has = ANY if given.host else x.shape[0]  # the host has compared its own
         if not x.shape[0]:
             x = x.new_zeros(1, x.shape[1])  # TMA takes no tensor without rows
-        arguments = (x, given.w, counts, *results)
+        arguments = (x, w, counts, has, *results)
         limit = self._limit(given)
-        key = (limit, *more, given.w.stride(), counts.dtype, results[-1] is None)
+        kinds = [(n, None if m is None else _kinds(m)) for n, m in more.items()]
+        key = (limit, *kinds, w.stride(), counts.dtype, results[-1] is None)
         call: Any = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._make(given, limit)
-            call.only_compile = True
-            call(*arguments, **more)
-            call.only_compile = False
-            if not capturing:
-                gather_object(None, self.workspace.group)  # who still compiles is late for all
-        if not capturing:
+            call = self._compiled(given, limit, capturing, arguments, more)
+            self._calls[key] = call
+        if capturing:
+            self.workspace.keep(call)
+        else:
             self.lanes.follow()
             in_turn(x.device)
         call(*arguments, **more)
+
+    def _compiled(
+        self, given: Exchange, limit: int, capturing: bool, arguments: Sequence[Any],
+        more: dict[str, Any],
+    ) -> AllToAllMatmul | MatmulAllToAll:  # fmt: skip
+        """A call whose kernels are there, on all ranks: who still compiles is late for all."""
+        with torch.inference_mode(False):
+            call: Any = self._make(given, limit)
+        problem = ""
+        call.only_compile = True
+        try:
+            call(*arguments, **more)
+        except (CounterpointError, OSError, RuntimeError) as error:
+            problem = f"rank {self.workspace.rank}: {error}"
+        call.only_compile = False
+        everyone = [problem] if capturing else gather_object(problem, self.workspace.group)
+        if any(everyone):
+            raise UnsupportedError(f"{given.op}: {'; '.join(filter(None, everyone))}")
+        return call
 
     def _limit(self, given: Exchange) -> int:
         """Rows that a rank can take: equal on all ranks."""
@@ -107,20 +131,12 @@ class Fused:
             return AllToAllMatmul(*sizes, sending_of(limit, local, ranks))
         return MatmulAllToAll(*sizes)
 
-    def _refuse_dropped(self) -> None:
-        """Say that an earlier call had counts beyond its limits: rows were left out.
 
-        Raises:
-            InputError: one had.
-        """
-        word = int(self.memory.over[0])
-        if word:
-            self.memory.over.zero_()
-            ranks = [r for r in range(self.workspace.group.size()) if word >> 32 + r & 1]
-            op = OPS[(word & 0xFFFFFFFF) - 1]
-            want = f"at least what counts says for ranks {ranks}"
-            got = "less at an earlier call, which has dropped rows"
-            raise InputError(op, "max_rows", want=want, got=got)
+def _kinds(given: Tensor | tuple[Tensor, ...]) -> object:
+    """What of an argument kernels are compiled for."""
+    if isinstance(given, Tensor):
+        return given.dtype
+    return tuple((each.dtype, each.shape[-1]) for each in given)
 
 
 def _in_line(tensor: Tensor) -> Tensor:

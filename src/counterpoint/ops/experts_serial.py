@@ -166,14 +166,21 @@ def _run_weight_gradient(
     k, n = x.shape[1], dy.shape[1]
     if grouped(x, k, n) and len(x) and len(dy):
         assert _GROUPED is not None
-        # neither table nor ends are read by the host
-        ends = _on_device(experts.cumsum(0, dtype=torch.int32), x)
+        # neither table nor ends are read by the host; where counts are beyond what there is, a
+        # kernel has dropped the rest, and says so
+        ends = experts.cumsum(0, dtype=torch.int32).clamp_max(min(len(x), len(dy)))
+        ends = _on_device(ends, x)
         dw = _GROUPED(x.contiguous().t(), dy.contiguous(), offs=ends)
         # pytorch issue 172439: on Blackwell an expert without rows gets another's numbers
         if torch.cuda.get_device_capability(x.device) != (9, 0):
             dw.masked_fill_((_on_device(experts, x) == 0)[:, None, None], 0)
         return dw
     dw, start = x.new_zeros(len(experts), k, n), 0
+    if not len(x) or not len(dy):
+        return dw
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        want, got = "bf16 on Hopper or later where a graph is captured", str(x.dtype)
+        raise InputError("gradient of experts", "w", want=want, got=got)
     for e, rows in enumerate(experts.tolist()):
         if rows and dw.numel():
             torch.mm(x[start : start + rows].t(), dy[start : start + rows], out=dw[e])

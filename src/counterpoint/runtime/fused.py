@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterpoint.errors import InputError
 from counterpoint.runtime.lanes_cuda import lanes_of, raw_stream
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory
@@ -93,6 +94,23 @@ class FusedMemory:
             self.over = torch.zeros(1, dtype=torch.int64).pin_memory()
         else:
             self.fault, self.over = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
+
+    def dropped(self) -> InputError | None:
+        """What a kernel of experts has found in its counts, or in the rows to sum."""
+        word = int(self.over[0])
+        if not word:
+            return None
+        if (word & 0xFFFFFFFF) == 3:
+            want, got = (
+                "of rows that come back",
+                "another at an earlier call; the group is unusable",
+            )
+            return InputError("matmul_all_to_all", "sum_of", want=want, got=got)
+        op = ("all_to_all_matmul", "matmul_all_to_all")[(word & 0xFFFFFFFF) - 1]
+        ranks = [r for r in range(self.workspace.group.size()) if word >> 32 + r & 1]
+        want = f"as many as counts says for ranks {ranks}, as the rows of x"
+        got = "fewer at an earlier call, which has dropped rows; the group is unusable"
+        return InputError(op, "max_rows", want=want, got=got)
 
     @property
     def num_bytes(self) -> int:

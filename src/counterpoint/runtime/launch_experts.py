@@ -23,7 +23,7 @@ from counterpoint.resources.occupancy import occupancy
 from counterpoint.resources.shape import limits_here
 from counterpoint.runtime import driver
 from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.fused_call import ALIGN, aligned
+from counterpoint.runtime.fused_call import ALIGN
 from counterpoint.runtime.lanes_cuda import raw_stream
 
 MAX_EXPERTS = 1024
@@ -107,8 +107,8 @@ def refusal(w: Tensor, ranks: int) -> str:
     if 1 not in w.stride()[1:]:
         return "a unit stride in K or N"
     sizes = (*w.shape[1:], *(s for s in w.stride() if s != 1))
-    if not aligned(w) or any(not s or s * w.element_size() % ALIGN for s in sizes):
-        return f"K, N, and w's address and strides in multiples of {ALIGN} bytes"
+    if any(not s or s * w.element_size() % ALIGN for s in sizes):
+        return f"K, N and the strides of w in multiples of {ALIGN} bytes"
     return ""
 
 
@@ -197,8 +197,8 @@ class _Experts:
             top = index.shape[1]
             kinds = (n, top, index.dtype, weights.dtype)
         arguments = (
-            self.bases, self.memory.state, self.routes, index, weights, y, tokens, count, n,
-            half_bytes, self.rank, top, block,
+            self.bases, self.memory.state, self.routes, index, weights, y, self.memory.over, tokens,
+            count, n, half_bytes, self.limit, self.rank, top, block,
         )  # fmt: skip
         self._launch(collect_kernel, COLLECTORS * self.sms, arguments, *kinds, num_warps=4)
 
@@ -233,7 +233,7 @@ class AllToAllMatmul(_Experts):
         self.received = TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k])
 
     def __call__(
-        self, x: Tensor, w: Tensor, counts: Tensor, y: Tensor, rows: Tensor | None = None
+        self, x: Tensor, w: Tensor, counts: Tensor, has: int, y: Tensor, rows: Tensor | None = None
     ) -> None:
         """Launch on the current stream; tensors at multiples of 16 bytes.
 
@@ -241,10 +241,11 @@ class AllToAllMatmul(_Experts):
             x: [T, K] without gaps.
             w: [E_local, K, N], as `refusal` wants it.
             counts: int32 or int64 [ranks, E] without gaps, on this device.
+            has: rows of x on each rank at least.
             y: [limit or fewer rows, N] without gaps; as many as come are written.
             rows: [as y, K], where to put the rows that come.
         """
-        self._find_routes(counts, x.shape[0])
+        self._find_routes(counts, has)
         way, memory = self.way, self.memory
         columns, w_desc = described(w, self.tile)
         arguments = (
@@ -272,14 +273,14 @@ class MatmulAllToAll(_Experts):
         dtype: torch.dtype, tile: Tile,
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
-        memory.tiles.reserve(limit * n * dtype.itemsize)
+        memory.tiles.reserve(max(limit, 1) * n * dtype.itemsize)
         memory.flags.reserve(4 * self.world)
         self.bases, self.flags = memory.tiles.bases, memory.flags.bases
         self.half_bytes = memory.tiles.half_bytes
         self.half_flags = memory.flags.half_bytes // 4
 
     def __call__(
-        self, x: Tensor, w: Tensor, counts: Tensor, y: Tensor | None = None, *,
+        self, x: Tensor, w: Tensor, counts: Tensor, has: int, y: Tensor | None = None, *,
         add: Tensor | None = None, sums: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Launch on the current stream; tensors without gaps, at multiples of 16 bytes.
@@ -288,18 +289,19 @@ class MatmulAllToAll(_Experts):
             x: [R, K], R at least 1.
             w: [E_local, K, N], as `refusal` wants it.
             counts: int32 or int64 [ranks, E], on this device.
+            has: rows of x on each rank at least.
             y: [rows, N], where to put own rows, sorted by expert; None: nowhere.
             add: [R, N], added to the products.
             sums: index, int32 or int64 [tokens, top] of rows, and their weights of that shape; and
                 where to put the weighted sums, [tokens, N].
         """
-        self._find_routes(counts, x.shape[0])
+        self._find_routes(counts, has)
         memory = self.memory
         columns, w_desc = described(w, self.tile)
         x_desc = TensorDescriptor.from_tensor(x, [self.tile.block_m, self.tile.block_k])
         arguments = (
             x_desc, w_desc, x if add is None else add, self.routes, self.bases, self.flags,
-            memory.state, self.n, self.k, self.experts, self.half_bytes, self.half_flags,
+            memory.state, x.shape[0], self.n, self.k, self.experts, self.half_bytes, self.half_flags,
             self.limit, self.rank, self.world, self.local, columns, add is not None,
             *self.tile.constants,
         )  # fmt: skip

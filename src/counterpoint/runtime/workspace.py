@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.plan.bind import Box
 from counterpoint.plan.steps import Buffer, Count, Plan
 from counterpoint.runtime.ranks import describe_process
@@ -60,7 +60,7 @@ class Workspace:
         self.device = device
         self.rank = dist.get_rank(group)
         self.timeout_s = default_timeout_s()
-        self.fault: PeerTimeoutError | None = None
+        self.fault: CounterpointError | None = None
         self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None
@@ -178,9 +178,11 @@ class Workspace:
 
         Raises:
             PeerTimeoutError: a peer did not answer in an earlier call.
+            InputError: an earlier call has dropped rows, by counts on the device.
         """
         if self.fault is None and self.lanes is not None:
-            self.fault = self.lanes.watchdog.look()
+            # what was dropped explains who did not come then
+            self.fault = (self.fused and self.fused.dropped()) or self.lanes.watchdog.look()
         if self.fault is not None:
             raise self.fault
 
