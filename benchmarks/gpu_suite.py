@@ -4,7 +4,8 @@ Rows as JSONL; installs nothing.
 
     SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
-    SUITE=study   what decomposition, contention and one kernel for a gather cost: a minute
+    SUITE=study   what decomposition, contention and one kernel for a gather cost, embedding bags:
+                  under 4 minutes
     SUITE=loops, SUITE=slow    the rest of the resource experiment, its rows appended: what takes
                   four minutes more, and what takes as long as full again
 
@@ -27,11 +28,12 @@ LIMITS_S = {"smoke": (100, 60), "full": (260, 210), "study": (0, 0), "loops": (0
             "slow": (0, 0)}  # fmt: skip
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
-STUDY = ("losses", "gathered")
+STUDY = ("losses", "gathered", "embedding")
+EMBEDDING_S = 150
 DECODE_S = 120
 SHORT_S = 60  # of each other part
 PARTS = ("hardware", "characterize", "losses", "tests", "bench", "training", "few_rows", "gathered",
-         "decode", "sharing", "resources")  # fmt: skip
+         "decode", "sharing", "resources", "embedding")  # fmt: skip
 
 
 def main() -> int:
@@ -59,7 +61,7 @@ def main() -> int:
         ("hardware", "hardware"), ("characterize", "characterize"),
         ("losses", "losses"), ("bench", "overlap"),
         ("training", "training"), ("few_rows", "few-rows"), ("gathered", "gathered"),
-        ("decode", "decode"),
+        ("decode", "decode"), ("embedding", "embedding"),
         ("sharing", "sharing"), ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
@@ -77,6 +79,7 @@ def main() -> int:
         "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
         "gathered": (["benchmarks/gathered.py"], SHORT_S),
         "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
+        "embedding": (["benchmarks/embedding.py", "--soak", "20000"], EMBEDDING_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
     }
