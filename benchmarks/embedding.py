@@ -29,10 +29,12 @@ from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
 from counterpoint.measure.timing import host_s, relative_error, rotate
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
+from counterpoint.ops.embedding_check import OP
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.resources.order import Delay
 from counterpoint.runtime.embedding_layout import Facts, Layout, way_for
 from counterpoint.runtime.launch_embedding import Lookup
+from counterpoint.runtime.workspace import workspace_of
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
 MLPERF_ROWS = (40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282,
@@ -247,9 +249,10 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
         "pooling": case.pooling[0] if len(set(case.pooling)) == 1 else 0, "sets": len(case.sets),
         "row_bytes": int(work), "best_serial": serial,
     } | record.environment()  # fmt: skip
+    taken = kernel_of(case, group)
     rows: list[dict[str, Any]] = []
     for name, t in times.items():
-        row: dict[str, Any] = {
+        row: dict[str, Any] = (taken if name == "fused" else {}) | {
             "arm": name, "median_s": t.median_s, "p20_s": t.quantile_s(2), "p80_s": t.quantile_s(8),
             "skew_s": t.skew_s, "serial_over_arm": t.ratio_of(times[serial]),
             "error": errors.get(name),
@@ -260,6 +263,16 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     torch.cuda.synchronize(device)
     dist.barrier(group)  # no rank frees what another one still writes to
     return rows
+
+
+def kernel_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
+    """The fused kernel that this rank has launched: way, programs, registers, spills."""
+    facts = Facts(case.layout, False, None, torch.int64, torch.int64)
+    ready = workspace_of(group, case.tables[0].device).code[OP, facts, True]
+    way = way_for(case.sets[0].numel(), case.layout.num_bags * len(case.tables))
+    (launched,) = ready.senders[way].launches.values()
+    return {"way": f"{way.tile_bytes}x{way.unroll}x{way.num_warps}", "programs": launched.programs,
+            "registers": launched.registers, "spills": launched.spills}  # fmt: skip
 
 
 def tables_of(rows: list[int], d: int, device: torch.device) -> list[Tensor]:

@@ -118,15 +118,18 @@ def by_pooling(cases: Sequence[list[Row]]) -> str:
 def table(cases: Sequence[list[Row]]) -> str:
     """Every case, milliseconds."""
     lines = ["| case | torch bags | best baseline | which | fused | less | with a copy | lookup | "
-             "only reading | only storing | of the floor |", "|---" * 11 + "|"]  # fmt: skip
+             "only reading | only storing | of the floor | way, registers, spills |",
+             "|---" * 12 + "|"]  # fmt: skip
     for case in cases:
         t = seconds(case)
         cells = [f"{t[arm] * 1e3:.3f}" for arm in ("fused copy", "lookup", "gather", "store")]
+        (ours,) = (row for row in case if row["arm"] == "fused")
         lines.append(
             f"| {case[0]['case']} | {t['bags'] * 1e3:.3f} | {t['serial'] * 1e3:.3f} | "
             f"{case[0]['best_serial']} | **{t['fused'] * 1e3:.3f}** | "
             f"{1 - t['fused'] / t['serial']:.0%} | {' | '.join(cells)} | "
-            f"{t['floor'] / t['fused']:.0%} |"
+            f"{t['floor'] / t['fused']:.0%} | {ours['way']}, {ours['registers']}, "
+            f"{ours['spills']} |"
         )
     return "\n".join(lines)
 

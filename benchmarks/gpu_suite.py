@@ -4,8 +4,8 @@ Rows as JSONL; installs nothing.
 
     SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
-    SUITE=study   what decomposition, contention, copies and one kernel for a gather cost: two
-                  minutes
+    SUITE=study   what decomposition, contention, copies and one kernel for a gather cost, experts and
+                  embedding bags: under 7 minutes
     SUITE=loops, SUITE=slow    the rest of the resource experiment, its rows appended: what takes
                   four minutes more, and what takes as long as full again
 
@@ -28,12 +28,13 @@ LIMITS_S = {"smoke": (100, 60), "full": (260, 210), "study": (0, 0), "loops": (0
             "slow": (0, 0)}  # fmt: skip
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
-STUDY = ("losses", "copies", "gathered")
+STUDY = ("losses", "copies", "gathered", "experts", "embedding")
+EMBEDDING_S, EXPERTS_S = 150, 240
 DECODE_S = 120
 LOSSES_S = 100
 SHORT_S = 60  # of each other part
 PARTS = ("hardware", "characterize", "losses", "copies", "tests", "bench", "training", "few_rows",
-         "gathered", "decode", "sharing", "resources")  # fmt: skip
+         "gathered", "decode", "experts", "embedding", "sharing", "resources")  # fmt: skip
 
 
 def main() -> int:
@@ -61,7 +62,7 @@ def main() -> int:
         ("hardware", "hardware"), ("characterize", "characterize"),
         ("losses", "losses"), ("copies", "copies"), ("bench", "overlap"),
         ("training", "training"), ("few_rows", "few-rows"), ("gathered", "gathered"),
-        ("decode", "decode"),
+        ("decode", "decode"), ("experts", "experts"), ("embedding", "embedding"),
         ("sharing", "sharing"), ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
@@ -79,7 +80,9 @@ def main() -> int:
         "training": (["benchmarks/training.py", *suite], SHORT_S),
         "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
         "gathered": (["benchmarks/gathered.py"], SHORT_S),
+        "experts": (["benchmarks/experts.py"], EXPERTS_S),
         "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
+        "embedding": (["benchmarks/embedding.py", "--soak", "20000"], EMBEDDING_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
     }

@@ -22,7 +22,8 @@ def rows_of(case: str, batch: int, pooling: int, fused: float) -> list[dict[str,
     facts = {
         "table": "embedding", "case": case, "batch": batch, "pooling": pooling, "ranks": 4,
         "best_serial": "lookup permute", "gpu": "H200", "driver": "1", "torch": "2", "triton": "3",
-        "nccl": "4", "multicast": False, "date": "2026-11-21", "commit": "abc",
+        "nccl": "4", "way": "2048x8x4", "registers": 64, "spills": 0,
+        "multicast": False, "date": "2026-11-21", "commit": "abc",
     }  # fmt: skip
     times = TIMES | {"fused": fused}
     timed = ("bags cat", "lookup cat", "fused", "fused copy")

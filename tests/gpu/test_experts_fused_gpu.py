@@ -39,10 +39,11 @@ def reference(op, all_of, counts):
     return by_owner(products, counts), all_of.xs
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("stored", ["kn", "nk"])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.bfloat16, "kn"), (torch.float16, "nk")], ids=str
+)
 @pytest.mark.parametrize("op", OPS)
-def test_every_row_is_where_it_belongs(gpus, op, stored, dtype):
+def test_every_row_is_where_it_belongs(gpus, op, dtype, stored):
     """Tables of all kinds one after the other, host-known and device-known; bit for bit."""
     ranks = dist.get_world_size()
     for local in (1, 3, 8):

@@ -113,11 +113,8 @@ def test_rows_are_loaded_and_stored_16_bytes_at_a_time(way: Way, block_d: int, d
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("block_d", [64, 128, 256])
 def test_enough_rows_are_on_their_way(capability: int, block_d: int):
-    """Of an SM: what covers a microsecond of 4.8 TB/s over 132 SMs, twice where bags are long.
-
-    Where they are short most of a task is not the rows: then as much in tiles.
-    """
-    for way, times in ((FEW, 0.85), (SOME, 2), (MANY, 2)):
+    """Of an SM: what covers a microsecond of 4.8 TB/s over 132 SMs, twice where bags are long."""
+    for way, times in ((FEW, 1.5), (SOME, 2), (MANY, 2)):
         found = kernel(capability, block_d, way=way)
         block = Kernel(32 * way.num_warps, found.registers, found.shared_bytes, found.dynamic_bytes)
         blocks = occupancy(block, LIMITS[f"sm_{capability}"]).blocks

@@ -306,6 +306,33 @@ def test_counts_beyond_the_limits():
         agreed([said, other])
 
 
+def outputs_refused(rank: int, ranks: int) -> list[str]:
+    texts: list[str] = []
+    for more in (
+        {"columns": 0}, {"dtype": torch.int32}, {"batch": 5}, {"batch": (1,)}, {"batch": (-1, 3)},
+        {"turns": 1}, {"columns": 8 + 8 * rank},
+    ):  # fmt: skip
+        given: dict[str, Any] = {"columns": 8, "dtype": torch.float32, "batch": 600} | more
+        try:
+            cp.PooledOutputs(**given)
+            texts.append("accepted")
+        except cp.InputError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_outputs_refuse(pool: RankPool):
+    wants = [
+        "columns must be >= 1, got 0", "dtype must be bf16, fp16 or fp32, got torch.int32",
+        "batch must be a multiple of 2 ranks", "batch must be 2 counts >= 0, got (1,)",
+        "batch must be 2 counts >= 0, got (-1, 3)", "turns must be >= 2, got 1",
+        "num_bytes must be >= 1 and equal on all ranks",
+    ]  # fmt: skip
+    for texts in pool.run(outputs_refused, 2):
+        for text, want in zip(texts, wants, strict=True):
+            assert want in text, (text, want)
+
+
 def turns(rank: int, ranks: int) -> list[bool]:
     """What a call returned holds during the next one, and is another turn's memory then."""
     out = cp.PooledOutputs(24, torch.float32, 6)

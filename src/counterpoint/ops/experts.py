@@ -256,7 +256,8 @@ def refusal(given: Exchange, table: Tensor, rank: int) -> InputError | None:
 
 def _words(given: Exchange, table: Tensor | None) -> dict[str, str]:
     here = {
-        "op": given.op, "w.shape": str(tuple(given.w.shape)), "w.stride()": str(given.w.stride()), "x.dtype": str(given.x.dtype),
+        "op": given.op, "w.shape": str(tuple(given.w.shape)),
+        "w.stride()": str(given.w.stride()), "x.dtype": str(given.x.dtype),
         "plan": given.plan, "counts' place": "the host" if given.host else "the device",
     }  # fmt: skip
     for source, row in enumerate([] if table is None else table.tolist()):

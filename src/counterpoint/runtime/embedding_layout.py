@@ -72,9 +72,9 @@ class Way:
     num_warps: int = 4
 
 
-# up to so many indices in a bag on average: few wide tiles where each bag is soon done, many small
-# ones, whose work differs less between programs, where there is much to pool
-WAYS = ((2.0, Way(8192, 1, 4)), (8.0, Way(4096, 4, 4)), (float("inf"), Way()))
+# up to so many indices in a bag on average: wide tiles where each bag is soon done, small ones,
+# whose work differs less between programs, where there is much to pool
+WAYS = ((2.0, Way(4096, 2, 4)), (8.0, Way(4096, 4, 4)), (float("inf"), Way()))
 
 
 def way_for(num_indices: int, num_bags: int) -> Way:

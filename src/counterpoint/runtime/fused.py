@@ -101,11 +101,8 @@ class FusedMemory:
         if not word:
             return None
         if (word & 0xFFFFFFFF) == 3:
-            want, got = (
-                "of rows that come back",
-                "another at an earlier call; the group is unusable",
-            )
-            return InputError("matmul_all_to_all", "sum_of", want=want, got=got)
+            got = "another at an earlier call; the group is unusable"
+            return InputError("matmul_all_to_all", "sum_of", want="of rows that come back", got=got)
         op = ("all_to_all_matmul", "matmul_all_to_all")[(word & 0xFFFFFFFF) - 1]
         ranks = [r for r in range(self.workspace.group.size()) if word >> 32 + r & 1]
         want = f"as many as counts says for ranks {ranks}, as the rows of x"

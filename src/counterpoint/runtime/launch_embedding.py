@@ -43,6 +43,15 @@ class Chunks(NamedTuple):
     vec_in: int
 
 
+class Launched(NamedTuple):
+    """A compiled kernel, and what it takes of a GPU."""
+
+    run: Callable[..., None]
+    programs: int
+    registers: int  # of a thread
+    spills: int
+
+
 class Pooling:
     """What a lookup and the fused kernel have in common: chunks of tables, constants, launches.
 
@@ -68,7 +77,7 @@ class Pooling:
         self.vec_out = vector_of((columns, *dims, *self.firsts), self.item_bytes)
         self.one = torch.ones(1, device=device)
         self._known: dict[tuple[tuple[int, int], ...], Chunks] = {}
-        self.launches: dict[int, tuple[int, Callable[..., None]]] = {}
+        self.launches: dict[int, Launched] = {}
 
     def chunks(self, tables: Sequence[Tensor]) -> Chunks:
         """The tables' chunks, in device memory; a copy to it when they lie where none has been.
@@ -138,11 +147,15 @@ class Pooling:
         found = self.launches.get(vec_in)
         if found is None:
             compiled = kernel.warmup(*arguments, grid=(1,), num_warps=self.way.num_warps)
-            blocks = occupancy(triton_footprint(compiled), limits_here(self.device)).blocks
+            footprint = triton_footprint(compiled)
+            blocks = occupancy(footprint, limits_here(self.device)).blocks
             sms = torch.cuda.get_device_properties(self.device).multi_processor_count
             programs = num or max(1, min(tasks, blocks * sms))
-            found = self.launches[vec_in] = (programs, compiled[(programs, 1, 1)])
-        found[1](*arguments, stream=raw_stream(self.device.index))
+            found = self.launches[vec_in] = Launched(
+                compiled[(programs, 1, 1)], programs, footprint.registers_per_thread,
+                compiled.n_spills,
+            )  # fmt: skip
+        found.run(*arguments, stream=raw_stream(self.device.index))
 
 
 class Lookup(Pooling):

@@ -301,8 +301,8 @@ class MatmulAllToAll(_Experts):
         x_desc = TensorDescriptor.from_tensor(x, [self.tile.block_m, self.tile.block_k])
         arguments = (
             x_desc, w_desc, x if add is None else add, self.routes, self.bases, self.flags,
-            memory.state, x.shape[0], self.n, self.k, self.experts, self.half_bytes, self.half_flags,
-            self.limit, self.rank, self.world, self.local, columns, add is not None,
+            memory.state, x.shape[0], self.n, self.k, self.experts, self.half_bytes,
+            self.half_flags, self.limit, self.rank, self.world, self.local, columns, add is not None,
             *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
