@@ -4,8 +4,8 @@ Rows as JSONL; installs nothing.
 
     SUITE=smoke   the tests, and two shapes with few plans: under 2 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes on 8 GPUs
-    SUITE=study   what decomposition, contention, copies and one kernel for a gather cost, experts and
-                  embedding bags: under 7 minutes
+    SUITE=study   what decomposition, contention, copies and one kernel for a gather cost; experts
+                  and embedding bags: under 7 minutes
     SUITE=loops, SUITE=slow    the rest of the resource experiment, its rows appended: what takes
                   four minutes more, and what takes as long as full again
 

@@ -302,8 +302,8 @@ class MatmulAllToAll(_Experts):
         arguments = (
             x_desc, w_desc, x if add is None else add, self.routes, self.bases, self.flags,
             memory.state, x.shape[0], self.n, self.k, self.experts, self.half_bytes,
-            self.half_flags, self.limit, self.rank, self.world, self.local, columns, add is not None,
-            *self.tile.constants,
+            self.half_flags, self.limit, self.rank, self.world, self.local, columns,
+            add is not None, *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         kinds = (columns, add is not None)
