@@ -80,12 +80,12 @@ class Fused:
         if not x.shape[0]:
             x = x.new_zeros(1, x.shape[1])  # TMA takes no tensor without rows
         arguments = (x, w, counts, has, *results)
-        limit = self._limit(given)
+        limit, rows = self._limit(given), self._rows(given)
         kinds = [(n, None if m is None else _kinds(m)) for n, m in more.items()]
-        key = (limit, *kinds, w.stride(), counts.dtype, results[-1] is None)
+        key = (limit, rows, *kinds, w.stride(), counts.dtype, results[-1] is None)
         call: Any = self._calls.get(key)
         if call is None:
-            call = self._compiled(given, limit, capturing, arguments, more)
+            call = self._compiled(given, limit, rows, capturing, arguments, more)
             self._calls[key] = call
         if capturing:
             self.workspace.keep(call)
@@ -95,12 +95,12 @@ class Fused:
         call(*arguments, **more)
 
     def _compiled(
-        self, given: Exchange, limit: int, capturing: bool, arguments: Sequence[Any],
+        self, given: Exchange, limit: int, rows: int, capturing: bool, arguments: Sequence[Any],
         more: dict[str, Any],
     ) -> AllToAllMatmul | MatmulAllToAll:  # fmt: skip
         """A call whose kernels are there, on all ranks: who still compiles is late for all."""
         with torch.inference_mode(False):
-            call: Any = self._make(given, limit)
+            call: Any = self._make(given, limit, rows)
         problem = ""
         call.only_compile = True
         try:
@@ -117,19 +117,28 @@ class Fused:
         """Rows that a rank can take: equal on all ranks."""
         if not given.host:
             return given.rows
-        rows = int(rows_by_rank(given.counts, given.out).max())
-        # tables change from call to call: few limits, each with its memory and kernels
-        step = max(256, 1 << max(rows.bit_length() - 3, 0))
-        return -(-rows // step) * step
+        return _bucket(int(rows_by_rank(given.counts, given.out).max()))
 
-    def _make(self, given: Exchange, limit: int) -> AllToAllMatmul | MatmulAllToAll:
+    def _rows(self, given: Exchange) -> int:
+        """Rows that a rank multiplies, about."""
+        if given.host:
+            return _bucket(int(rows_by_rank(given.counts, out=True).max()))
+        return given.rows if given.out else given.x.shape[0]
+
+    def _make(self, given: Exchange, limit: int, rows: int) -> AllToAllMatmul | MatmulAllToAll:
         local, k, n = given.w.shape
         ranks = self.workspace.group.size()
-        tile = tile_of(limit, k, n, local, back=not given.out)
+        tile = tile_of(rows, k, n, local, back=not given.out)
         sizes = (self.memory, self.tag, local * ranks, limit, k, n, given.w.dtype, tile)
         if given.out:
-            return AllToAllMatmul(*sizes, sending_of(limit, local, ranks))
+            return AllToAllMatmul(*sizes, sending_of(rows, local, ranks))
         return MatmulAllToAll(*sizes)
+
+
+def _bucket(rows: int) -> int:
+    """Somewhat more: tables change from call to call, but memory and kernels seldom."""
+    step = max(256, 1 << max(rows.bit_length() - 3, 0))
+    return -(-rows // step) * step
 
 
 def _kinds(given: Tensor | tuple[Tensor, ...]) -> object:
