@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.choose.experts import predict
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, relative_error, rotate
+from counterpoint.model.experts import predict
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem

@@ -1,15 +1,20 @@
 """The tables and the picture of docs/experts.md, from benchmarks/experts.py's rows."""
 
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from copies_tables import table
 
-from counterpoint.choose.experts import MARGIN
+from counterpoint.choose.by_model import by_model
+from counterpoint.choose.known import shipped
 from counterpoint.measure import record
 from counterpoint.measure.speedups import Speedups, draw_speedups
+from counterpoint.model.experts import predict
+from counterpoint.problem import Problem
 
 Row = dict[str, Any]
 ABOVE = 1.02  # a pick is right up to this much above the faster of the two
@@ -20,8 +25,8 @@ BARS = {4096: 1.25}  # speedup over the libraries' pair, the mean at so many tok
 class Measured:
     """One case: what its arms took."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.head = rows[0]
+    def __init__(self, rows: Sequence[Row], busiest: int) -> None:
+        self.head, self.busiest = rows[0], busiest
         self.seconds = {row["arm"]: row["median_s"] for row in rows}
         self.back = self.head["op"] == "matmul_all_to_all"
 
@@ -58,15 +63,52 @@ class Measured:
         return self.seconds["one kernel"]
 
     @property
-    def picked_s(self) -> float:
-        """What auto takes where counts are host-known: the pair, with rows in place, or ours."""
-        return self.ours_s if self.fused else self.in_place_s
+    def planned_s(self) -> float:
+        """By a plan of copies, of the sizes that the library gives it; inf where there is none."""
+        return self.seconds.get("plan grouped", math.inf)
 
     @property
-    def fused(self) -> bool:
-        """Whether auto takes one kernel, by what was predicted."""
-        guess = self.head["predicted"]
-        return guess["fused_s"] * MARGIN <= guess["serial_s"]
+    def better_s(self) -> float:
+        """One kernel or a plan, whichever is faster."""
+        return min(self.ours_s, self.planned_s)
+
+    @cached_property
+    def predicted(self) -> dict[str, float]:
+        """Seconds of each way that auto weighs where counts are host-known."""
+        h = self.head
+        machine = shipped(h["gpu"], h["ranks"])
+        assert machine is not None
+        rows, experts = self.busiest, h["experts"]
+        equal = h["routing"] == "uniform"
+        guess = predict(rows, h["k"], h["n"], experts, "bfloat16", h["ranks"], machine,
+                        back=self.back, equal=equal)  # fmt: skip
+        found = {"serial": guess.serial_s, "one kernel": guess.fused_s}
+        if equal:
+            problem = Problem(h["op"], rows, h["n"], h["k"], h["ranks"], experts=experts)
+            choice = by_model(problem, machine)
+            found |= {"serial": choice.serial_s}
+            found["grouped"] = next(c.seconds for c in choice.table if "grouped" in c.spec)
+            self.spec = choice.spec
+        else:
+            self.spec = "serial fused" if guess.fused else "serial"
+        return found
+
+    @property
+    def picked(self) -> str:
+        """What auto takes where counts are host-known."""
+        assert self.predicted
+        return {"serial fused": "one kernel"}.get(self.spec, self.spec.split()[0])
+
+    @property
+    def picked_s(self) -> float:
+        """And its time."""
+        return self.ways[self.picked]
+
+    @property
+    def ways(self) -> dict[str, float]:
+        """Seconds of each way that auto weighs."""
+        found = {"serial": self.in_place_s, "one kernel": self.ours_s}
+        return found | ({"grouped": self.planned_s} if "plan grouped" in self.seconds else {})
 
 
 def read(path: Path) -> list[Measured]:
@@ -75,7 +117,10 @@ def read(path: Path) -> list[Measured]:
     for row in record.read(path):
         key = tuple(row[name] for name in ("op", "model", "tokens", "routing"))
         cases.setdefault(key, []).append(row)
-    return [Measured(rows) for rows in cases.values()]
+    # what the busiest rank gets of the rows there it sends back: the same table of counts
+    busiest = {key[1:]: rows[0]["rows"] for key, rows in cases.items()
+               if key[0] == "all_to_all_matmul"}  # fmt: skip
+    return [Measured(rows, busiest[key[1:]]) for key, rows in cases.items()]
 
 
 def sections(results: Path, images: Path) -> dict[str, str]:
@@ -118,7 +163,7 @@ def _us(seconds: float) -> str:
 def _times(cases: Sequence[Measured]) -> str:
     back = cases[0].back
     head = ["model, tokens of a rank", "matmul", "all-to-all", "weights once", "pair", "in place",
-            "one kernel", "less than pair", "than in place", "hidden", "auto"]  # fmt: skip
+            "one kernel", "less than pair", "than in place", "hidden", "plan", "auto"]  # fmt: skip
     if back:
         head += ["in place, sum", "one kernel, sum", "less"]
     lines: list[list[str]] = []
@@ -129,7 +174,7 @@ def _times(cases: Sequence[Measured]) -> str:
                 _us(c.seconds["communication"]), _us(h["weight_bytes"] / 4.3e12), _us(c.pair_s),
                 _us(c.in_place_s), _us(c.ours_s), f"{1 - c.ours_s / c.pair_s:.0%}",
                 f"{1 - c.ours_s / c.in_place_s:.0%}", f"{hidden:.0%}",
-                "one kernel" if c.fused else "serial"]  # fmt: skip
+                _us(c.planned_s) if c.planned_s < math.inf else "-", c.picked]  # fmt: skip
         if back:
             theirs, ours = c.fastest("in place", ", sum"), c.seconds["one kernel, sum"]
             line += [_us(theirs), _us(ours), f"{1 - ours / theirs:.0%}"]
@@ -142,12 +187,12 @@ def _means(cases: Sequence[Measured]) -> str:
     texts: list[str] = []
     for tokens in dict.fromkeys(c.head["tokens"] for c in cases):
         some = [c for c in cases if c.head["tokens"] == tokens]
-        pair = geometric_mean(c.pair_s / min(c.ours_s, c.pair_s) for c in some)
+        pair = geometric_mean(c.pair_s / min(c.better_s, c.pair_s) for c in some)
         place = geometric_mean(c.in_place_s / c.picked_s for c in some)
         bar = f" (bar {BARS[tokens]})" if tokens in BARS else ""
-        texts.append(f"{tokens} tokens: pair / the faster {pair:.2f}{bar}, in place / auto "
+        texts.append(f"{tokens} tokens: pair / the fastest {pair:.2f}{bar}, in place / auto "
                      f"{place:.2f}")  # fmt: skip
-    less = [1 - min(c.ours_s, c.pair_s) / c.pair_s for c in cases]
+    less = [1 - min(c.better_s, c.pair_s) / c.pair_s for c in cases]
     texts.append(f"less time than the pair: mean {fmean(less):.0%}, most {max(less):.0%}")
     return "; ".join(texts) + "."
 
@@ -159,6 +204,8 @@ def _speedups(cases: Sequence[Measured]) -> tuple[dict[str, dict[str, float]], d
         h = c.head
         label = f"{h['model']}, {h['tokens']}, {h['routing']}"
         rows[label] = {"one kernel": c.in_place_s / c.ours_s, "pair": c.in_place_s / c.pair_s}
+        if c.planned_s < math.inf:
+            rows[label]["plan of copies"] = c.in_place_s / c.planned_s
         if c.back:
             ours = c.seconds["one kernel, sum"]
             rows[label]["with the sum"] = c.fastest("in place", ", sum") / ours
@@ -167,19 +214,18 @@ def _speedups(cases: Sequence[Measured]) -> tuple[dict[str, dict[str, float]], d
 
 
 def _choice(cases: Sequence[Measured]) -> str:
-    """How often auto was right, host-known, and how far predictions are off."""
-    right = [c.picked_s <= ABOVE * min(c.ours_s, c.in_place_s) for c in cases]
-    regrets = [c.picked_s / min(c.ours_s, c.in_place_s) - 1 for c in cases]
-    always = fmean(c.ours_s <= ABOVE * min(c.ours_s, c.in_place_s) for c in cases)
-    errors = sorted(
-        abs(c.head["predicted"][key] / seconds - 1)
-        for c in cases for key, seconds in (("fused_s", c.ours_s), ("serial_s", c.in_place_s))
-    )  # fmt: skip
+    """How often auto is right, host-known, and how far predictions are off."""
+    best = [min(c.ways.values()) for c in cases]
+    regrets = [c.picked_s / b - 1 for c, b in zip(cases, best, strict=True)]
+    right = fmean(r <= ABOVE - 1 for r in regrets)
+    always = fmean(c.ours_s <= ABOVE * b for c, b in zip(cases, best, strict=True))
+    least = min(c.in_place_s / c.picked_s for c in cases)
+    errors = sorted(abs(c.predicted[way] / t - 1) for c in cases for way, t in c.ways.items())
     return (
-        f"- {cases[0].head['ranks']} GPUs, {len(cases)} cases: auto right in {fmean(right):.0%} "
+        f"- {cases[0].head['ranks']} GPUs, {len(cases)} cases: auto right in {right:.0%} "
         f"(always one kernel {always:.0%}), mean regret {fmean(regrets):.1%}, worst "
-        f"{max(regrets):.1%}; predictions off by {errors[len(errors) // 2]:.0%} in the median, "
-        f"{errors[-1]:.0%} at worst."
+        f"{max(regrets):.1%}, least serial / auto {least:.2f}; predictions off by "
+        f"{errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at worst."
     )
 
 
@@ -189,6 +235,8 @@ def _ablation(cases: Sequence[Measured]) -> str:
     lines: list[list[str]] = []
     for c in cases:
         others = {a: t for a, t in c.seconds.items() if not a.startswith(known)}
+        if all(a.startswith("plan") for a in others):
+            continue
         if others:
             text = ", ".join(f"{arm} {_us(t)}" for arm, t in others.items())
             h = c.head

@@ -2,6 +2,7 @@
 
 from counterpoint.costs import Collective, Tiles
 from counterpoint.machine import Machine
+from counterpoint.model.experts import predict
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.direct import fused_columns, fused_rounds, fused_rows
 from counterpoint.plan.launches import runs
@@ -22,6 +23,8 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
         batch: matmuls like this one that are one launch.
     """
     costs = machine.costs
+    if plan.problem.experts and bound.step.arg("kernel") == "fused":
+        return _in_one_kernel_s(bound, plan, machine)
     match bound.step.kind:
         case "barrier":
             return costs.barrier_s if bound.step.posts else costs.kernel_s
@@ -103,6 +106,15 @@ def _fused_s(plan: Plan, machine: Machine) -> float:
     intake_s = rounds * (columns + rows) * p.k * p.item_bytes / intake
     read_s = (rows + p.n) * p.k * p.item_bytes / costs.hbm_bytes_per_s
     return costs.kernel_s + max(intake_s, read_s)
+
+
+def _in_one_kernel_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
+    """Experts and their all-to-all, which bears the time of both."""
+    p = plan.problem
+    if bound.step.kind != "collective":
+        return 0.0
+    back = p.op == "matmul_all_to_all"
+    return predict(p.m, p.k, p.n, p.experts, p.dtype, p.ranks, machine, back=back).fused_s
 
 
 def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:

@@ -89,7 +89,7 @@ def all_to_all_matmul(
     """
     group = check_group(OP, group)
     x, w = autocast(x, w)  # type: ignore[assignment]
-    check_operands(OP, x, w, plan)
+    plan = check_operands(OP, x, w, plan)
     table, host = check_counts(OP, counts, x, w, group)
     rows = num_rows(OP, table, host, max_rows, out=True, rank=group.rank())
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
@@ -116,7 +116,8 @@ def _run(
             return _run(x, w, counts, rows, host, keep, clear, plan, group_name, group_size)
     given = Exchange(OP, x, w, counts, rows, True, host, plan)
 
-    y, kept = ready_for(given, group_name, keep)(given, None, clear)
+    given, ready = ready_for(given, group_name, keep)
+    y, kept = ready(given, None, clear)
     return y, grown(kept, rows) if keep else x.new_empty(0, x.shape[1])
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.check import DTYPES
+from counterpoint.plan import direct
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 Counts = Tensor | Sequence[Sequence[int]]
@@ -89,8 +90,8 @@ def backward_plan(plan: str) -> str:
     return "grouped" if is_grouped(plan) else plan
 
 
-def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> None:
-    """Refuse operands that do not fit one another.
+def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> str:
+    """Refuse operands that do not fit one another; the plan, by the name that it has here.
 
     Raises:
         InputError: names the argument, what it must be, and what it is.
@@ -120,8 +121,11 @@ def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> None:
         fix = "pass w.contiguous()"
         want = "with a unit stride in K or N"
         raise InputError(op, "w", want=want, got=f"strides {w.stride()}", fix=fix)
+    if plan == direct.FUSED:  # as choosers and plans call it
+        return "fused"
     if not isinstance(plan, str) or not (plan in PLANS or is_grouped(plan)):
         raise InputError(op, "plan", want="auto, serial, fused or grouped", got=repr(plan))
+    return plan
 
 
 def check_counts(

@@ -78,7 +78,7 @@ def matmul_all_to_all(
     """
     group = check_group(OP, group)
     x, w = autocast(x, w)  # type: ignore[assignment]
-    check_operands(OP, x, w, plan)
+    plan = check_operands(OP, x, w, plan)
     table, host = check_counts(OP, counts, x, w, group)
     rows = num_rows(OP, table, host, max_rows, out=False, rank=group.rank())
     where = (plan, group.group_name, group.size())
@@ -129,7 +129,8 @@ def _run(
         with torch.cuda.device(x.device):
             return _run(x, w, counts, add, rows, host, clear, plan, group_name, group_size)
     given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    return ready_for(given, group_name, False)(given, add, clear)[0]
+    given, ready = ready_for(given, group_name, False)
+    return ready(given, add, clear)[0]
 
 
 def _run_sum(
@@ -142,7 +143,7 @@ def _run_sum(
                 x, w, counts, index, weights, rows, host, keep, plan, group_name, group_size
             )
     given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    ready = ready_for(given, group_name, False, _outside(index, rows))
+    given, ready = ready_for(given, group_name, False, _outside(index, rows))
     return ready.summed(given, index, weights, keep)
 
 

@@ -10,17 +10,20 @@ from dataclasses import replace
 from math import ceil
 
 from counterpoint.plan.steps import Plan
-from counterpoint.problem import Problem
+from counterpoint.problem import EXPERTS, Problem
 
 DIRECT, FUSED = SPECS = ("serial direct", "serial fused")
 MAX_BYTES = 64 << 20  # of what is gathered or scattered; its memory is twice that
 MAX_RANKS = 32
+MAX_EXPERTS = 1024  # of all ranks, in one kernel: see kernels/routes.py
 FUSED_ROWS = 64  # more are the matmul library's
 
 
 def refusal(p: Problem, spec: str) -> str:
     """What a spec of SPECS wants of a problem that it does not have, or ''."""
     gathers = p.op == "all_gather_matmul"
+    if p.op in EXPERTS:
+        return _refusal_of_experts(p, spec)
     if p.op != "matmul_reduce_scatter" and not gathers:
         return "a forward operator"
     if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
@@ -56,6 +59,16 @@ def fused_rounds(p: Problem, num_sms: int) -> int:
 def fused_rows(p: Problem) -> int:
     """Rows of a tile there: of each owner the next power of two."""
     return max(p.ranks << max(max(p.rows) - 1, 0).bit_length(), 16)
+
+
+def _refusal_of_experts(p: Problem, spec: str) -> str:
+    if spec != FUSED:
+        return "an operator without experts"
+    if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
+        return f"a number of ranks that is a power of two up to {MAX_RANKS}"
+    if p.item_bytes != 2 or p.k % 8 or p.n % 8:
+        return "16-bit numbers, K and N multiples of 8"
+    return "" if p.experts * p.ranks <= MAX_EXPERTS else f"at most {MAX_EXPERTS} experts"
 
 
 def most_bytes(p: Problem) -> int:

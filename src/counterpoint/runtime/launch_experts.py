@@ -18,6 +18,7 @@ from counterpoint.kernels.matmul_all_to_all import (
     matmul_all_to_all_kernel,
 )
 from counterpoint.kernels.routes import num_words, routes_kernel
+from counterpoint.plan.direct import MAX_EXPERTS, MAX_RANKS
 from counterpoint.resources.footprint import triton_footprint
 from counterpoint.resources.occupancy import occupancy
 from counterpoint.resources.shape import limits_here
@@ -26,8 +27,6 @@ from counterpoint.runtime.fused import FusedMemory
 from counterpoint.runtime.fused_call import ALIGN
 from counterpoint.runtime.lanes_cuda import raw_stream
 
-MAX_EXPERTS = 1024
-MAX_RANKS = 32  # that the bits of a fault word name
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
 # rows of an expert. Few are one block of rows, and reading the weight is all the time; of many the

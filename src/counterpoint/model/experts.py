@@ -1,4 +1,4 @@
-"""Whether a layer of experts is worth one kernel: what it takes, and what the libraries take.
+"""What a layer of experts takes in one kernel, and by the libraries, whatever its counts.
 
 Serial is an all-to-all, a pass that puts rows in order, and a grouped matmul. In one kernel the
 shorter of the two sides hides, for a matmul that is somewhat slower and takes SMs to send.
@@ -36,8 +36,9 @@ class Predicted:
 
 
 def predict(
-    rows: int, k: int, n: int, experts: int, dtype: str, ranks: int, machine: Machine, *, back: bool
-) -> Predicted:
+    rows: int, k: int, n: int, experts: int, dtype: str, ranks: int, machine: Machine, *,
+    back: bool, equal: bool = True,
+) -> Predicted:  # fmt: skip
     """Predict both ways.
 
     Args:
@@ -45,6 +46,7 @@ def predict(
         k, n: of the weights.
         experts: of one rank.
         back: rows go back behind the matmul; else they go to their experts before it.
+        equal: all its experts have equally many rows.
     """
     costs, item = machine.costs, ITEM_BYTES[dtype]
     bytes_s = 1 / costs.hbm_bytes_per_s
@@ -55,19 +57,18 @@ def predict(
     comm_s = costs.all_gather_s + moved * (ranks - 1) / ranks / costs.collective_bytes_per_s
     pass_s = 2 * moved * bytes_s
     in_order_s = pass_s if experts > 1 else 0.0
-    ours_s = (
-        max(matmul_s, math_s * _rounds(rows, n, experts, machine.sms.count, back)) * SLOWER[back]
-    )
-    longer_s = max(ours_s, comm_s)
+    rounds = _rounds(rows, n, experts, machine.sms.count, back=back, equal=equal)
+    longer_s = max(max(matmul_s, math_s * rounds) * SLOWER[back], comm_s)
     fused_s = longer_s + LAUNCHES_S[back] + (pass_s if back else SENDING * comm_s)
     return Predicted(matmul_s + comm_s + in_order_s, fused_s, matmul_s, comm_s)
 
 
-def _rounds(rows: int, n: int, experts: int, sms: int, back: bool) -> float:
+def _rounds(rows: int, n: int, experts: int, sms: int, *, back: bool, equal: bool) -> float:
     """Rounds of tiles over the SMs, over those that the products alone would need."""
     each = rows / max(experts, 1)
     fine = back and rows * n < sms * MANY[0] * MANY[1]
     tile_m, tile_n = FEW if each <= FEW_ROWS else FINE if fine else MANY
-    tiles = experts * ceil(each / tile_m) * ceil(n / tile_n)
+    # of counts that differ, an expert's last tile is half full in the mean
+    blocks = experts * (ceil(each / tile_m) if equal else each / tile_m + 0.5)
     needed = rows * n / (tile_m * tile_n * sms)
-    return max(ceil(tiles / sms) / needed, 1.0) if needed else 1.0
+    return max(ceil(blocks * ceil(n / tile_n) / sms) / needed, 1.0) if needed else 1.0
