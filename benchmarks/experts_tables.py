@@ -156,6 +156,39 @@ def sections(results: Path, images: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def readme(results: Path) -> str:
+    """The uniform cases of the most GPUs, for the README; "" without rows."""
+    paths = sorted(results.glob("experts-*x-h200.jsonl"), reverse=True)
+    if not paths:
+        return ""
+    cases = read(paths[0])
+    h = cases[0].head
+    shown = [c for c in cases if c.head["routing"] == "uniform" and c.head["tokens"] != 1024]
+    lines: list[list[str]] = []
+    for c in shown:
+        least = c.in_place_s / c.picked_s
+        lines.append([
+            NAMES[c.head["op"]], f"{c.head['model']}, {c.head['tokens']}", _us(c.matmul_s),
+            _us(c.seconds["communication"]), _us(c.pair_s), _us(c.in_place_s), _us(c.ours_s),
+            _us(c.planned_s), f"**{_us(c.picked_s)}**", f"{least:.2f}", c.picked,
+        ])  # fmt: skip
+    head = ["rows", "model, tokens of a rank", "matmul", "all-to-all", "libraries",
+            "libraries, rows in place", "one kernel", "plan of copies", "**auto**",
+            "in place / auto", "its way"]  # fmt: skip
+    backs = [c for c in cases if c.back]
+    sums = [c.fastest("in place", ", sum") / c.seconds["one kernel, sum"] for c in backs]
+    less = [1 - min(c.better_s, c.pair_s) / c.pair_s for c in cases]
+    return (
+        f"{table(head, lines)}\n\n{h['ranks']}x {h['gpu']}, bf16, driver {h['driver']}, torch "
+        f"{h['torch']}, NCCL {h['nccl']}, NVLink multicast {'on' if h['multicast'] else 'off'}, "
+        f"{h['date']}, commit {h['commit']}. Microseconds, CUDA graphs, one rotation a case. Over "
+        f"all {len(cases)} cases, half of them skewed: {fmean(less):.0%} less time than the "
+        f"libraries' grouped matmul and all-to-all alone, {max(less):.0%} at most; back with the "
+        f"weighted sum of a token's rows {geometric_mean(sums):.2f}x. *Auto* where counts are "
+        "host-known, by the predictions of this version."
+    )
+
+
 def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.0f}"
 

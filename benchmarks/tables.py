@@ -401,6 +401,8 @@ def main() -> None:
     replace(ROOT / "docs" / "losses.md", "finer", losses_tables.finer(record.read(largest)))
     for name, text in losses_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "losses.md", name, text)
+    replace(ROOT / "README.md", "experts", experts_tables.readme(RESULTS))
+    replace(ROOT / "README.md", "embedding", embedding_tables.readme(RESULTS))
     for name, text in experts_tables.sections(RESULTS, IMAGES).items():
         replace(ROOT / "docs" / "experts.md", name, text)
     for name, text in copies_tables.sections(RESULTS, IMAGES).items():
