@@ -168,3 +168,27 @@ def test_what_is_refused(pool: RankPool):
     ]  # fmt: skip
     want = [f"{op}: {text}" for op in ("all_to_all_matmul", "matmul_all_to_all") for text in wants]
     assert pool.run(texts, 2) == [want] * 2
+
+
+def kept_rows_of_one_rank(rank: int, ranks: int) -> list[bool]:
+    """A loss that uses kept rows on one rank alone: all ranks run the same; and inference mode."""
+    counts, found = even(ranks, 2, 3), []
+    for plan in ("serial", "grouped"):
+        given = whole(counts, K, N, torch.float32)
+        x, w = (t[rank].clone().requires_grad_() for t in (given.xs, given.ws))
+        y, rows = cp.all_to_all_matmul(x, w, counts=counts, plan=plan, return_rows=True)
+        (y.sum() + (rows.square().sum() if rank == 0 else 0)).backward()
+        found.append((x.grad, w.grad))
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    with torch.inference_mode():
+        for back in (False, True):
+            given = whole(counts, K, N, torch.float32, back=back)
+            op = cp.matmul_all_to_all if back else cp.all_to_all_matmul
+            results = [op(given.xs[rank], given.ws[rank], counts=counts, plan=plan)
+                       for plan in ("serial", "grouped")]  # fmt: skip
+            same.append(torch.equal(*results))
+    return same
+
+
+def test_what_one_rank_asks_for_is_run_by_all(pool: RankPool):
+    assert pool.run(kept_rows_of_one_rank, 2) == [[True] * 4] * 2

@@ -232,8 +232,8 @@ def checked(rank: int, ranks: int) -> list[set[str]]:
     y = cp.all_to_all_matmul(x, up, counts=counts).detach().requires_grad_()
     t, r = len(x), len(y)
     calls = [
-        (ops.all_to_all_matmul, (x, up, table, r, True, True, False, *where)),
-        (ops.all_to_all_matmul, (x, up.detach(), table, r + 2, False, False, True, *where)),
+        (ops.all_to_all_matmul, (x, up, table, r, True, True, True, False, *where)),
+        (ops.all_to_all_matmul, (x, up.detach(), table, r + 2, False, False, False, True, *where)),
         (ops.matmul_all_to_all, (y, down, table, None, t, True, False, *where)),
         (ops.matmul_all_to_all_sum, (y, down, table, index, weights, t, True, True, *where)),
         (ops.exchange_counts, (table[rank], name, ranks)),

@@ -22,8 +22,8 @@ from counterpoint.ops.experts_serial import grown, weight_gradient
 OP = "all_to_all_matmul"
 
 call.LIBRARY.define(
-    f"{OP}(Tensor x, Tensor w, Tensor counts, SymInt rows, bool host, bool keep, bool clear, "
-    "str plan, str group_name, int group_size) -> (Tensor, Tensor)"
+    f"{OP}(Tensor x, Tensor w, Tensor counts, SymInt rows, bool host, bool keep, bool shown, "
+    "bool clear, str plan, str group_name, int group_size) -> (Tensor, Tensor)"
 )
 
 
@@ -98,7 +98,7 @@ def all_to_all_matmul(
         run: Any = torch.ops.counterpoint.all_to_all_matmul
     else:
         run = _run  # nothing watches this call
-    y, kept = run(x, w, table, rows, host, keep, False, *where)
+    y, kept = run(x, w, table, rows, host, keep, return_rows, False, *where)
     return (y, kept) if return_rows else y
 
 
@@ -108,28 +108,28 @@ def received(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run(
-    x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, clear: bool,
-    plan: str, group_name: str, group_size: int,
+    x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, shown: bool,
+    clear: bool, plan: str, group_name: str, group_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return _run(x, w, counts, rows, host, keep, clear, plan, group_name, group_size)
-    given = Exchange(OP, x, w, counts, rows, True, host, plan)
+            return _run(x, w, counts, rows, host, keep, shown, clear, plan, group_name, group_size)
+    given = Exchange(OP, x, w, counts, rows, True, host, plan, keep)
 
-    given, ready = ready_for(given, group_name, keep)
+    given, ready = ready_for(given, group_name)
     y, kept = ready(given, None, clear)
     return y, grown(kept, rows) if keep else x.new_empty(0, x.shape[1])
 
 
 def _fake(
-    x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, clear: bool,
-    plan: str, group_name: str, group_size: int,
+    x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, shown: bool,
+    clear: bool, plan: str, group_name: str, group_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(rows, w.shape[2]), x.new_empty(rows if keep else 0, x.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, _, ctx.host, keep, _, *ctx.where = inputs
+    x, w, counts, _, ctx.host, keep, ctx.shown, _, *ctx.where = inputs
     ctx.save_for_backward(w, counts, output[1] if keep else None)
     ctx.rows = x.shape[0]
     if not keep:
@@ -142,13 +142,16 @@ def _backward(ctx: Any, dy: Tensor | None, drows: Tensor | None) -> tuple[Tensor
     w, counts, rows = ctx.saved_tensors
     need_x, need_w = ctx.needs_input_grad[:2]
     plan, name, size = ctx.where
-    none = (None,) * 8
+    none = (None,) * 9
     if dy is None and drows is None:
         return None, None, *none
     if dy is None:
         assert drows is not None
         dy = drows.new_zeros(drows.shape[0], w.shape[2])
     dy = dy.contiguous()  # autograd hands over expanded tensors
+    if drows is None and ctx.shown and ctx.host:
+        # whether there is one may differ between ranks, what runs may not: see experts_plans
+        drows = dy.new_zeros(dy.shape[0], w.shape[1])
     dx = dw = None
     if need_x:
         clear = not ctx.host

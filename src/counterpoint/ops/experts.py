@@ -44,6 +44,7 @@ class Exchange:
         out: rows go to their experts; else they come back.
         host: `counts` is host-known.
         plan: "auto", "serial", "fused", or a spec such as "grouped 8/8/16".
+        keep: also return the rows that come, where `out`; no fact that ranks must have alike.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Exchange:
     out: bool
     host: bool
     plan: str
+    keep: bool = False
 
 
 class Ready(Protocol):

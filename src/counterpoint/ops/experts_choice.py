@@ -21,12 +21,11 @@ FUSED, SERIAL = "fused", "serial"
 
 
 def ready_for(
-    given: Exchange, group_name: str, keep: bool, refused: CounterpointError | None = None
+    given: Exchange, group_name: str, refused: CounterpointError | None = None
 ) -> tuple[Exchange, Serial | Fused | Planned]:
     """The call as it runs, its plan chosen, and what runs it, checked and agreed.
 
     Args:
-        keep: also return the rows that come; of all_to_all_matmul.
         refused: what this rank has found wrong already.
 
     Raises:
@@ -41,17 +40,17 @@ def ready_for(
     if is_grouped(way):
         given = replace(given, plan=way)
         refused = refused or experts_plans.refusal(given)
-        return given, prepare(given, group, keep, lambda w: Planned(w, keep), refused)
+        return given, prepare(given, group, "by a plan", Planned, refused)
     fused = way == FUSED
 
     def make(workspace: Workspace) -> Serial | Fused:
-        return Fused(workspace, given, keep) if fused else Serial(workspace)
+        return Fused(workspace, given) if fused else Serial(workspace)
 
     alike: dict[str, str] = {}
     if fused and not given.host:
         # what comes, and what comes back in a backward, has as much room on every rank
         alike = {"max_rows": str(given.rows), "rows of x": str(given.x.shape[0])}
-    key = (keep, "in one kernel" if fused else "by the libraries")
+    key = "in one kernel" if fused else "by the libraries"
     return given, prepare(given, group, key, make, refused, alike)
 
 

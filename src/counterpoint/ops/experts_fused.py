@@ -29,11 +29,10 @@ class Fused:
     Args:
         workspace: of the group.
         given: the first such call.
-        keep: also return the rows that come; of all_to_all_matmul.
     """
 
-    def __init__(self, workspace: Workspace, given: Exchange, keep: bool) -> None:
-        self.workspace, self.keep = workspace, keep
+    def __init__(self, workspace: Workspace, given: Exchange) -> None:
+        self.workspace = workspace
         self.memory, self.lanes = fused_memory(workspace), lanes_of(workspace)
         ranks = tuple(range(workspace.group.size()))
         self.tag = self.lanes.register(given.op, "fused", (("rows of all ranks", ranks),))
@@ -47,9 +46,9 @@ class Fused:
             self._run(given, y, add=None if add is None else _in_line(add))
             return y, given.x
         rows = y.new_empty(0, given.w.shape[1])
-        if self.keep:
+        if given.keep:
             rows = new(given.rows, given.w.shape[1], dtype=y.dtype, device=y.device)
-        self._run(given, y, rows if self.keep else None)
+        self._run(given, y, rows if given.keep else None)
         return y, rows
 
     def summed(
@@ -81,11 +80,11 @@ class Fused:
             x = x.new_zeros(1, x.shape[1])  # TMA takes no tensor without rows
         arguments = (x, w, counts, has, *results)
         limit, rows = self._limit(given), self._rows(given)
-        kinds = [(n, None if m is None else _kinds(m)) for n, m in more.items()]
-        key = (limit, rows, *kinds, w.stride(), counts.dtype, results[-1] is None)
+        sums = more.get("sums")
+        key = (limit, rows, sums and _kinds(sums), w.stride(), counts.dtype)
         call: Any = self._calls.get(key)
         if call is None:
-            call = self._compiled(given, limit, rows, capturing, arguments, more)
+            call = self._compiled(given, limit, rows, capturing, (x, w, counts, has), sums)
             self._calls[key] = call
         if capturing:
             self.workspace.keep(call)
@@ -95,16 +94,24 @@ class Fused:
         call(*arguments, **more)
 
     def _compiled(
-        self, given: Exchange, limit: int, rows: int, capturing: bool, arguments: Sequence[Any],
-        more: dict[str, Any],
+        self, given: Exchange, limit: int, rows: int, capturing: bool, facts: Sequence[Any],
+        sums: tuple[Tensor, ...] | None,
     ) -> AllToAllMatmul | MatmulAllToAll:  # fmt: skip
-        """A call whose kernels are there, on all ranks: who still compiles is late for all."""
+        """A call whose kernels are there, on all ranks: who still compiles is late for all.
+
+        All kernels that a rank by itself may come to need: with rows kept or added, and without.
+        """
         with torch.inference_mode(False):
             call: Any = self._make(given, limit, rows)
+            k, n = (given.x.new_empty(1, size) for size in given.w.shape[1:])
         problem = ""
         call.only_compile = True
         try:
-            call(*arguments, **more)
+            if given.out:
+                call(*facts, n, k)
+            else:
+                call(*facts, n, sums=sums)
+                call(*facts, n, add=n)
         except (CounterpointError, OSError, RuntimeError) as error:
             problem = f"rank {self.workspace.rank}: {error}"
         call.only_compile = False
@@ -141,10 +148,8 @@ def _bucket(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _kinds(given: Tensor | tuple[Tensor, ...]) -> object:
-    """What of an argument kernels are compiled for."""
-    if isinstance(given, Tensor):
-        return given.dtype
+def _kinds(given: tuple[Tensor, ...]) -> object:
+    """What of `sums` kernels are compiled for."""
     return tuple((each.dtype, each.shape[-1]) for each in given)
 
 

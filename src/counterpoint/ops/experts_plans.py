@@ -27,11 +27,10 @@ class Planned:
 
     Args:
         workspace: of the group.
-        keep: also return the rows that come; of all_to_all_matmul.
     """
 
-    def __init__(self, workspace: Workspace, keep: bool) -> None:
-        self.workspace, self.keep = workspace, keep
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
 
     def __call__(self, given: Exchange, add: Tensor | None, clear: bool) -> tuple[Tensor, Tensor]:
         """(the result, the rows that were multiplied where they are kept); as `Serial`.
@@ -52,7 +51,7 @@ class Planned:
         code = self._code(problem, given.plan)
         x = given.x.contiguous()
         code.run({"x": x, "w": given.w, "y": y})
-        return y, self._received(code.program.plan, x) if self.keep else x
+        return y, self._received(code.program.plan, x) if given.keep else x
 
     def summed(
         self, given: Exchange, index: Tensor, weights: Tensor, keep: bool

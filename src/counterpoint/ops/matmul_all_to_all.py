@@ -129,7 +129,7 @@ def _run(
         with torch.cuda.device(x.device):
             return _run(x, w, counts, add, rows, host, clear, plan, group_name, group_size)
     given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    given, ready = ready_for(given, group_name, False)
+    given, ready = ready_for(given, group_name)
     return ready(given, add, clear)[0]
 
 
@@ -143,7 +143,7 @@ def _run_sum(
                 x, w, counts, index, weights, rows, host, keep, plan, group_name, group_size
             )
     given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    given, ready = ready_for(given, group_name, False, _outside(index, rows))
+    given, ready = ready_for(given, group_name, _outside(index, rows))
     return ready.summed(given, index, weights, keep)
 
 
@@ -185,7 +185,7 @@ def _gradients(ctx: Any, dy: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tu
         return None, None
     clear, (plan, *group) = not ctx.host, ctx.where
     dx, rows = all_to_all_matmul.received(
-        dy.contiguous(), w.transpose(1, 2), counts, x.shape[0], ctx.host, need_w, clear,
+        dy.contiguous(), w.transpose(1, 2), counts, x.shape[0], ctx.host, need_w, False, clear,
         backward_plan(plan), *group,
     )  # fmt: skip
     dw = weight_gradient(x, rows, counts, w, *group) if need_w else None

@@ -89,7 +89,8 @@ class _Call:
             if self.code.on_copy_lane[i]:
                 copies.setdefault(self.code.program.steps[i].step.lane, []).append(i)
         futures: list[Future[None]] = [
-            _thread(lane).submit(self._lane, indices) for lane, indices in copies.items()
+            _thread(lane).submit(self._lane, indices, torch.is_inference_mode_enabled())
+            for lane, indices in copies.items()
         ]
         try:
             self._lane([i for i in steps if not self.code.on_copy_lane[i]])
@@ -99,8 +100,12 @@ class _Call:
             if error is not None:
                 raise error
 
-    @torch.no_grad()  # the mode is a thread's own
-    def _lane(self, indices: list[int]) -> None:
+    @torch.no_grad()  # the mode is a thread's own, as is the caller's inference mode
+    def _lane(self, indices: list[int], inference: bool | None = None) -> None:
+        if inference:
+            with torch.inference_mode():
+                self._lane(indices)
+            return
         try:
             for i in indices:
                 if self.failed.is_set():
