@@ -122,7 +122,7 @@ def test_enough_rows_are_on_their_way(capability: int, block_d: int):
 
 
 def test_ways_go_by_the_mean_of_bags():
-    for mean, way in ((0, FEW), (1, FEW), (2, SOME), (7, SOME), (8, MANY), (100, MANY)):
+    for mean, way in ((0, FEW), (14, FEW), (15, SOME), (49, SOME), (50, MANY), (100, MANY)):
         assert way_for(mean * 40, 40) == way
     assert way_for(0, 0) == FEW  # a rank without tables
 

@@ -111,7 +111,7 @@ def test_groups_are_sized_for_the_machine():
         ("grouped 5 push", "a spec of words that grouped knows; 'push' is none"),
         ("serial 5", "a spec of words that serial knows; '5' is none"),
         ("grouped 5 xor", "for a power of two of ranks where it says xor"),
-        ("serial direct", "plan must be for a forward operator"),
+        ("serial direct", "plan must be for an operator without experts"),
     ],
 )
 @pytest.mark.parametrize("op", EXPERTS)
