@@ -105,7 +105,7 @@ def misses_of(found: Sequence[Found]) -> str:
             loss = m.times[each.picked] / m.best_s - 1
             lines.append((loss, f"{m.name}: {each.picked}, {loss:.1%} behind {best}"))
     text = "\n".join(line for _, line in sorted(lines, reverse=True)[:MISSES])
-    return f"what auto missed:\n{text}" if text else "auto was right everywhere"
+    return f"what auto missed, as it was measured:\n{text}" if text else "auto was right everywhere"
 
 
 def draw(parts: Sequence[Sequence[Found]], path: Path) -> Path:

@@ -143,7 +143,7 @@ class ExpertParallelMLP(nn.Module):
         ).chunk(2, -1)  # fmt: skip
         y = matmul_all_to_all(
             F.silu(gate) * up, self.down.transpose(1, 2), counts=counts, group=self.group,
-            max_rows=None if self.max_rows is None else len(rows), plan=self.plan,
+            max_rows=len(rows) if counts.is_cuda else None, plan=self.plan,
             sum_of=(places, weights.reshape(-1, top_k)),
         )  # fmt: skip
         return y.view(x.shape)

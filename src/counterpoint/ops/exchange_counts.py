@@ -33,7 +33,8 @@ def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -
         InputError: counts is something else, or E is no multiple of the ranks.
 
     Example:
-        >>> own = torch.bincount(expert_of_row, minlength=num_experts)  # doctest: +SKIP
+        >>> each = torch.arange(num_experts, device=expert_of_row.device)  # doctest: +SKIP
+        >>> own = (expert_of_row == each[:, None]).sum(1)  # doctest: +SKIP
         >>> counts = counterpoint.exchange_counts(own, group=ep)  # doctest: +SKIP
     """
     group = check_group(OP, group)

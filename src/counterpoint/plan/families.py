@@ -18,12 +18,12 @@ from counterpoint.plan import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_backward,
 )
-from counterpoint.plan.direct import SPECS, refusal, with_our_collective
+from counterpoint.plan.direct import FUSED, SPECS, refusal, with_our_collective
 from counterpoint.plan.finer import FINER, finer
 from counterpoint.plan.grading import expert_groups, graded_groups
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.presets import preset
-from counterpoint.problem import Op, Problem
+from counterpoint.problem import EXPERTS, Op, Problem
 
 FAMILIES: dict[Op, tuple[str, ...]] = {
     "all_gather_matmul": ("serial", "shard_p2p", "graded", *FINER),
@@ -67,6 +67,8 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     Raises:
         InputError: the op has no such family, or the spec does not fit the number of ranks.
     """
+    if spec == "fused" and problem.op in EXPERTS:
+        spec = FUSED  # as the operators call it
     family, *words = spec.split() or [""]
     known = FAMILIES[problem.op]
     if family not in known:
