@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
+from counterpoint.ops import experts as experts_ops
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import check_group
 from counterpoint.ops.exchange_counts import exchange_counts
@@ -143,7 +144,7 @@ class ExpertParallelMLP(nn.Module):
         ).chunk(2, -1)  # fmt: skip
         y = matmul_all_to_all(
             F.silu(gate) * up, self.down.transpose(1, 2), counts=counts, group=self.group,
-            max_rows=len(rows) if counts.is_cuda else None, plan=self.plan,
+            max_rows=None if experts_ops.host_known(counts) else len(rows), plan=self.plan,
             sum_of=(places, weights.reshape(-1, top_k)),
         )  # fmt: skip
         return y.view(x.shape)
