@@ -146,16 +146,19 @@ def test_the_dispatcher(pool: RankPool):
     assert pool.run(checked, 2, False, timeout_s=60) == [[True] * 3] * 2
 
 
+def nothing(*_: object) -> int:
+    return 0
+
+
+def lanes(*_: object) -> Any:
+    """A GPU's executor as far as it is asked here."""
+    return SimpleNamespace(register=nothing, follow=nothing)
+
+
 def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
     """What a GPU runs, interpreted: calls of several means, so of several ways, in one memory."""
     from counterpoint.ops import embedding_run as runs
     from counterpoint.ops.embedding_run import Given, How
-
-    def nothing(*_: object) -> int:
-        return 0
-
-    def lanes(*_: object) -> Any:
-        return SimpleNamespace(register=nothing, follow=nothing)
 
     found: list[bool] = []
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -189,6 +192,50 @@ def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_a_gpu_runs(pool: RankPool, ranks: int, into: bool):
     assert pool.run(in_one_kernel, ranks, into, timeout_s=60) == [[True] * 6] * ranks
+
+
+def prepared(rank: int, ranks: int, into: bool) -> list[int]:
+    """Ways compiled, and meetings behind them: at the first call, and of a rank's new dtypes."""
+    from counterpoint.ops import embedding_run as runs
+    from counterpoint.ops.embedding_run import Given, How
+
+    layout = Layout(((8, 3), (20,)), (3, 4), torch.float32)
+    workspace = workspace_of(world(), torch.device("cpu"))
+    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+    met: list[str] = []
+    ways: list[Way] = []
+    meet = runs.agreement.meet
+
+    def meets(op: str, here: Any, group: Any) -> Any:
+        met.append(op)
+        return meet(op, here, group)
+
+    def compiles(sender: Any, *given: Any) -> None:
+        assert (given[-1] is None) == into  # the copy is compiled too
+        ways.append(sender.way)
+
+    found: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "lanes_of", lanes)
+        patch.setattr(runs.agreement, "meet", meets)
+        patch.setattr(runs.Sender, "prepare", compiles)
+        # at the second call dtypes are new on rank 1 alone
+        for index in (torch.int64, *([torch.int32] if rank else [])):
+            bags = random_bags(layout.dims[rank], 7, index=index)
+            runner: Any = runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
+                facts_of(layout, bags, mean=False), workspace, own_outputs=into
+            )
+            given = Given(bags.tables, bags.indices, bags.offsets, None)
+            runner.prepare(given, How(False, True, False, layout, rank), out)
+            found += [len(set(ways)), len(ways), len(met)]
+            # one rank forgets what it has compiled: where peers write to stays
+            workspace.code.clear()
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+def test_all_ways_are_compiled_at_the_first_call(pool: RankPool, into: bool):
+    assert pool.run(prepared, 2, into) == [[3, 3, 1], [3, 3, 1, 3, 6, 1]]
 
 
 def compiled(rank: int, ranks: int) -> list[bool]:

@@ -148,7 +148,7 @@ def _known_by(
     ranks = workspace.group.size()
     counts = _counts(batch)
     try:
-        all_dims = None if dims is None else tuple(map(tuple, dims))
+        all_dims = None if dims is None else tuple(tuple(map(index, each)) for each in dims)
     except TypeError:
         raise InputError(OP, "dims", want="columns of each rank's tables", got=dims) from None
     if not tables and (all_dims is None or counts is None or dtype is None):
