@@ -233,6 +233,85 @@ def test_gradients(gpus, seed, into):
     cp.check()
 
 
+def test_one_rank_alone_changes_what_it_trains(gpus):
+    """Ranks meet no more for that, and all take part in each backward."""
+    layout, rank = some_layout(), dist.get_rank()
+    ((bags, want),) = kinds(layout, {"dtype": torch.bfloat16, "rows": 99}, gpus, 1)
+    for step in range(4):
+        for t in bags.tables:
+            t.grad = None
+            t.requires_grad_(rank == step % 2)
+        y = called(bags, layout)
+        y.backward(torch.ones_like(y))
+        assert torch.equal(y, want)
+        assert all((t.grad is not None) == (rank == step % 2) for t in bags.tables)
+    torch.cuda.synchronize()
+    cp.check()
+
+
+def test_other_tables_of_one_rank_without_dims(gpus):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for wide in (8, 24, 8):
+        dims = ((16,),) * (ranks - 1) + ((wide,),)
+        layout = Layout(dims, (40,) * ranks, torch.float32)
+        everyone = everyones(layout, {"rows": 9}, wide)
+        bags = everyone[rank].to(gpus)
+        y = cp.embedding_bag_all_to_all(
+            bags.tables, bags.indices, bags.offsets, include_last_offset=True
+        )
+        assert off(y, expected(everyone, layout, rank, mean=False)) <= 0
+    cp.check()
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+def test_no_bags(gpus, into):
+    group, ranks = dist.new_group(), dist.get_world_size()
+    layout = Layout(((64,),) * ranks, (0,) * ranks, torch.float32)
+    out = cp.PooledOutputs(64 * ranks, layout.dtype, layout.batch, group=group) if into else None
+    bags = random_bags((64,), 0).to(gpus)
+    assert called(bags, layout, group=group, out=out).shape == (0, 64 * ranks)
+    torch.cuda.synchronize()
+    cp.check(group)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
+def test_captures_of_what_no_eager_call_had(gpus, monkeypatch, alone):
+    """New dtypes are refused, and leave nothing behind; another number of indices is taken."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = [dist.new_group([r]) for r in range(ranks)][rank] if alone else dist.new_group()
+    layout = Layout(((24, 8),) * group.size(), (30,) * group.size(), torch.float32)
+
+    def some(longest, index=torch.int64):
+        own = {"longest": longest, "index": index, "rows": 60}
+        everyone = [random_bags(d, layout.num_bags, seed=r, **own)
+                    for r, d in enumerate(layout.dims)]  # fmt: skip
+        bags = everyone[group.rank()].to(gpus)
+        return bags, expected(everyone, layout, group.rank(), mean=False)
+
+    short, want = some(2)
+    assert off(called(short, layout, group=group), want) <= 0
+    other, want = some(2, torch.int32)
+    other.tables = short.tables  # the same values
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(cp.InputError, match="the first call of"), torch.cuda.graph(graph):
+        called(other, layout, group=group)
+    assert off(called(other, layout, group=group), want) <= 0
+    monkeypatch.setenv("COUNTERPOINT_CHECK", "1")  # which a capture leaves out
+    for longest in (60, 300):
+        long, want = some(longest)
+        long.tables = short.tables
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with no_collector(), torch.cuda.graph(graph):
+            y = called(long, layout, group=group)
+        y.fill_(torch.nan)
+        graph.replay()
+        bound = 1e-4 + 1e-6 * want.abs()
+        assert ((y.double().cpu() - want).abs() <= bound).all()
+    torch.cuda.synchronize()
+    cp.check(group)
+
+
 def test_values_are_checked_when_asked(gpus, monkeypatch):
     layout = some_layout()
     ((bags, _),) = kinds(layout, {"dtype": torch.bfloat16, "rows": 9}, gpus, 1)

@@ -125,3 +125,14 @@ def late_by_a_call(rank: int, ranks: int) -> list[bool]:
 
 def test_a_rank_that_gives_up_names_the_other(pool: RankPool):
     assert pool.run(late_by_a_call, 2) == [[True] * 3] * 2
+
+
+def of_no_bags(rank: int, ranks: int) -> list[bool]:
+    """There is no row to store, but every rank's memory has an address."""
+    layout = Layout(((16,),) * ranks, (0,) * ranks, torch.float32)
+    place = place_of(FusedMemory(workspace_of(world(), torch.device("cpu"))), layout)
+    return [place.outputs.numel() == ranks, bool(place.outputs.all())]
+
+
+def test_memory_of_no_bags(pool: RankPool):
+    assert pool.run(of_no_bags, 2) == [[True] * 2] * 2

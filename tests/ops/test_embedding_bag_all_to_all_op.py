@@ -12,9 +12,8 @@ from rank_bodies import world
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.ops import embedding_check as layouts
-from counterpoint.runtime.embedding_layout import Layout
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.embedding_layout import Layout, Way, way_for
+from counterpoint.runtime.workspace import Workspace, workspace_of
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
 BATCH = (5, 9, 0, 3)
@@ -147,16 +146,19 @@ def test_the_dispatcher(pool: RankPool):
     assert pool.run(checked, 2, False, timeout_s=60) == [[True] * 3] * 2
 
 
+def nothing(*_: object) -> int:
+    return 0
+
+
+def lanes(*_: object) -> Any:
+    """A GPU's executor as far as it is asked here."""
+    return SimpleNamespace(register=nothing, follow=nothing)
+
+
 def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
     """What a GPU runs, interpreted: calls of several means, so of several ways, in one memory."""
     from counterpoint.ops import embedding_run as runs
     from counterpoint.ops.embedding_run import Given, How
-
-    def nothing(*_: object) -> int:
-        return 0
-
-    def lanes(*_: object) -> Any:
-        return SimpleNamespace(register=nothing, follow=nothing)
 
     found: list[bool] = []
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -170,17 +172,19 @@ def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
         out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
         how = How(False, True, False, layout, rank)
         runner: Any = None
-        for call, longest in enumerate((2, 8, 30, 0, 30)):
+        ways: set[Way] = set()
+        for call, longest in enumerate((2, 80, 200, 0, 80)):
             everyone = [random_bags(d, layout.num_bags, seed=9 * call + r, longest=longest)
                         for r, d in enumerate(layout.dims)]  # fmt: skip
             bags = everyone[rank]
             runner = runner or runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
                 facts_of(layout, bags, mean=False), workspace, own_outputs=into
             )
+            ways.add(way_for(bags.indices.numel(), len(bags.tables) * layout.num_bags))
             y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
             want = expected(everyone, layout, rank, mean=False)
             found.append(torch.allclose(y.double(), want, atol=1e-5))
-        found.append(len(runner.senders) == (3 if layout.dims[rank] else 1))
+        found.append(len(ways) == (3 if layout.dims[rank] else 1))
     return found
 
 
@@ -188,6 +192,50 @@ def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_a_gpu_runs(pool: RankPool, ranks: int, into: bool):
     assert pool.run(in_one_kernel, ranks, into, timeout_s=60) == [[True] * 6] * ranks
+
+
+def prepared(rank: int, ranks: int, into: bool) -> list[int]:
+    """Ways compiled, and meetings behind them: at the first call, and of a rank's new dtypes."""
+    from counterpoint.ops import embedding_run as runs
+    from counterpoint.ops.embedding_run import Given, How
+
+    layout = Layout(((8, 3), (20,)), (3, 4), torch.float32)
+    workspace = workspace_of(world(), torch.device("cpu"))
+    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+    met: list[str] = []
+    ways: list[Way] = []
+    meet = runs.agreement.meet
+
+    def meets(op: str, here: Any, group: Any) -> Any:
+        met.append(op)
+        return meet(op, here, group)
+
+    def compiles(sender: Any, *given: Any) -> None:
+        assert (given[-1] is None) == into  # the copy is compiled too
+        ways.append(sender.way)
+
+    found: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "lanes_of", lanes)
+        patch.setattr(runs.agreement, "meet", meets)
+        patch.setattr(runs.Sender, "prepare", compiles)
+        # at the second call dtypes are new on rank 1 alone
+        for index in (torch.int64, *([torch.int32] if rank else [])):
+            bags = random_bags(layout.dims[rank], 7, index=index)
+            runner: Any = runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
+                facts_of(layout, bags, mean=False), workspace, own_outputs=into
+            )
+            given = Given(bags.tables, bags.indices, bags.offsets, None)
+            runner.prepare(given, How(False, True, False, layout, rank), out)
+            found += [len(set(ways)), len(ways), len(met)]
+            # one rank forgets what it has compiled: where peers write to stays
+            workspace.code.clear()
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+def test_all_ways_are_compiled_at_the_first_call(pool: RankPool, into: bool):
+    assert pool.run(prepared, 2, into) == [[3, 3, 1], [3, 3, 1, 3, 6, 1]]
 
 
 def compiled(rank: int, ranks: int) -> list[bool]:
@@ -241,7 +289,13 @@ def refusals(rank: int, ranks: int) -> list[str]:
         {"dims": ((4, 8), (4, 7)) if rank == 0 else ((4, 7), (4, 8))},
         {"tables": [t.half() if rank else t for t in good.tables]},
         {"offsets": falling}, {"indices": outside}, {"out": 3}, {"out": other},
-        {"out": out if rank else None},
+        {"out": out if rank else None}, {"out": other if rank else out},
+        # wrong on one rank alone, told to all
+        {"dims": ((4, 8), (4, 7)) if rank else ((4, 8), (4, 8))},
+        {"dims": ((4, 8), (4, 8)) if rank else None},
+        {"dims": (4, 8) if rank else None},
+        {"mode": "max" if rank else "sum"}, {"indices": good.indices.float()} if rank else {},
+        {"tables": 3} if rank else {},
     ]  # fmt: skip
     texts: list[str] = []
     for case in cases:
@@ -271,39 +325,44 @@ def test_what_is_refused(pool: RankPool):
         "mode must be equal on all ranks, sum as on rank 0, got mean on rank 1",
         "tables must be some, or described, got none; pass dims=, dtype= and batch=",
         "tables must be some on one rank at least, got none on all",
-        "dims must be of the tables of each of 2 ranks, (4, 8) on this one",
-        "dims must be of the tables of each of 2 ranks, (4, 8) on this one",
+        "dims must be of the tables of each of 2 ranks, (4, 8) on rank 0",
+        "dims must be of the tables of each of 2 ranks, (4, 8) on rank 0",
         "dtype must be torch.float32 as tables, got torch.float16",
-        "dims must be ((4, 8), (4, 8)) as tables, got",
+        "dims must be equal on all ranks, ((4, 8), (4, 7)) as on rank 0, got ((4, 7), (4, 8)) on",
         "tables must be equal on all ranks, torch.float32 as on rank 0, got torch.float16 on",
         "offsets must be 0 at first, rising to",
         "indices of tables[0] must be 0 to 4, got 0 to 10",
         "out must be PooledOutputs, got int", "out must be 24 columns of torch.float32",
         "out is given must be equal on all ranks, False as on rank 0",
+        "out must be equal on all ranks, (24, torch.float32, (3, 3)) as on rank 0",
+        "dims must be of the tables of each of 2 ranks, (4, 8) on rank 1, got ((4, 8), (4, 7))",
+        "dims must be equal on all ranks, None as on rank 0, got ((4, 8), (4, 8)) on rank 1",
+        "dims must be columns of each rank's tables, got (4, 8)",
+        "mode must be 'sum' or 'mean', got 'max'", "indices must be int32 or int64",
+        "tables must be a list of Tensors, got int",
     ]  # fmt: skip
     for texts in pool.run(refusals, 2):
         for text, want in zip(texts, wants, strict=True):
             assert text.startswith("embedding_bag_all_to_all: ") and want in text, (text, want)
 
 
-def test_counts_beyond_the_limits():
-    """What no test can allocate: the ranks' own words are enough."""
-    agreed: Any = layouts._agreed  # pyright: ignore[reportPrivateUsage]
-    said = {"op": "embedding_bag_all_to_all", "mode": "sum", "batch": "None", "bags": "4096",
-            "dtype": "torch.float32", "out": "False", "dims": "(8,)", "grad": "False"}  # fmt: skip
-    found = agreed([said] * 32)
-    assert found.layout.batch == (128,) * 32 and not found.differentiated
-    assert agreed([said] * 31 + [said | {"grad": "True"}]).differentiated
-    with pytest.raises(cp.InputError, match="group must be of at most 32 ranks, got 64"):
-        agreed([said] * 64)
-    with pytest.raises(cp.InputError, match="offsets must be 3 equal parts, got 4096 bags; pass"):
-        agreed([said] * 3)
-    many = said | {"bags": str(1 << 30), "dims": "(8, 8)"}
-    with pytest.raises(cp.InputError, match="offsets must be fewer than 2147483647 bags of all"):
-        agreed([many] * 2)
-    other = said | {"op": "matmul_all_reduce"}
-    with pytest.raises(cp.InputError, match="op must be equal on all ranks, embedding_bag_all"):
-        agreed([said, other])
+def frozen(rank: int, ranks: int) -> list[bool]:
+    """One rank freezes its tables: both take part in the backward, whatever they train."""
+    everyone = [random_bags((4, 8), 6, seed=r) for r in range(ranks)]
+    bags = everyone[rank]
+    if rank == 0:
+        for t in bags.tables:
+            t.requires_grad_()
+    y = called(bags, dims=((4, 8),) * ranks)
+    y.sum().backward()
+    with torch.no_grad():
+        plain = called(bags, dims=((4, 8),) * ranks)
+    return [y.requires_grad, not plain.requires_grad,
+            all((t.grad is not None) == (rank == 0) for t in bags.tables)]  # fmt: skip
+
+
+def test_a_rank_freezes_its_tables(pool: RankPool):
+    assert pool.run(frozen, 2) == [[True] * 3] * 2
 
 
 def outputs_refused(rank: int, ranks: int) -> list[str]:
@@ -348,3 +407,65 @@ def turns(rank: int, ranks: int) -> list[bool]:
 
 def test_outputs_are_used_in_turn(pool: RankPool):
     assert pool.run(turns, 2) == [[True] * 4] * 2
+
+
+def made_without_gradients(rank: int, ranks: int) -> list[bool]:
+    """Outputs that were made under inference_mode serve training as well."""
+    with torch.inference_mode():
+        out = cp.PooledOutputs(24, torch.float32, 6)
+    bags = random_bags((4, 8), 6, seed=rank)
+    with torch.inference_mode():
+        want = called(bags, out=out).clone()
+    for t in bags.tables:
+        t.requires_grad_()
+    y = called(bags, out=out)
+    y.sum().backward()
+    grads = [t.grad for t in bags.tables]
+    return [y.requires_grad, torch.equal(y, want),
+            all(g is not None and bool(g.any()) for g in grads)]  # fmt: skip
+
+
+def test_outputs_made_under_inference_mode(pool: RankPool):
+    assert pool.run(made_without_gradients, 2) == [[True] * 3] * 2
+
+
+def in_a_capture(rank: int, ranks: int) -> list[bool]:
+    """A call that a graph would record makes nothing that an eager one would have to find."""
+    from counterpoint.ops import embedding_run as runs
+    from counterpoint.ops.embedding_run import Given, How
+
+    layout = Layout(((8, 3),), (4,), torch.float32)
+    workspace = workspace_of(world(), torch.device("cpu"))
+    found: list[bool] = []
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("made in a capture")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
+        long.tables = short.tables
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        runner: Any = runs._Alone(  # pyright: ignore[reportPrivateUsage]
+            facts_of(layout, short, mean=False), workspace
+        )
+        how = How(False, True, False, layout, 0)
+        for capturing, bags in ((False, short), (True, long)):
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+            if capturing:
+                patch.setattr(torch, "ones", refused)
+                patch.setattr(torch, "tensor", refused)
+            y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, None)
+            patch.undo()
+            want = expected([bags], layout, 0, mean=False)
+            found.append(torch.allclose(y.double(), want, atol=1e-4))
+        patch.setattr(Workspace, "refuse_growth", refused)
+        patch.setattr(runs, "_OnCpuRanks", list)  # nothing that could run
+        with pytest.raises(AssertionError, match="made in a capture"):
+            runs.run(Given(short.tables, short.indices, short.offsets, None), how,
+                     world().group_name)  # fmt: skip
+    return found
+
+
+def test_a_capture_makes_nothing(pool: RankPool):
+    assert pool.run(in_a_capture, 1, timeout_s=60) == [[True] * 2]

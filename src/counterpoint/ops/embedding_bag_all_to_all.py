@@ -10,12 +10,11 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.check import check_group
-from counterpoint.ops.embedding_check import OP, check_bags, layout_of
+from counterpoint.ops.embedding_check import OP, check_bags, check_limits, layout_of
 from counterpoint.ops.embedding_gradients import layout_from, table_gradients
 from counterpoint.ops.embedding_run import Given, How, run
 from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.runtime.embedding_layout import Layout
-from counterpoint.runtime.workspace import Workspace, workspace_of
+from counterpoint.runtime.workspace import workspace_of
 
 # asks for a gradient on behalf of tables of other ranks
 with torch.inference_mode(False):
@@ -49,14 +48,16 @@ def embedding_bag_all_to_all(
     kernel: each rank pools in fp32 and stores rows where they belong in their owner's output. The
     columns are those of rank 0's tables, then rank 1's, as of torchrec's pooled KeyedTensor.
     Captures in a CUDA graph after one eager call with the same tables and as many bags.
-    Differentiable in tables and weights, once, in the same order of sums each time.
+    Differentiable in tables and weights, once, in the same order of sums each time. Where gradients
+    are enabled the output asks for one on all ranks, so that they all take part in the backward,
+    also with frozen tables: `torch.no_grad` where there is none.
 
     Indices that a table does not have are undefined on GPUs; COUNTERPOINT_CHECK=1 has all values
     checked at each call, as on CPU ranks always.
 
     Args:
         tables: bf16, fp16 or fp32, each [rows, D], those of this rank. It may have none: then it
-            passes `dims`, `dtype` and `batch`.
+            passes `dims`, `dtype` and `batch`, and all ranks `dims`.
         indices: int32 or int64 [n], of the first table's bags, then the second's.
         offsets: int32 or int64 [tables * bags], where each bag of the global batch begins, for one
             table after another; bags in the order of the ranks that own them.
@@ -65,8 +66,9 @@ def embedding_bag_all_to_all(
         per_sample_weights: dtype of the tables or fp32 [n], with "sum": each row times its weight.
         include_last_offset: offsets have one more, the end of the last bag.
         batch: bags of each rank; None: all have as many.
-        dims: columns of each rank's tables; None: ranks tell each other at the first call with
-            tables at these addresses. Where torch compiles it is given.
+        dims: columns of each rank's tables, on all ranks or on none. None: ranks tell each other at
+            each call, which waits for all of them; given, they meet at the first call of such
+            tables and bags only. Where torch compiles it is given.
         dtype: of the tables, where there are none.
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
@@ -77,7 +79,8 @@ def embedding_bag_all_to_all(
         turn of `out`.
 
     Raises:
-        InputError: an argument is wrong, or ranks differ; nothing was launched.
+        InputError: an argument is wrong, or ranks differ; nothing was launched. On all ranks, where
+            they meet.
         PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
 
     Example:
@@ -87,8 +90,8 @@ def embedding_bag_all_to_all(
     """
     group = check_group(OP, group)
     weights = per_sample_weights
-    check_bags(tables, indices, offsets, weights, mode, include_last_offset)
     if torch.compiler.is_compiling():
+        check_bags(tables, indices, offsets, weights, mode, include_last_offset)
         if out is not None:
             raise InputError(OP, "out", want="None while compiling", got=type(out).__name__)
         flat = described(
@@ -98,19 +101,19 @@ def embedding_bag_all_to_all(
         return torch.ops.counterpoint.embedding_bag_all_to_all(
             list(tables), indices, offsets, weights, anchor, *flat, group.group_name
         )
+    if not isinstance(indices, Tensor) or indices.device.type not in ("cpu", "cuda"):
+        # of no device on which other ranks could be told
+        check_bags(tables, indices, offsets, weights, mode, include_last_offset)
     workspace = workspace_of(group, indices.device)
     workspace.check()
-    own = (*tables, *(() if weights is None else (weights,)))
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in own)
-    agreed = layout_of(
-        tables, offsets, mode, include_last_offset, batch, dims, dtype, workspace,
-        differentiated=wanted, out=out is not None,
+    layout = layout_of(
+        tables, indices, offsets, weights, mode, include_last_offset, batch, dims, dtype, out,
+        workspace,
     )  # fmt: skip
-    _check_out(out, agreed.layout, workspace)
-    # of all ranks or of none: the backward has an all-to-all too
-    anchor = ANCHOR if agreed.differentiated and torch.is_grad_enabled() else None
+    # of all ranks or of none, whatever they train: the backward has an all-to-all too
+    anchor = ANCHOR if torch.is_grad_enabled() else None
     given = Given(list(tables), indices, offsets, weights)
-    how = How(mode == "mean", include_last_offset, sparse, agreed.layout, workspace.rank)
+    how = How(mode == "mean", include_last_offset, sparse, layout, workspace.rank)
     if out is not None:
         return _IntoTurn.apply(
             out, how, group.group_name, indices, offsets, weights, anchor, *tables
@@ -140,23 +143,10 @@ def described(
         batch = [bags // ranks] * ranks
     if not tables and dtype is None:
         raise InputError(OP, "dtype", want="given where there are no tables", got=None)
+    check_limits(dims, sum(batch))
     flat = [n for each in dims for n in (len(each), *each)]
     kind = tables[0].dtype if tables else dtype
     return mode == "mean", last, sparse, flat, list(batch), kind, dist.get_rank(group)
-
-
-def _check_out(out: PooledOutputs | None, layout: Layout, workspace: Workspace) -> None:
-    if out is None:
-        return
-    if not isinstance(out, PooledOutputs):
-        raise InputError(OP, "out", want="PooledOutputs", got=type(out).__name__)
-    if out.group is not workspace.group or out.device != workspace.device:
-        want = f"of this group, on {workspace.device}"
-        raise InputError(OP, "out", want=want, got=f"of another, on {out.device}")
-    want, got = (layout.columns, layout.dtype, layout.batch), (out.columns, out.dtype, out.batch)
-    if want != got:
-        form = "{} columns of {} for batches {}".format
-        raise InputError(OP, "out", want=form(*want), got=form(*got))
 
 
 def _run(

@@ -2,26 +2,20 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.check import DTYPES
-from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_RANKS, Layout
+from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_INDICES, MAX_RANKS, Layout
 from counterpoint.runtime.workspace import Workspace, refuse_capture
 
 OP = "embedding_bag_all_to_all"
 INDEX = (torch.int32, torch.int64)
-
-
-class Agreed(NamedTuple):
-    """What all ranks know after they have met: the layout, and whether one wants gradients."""
-
-    layout: Layout
-    differentiated: bool
 
 
 def check_bags(
@@ -46,8 +40,9 @@ def check_bags(
         if tensor.device != indices.device or tensor.device.type not in ("cpu", "cuda"):
             want = f"on {indices.device} as indices, cpu or cuda"
             raise InputError(OP, name, want=want, got=tensor.device)
-        if tensor.numel() > MAX_COUNT:
-            raise InputError(OP, name, want=f"of at most {MAX_COUNT} elements", got=tensor.numel())
+        most = MAX_COUNT if name == "offsets" else MAX_INDICES
+        if tensor.numel() > most:
+            raise InputError(OP, name, want=f"of at most {most} elements", got=tensor.numel())
     for name, tensor in given[:2]:
         if tensor.dtype not in INDEX:
             raise InputError(OP, name, want="int32 or int64", got=tensor.dtype)
@@ -77,50 +72,146 @@ def check_bags(
 
 
 def layout_of(
-    tables: Sequence[Tensor], offsets: Tensor, mode: str, last: bool, batch: Sequence[int] | None,
-    dims: Sequence[Sequence[int]] | None, dtype: torch.dtype | None, workspace: Workspace, *,
-    differentiated: bool, out: bool,
-) -> Agreed:  # fmt: skip
-    """What each rank has and gets; collective at the first call with these tables and counts.
+    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
+    last: bool, batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | None, out: PooledOutputs | None, workspace: Workspace,
+) -> Layout:  # fmt: skip
+    """What each rank has and gets; ranks meet at the first call with these dims and counts.
 
-    Ranks must all come to it: so it is known by what is equal on all of them, or else by where own
-    tables lie. On CPU ranks it is asked for at each call.
+    All of them must come to it or none: so it is known by what is equal on all ranks, and asked
+    for at each call where the caller does not know the columns of the others' tables. Likewise on
+    CPU ranks. While a graph is captured, when ranks cannot meet, it is what the last eager call of
+    as many bags has found: if own columns are its, on all ranks, that is right.
 
     Raises:
-        InputError: the ranks disagree, or the counts do not fit one another; on all ranks alike.
+        InputError: an argument is wrong, on all ranks alike where they meet; or the ranks disagree.
         PeerTimeoutError: a rank did not come.
     """
-    own = tuple(t.shape[1] for t in tables)
-    all_dims = None if dims is None else tuple(map(tuple, dims))
-    counts = _counts(batch)
-    if not tables and (all_dims is None or counts is None or dtype is None):
-        fix = "pass dims=, dtype= and batch="
-        raise InputError(OP, "tables", want="some, or described", got="none", fix=fix)
-    if all_dims is not None and (
-        len(all_dims) != workspace.group.size() or all_dims[workspace.rank] != own
-    ):
-        want = f"of the tables of each of {workspace.group.size()} ranks, {own} on this one"
-        raise InputError(OP, "dims", want=want, got=all_dims)
-    if tables and dtype not in (None, tables[0].dtype):
-        raise InputError(OP, "dtype", want=f"{tables[0].dtype} as tables", got=dtype)
-    bags = (offsets.numel() - last) // len(tables) if tables else sum(counts or ())
-    dtype = tables[0].dtype if tables else dtype
-    places = tuple(t.data_ptr() for t in tables) if all_dims is None else all_dims
-    grad = torch.is_grad_enabled()
-    key = (OP, "layout", own, places, bags, counts, dtype, mode, grad, differentiated, out)
-    found: Agreed | None = workspace.code.get(key)
-    on_cpu = workspace.device.type == "cpu"
-    if found is None or on_cpu or agreement.checking():
-        if not on_cpu:
+    known: _Known | None = None
+    refused: InputError | None = None
+    try:
+        check_bags(tables, indices, offsets, weights, mode, last)
+    except InputError as error:
+        refused = error
+    try:
+        known = _known_by(tables, offsets, mode, last, batch, dims, dtype, out, workspace)
+        _check_own(tables, known, dtype, out, workspace)
+    except InputError as error:
+        refused = refused or error
+    except Exception:  # of what has been refused already
+        if refused is None:
+            raise
+    found: Layout | None = workspace.agreed.get(known) if known else None
+    asked = workspace.device.type == "cpu" or agreement.checking()
+    # a call of which nothing can be said is taken for the first one only where there was none
+    new = found is None if known else not any(isinstance(k, _Known) for k in workspace.agreed)
+    if not (asked or new or (known.dims if known else dims) is None):
+        if refused is not None:
+            raise refused  # peers do not meet
+        assert found is not None
+        return found
+    if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if refused is not None:
+            raise refused
+        if found is None or found.dims[workspace.rank] != tuple(t.shape[1] for t in tables):
             refuse_capture("none: this is the first call of such tables and bags")
-        here = {"op": OP, "mode": mode, "batch": str(counts), "bags": str(bags),
-                "dtype": str(dtype), "out": str(out), "dims": str(own),
-                "grad": str(differentiated)}  # fmt: skip
-        found = _agreed(agreement.meet(OP, here, workspace))
-        if all_dims not in (None, found.layout.dims):
-            raise InputError(OP, "dims", want=f"{found.layout.dims} as tables", got=all_dims)
-        workspace.remember(key, found)
+        assert found is not None
+        return found
+    here = {"op": OP}
+    if known is not None and refused is None:
+        here |= {"mode": mode, "bags": str(sum(known.batch)), "batch": str(known.batch),
+                 "dtype": str(known.dtype), "out": str(out is not None),
+                 "outputs": str(known.outputs), "dims": str(known.dims),
+                 "own": str(tuple(t.shape[1] for t in tables))}  # fmt: skip
+    found = _agreed(agreement.meet(OP, (here, refused), workspace))
+    _check_outputs(out, found)
+    workspace.agreed[known] = found
     return found
+
+
+class _Known(NamedTuple):
+    """What a layout is known by: facts of a call that are equal on all ranks."""
+
+    op: str
+    dims: tuple[tuple[int, ...], ...] | None
+    batch: tuple[int, ...]
+    dtype: torch.dtype
+    mode: str
+    outputs: tuple[Any, ...] | None
+
+
+def _known_by(
+    tables: Sequence[Tensor], offsets: Tensor, mode: str, last: bool, batch: Sequence[int] | None,
+    dims: Sequence[Sequence[int]] | None, dtype: torch.dtype | None, out: PooledOutputs | None,
+    workspace: Workspace,
+) -> _Known:  # fmt: skip
+    ranks = workspace.group.size()
+    counts = _counts(batch)
+    try:
+        all_dims = None if dims is None else tuple(tuple(map(index, each)) for each in dims)
+    except TypeError:
+        raise InputError(OP, "dims", want="columns of each rank's tables", got=dims) from None
+    if not tables and (all_dims is None or counts is None or dtype is None):
+        fix = "pass dims=, dtype= and batch=, and dims= on all ranks"
+        raise InputError(OP, "tables", want="some, or described", got="none", fix=fix)
+    if ranks == 1 and all_dims is None:
+        all_dims = (tuple(t.shape[1] for t in tables),)
+    if out is not None and not isinstance(out, PooledOutputs):
+        raise InputError(OP, "out", want="PooledOutputs", got=type(out).__name__)
+    bags = (offsets.numel() - last) // len(tables) if tables else sum(counts or ())
+    if counts is None:
+        if bags % ranks:
+            fix = "pass batch= with the bags of each rank, on all ranks"
+            raise InputError(
+                OP, "offsets", want=f"{ranks} equal parts", got=f"{bags} bags", fix=fix
+            )
+        counts = (bags // ranks,) * ranks
+    if len(counts) != ranks or sum(counts) != bags:
+        want = f"a count for each of {ranks} ranks, {bags} in all"
+        raise InputError(OP, "batch", want=want, got=counts)
+    kind = tables[0].dtype if tables else dtype
+    assert kind is not None
+    outputs = None if out is None else (out.columns, out.dtype, out.batch)
+    return _Known(OP, all_dims, counts, kind, mode, outputs)
+
+
+def _check_own(
+    tables: Sequence[Tensor], known: _Known, dtype: torch.dtype | None, out: PooledOutputs | None,
+    workspace: Workspace,
+) -> None:  # fmt: skip
+    """Refuse what one rank alone may have wrong, though it knows the call."""
+    own, ranks = tuple(t.shape[1] for t in tables), workspace.group.size()
+    if known.dims is not None and (len(known.dims) != ranks or known.dims[workspace.rank] != own):
+        want = f"of the tables of each of {ranks} ranks, {own} on rank {workspace.rank}"
+        raise InputError(OP, "dims", want=want, got=known.dims)
+    if dtype not in (None, known.dtype):
+        raise InputError(OP, "dtype", want=f"{known.dtype} as tables", got=dtype)
+    if out is not None and (out.group is not workspace.group or out.device != workspace.device):
+        want = f"of this group, on {workspace.device}"
+        raise InputError(OP, "out", want=want, got=f"of another, on {out.device}")
+
+
+def _check_outputs(out: PooledOutputs | None, layout: Layout) -> None:
+    """Refuse outputs of other sizes; ranks have compared theirs, so on all of them."""
+    if out is None:
+        return
+    want, got = (layout.columns, layout.dtype, layout.batch), (out.columns, out.dtype, out.batch)
+    if want != got:
+        form = "{} columns of {} for batches {}".format
+        raise InputError(OP, "out", want=form(*want), got=form(*got))
+
+
+def check_limits(dims: Sequence[Sequence[int]], num_bags: int) -> None:
+    """Refuse what the kernel cannot count.
+
+    Raises:
+        InputError: too many ranks, or bags of all tables of one of them.
+    """
+    if len(dims) > MAX_RANKS:
+        raise InputError(OP, "group", want=f"of at most {MAX_RANKS} ranks", got=len(dims))
+    if num_bags * max(map(len, dims)) >= MAX_COUNT:
+        want = f"fewer than {MAX_COUNT} bags of all tables"
+        raise InputError(OP, "offsets", want=want, got=num_bags)
 
 
 def _counts(batch: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -135,42 +226,32 @@ def _counts(batch: Sequence[int] | None) -> tuple[int, ...] | None:
     return counts
 
 
-def _agreed(everyone: list[dict[str, str]]) -> Agreed:
+def _agreed(everyone: Sequence[tuple[dict[str, str], CounterpointError | None]]) -> Layout:
     """From what all ranks say: they raise alike."""
-    ranks = len(everyone)
-    if ranks > MAX_RANKS:
-        raise InputError(OP, "group", want=f"of at most {MAX_RANKS} ranks", got=ranks)
-    if all(said.get("dims") == "()" for said in everyone):
+    words = [said for said, _ in everyone]
+    _compared(words, ("op",))
+    for _, refused in everyone:
+        if refused is not None:
+            raise refused
+    _compared(words, ("mode", "bags", "batch", "dtype", "out", "outputs", "dims"))
+    if all(said["own"] == "()" for said in words):
         raise InputError(OP, "tables", want="some on one rank at least", got="none on all")
-    for name in ("op", "mode", "batch", "bags", "dtype", "out"):
-        want = everyone[0].get(name, "another call")
-        for rank, said in enumerate(everyone):
+    dims = tuple(_numbers(said["own"]) for said in words)
+    batch = _numbers(words[0]["batch"])
+    check_limits(dims, sum(batch))
+    return Layout(dims, batch, getattr(torch, words[0]["dtype"].removeprefix("torch.")))
+
+
+def _compared(words: Sequence[dict[str, str]], names: Sequence[str]) -> None:
+    called = {"bags": "offsets", "dtype": "tables", "out": "out is given", "outputs": "out"}
+    for name in names:
+        want = words[0].get(name, "another call")
+        for rank, said in enumerate(words):
             got = said.get(name, "another call")
-            # who has no tables must say how many bags there are: others need not
-            if got != want and not (name == "batch" and "None" in (got, want)):
-                what = {"bags": "offsets", "dtype": "tables", "out": "out is given"}.get(name, name)
+            if got != want:
                 want += " bags" * (name == "bags")
                 want = f"equal on all ranks, {want} as on rank 0"
-                raise InputError(OP, what, want=want, got=f"{got} on rank {rank}")
-    bags = int(everyone[0]["bags"])
-    said_batches = [said["batch"] for said in everyone if said["batch"] != "None"]
-    if not said_batches:
-        if bags % ranks:
-            fix = "pass batch= with the bags of each rank"
-            raise InputError(
-                OP, "offsets", want=f"{ranks} equal parts", got=f"{bags} bags", fix=fix
-            )
-        batch = (bags // ranks,) * ranks
-    else:
-        batch = _numbers(said_batches[0])
-        if len(batch) != ranks or sum(batch) != bags:
-            want = f"a count for each of {ranks} ranks, {bags} in all"
-            raise InputError(OP, "batch", want=want, got=batch)
-    dims = tuple(_numbers(said["dims"]) for said in everyone)
-    if bags * max(map(len, dims)) >= MAX_COUNT:
-        raise InputError(OP, "offsets", want=f"fewer than {MAX_COUNT} bags of all tables", got=bags)
-    dtype = getattr(torch, everyone[0]["dtype"].removeprefix("torch."))
-    return Agreed(Layout(dims, batch, dtype), any(said["grad"] == "True" for said in everyone))
+                raise InputError(OP, called.get(name, name), want=want, got=f"{got} on rank {rank}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

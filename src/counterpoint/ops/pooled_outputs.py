@@ -71,13 +71,16 @@ class PooledOutputs:
         workspace = workspace_of(self.group, self.device)
         rows = max(1, *self.batch)
         self.turn_bytes = -(-rows * columns * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        self.memory = workspace.allocate(self.turn_bytes * turns)
-        self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(self.device)
         self._turn = 0
         own = self.batch[workspace.rank]
-        memory, size = self.memory.local(), own * columns * dtype.itemsize
+        size = own * columns * dtype.itemsize
         starts = [turn * self.turn_bytes for turn in range(turns)]
-        self._views = [memory[s : s + size].view(dtype).view(own, columns) for s in starts]
+        # calls in any mode write to it, and some of them have gradients
+        with torch.inference_mode(False):
+            self.memory = workspace.allocate(self.turn_bytes * turns)
+            self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(self.device)
+            memory = self.memory.local()
+            self._views = [memory[s : s + size].view(dtype).view(own, columns) for s in starts]
 
     def take(self) -> int:
         """The number of the next turn.

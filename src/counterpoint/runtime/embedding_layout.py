@@ -10,7 +10,8 @@ import torch
 import triton.language as tl
 
 MAX_RANKS = 32  # that the bits of a fault word name
-MAX_COUNT = (1 << 31) - 1  # of indices, bags of all tables, and elements of a row
+MAX_COUNT = (1 << 31) - 1  # of bags of all tables, and elements of a row
+MAX_INDICES = (1 << 30) - 64  # a bag's begin and another's length, added, are an int32
 VECTOR_BYTES = 16
 MIN_BLOCK_D, MAX_BLOCK_D = 16, 256
 ROW_COST = 32  # columns: what another piece of the same row costs beside its elements

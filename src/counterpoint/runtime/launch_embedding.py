@@ -62,11 +62,12 @@ class Pooling:
         dims: of own tables.
         way: how.
         device: it runs on.
+        like: another way of the same, which knows the same tables.
     """
 
     def __init__(
         self, facts: Facts, firsts: Sequence[int], columns: int, dims: Sequence[int], way: Way,
-        device: torch.device,
+        device: torch.device, like: "Pooling | None" = None,
     ) -> None:  # fmt: skip
         self.facts, self.way, self.device = facts, way, device
         self.item_bytes = facts.layout.dtype.itemsize
@@ -75,8 +76,8 @@ class Pooling:
         self.bags = max(1, way.tile_bytes // self.item_bytes // self.block_d)
         self.even = all(d % self.block_d == 0 for d in dims)
         self.vec_out = vector_of((columns, *dims, *self.firsts), self.item_bytes)
-        self.one = torch.ones(1, device=device)
-        self._known: dict[tuple[tuple[int, int], ...], Chunks] = {}
+        self.one = like.one if like else torch.ones(1, device=device)
+        self._known: dict[tuple[tuple[int, int], ...], Chunks] = like._known if like else {}
         self.launches: dict[int, Launched] = {}
 
     def chunks(self, tables: Sequence[Tensor]) -> Chunks:
@@ -144,18 +145,22 @@ class Pooling:
         if self.device.type != "cuda":
             kernel[(num or max(tasks, 1),)](*arguments, num_warps=self.way.num_warps)
             return
-        found = self.launches.get(vec_in)
-        if found is None:
-            compiled = kernel.warmup(*arguments, grid=(1,), num_warps=self.way.num_warps)
-            footprint = triton_footprint(compiled)
-            blocks = occupancy(footprint, limits_here(self.device)).blocks
-            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-            programs = num or max(1, min(tasks, blocks * sms))
-            found = self.launches[vec_in] = Launched(
-                compiled[(programs, 1, 1)], programs, footprint.registers_per_thread,
-                compiled.n_spills,
-            )  # fmt: skip
+        found = self.launches.get(vec_in) or self.compiled(kernel, arguments, tasks, vec_in, num)
         found.run(*arguments, stream=raw_stream(self.device.index))
+
+    def compiled(
+        self, kernel: Any, arguments: tuple[Any, ...], tasks: int, vec_in: int, num: int = 0
+    ) -> Launched:
+        """The kernel for tables of this alignment, compiled and loaded; arguments of `launch`."""
+        compiled = kernel.warmup(*arguments, grid=(1,), num_warps=self.way.num_warps)
+        footprint = triton_footprint(compiled)
+        blocks = occupancy(footprint, limits_here(self.device)).blocks
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        programs = num or max(1, min(tasks, blocks * sms))
+        found = self.launches[vec_in] = Launched(
+            compiled[(programs, 1, 1)], programs, footprint.registers_per_thread, compiled.n_spills
+        )
+        return found
 
 
 class Lookup(Pooling):
@@ -164,15 +169,16 @@ class Lookup(Pooling):
     Args:
         facts: as for `Pooling`; the layout's batch is that of all ranks.
         rank: whose tables.
-        way, device: as for `Pooling`.
+        way, device, like: as for `Pooling`.
     """
 
     def __init__(
-        self, facts: Facts, rank: int, device: torch.device, way: Way | None = None
-    ) -> None:
+        self, facts: Facts, rank: int, device: torch.device, way: Way | None = None,
+        like: "Lookup | None" = None,
+    ) -> None:  # fmt: skip
         dims = facts.layout.dims[rank]
         firsts = list(accumulate(dims, initial=0))
-        super().__init__(facts, firsts[:-1], firsts[-1], dims, way or Way(), device)
+        super().__init__(facts, firsts[:-1], firsts[-1], dims, way or Way(), device, like)
 
     def __call__(
         self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
@@ -209,7 +215,7 @@ def place_of(memory: FusedMemory, layout: Layout, *, own_outputs: bool = False) 
         InputError: memory has to grow while a graph is captured.
     """
     if not own_outputs:
-        memory.tiles.reserve(layout.half_bytes)
+        memory.tiles.reserve(max(layout.half_bytes, 1))  # without bags it has an address too
     memory.flags.reserve(4 * len(layout.batch))
     tiles, flags = memory.tiles, memory.flags
     return Place(tiles.bases, tiles.half_bytes, flags.bases, flags.half_bytes // 4)
@@ -224,15 +230,19 @@ class Sender(Pooling):
         place: in it.
         tag: that a fault word names it by.
         way: how; may differ between ranks.
+        like: as for `Pooling`.
     """
 
     def __init__(
-        self, facts: Facts, memory: FusedMemory, place: Place, tag: int, way: Way | None = None
-    ) -> None:
+        self, facts: Facts, memory: FusedMemory, place: Place, tag: int, way: Way | None = None,
+        like: "Sender | None" = None,
+    ) -> None:  # fmt: skip
         workspace, layout = memory.workspace, facts.layout
         rank, ranks, device = workspace.rank, workspace.group.size(), workspace.device
         firsts = layout.first_columns(rank)[:-1]
-        super().__init__(facts, firsts, layout.columns, layout.dims[rank], way or Way(), device)
+        super().__init__(
+            facts, firsts, layout.columns, layout.dims[rank], way or Way(), device, like
+        )
         self.outputs = place.outputs, place.half_bytes, -1
         self._starts = torch.tensor(layout.starts, dtype=torch.int32, device=device)
         self._counters = torch.zeros(ranks, dtype=torch.int32, device=device)
@@ -257,6 +267,14 @@ class Sender(Pooling):
             outputs: addresses of each rank's memory, bytes between its turns, and the turn;
                 None: the memory of the group, the half of the epoch.
         """
+        arguments, tasks, vec_in = self._launch_of(tables, indices, offsets, weights, outputs)
+        kernel = embedding_all_to_all_kernel
+        self.launch(kernel, arguments, tasks, vec_in, num=self.programs)
+
+    def _launch_of(
+        self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+        outputs: tuple[Tensor, int, int] | None,
+    ) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
         chunks = self.chunks(tables)
         bases, half_bytes, turn = outputs or self.outputs
         arguments = (
@@ -264,22 +282,40 @@ class Sender(Pooling):
             *self.counts(indices, offsets, chunks), half_bytes // VECTOR_BYTES, self._half_flags,
             turn, *self._last, *self._world, *self.constants(chunks.vec_in),
         )  # fmt: skip
-        self.launch(embedding_all_to_all_kernel, arguments, self._blocks * chunks.number,
-                    chunks.vec_in, num=self.programs)  # fmt: skip
+        return arguments, self._blocks * chunks.number, chunks.vec_in
+
+    def prepare(
+        self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+        outputs: tuple[Tensor, int, int] | None = None, y: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Compile what a call launches, and the copy to `y`; launches nothing."""
+        if self.device.type != "cuda":
+            return
+        arguments, tasks, vec_in = self._launch_of(tables, indices, offsets, weights, outputs)
+        self.compiled(embedding_all_to_all_kernel, arguments, tasks, vec_in, self.programs)
+        if y is not None and y.numel():
+            self._compiled_copy(y)
 
     def copy_out(self, y: Tensor) -> None:
         """What the last call has left in the memory of the group, into `y`, contiguous."""
-        bases, half_bytes, _ = self.outputs
-        count, programs = y.numel(), -(-y.numel() // COPY_BLOCK)
-        if not count:
+        if not y.numel():
             return
-        half = half_bytes // VECTOR_BYTES
-        arguments = y, bases, self._state, count, half, self._rank, COPY_BLOCK
-        kernel: Any = copy_out_kernel
+        arguments, programs = self._copy_of(y)
         if self.device.type != "cuda":
+            kernel: Any = copy_out_kernel
             kernel[(programs,)](*arguments, num_warps=COPY_WARPS)
             return
-        if self._copy is None:
-            compiled = kernel.warmup(*arguments, grid=(1,), num_warps=COPY_WARPS)
-            self._copy = compiled[(programs, 1, 1)]
-        self._copy(*arguments, stream=raw_stream(self.device.index))
+        run = self._copy or self._compiled_copy(y)
+        run(*arguments, stream=raw_stream(self.device.index))
+
+    def _copy_of(self, y: Tensor) -> tuple[tuple[Any, ...], int]:
+        bases, half_bytes, _ = self.outputs
+        half = half_bytes // VECTOR_BYTES
+        arguments = y, bases, self._state, y.numel(), half, self._rank, COPY_BLOCK
+        return arguments, -(-y.numel() // COPY_BLOCK)
+
+    def _compiled_copy(self, y: Tensor) -> Any:
+        arguments, programs = self._copy_of(y)
+        compiled = copy_out_kernel.warmup(*arguments, grid=(1,), num_warps=COPY_WARPS)
+        self._copy = compiled[(programs, 1, 1)]
+        return self._copy

@@ -52,7 +52,9 @@ class Workspace:
     """What one group has on one device.
 
     `fault` is set once a peer has not answered: the group is unusable from then on, and every
-    later call raises it. `code` caches what has been compiled for this memory.
+    later call raises it. `code` caches what has been compiled for this memory; each rank may forget
+    some of it. `agreed` is what ranks have found together: equal on all of them, as only what all
+    take part in adds to it, and kept as long as the workspace.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -70,6 +72,7 @@ class Workspace:
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.fused: Any = None  # what kernels that talk to their peers keep here
         self.code: dict[Hashable, Any] = {}
+        self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
 
@@ -308,6 +311,7 @@ def forget(workspace: Workspace) -> None:
     """Drop a workspace and free its memory."""
     # compiled code and lanes point back at it: without this, memory waits for the collector
     workspace.drop_code()
+    workspace.agreed.clear()
     workspace.lanes = workspace.fused = None
     for key, known in list(_workspaces.items()):
         if known is workspace:
