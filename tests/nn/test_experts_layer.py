@@ -175,3 +175,21 @@ def test_other_uses_and_what_is_refused(pool: RankPool):
     ), strict=True):  # fmt: skip
         assert want in text, (text, want)
     assert first[-2:] == second[-2:]
+
+
+def other_tokens_on_each_rank(rank: int, ranks: int) -> list[bool]:
+    """max_rows given, and ranks with more and fewer tokens: as without it."""
+    torch.manual_seed(0)
+    whole = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, group=world())
+    roomy = copy.deepcopy(whole)
+    roomy.max_rows = 500
+    same: list[bool] = []
+    for tokens in (13 + 6 * rank, 19 - 6 * rank, 0 if rank else 5):
+        x, experts = torch.randn(tokens, FEATURES), torch.randint(EXPERTS, (tokens, TOP_K))
+        weights = torch.rand(tokens, TOP_K)
+        same.append(torch.equal(whole(x, experts, weights), roomy(x, experts, weights)))
+    return same
+
+
+def test_ranks_may_have_other_numbers_of_tokens(pool: RankPool):
+    assert pool.run(other_tokens_on_each_rank, 2) == [[True] * 3] * 2
