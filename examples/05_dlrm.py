@@ -13,6 +13,7 @@ gradients; `sparse=True` is for larger ones.
 import argparse
 import copy
 import os
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ ROWS = (40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_0
 POOLING = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 FEATURES = 13  # of a sample, beside what it names
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROUNDING = {"fp32": 1e-3, "bf16": 5e-2}  # of the loss after all steps, relative
+ROUNDING = {"fp32": 1e-3, "bf16": 5e-3}  # of a loss, relative
+ALIKE = 5  # steps after which two runs in bf16 have drifted apart: training amplifies rounding
 EVERY = 5  # steps between two lines
 
 
@@ -50,8 +52,7 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes(8, 40, (32, 8), (2, 16), (64, 32, 1), batch=240, lr=0.01)
-LARGE = Sizes(128, 1_000_000, (512, 256, 128), (3, 512), (1024, 1024, 512, 256, 1),
-              batch=65536, lr=1e-3)  # fmt: skip
+LARGE = Sizes(128, 10**6, (512, 256, 128), (3, 512), (1024, 1024, 512, 256, 1), 65536, lr=1e-3)
 
 
 class Batch(NamedTuple):
@@ -105,8 +106,8 @@ class InOneCall(nn.Module):
         counts = torch.tensor([POOLING[t] for t in bags.own]).repeat_interleave(s.batch).to(device)
         self.offsets = counts.cumsum(0) - counts
         # peers write there, so nothing is copied; it has been read when the next forward begins
-        columns, dtype = s.dim * len(POOLING), bags.weights[0].dtype
-        self.out = cp.PooledOutputs(columns, dtype, s.batch, device=device)
+        columns = sum(map(sum, bags.dims))
+        self.out = cp.PooledOutputs(columns, bags.weights[0].dtype, s.batch, device=device)
 
     def forward(self, indices: Tensor) -> Tensor:
         return self.bags(indices, self.offsets, batch=self.out.batch, out=self.out)
@@ -133,10 +134,8 @@ class InThree(nn.Module):
     def __init__(self, s: Sizes, bags: cnn.ShardedEmbeddingBags, device: torch.device) -> None:
         super().__init__()
         self.samples = s.batch // len(bags.dims)  # of a rank
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag.from_pretrained(w.detach().clone(), freeze=False, mode="sum")
-            for w in bags.weights
-        )
+        make = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum")
+        self.tables = nn.ModuleList(make(weight.detach().clone()) for weight in bags.weights)
         self.lengths = [s.batch * POOLING[t] for t in bags.own]
         self.offsets = [torch.arange(0, n, n // s.batch, device=device) for n in self.lengths]
         self.sent = [self.samples * s.dim * len(bags.own)] * len(bags.dims)
@@ -162,15 +161,15 @@ class Training:
     def __init__(self, s: Sizes, tables: nn.Module, dense: Dense, dtype: torch.dtype) -> None:
         self.tables, self.dtype = tables, dtype
         self.dense = nn.parallel.DistributedDataParallel(dense)  # averages gradients over ranks
-        # those of tables are a sum over ranks: longer by a factor, of which Adagrad makes little.
-        # eps: a gradient that is nothing but rounding moves nothing
+        # tables' are a sum: longer by a factor, of which Adagrad makes little. eps: a gradient
+        # that is nothing but rounding moves nothing
         parameters = [*dense.parameters(), *tables.parameters()]
         self.optimizer = torch.optim.Adagrad(parameters, lr=s.lr, eps=1e-4)
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean loss of own samples."""
-        kind = batch.features.device.type
-        with torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32):
+        device = batch.clicked.device.type
+        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.dense(batch.features, self.tables(batch.indices))
         return F.binary_cross_entropy_with_logits(logits.float(), batch.clicked)
 
@@ -190,10 +189,7 @@ class Training:
 
 
 def batch_of(s: Sizes, own: tuple[int, ...], seed: int, device: torch.device) -> Batch:
-    """Of random samples, equal on all ranks, this rank's part.
-
-    Whether one is clicked is in its features, and in whether the rows that it names are even.
-    """
+    """A rank's part; features, and whether the rows that it names are even, say what is clicked."""
     draw = torch.Generator(device).manual_seed(0)
     slope = torch.randn(FEATURES, generator=draw, device=device)
     draw.manual_seed(1 + seed)
@@ -211,9 +207,8 @@ def batch_of(s: Sizes, own: tuple[int, ...], seed: int, device: torch.device) ->
 
 def say_times(s: Sizes, fused: Training, plain: Training, batch: Batch) -> None:
     """Times on GPUs, of the slowest rank: all in turn, in a random order, the host ahead."""
-    group, parts = dist.group.WORLD, plain.tables
+    group, parts, forward_only = dist.group.WORLD, plain.tables, torch.no_grad()
     assert group is not None and isinstance(parts, InThree)
-    forward_only = torch.no_grad()
     pooled = forward_only(parts.pooled)(batch.indices)
     arms = {"bags": forward_only(lambda: parts.pooled(batch.indices)),
             "exchange": forward_only(lambda: parts.exchanged(pooled))}  # fmt: skip
@@ -226,23 +221,21 @@ def say_times(s: Sizes, fused: Training, plain: Training, batch: Batch) -> None:
     # the host has about 10 ms to enqueue a step
     times = rotate(arms, group=group, device=batch.features.device, rounds=15, soak_s=0.5,
                    backlog_cycles=20_000_000)  # fmt: skip
-    if dist.get_rank() > 0:
+    if group.rank() > 0:
         return
     ms = {name: t.median_s * 1e3 for name, t in times.items()}
     print(f"{f'{group.size()} GPUs, {s.batch} samples, ms':36}fused    torch")
     for what in ("tables", "forward", "forward + backward"):
         ours, theirs = ms[f"{what}, fused"], ms[f"{what}, torch"]
         print(f"  {what:30}{ours:9.3f}{theirs:9.3f}   {1 - ours / theirs:4.0%} less")
-    most = min(ms["bags"], ms["exchange"])
     print(f"Alone, torch's bags take {ms['bags']:.3f}, its all-to-all and concat "
-          f"{ms['exchange']:.3f}: hiding one behind the\nother saves at most {most:.3f}. "
+          f"{ms['exchange']:.3f}: hiding one behind the\nother saves at most {min(ms['bags'], ms['exchange']):.3f}. "
           "The fused kernel also pools all tables in one launch.")  # fmt: skip
 
 
 def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.Namespace) -> None:
     """What each rank does: the same steps both ways."""
-    # tables are a rank's own; of the rest DDP gives all ranks what the first has drawn
-    torch.manual_seed(args.seed + rank)
+    torch.manual_seed(args.seed + rank)  # for tables; DDP gives all ranks the first one's rest
     owners, dtype = balanced(ranks), DTYPES[args.dtype]
     sizes = [(min(rows, s.rows), s.dim) for rows in ROWS]
     bags = cnn.ShardedEmbeddingBags(sizes, owners=owners, device=device, dtype=dtype)
@@ -252,20 +245,20 @@ def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.
     plain = Training(s, InThree(s, bags, device), copy.deepcopy(dense), dtype)
     fused = Training(s, InOneCall(s, bags, device), dense, dtype)
     if rank == 0:
-        for r in range(ranks):
-            own = [t for t, owner in enumerate(owners) if owner == r]
-            work = sum(POOLING[t] for t in own)
-            print(f"rank {r} pools {work:3} of {sum(POOLING)} rows of a sample: tables {own}")
+        pooled = [sum(p for p, o in zip(POOLING, owners, strict=True) if o == r)
+                  for r in range(ranks)]  # fmt: skip
+        print(f"of a sample's {sum(POOLING)} rows, ranks pool {pooled}")
     for step in range(1, args.steps + 1):
         batch = batch_of(s, bags.own, args.seed + step, device)
         loss, want = fused.step(batch), plain.step(batch)
         if rank == 0 and (step % EVERY == 0 or step in (1, args.steps)):
             print(f"step {step:3} of {args.steps}   loss {loss:.5f}   plain torch {want:.5f}")
-        if step == args.steps:
+        if args.dtype == "fp32" or step <= ALIKE:
             assert abs(loss - want) <= ROUNDING[args.dtype] * want, "the losses differ"
     cp.check()  # on a GPU a call returns before its work has run
     if rank == 0:
-        print(f"the losses on {ranks} ranks agree, fused and in plain torch")
+        compared = "all" if args.dtype == "fp32" else f"the first {ALIKE}"
+        print(f"the losses of {compared} steps agree on {ranks} ranks, fused and in plain torch")
     if device.type == "cuda":
         say_times(s, fused, plain, batch_of(s, bags.own, args.seed, device))
 
@@ -276,7 +269,7 @@ def main() -> None:
         epilog="Example: python examples/05_dlrm.py --ranks 4",
     )
     parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, help="of all ranks; 65536 on GPUs, else 240")
     parser.add_argument("--rows", type=int, help="of a table at most; 1,000,000 on GPUs, else 40")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of tables, activations")
@@ -289,8 +282,7 @@ def main() -> None:
     s = LARGE if on_gpu and not args.small else SMALL
     s = s._replace(batch=args.batch or s.batch, rows=args.rows or s.rows)
     if s.batch % ranks or ranks > len(POOLING):
-        want = f"divide the batch of {s.batch} and be <= {len(POOLING)}, got {ranks}"
-        parser.error(f"the number of ranks must {want}")
+        parser.error(f"ranks must divide the batch of {s.batch} and be <= 26, got {ranks}")
     if not torchrun:
         spawn(train, ranks, s, torch.device("cpu"), args, timeout_s=3600)
         return
