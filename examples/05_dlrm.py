@@ -182,9 +182,8 @@ class Training:
 
     def step(self, batch: Batch) -> Tensor:
         """The loss of all ranks' samples before the update."""
-        loss = self.forward_backward(batch)
+        dist.all_reduce(loss := self.forward_backward(batch))
         self.optimizer.step()
-        dist.all_reduce(loss)
         return loss / dist.get_world_size()
 
 
@@ -228,9 +227,10 @@ def say_times(s: Sizes, fused: Training, plain: Training, batch: Batch) -> None:
     for what in ("tables", "forward", "forward + backward"):
         ours, theirs = ms[f"{what}, fused"], ms[f"{what}, torch"]
         print(f"  {what:30}{ours:9.3f}{theirs:9.3f}   {1 - ours / theirs:4.0%} less")
-    print(f"Alone, torch's bags take {ms['bags']:.3f}, its all-to-all and concat "
-          f"{ms['exchange']:.3f}: hiding one behind the\nother saves at most {min(ms['bags'], ms['exchange']):.3f}. "
-          "The fused kernel also pools all tables in one launch.")  # fmt: skip
+    bags, exchange = ms["bags"], ms["exchange"]
+    print(f"torch's bags take {bags:.3f}, its all-to-all and concat {exchange:.3f}: hiding one "
+          f"behind the other saves\n{min(bags, exchange):.3f} at most; the fused kernel also pools "
+          "all tables in one launch")  # fmt: skip
 
 
 def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.Namespace) -> None:

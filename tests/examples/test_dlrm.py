@@ -1,6 +1,8 @@
 """The example of embedding tables: as a user starts it, on other numbers of ranks, its parts."""
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -13,6 +15,8 @@ import pytest
 import torch
 from rankpool import RankPool
 from torch.nn import Module
+
+import counterpoint.nn as cnn
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "05_dlrm.py"
 
@@ -92,3 +96,36 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, capsys, ranks: int):
     assert (
         f"ranks must divide the batch of 240 and be <= 26, got {ranks}" in capsys.readouterr().err
     )
+
+
+def timed(rank: int, world_size: int) -> str:
+    example = runpy.run_path(str(SCRIPT))
+
+    def rotate(arms: dict[str, Any], **_: Any) -> dict[str, Any]:
+        for arm in arms.values():
+            arm()
+        return {name: argparse.Namespace(median_s=1e-3 * (1 + i)) for i, name in enumerate(arms)}
+
+    names = example["train"].__globals__
+    names |= {"rotate": rotate}
+    s, device = example["SMALL"], torch.device("cpu")
+    rows = [(min(n, s.rows), s.dim) for n in example["ROWS"]]
+    bags = cnn.ShardedEmbeddingBags(rows, owners=example["balanced"](world_size))
+    dense = [example["Dense"](s) for _ in range(2)]
+    plain = example["Training"](s, example["InThree"](s, bags, device), dense[0], torch.float32)
+    fused = example["Training"](s, example["InOneCall"](s, bags, device), dense[1], torch.float32)
+    batch = example["batch_of"](s, bags.own, 0, device)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        example["say_times"](s, fused, plain, batch)
+    return said.getvalue()
+
+
+def test_what_it_says_of_times(pool: RankPool):
+    """With times that are made up, on CPU ranks: that each arm runs, and the form."""
+    said, other = pool.run(timed, 2, timeout_s=60)
+    assert re.search(r"^2 GPUs, 240 samples, ms +fused +torch$", said, re.MULTILINE)
+    # arms are timed in order: bags 1 ms, exchange 2, then three of ours, three of torch's
+    assert re.search(r"^  tables +3\.000 +6\.000 +50% less$", said, re.MULTILINE)
+    assert re.search(r"^  forward \+ backward +5\.000 +8\.000 +38% less$", said, re.MULTILINE)
+    assert "saves\n1.000 at most" in said and not other
