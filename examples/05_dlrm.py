@@ -36,7 +36,6 @@ FEATURES = 13  # of a sample, beside what it names
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDING = {"fp32": 1e-3, "bf16": 5e-3}  # of a loss, relative
 ALIKE = 5  # steps after which two runs in bf16 have drifted apart: training amplifies rounding
-EVERY = 5  # steps between two lines
 
 
 class Sizes(NamedTuple):
@@ -168,8 +167,7 @@ class Training:
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean loss of own samples."""
-        device = batch.clicked.device.type
-        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(batch.clicked.device.type, self.dtype, self.dtype != torch.float32):
             logits = self.dense(batch.features, self.tables(batch.indices))
         return F.binary_cross_entropy_with_logits(logits.float(), batch.clicked)
 
@@ -237,8 +235,10 @@ def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.
     """What each rank does: the same steps both ways."""
     torch.manual_seed(args.seed + rank)  # for tables; DDP gives all ranks the first one's rest
     owners, dtype = balanced(ranks), DTYPES[args.dtype]
+    # on CPUs torch sums a bf16 table's gradient in bf16: 4 % off, too coarse to compare with
+    table_dtype = dtype if device.type == "cuda" else torch.float32
     sizes = [(min(rows, s.rows), s.dim) for rows in ROWS]
-    bags = cnn.ShardedEmbeddingBags(sizes, owners=owners, device=device, dtype=dtype)
+    bags = cnn.ShardedEmbeddingBags(sizes, owners=owners, device=device, dtype=table_dtype)
     for weight in bags.weights:
         nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
     dense = Dense(s).to(device)
@@ -251,7 +251,7 @@ def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.
     for step in range(1, args.steps + 1):
         batch = batch_of(s, bags.own, args.seed + step, device)
         loss, want = fused.step(batch), plain.step(batch)
-        if rank == 0 and (step % EVERY == 0 or step in (1, args.steps)):
+        if rank == 0 and (step % 5 == 0 or step in (1, args.steps)):
             print(f"step {step:3} of {args.steps}   loss {loss:.5f}   plain torch {want:.5f}")
         if args.dtype == "fp32" or step <= ALIKE:
             assert abs(loss - want) <= ROUNDING[args.dtype] * want, "the losses differ"
@@ -272,7 +272,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, help="of all ranks; 65536 on GPUs, else 240")
     parser.add_argument("--rows", type=int, help="of a table at most; 1,000,000 on GPUs, else 40")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of tables, activations")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="of activations; on GPUs tables too"
+    )
     parser.add_argument("--small", action="store_true", help="the CPU's sizes on GPUs as well")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
