@@ -167,7 +167,8 @@ class Training:
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean loss of own samples."""
-        with torch.autocast(batch.clicked.device.type, self.dtype, self.dtype != torch.float32):
+        half = self.dtype != torch.float32
+        with torch.autocast(batch.clicked.device.type, self.dtype, enabled=half):
             logits = self.dense(batch.features, self.tables(batch.indices))
         return F.binary_cross_entropy_with_logits(logits.float(), batch.clicked)
 
