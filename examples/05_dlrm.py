@@ -62,13 +62,13 @@ class Batch(NamedTuple):
     indices: Tensor  # int64, of one own table after another
 
 
-def balanced(ranks: int) -> list[int]:
-    """The rank of each table: the most work goes first, to the rank that has least so far."""
+def balanced(ranks: int) -> tuple[list[int], list[int]]:
+    """The rank of each table, and the work of each rank: the heaviest first, to who has least."""
     owners, work = [0] * len(POOLING), [0] * ranks
     for t in sorted(range(len(POOLING)), key=lambda t: -POOLING[t]):
         owners[t] = work.index(min(work))
         work[owners[t]] += POOLING[t]
-    return owners
+    return owners, work
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -167,8 +167,7 @@ class Training:
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean loss of own samples."""
-        half = self.dtype != torch.float32
-        with torch.autocast(batch.clicked.device.type, self.dtype, enabled=half):
+        with torch.autocast(batch.clicked.device.type, self.dtype, self.dtype != torch.float32):
             logits = self.dense(batch.features, self.tables(batch.indices))
         return F.binary_cross_entropy_with_logits(logits.float(), batch.clicked)
 
@@ -235,7 +234,7 @@ def say_times(s: Sizes, fused: Training, plain: Training, batch: Batch) -> None:
 def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.Namespace) -> None:
     """What each rank does: the same steps both ways."""
     torch.manual_seed(args.seed + rank)  # for tables; DDP gives all ranks the first one's rest
-    owners, dtype = balanced(ranks), DTYPES[args.dtype]
+    (owners, work), dtype = balanced(ranks), DTYPES[args.dtype]
     # on CPUs torch sums a bf16 table's gradient in bf16: 4 % off, too coarse to compare with
     table_dtype = dtype if device.type == "cuda" else torch.float32
     sizes = [(min(rows, s.rows), s.dim) for rows in ROWS]
@@ -246,9 +245,7 @@ def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.
     plain = Training(s, InThree(s, bags, device), copy.deepcopy(dense), dtype)
     fused = Training(s, InOneCall(s, bags, device), dense, dtype)
     if rank == 0:
-        pooled = [sum(p for p, o in zip(POOLING, owners, strict=True) if o == r)
-                  for r in range(ranks)]  # fmt: skip
-        print(f"of a sample's {sum(POOLING)} rows, ranks pool {pooled}")
+        print(f"of a sample's {sum(POOLING)} rows, ranks pool {work}")
     for step in range(1, args.steps + 1):
         batch = batch_of(s, bags.own, args.seed + step, device)
         loss, want = fused.step(batch), plain.step(batch)
