@@ -6,13 +6,14 @@ diagonal everywhere. The error of a point is predicted / measured - 1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor, hypot, inf, log, log10, sqrt
+from math import ceil, floor, inf, log, log10, sqrt
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from counterpoint.errors import InputError
 from counterpoint.measure import canvas
+from counterpoint.measure.labels import LABEL_HEIGHT, LABEL_PAD, Box, Line, free_box
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +33,6 @@ LABEL_SHARE = 0.6  # of the width of the axes, at most
 # inches
 LEFT, SIDE, FOOT = 0.85, 2.70, 0.60
 GROUP_HEIGHT = 0.38
-LABEL_STEP, LABEL_HEIGHT, LABEL_PAD, LABEL_APART = 0.06, 0.16, 0.05, 0.12
 TICK_APART = 0.5  # the room that a tick's text needs
 
 
@@ -132,50 +132,6 @@ def draw_scatter(
     return canvas.save(figure, path)
 
 
-class _Box(NamedTuple):
-    """A rectangle on the field, in inches from its lower left corner."""
-
-    left: float
-    bottom: float
-    right: float
-    top: float
-
-    def overlaps(self, other: "_Box") -> bool:
-        return (
-            self.left < other.right and other.left < self.right
-            and self.bottom < other.top and other.bottom < self.top
-        )  # fmt: skip
-
-    def distance(self, x: float, y: float) -> float:
-        near_x = min(max(x, self.left), self.right)
-        return hypot(near_x - x, min(max(y, self.bottom), self.top) - y)
-
-    def docked(self, x: float, y: float) -> "_Line":
-        """Return the line from (x, y) to the box: to the middle of a side, else straight to it."""
-        if self.left <= x <= self.right:
-            return _Line(x, y, x, self.bottom if y < self.bottom else self.top)
-        return _Line(x, y, self.left if x < self.left else self.right, (self.bottom + self.top) / 2)
-
-
-class _Line(NamedTuple):
-    """A straight line on the field, in inches."""
-
-    x: float
-    y: float
-    end_x: float
-    end_y: float
-
-    def crosses(self, box: _Box) -> bool:
-        """Say whether some of it is inside of the box; its ends may touch the box."""
-        num_parts = ceil(hypot(self.end_x - self.x, self.end_y - self.y) / (LABEL_HEIGHT / 4)) or 1
-        shares = [part / num_parts for part in range(1, num_parts)]
-        return any(
-            box.left < self.x + share * (self.end_x - self.x) < box.right
-            and box.bottom < self.y + share * (self.end_y - self.y) < box.top
-            for share in shares
-        )
-
-
 @dataclass(frozen=True)
 class _Field:
     """The square between two times, the same on both axes."""
@@ -250,18 +206,16 @@ def _draw_field(axes: "Axes", field: _Field) -> None:
         _write(axes, field, box, text, color=canvas.FAINT_INK, size_pt=LABEL_PT)
 
 
-def _corner_boxes(field: _Field) -> list[_Box]:
+def _corner_boxes(field: _Field) -> list[Box]:
     widths_in = [canvas.text_width_pt(text, LABEL_PT) / 72 + 2 * LABEL_PAD for text in CORNERS]
     near_in, far_in = 0.08, field.edge_in - 0.08
     return [
-        _Box(near_in, far_in - LABEL_HEIGHT, near_in + widths_in[0], far_in),
-        _Box(far_in - widths_in[1], near_in, far_in, near_in + LABEL_HEIGHT),
+        Box(near_in, far_in - LABEL_HEIGHT, near_in + widths_in[0], far_in),
+        Box(far_in - widths_in[1], near_in, far_in, near_in + LABEL_HEIGHT),
     ]
 
 
-def _write(
-    axes: "Axes", field: _Field, box: _Box, text: str, *, color: str, size_pt: float
-) -> None:
+def _write(axes: "Axes", field: _Field, box: Box, text: str, *, color: str, size_pt: float) -> None:
     """Write a text into the box that was measured for it."""
     x_s, y_s = field.time_s(box.left + LABEL_PAD), field.time_s((box.bottom + box.top) / 2)
     canvas.note(axes, x_s, y_s, text, va="center_baseline", fontsize=size_pt, color=color)
@@ -278,14 +232,18 @@ def _draw_markers(axes: "Axes", x: Sequence[float], y: Sequence[float], index: i
 
 def _draw_labels(axes: "Axes", field: _Field, points: Sequence[Point], num_labels: int) -> None:
     """Name the points with the largest errors, each with a line to it, none over another."""
-    boxes, lines = _corner_boxes(field), list[_Line]()
+    boxes, lines = _corner_boxes(field), list[Line]()
+    markers = [field.place(p) for p in points]
     for point in sorted(points, key=lambda p: -abs(p.error))[:num_labels]:
         # several lines would need more room than is measured
         text = f"{' '.join(point.label.split())}  {_percent(point.error, sign='+')}"
         width_pt = canvas.text_width_pt(text, 1.0)
         size_pt = min(LABEL_PT, LABEL_SHARE * field.edge_in * 72 / width_pt)
         width_in = width_pt * size_pt / 72 + 2 * LABEL_PAD
-        box = _free_box(field, points, point, width_in, boxes, lines)
+        box = free_box(
+            field.place(point), width_in, field.edge_in, above=point.error > 0, markers=markers,
+            boxes=boxes, lines=lines,
+        )  # fmt: skip
         if box is None:
             want = f"{len(lines)} or fewer, the names that there is room for"
             raise InputError("draw_scatter", "num_labels", want=want, got=num_labels)
@@ -294,45 +252,6 @@ def _draw_labels(axes: "Axes", field: _Field, points: Sequence[Point], num_label
         x, y, end_x, end_y = (field.time_s(at_in) for at_in in lines[-1])
         axes.plot([x, end_x], [y, end_y], color=canvas.FAINT_INK, linewidth=0.6, zorder=3)
         _write(axes, field, box, text, color=canvas.INK, size_pt=size_pt)
-
-
-def _free_box(
-    field: _Field, points: Sequence[Point], point: Point, width_in: float,
-    boxes: Sequence[_Box], lines: Sequence[_Line],
-) -> _Box | None:  # fmt: skip
-    """Return the best box of this width that is free of names and lines, or None.
-
-    Near the point is good. To cover a marker costs an inch, and so does it to leave the point's
-    side of the diagonal and to cover the diagonal.
-    """
-    x, y = field.place(point)
-    places = [field.place(p) for p in points]
-    steps = range(-ceil(field.edge_in / LABEL_STEP), ceil(field.edge_in / LABEL_STEP))
-    lefts = [left for i in steps if (left := x + LABEL_APART + i * LABEL_STEP) > LABEL_PAD]
-    bottoms = [low for i in steps if (low := y + (i * LABEL_STEP - LABEL_HEIGHT / 2)) > LABEL_PAD]
-    boxes_inside = [
-        _Box(left, low, left + width_in, low + LABEL_HEIGHT)
-        for left in lefts
-        for low in bottoms
-        if max(left + width_in, low + LABEL_HEIGHT) < field.edge_in - LABEL_PAD
-    ]
-    best, best_in = None, inf
-    for box in sorted(boxes_inside, key=lambda box: box.distance(x, y)):
-        # from here on all are further
-        if box.distance(x, y) >= best_in:
-            break
-        line = box.docked(x, y)
-        if any(box.overlaps(other) or line.crosses(other) for other in boxes):
-            continue
-        if any(other.crosses(box) for other in lines):
-            continue
-        covered = sum(box.distance(*place) < LABEL_APART - 0.01 for place in places)
-        above, below = box.bottom > box.right, box.top < box.left
-        stays = above if point.error > 0 else below
-        cost_in = box.distance(x, y) + covered + (not stays) + (not above and not below)
-        if cost_in < best_in:
-            best, best_in = box, cost_in
-    return best
 
 
 def _draw_side(figure: "Figure", groups: dict[str, list[Point]], side_in: float) -> None:
