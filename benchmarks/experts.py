@@ -34,6 +34,7 @@ from counterpoint.measure import record
 from counterpoint.measure.timing import captured, relative_error, rotate
 from counterpoint.model.experts import predict
 from counterpoint.ops.auto import knowledge_of
+from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.runtime.fused import fused_memory
@@ -41,9 +42,7 @@ from counterpoint.runtime.launch_experts import (
     AllToAllMatmul,
     MatmulAllToAll,
     Sending,
-    Tile,
     sending_of,
-    tile_of,
 )
 from counterpoint.runtime.workspace import Workspace, workspace_of
 

@@ -7,9 +7,10 @@ from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order
 
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel
 from counterpoint.kernels.matmul_all_to_all import arrival_kernel, matmul_all_to_all_kernel
+from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
-from counterpoint.runtime.launch_experts import Sending, Tile, sending_of, tile_of
+from counterpoint.runtime.launch_experts import Sending, sending_of
 
 SIZES = {
     "DeepSeek-V3": (32, 7168, 2048),

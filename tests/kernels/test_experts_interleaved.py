@@ -11,7 +11,8 @@ from rankpool import RankPool
 from counterpoint.kernels import all_to_all_matmul as dispatch
 from counterpoint.kernels import matmul_all_to_all as combine
 from counterpoint.kernels import peer
-from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending, Tile
+from counterpoint.plan.expert_tiles import Tile
+from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending
 
 TILE = Tile(16, 16, 16, 1, 4, 2)
 N, K = 24, 32

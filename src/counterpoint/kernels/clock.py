@@ -1,4 +1,4 @@
-"""The device clock, for waits that give up. The one file with inline assembly."""
+"""The device clock, for waits that give up; inline assembly, as in proxy.py."""
 
 import time
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from counterpoint.machine import Machine
+from counterpoint.plan.expert_tiles import tile_of
 from counterpoint.problem import ITEM_BYTES
 
 # 4xH200, bf16, 2026-11: our grouped matmul over the library's, behind and before the all-to-all
 SLOWER = {False: 1.05, True: 1.03}
-# rows and columns of our tiles: of few rows of an expert, of more, and of those that go back where
-# that leaves SMs without a tile. All share the SMs, and their last round may be short
-FEW_ROWS, FEW, MANY, FINE = 96, (64, 256), (128, 256), (128, 128)
 SENDING = 0.15  # of the all-to-all's time, in SMs that do not multiply
 LAUNCHES_S = {False: 15e-6, True: 25e-6}  # routes, flags, what is collected: kernels of their own
 MARGIN = 1.03  # predicted faster than serial by this much, or it is not taken
@@ -57,17 +55,17 @@ def predict(
     comm_s = costs.all_gather_s + moved * (ranks - 1) / ranks / costs.collective_bytes_per_s
     pass_s = 2 * moved * bytes_s
     in_order_s = pass_s if experts > 1 else 0.0
-    rounds = _rounds(rows, n, experts, machine.sms.count, back=back, equal=equal)
+    rounds = _rounds(rows, k, n, experts, machine.sms.count, back=back, equal=equal)
     longer_s = max(max(matmul_s, math_s * rounds) * SLOWER[back], comm_s)
     fused_s = longer_s + LAUNCHES_S[back] + (pass_s if back else SENDING * comm_s)
     return Predicted(matmul_s + comm_s + in_order_s, fused_s, matmul_s, comm_s)
 
 
-def _rounds(rows: int, n: int, experts: int, sms: int, *, back: bool, equal: bool) -> float:
+def _rounds(rows: int, k: int, n: int, experts: int, sms: int, *, back: bool, equal: bool) -> float:
     """Rounds of tiles over the SMs, over those that the products alone would need."""
     each = rows / max(experts, 1)
-    fine = back and rows * n < sms * MANY[0] * MANY[1]
-    tile_m, tile_n = FEW if each <= FEW_ROWS else FINE if fine else MANY
+    tile = tile_of(rows, k, n, experts, back=back)
+    tile_m, tile_n = tile.block_m, tile.block_n
     # of counts that differ, an expert's last tile is half full in the mean
     blocks = experts * (ceil(each / tile_m) if equal else each / tile_m + 0.5)
     needed = rows * n / (tile_m * tile_n * sms)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.ops.experts import Exchange, rows_by_rank
+from counterpoint.plan.expert_tiles import tile_of
 from counterpoint.runtime.fused import fused_memory, in_turn
 from counterpoint.runtime.fused_call import aligned
 from counterpoint.runtime.lanes_cuda import lanes_of
@@ -15,7 +16,6 @@ from counterpoint.runtime.launch_experts import (
     AllToAllMatmul,
     MatmulAllToAll,
     sending_of,
-    tile_of,
 )
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
