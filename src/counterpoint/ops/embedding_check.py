@@ -98,7 +98,7 @@ def layout_of(
         _check_own(tables, known, dtype, out, workspace)
     except InputError as error:
         refused = refused or error
-    except (AttributeError, IndexError, TypeError):  # of what has been refused already
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # of what has been refused already
         if refused is None:
             raise
     found: Layout | None = workspace.agreed.get(known) if known else None
