@@ -98,8 +98,8 @@ def layout_of(
         _check_own(tables, known, dtype, out, workspace)
     except InputError as error:
         refused = refused or error
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # of what has been refused already
-        if refused is None:
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        if refused is None:  # else it is of what has been refused already
             raise
     found: Layout | None = workspace.agreed.get(known) if known else None
     asked = workspace.device.type == "cpu" or agreement.checking()
