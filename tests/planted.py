@@ -36,20 +36,13 @@ def post_too_few(flag_ptrs, epoch, mask=None):
 
 
 @triton.jit
-def is_last_relaxed(count_ptr, programs):
+def is_last_relaxed(count_ptr, programs, mask=None):
     """`is_last` that publishes nothing of what stands before it."""
-    return tl.atomic_add(count_ptr, 1, sem="relaxed", scope="gpu") == programs - 1
+    return tl.atomic_add(count_ptr, 1, mask=mask, sem="relaxed", scope="gpu") == programs - 1
 
 
 @triton.jit
-def arrive_relaxed(counter_ptr):
-    """`arrive` that counts, and publishes nothing of what stands before it."""
-    return tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def arrive_once(counter_ptr):
-    """`arrive` by which each program takes itself for the last one."""
+def is_last_always(count_ptr, programs, mask=None):
+    """`is_last` by which each program takes itself for the last one."""
     tl.debug_barrier()
-    tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="sys")
-    return tl.num_programs(0) - 1
+    return tl.atomic_add(count_ptr, 1, mask=mask, sem="acq_rel", scope="gpu") < programs

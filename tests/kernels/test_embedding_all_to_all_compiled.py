@@ -12,13 +12,13 @@ from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
 from counterpoint.runtime.embedding_layout import VECTOR_BYTES, WAYS, Way, way_for
 
-ARRIVAL = r"\batom\.global\.sys\.acq_rel\.add|\batom\.global\.acq_rel\.sys"
+ARRIVAL = r"\batom\.global\.gpu\.acq_rel\.add|\batom\.global\.acq_rel\.gpu"
 FEW, SOME, MANY = (way for _, way in WAYS)
 ROW = r"\bld\.global\.v4\.b32"
 OWN = ("chunks_ptr", "starts_ptr", "outs_ptr", "flags_ptr", "counters_ptr", "state_ptr",
        "fault_ptr", "one_ptr")  # fmt: skip
 NUMBERS = ("num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "half", "half_flags",
-           "turn", "rank", "tag")  # fmt: skip
+           "turn", "rank", "first", "tag")  # fmt: skip
 
 
 @cache
@@ -73,11 +73,11 @@ def test_a_flag_publishes_the_rows_of_all_programs(capability: int, way: Way):
     """The arrival of each program releases its rows and acquires those of the ones before it."""
     ptx = kernel(capability, 128, way=way, weighted=way == SOME).ptx
     assert not wrong_order(ptx)
-    # of GPU scope is what stays on the rank: who is done with own bags, whether to stop, who
-    # says so, who has ended
+    # of GPU scope is what stays on the rank: who is done with a rank and with all, whether to
+    # stop, who says so, who has ended
     own = re.findall(r"\b(?:atom|red)\.\S*\.(?:gpu|cta)\.\S+", ptx)
     kinds = [re.search(r"\.(or|cas|add)\.", name)[1] for name in own]  # type: ignore[index]
-    assert kinds == ["add", "or", "cas", "add"], own
+    assert kinds == ["add", "add", "or", "cas", "add"], own
     assert not re.search(r"cp\.async\.bulk", ptx), "a bulk store may be overtaken by its flag"
 
 
@@ -86,7 +86,7 @@ def test_planted_faults_show():
     assert wrong_order(re.sub(r".*\bbar\.sync.*\n", "", ptx)) == [
         "no barrier between rows and arrival", "no barrier between arrival and flag",
     ]  # fmt: skip
-    assert wrong_order(re.sub(r"sys\.acq_rel|acq_rel\.sys", "gpu.acq_rel", ptx)) == ["0 arrivals"]
+    assert wrong_order(re.sub(r"gpu\.acq_rel|acq_rel\.gpu", "gpu.relaxed", ptx)) == ["0 arrivals"]
     assert wrong_order(re.sub(r"sys\.release|release\.sys", "gpu.release", ptx)) == ["0 flags"]
 
 

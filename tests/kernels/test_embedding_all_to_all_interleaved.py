@@ -6,7 +6,7 @@ import pytest
 import torch
 from embedding_cases import expected, facts_of, random_bags
 from memories import GUARD, guarded, left, memories
-from planted import arrive_once, arrive_relaxed, same_epoch
+from planted import is_last_always, is_last_relaxed, same_epoch
 from rankpool import RankPool
 
 from counterpoint.kernels import embedding_all_to_all as kernels
@@ -19,8 +19,8 @@ SAME, MIXED = ((3, 5, 2, 4),) * 4, ((1, 2, 1, 3), (6, 1, 4, 2), (1, 1, 0, 2), (2
 
 
 FAULTS = {
-    "relaxed": ("arrive", arrive_relaxed),
-    "early": ("arrive", arrive_once), "epoch": ("next_epoch", same_epoch),
+    "relaxed": ("is_last", is_last_relaxed),
+    "early": ("is_last", is_last_always), "epoch": ("next_epoch", same_epoch),
 }  # fmt: skip
 
 

@@ -5,9 +5,9 @@ stores the rows where they belong in the memory of the rank that owns the bags: 
 received or concatenated. Tasks for the next rank come first, own ones last, so at every moment each
 rank is written to by one other, and what is on its way arrives behind own work.
 
-Nobody waits before all of a rank's rows are sent. The program that is the last one to be done with
-a rank raises the flag there; the last of all waits for the flags of the others. So one program
-waits, when no other is left: the grid may be of any size, and need not be resident.
+Nobody waits before all of a rank's rows are sent. Of the programs that have rows for a rank the
+last one to be done raises the flag there; the last of all waits for the flags of the others. So one
+program waits, when no other is left: the grid may be of any size, and need not be resident.
 
 A chunk is WORDS numbers of int64: address of its first element, row stride, columns, columns again,
 its first column of the output, table. The first two counts are in VEC_IN, the others in VEC_OUT
@@ -17,7 +17,7 @@ elements, so that the compiler knows how wide loads and stores may be.
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.peer import end_of_call, next_epoch, peer_ptr, post, put, wait
+from counterpoint.kernels.peer import end_of_call, is_last, next_epoch, peer_ptr, post, put, wait
 
 WORDS = tl.constexpr(6)
 
@@ -84,20 +84,9 @@ def pooled(
     return acc
 
 
-@triton.jit
-def arrive(counter_ptr):
-    """How many programs were done with something before this one, whose stores are there now.
-
-    By counting up; the last one to come has the stores of all others behind it, and may post.
-    """
-    # the stores of all threads come before it; pairs with the same of the program that is last
-    tl.debug_barrier()
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="sys")
-
-
 @triton.jit(
     do_not_specialize=["num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "half",
-                       "turn", "rank", "tag", "timeout_ns"],
+                       "turn", "rank", "first", "tag", "timeout_ns"],
     do_not_specialize_on_alignment=["indices_ptr", "weights_ptr", "offsets_ptr"],
 )  # fmt: skip
 def embedding_all_to_all_kernel(
@@ -109,7 +98,7 @@ def embedding_all_to_all_kernel(
     starts_ptr,  # [WORLD + 1] int32: the first bag of each rank
     outs_ptr,  # [WORLD] int64: where each rank's outputs begin
     flags_ptr,  # [WORLD] int64: likewise its flags, of each rank
-    counters_ptr,  # [WORLD] int32, 0: programs that are done with each rank
+    counters_ptr,  # [WORLD] int32, 0: programs that are done with each rank; own one: with all
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     num_bags,
@@ -121,6 +110,7 @@ def embedding_all_to_all_kernel(
     half_flags,  # where the flags of odd epochs begin
     turn,  # of the output; -1: the epoch's parity
     rank,
+    first,  # whose bags are first; the other ranks follow in turn
     tag,
     timeout_ns,
     WORLD: tl.constexpr,
@@ -143,9 +133,9 @@ def embedding_all_to_all_kernel(
     flags = (epoch & 1) * half_flags
     cols = tl.arange(0, BLOCK_D)[None, :]
 
-    done, before = 0, 0  # tasks of all programs, and programs that came before
+    done = 0  # tasks of all programs
     for step in range(WORLD):
-        to = (rank + 1 + step) % WORLD
+        to = (first + step) % WORLD
         start = tl.load(starts_ptr + to)
         bags = tl.load(starts_ptr + to + 1) - start
         blocks = tl.cdiv(bags, BAGS)
@@ -166,18 +156,19 @@ def embedding_all_to_all_kernel(
             if not EVEN_D:
                 some = live & (cols < tl.load(chunk_ptr + 3).to(tl.int32) * VEC_OUT)
             put(out_ptr + (place * VEC_OUT + cols), acc.to(DTYPE), some)
-        done += tasks
-        if to != rank:
-            before = arrive(counters_ptr + to)
-        else:  # nobody is told of own rows: the end of the kernel publishes them
-            before = tl.atomic_add(counters_ptr + to, 1, sem="relaxed", scope="gpu")
-        if before == programs - 1:
+        # only those that had a task for it count, without any the first in turn: an arrival waits
+        # for stores, in a small batch for as long as a task takes. Of own rows nobody is told: the
+        # end of the kernel publishes them
+        some = tl.maximum(tasks, 1)
+        counts = (to != rank) & ((program + programs - done % programs) % programs < some)
+        if counts & is_last(counters_ptr + to, tl.minimum(some, programs), counts):
             tl.store(counters_ptr + to, 0)
-            if works & (to != rank):
+            if works:
                 post(peer_ptr(flags_ptr, to, (flags + rank) * 4, tl.int32), epoch)
+        done += tasks
 
-    # own bags are last: then all programs are done with all ranks
-    if before == programs - 1:
+    if tl.atomic_add(counters_ptr + rank, 1, sem="relaxed", scope="gpu") == programs - 1:
+        tl.store(counters_ptr + rank, 0)
         ranks = tl.arange(0, LANES)
         others = works & (ranks < WORLD) & (ranks != rank)
         own_flags = peer_ptr(flags_ptr, rank, 0, tl.int32) + (flags + ranks)

@@ -248,7 +248,8 @@ class Sender(Pooling):
         self._counters = torch.zeros(ranks, dtype=torch.int32, device=device)
         self._memory = place.flags, self._counters, memory.state, memory.fault
         self._half_flags = place.half_flags
-        self._last = rank, tag, int(workspace.timeout_s * 1e9)
+        self.first = rank + 1  # of a test
+        self._last = tag, int(workspace.timeout_s * 1e9)
         self._world = ranks, padded_rows(ranks)
         self._copy: Any = None
         self._state, self._rank = memory.state, rank
@@ -280,7 +281,7 @@ class Sender(Pooling):
         arguments = (
             *self.inputs(indices, offsets, weights, chunks), self._starts, bases, *self._memory,
             *self.counts(indices, offsets, chunks), half_bytes // VECTOR_BYTES, self._half_flags,
-            turn, *self._last, *self._world, *self.constants(chunks.vec_in),
+            turn, self._rank, self.first, *self._last, *self._world, *self.constants(chunks.vec_in),
         )  # fmt: skip
         return arguments, self._blocks * chunks.number, chunks.vec_in
 
