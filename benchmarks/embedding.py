@@ -32,8 +32,9 @@ from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from counterpoint.ops.embedding_check import OP
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.resources.order import Delay
-from counterpoint.runtime.embedding_layout import Facts, Layout, way_for
-from counterpoint.runtime.launch_embedding import Lookup
+from counterpoint.runtime.embedding_layout import Facts, Layout, Way, way_for
+from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.launch_embedding import Lookup, Sender, place_of
 from counterpoint.runtime.workspace import workspace_of
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
@@ -52,6 +53,7 @@ MAX_SETS = 8
 CHECKED = 64  # bags that are compared with fp64, beside all bits with those of the lookup
 ROUNDS = 11
 BACKLOG_CYCLES = 4_000_000  # the host has 64 bags to launch
+ABLATED = ("8 tables, D 128, pooling 5, batch 16384", "MLPerf DCNv2, batch 16384")
 
 
 @dataclass
@@ -107,8 +109,7 @@ def arms_of(
     got = torch.empty(own * layout.columns, dtype=layout.dtype, device=device)
     sizes = [own * c for c in each]
     facts = Facts(layout, False, None, torch.int64, torch.int64)
-    way = way_for(case.sets[0].numel(), batch * len(tables))
-    lookup = Lookup(facts, rank, device, way)
+    lookup = Lookup(facts, rank, device, way_of(case))
     edges = case.offsets[::batch].tolist()
     starts = [torch.arange(batch + 1, device=device) * p for p in case.pooling]
 
@@ -223,6 +224,8 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     timed |= gathers(case.tables, case.sets, edges, sms)
     starts = torch.tensor(layout.starts, dtype=torch.int32, device=device)
     timed |= stores(layout, rank, out.bases, starts, sms)
+    if case.name in ABLATED:
+        timed |= ablations(case, group, out)
     calls = dict.fromkeys(timed, 0)
 
     def turn(name: str) -> Callable[[], object]:
@@ -238,6 +241,9 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     )  # fmt: skip
     serial = min((n for n in times if n.endswith((" cat", " permute"))),
                  key=lambda n: times[n].median_s)  # fmt: skip
+    spread = torch.tensor([max(case.pooling), -min(case.pooling)], device=device)
+    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
+    most, least = spread.tolist()
     work = torch.tensor(
         sum(layout.num_bags * p * t.shape[1] * 2
             for p, t in zip(case.pooling, case.tables, strict=True)), device=device,
@@ -246,7 +252,7 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     facts = {
         "table": "embedding", "case": case.name, "batch": layout.num_bags, "ranks": group.size(),
         "d": case.tables[0].shape[1], "tables": [len(d) for d in layout.dims],
-        "pooling": case.pooling[0] if len(set(case.pooling)) == 1 else 0, "sets": len(case.sets),
+        "pooling": most if most == -least else 0, "sets": len(case.sets),
         "row_bytes": int(work), "best_serial": serial,
     } | record.environment()  # fmt: skip
     taken = kernel_of(case, group)
@@ -265,11 +271,54 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     return rows
 
 
+def ablations(
+    case: Case, group: dist.ProcessGroup, out: PooledOutputs
+) -> dict[str, Callable[[int], Tensor]]:
+    """The kernel alone, as it is taken and otherwise: the order of ranks, and the grid."""
+    workspace, way = workspace_of(group, case.tables[0].device), way_of(case)
+    facts = Facts(case.layout, False, None, torch.int64, torch.int64)
+    ready = workspace.code[OP, facts, True].senders[way]
+    (launched,) = ready.launches.values()
+    place = place_of(fused_memory(workspace), case.layout, own_outputs=True)
+
+    def arm(first: int, programs: int) -> Callable[[int], Tensor]:
+        sender = Sender(facts, fused_memory(workspace), place, 0, way, ready)
+        sender.first, sender.programs = first, programs
+
+        def run(i: int) -> Tensor:
+            turn = out.take()
+            indices = case.sets[i % len(case.sets)]
+            sender(case.tables, indices, case.offsets, None, (out.bases, out.turn_bytes, turn))
+            return out.view(turn)
+
+        return run
+
+    rank, all_of_them = group.rank(), launched.programs
+    arms = {
+        "next rank first": arm(rank + 1, all_of_them), "own rows first": arm(rank, all_of_them),
+        "rank 0 first": arm(0, all_of_them), "half the programs": arm(rank + 1, all_of_them // 2),
+        "a program an SM": arm(rank + 1, min(all_of_them, 132)),
+    }  # fmt: skip
+    want = arms["next rank first"](0).clone()
+    wrong = torch.zeros((), dtype=torch.int64, device=want.device)
+    for run in arms.values():
+        wrong += (run(0) != want).sum()
+    dist.all_reduce(wrong, group=group)
+    if wrong:
+        raise CounterpointError(f"{case.name}: {int(wrong)} elements differ")
+    return {f"alone, {name}": run for name, run in arms.items()}
+
+
+def way_of(case: Case) -> Way:
+    """What this rank takes."""
+    return way_for(case.sets[0].numel(), case.layout.num_bags * len(case.tables))
+
+
 def kernel_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     """The fused kernel that this rank has launched: way, programs, registers, spills."""
     facts = Facts(case.layout, False, None, torch.int64, torch.int64)
+    way = way_of(case)
     ready = workspace_of(group, case.tables[0].device).code[OP, facts, True]
-    way = way_for(case.sets[0].numel(), case.layout.num_bags * len(case.tables))
     (launched,) = ready.senders[way].launches.values()
     return {"way": f"{way.tile_bytes}x{way.unroll}x{way.num_warps}", "programs": launched.programs,
             "registers": launched.registers, "spills": launched.spills}  # fmt: skip
