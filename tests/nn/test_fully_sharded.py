@@ -1,62 +1,17 @@
 """FullyShardedLinear: a data-parallel model with it trains as one with torch.nn.Linear does."""
 
-import copy
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from rankpool import RankPool
-from torch import nn
+from sharded_bodies import fully_sharded
 
 import counterpoint.nn as cnn
 from counterpoint import InputError
 
-K, HIDDEN, N, STEPS = 10, 24, 12, 3  # 1 to 4 ranks divide what is sliced
-
-
-def trained(
-    rank: int, ranks: int, shape: tuple[int, ...], plan: str, bias: bool, dtype: torch.dtype
-) -> list[str]:
-    """Steps of SGD on each rank's own x: what differs from the whole model on all of them."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(K, HIDDEN, bias), nn.Tanh(), nn.Linear(HIDDEN, N, bias)).to(
-        dtype
-    )
-    ours = nn.Sequential(*(
-        cnn.FullyShardedLinear.from_linear(copy.deepcopy(layer), plan=plan)
-        if isinstance(layer, nn.Linear) else layer for layer in plain
-    ))  # fmt: skip
-    found: list[str] = []
-    optimizers = [torch.optim.SGD(model.parameters(), 0.02) for model in (ours, plain)]
-    for step in range(STEPS):
-        xs = torch.randn(ranks, *shape, K, generator=torch.Generator().manual_seed(step)).to(dtype)
-        mine = xs[rank].clone().requires_grad_()
-        whole = xs.clone().requires_grad_()
-        got, want = ours(mine), plain(whole)
-        assert got.shape == (*shape, N)
-        got.square().sum().backward()
-        want.square().sum().backward()
-        assert mine.grad is not None and whole.grad is not None
-        pairs = {"y": (got, want[rank]), "dx": (mine.grad, whole.grad[rank])}
-        for (name, p), (_, q) in zip(
-            ours.named_parameters(), plain.named_parameters(), strict=True
-        ):
-            assert p.grad is not None and q.grad is not None
-            part = q.grad.chunk(ranks)[rank] if p.dim() == 2 else q.grad
-            pairs[f"d{name}"] = p.grad, part
-        bound = 1e-5 if dtype == torch.float32 else 3e-2
-        found += [
-            f"step {step} {name}" for name, (a, b) in pairs.items()
-            if not (a.double() - b.double()).norm() <= bound * b.double().norm()
-        ]  # fmt: skip
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    gathered = ours[0].to_linear()  # type: ignore[operator]
-    if dtype == torch.float32 and not torch.allclose(gathered.weight, plain[0].weight, atol=1e-5):
-        found.append("to_linear")
-    return found
+K, N = 10, 12  # 1 to 4 ranks divide what is sliced
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -68,7 +23,9 @@ def test_it_trains_as_a_linear_layer(pool: RankPool, ranks: int):
         ((8,), "serial", True, torch.bfloat16),
         ((), "auto", True, torch.float32),
     ):
-        assert pool.run(trained, ranks, shape, plan, bias, dtype, timeout_s=60) == [[]] * ranks
+        assert (
+            pool.run(fully_sharded, ranks, shape, plan, bias, dtype, timeout_s=60) == [[]] * ranks
+        )
 
 
 def compiled_and_refused(rank: int, ranks: int) -> list[str]:
