@@ -419,7 +419,8 @@ def main() -> None:
     for name, text in embedding_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "embedding.md", name, text)
     embedding_tables.draw(RESULTS, IMAGES)
-    replace(ROOT / "README.md", "steps", steps_tables.readme(RESULTS))
+    if short := steps_tables.readme(RESULTS):
+        replace(ROOT / "README.md", "steps", short)
     for name, text in steps_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "training.md", name, text)
     steps_tables.draw(RESULTS, IMAGES)
