@@ -36,11 +36,33 @@ def rows_of_steps(rank: int, world_size: int, which: str) -> list[dict[str, Any]
     else:
         model = Model("small", int(which), 24, 16, 2)
         made = steps_experts.made(model, 96, torch.float32, device, group)
-    times: dict[tuple[str, str], Times] = {}
-    for i, (name, arm) in enumerate(made.arms.items()):
-        arm(1)
-        times[name] = Times((1.0 + i, 2.0 + i, 3.0 + i), 0.5)
-    return steps.rows_of(made, times, world_size, 0)
+
+    def rotate(arms: dict[str, Any], **_: Any) -> dict[str, Times]:
+        for arm in arms.values():
+            arm()
+        return {name: Times((1.0 + i, 2.0 + i, 3.0 + i), 0.5) for i, name in enumerate(arms)}
+
+    with mock.patch.object(steps, "rotate", rotate):
+        rows = steps.measured(made, group, device)
+    assert len(rows) == len(made.arms) and f"{rows[0]['what']}: " in steps.said(rows)
+    assert [r["median_s"] for r in rows] == [2.0 + i for i in range(len(rows))]
+    return rows
+
+
+def names_of_cases(rank: int, world_size: int, smoke: bool) -> list[str]:
+    in_benchmarks()
+    import steps
+
+    group = dist.group.WORLD
+    assert group is not None
+    return list(steps.cases(torch.device("cpu"), group, smoke=smoke))
+
+
+def test_cases(pool: RankPool):
+    (full,), (smoke,) = (pool.run(names_of_cases, 1, smoke) for smoke in (False, True))
+    assert full[:3] == ["DLRM, 16384 samples", "DLRM, 65536 samples",
+                        "DeepSeek-V3, 1024 tokens a rank"]  # fmt: skip
+    assert len(full) == 8 and smoke == [full[0], "Qwen3-235B, 1024 tokens a rank"]
 
 
 def test_dlrm(pool: RankPool):
