@@ -5,7 +5,7 @@ Rows as JSONL; installs nothing.
     SUITE=smoke   the tests, and two shapes with few plans: 6 minutes on 2 GPUs
     SUITE=full    the tests, and every published shape with every plan: under 9 minutes
     SUITE=study   what decomposition, contention, copies and one kernel for a gather cost; decoding,
-                  few rows, experts and embedding bags: 7 minutes
+                  few rows, experts and embedding bags: 7 minutes; whole steps: at most 3
     SUITE=loops, SUITE=slow    the rest of the resource experiment, its rows appended: what takes
                   four minutes more, and what takes as long as full again
 
@@ -28,13 +28,13 @@ LIMITS_S = {"smoke": (420, 60), "full": (420, 210), "study": (0, 0), "loops": (0
             "slow": (0, 0)}  # fmt: skip
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
-STUDY = ("losses", "copies", "gathered", "few_rows", "decode", "experts", "embedding")
-EMBEDDING_S, EXPERTS_S = 150, 240
+STUDY = ("losses", "copies", "gathered", "few_rows", "decode", "experts", "embedding", "steps")
+EMBEDDING_S, EXPERTS_S, STEPS_S = 150, 240, 180
 DECODE_S = 120
 LOSSES_S = 100
 SHORT_S = 60  # of each other part
 PARTS = ("hardware", "characterize", "losses", "copies", "tests", "bench", "training", "few_rows",
-         "gathered", "decode", "experts", "embedding", "sharing", "resources")  # fmt: skip
+         "gathered", "decode", "experts", "embedding", "steps", "sharing", "resources")  # fmt: skip
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def main() -> int:
         ("losses", "losses"), ("copies", "copies"), ("bench", "overlap"),
         ("training", "training"), ("few_rows", "few-rows"), ("gathered", "gathered"),
         ("decode", "decode"), ("experts", "experts"), ("embedding", "embedding"),
-        ("sharing", "sharing"), ("resources", "resources"),
+        ("steps", "steps"), ("sharing", "sharing"), ("resources", "resources"),
     )}  # fmt: skip
     test_s, bench_s = LIMITS_S[args.suite]
     # another torch than CI's may warn: warnings are printed here, not errors
@@ -83,6 +83,7 @@ def main() -> int:
         "experts": (["benchmarks/experts.py"], EXPERTS_S),
         "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
         "embedding": (["benchmarks/embedding.py", "--soak", "20000"], EMBEDDING_S),
+        "steps": (["benchmarks/steps.py", *suite], STEPS_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
     }

@@ -20,6 +20,7 @@ import few_rows_tables
 import losses_tables
 import mesh_prediction
 import sharing_tables
+import steps_tables
 
 from counterpoint.choose.known import SHIPPED, shipped
 from counterpoint.choose.rule import RULE
@@ -418,6 +419,11 @@ def main() -> None:
     for name, text in embedding_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "embedding.md", name, text)
     embedding_tables.draw(RESULTS, IMAGES)
+    if short := steps_tables.readme(RESULTS):
+        replace(ROOT / "README.md", "steps", short)
+    for name, text in steps_tables.sections(RESULTS).items():
+        replace(ROOT / "docs" / "training.md", name, text)
+    steps_tables.draw(RESULTS, IMAGES)
     if parts := few_rows_tables.gathered(RESULTS):
         replace(ROOT / "docs" / "fused.md", "gathered", parts)
     if few := few_rows_tables.section(RESULTS):

@@ -67,10 +67,12 @@ class PlainExperts(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         y = torch.zeros_like(x)
-        for e in range(len(self.down)):
+        # unbind: the gradient of weight[e] would be as large as that of all experts
+        each = zip(self.gate_up.unbind(), self.down.unbind(), strict=True)
+        for e, (gate_up, down) in enumerate(each):
             token, j = (experts == e).nonzero(as_tuple=True)
-            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
-            out = F.linear(F.silu(gate) * up, self.down[e])
+            gate, up = F.linear(x[token], gate_up).chunk(2, -1)
+            out = F.linear(F.silu(gate) * up, down)
             y = y.index_add(0, token, (weights[token, j, None] * out).to(y.dtype))
         return y
 

@@ -16,6 +16,7 @@ from counterpoint.errors import UnsupportedError
 from counterpoint.ops.call import LIBRARY
 from counterpoint.runtime.embedding_layout import Layout
 from counterpoint.runtime.launch_embedding_gradient import (
+    beside,
     sorted_entries,
     table_gradients_into,
     weight_gradient_into,
@@ -156,7 +157,7 @@ def _by_kernel(
 ) -> list[Tensor]:  # fmt: skip
     """One launch for all tables, one sum in one order for each row."""
     firsts = list(accumulate((len(t) for t in tables), initial=0))
-    entries = sorted_entries(indices, table_of, torch.tensor(firsts[:-1]).to(dy.device))
+    entries = sorted_entries(indices, table_of, beside(dy, firsts[:-1]))
     if not sparse:
         grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tables]
         table_gradients_into(grads, firsts[:-1], dy, bags, scales, entries, compact=False)

@@ -216,10 +216,11 @@ def _backward_sum(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tens
         dy = dout.new_zeros(ctx.rows, dout.shape[1])
         for j in each:
             part = (weights[:, j, None].float() * dout).to(dout.dtype)
-            dy = dy.index_add(0, index[:, j], part)
+            dy.index_add_(0, index[:, j], part)
         dx, dw = _gradients(ctx, dy, x, w, counts)
     if ctx.needs_input_grad[4]:
-        columns = [(dout.float() * y.index_select(0, index[:, j])).sum(1) for j in each]
+        exact = dout.float()
+        columns = [(exact * y.index_select(0, index[:, j])).sum(1) for j in each]
         dweights = torch.stack(columns, 1).to(weights.dtype) if columns else weights.clone()
     return dx, dw, None, None, dweights, *none
 

@@ -25,6 +25,15 @@ class Sorted(NamedTuple):
     number: Tensor  # int64 [1], rows that are named
 
 
+def beside(like: Tensor, numbers: Sequence[Any]) -> Tensor:
+    """A few integers on the device of `like`: the driver takes them at once, the host goes on.
+
+    While a graph is captured torch refuses the copy: a replay would read host memory that is gone.
+    """
+    later = like.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return torch.tensor(numbers).to(like.device, non_blocking=later)
+
+
 def sorted_entries(indices: Tensor, tables: Tensor, firsts: Tensor) -> Sorted:
     """Sort, in the order of entries within a row.
 
@@ -73,7 +82,7 @@ def table_gradients_into(
     sorted_bags = bags[found.order]
     kernel[(min(PROGRAMS, bags.numel()),)](
         dy, sorted_bags, sorted_bags if scales is None else scales[found.order], found.starts,
-        found.names, found.number, torch.tensor(words).to(dy.device), dy.shape[0],
+        found.names, found.number, beside(dy, words), dy.shape[0],
         dy.shape[1] // vec, DTYPES[dy.dtype], scales is not None, compact,
         max(1, TILE // block_d), block_d, vec, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -96,6 +105,6 @@ def weight_gradient_into(
              for i, (t, d) in enumerate(zip(tables, dims, strict=True))]  # fmt: skip
     kernel: Any = weight_gradient_kernel
     kernel[(-(-out.numel() // ENTRIES),)](
-        dy, indices, bags, torch.tensor(words).to(dy.device), out, out.numel(), dy.shape[0],
+        dy, indices, bags, beside(dy, words), out, out.numel(), dy.shape[0],
         dy.shape[1], DTYPES[dy.dtype], ENTRIES, BLOCK_D, num_warps=NUM_WARPS,
     )  # fmt: skip
