@@ -1,6 +1,7 @@
 """ShardedEmbeddingBags on CPU ranks against torch's embedding bags with all tables on one."""
 
-import sys
+import importlib
+import warnings
 from typing import Any
 
 import pytest
@@ -99,6 +100,17 @@ def test_tables_are_spread_by_columns(pool: RankPool):
         assert ends[0][0] == 0 and all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
 
 
+def has_torchrec() -> bool:
+    """Whether it is there; what its own import warns of is no error of ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module("torchrec")
+        except ImportError:
+            return False
+    return True
+
+
 def refusals(rank: int, ranks: int) -> list[str]:
     texts: list[str] = []
     cases: list[tuple[Any, dict[str, Any]]] = [
@@ -116,10 +128,9 @@ def refusals(rank: int, ranks: int) -> list[str]:
         bags.keyed(torch.zeros(1, 36), ["a"])
     except cp.InputError as error:
         texts.append(str(error))
-    try:
-        bags.keyed(torch.zeros(1, 36), list("abcde"))
-    except cp.UnsupportedError as error:
-        texts.append(str(error))
+    if not has_torchrec():
+        with pytest.raises(cp.UnsupportedError, match="torchrec is not there"):
+            bags.keyed(torch.zeros(1, 36), list("abcde"))
     return texts
 
 
@@ -131,12 +142,13 @@ def test_what_is_refused(pool: RankPool):
         "keys must be a name for each of 5 tables",
     ]  # fmt: skip
     for texts in pool.run(refusals, 2):
-        for text, want in zip(texts, wants, strict=False):
+        for text, want in zip(texts, wants, strict=True):
             assert want in text, (text, want)
-        assert "torchrec" in sys.modules or len(texts) in (6, 7)
 
 
-def keyed(rank: int, ranks: int) -> list[bool]:
+def keyed(rank: int, ranks: int) -> list[bool] | None:
+    if not has_torchrec():
+        return None
     indices, offsets, _ = batches(ranks)
     bags = cnn.ShardedEmbeddingBags(TABLES)
     y = bags(*given(bags, indices, offsets), batch=[BAGS] * ranks)
@@ -147,5 +159,7 @@ def keyed(rank: int, ranks: int) -> list[bool]:
 
 
 def test_a_keyed_tensor_of_torchrec(pool: RankPool):
-    pytest.importorskip("torchrec")
-    assert pool.run(keyed, 2) == [[True] * 6] * 2
+    found = pool.run(keyed, 2)
+    if None in found:
+        pytest.skip("torchrec is not there")
+    assert found == [[True] * 6] * 2
