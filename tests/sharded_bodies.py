@@ -10,13 +10,14 @@ import counterpoint.nn as cnn
 
 def fully_sharded(
     rank: int, ranks: int, shape: tuple[int, ...], plan: str, bias: bool, dtype: torch.dtype,
-    sizes: tuple[int, int, int] = (10, 24, 12), device: str = "cpu",
+    sizes: tuple[int, int, int] = (10, 24, 12), device: str = "cpu", lr: float = 0.02,
 ) -> list[str]:  # fmt: skip
     """Steps of SGD on each rank's own x: what differs from the whole model on all of them.
 
     Args:
         shape: of a rank's x, but for the features.
         sizes: features of x, between both layers, of y; the ranks divide the last two.
+        lr: small enough for the number of rows, of whose losses the sum is taken.
     """
     torch.manual_seed(0)
     k, hidden, n = sizes
@@ -28,7 +29,7 @@ def fully_sharded(
         if isinstance(layer, nn.Linear) else layer for layer in plain
     ))  # fmt: skip
     found: list[str] = []
-    optimizers = [torch.optim.SGD(model.parameters(), 0.02) for model in (ours, plain)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr) for model in (ours, plain)]
     for step in range(3):
         draw = torch.Generator().manual_seed(step)
         xs = torch.randn(ranks, *shape, k, generator=draw).to(device, dtype)
