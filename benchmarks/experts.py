@@ -9,7 +9,7 @@ Arms: the grouped matmul and a loop of matmuls, the library's all-to-all, the tw
 other ("pair"), the pair with a pass that puts rows where ours puts them ("in place"), and that with
 the weighted sum of a token's rows behind it, where rows come back.
 
-    torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl
+    torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl --soak 100000
 
 Plans are of copies on copy engines, of uniform routing alone; host-known counts.
 """
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from experts_soak import soak
 from torch import Tensor
 
 import counterpoint as cp
@@ -358,10 +359,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose text has this in it")
+    parser.add_argument("--soak", type=int, default=0, help="calls of each under random delays")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(240, exit=True)
     start_s = time.monotonic()
     with nccl_group() as (group, device):
+        for op in DIRECTIONS if args.soak else ():
+            row = soak(args.soak, op, group, device)
+            if group.rank() == 0:
+                record.append(args.out, [row])
+                print(f"{time.monotonic() - start_s:4.0f} s  soak of {op}: {row['calls']} calls, "
+                      f"{row['wrong']} wrong", flush=True)  # fmt: skip
         for values in product(DIRECTIONS, MODELS, TOKENS, ROUTINGS):
             case = Case(*values)
             if args.only not in case.text:

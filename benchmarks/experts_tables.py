@@ -155,6 +155,7 @@ def sections(results: Path, images: Path) -> dict[str, str]:
         + f"\n\nMicroseconds, CUDA graphs, one rotation a case. {where}.",
         "experts-choice": "\n".join(_choice(cases) for cases in files),
         "experts-ablation": _ablation(files[0]),
+        "experts-soak": "\n".join(_soaks(paths)),
     }  # fmt: skip
 
 
@@ -266,6 +267,17 @@ def _choice(cases: Sequence[Measured]) -> str:
         f"{max(regrets):.1%}, least serial / auto {least:.2f}; predictions off by "
         f"{errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at worst."
     )
+
+
+def _soaks(paths: Sequence[Path]) -> list[str]:
+    """What came of calls under random delays; that there are none yet, where there are no rows."""
+    rows = [row for path in paths for row in record.read(path) if row["table"] == "experts soak"]
+    lines = [
+        f"- {row['op']}: {row['calls']:,} calls on {row['ranks']} GPUs in {row['seconds']:.0f} s, "
+        f"{row['eager']:,} of them eager, the others replayed: {row['wrong']:,} wrong."
+        for row in rows
+    ]
+    return lines or ["- Not yet run at this commit."]
 
 
 def _ablation(cases: Sequence[Measured]) -> str:

@@ -80,7 +80,7 @@ def main() -> int:
         "training": (["benchmarks/training.py", *suite], SHORT_S),
         "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
         "gathered": (["benchmarks/gathered.py"], SHORT_S),
-        "experts": (["benchmarks/experts.py"], EXPERTS_S),
+        "experts": (["benchmarks/experts.py", "--soak", "100000"], EXPERTS_S),
         "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
         "embedding": (["benchmarks/embedding.py", "--soak", "20000"], EMBEDDING_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
