@@ -31,20 +31,20 @@ def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> C
     way = Sending(parts=max(1, 32 // ranks), join=True)
     shared = (ranks, 32, columns)
     if back:
-        names = ("R", "N", "K", "E", "half_bytes", "half_flags", "limit", "rank")
+        names = ("R", "N", "K", "E", "half_bytes", "half_flags", "limit", "rank", "first_rank")
         types = {"x_desc": x, "w_desc": w, "add_ptr": "*bf16", **POINTERS}
         fn, constants = matmul_all_to_all_kernel, (*shared, False, *tile.constants)
     else:
-        names = ("T", "N", "K", "E", "words", "half_rows", "half_flags", "limit", "rank", "tag",
-                 "timeout_ns")  # fmt: skip
+        names = ("T", "N", "K", "E", "words", "half_rows", "half_flags", "limit", "rank",
+                 "first_rank", "tag", "timeout_ns")  # fmt: skip
         types = {"x_ptr": "*bf16", "received_desc": x, "w_desc": w, "y_ptr": "*bf16", **POINTERS}
         types |= {"fault_ptr": "*i64"}
         fn = all_to_all_matmul_kernel
         constants = (*shared, way.senders, way.parts, way.piece, way.join, *tile.constants)
     types |= dict.fromkeys(names, "i32")
     last = fn.arg_names[len(types) :]
-    plain = ("R", "T", "rank", "limit", "tag", "timeout_ns", "E", "half_rows", "x_desc", "w_desc",
-             "received_desc")  # fmt: skip
+    plain = ("R", "T", "rank", "first_rank", "limit", "tag", "timeout_ns", "E", "half_rows",
+             "x_desc", "w_desc", "received_desc")  # fmt: skip
     return compiled(
         fn, 90, types, dict(zip(last, constants, strict=True)), num_warps=tile.num_warps,
         num_stages=tile.stages, aligned=tuple(n for n in types if n not in plain),

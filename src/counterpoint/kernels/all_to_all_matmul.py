@@ -30,14 +30,14 @@ from counterpoint.kernels.routes import (
 @triton.jit
 def send_part(
     unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags, limit, rank,
-    epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+    first_rank, epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Send part of the rows of an expert: number `unit` of what this rank sends."""
     local = E // WORLD
     expert = unit // (WORLD * PARTS)
     # a program turns to another rank with each expert: none has all that goes to the busiest one
     turn = (unit + expert * PARTS) % (WORLD * PARTS)
-    to, part = (rank + 1 + turn // PARTS) % WORLD, turn % PARTS
+    to, part = (first_rank + turn // PARTS) % WORLD, turn % PARTS
     there = to * local + expert
     origin_ptr = routes_ptr + rank * (E + 1) + there
     begin = tl.load(origin_ptr)
@@ -71,7 +71,7 @@ def parts_of(at_m, own_ptr, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: t
     return (first < last) & (first < at_m + BLOCK_M) & (last > at_m)
 
 
-@triton.jit(do_not_specialize=["T", "limit", "rank", "tag", "timeout_ns"])
+@triton.jit(do_not_specialize=["T", "limit", "rank", "first_rank", "tag", "timeout_ns"])
 def all_to_all_matmul_kernel(
     x_ptr,  # [T, K]
     received_desc,  # [rows of both halves, K], of this rank
@@ -91,6 +91,7 @@ def all_to_all_matmul_kernel(
     half_flags,  # likewise, in flags
     limit,  # rows that a rank can take
     rank,
+    first_rank,  # that rows are sent to first
     tag,
     timeout_ns,
     WORLD: tl.constexpr,  # a power of 2
@@ -126,7 +127,7 @@ def all_to_all_matmul_kernel(
         for unit in tl.range(program, local * WORLD * PARTS, SENDERS):
             send_part(
                 unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
-                limit, rank, epoch, works, WORLD, PARTS, PIECE,
+                limit, rank, first_rank, epoch, works, WORLD, PARTS, PIECE,
             )  # fmt: skip
         if JOIN:
             waits = tl.atomic_add(senders_ptr, 0, sem="relaxed", scope="gpu") == SENDERS
