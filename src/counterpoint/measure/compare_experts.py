@@ -121,8 +121,12 @@ class Operands:
         return self._products(wanted[rank], expert) if self.there else wanted[rank]
 
     def _products(self, rows: Tensor, expert: Tensor) -> Tensor:
-        each = zip(rows, expert.tolist(), strict=True)
-        return torch.stack([row.double() @ self.w[e].double() for row, e in each])
+        """Each row times the weight of its expert, in fp64."""
+        found = torch.empty(len(rows), self.problem.n, dtype=torch.float64, device=rows.device)
+        for e in expert.unique().tolist():
+            its = expert == e
+            found[its] = rows[its].double() @ self.w[e].double()
+        return found
 
 
 def arms_of(operands: Operands, specs: Sequence[str]) -> dict[str, Callable[[int], Any]]:
