@@ -9,7 +9,7 @@ Arms: the grouped matmul and a loop of matmuls, the library's all-to-all, the tw
 other ("pair"), the pair with a pass that puts rows where ours puts them ("in place"), and that with
 the weighted sum of a token's rows behind it, where rows come back.
 
-    torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl
+    torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl --soak 100000
 
 Plans are of copies on copy engines, of uniform routing alone; host-known counts.
 """
@@ -18,14 +18,16 @@ import argparse
 import faulthandler
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from experts_ablation import Other, ablations, by_hand
+from experts_layer import DIRECTIONS, MODELS, ROUTINGS, TOKENS, Case, Layer
+from experts_soak import soak
 from torch import Tensor
 
 import counterpoint as cp
@@ -34,16 +36,8 @@ from counterpoint.measure import record
 from counterpoint.measure.timing import captured, relative_error, rotate
 from counterpoint.model.experts import predict
 from counterpoint.ops.auto import knowledge_of
-from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.launch_experts import (
-    AllToAllMatmul,
-    MatmulAllToAll,
-    Sending,
-    sending_of,
-)
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 CALLS, ROUNDS = 4, 9  # of one graph, and how often it is replayed
@@ -51,132 +45,12 @@ SAMPLE_ROWS = 64
 LOOPED = 32  # experts of a rank, up to which a loop of matmuls is an arm
 
 
-class Model(NamedTuple):
-    """Sizes of a model's experts; those of a rank are as on 8 ranks."""
-
-    name: str
-    experts: int  # of a rank
-    hidden: int
-    ffn: int
-    top: int
-
-
-MODELS = (Model("DeepSeek-V3", 32, 7168, 2048, 8), Model("Qwen3-235B", 16, 4096, 1536, 8),
-          Model("Mixtral-8x7B", 1, 4096, 14336, 2))  # fmt: skip
-TOKENS = (4096, 1024, 256)  # of a rank
-ROUTINGS = ("uniform", "skewed")
-DIRECTIONS = ("all_to_all_matmul", "matmul_all_to_all")
-ABLATED = tuple(f"{op} DeepSeek-V3 {tokens} uniform" for op in DIRECTIONS for tokens in (4096, 256))
 # plans of copies, of equal counts alone; named by the experts of a rank, "" fits all
 PLANS = {
     "": ("grouped",),
     32: ("grouped 16/16", "grouped 8/8/8/8", "grouped 4/4/8/16", "grouped 16/8/4/4"),
     16: ("grouped 8/8", "grouped 4/4/4/4", "grouped 2/2/4/8", "grouped 8/4/2/2"),
 }
-
-
-class Case(NamedTuple):
-    """One layer: gate and up are one weight behind the all-to-all, down is before it."""
-
-    op: str
-    model: Model
-    tokens: int
-    routing: str
-
-    @property
-    def text(self) -> str:
-        """Of a line."""
-        return f"{self.op} {self.model.name} {self.tokens} {self.routing}"
-
-    @property
-    def k(self) -> int:
-        """Contracted size."""
-        return self.model.hidden if self.op == "all_to_all_matmul" else self.model.ffn
-
-    @property
-    def n(self) -> int:
-        """Columns of y."""
-        return 2 * self.model.ffn if self.op == "all_to_all_matmul" else self.model.hidden
-
-    def counts(self, ranks: int) -> Tensor:
-        """[ranks, experts], equal on all ranks; each rank sends tokens * top rows."""
-        rows, experts = self.tokens * self.model.top, ranks * self.model.experts
-        if self.routing == "uniform":
-            return torch.full((ranks, experts), rows // experts, dtype=torch.int64)
-        busy = min(3.0, 0.9 * ranks) / ranks
-        share = torch.full((ranks,), (1 - busy) / (ranks - 1))
-        share[0] = busy
-        draw = torch.Generator().manual_seed(self.tokens)
-        of_experts = share.repeat_interleave(self.model.experts)
-        chosen = torch.multinomial(of_experts.expand(ranks, -1), rows, True, generator=draw)
-        return torch.stack([each.bincount(minlength=experts) for each in chosen])
-
-
-class Layer:
-    """The tensors of a case on this rank, and the two libraries' parts."""
-
-    def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.case, self.group = case, group
-        ranks, rank = group.size(), group.rank()
-        self.counts = case.counts(ranks)
-        self.experts, self.local = self.counts.shape[1], case.model.experts
-        own = self.counts[:, rank * self.local : (rank + 1) * self.local]
-        self.sent, self.come = int(self.counts[rank].sum()), int(own.sum())
-        owners = self.counts.view(ranks, ranks, self.local).sum(2)
-        takes = 0 if case.op == "all_to_all_matmul" else 1
-        self.limit, self.busiest = int(owners.sum(takes).max()), int(owners.sum(0).max())
-        self.to, self.of = owners[rank].tolist(), owners[:, rank].tolist()
-        generator = torch.Generator(device).manual_seed(rank)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, generator=generator).bfloat16()
-
-        # each row, as its owner has it, and each weight by columns, as a Linear stores it
-        self.w = normal(self.local, case.n, case.k).transpose(1, 2)
-        self.there = there = case.op == "all_to_all_matmul"
-        self.x = normal(self.sent if there else self.come, case.k)
-        # what ours takes with counts on the device: equally many rows on all ranks
-        most = int(owners.sum(1).max() if there else owners.sum(0).max())
-        self.given = torch.cat((self.x, normal(most - len(self.x), case.k)))
-        rows = [(e, s) for e in range(self.local) for s in range(ranks)]
-        starts, place = {}, 0
-        for s in range(ranks):
-            for e in range(self.local):
-                starts[e, s] = place
-                place += int(own[s, e])
-        order = [torch.arange(starts[r], starts[r] + int(own[r[1], r[0]])) for r in rows]
-        # row i of those sorted by expert is row order[i] of those sorted by rank
-        self.order = torch.cat(order).to(device)
-        self.back = torch.argsort(self.order)
-        sums = own.sum(0).cumsum(0)
-        self.offs = sums.to(torch.int32).to(device)
-        self.edges = [0, *sums.tolist()]
-        self.on_device = self.counts.to(torch.int32).to(device)
-        self.arrived = normal(self.come, case.k)  # what the library's all-to-all brings
-        self.product = normal(self.come, case.n)
-        self.sorted = torch.empty_like(self.arrived if there else self.product)
-        # a token is the sum of `top` of the rows that come back, wherever they are
-        rows = torch.randperm(self.sent, device=device, generator=generator)
-        self.index = rows[: self.sent // case.model.top * case.model.top].view(-1, case.model.top)
-        self.weights = torch.rand(self.index.shape, device=device, generator=generator)
-        self.y = normal(self.come if there else self.sent, case.n)
-
-    def exchange(self, source: Tensor, target: Tensor, *, there: bool) -> None:
-        """The library's all-to-all, of rows sorted by rank on both sides."""
-        sizes = (self.of, self.to) if there else (self.to, self.of)
-        dist.all_to_all_single(target, source, *sizes, group=self.group)
-
-    def grouped(self, x: Tensor, _: Tensor) -> None:
-        """The library's grouped matmul, which makes its result."""
-        self.result = torch._grouped_mm(x, self.w, offs=self.offs)  # pyright: ignore
-
-    def looped(self, x: Tensor, y: Tensor) -> None:
-        """A matmul of the library for each expert."""
-        for e in range(self.local):
-            first, last = self.edges[e : e + 2]
-            if first < last:
-                torch.mm(x[first:last], self.w[e], out=y[first:last])
-        self.result = y
 
 
 def arms_of(layer: Layer) -> dict[str, Callable[[int], object]]:
@@ -237,36 +111,6 @@ def ours(layer: Layer, group: dist.ProcessGroup) -> dict[str, Callable[[int], Te
     return found
 
 
-def by_hand(
-    layer: Layer, group: dist.ProcessGroup, device: torch.device, tile: Tile, way: Sending
-) -> Callable[[int], Tensor]:
-    """The kernels with another tile, or another way to send."""
-    memory, case = fused_memory(workspace_of(group, device)), layer.case
-    sizes = (memory, 0, layer.experts, layer.limit, case.k, case.n, torch.bfloat16, tile)
-    call: Any = AllToAllMatmul(*sizes, way) if layer.there else MatmulAllToAll(*sizes)
-    y = torch.empty(layer.limit, case.n, device=device, dtype=torch.bfloat16)
-
-    def run(_: int) -> Tensor:
-        call(layer.given, layer.w, layer.on_device, len(layer.given), y)
-        return y
-
-    return run
-
-
-def ablations(case: Case, rows: int, ranks: int) -> dict[str, tuple[Tile, Sending]]:
-    """What else could have been taken: tiles, and where rows are sent, senders and parts."""
-    local, back = case.model.experts, case.op == "matmul_all_to_all"
-    tile, way = tile_of(rows, case.k, case.n, local, back=back), sending_of(rows, local, ranks)
-    tiles = (Tile(), Tile(stages=3), Tile(128, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4))
-    found = {f"tile {t.block_m}x{t.block_n}x{t.stages}": (t, way) for t in tiles if t != tile}
-    if back:
-        return found
-    senders = {f"{n} senders": (tile, replace(way, senders=n)) for n in (8, 16, 24, 32, 48)
-               if n != way.senders}  # fmt: skip
-    parts = {f"{n} parts": (tile, replace(way, parts=n)) for n in (way.parts // 2, way.parts * 2)}
-    return found | senders | parts | {"senders do not join": (tile, replace(way, join=False))}
-
-
 def planned(layer: Layer, spec: str) -> Callable[[int], Tensor]:
     """An operator by a plan, which makes its result."""
     op = getattr(cp, layer.case.op)
@@ -295,7 +139,7 @@ def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
 
 def measure(
     case: Case, group: dist.ProcessGroup, device: torch.device,
-    ways: dict[str, tuple[Tile, Sending]] | None = None, rounds: int = ROUNDS,
+    ways: dict[str, Other] | None = None, rounds: int = ROUNDS,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of one case; each of our arms is checked first.
 
@@ -304,8 +148,8 @@ def measure(
     """
     layer = Layer(case, group, device)
     mine: dict[str, Callable[[int], Tensor]] = dict(ours(layer, group))
-    for name, (tile, way) in (ways or {}).items():
-        mine[name] = by_hand(layer, group, device, tile, way)
+    for name, other in (ways or {}).items():
+        mine[name] = by_hand(layer, group, device, other)
     specs = PLANS[""] + PLANS.get(layer.local, ()) if case.routing == "uniform" else ()
     built = {f"plan {spec}": spec_of(layer, spec, workspace_of(group, device)) for spec in specs}
     mine |= {name: planned(layer, name.removeprefix("plan ")) for name in built}
@@ -358,18 +202,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose text has this in it")
+    parser.add_argument("--soak", type=int, default=0, help="calls of each under random delays")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(240, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True)
     start_s = time.monotonic()
     with nccl_group() as (group, device):
+        for op in DIRECTIONS if args.soak else ():
+            row = soak(args.soak, op, group, device)
+            if group.rank() == 0:
+                record.append(args.out, [row])
+                print(f"{time.monotonic() - start_s:4.0f} s  soak of {op}: {row['calls']} calls, "
+                      f"{row['wrong']} wrong", flush=True)  # fmt: skip
         for values in product(DIRECTIONS, MODELS, TOKENS, ROUTINGS):
             case = Case(*values)
             if args.only not in case.text:
                 continue
-            counts = case.counts(group.size())
-            rows_each = int(counts.sum(1).max())
-            also = ablations(case, rows_each, group.size()) if case.text in ABLATED else None
-            rows = measure(case, group, device, also)
+            rows = measure(case, group, device, ablations(case, group.size()))
             if group.rank() == 0:
                 facts = {"table": "experts", "ranks": group.size()} | record.environment()
                 record.append(args.out, [row | facts for row in rows])

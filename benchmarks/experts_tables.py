@@ -8,6 +8,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from copies_tables import table
+from experts_layer import FIRST
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import shipped
@@ -28,6 +29,7 @@ class Measured:
     def __init__(self, rows: Sequence[Row], busiest: int) -> None:
         self.head, self.busiest = rows[0], busiest
         self.seconds = {row["arm"]: row["median_s"] for row in rows}
+        self.skews = {row["arm"]: row["skew_s"] for row in rows}
         self.back = self.head["op"] == "matmul_all_to_all"
 
     def fastest(self, start: str, end: str = "") -> float:
@@ -54,7 +56,7 @@ class Measured:
 
     @property
     def ideal_s(self) -> float:
-        """The longer of the two sides."""
+        """The longer of the libraries' two sides: what is left where all of the other hides."""
         return max(self.matmul_s, self.seconds["communication"])
 
     @property
@@ -115,6 +117,8 @@ def read(path: Path) -> list[Measured]:
     """Its cases, in the order of the file."""
     cases: dict[tuple[Any, ...], list[Row]] = {}
     for row in record.read(path):
+        if row["table"] != "experts":
+            continue
         key = tuple(row[name] for name in ("op", "model", "tokens", "routing"))
         cases.setdefault(key, []).append(row)
     # what the busiest rank gets of the rows there it sends back: the same table of counts
@@ -153,6 +157,8 @@ def sections(results: Path, images: Path) -> dict[str, str]:
         + f"\n\nMicroseconds, CUDA graphs, one rotation a case. {where}.",
         "experts-choice": "\n".join(_choice(cases) for cases in files),
         "experts-ablation": _ablation(files[0]),
+        "experts-first": _firsts(files),
+        "experts-soak": "\n".join(_soaks(paths)),
     }  # fmt: skip
 
 
@@ -196,7 +202,8 @@ def _us(seconds: float) -> str:
 def _times(cases: Sequence[Measured]) -> str:
     back = cases[0].back
     head = ["model, tokens of a rank", "matmul", "all-to-all", "weights once", "pair", "in place",
-            "one kernel", "less than pair", "than in place", "hidden", "plan", "auto"]  # fmt: skip
+            "ideal, less", "one kernel", "less than pair", "than in place", "hidden", "plan",
+            "auto"]  # fmt: skip
     if back:
         head += ["in place, sum", "one kernel, sum", "less"]
     lines: list[list[str]] = []
@@ -205,7 +212,8 @@ def _times(cases: Sequence[Measured]) -> str:
         hidden = (c.in_place_s - c.ours_s) / (c.in_place_s - c.ideal_s)
         line = [f"{h['model']}, {h['tokens']}, {h['routing']}", _us(c.matmul_s),
                 _us(c.seconds["communication"]), _us(h["weight_bytes"] / 4.3e12), _us(c.pair_s),
-                _us(c.in_place_s), _us(c.ours_s), f"{1 - c.ours_s / c.pair_s:.0%}",
+                _us(c.in_place_s), f"{_us(c.ideal_s)}, {1 - c.ideal_s / c.pair_s:.0%}",
+                _us(c.ours_s), f"{1 - c.ours_s / c.pair_s:.0%}",
                 f"{1 - c.ours_s / c.in_place_s:.0%}", f"{hidden:.0%}",
                 _us(c.planned_s) if c.planned_s < math.inf else "-", c.picked]  # fmt: skip
         if back:
@@ -226,7 +234,11 @@ def _means(cases: Sequence[Measured]) -> str:
         texts.append(f"{tokens} tokens: pair / the fastest {pair:.2f}{bar}, in place / auto "
                      f"{place:.2f}")  # fmt: skip
     less = [1 - min(c.better_s, c.pair_s) / c.pair_s for c in cases]
-    texts.append(f"less time than the pair: mean {fmean(less):.0%}, most {max(less):.0%}")
+    ideal = [1 - c.ideal_s / c.pair_s for c in cases]
+    texts.append(
+        f"less time than the pair, {len(cases)} cases: mean {fmean(less):.0%}, most "
+        f"{max(less):.0%}; the ideal has {fmean(ideal):.0%} and {max(ideal):.0%}"
+    )
     return "; ".join(texts) + "."
 
 
@@ -260,9 +272,34 @@ def _choice(cases: Sequence[Measured]) -> str:
     )
 
 
+def _firsts(files: Sequence[Sequence[Measured]]) -> str:
+    """By the rank that comes first: microseconds, and those between the first rank and the last."""
+    names = {"one kernel": "next rank first, as taken"} | {name: name for name in FIRST.values()}
+    lines: list[list[str]] = []
+    for c in (c for cases in files for c in cases):
+        if any(name not in c.seconds for name in names):
+            continue
+        h = c.head
+        label = f"{h['ranks']} GPUs, {NAMES[h['op']]}, {h['model']}, {h['tokens']}, {h['routing']}"
+        cells = [f"{_us(c.seconds[name])}, {_us(c.skews[name])}" for name in names]
+        lines.append([label, *cells])
+    return table(["case", *names.values()], lines) if lines else "Not yet run at this commit."
+
+
+def _soaks(paths: Sequence[Path]) -> list[str]:
+    """What came of calls under random delays; that there are none yet, where there are no rows."""
+    rows = [row for path in paths for row in record.read(path) if row["table"] == "experts soak"]
+    lines = [
+        f"- {row['op']}: {row['calls']:,} calls on {row['ranks']} GPUs in {row['seconds']:.0f} s, "
+        f"{row['eager']:,} of them eager, the others replayed: {row['wrong']:,} wrong."
+        for row in rows
+    ]
+    return lines or ["- Not yet run at this commit."]
+
+
 def _ablation(cases: Sequence[Measured]) -> str:
     """Microseconds of each other way, beside the one that is taken."""
-    known = ("matmul", "pair", "in place", "communication", "one kernel")
+    known = ("matmul", "pair", "in place", "communication", "one kernel", *FIRST.values())
     lines: list[list[str]] = []
     for c in cases:
         others = {a: t for a, t in c.seconds.items() if not a.startswith(known)}

@@ -29,7 +29,7 @@ LIMITS_S = {"smoke": (420, 60), "full": (420, 210), "study": (0, 0), "loops": (0
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
 STUDY = ("losses", "copies", "gathered", "few_rows", "decode", "experts", "embedding", "steps")
-EMBEDDING_S, EXPERTS_S, STEPS_S = 150, 240, 180
+EMBEDDING_S, EXPERTS_S, STEPS_S = 150, 310, 180
 DECODE_S = 120
 LOSSES_S = 100
 SHORT_S = 60  # of each other part
@@ -80,9 +80,9 @@ def main() -> int:
         "training": (["benchmarks/training.py", *suite], SHORT_S),
         "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
         "gathered": (["benchmarks/gathered.py"], SHORT_S),
-        "experts": (["benchmarks/experts.py"], EXPERTS_S),
+        "experts": (["benchmarks/experts.py", "--soak", "100000"], EXPERTS_S),
         "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
-        "embedding": (["benchmarks/embedding.py", "--soak", "20000"], EMBEDDING_S),
+        "embedding": (["benchmarks/embedding.py", "--soak", "100000"], EMBEDDING_S),
         "steps": (["benchmarks/steps.py", *suite], STEPS_S),
         "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
         "resources": (["benchmarks/resources.py", *suite], LOOPS_S),

@@ -308,8 +308,8 @@ def scores_tables() -> str:
         machine = shipped(found[0].gpu, ranks)
         assert machine is not None, "the library has measured costs of H200s"
         parts.append(found)
-        for name, part in parts_of(found).items():
-            if name == "all scenarios":
+        for name, part in parts_of([*found, *experts_of(ranks)]).items():
+            if name.startswith("all "):
                 continue
             text += [f"**{ranks} GPUs, {name}: {len(part)} scenarios**",
                      markdown([HEAD, *cells_of(part, machine)])]  # fmt: skip
@@ -321,6 +321,12 @@ def scores_tables() -> str:
     draw(parts, IMAGES / "evaluate-speedups.png")
     replace(ROOT / "README.md", "chooser", short_scores(parts))
     return "\n\n".join(text)
+
+
+def experts_of(ranks: int) -> list[Found]:
+    """The scenarios with experts; none where they were not measured."""
+    path = RESULTS / f"evaluate-experts-{ranks}x-h200.jsonl"
+    return scenarios_of(record.read(path)) if path.exists() else []
 
 
 def short_scores(parts: list[list[Found]]) -> str:

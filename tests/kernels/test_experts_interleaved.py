@@ -12,11 +12,12 @@ from counterpoint.kernels import all_to_all_matmul as dispatch
 from counterpoint.kernels import matmul_all_to_all as combine
 from counterpoint.kernels import peer
 from counterpoint.plan.expert_tiles import Tile
-from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending
+from counterpoint.runtime.launch_experts import AllToAllMatmul, First, MatmulAllToAll, Sending
 
 TILE = Tile(16, 16, 16, 1, 4, 2)
 N, K = 24, 32
 LIMIT = 96
+FIRSTS: tuple[First, ...] = ("next", "own", "same")
 FAULTS = {
     "relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
     "epoch": ("next_epoch", same_epoch), "uncounted": ("is_last", is_last_relaxed),
@@ -64,6 +65,9 @@ def errors_of(
             if fault and any(found):
                 break  # it shows
             torch.manual_seed(seed)
+            # whoever comes first, and however few rows are multiplied, the result is the same
+            first: First = FIRSTS[seed % 3]
+            halves = seed % 2 == 0
             each = memories(ranks, 2 * 4 * (LIMIT + 1) * K + 4096)
             calls: list[Any] = []
             for call in range(3):
@@ -73,14 +77,20 @@ def errors_of(
                 rooms = [guarded(LIMIT * N, torch.nan) for _ in range(ranks)]
                 calls.append((counts, ws, xs, rooms))
 
-            def run(r: int, each: Any = each, calls: Any = calls) -> None:
+            def run(
+                r: int,
+                each: Any = each,
+                calls: Any = calls,
+                first: First = first,
+                halves: bool = halves,
+            ) -> None:
                 if back:
                     op: Any = MatmulAllToAll(each[r], 0, experts, LIMIT, K, N, torch.float32,
-                                             TILE)  # fmt: skip
+                                             TILE, first)  # fmt: skip
                 else:
-                    way = Sending(2, 2, 64, join=True)
+                    way = Sending(2, 2, 64, join=True, first=first)
                     op = AllToAllMatmul(each[r], 0, experts, LIMIT, K, N, torch.float32, TILE,
-                                        way)  # fmt: skip
+                                        way, halves=halves)  # fmt: skip
                 op.sms = 2
                 local = experts // ranks
                 for counts, ws, xs, rooms in calls:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,8 +17,9 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.machine import Machine
 from counterpoint.measure import canvas, record
 from counterpoint.measure.compare import Case, compare
+from counterpoint.measure.compare_experts import Layer, compare_experts
 from counterpoint.measure.evaluated import scenarios_of, tiles_of
-from counterpoint.measure.scenarios import TOKENS, Scenario, scenarios
+from counterpoint.measure.scenarios import TOKENS, Scenario, expert_scenarios, scenarios
 from counterpoint.ops.auto import knowledge_of, known_tiles
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import gather_object
@@ -105,9 +107,10 @@ def chosen_from(part: str, only: str, ranks: int) -> tuple[Scenario, ...]:
     if min(TOKENS) % ranks:
         raise InputError("evaluate", "GPUs", want="2, 4, 8 or another number that divides "
                          f"{min(TOKENS)} tokens", got=ranks)  # fmt: skip
-    left = tuple(s for s in scenarios(ranks) if only.lower() in s.name.lower())
+    known = (*scenarios(ranks), *expert_scenarios(ranks))
+    left = tuple(s for s in known if only.lower() in s.name.lower())
     if not left:
-        some = ", ".join(dict.fromkeys(s.model for s in scenarios(ranks)))
+        some = ", ".join(dict.fromkeys(s.model for s in known))
         raise InputError("evaluate", "--only", want=f"part of a scenario's name ({some})", got=only)
     number, _, of = part.partition("/")
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
@@ -136,9 +139,15 @@ def _measured(out: Path, part: str, only: str) -> bool:
                 # tiles are asked of each GPU by itself; all ranks time the same in one order
                 specs = candidates(p, machine, known_tiles(p, device))
                 specs = gather_object(specs, group)[0]
-                case = Case(p.op, p.m, p.n, p.k, f"{each.model} {each.layer}", p.dtype)
-                rows = compare(case, specs, group=group, device=device, rounds=ROUNDS, soak_s=0.2,
-                               eager=False)  # fmt: skip
+                more: dict[str, Any] = {"group": group, "device": device, "rounds": ROUNDS,
+                                        "soak_s": 0.2}  # fmt: skip
+                layer = f"{each.model} {each.layer}"
+                if p.experts:
+                    of = Layer(layer, each.tokens)
+                    rows = compare_experts(p, of, specs, machine, **more)
+                else:
+                    case = Case(p.op, p.m, p.n, p.k, layer, p.dtype)
+                    rows = compare(case, specs, eager=False, **more)
                 if first:
                     record.append(out, [row | {"table": "evaluate"} for row in rows])
                 if first and not progress.console.is_terminal:

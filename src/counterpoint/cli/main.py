@@ -387,7 +387,8 @@ def evaluate(
 ) -> None:
     """Score the choice of plans at layers of real models: how often right, and how far off.
 
-    Measures every candidate of 72 scenarios on the GPUs here, or reads rows that were measured.
+    Measures every candidate of 72 scenarios, and of 18 with experts (`--only experts`), on the GPUs
+    here, or reads rows that were measured.
     Rows of the matmul library's tiles (`--rows tiles-h200.jsonl`) may stand beside those of times.
 
     **Example:** `counterpoint evaluate --rows benchmarks/results/evaluate-4x-h200.jsonl`

@@ -30,14 +30,14 @@ from counterpoint.kernels.routes import (
 @triton.jit
 def send_part(
     unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags, limit, rank,
-    epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+    first_rank, epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Send part of the rows of an expert: number `unit` of what this rank sends."""
     local = E // WORLD
     expert = unit // (WORLD * PARTS)
     # a program turns to another rank with each expert: none has all that goes to the busiest one
     turn = (unit + expert * PARTS) % (WORLD * PARTS)
-    to, part = (rank + 1 + turn // PARTS) % WORLD, turn % PARTS
+    to, part = (first_rank + turn // PARTS) % WORLD, turn % PARTS
     there = to * local + expert
     origin_ptr = routes_ptr + rank * (E + 1) + there
     begin = tl.load(origin_ptr)
@@ -71,7 +71,24 @@ def parts_of(at_m, own_ptr, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: t
     return (first < last) & (first < at_m + BLOCK_M) & (last > at_m)
 
 
-@triton.jit(do_not_specialize=["T", "limit", "rank", "tag", "timeout_ns"])
+@triton.jit
+def multiply_block(
+    received_desc, w_desc, y_ptr, here, at_m, end, at_n, expert, N, K, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows [at_m, at_m + BLOCK_M) of y up to `end`, from those received at `here`."""
+    X: tl.constexpr = y_ptr.dtype.element_ty
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
+        acc = tl.dot(received_desc.load([here, k]), w, acc, input_precision="ieee")
+    rows = at_m + tl.arange(0, BLOCK_M)
+    cols = at_n + tl.arange(0, BLOCK_N)
+    to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "limit", "rank", "first_rank", "tag", "timeout_ns"])
 def all_to_all_matmul_kernel(
     x_ptr,  # [T, K]
     received_desc,  # [rows of both halves, K], of this rank
@@ -91,8 +108,10 @@ def all_to_all_matmul_kernel(
     half_flags,  # likewise, in flags
     limit,  # rows that a rank can take
     rank,
+    first_rank,  # that rows are sent to first
     tag,
     timeout_ns,
+    half_desc,  # as received_desc, of half a block, for a block that has no more; or None
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E_local, a power of 2
     COLUMNS: tl.constexpr,
@@ -106,7 +125,6 @@ def all_to_all_matmul_kernel(
     GROUP_M: tl.constexpr,  # blocks of rows that share their columns of w in L2
     STAGES: tl.constexpr,
 ):
-    X: tl.constexpr = x_ptr.dtype.element_ty
     local = E // WORLD
     starts_ptr = starts_ptr_of(routes_ptr, E, WORLD)
     tiles_ptr = tiles_ptr_of(routes_ptr, E, WORLD)
@@ -126,7 +144,7 @@ def all_to_all_matmul_kernel(
         for unit in tl.range(program, local * WORLD * PARTS, SENDERS):
             send_part(
                 unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
-                limit, rank, epoch, works, WORLD, PARTS, PIECE,
+                limit, rank, first_rank, epoch, works, WORLD, PARTS, PIECE,
             )  # fmt: skip
         if JOIN:
             waits = tl.atomic_add(senders_ptr, 0, sem="relaxed", scope="gpu") == SENDERS
@@ -156,14 +174,16 @@ def all_to_all_matmul_kernel(
                 late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
                 through_tma()
                 here = (epoch & 1) * half_rows + at_m
-                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-                    w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
-                    acc = tl.dot(received_desc.load([here, k]), w, acc, input_precision="ieee")
-                rows = at_m + tl.arange(0, BLOCK_M)
-                cols = at_n + tl.arange(0, BLOCK_N)
-                to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
-                tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
+                if half_desc is not None and end - at_m <= BLOCK_M // 2:
+                    multiply_block(
+                        half_desc, w_desc, y_ptr, here, at_m, end, at_n, expert, N, K, COLUMNS,
+                        BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
+                    )  # fmt: skip
+                else:
+                    multiply_block(
+                        received_desc, w_desc, y_ptr, here, at_m, end, at_n, expert, N, K, COLUMNS,
+                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                    )  # fmt: skip
             tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
 
     if program == programs - 1:

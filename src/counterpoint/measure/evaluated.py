@@ -53,7 +53,8 @@ def scenarios_of(rows: Sequence[Row]) -> list[Found]:
     shapes: dict[Problem, dict[str, Row]] = {}
     for row in rows:
         if row.get("mode") == "graph" and "op" in row:
-            problem = Problem(row["op"], row["m"], row["n"], row["k"], row["ranks"], row["dtype"])
+            problem = Problem(row["op"], row["m"], row["n"], row["k"], row["ranks"], row["dtype"],
+                              experts=row.get("experts", 0))  # fmt: skip
             arms = shapes.setdefault(problem, {})
             if row["arm"] in arms:  # measured once more: times of two rotations do not compare
                 arms.clear()
@@ -63,11 +64,11 @@ def scenarios_of(rows: Sequence[Row]) -> list[Found]:
         seconds = {arm: row["median_s"] for arm, row in arms.items()}
         times = {a: t for a, t in seconds.items() if a == "serial" or a not in FIXED}
         layer = (arms["serial"].get("layer") or problem.op).partition(",")[0]
-        name = f"{layer}, {problem.m} tokens"
-        moved_s = min(seconds[a] for a in ("communication", "copy_engine"))
+        name = f"{layer}, {arms['serial'].get('tokens', problem.m)} tokens"
+        moved_s = min(seconds[a] for a in ("communication", "copy_engine") if a in seconds)
         ideal_s = max(seconds["compute"], moved_s)
-        picked = arms[AUTO]["pick"] if AUTO in arms else ""
-        if picked:  # the same plan, timed twice, or no candidate of that measurement
+        picked = arms[AUTO if AUTO in arms else "serial"].get("pick", "")
+        if AUTO in arms:  # the same plan, timed twice, or no candidate of that measurement
             times[picked] = fmean((times.get(picked, seconds[AUTO]), seconds[AUTO]))
         known = arms.get(AUTO, {}).get("tiles", ())
         tiles = {(m, n, k): (height, width) for m, n, k, height, width in known}
@@ -85,11 +86,16 @@ def tiles_of(rows: Iterable[Row]) -> Tiles:
 
 
 def parts_of(found: Sequence[Found]) -> dict[str, list[Found]]:
-    """Those that the chooser was made with, and those of models that it was not."""
-    fitted = [each for each in found if FITTED in each.measured.name]
+    """Those that the chooser was made with, those of models that it was not, and experts."""
+    experts = [each for each in found if each.measured.problem.experts]
+    others = [each for each in found if not each.measured.problem.experts]
+    if not others:
+        return {"experts": experts}
+    fitted = [each for each in others if FITTED in each.measured.name]
     seen = (FITTED, LOOKED_AT, "Llama-3", "70B", "405B")  # and by older names
-    unseen = [each for each in found if not any(m in each.measured.name for m in seen)]
-    parts = {"all scenarios": list(found), f"{FITTED}, fitted to": fitted,
+    unseen = [each for each in others if not any(m in each.measured.name for m in seen)]
+    parts = {"all scenarios": list(found), "all but experts": others if experts else [],
+             f"{FITTED}, fitted to": fitted, "experts": experts,
              "models not fitted to": unseen}  # fmt: skip
     return {
         name: part for name, part in parts.items() if part and (part == unseen or len(part) > 1)
@@ -107,7 +113,7 @@ def ways_of(found: Sequence[Found], machine: Machine | None) -> list[Way]:
         if any(each.tiles for each in found):
             picks["the model now"] = lambda f: _by_model(f, machine, f.tiles)
         picks["the model now, tiles not known"] = lambda f: _by_model(f, machine, NO_TILES)
-        picks["the static rule"] = lambda f: by_rule(f.measured.problem, machine).spec
+        picks["the static rule"] = lambda f: _by_rule(f, machine)
     ways: list[Way] = []
     for name, pick in picks.items():
         specs = {each.measured.problem: pick(each) for each in found}
@@ -131,14 +137,14 @@ def scores_of(found: Sequence[Found], machine: Machine | None) -> list[Score]:
 def speedups_of(way: Way, found: Sequence[Found], least_m: int = 0) -> dict[str, float]:
     """Geometric means of serial, shard_p2p and torch's fused operators over a way's times.
 
-    Of scenarios with `least_m` tokens or more, each where both were measured; what has none is
-    left out.
+    With `least_m` of scenarios with so many tokens or more, those with experts left out. Each
+    where both were measured; what has none is left out.
     """
     ratios: dict[str, list[float]] = {"serial": [], "shard_p2p": [], "torch": []}
     for each in found:
         p, times = each.measured.problem, each.measured.times
-        if p.m < least_m or p not in way.seconds:
-            continue
+        if p.m < least_m or p not in way.seconds or (least_m and p.experts):
+            continue  # rows of experts are not tokens
         bases = {"serial": times["serial"], "torch": each.torch_s}
         bases["shard_p2p"] = next((times[spec] for spec in SHARD_P2P if spec in times), 0.0)
         for name, base_s in bases.items():
@@ -161,3 +167,13 @@ def points_of(found: Sequence[Found], machine: Machine) -> list[Point]:
 
 def _by_model(each: Found, machine: Machine, tiles: Tiles) -> str:
     return by_model(each.measured.problem, machine, tiles=tiles).spec
+
+
+def _by_rule(each: Found, machine: Machine) -> str:
+    """What the rule says, as it was measured: a rule may name sizes that a spec leaves out."""
+    p = each.measured.problem
+    spec = by_rule(p, machine).spec
+    if spec in each.measured.times:
+        return spec
+    same = (s for s in each.measured.times if build(p, s, machine).spec == spec)
+    return next(same, spec)

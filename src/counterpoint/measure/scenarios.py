@@ -4,6 +4,10 @@ Sizes are those of one rank of eight (tensor parallel), bf16; tokens are M over 
 of the model, the rule and few of the constants were found at the 16 scenarios of `FITTED` and the
 rows of `characterize`; margins and ties of the chooser also at shapes of `LOOKED_AT`. The other 40
 are what it is scored by. Source: the models' configurations.
+
+Layers of experts are a group of their own: the experts of one rank of eight (expert parallel),
+tokens are those of a rank, and every expert gets equally many rows. Their constants were read off
+measurements of the same sizes on 4 GPUs.
 """
 
 from typing import NamedTuple
@@ -44,26 +48,58 @@ LAYERS: dict[str, dict[str, tuple[Op, int, int]]] = {
         "o": ("matmul_reduce_scatter", 2880, 512),
     },
 }
+EXPERT_TOKENS = (256, 1024, 4096)  # of a rank
+# experts of one rank, hidden and ffn sizes, experts of a token
+EXPERT_LAYERS = {
+    "DeepSeek-V3": (32, 7168, 2048, 8),
+    "Qwen3-235B": (16, 4096, 1536, 8),
+    "Mixtral-8x7B": (1, 4096, 14336, 2),
+}
 
 
 class Scenario(NamedTuple):
-    """One layer at a number of tokens."""
+    """One layer at a number of tokens.
+
+    Args:
+        top: rows of x for each token.
+    """
 
     model: str
     layer: str
     problem: Problem
+    top: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Over all ranks; with experts, of a rank."""
+        return self.problem.m // self.top
 
     @property
     def name(self) -> str:
         """As text: "Llama-3-70B qkv, 2048 tokens"."""
-        return f"{self.model} {self.layer}, {self.problem.m} tokens"
+        return f"{self.model} {self.layer}, {self.tokens} tokens"
 
 
 def scenarios(ranks: int) -> tuple[Scenario, ...]:
-    """All of them on so many ranks, few tokens first: what takes long comes last."""
+    """All without experts on so many ranks, few tokens first: what takes long comes last."""
     return tuple(
         Scenario(model, layer, Problem(op, tokens, n, k, ranks))
         for tokens in TOKENS
         for model, layers in LAYERS.items()
         for layer, (op, n, k) in layers.items()
     )
+
+
+def expert_scenarios(ranks: int) -> tuple[Scenario, ...]:
+    """All with experts, likewise: rows to the experts behind gate and up, back behind down."""
+    found: list[Scenario] = []
+    for tokens in EXPERT_TOKENS:
+        for model, (experts, hidden, ffn, top) in EXPERT_LAYERS.items():
+            sizes: tuple[tuple[str, Op, int, int], ...] = (
+                ("experts gate+up", "all_to_all_matmul", 2 * ffn, hidden),
+                ("experts down", "matmul_all_to_all", hidden, ffn),
+            )
+            for layer, op, n, k in sizes:
+                problem = Problem(op, tokens * top, n, k, ranks, experts=experts)
+                found.append(Scenario(model, layer, problem, top))
+    return tuple(found)

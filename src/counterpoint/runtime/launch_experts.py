@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -30,6 +30,8 @@ from counterpoint.runtime.lanes_cuda import raw_stream
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
+# which rank comes first, on each: the next one, its own comes last; its own; rank 0 on all
+First = Literal["next", "own", "same"]
 INTERPRETED: bool = triton.knobs.runtime.interpret  # pyright: ignore
 
 
@@ -42,12 +44,14 @@ class Sending:
         parts: of the rows of an (expert, rank), a flag behind each; a power of 2.
         piece: words of 4 bytes that a program sends at a time.
         join: whether senders take tiles when they have sent all.
+        first: the rank that rows go to first.
     """
 
     senders: int = 16
     parts: int = 8
     piece: int = 8192
     join: bool = not INTERPRETED  # where programs run one after another, senders may not wait
+    first: First = "next"
 
 
 def sending_of(rows: int, experts: int, ranks: int) -> Sending:
@@ -55,6 +59,11 @@ def sending_of(rows: int, experts: int, ranks: int) -> Sending:
     senders = 16 if rows >= MANY_ROWS * experts else 32
     # all senders are at one expert at a time, so that it is there soon; a single one is in pieces
     return Sending(senders, max(1, senders // ranks) * (1 if experts > 4 else 8))
+
+
+def first_rank(first: First, rank: int, ranks: int) -> int:
+    """Which rank comes first on `rank`."""
+    return {"next": (rank + 1) % ranks, "own": rank, "same": 0}[first]
 
 
 def refusal(w: Tensor, ranks: int) -> str:
@@ -169,6 +178,7 @@ class AllToAllMatmul(_Experts):
 
     Args:
         way: how rows are sent; equal on all ranks.
+        halves: whether a block that is no more than half full is multiplied as half a block.
         Others: as above.
 
     Raises:
@@ -179,10 +189,11 @@ class AllToAllMatmul(_Experts):
 
     def __init__(
         self, memory: FusedMemory, tag: int, experts: int, limit: int, k: int, n: int,
-        dtype: torch.dtype, tile: Tile, way: Sending,
+        dtype: torch.dtype, tile: Tile, way: Sending, *, halves: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
         self.way, self.row_bytes = way, k * dtype.itemsize
+        self.first_rank = first_rank(way.first, self.rank, self.world)
         memory.tiles.reserve((limit + 1) * self.row_bytes)  # the odd half begins at a whole row
         memory.flags.reserve(4 * experts * way.parts)
         self.bases, self.flags = memory.tiles.bases, memory.flags.bases
@@ -192,6 +203,8 @@ class AllToAllMatmul(_Experts):
         assert memory.tiles.memory is not None
         whole = memory.tiles.memory.local()[: rows * self.row_bytes].view(dtype).view(rows, k)
         self.received = TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k])
+        half = [tile.block_m // 2, tile.block_k]
+        self.half = TensorDescriptor.from_tensor(whole, half) if halves else None
 
     def __call__(
         self, x: Tensor, w: Tensor, counts: Tensor, has: int, y: Tensor, rows: Tensor | None = None
@@ -212,9 +225,9 @@ class AllToAllMatmul(_Experts):
         arguments = (
             x, self.received, w_desc, y, self.routes, self.bases, self.flags, memory.state,
             memory.fault, x.shape[0], self.n, self.k, self.experts, self.row_bytes // 4,
-            self.half_rows, self.half_flags, self.limit, self.rank, self.tag, self.timeout_ns,
-            self.world, self.local, columns, way.senders, way.parts, way.piece, way.join,
-            *self.tile.constants,
+            self.half_rows, self.half_flags, self.limit, self.rank, self.first_rank, self.tag,
+            self.timeout_ns, self.half, self.world, self.local, columns, way.senders, way.parts,
+            way.piece, way.join, *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         programs = way.senders + self.sms if INTERPRETED else 0
@@ -225,15 +238,21 @@ class AllToAllMatmul(_Experts):
 
 
 class MatmulAllToAll(_Experts):
-    """Experts multiply, and rows go back to where they came from; arguments as above."""
+    """Experts multiply, and rows go back to where they came from.
+
+    Args:
+        first: the rank whose rows of an expert are multiplied first.
+        Others: as above.
+    """
 
     back = True
 
     def __init__(
         self, memory: FusedMemory, tag: int, experts: int, limit: int, k: int, n: int,
-        dtype: torch.dtype, tile: Tile,
+        dtype: torch.dtype, tile: Tile, first: First = "next",
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
+        self.first_rank = first_rank(first, self.rank, self.world)
         memory.tiles.reserve(max(limit, 1) * n * dtype.itemsize)
         memory.flags.reserve(4 * self.world)
         self.bases, self.flags = memory.tiles.bases, memory.flags.bases
@@ -263,8 +282,8 @@ class MatmulAllToAll(_Experts):
         arguments = (
             x_desc, w_desc, x if add is None else add, self.routes, self.bases, self.flags,
             memory.state, x.shape[0], self.n, self.k, self.experts, self.half_bytes,
-            self.half_flags, self.limit, self.rank, self.world, self.local, columns,
-            add is not None, *self.tile.constants,
+            self.half_flags, self.limit, self.rank, self.first_rank, self.world, self.local,
+            columns, add is not None, *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         kinds = (columns, add is not None)
