@@ -22,7 +22,7 @@ import steps_dlrm
 import steps_experts
 import torch
 import torch.distributed as dist
-from experts import MODELS
+from experts_layer import MODELS
 from steps_dlrm import Steps, dlrm
 
 import counterpoint as cp

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from experts import Model
+from experts_layer import Model
 from steps_dlrm import Steps
 from torch import Tensor
 

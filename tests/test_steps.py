@@ -25,7 +25,7 @@ def rows_of_steps(rank: int, world_size: int, which: str) -> list[dict[str, Any]
     import steps
     import steps_dlrm
     import steps_experts
-    from experts import Model
+    from experts_layer import Model
 
     from counterpoint.measure.timing import Times
 
@@ -94,7 +94,7 @@ def what_is_said(rank: int, world_size: int, which: str) -> str:
     in_benchmarks()
     import steps_dlrm
     import steps_experts
-    from experts import Model
+    from experts_layer import Model
 
     from counterpoint.errors import CounterpointError
 
