@@ -18,6 +18,7 @@ from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import check_group
 from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
+from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.runtime.ranks import group_of
 
 
@@ -36,8 +37,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         (drows,) = grads
-        each = drows.index_select(0, places.flatten()).view(*places.shape, drows.shape[1])
-        return each.sum(1, dtype=torch.float32).to(drows.dtype), None, None
+        return sum_of_tokens(drows, places), None, None
 
 
 class ExpertParallelMLP(nn.Module):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.ops import all_to_all_matmul, call
+from counterpoint.ops import all_to_all_matmul, call, token_sums
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.experts import (
     Counts,
@@ -61,8 +61,7 @@ def matmul_all_to_all(
         sum_of: (rows, weights), both [tokens, top_k]: int32 or int64 into the rows of y, and
             floating point. Returned is then, instead of y,
             out[t] = weights[t, 0] y[rows[t, 0]] + weights[t, 1] y[rows[t, 1]] + ...,
-            summed in fp32 in that order and rounded once. Its gradient adds rows that are named
-            more than once in the dtype of x.
+            summed in fp32 in that order and rounded once, as its gradients are.
 
     Returns:
         dtype of x, [T, N], a new tensor: this rank's rows back, sorted by expert, all E of them. T
@@ -211,17 +210,13 @@ def _backward_sum(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tens
     if dout is None:
         return None, None, None, None, None, *none
     dx = dw = dweights = None
-    each = range(index.shape[1])
-    if any(ctx.needs_input_grad[:2]):
-        dy = dout.new_zeros(ctx.rows, dout.shape[1])
-        for j in each:
-            part = (weights[:, j, None].float() * dout).to(dout.dtype)
-            dy.index_add_(0, index[:, j], part)
+    need_weights = ctx.needs_input_grad[4]
+    if any(ctx.needs_input_grad[:2]) or need_weights:
+        dy, dweights = token_sums.gradients(
+            dout, index, weights, ctx.rows, y if need_weights else None
+        )
         dx, dw = _gradients(ctx, dy, x, w, counts)
-    if ctx.needs_input_grad[4]:
-        exact = dout.float()
-        columns = [(exact * y.index_select(0, index[:, j])).sum(1) for j in each]
-        dweights = torch.stack(columns, 1).to(weights.dtype) if columns else weights.clone()
+    dweights = dweights if need_weights else None
     return dx, dw, None, None, dweights, *none
 
 

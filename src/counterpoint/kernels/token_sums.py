@@ -1,0 +1,74 @@
+"""Sums of a token's rows, and what their gradients are: experts, on one rank.
+
+A token is the weighted sum of some rows. In its gradient each row is a sum of its own: of the
+tokens that name it, mostly one, in their order. So nothing is added up by atomics, and a run gives
+the same bits as the one before.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def token_sum_kernel(
+    rows_ptr,  # [rows, N]
+    index_ptr,  # [tokens, TOP]: which rows make a token
+    out_ptr,  # [tokens, N]
+    tokens,
+    N,
+    TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Each token the sum of its rows, in fp32 and in order."""
+    for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        for first in tl.range(0, N, BLOCK_N):
+            cols = first + tl.arange(0, BLOCK_N)
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for j in tl.static_range(TOP):
+                row = tl.load(index_ptr + token * TOP + j).to(tl.int64)
+                total += tl.load(rows_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+            place = out_ptr + tl.cast(token, tl.int64) * N + cols
+            tl.store(place, total.to(out_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def token_sum_gradient_kernel(
+    dout_ptr,  # [tokens, N]
+    weights_ptr,  # [tokens * TOP], of each entry
+    y_ptr,  # [rows, N], what was summed; of WEIGHTS
+    order_ptr,  # [tokens * TOP] int64: entries, sorted by the row that they name
+    starts_ptr,  # [rows + 1] int64: where those of each row begin
+    dy_ptr,  # [rows, N]
+    dweights_ptr,  # [tokens * TOP]; of WEIGHTS
+    rows,
+    N,
+    TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WEIGHTS: tl.constexpr,  # have a gradient, too
+):
+    """dy of each row: the gradients of its tokens, times their weights; and the weights' own."""
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        start = tl.load(starts_ptr + row).to(tl.int32)
+        stop = tl.load(starts_ptr + row + 1).to(tl.int32)
+        row_at = tl.cast(row, tl.int64) * N
+        for first in tl.range(0, N, BLOCK_N):
+            cols = first + tl.arange(0, BLOCK_N)
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for at in tl.range(start, stop):
+                entry = tl.load(order_ptr + at)
+                place = dout_ptr + entry // TOP * N + cols
+                weight = tl.load(weights_ptr + entry).to(tl.float32)
+                total += weight * tl.load(place, mask=cols < N, other=0.0).to(tl.float32)
+            tl.store(dy_ptr + row_at + cols, total.to(dy_ptr.dtype.element_ty), mask=cols < N)
+        if WEIGHTS:
+            for at in tl.range(start, stop):
+                entry = tl.load(order_ptr + at)
+                part = tl.zeros((BLOCK_N,), tl.float32)
+                for first in tl.range(0, N, BLOCK_N):
+                    cols = first + tl.arange(0, BLOCK_N)
+                    place = dout_ptr + entry // TOP * N + cols
+                    term = tl.load(place, mask=cols < N, other=0.0).to(tl.float32)
+                    value = tl.load(y_ptr + row_at + cols, mask=cols < N, other=0.0)
+                    part += term * value.to(tl.float32)
+                found = tl.sum(part, 0).to(dweights_ptr.dtype.element_ty)
+                tl.store(dweights_ptr + entry, found)

@@ -1,0 +1,124 @@
+"""Sums of a token's rows and their gradients, as operators: by a kernel on GPUs, else by torch."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
+from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.experts_serial import refuse_double
+
+BLOCK_N = 2048  # columns at a time
+NUM_WARPS = 4
+PROGRAMS = 1 << 12
+
+
+def sum_of_tokens(rows: Tensor, index: Tensor) -> Tensor:
+    """out[t] = rows[index[t, 0]] + rows[index[t, 1]] + ..., in fp32, rounded once.
+
+    Args:
+        rows: [R, N].
+        index: int32 or int64 [tokens, top], 0 to R - 1.
+    """
+    return torch.ops.counterpoint.token_sum(rows, index)
+
+
+def gradients(
+    dout: Tensor, index: Tensor, weights: Tensor, rows: int, y: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Those of `sum_of`: (of the rows [rows, N], dtype of dout; of the weights, as they are).
+
+    Each a sum in fp32, rounded once; of rows that no token names zero. What is named beyond `rows`
+    is left out.
+
+    Args:
+        dout: [tokens, N].
+        index: int32 or int64 [tokens, top].
+        weights: of that shape.
+        y: [rows, N], what was summed; None: the weights need no gradient, and it is empty.
+    """
+    return torch.ops.counterpoint.token_sum_gradient(dout, index, weights, rows, y)
+
+
+def _sum(rows: Tensor, index: Tensor) -> Tensor:
+    if not rows.is_cuda:
+        each = rows.index_select(0, index.flatten()).view(*index.shape, rows.shape[1])
+        return each.sum(1, dtype=torch.float32).to(rows.dtype)
+    out = rows.new_empty(index.shape[0], rows.shape[1])
+    if out.numel():
+        sum_into(out, rows.contiguous(), index.contiguous())
+    return out
+
+
+def _gradient(
+    dout: Tensor, index: Tensor, weights: Tensor, rows: int, y: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if dout.is_cuda:
+        dy = dout.new_empty(rows, dout.shape[1])
+        dweights = weights.new_zeros(weights.shape if y is not None else 0)
+        y = None if y is None else y.contiguous()
+        gradient_into(dy, dweights, dout.contiguous(), index, weights.contiguous(), y)
+        return dy, dweights
+    exact = dout.float()
+    dy = exact.new_zeros(rows, dout.shape[1])
+    columns: list[Tensor] = []
+    for j, which in enumerate(index.unbind(1)):
+        dy.index_add_(0, which, weights[:, j, None].float() * exact)
+        if y is not None:
+            columns.append((exact * y.index_select(0, which)).sum(1))
+    dweights = torch.stack(columns, 1) if columns else weights.new_zeros(0)
+    if y is not None and not columns:
+        dweights = weights.clone()
+    return dy.to(dout.dtype), dweights.to(weights.dtype)
+
+
+def sum_into(out: Tensor, rows: Tensor, index: Tensor) -> None:
+    """`sum_of_tokens` by the kernel, into `out`; tensors without gaps."""
+    tokens, n = out.shape
+    kernel: Any = token_sum_kernel
+    kernel[(min(PROGRAMS, tokens),)](
+        rows, index, out, tokens, n, index.shape[1], min(BLOCK_N, triton.next_power_of_2(n)),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def gradient_into(
+    dy: Tensor, dweights: Tensor, dout: Tensor, index: Tensor, weights: Tensor, y: Tensor | None
+) -> None:
+    """`gradients` by the kernel; tensors without gaps, and of entries out of range no dweights."""
+    rows, n = dy.shape
+    if not dy.numel():
+        return
+    named, order = index.flatten().long().sort(stable=True)
+    starts = torch.searchsorted(named, torch.arange(rows + 1, device=named.device))
+    kernel: Any = token_sum_gradient_kernel
+    kernel[(min(PROGRAMS, rows),)](
+        dout, weights, dout if y is None else y, order, starts, dy, dweights, rows, n,
+        max(index.shape[1], 1), min(BLOCK_N, triton.next_power_of_2(n)), y is not None,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _fake_sum(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.new_empty(index.shape[0], rows.shape[1])
+
+
+def _fake_gradient(
+    dout: Tensor, index: Tensor, weights: Tensor, rows: int, y: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    shape = weights.shape if y is not None else (0,)
+    return dout.new_empty(rows, dout.shape[1]), weights.new_empty(shape)
+
+
+# operators of their own, so that a compiled backward holds each as one node
+for _name, _given, _impl, _fake in (
+    ("token_sum", "Tensor rows, Tensor index) -> Tensor", _sum, _fake_sum),
+    ("token_sum_gradient", "Tensor dout, Tensor index, Tensor weights, SymInt rows, Tensor? y) -> "
+     "(Tensor, Tensor)", _gradient, _fake_gradient),
+):  # fmt: skip
+    LIBRARY.define(f"{_name}({_given}")
+    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"counterpoint::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_autograd(f"counterpoint::{_name}", refuse_double, lib=LIBRARY)

@@ -1,0 +1,127 @@
+"""Sums of a token's rows and their gradients: kernels interpreted against fp64, and compiled."""
+
+import warnings
+
+import pytest
+import torch
+from ptx import compiled
+from rankpool import RankPool
+from torch import Tensor
+
+from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
+from counterpoint.ops import token_sums
+
+# tokens, top, rows, N; more rows than are named, fewer, a row of two blocks
+CASES = ((7, 2, 20, 40), (9, 3, 5, 16), (4, 1, 4, 2100), (3, 2, 0, 8), (0, 2, 6, 8))
+
+
+def drawn(
+    tokens: int, top: int, rows: int, n: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dout, index, weights, y; rows that are named once, several times, and not at all."""
+    index = torch.randint(max(rows, 1), (tokens, top))
+    weights = torch.randn(tokens, top)
+    return torch.randn(tokens, n).to(dtype), index, weights, torch.randn(rows, n).to(dtype)
+
+
+def want_of(dout: Tensor, index: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """By autograd in fp64, from what a token is by definition."""
+    exact, scale = y.double().requires_grad_(), weights.double().requires_grad_()
+    out = (exact[index] * scale[..., None]).sum(1)
+    dy, dweights = torch.autograd.grad(out, (exact, scale), dout.double(), allow_unused=True)
+    assert dy is not None and dweights is not None
+    return dy, dweights
+
+
+def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    bound = 1e-5 + torch.finfo(dtype).eps * want.abs()
+    return got.shape == want.shape and bool(((got.double() - want).abs() <= bound).all())
+
+
+def wrong(rank: int, ranks: int) -> list[str]:
+    """Both kernels, on the CPU, into memory full of NaN."""
+    found: list[str] = []
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16):
+        for case in CASES:
+            tokens, _, rows, n = case
+            dout, index, weights, y = drawn(*case, dtype)
+            if not rows:
+                index = index[:0]
+                dout, weights = dout[:0], weights[:0]
+            dy, dweights = want_of(dout, index, weights, y)
+            for kind in (torch.int32, torch.int64):
+                got = torch.full((rows, n), torch.nan, dtype=dtype)
+                found_w = torch.full(weights.shape, torch.nan)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    token_sums.gradient_into(got, found_w, dout, index.to(kind), weights, y)
+                    if not near(got, dy, dtype) or not near(found_w, dweights, torch.float32):
+                        found.append(f"{case} {dtype} {kind}: gradient")
+                    got.fill_(torch.nan)
+                    token_sums.gradient_into(got, found_w[:0], dout, index.to(kind), weights, None)
+                    if not near(got, dy, dtype):
+                        found.append(f"{case} {dtype} {kind}: gradient of rows alone")
+                    if tokens and rows:
+                        out = torch.full((tokens, n), torch.nan, dtype=dtype)
+                        token_sums.sum_into(out, y, index.to(kind))
+                        if not near(out, y.double()[index].sum(1), dtype):
+                            found.append(f"{case} {dtype} {kind}: sum")
+    return found
+
+
+def test_kernels_sum_as_fp64_does(pool: RankPool):
+    assert pool.run(wrong, 1, group=False, timeout_s=120) == [[]]
+
+
+def outside(rank: int, ranks: int) -> list[float]:
+    index, y = torch.tensor([[0, 5], [-1, 1]]), torch.randn(2, 8)
+    dout, weights = torch.ones(2, 8), torch.tensor([[2.0, 3.0], [5.0, 7.0]])
+    dy, dweights = torch.full((2, 8), torch.nan), torch.zeros(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        token_sums.gradient_into(dy, dweights, dout, index, weights, y)
+    assert dweights[0, 1] == dweights[1, 0] == 0
+    return dy[:, 0].tolist()
+
+
+def test_rows_that_are_none_are_left_out(pool: RankPool):
+    """The forward has said so; the backward reads and writes nothing of them."""
+    assert pool.run(outside, 1, group=False, timeout_s=60) == [[2.0, 7.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_cpu_computes_the_same(dtype: torch.dtype):
+    torch.manual_seed(1)
+    for case in CASES:
+        dout, index, weights, y = drawn(*case, dtype)
+        if not case[2]:
+            continue
+        dy, dweights = want_of(dout, index, weights, y)
+        got, found = token_sums.gradients(dout, index, weights, case[2], y)
+        assert near(got, dy, dtype) and near(found, dweights, torch.float32)
+        got, none = token_sums.gradients(dout, index, weights, case[2], None)
+        assert near(got, dy, dtype) and not none.numel()
+        out = token_sums.sum_of_tokens(y, index)
+        assert near(out, y.double()[index].sum(1), dtype)
+    ops = torch.ops.counterpoint
+    torch.library.opcheck(ops.token_sum, (y, index))
+    torch.library.opcheck(ops.token_sum_gradient, (dout, index, weights, case[2], y))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_rows_are_moved_16_bytes_at_a_time(capability: int):
+    types = {"rows_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*bf16", "tokens": "i32",
+             "N": "i32"}  # fmt: skip
+    found = compiled(token_sum_kernel, capability, types, {"TOP": 8, "BLOCK_N": 2048},
+                     num_warps=4, aligned=("rows_ptr", "out_ptr", "N"))  # fmt: skip
+    assert "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx and not found.spills
+    types = {"dout_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*bf16", "order_ptr": "*i64",
+             "starts_ptr": "*i64", "dy_ptr": "*bf16", "dweights_ptr": "*fp32", "rows": "i32",
+             "N": "i32"}  # fmt: skip
+    found = compiled(
+        token_sum_gradient_kernel, capability, types,
+        {"TOP": 8, "BLOCK_N": 2048, "WEIGHTS": True}, num_warps=4,
+        aligned=("dout_ptr", "y_ptr", "dy_ptr", "N"),
+    )  # fmt: skip
+    assert "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx and not found.spills
