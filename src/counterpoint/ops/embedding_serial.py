@@ -74,7 +74,8 @@ def exchanged(
     got = sent.new_empty(own * layout.columns)
     sizes = [own * c for c in columns]
     splits = [bags * columns[rank] for bags in layout.batch]
-    dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
+    if layout.num_bags:
+        dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
     parts = [p.view(own, c) for p, c in zip(got.split(sizes), columns, strict=True) if c]
     out: Any = {} if y is None else {"out": y}
     return torch.cat(parts, 1, **out)
