@@ -121,13 +121,14 @@ def embedding_bag_all_to_all(
     anchor = ANCHOR if torch.is_grad_enabled() else None
     given = Given(list(tables), indices, offsets, weights)
     how = How(mode == "mean", include_last_offset, sparse, layout, workspace.rank, plan)
-    if out is not None:
-        return _IntoTurn.apply(
-            out, how, group.group_name, indices, offsets, weights, anchor, *tables
-        )  # pyright: ignore[reportReturnType]
-    return torch.ops.counterpoint.embedding_bag_all_to_all(
-        given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
-    )
+    if out is None and (call.watched() or not given.plain()):
+        return torch.ops.counterpoint.embedding_bag_all_to_all(
+            given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
+        )
+    if anchor is None:
+        return run(given, how, group.group_name, out)
+    trained = [t for t in tables if t.requires_grad]
+    return _Eager.apply(out, given, how, group.group_name, weights, anchor, *trained)  # pyright: ignore[reportReturnType]
 
 
 def described(
@@ -213,25 +214,32 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return grads, None, None, dw, nothing, *[None] * 9
 
 
-class _IntoTurn(torch.autograd.Function):
-    """The same into the memory of `out`: no operator may return what it did not make."""
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher, which takes many tensors longer than the GPU takes some.
+
+    And into the memory of `out`: no operator may return what it did not make. Tables that are not
+    trained are none of its inputs: each costs.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, out: PooledOutputs, how: How, group_name: str, indices: Tensor, offsets: Tensor,
-        weights: Tensor | None, anchor: Tensor | None, *tables: Tensor,
+        ctx: Any, out: PooledOutputs | None, given: Given, how: How, group_name: str,
+        weights: Tensor | None, anchor: Tensor, *trained: Tensor,
     ) -> Tensor:  # fmt: skip
-        inputs = (tables, indices, offsets, weights, anchor, *how.flat(), group_name)
-        y = run(Given(list(tables), indices, offsets, weights), how, group_name, out)
-        _save(ctx, inputs, y)
+        y = run(given, how, group_name, out)
+        inputs = (given.tables, given.indices, given.offsets, weights, anchor)
+        _save(ctx, (*inputs, *how.flat(), group_name), y)
+        ctx.trained = [t.requires_grad for t in given.tables]
         return y
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
-        *_, need_weights, need_anchor = ctx.needs_input_grad[:7]
-        need = ctx.needs_input_grad[7:]
+        *_, need_weights, need_anchor = ctx.needs_input_grad[:6]
+        asked = iter(ctx.needs_input_grad[6:])
+        need = [trained and next(asked) for trained in ctx.trained]
         grads, dw, nothing = _gradients(ctx, dy[0], need, need_weights, need_anchor)
-        return None, None, None, None, None, dw, nothing, *grads
+        own = [g for g, trained in zip(grads, ctx.trained, strict=True) if trained]
+        return None, None, None, None, dw, nothing, *own
 
 
 call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")

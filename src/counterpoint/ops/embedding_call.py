@@ -4,11 +4,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from counterpoint.runtime.embedding_layout import Layout, Way, way_for
 from counterpoint.runtime.launch_embedding import Pooling
 
 AUTO, FUSED, SERIAL = PLANS = "auto", "fused", "serial"
+PLAIN = {Tensor, Parameter, type(None)}
 
 
 class Given(NamedTuple):
@@ -18,6 +20,11 @@ class Given(NamedTuple):
     indices: Tensor
     offsets: Tensor
     weights: Tensor | None
+
+    def plain(self) -> bool:
+        """Whether all are what they seem: no subclass, which has to see its operators."""
+        tables, *others = self
+        return PLAIN.issuperset(map(type, tables)) and PLAIN.issuperset(map(type, others))
 
 
 class How(NamedTuple):

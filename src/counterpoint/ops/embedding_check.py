@@ -11,6 +11,7 @@ from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.check import DTYPES
 from counterpoint.ops.embedding_call import AUTO, PLANS
+from counterpoint.ops.embedding_seen import facts_seen
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_INDICES, MAX_RANKS, Layout
 from counterpoint.runtime.workspace import Workspace, refuse_capture
@@ -90,6 +91,24 @@ def layout_of(
         InputError: an argument is wrong, on all ranks alike where they meet; or the ranks disagree.
         PeerTimeoutError: a rank did not come.
     """
+    seen = facts_seen(tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, plan)
+    layout: Layout | None = workspace.code.get(seen) if seen else None
+    if layout is not None and not agreement.checking():
+        return layout
+    layout = _layout_of(
+        tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, workspace, plan
+    )
+    # others than those meet, or are compared, at each call
+    if seen is not None and dims is not None and workspace.device.type == "cuda":
+        workspace.remember(seen, layout)
+    return layout
+
+
+def _layout_of(
+    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
+    last: bool, batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | None, out: PooledOutputs | None, workspace: Workspace, plan: str,
+) -> Layout:  # fmt: skip
     known: _Known | None = None
     refused: InputError | None = None
     try:
