@@ -23,6 +23,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 
 EXPERTS: tuple[Op, ...] = ("all_to_all_matmul", "matmul_all_to_all")
 OPS: tuple[Op, ...] = tuple(op for op in get_args(Op) if op not in EXPERTS)
+EMBEDDING = "embedding_bag_all_to_all"  # an EmbeddingProblem
 FORWARD: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -276,7 +277,7 @@ class EmbeddingProblem:
         pooling = "/".join(f"{self.mean_bag(rank):.3g}" for rank in range(self.ranks))
         where = "into outputs of its own" if self.out else "copied"
         return (
-            f"embedding_bag_all_to_all {tables} tables, {sum(map(sum, self.dims))} columns, "
+            f"{EMBEDDING} {tables} tables, {sum(map(sum, self.dims))} columns, "
             f"{sum(self.bags)} bags of {pooling} indices, {self.dtype} on {self.ranks} ranks, "
             f"{where}"
         )
