@@ -513,6 +513,33 @@ def test_outputs_are_used_in_turn(pool: RankPool):
     assert pool.run(turns, 2) == [[True] * 4] * 2
 
 
+def saved_in_a_turn(rank: int, ranks: int, turns: int) -> list[bool]:
+    """A backward may come as long as its output holds; later it is refused, not wrong."""
+    out = cp.PooledOutputs(24, torch.float32, 6, turns=turns)
+    bags = [random_bags((4, 8), 6, seed=9 * rank + s) for s in range(4)]
+    table = bags[0].tables[1].requires_grad_()
+    (called(bags[0]) ** 2).sum().backward()
+    want = table.grad
+    assert want is not None
+    found: list[bool] = []
+    for later in range(turns):
+        table.grad = None
+        squares = (called(bags[0], out=out) ** 2).sum()
+        for other in range(later):
+            called(bags[1 + other], out=out)
+        try:
+            squares.backward()
+            found.append(table.grad is not None and torch.equal(table.grad, want))
+        except RuntimeError as error:
+            found.append("modified by an inplace operation" not in str(error))
+    return found
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+def test_what_is_saved_of_an_output(pool: RankPool, turns: int):
+    assert pool.run(saved_in_a_turn, 2, turns) == [[True] * (turns - 1) + [False]] * 2
+
+
 def made_without_gradients(rank: int, ranks: int) -> list[bool]:
     """Outputs that were made under inference_mode serve training as well."""
     with torch.inference_mode():
