@@ -52,6 +52,7 @@ COLD_BYTES = 120 << 20  # of rows, between two uses of one set of indices
 MAX_SETS = 8
 CHECKED = 64  # bags that are compared with fp64, beside all bits with those of the lookup
 ROUNDS = 11
+SOAKED = ("fused copy", "fused", "fused", "ours serial", "fused", "ours serial", "fused copy")
 BACKLOG_CYCLES = 4_000_000  # the host has 64 bags to launch
 ABLATED = ("8 tables, D 128, pooling 5, batch 16384", "MLPerf DCNv2, batch 16384")
 
@@ -149,11 +150,11 @@ def arms_of(
 
         return run
 
-    def fused(into: PooledOutputs | None) -> Callable[[int], Tensor]:
+    def ours(plan: str, into: PooledOutputs | None) -> Callable[[int], Tensor]:
         def run(i: int) -> Tensor:
             return embedding_bag_all_to_all(
                 tables, case.sets[i % len(case.sets)], case.offsets, group=group, out=into,
-                include_last_offset=True, batch=layout.batch, dims=layout.dims,
+                include_last_offset=True, batch=layout.batch, dims=layout.dims, plan=plan,
             )  # fmt: skip
 
         return run
@@ -164,7 +165,10 @@ def arms_of(
             "bags permute": serial(bags, permute),
             "lookup permute": serial(looked_up, permute),
         }
-    return arms | {"fused": fused(out), "fused copy": fused(None), "lookup": looked_up}
+    arms |= {"fused": ours("fused", out), "fused copy": ours("fused", None)}
+    # as a user has them
+    arms |= {"ours serial": ours("serial", out), "ours auto": ours("auto", out)}
+    return arms | {"lookup": looked_up}
 
 
 def checked(
@@ -200,7 +204,9 @@ def checked(
         if name != "lookup":
             y = arm(0)
             errors[name] = relative_error(y[some[own] - start], want) if len(want) else 0.0
-            same = same and (not name.startswith(("lookup", "fused")) or torch.equal(y, bits))
+            same = same and (
+                not name.startswith(("lookup", "fused", "ours")) or torch.equal(y, bits)
+            )
     worst = torch.tensor([*errors.values(), float(not same)], device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     *found, differ = worst.tolist()
@@ -249,11 +255,13 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
             for p, t in zip(case.pooling, case.tables, strict=True)), device=device,
     )  # fmt: skip
     dist.all_reduce(work, op=dist.ReduceOp.MAX, group=group)
+    indices = [0] * group.size()
+    dist.all_gather_object(indices, case.sets[0].numel(), group=group)
     facts = {
         "table": "embedding", "case": case.name, "batch": layout.num_bags, "ranks": group.size(),
         "d": case.tables[0].shape[1], "tables": [len(d) for d in layout.dims],
         "pooling": most if most == -least else 0, "sets": len(case.sets),
-        "row_bytes": int(work), "best_serial": serial,
+        "indices": indices, "row_bytes": int(work), "best_serial": serial,
     } | record.environment()  # fmt: skip
     taken = kernel_of(case, group)
     rows: list[dict[str, Any]] = []
@@ -263,7 +271,7 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
             "skew_s": t.skew_s, "serial_over_arm": t.ratio_of(times[serial]),
             "error": errors.get(name),
         }  # fmt: skip
-        if host and name in ("bags cat", "lookup cat", "fused", "fused copy"):
+        if host and name in ("bags cat", "lookup cat", "fused", "fused copy", "ours serial"):
             row["host_s"] = host_s(turn(name), group=group)
         rows.append(row | facts)
     torch.cuda.synchronize(device)
@@ -341,7 +349,7 @@ def said(rows: list[dict[str, Any]]) -> str:
 
 
 def soak(calls: int, case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Calls under random delays, with and without a copy, each compared on the device."""
+    """Calls under random delays, both ways by turns, each compared on the device."""
     device, draw = case.tables[0].device, random.Random(group.rank())
     layout, delay = case.layout, Delay(device)
     out = PooledOutputs(layout.columns, layout.dtype, layout.batch, group=group)
@@ -352,7 +360,7 @@ def soak(calls: int, case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     for i in range(calls):
         if draw.random() < 0.05:
             delay(draw.choice((1e-5, 1e-4, 5e-4)))
-        y = arms["fused copy" if i % 3 == 0 else "fused"](i)
+        y = arms[SOAKED[i % len(SOAKED)]](i)
         if draw.random() < 0.02:
             delay(1e-4)
         wrong += (y != want[i % len(want)]).any()

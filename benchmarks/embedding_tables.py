@@ -12,6 +12,7 @@ from counterpoint.measure import record
 from counterpoint.measure.bars import BarRow, draw_bars
 
 Row = dict[str, Any]
+HOST_ARMS = ("bags cat", "lookup cat", "ours serial", "fused", "fused copy")
 LARGE = 16384  # bags of a batch from which on the share of the floor is meant
 
 
@@ -180,11 +181,12 @@ def ablation(cases: Sequence[list[Row]]) -> str:
 
 def host(cases: Sequence[list[Row]]) -> str:
     """Microseconds of the host for a call."""
-    arms = ("bags cat", "lookup cat", "fused", "fused copy")
+    timed = {r["arm"] for case in cases for r in case if r.get("host_s")}
+    arms = [arm for arm in HOST_ARMS if arm in timed]
     lines = ["| case | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
     for case in cases:
         times = {r["arm"]: r["host_s"] * 1e6 for r in case if r.get("host_s")}
-        if set(arms) <= set(times):
+        if times and set(arms) <= set(times):
             cells = " | ".join(f"{times[arm]:.0f}" for arm in arms)
             lines.append(f"| {case[0]['case']} | {cells} |")
     return "\n".join(lines) if len(lines) > 2 else ""

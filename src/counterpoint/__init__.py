@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from counterpoint.choose.choice import Choice
     from counterpoint.choose.choose import choose
+    from counterpoint.choose.embedding import EmbeddingChoice
     from counterpoint.costs import Costs
     from counterpoint.errors import (
         CounterpointError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from counterpoint.plan.steps import Plan
     from counterpoint.plan.validate import validate
     from counterpoint.presets import preset
-    from counterpoint.problem import Problem
+    from counterpoint.problem import EmbeddingProblem, Problem
     from counterpoint.runtime.groups import check, release
     from counterpoint.timeline import Timeline
 
@@ -49,6 +50,8 @@ _HOME = {
     "Costs": "costs",
     "CounterpointError": "errors",
     "CounterpointWarning": "errors",
+    "EmbeddingChoice": "choose.embedding",
+    "EmbeddingProblem": "problem",
     "InputError": "errors",
     "Machine": "machine",
     "PeerTimeoutError": "errors",
@@ -83,6 +86,8 @@ __all__ = [
     "Costs",
     "CounterpointError",
     "CounterpointWarning",
+    "EmbeddingChoice",
+    "EmbeddingProblem",
     "InputError",
     "Machine",
     "PeerTimeoutError",

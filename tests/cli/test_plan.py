@@ -76,6 +76,20 @@ def test_experts_are_problems_too(op: str):
     assert "chosen" in run(op, *sizes).stdout and "chosen" in run(op, *sizes, "--by", "rule").stdout
 
 
+def test_embedding_bags_are_problems_too():
+    given = ("embedding_bag_all_to_all", "--shape", "8,128,5,65536", "--machine", "h200-4")
+    facts = json.loads(run(*given, "--json").stdout, parse_constant=strict)
+    for own, found in zip((False, True), facts, strict=True):
+        pooled = (8 * 65536 * 5,) * 4
+        problem = cp.EmbeddingProblem(((128,) * 8,) * 4, 65536, pooled, out=own)
+        choice = cp.choose(problem, "h200-4")
+        assert found["plan"] == choice.plan and found["serial_s"] == choice.serial_s
+        assert choice.explain() in run(*given).stdout
+    for more in (("--show",), ("--plan", "fused"), ("--out", "a.png")):
+        assert "embedding bags have no plan of steps" in run(*given, *more, code=1).stderr
+    assert "TABLES,D,POOLING,BATCH of numbers" in run(given[0], "--shape", "8,8,8", code=1).stderr
+
+
 def test_it_fits_80_columns():
     result = CliRunner().invoke(main.app, ["plan", *GATHER], env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines())) <= 80

@@ -41,11 +41,12 @@ def everyones(layout, own, seed=0):
             for r, d in enumerate(layout.dims)]  # fmt: skip
 
 
-def called(bags, layout, mode="sum", last=True, **more):
+def called(bags, layout, mode="sum", last=True, plan="fused", **more):
     offsets = bags.offsets if last else bags.offsets[:-1]
     return cp.embedding_bag_all_to_all(
         bags.tables, bags.indices, offsets, per_sample_weights=bags.weights, mode=mode,
-        include_last_offset=last, batch=layout.batch, dims=layout.dims, dtype=layout.dtype, **more,
+        include_last_offset=last, batch=layout.batch, dims=layout.dims, dtype=layout.dtype,
+        plan=plan, **more,
     )  # fmt: skip
 
 
@@ -68,8 +69,13 @@ def test_rows_of_all_tables_for_own_bags(gpus, seed):
         everyone = everyones(layout, own, 10 * seed + call)
         bags = everyone[rank].to(gpus)
         want = expected(everyone, layout, rank, mean=mode == "mean")
-        assert off(called(bags, layout, mode, last=call > 0), want) <= 0
-        assert off(called(bags, layout, mode, out=out), want) <= 0
+        y = called(bags, layout, mode, last=call > 0)
+        assert off(y, want) <= 0
+        for plan in ("fused", "serial", "auto"):
+            for into in (out, None):
+                same = called(bags, layout, mode, out=into, plan=plan)
+                # to the bit: of weights, ways may contract a product and a sum, or not
+                assert off(same, want) <= 0 and (bags.weights is not None or torch.equal(same, y))
     torch.cuda.synchronize()
     cp.check()
 
@@ -100,6 +106,40 @@ def test_a_lookup_equals_the_fused_kernel(gpus, longest):
     assert torch.equal(called(bags, layout), want)
 
 
+def agreed_ways(group):
+    """What auto has decided in the group so far."""
+    workspace = workspace_of(group, torch.device("cuda", torch.cuda.current_device()))
+    return [way for key, way in workspace.agreed.items() if key[1] == "auto"]
+
+
+@pytest.mark.parametrize("longest", [1, 100])
+def test_auto_is_one_way_on_all_ranks(gpus, longest):
+    """Though each has another number of indices, and other numbers come later."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group()
+    layout = Layout(((128,),) + ((128, 64),) * (ranks - 1), (200,) * ranks, torch.bfloat16)
+    for call, most in enumerate((longest, 3, 40)):
+        everyone = [random_bags(d, layout.num_bags, seed=9 * call + r, dtype=torch.bfloat16,
+                                longest=most * (1 + 9 * (r == 0)))
+                    for r, d in enumerate(layout.dims)]  # fmt: skip
+        bags = everyone[rank].to(gpus)
+        want = called(bags, layout, plan="serial", group=group)
+        assert torch.equal(called(bags, layout, plan="auto", group=group), want)
+        ways = agreed_ways(group)
+        assert len(ways) == 1 and ways[0] in ("fused", "serial")
+        everyones_ways = [None] * ranks
+        dist.all_gather_object(everyones_ways, ways)
+        assert everyones_ways == [ways] * ranks
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with no_collector(), torch.cuda.graph(graph):
+        y = called(bags, layout, plan="auto", group=group)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, want)
+    cp.check(group)
+
+
 def kinds(layout, own, device, count):
     """Arguments, and the output that each has, bits checked against fp64 first."""
     rank, found = dist.get_rank(), []
@@ -118,10 +158,24 @@ def some_layout():
     return Layout(dims, tuple(300 + 70 * r for r in range(ranks)), torch.bfloat16)
 
 
+def gaps():
+    """Nobody gets a row of the last rank, and the first has no bags: little is sent at all."""
+    ranks = dist.get_world_size()
+    dims = (*((128, 64),) * (ranks - 1), ())
+    return Layout(dims, tuple(90 * r for r in range(ranks)), torch.bfloat16)
+
+
+FUSED, SERIAL = "fused", "serial"
+TURNS = {"fused": (FUSED,), "serial": (SERIAL,),
+         "both": (FUSED, SERIAL, SERIAL, FUSED, FUSED, SERIAL, FUSED)}  # fmt: skip
+
+
+@pytest.mark.parametrize("some", [some_layout, gaps])
+@pytest.mark.parametrize("plans", TURNS)
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
-def test_late_ranks_change_no_bit(gpus, into):
+def test_late_ranks_change_no_bit(gpus, into, plans, some):
     """3,000 calls without a meeting in between; each is compared on the device."""
-    layout = some_layout()
+    layout, plans = some(), TURNS[plans]
     own = {"dtype": torch.bfloat16, "rows": 999, "longest": 9}
     cases = kinds(layout, own, gpus, 5)
     out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
@@ -131,7 +185,7 @@ def test_late_ranks_change_no_bit(gpus, into):
         bags, want = cases[i % 5]
         if draw.random() < 0.05:
             delay(draw.choice((1e-5, 1e-4, 3e-4)))
-        y = called(bags, layout, out=out)
+        y = called(bags, layout, out=out, plan=plans[i % len(plans)])
         if draw.random() < 0.02:
             delay(1e-4)  # and is read late
         wrong += (y != want).any()
@@ -140,7 +194,8 @@ def test_late_ranks_change_no_bit(gpus, into):
     assert not wrong
 
 
-def test_graphs_of_calls(gpus):
+@pytest.mark.parametrize("plan", [FUSED, SERIAL])
+def test_graphs_of_calls(gpus, plan):
     """Replays among eager calls, of two layouts, and new indices in the memory of old ones."""
     cases = []
     ranks = dist.get_world_size()
@@ -148,10 +203,11 @@ def test_graphs_of_calls(gpus):
     for layout in (some_layout(), small):
         own = {"dtype": layout.dtype, "rows": 99, "longest": 5}
         ((bags, want),) = kinds(layout, own, gpus, 1)
+        called(bags, layout, plan=plan)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with no_collector(), torch.cuda.graph(graph):
-            y = called(bags, layout)
+            y = called(bags, layout, plan=plan)
         cases.append((layout, bags, want, graph, y))
     draw, delay, late = random.Random(3), Delay(gpus), random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device=gpus)
@@ -164,16 +220,17 @@ def test_graphs_of_calls(gpus):
             graph.replay()
             wrong += (y != want).any()
         else:
-            wrong += (called(bags, layout) != want).any()
+            other = draw.choice((FUSED, SERIAL))
+            wrong += (called(bags, layout, plan=other) != want).any()
     layout, bags, want, graph, y = cases[1]
     bags.indices.zero_()
     graph.replay()
     assert not wrong and torch.equal(y, called(bags, layout)) and not torch.equal(y, want)
     out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
-    called(bags, layout, out=out)
+    called(bags, layout, out=out, plan=plan)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(cp.InputError, match="while a graph is captured"), torch.cuda.graph(graph):
-        called(bags, layout, out=out)
+        called(bags, layout, out=out, plan=plan)
     torch.cuda.synchronize()
     cp.check()
 
@@ -220,7 +277,8 @@ def test_gradients(gpus, seed, into):
         for leaf in leaves:
             leaf.requires_grad_()
             leaf.grad = None
-        called(bags, layout, mode, sparse=sparse, out=out).backward(dys[rank].to(gpus))
+        plan = ("fused", "serial", "auto")[seed % 3]
+        called(bags, layout, mode, sparse=sparse, out=out, plan=plan).backward(dys[rank].to(gpus))
         for leaf, want in zip(leaves, wants, strict=True):
             grad = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
             full = torch.zeros(leaf.shape).double() if want.grad is None else want.grad
@@ -263,19 +321,21 @@ def test_other_tables_of_one_rank_without_dims(gpus):
     cp.check()
 
 
+@pytest.mark.parametrize("plan", ["fused", "serial", "auto"])
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
-def test_no_bags(gpus, into):
+def test_no_bags(gpus, into, plan):
     group, ranks = dist.new_group(), dist.get_world_size()
     layout = Layout(((64,),) * ranks, (0,) * ranks, torch.float32)
     out = cp.PooledOutputs(64 * ranks, layout.dtype, layout.batch, group=group) if into else None
     bags = random_bags((64,), 0).to(gpus)
-    assert called(bags, layout, group=group, out=out).shape == (0, 64 * ranks)
+    assert called(bags, layout, group=group, out=out, plan=plan).shape == (0, 64 * ranks)
     torch.cuda.synchronize()
     cp.check(group)
 
 
+@pytest.mark.parametrize("plan", ["fused", "serial", "auto"])
 @pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
-def test_captures_of_what_no_eager_call_had(gpus, monkeypatch, alone):
+def test_captures_of_what_no_eager_call_had(gpus, monkeypatch, alone, plan):
     """New dtypes are refused, and leave nothing behind; another number of indices is taken."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     group = [dist.new_group([r]) for r in range(ranks)][rank] if alone else dist.new_group()
@@ -289,13 +349,13 @@ def test_captures_of_what_no_eager_call_had(gpus, monkeypatch, alone):
         return bags, expected(everyone, layout, group.rank(), mean=False)
 
     short, want = some(2)
-    assert off(called(short, layout, group=group), want) <= 0
+    assert off(called(short, layout, group=group, plan=plan), want) <= 0
     other, want = some(2, torch.int32)
     other.tables = short.tables  # the same values
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(cp.InputError, match="the first call of"), torch.cuda.graph(graph):
-        called(other, layout, group=group)
-    assert off(called(other, layout, group=group), want) <= 0
+        called(other, layout, group=group, plan=plan)
+    assert off(called(other, layout, group=group, plan=plan), want) <= 0
     monkeypatch.setenv("COUNTERPOINT_CHECK", "1")  # which a capture leaves out
     for longest in (60, 300):
         long, want = some(longest)
@@ -303,7 +363,7 @@ def test_captures_of_what_no_eager_call_had(gpus, monkeypatch, alone):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with no_collector(), torch.cuda.graph(graph):
-            y = called(long, layout, group=group)
+            y = called(long, layout, group=group, plan=plan)
         y.fill_(torch.nan)
         graph.replay()
         bound = 1e-4 + 1e-6 * want.abs()

@@ -116,6 +116,7 @@ def refusals(rank: int, ranks: int) -> list[str]:
     cases: list[tuple[Any, dict[str, Any]]] = [
         ((), {}), (((0, 4),), {}), (TABLES, {"owners": (0,)}),
         (TABLES, {"owners": (0, 1, 2, 0, 0)}), (TABLES, {"mode": "max"}),
+        (TABLES, {"plan": "graded"}),
     ]  # fmt: skip
     for tables, more in cases:
         try:
@@ -139,6 +140,7 @@ def test_what_is_refused(pool: RankPool):
         "tables must be (rows, columns) of each", "tables must be (rows, columns) of each",
         "owners must be one of 2 ranks for each of 5 tables",
         "owners must be one of 2 ranks for each of 5 tables", "mode must be 'sum' or 'mean'",
+        "plan must be 'auto', 'fused' or 'serial', got 'graded'",
         "keys must be a name for each of 5 tables",
     ]  # fmt: skip
     for texts in pool.run(refusals, 2):

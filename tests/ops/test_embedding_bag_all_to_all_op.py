@@ -1,5 +1,7 @@
 """embedding_bag_all_to_all as an operator, on CPU ranks: rows, gradients, what it refuses."""
 
+import random
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sum": {}, "mean": {"mode": "mean"}, "weights": {"weighted": True},
     "int32": {"index": torch.int32, "mode": "mean"}, "fp16": {"dtype": torch.float16},
     "bf16": {"dtype": torch.bfloat16, "weighted": True}, "sparse": {"sparse": True},
-    "equal": {"batch": (4,) * 4}, "empty": {"longest": 0}, "nothing": {"batch": (0,) * 4},
+    "equal": {"batch": (4,) * 4, "plan": "serial"}, "fused": {"plan": "fused"},
+    "empty": {"longest": 0}, "nothing": {"batch": (0,) * 4},
 }  # fmt: skip
 
 
@@ -121,7 +124,7 @@ def test_gradients_of_tables_and_weights(pool: RankPool, ranks: int, into: bool)
     assert pool.run(wrong_gradients, ranks, into) == [[]] * ranks
 
 
-def checked(rank: int, ranks: int, sparse: bool) -> list[bool]:
+def checked(rank: int, ranks: int, plan: str) -> list[bool]:
     case, layout, everyone = everyones(ranks, "weights")
     bags = everyone[rank]
     for t in bags.tables:
@@ -132,7 +135,8 @@ def checked(rank: int, ranks: int, sparse: bool) -> list[bool]:
     dims = [n for each in layout.dims for n in (len(each), *each)]
     anchor = torch.empty(0, requires_grad=True)
     arguments = (bags.tables, bags.indices, bags.offsets, bags.weights, anchor, False, True, False,
-                 dims, list(layout.batch), torch.float32, rank, world().group_name)  # fmt: skip
+                 dims, list(layout.batch), torch.float32, rank, plan,
+                 world().group_name)  # fmt: skip
     op = torch.ops.counterpoint.embedding_bag_all_to_all
     results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
     compiled = torch.compile(lambda *a: op(*a), backend="aot_eager", fullgraph=True)
@@ -142,8 +146,9 @@ def checked(rank: int, ranks: int, sparse: bool) -> list[bool]:
             all(t.grad is not None for t in bags.tables)]  # fmt: skip
 
 
-def test_the_dispatcher(pool: RankPool):
-    assert pool.run(checked, 2, False, timeout_s=60) == [[True] * 3] * 2
+@pytest.mark.parametrize("plan", ["auto", "serial"])
+def test_the_dispatcher(pool: RankPool, plan: str):
+    assert pool.run(checked, 2, plan, timeout_s=60) == [[True] * 3] * 2
 
 
 def nothing(*_: object) -> int:
@@ -192,6 +197,102 @@ def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_a_gpu_runs(pool: RankPool, ranks: int, into: bool):
     assert pool.run(in_one_kernel, ranks, into, timeout_s=60) == [[True] * 6] * ranks
+
+
+def as_nccl(
+    got: torch.Tensor, sent: torch.Tensor, sizes: list[int], splits: list[int], group: Any
+) -> None:
+    """An all-to-all that, unlike gloo's, sends nothing and waits for nobody where there is none."""
+    rank, works = dist.get_rank(), list[Any]()
+    for peer, (to, mine) in enumerate(zip(got.split(sizes), sent.split(splits), strict=True)):
+        if peer == rank:
+            to.copy_(mine)
+            continue
+        works += [dist.isend(mine, peer)] if mine.numel() else []
+        works += [dist.irecv(to, peer)] if to.numel() else []
+    for work in works:
+        work.wait()
+
+
+def in_alternation(rank: int, ranks: int, into: bool) -> list[bool]:
+    """One kernel and three passes by turns, a rank late at random: each output holds while it may.
+
+    Of the last rank, which has no tables, nobody gets a row: others hear of it all the same.
+    """
+    from counterpoint.ops import embedding_run as runs
+    from counterpoint.ops import embedding_serial as serial
+    from counterpoint.ops.embedding_run import Given, How
+
+    found: list[bool] = []
+    draw = random.Random(rank)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for module in (runs, serial):
+            patch.setattr(module, "lanes_of", lanes)
+        patch.setattr(dist, "all_to_all_single", as_nccl)
+        patch.setattr(runs, "in_turn", nothing)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        layout = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[-ranks:], torch.float32)
+        workspace = workspace_of(world(), torch.device("cpu"))
+        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+        how = How(False, True, False, layout, rank)
+        everyone = [random_bags(d, layout.num_bags, seed=r) for r, d in enumerate(layout.dims)]
+        facts = facts_of(layout, everyone[rank], mean=False)
+        fused: Any = runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
+            facts, workspace, own_outputs=into
+        )
+        three = serial.Serial(facts, workspace)
+        ways = [fused, three, three, fused, fused, three, fused, three, three, fused]
+        for call, way in enumerate(ways):
+            everyone = [random_bags(d, layout.num_bags, seed=9 * call + r)
+                        for r, d in enumerate(layout.dims)]  # fmt: skip
+            bags = everyone[rank]
+            if draw.random() < 0.4:
+                time.sleep(0.01)
+            y = way(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
+            if draw.random() < 0.4:
+                time.sleep(0.01)  # and is read late
+            want = expected(everyone, layout, rank, mean=False)
+            found.append(y.shape == want.shape and torch.allclose(y.double(), want, atol=1e-5))
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_both_ways_by_turns(pool: RankPool, ranks: int, into: bool):
+    assert pool.run(in_alternation, ranks, into, timeout_s=60) == [[True] * 10] * ranks
+
+
+def met_where_nothing_is_sent(rank: int, ranks: int) -> list[bool]:
+    """No rank leaves a call into turns before all are in it, though one sends no row and gets none.
+
+    The one that is there has waited for the one that comes late.
+    """
+    from counterpoint.ops import embedding_serial as serial
+    from counterpoint.ops.embedding_run import Given, How
+
+    layout = Layout(((8,), ()), (3, 0), torch.float32)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        patch.setattr(serial, "lanes_of", lanes)
+        patch.setattr(dist, "all_to_all_single", as_nccl)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        workspace = workspace_of(world(), torch.device("cpu"))
+        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
+        bags = random_bags(layout.dims[rank], 3)
+        way = serial.Serial(facts_of(layout, bags, mean=False), workspace)
+        dist.barrier()
+        if rank:
+            time.sleep(0.3)
+        start_s = time.monotonic()
+        way(Given(bags.tables, bags.indices, bags.offsets, None), How(False, True, False, layout,
+            rank), out)  # fmt: skip
+        waited_s = time.monotonic() - start_s
+    return [(waited_s > 0.2) == (rank == 0)]
+
+
+def test_a_rank_without_rows_is_waited_for(pool: RankPool):
+    assert pool.run(met_where_nothing_is_sent, 2) == [[True]] * 2
 
 
 def prepared(rank: int, ranks: int, into: bool) -> list[int]:
@@ -296,6 +397,7 @@ def refusals(rank: int, ranks: int) -> list[str]:
         {"dims": (4, 8) if rank else None},
         {"mode": "max" if rank else "sum"}, {"indices": good.indices.float()} if rank else {},
         {"tables": 3} if rank else {},
+        {"plan": "graded"}, {"plan": "serial" if rank else "fused"},
     ]  # fmt: skip
     texts: list[str] = []
     for case in cases:
@@ -340,6 +442,8 @@ def test_what_is_refused(pool: RankPool):
         "dims must be columns of each rank's tables, got (4, 8)",
         "mode must be 'sum' or 'mean', got 'max'", "indices must be int32 or int64",
         "tables must be a list of Tensors, got int",
+        "plan must be 'auto', 'fused' or 'serial', got 'graded'",
+        "plan must be equal on all ranks, fused as on rank 0, got serial on rank 1",
     ]  # fmt: skip
     for texts in pool.run(refusals, 2):
         for text, want in zip(texts, wants, strict=True):
@@ -409,6 +513,33 @@ def test_outputs_are_used_in_turn(pool: RankPool):
     assert pool.run(turns, 2) == [[True] * 4] * 2
 
 
+def saved_in_a_turn(rank: int, ranks: int, turns: int) -> list[bool]:
+    """A backward may come as long as its output holds; later it is refused, not wrong."""
+    out = cp.PooledOutputs(24, torch.float32, 6, turns=turns)
+    bags = [random_bags((4, 8), 6, seed=9 * rank + s) for s in range(4)]
+    table = bags[0].tables[1].requires_grad_()
+    (called(bags[0]) ** 2).sum().backward()
+    want = table.grad
+    assert want is not None
+    found: list[bool] = []
+    for later in range(turns):
+        table.grad = None
+        squares = (called(bags[0], out=out) ** 2).sum()
+        for other in range(later):
+            called(bags[1 + other], out=out)
+        try:
+            squares.backward()
+            found.append(table.grad is not None and torch.equal(table.grad, want))
+        except RuntimeError as error:
+            found.append("modified by an inplace operation" not in str(error))
+    return found
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+def test_what_is_saved_of_an_output(pool: RankPool, turns: int):
+    assert pool.run(saved_in_a_turn, 2, turns) == [[True] * (turns - 1) + [False]] * 2
+
+
 def made_without_gradients(rank: int, ranks: int) -> list[bool]:
     """Outputs that were made under inference_mode serve training as well."""
     with torch.inference_mode():
@@ -446,9 +577,7 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
         short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
         long.tables = short.tables
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        runner: Any = runs._Alone(  # pyright: ignore[reportPrivateUsage]
-            facts_of(layout, short, mean=False), workspace
-        )
+        runner: Any = runs.Serial(facts_of(layout, short, mean=False), workspace)
         how = How(False, True, False, layout, 0)
         for capturing, bags in ((False, short), (True, long)):
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)

@@ -24,8 +24,9 @@ class Ranks:
     def __init__(self, patch: pytest.MonkeyPatch, peer: tuple[int, ...] = (4, 8)) -> None:
         group = SimpleNamespace(size=lambda: 2)
         self.workspace: Any = SimpleNamespace(
-            device=torch.device("cuda", 0), rank=0, group=group, agreed={}
+            device=torch.device("cuda", 0), rank=0, group=group, agreed={}, code={}
         )
+        self.workspace.remember = self.workspace.code.__setitem__
         self.peer, self.meetings, self.capturing = peer, 0, False
         self.refused: cp.InputError | None = None
         patch.setattr(agreement, "meet", self._meet)

@@ -2,45 +2,62 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.choice import Choice
+from counterpoint.choose.embedding import EmbeddingChoice, choose_embedding
 from counterpoint.choose.known import shipped
 from counterpoint.choose.rule import by_rule
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.presets import preset
-from counterpoint.problem import Problem
+from counterpoint.problem import EmbeddingProblem, Problem
 
 Level = Literal["model", "rule"]
 
 
+@overload
 def choose(
-    problem: Problem,
+    problem: Problem, machine: Machine | str | Path | None = None, *, by: Level = "model",
+    eager: bool = False,
+) -> Choice: ...  # fmt: skip
+
+
+@overload
+def choose(
+    problem: EmbeddingProblem, machine: Machine | str | Path | None = None, *,
+    by: Level = "model", eager: bool = False,
+) -> EmbeddingChoice: ...  # fmt: skip
+
+
+def choose(
+    problem: Problem | EmbeddingProblem,
     machine: Machine | str | Path | None = None,
     *,
     by: Level = "model",
     eager: bool = False,
-) -> Choice:
+) -> Choice | EmbeddingChoice:
     """Choose a plan for `problem` without running anything.
 
     What an operator with `plan="auto"` does, but that there the matmul library's tiles are asked
     for, and a plan that was tuned by measurement goes before.
 
     Args:
-        problem: what is computed, on how many ranks.
+        problem: what is computed, on how many ranks; embedding bags are an `EmbeddingProblem`.
         machine: a `Machine`, a preset such as "h200-8" (with the costs measured on such a machine
             where the library has them), or a file that `counterpoint characterize` wrote; None for
             H200s, as many as there are ranks.
         by: "model" weighs every family by simulation, "rule" compares two sizes.
-        eager: count the host's time, as outside of a CUDA graph.
+        eager: count the host's time, as outside of a CUDA graph; not predicted of embedding bags.
 
     Returns:
-        The choice: `plan`, `table` of all candidates, `timeline`, `explain()`.
+        The choice: `plan`, `table` of all candidates, `timeline`, `explain()`. Of embedding bags
+        `plan` is a word, and there is no timeline.
 
     Raises:
-        InputError: no such machine or level, or the machine has fewer GPUs than there are ranks.
+        InputError: no such machine or level, or the machine has fewer GPUs than there are ranks;
+            of embedding bags a level other than the model, or `eager`.
 
     Example:
         >>> problem = Problem("all_gather_matmul", m=8192, n=7168, k=8192, ranks=8)
@@ -53,6 +70,11 @@ def choose(
     if where.num_devices < problem.ranks:
         want = f"a machine of {problem.ranks} GPUs or more, as the problem has ranks"
         raise InputError("choose", "machine", want=want, got=f"{where.name}")
+    if isinstance(problem, EmbeddingProblem):
+        if by != "model" or eager:
+            want = "by='model' and eager=False of embedding bags: nothing else is predicted"
+            raise InputError("choose", "problem", want=want, got=f"by={by!r}, eager={eager}")
+        return choose_embedding(problem, where)
     level = by_model if by == "model" else by_rule
     return level(problem, where, eager=eager)
 

@@ -9,9 +9,10 @@ from typer.core import TyperGroup
 
 from counterpoint import __version__
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.problem import EXPERTS, FORWARD, OPS
+from counterpoint.problem import EMBEDDING, EXPERTS, FORWARD, OPS
 
 M_N_K = "M over all ranks, N and K of one rank"
+TABLES = "tables of a GPU, their columns, indices of a bag, bags of all GPUs"
 
 
 class _Commands(TyperGroup):
@@ -229,9 +230,17 @@ def _refuse_options_of_others(context: typer.Context, table: BenchTable) -> None
 @app.command()
 def plan(
     op: Annotated[
-        str, typer.Argument(show_default=False, help=f"One of {', '.join((*OPS, *EXPERTS))}.")
+        str,
+        typer.Argument(
+            show_default=False, help=f"One of {', '.join((*OPS, *EXPERTS, EMBEDDING))}."
+        ),
     ],
-    shape: Annotated[str, typer.Option(metavar="M,N,K", show_default=False, help=f"{M_N_K}.")],
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="M,N,K", show_default=False, help=f"{M_N_K}; of embedding bags {TABLES}."
+        ),
+    ],
     machine: Annotated[
         str,
         typer.Option(help="A kind of GPU and how many, or a file that `characterize` wrote."),
@@ -260,7 +269,16 @@ def plan(
     """Predict which plan is fastest on a machine, and say why. Needs no GPU.
 
     **Example:** `counterpoint plan all_gather_matmul --shape 8192,7168,8192 --out plan.png`
+
+    **Example:** `counterpoint plan embedding_bag_all_to_all --shape 8,128,5,65536`
     """
+    if op == EMBEDDING:
+        from counterpoint.cli.plan_embedding import plan_embedding
+
+        raise typer.Exit(
+            plan_embedding(shape=shape, machine=machine, ranks=ranks, dtype=dtype.value, spec=spec,
+                           by=by.value, eager=eager, show=show, out=out, as_json=as_json)
+        )  # fmt: skip
     from counterpoint.cli.plan import plan as run
 
     raise typer.Exit(

@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter, ParameterList
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops.check import check_group
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
+from counterpoint.ops.embedding_call import AUTO, PLANS
 from counterpoint.ops.pooled_outputs import PooledOutputs
 
 
@@ -27,6 +28,7 @@ class ShardedEmbeddingBags(Module):
         group: of the ranks; the default group if None.
         mode: "sum" or "mean".
         sparse: gradients of tables are sparse.
+        plan: as for `embedding_bag_all_to_all`.
         device: of the parameters, as for torch.nn.EmbeddingBag; "meta" as well.
         dtype: of the parameters.
 
@@ -49,7 +51,8 @@ class ShardedEmbeddingBags(Module):
     def __init__(
         self, tables: Sequence[tuple[int, int]], *, owners: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None, mode: str = "sum", sparse: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        plan: str = AUTO, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         name = "ShardedEmbeddingBags"
@@ -64,7 +67,9 @@ class ShardedEmbeddingBags(Module):
             raise InputError(name, "owners", want=want, got=owners)
         if mode not in ("sum", "mean"):
             raise InputError(name, "mode", want="'sum' or 'mean'", got=repr(mode))
-        self.mode, self.sparse, self.owners = mode, sparse, tuple(owners)
+        if plan not in PLANS:
+            raise InputError(name, "plan", want="'auto', 'fused' or 'serial'", got=repr(plan))
+        self.mode, self.sparse, self.plan, self.owners = mode, sparse, plan, tuple(owners)
         self.order = sorted(range(len(sizes)), key=lambda t: owners[t])  # of the output's columns
         self.own = tuple(t for t in self.order if owners[t] == rank)
         self.dims = tuple(
@@ -106,6 +111,7 @@ class ShardedEmbeddingBags(Module):
             list(self.weights), indices, offsets, group=self.group, mode=self.mode,
             per_sample_weights=per_sample_weights, include_last_offset=include_last_offset,
             batch=batch, dims=self.dims, dtype=self._like.dtype, sparse=self.sparse, out=out,
+            plan=self.plan,
         )  # fmt: skip
 
     def split(self, pooled: Tensor) -> list[Tensor]:

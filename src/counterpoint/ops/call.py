@@ -105,6 +105,11 @@ class Ready:
         return results
 
 
+def watched() -> bool:
+    """Whether operators have to be seen: by a compiler, or a dispatch mode."""
+    return torch.compiler.is_compiling() or bool(_num_dispatch_modes())
+
+
 def key_of(
     op: str, tensors: Sequence[Tensor | None], group: dist.ProcessGroup, plan: object,
     rows: object, dim: object,
@@ -114,7 +119,7 @@ def key_of(
     That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
     subclass, or one of which a gradient is asked for.
     """
-    if torch.compiler.is_compiling() or _num_dispatch_modes() or _autocast():
+    if watched() or _autocast():
         return None
     if type(dim) is not int:
         return None

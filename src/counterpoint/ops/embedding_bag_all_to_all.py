@@ -10,9 +10,10 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.check import check_group
+from counterpoint.ops.embedding_call import AUTO, Given, How
 from counterpoint.ops.embedding_check import OP, check_bags, check_limits, layout_of
 from counterpoint.ops.embedding_gradients import layout_from, table_gradients
-from counterpoint.ops.embedding_run import Given, How, run
+from counterpoint.ops.embedding_run import run
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.runtime.workspace import workspace_of
 
@@ -23,7 +24,7 @@ with torch.inference_mode(False):
 call.LIBRARY.define(
     f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
     "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
-    "str group_name) -> Tensor"
+    "str plan, str group_name) -> Tensor"
 )
 
 
@@ -41,12 +42,15 @@ def embedding_bag_all_to_all(
     dtype: torch.dtype | None = None,
     sparse: bool = False,
     out: PooledOutputs | None = None,
+    plan: str = AUTO,
 ) -> Tensor:
     """Pool the bags of own tables for all ranks, and get the own bags of all tables.
 
-    In place of a `torch.nn.EmbeddingBag` for each table, an all-to-all and a concat. On GPUs one
-    kernel: each rank pools in fp32 and stores rows where they belong in their owner's output. The
-    columns are those of rank 0's tables, then rank 1's, as of torchrec's pooled KeyedTensor.
+    In place of a `torch.nn.EmbeddingBag` for each table, an all-to-all and a concat. On GPUs by
+    `plan`: in one kernel, where each rank pools in fp32 and stores rows where they belong in their
+    owner's output, or by a kernel of all own tables, the library's all-to-all and a concat, to the
+    same bits. The columns are those of rank 0's tables, then rank 1's, as of torchrec's pooled
+    KeyedTensor.
     Captures in a CUDA graph after one eager call with the same tables and as many bags.
     Differentiable in tables and weights, once, in the same order of sums each time. Where gradients
     are enabled the output asks for one on all ranks, so that they all take part in the backward,
@@ -73,6 +77,9 @@ def embedding_bag_all_to_all(
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
         out: where peers write to; else there, and one more copy.
+        plan: "fused", "serial", or "auto": the faster one as predicted at the first call with such
+            dims, batch, dtype, mode and kind of `out`, from all ranks' number of indices there; all
+            later ones take it too. On all ranks alike.
 
     Returns:
         dtype of the tables, [own bags, D of all tables of all ranks]: a new tensor, or the next
@@ -91,7 +98,7 @@ def embedding_bag_all_to_all(
     group = check_group(OP, group)
     weights = per_sample_weights
     if torch.compiler.is_compiling():
-        check_bags(tables, indices, offsets, weights, mode, include_last_offset)
+        check_bags(tables, indices, offsets, weights, mode, include_last_offset, plan)
         if out is not None:
             raise InputError(OP, "out", want="None while compiling", got=type(out).__name__)
         flat = described(
@@ -99,28 +106,29 @@ def embedding_bag_all_to_all(
         )
         anchor = ANCHOR if torch.is_grad_enabled() else None
         return torch.ops.counterpoint.embedding_bag_all_to_all(
-            list(tables), indices, offsets, weights, anchor, *flat, group.group_name
+            list(tables), indices, offsets, weights, anchor, *flat, plan, group.group_name
         )
     if not isinstance(indices, Tensor) or indices.device.type not in ("cpu", "cuda"):
         # of no device on which other ranks could be told
-        check_bags(tables, indices, offsets, weights, mode, include_last_offset)
+        check_bags(tables, indices, offsets, weights, mode, include_last_offset, plan)
     workspace = workspace_of(group, indices.device)
     workspace.check()
     layout = layout_of(
         tables, indices, offsets, weights, mode, include_last_offset, batch, dims, dtype, out,
-        workspace,
+        workspace, plan,
     )  # fmt: skip
     # of all ranks or of none, whatever they train: the backward has an all-to-all too
     anchor = ANCHOR if torch.is_grad_enabled() else None
     given = Given(list(tables), indices, offsets, weights)
-    how = How(mode == "mean", include_last_offset, sparse, layout, workspace.rank)
-    if out is not None:
-        return _IntoTurn.apply(
-            out, how, group.group_name, indices, offsets, weights, anchor, *tables
-        )  # pyright: ignore[reportReturnType]
-    return torch.ops.counterpoint.embedding_bag_all_to_all(
-        given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
-    )
+    how = How(mode == "mean", include_last_offset, sparse, layout, workspace.rank, plan)
+    if out is None and (call.watched() or not given.plain()):
+        return torch.ops.counterpoint.embedding_bag_all_to_all(
+            given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
+        )
+    if anchor is None:
+        return run(given, how, group.group_name, out)
+    trained = [t for t in tables if t.requires_grad]
+    return _Eager.apply(out, given, how, group.group_name, weights, anchor, *trained)  # pyright: ignore[reportReturnType]
 
 
 def described(
@@ -152,16 +160,18 @@ def described(
 def _run(
     tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
     anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
-    batch: Sequence[int], dtype: torch.dtype, rank: int, group_name: str,
+    batch: Sequence[int], dtype: torch.dtype, rank: int, plan: str,
+    group_name: str,
 ) -> Tensor:  # fmt: skip
-    how = How(mean, last, sparse, layout_from(dims, batch, dtype), rank)
+    how = How(mean, last, sparse, layout_from(dims, batch, dtype), rank, plan)
     return run(Given(tables, indices, offsets, weights), how, group_name)
 
 
 def _fake(
     tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
     anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
-    batch: Sequence[int], dtype: torch.dtype, rank: int, group_name: str,
+    batch: Sequence[int], dtype: torch.dtype, rank: int, plan: str,
+    group_name: str,
 ) -> Tensor:  # fmt: skip
     return indices.new_empty(batch[rank], layout_from(dims, batch, dtype).columns, dtype=dtype)
 
@@ -177,7 +187,7 @@ def _gradients(
 ) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
     """Those of own tables, weights and anchor; all ranks take part, whatever they need."""
     indices, offsets, weights, anchor, *tables = ctx.saved_tensors
-    mean, last, sparse, dims, batch, _, rank, group_name = ctx.flat
+    mean, last, sparse, dims, batch, _, rank, _, group_name = ctx.flat
     ops: Any = torch.ops.counterpoint
     dy = ops.pooled_gradient_all_to_all(dy, dims, batch, rank, group_name)
     found: list[Tensor | None] = [None] * len(tables)
@@ -201,28 +211,35 @@ def _gradients(
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     need, _, _, need_weights, need_anchor, *_ = ctx.needs_input_grad
     grads, dw, nothing = _gradients(ctx, dy, need, need_weights, need_anchor)
-    return grads, None, None, dw, nothing, *[None] * 8
+    return grads, None, None, dw, nothing, *[None] * 9
 
 
-class _IntoTurn(torch.autograd.Function):
-    """The same into the memory of `out`: no operator may return what it did not make."""
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher, which takes many tensors longer than the GPU takes some.
+
+    And into the memory of `out`: no operator may return what it did not make. Tables that are not
+    trained are none of its inputs: each costs.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, out: PooledOutputs, how: How, group_name: str, indices: Tensor, offsets: Tensor,
-        weights: Tensor | None, anchor: Tensor | None, *tables: Tensor,
+        ctx: Any, out: PooledOutputs | None, given: Given, how: How, group_name: str,
+        weights: Tensor | None, anchor: Tensor, *trained: Tensor,
     ) -> Tensor:  # fmt: skip
-        inputs = (tables, indices, offsets, weights, anchor, *how.flat(), group_name)
-        y = run(Given(list(tables), indices, offsets, weights), how, group_name, out)
-        _save(ctx, inputs, y)
+        y = run(given, how, group_name, out)
+        inputs = (given.tables, given.indices, given.offsets, weights, anchor)
+        _save(ctx, (*inputs, *how.flat(), group_name), y)
+        ctx.trained = [t.requires_grad for t in given.tables]
         return y
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
-        *_, need_weights, need_anchor = ctx.needs_input_grad[:7]
-        need = ctx.needs_input_grad[7:]
+        *_, need_weights, need_anchor = ctx.needs_input_grad[:6]
+        asked = iter(ctx.needs_input_grad[6:])
+        need = [trained and next(asked) for trained in ctx.trained]
         grads, dw, nothing = _gradients(ctx, dy[0], need, need_weights, need_anchor)
-        return None, None, None, None, None, dw, nothing, *grads
+        own = [g for g, trained in zip(grads, ctx.trained, strict=True) if trained]
+        return None, None, None, None, dw, nothing, *own
 
 
 call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")

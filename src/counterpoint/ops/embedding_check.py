@@ -10,6 +10,8 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.check import DTYPES
+from counterpoint.ops.embedding_call import AUTO, PLANS
+from counterpoint.ops.embedding_seen import facts_seen
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_INDICES, MAX_RANKS, Layout
 from counterpoint.runtime.workspace import Workspace, refuse_capture
@@ -20,7 +22,7 @@ INDEX = (torch.int32, torch.int64)
 
 def check_bags(
     tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
-    last: bool,
+    last: bool, plan: str = AUTO,
 ) -> None:  # fmt: skip
     """Refuse what is wrong on its own, whatever other ranks pass.
 
@@ -31,6 +33,8 @@ def check_bags(
         raise InputError(OP, "tables", want="a list of Tensors", got=type(tables).__name__)
     if mode not in ("sum", "mean"):
         raise InputError(OP, "mode", want="'sum' or 'mean'", got=repr(mode))
+    if plan not in PLANS:
+        raise InputError(OP, "plan", want="'auto', 'fused' or 'serial'", got=repr(plan))
     given = [("indices", indices), ("offsets", offsets)]
     given += [("per_sample_weights", weights)] if weights is not None else []
     for name, tensor in given:
@@ -74,7 +78,7 @@ def check_bags(
 def layout_of(
     tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
     last: bool, batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
-    dtype: torch.dtype | None, out: PooledOutputs | None, workspace: Workspace,
+    dtype: torch.dtype | None, out: PooledOutputs | None, workspace: Workspace, plan: str = AUTO,
 ) -> Layout:  # fmt: skip
     """What each rank has and gets; ranks meet at the first call with these dims and counts.
 
@@ -87,14 +91,32 @@ def layout_of(
         InputError: an argument is wrong, on all ranks alike where they meet; or the ranks disagree.
         PeerTimeoutError: a rank did not come.
     """
+    seen = facts_seen(tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, plan)
+    layout: Layout | None = workspace.code.get(seen) if seen else None
+    if layout is not None and not agreement.checking():
+        return layout
+    layout = _layout_of(
+        tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, workspace, plan
+    )
+    # others than those meet, or are compared, at each call
+    if seen is not None and dims is not None and workspace.device.type == "cuda":
+        workspace.remember(seen, layout)
+    return layout
+
+
+def _layout_of(
+    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
+    last: bool, batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | None, out: PooledOutputs | None, workspace: Workspace, plan: str,
+) -> Layout:  # fmt: skip
     known: _Known | None = None
     refused: InputError | None = None
     try:
-        check_bags(tables, indices, offsets, weights, mode, last)
+        check_bags(tables, indices, offsets, weights, mode, last, plan)
     except InputError as error:
         refused = error
     try:
-        known = _known_by(tables, offsets, mode, last, batch, dims, dtype, out, workspace)
+        known = _known_by(tables, offsets, mode, last, batch, dims, dtype, out, plan, workspace)
         _check_own(tables, known, dtype, out, workspace)
     except InputError as error:
         refused = refused or error
@@ -119,8 +141,8 @@ def layout_of(
         return found
     here = {"op": OP}
     if known is not None and refused is None:
-        here |= {"mode": mode, "bags": str(sum(known.batch)), "batch": str(known.batch),
-                 "dtype": str(known.dtype), "out": str(out is not None),
+        here |= {"mode": mode, "plan": plan, "bags": str(sum(known.batch)),
+                 "batch": str(known.batch), "dtype": str(known.dtype), "out": str(out is not None),
                  "outputs": str(known.outputs), "dims": str(known.dims),
                  "own": str(tuple(t.shape[1] for t in tables))}  # fmt: skip
     found = _agreed(agreement.meet(OP, (here, refused), workspace))
@@ -138,12 +160,13 @@ class _Known(NamedTuple):
     dtype: torch.dtype
     mode: str
     outputs: tuple[Any, ...] | None
+    plan: str
 
 
 def _known_by(
     tables: Sequence[Tensor], offsets: Tensor, mode: str, last: bool, batch: Sequence[int] | None,
     dims: Sequence[Sequence[int]] | None, dtype: torch.dtype | None, out: PooledOutputs | None,
-    workspace: Workspace,
+    plan: str, workspace: Workspace,
 ) -> _Known:  # fmt: skip
     ranks = workspace.group.size()
     counts = _counts(batch)
@@ -172,7 +195,7 @@ def _known_by(
     kind = tables[0].dtype if tables else dtype
     assert kind is not None
     outputs = None if out is None else (out.columns, out.dtype, out.batch)
-    return _Known(OP, all_dims, counts, kind, mode, outputs)
+    return _Known(OP, all_dims, counts, kind, mode, outputs, plan)
 
 
 def _check_own(
@@ -233,7 +256,7 @@ def _agreed(everyone: Sequence[tuple[dict[str, str], CounterpointError | None]])
     for _, refused in everyone:
         if refused is not None:
             raise refused
-    _compared(words, ("mode", "bags", "batch", "dtype", "out", "outputs", "dims"))
+    _compared(words, ("mode", "plan", "bags", "batch", "dtype", "out", "outputs", "dims"))
     if all(said["own"] == "()" for said in words):
         raise InputError(OP, "tables", want="some on one rank at least", got="none on all")
     dims = tuple(_numbers(said["own"]) for said in words)

@@ -5,6 +5,7 @@ weight, or one over the entries of its bag.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -33,20 +34,20 @@ class Entries(NamedTuple):
     sizes: Tensor  # int64 [tables * bags]
 
 
-def flat_dims(layout: Layout) -> list[int]:
-    """As the dispatcher takes them: those of each rank behind how many they are."""
-    return [n for each in layout.dims for n in (len(each), *each)]
-
-
 def layout_from(dims: Sequence[int], batch: Sequence[int], dtype: torch.dtype) -> Layout:
-    """The layout of which `flat_dims` has written dims."""
+    """The layout that has these `flat_dims`, the same object each time."""
+    return _layout_from(tuple(dims), tuple(batch), dtype)
+
+
+@lru_cache(maxsize=256)
+def _layout_from(dims: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype) -> Layout:
     each: list[tuple[int, ...]] = []
     start = 0
     while start < len(dims):
         stop = start + 1 + dims[start]
-        each.append(tuple(dims[start + 1 : stop]))
+        each.append(dims[start + 1 : stop])
         start = stop
-    return Layout(tuple(each), tuple(batch), dtype)
+    return Layout(tuple(each), batch, dtype)
 
 
 def refuse(ctx: Any, *grads: Tensor) -> None:

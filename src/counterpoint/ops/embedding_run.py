@@ -1,46 +1,24 @@
-"""How a call of embedding_bag_all_to_all runs: in one kernel, by a lookup, or by torch and gloo."""
+"""How a call of embedding_bag_all_to_all runs: in one kernel, by three, or by torch and gloo."""
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import agreement
+from counterpoint.ops.embedding_call import SERIAL, Given, How, taken
 from counterpoint.ops.embedding_check import OP, problem_with
-from counterpoint.ops.embedding_gradients import flat_dims, pooled_on_cpu
+from counterpoint.ops.embedding_choice import way_of
+from counterpoint.ops.embedding_gradients import pooled_on_cpu
+from counterpoint.ops.embedding_serial import Serial, exchanged
 from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.runtime.embedding_layout import WAYS, Facts, Layout, Way, way_for
+from counterpoint.runtime.embedding_layout import WAYS, Facts, Way
 from counterpoint.runtime.fused import fused_memory, in_turn
 from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.launch_embedding import Lookup, Place, Pooling, Sender, place_of
+from counterpoint.runtime.launch_embedding import Place, Sender, place_of
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
-
-
-class Given(NamedTuple):
-    """The tensors of a call."""
-
-    tables: list[Tensor]
-    indices: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-
-
-class How(NamedTuple):
-    """All else of a call, but its group."""
-
-    mean: bool
-    last: bool
-    sparse: bool
-    layout: Layout
-    rank: int
-
-    def flat(self) -> tuple[Any, ...]:
-        """As the dispatcher takes it."""
-        dims, batch = flat_dims(self.layout), list(self.layout.batch)
-        return self.mean, self.last, self.sparse, dims, batch, self.layout.dtype, self.rank
 
 
 class _InOneKernel:
@@ -75,7 +53,7 @@ class _InOneKernel:
             self.workspace.agreed[self._met] = True
 
     def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
-        sender = _taken(self.senders, given, self.layout)
+        sender = taken(self.senders, given, self.layout)
         if torch.cuda.is_current_stream_capturing():
             self.workspace.keep(sender, sender.chunks(given.tables))
         else:
@@ -95,39 +73,6 @@ class _InOneKernel:
         return torch.empty(shape, dtype=self.layout.dtype, device=self.workspace.device)
 
 
-class _Alone:
-    """A rank by itself on a GPU: the lookup, compiled for each way when a call first takes it."""
-
-    def __init__(self, facts: Facts, workspace: Workspace) -> None:
-        self.workspace, self.layout = workspace, facts.layout
-        self.lookups: dict[Way, Lookup] = {}
-        like: Lookup | None = None
-        for _, way in WAYS:
-            like = self.lookups[way] = Lookup(facts, 0, workspace.device, way, like)
-
-    def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
-        lookup = _taken(self.lookups, given, self.layout)
-        if torch.cuda.is_current_stream_capturing():
-            self.workspace.keep(lookup, lookup.chunks(given.tables))
-        shape = self.layout.num_bags, self.layout.columns
-        like = given.indices
-        y = out.view(out.take()) if out else like.new_empty(shape, dtype=self.layout.dtype)
-        lookup(*given, y)
-        return y
-
-
-P = TypeVar("P", bound=Pooling)
-
-
-def _taken(ways: dict[Way, P], given: Given, layout: Layout) -> P:
-    """The way for so many indices; while a graph is captured, one that is compiled."""
-    found = ways[way_for(given.indices.numel(), len(given.tables) * layout.num_bags)]
-    if not torch.cuda.is_current_stream_capturing():
-        return found
-    vec_in = found.chunks(given.tables).vec_in
-    return next((w for w in (found, *ways.values()) if vec_in in w.launches), found)
-
-
 class _OnCpuRanks:
     """What the kernel computes, by torch and gloo.
 
@@ -139,20 +84,13 @@ class _OnCpuRanks:
         self.workspace = workspace
 
     def __call__(self, given: Given, how: How, out: PooledOutputs | None) -> Tensor:
-        layout, rank, group = how.layout, how.rank, self.workspace.group
+        layout = how.layout
         _compare(given, how, self.workspace)
         own = pooled_on_cpu(
             *given, layout.num_bags, last=how.last, mean=how.mean, dtype=layout.dtype
         )
-        columns = [sum(dims) for dims in layout.dims]
-        got = own.new_empty(layout.batch[rank] * layout.columns)
-        sizes = [layout.batch[rank] * c for c in columns]
-        dist.all_to_all_single(
-            got, own.flatten(), sizes, [b * columns[rank] for b in layout.batch], group=group
-        )
-        parts = [p.view(-1, c) for p, c in zip(got.split(sizes), columns, strict=True) if c]
-        y = torch.cat(parts, 1)
-        return y if out is None else out.view(out.take()).copy_(y)
+        y = out.view(out.take()) if out is not None else None
+        return exchanged(own, layout, how.rank, self.workspace.group, y)
 
 
 def _compare(given: Given, how: How, workspace: Workspace) -> None:
@@ -162,9 +100,8 @@ def _compare(given: Given, how: How, workspace: Workspace) -> None:
         InputError: on all ranks, naming the one.
     """
     problem = problem_with(given.tables, given.indices, given.offsets, last=how.last)
-    everyone = agreement.meet(
-        OP, ({"op": OP, "how": str(how.layout), "problem": problem}, None), workspace
-    )
+    called = f"{how.layout}, plan {how.plan!r}"
+    everyone = agreement.meet(OP, ({"op": OP, "how": called, "problem": problem}, None), workspace)
     for rank, (said, _) in enumerate(everyone):
         if said.get("how") != everyone[0][0].get("how"):
             want = f"equal on all ranks, {everyone[0][0].get('how', 'another call')} as on rank 0"
@@ -184,7 +121,8 @@ def run(given: Given, how: How, group_name: str, out: PooledOutputs | None = Non
     workspace.check()
     weights = None if given.weights is None else given.weights.dtype
     facts = Facts(how.layout, how.mean, weights, given.indices.dtype, given.offsets.dtype)
-    key = (OP, facts, out is not None)
+    way = way_of(given, how, workspace, into=out is not None)
+    key = (OP, facts, SERIAL if way == SERIAL else out is not None)
     ready: Any = workspace.code.get(key)
     if ready is None:
         # what is made while a graph is captured is empty until its first replay
@@ -193,8 +131,8 @@ def run(given: Given, how: How, group_name: str, out: PooledOutputs | None = Non
         with torch.inference_mode(False):
             if device.type == "cpu":
                 ready = _OnCpuRanks(workspace)
-            elif len(how.layout.batch) == 1:
-                ready = _Alone(facts, workspace)
+            elif way == SERIAL:
+                ready = Serial(facts, workspace)
             else:
                 ready = _InOneKernel(facts, workspace, own_outputs=out is not None)
                 ready.prepare(given, how, out)

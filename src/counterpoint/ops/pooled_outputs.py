@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from counterpoint.errors import InputError
 from counterpoint.ops.check import DTYPES, check_group
@@ -22,7 +23,7 @@ class PooledOutputs:
 
     What a call with `out=` returns is a view of this memory. It holds until `turns` - 1 more such
     calls have begun: read it, in stream order, before that. A backward that comes before the next
-    call, as in training, is in time.
+    call, as in training, is in time; one that has saved it and comes too late is refused.
 
     Args:
         columns: of the output, of all tables of all ranks.
@@ -80,7 +81,9 @@ class PooledOutputs:
             self.memory = workspace.allocate(self.turn_bytes * turns)
             self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(self.device)
             memory = self.memory.local()
-            self._views = [memory[s : s + size].view(dtype).view(own, columns) for s in starts]
+            # .data: autograd counts what is written to one turn apart from the others
+            turn_memory = [memory[s : s + size].view(dtype).data for s in starts]
+            self._views = [turn.view(own, columns) for turn in turn_memory]
 
     def take(self) -> int:
         """The number of the next turn.
@@ -94,6 +97,9 @@ class PooledOutputs:
                 got="outputs in turn", fix="capture calls that copy their output",
             )  # fmt: skip
         turn, self._turn = self._turn, (self._turn + 1) % self.turns
+        # peers may write to the next one as soon as this call has begun: what autograd has saved
+        # of it is refused in a backward from now on
+        increment_version(self._views[self._turn])
         return turn
 
     def view(self, turn: int) -> Tensor:

@@ -32,6 +32,18 @@ class Layout:
     batch: tuple[int, ...]
     dtype: torch.dtype
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.batch, self.dtype))
+
+    @cached_property
+    def flat_dims(self) -> list[int]:
+        """As the dispatcher takes them: those of each rank behind how many they are."""
+        return [n for each in self.dims for n in (len(each), *each)]
+
     @cached_property
     def columns(self) -> int:
         """Of the output: those of all tables of all ranks, in that order."""

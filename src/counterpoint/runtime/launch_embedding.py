@@ -77,7 +77,7 @@ class Pooling:
         self.even = all(d % self.block_d == 0 for d in dims)
         self.vec_out = vector_of((columns, *dims, *self.firsts), self.item_bytes)
         self.one = like.one if like else torch.ones(1, device=device)
-        self._known: dict[tuple[tuple[int, int], ...], Chunks] = like._known if like else {}
+        self._known: dict[tuple[Any, ...], Chunks] = like._known if like else {}
         self.launches: dict[int, Launched] = {}
 
     def chunks(self, tables: Sequence[Tensor]) -> Chunks:
@@ -86,14 +86,15 @@ class Pooling:
         Raises:
             InputError: they have to be copied while a graph is captured.
         """
-        key = tuple((t.data_ptr(), t.stride(0)) for t in tables)
+        key = (*map(Tensor.data_ptr, tables), *map(Tensor.stride, tables))
         found = self._known.get(key)
         if found is None:
             if self.device.type == "cuda":
                 refuse_capture("tables that lie where none did in an earlier call")
             if len(self._known) >= MAX_KNOWN:
                 self._known.pop(next(iter(self._known)))
-            found = self._known[key] = self._chunks(key)
+            placed = [(t.data_ptr(), t.stride(0)) for t in tables]
+            found = self._known[key] = self._chunks(placed)
         return found
 
     def _chunks(self, key: Sequence[tuple[int, int]]) -> Chunks:
