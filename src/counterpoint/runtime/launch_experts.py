@@ -178,7 +178,6 @@ class AllToAllMatmul(_Experts):
 
     Args:
         way: how rows are sent; equal on all ranks.
-        halves: whether a block that is no more than half full is multiplied as half a block.
         Others: as above.
 
     Raises:
@@ -189,7 +188,7 @@ class AllToAllMatmul(_Experts):
 
     def __init__(
         self, memory: FusedMemory, tag: int, experts: int, limit: int, k: int, n: int,
-        dtype: torch.dtype, tile: Tile, way: Sending, *, halves: bool = False,
+        dtype: torch.dtype, tile: Tile, way: Sending,
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
         self.way, self.row_bytes = way, k * dtype.itemsize
@@ -203,8 +202,6 @@ class AllToAllMatmul(_Experts):
         assert memory.tiles.memory is not None
         whole = memory.tiles.memory.local()[: rows * self.row_bytes].view(dtype).view(rows, k)
         self.received = TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k])
-        half = [tile.block_m // 2, tile.block_k]
-        self.half = TensorDescriptor.from_tensor(whole, half) if halves else None
 
     def __call__(
         self, x: Tensor, w: Tensor, counts: Tensor, has: int, y: Tensor, rows: Tensor | None = None
@@ -226,8 +223,8 @@ class AllToAllMatmul(_Experts):
             x, self.received, w_desc, y, self.routes, self.bases, self.flags, memory.state,
             memory.fault, x.shape[0], self.n, self.k, self.experts, self.row_bytes // 4,
             self.half_rows, self.half_flags, self.limit, self.rank, self.first_rank, self.tag,
-            self.timeout_ns, self.half, self.world, self.local, columns, way.senders, way.parts,
-            way.piece, way.join, *self.tile.constants,
+            self.timeout_ns, self.world, self.local, columns, way.senders, way.parts, way.piece,
+            way.join, *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         programs = way.senders + self.sms if INTERPRETED else 0
