@@ -5,8 +5,12 @@ import re
 import pytest
 from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order, lines_with
 
-from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel
-from counterpoint.kernels.matmul_all_to_all import arrival_kernel, matmul_all_to_all_kernel
+from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
+from counterpoint.kernels.matmul_all_to_all import (
+    arrival_kernel,
+    collect_kernel,
+    matmul_all_to_all_kernel,
+)
 from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
@@ -105,6 +109,30 @@ def test_what_it_is_compiled_to(model: str, tokens: int, columns: bool, ranks: i
     assert not narrow, "rows are stored element by element"
     block = Kernel(32 * tile.num_warps, found.registers, 0, found.dynamic_bytes)
     assert occupancy(block, LIMITS["sm_90"]).blocks >= 1
+
+
+def test_rows_are_taken_and_zeroed_16_bytes_at_a_time():
+    types = {"y_ptr": "*bf16", "routes_ptr": "*i32", "rows": "i32", "count": "i32", "N": "i32"}
+    cleared = compiled(
+        clear_kernel,
+        90,
+        types,
+        {"BLOCK_N": 2048},
+        num_warps=4,
+        aligned=("y_ptr", "routes_ptr", "N"),
+    )
+    types = {"rows_ptr": "*i64", "state_ptr": "*i32", "routes_ptr": "*i32", "index_ptr": "*bf16",
+             "weights_ptr": "*bf16", "y_ptr": "*bf16", "over_ptr": "*i64"}  # fmt: skip
+    names = ("tokens", "count", "N", "half_bytes", "limit", "rank", "clear")
+    aligned = (*types, "N", "half_bytes")
+    types |= dict.fromkeys(names, "i32")
+    taken = compiled(collect_kernel, 90, types, {"TOP": 0, "BLOCK_N": 2048}, num_warps=4,
+                     aligned=aligned)  # fmt: skip
+    for found, moves in ((cleared, ["st"]), (taken, ["ld", "st"])):
+        for move in moves:
+            wide = lines_with(found.ptx, rf"\b{move}\.global\.v4\.b32")
+            assert wide and not lines_with(found.ptx, rf"\b{move}\.global\.b16")
+        assert found.spills == 0
 
 
 def test_senders_are_resident_beside_a_librarys_collective():

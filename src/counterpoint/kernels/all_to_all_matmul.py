@@ -174,3 +174,20 @@ def all_to_all_matmul_kernel(
         slow = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (own >= 0))
         late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
     end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def clear_kernel(
+    y_ptr,  # [rows, N]
+    routes_ptr,  # see routes.py
+    rows,
+    count,  # the word of routes that says how many of them there are; the others are zeroed
+    N,
+    BLOCK_N: tl.constexpr,
+):
+    first = min(rows, tl.load(routes_ptr + count)) + tl.program_id(0)
+    for row in tl.range(first, rows, tl.num_programs(0)):
+        to = y_ptr + tl.cast(row, tl.int64) * N
+        for at in tl.range(0, N, BLOCK_N):
+            cols = at + tl.arange(0, BLOCK_N)
+            tl.store(to + cols, tl.zeros((BLOCK_N,), y_ptr.dtype.element_ty), mask=cols < N)
