@@ -20,10 +20,9 @@ from counterpoint.runtime.launch_experts import (
 from counterpoint.runtime.workspace import workspace_of
 
 ABLATED = tuple(f"{op} DeepSeek-V3 {tokens} uniform" for op in DIRECTIONS for tokens in (4096, 256))
-HALVES = "half blocks"  # the name of an arm
 FIRSTS = tuple(f"{op} {sizes}" for op in DIRECTIONS
                for sizes in ("Mixtral-8x7B 4096 uniform", "DeepSeek-V3 4096 skewed"))  # fmt: skip
-HALVED = tuple(f"all_to_all_matmul {model} {tokens} skewed"
+SKEWED = tuple(f"all_to_all_matmul {model} {tokens} skewed"
                for model in ("DeepSeek-V3", "Qwen3-235B") for tokens in (1024, 256))  # fmt: skip
 
 
@@ -37,7 +36,6 @@ class Other(NamedTuple):
 
     tile: Tile
     way: Sending
-    halves: bool = False
     collects: bool = True
 
 
@@ -48,7 +46,7 @@ def by_hand(
     memory, case = fused_memory(workspace_of(group, device)), layer.case
     sizes = (memory, 0, layer.experts, layer.limit, case.k, case.n, torch.bfloat16, other.tile)
     if layer.there:
-        call: Any = AllToAllMatmul(*sizes, other.way, halves=other.halves)
+        call: Any = AllToAllMatmul(*sizes, other.way)
     else:
         call = MatmulAllToAll(*sizes, other.way.first)
     y = torch.empty(layer.limit, case.n, device=device, dtype=torch.bfloat16)
@@ -71,7 +69,7 @@ def by_hand(
 
 def ablations(case: Case, ranks: int) -> dict[str, Other]:
     """What else could have been taken: tiles, and how rows are sent, senders and parts."""
-    if case.text not in (*ABLATED, *FIRSTS, *HALVED):
+    if case.text not in (*ABLATED, *FIRSTS, *SKEWED):
         return {}
     local, back = case.model.experts, case.op == "matmul_all_to_all"
     rows = int(case.counts(ranks).view(ranks, ranks, local).sum((0, 2)).max())  # as the operator
@@ -79,9 +77,9 @@ def ablations(case: Case, ranks: int) -> dict[str, Other]:
     found: dict[str, Other] = {}
     if case.text in (*ABLATED, *FIRSTS):
         found = {name: Other(tile, replace(way, first=first)) for first, name in FIRST.items()}
-    if case.text in HALVED:
+    if case.text in SKEWED:
         small = Tile(64, 256, 64, 4, 4)
-        found |= {HALVES: Other(tile, way, halves=True), named(small): Other(small, way)}
+        found[named(small)] = Other(small, way)
         found |= {"16 senders": Other(tile, replace(way, senders=16))} if way.senders > 16 else {}
     if case.text not in ABLATED:
         return found

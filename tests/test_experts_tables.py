@@ -14,7 +14,7 @@ FACTS = {"table": "experts", "model": "DeepSeek-V3", "tokens": 256, "routing": "
          "NVIDIA H200", "driver": "1", "torch": "2", "nccl": "3", "multicast": False,
          "date": "2026-11-22", "commit": "abc"}  # fmt: skip
 THERE = {"matmul grouped": 650, "matmul looped": 660, "pair grouped": 1000, "in place grouped":
-         1100, "communication": 200, "one kernel": 700, "half blocks": 640, "own rank first": 710,
+         1100, "communication": 200, "one kernel": 700, "16 senders": 640, "own rank first": 710,
          "rank 0 first on all": 720}  # fmt: skip
 BACK = {"matmul grouped": 300, "pair grouped": 400, "in place grouped": 450, "communication": 200,
         "in place grouped, sum": 500, "one kernel": 330, "one kernel, sum": 340}  # fmt: skip
@@ -50,7 +50,7 @@ def test_ideal_first_ranks_and_soak(tables: Any, tmp_path: Path):
         "| 4 GPUs, to the experts, DeepSeek-V3, 256, skewed | 700, 7 | 710, 7 | 720, 7 |"
         in (made["experts-first"])
     )
-    assert "half blocks 640" in made["experts-ablation"] and "own" not in made["experts-ablation"]
+    assert "16 senders 640" in made["experts-ablation"] and "own" not in made["experts-ablation"]
     assert made["experts-soak"] == (
         "- all_to_all_matmul: 100,000 calls on 4 GPUs in 7 s, 20,000 of them eager, the others "
         "replayed: 0 wrong."

@@ -137,6 +137,55 @@ def test_a_replayed_graph_follows_its_counts(gpus, op):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_rows_that_are_none_have_no_gradient(gpus, op, monkeypatch):
+    """All new memory is full of NaN: the forward leaves it so there, and the gradient is zero."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group, back = dist.new_group(), op is cp.matmul_all_to_all
+    empty = torch.Tensor.new_empty
+
+    def full_of_nan(like, *size, **more):
+        made = empty(like, *size, **more)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
+    kinds = list(tables(ranks, 4).values())
+    alls = [whole(counts, K, N, torch.bfloat16, back=back, stored="nk") for counts in kinds]
+    x, w = padded(mine(alls[0].xs)), mine(alls[0].ws)
+    counts = torch.tensor(kinds[0], device="cuda")
+    where = ("fused", group.group_name, ranks)
+
+    def run(clear):
+        if back:
+            return (torch.ops.counterpoint.matmul_all_to_all(
+                x, w, counts, None, ROOM, False, clear, *where),)  # fmt: skip
+        return torch.ops.counterpoint.all_to_all_matmul(
+            x, w, counts, ROOM, False, True, True, clear, *where
+        )
+
+    with torch.inference_mode():
+        run(False)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with no_collector(), torch.cuda.graph(graph):
+        pairs = list(zip(run(False), run(True), strict=True))
+    for own, all_of in zip(kinds, alls, strict=True):
+        for to, source in ((counts, own), (x, padded(mine(all_of.xs))), (w, mine(all_of.ws))):
+            to.copy_(torch.as_tensor(source))
+        graph.replay()
+        products, rows = (mine(t) for t in reference(op, all_of, own))
+        for (leaves, clears), want in zip(pairs, (products, rows), strict=False):
+            assert torch.equal(leaves[: len(want)], want) and leaves[len(want) :].isnan().all()
+            assert torch.equal(clears[: len(want)], want) and not clears[len(want) :].any()
+        inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = op(*inputs, counts=counts, max_rows=ROOM, group=group)
+        y[: len(products)].sum().backward()
+        dx, dw = (each.grad for each in inputs)
+        assert torch.isfinite(dx).all() and torch.isfinite(dw).all()
+        assert not dx[len(all_of.xs[rank]) :].any()
+    cp.check(group)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_dropped_rows_are_said(gpus, op):
     """On all ranks, also where it shows in the backward first, and by `check`."""
     group, ranks = dist.new_group(), dist.get_world_size()

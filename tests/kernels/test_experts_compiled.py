@@ -5,8 +5,12 @@ import re
 import pytest
 from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order, lines_with
 
-from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel
-from counterpoint.kernels.matmul_all_to_all import arrival_kernel, matmul_all_to_all_kernel
+from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
+from counterpoint.kernels.matmul_all_to_all import (
+    arrival_kernel,
+    collect_kernel,
+    matmul_all_to_all_kernel,
+)
 from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.resources.limits import LIMITS
 from counterpoint.resources.occupancy import Kernel, occupancy
@@ -23,9 +27,7 @@ TMA = r"cp\.async\.bulk\.tensor"
 PROXY = r"fence\.proxy\.async\.global"
 
 
-def kernel(
-    tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True, halves: bool = False
-) -> Compiled:
+def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> Compiled:
     """As a launch on a Hopper would compile it; TMA is there from capability 90 on."""
     block = [tile.block_n, tile.block_k] if columns else [tile.block_k, tile.block_n]
     x = f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"
@@ -44,13 +46,9 @@ def kernel(
         fn = all_to_all_matmul_kernel
         constants = (*shared, way.senders, way.parts, way.piece, way.join, *tile.constants)
     types |= dict.fromkeys(names, "i32")
-    if halves:
-        types["half_desc"] = f"tensordesc<bf16[{tile.block_m // 2}, {tile.block_k}]>"
-    elif not back:
-        constants = (None, *constants)
     last = fn.arg_names[len(types) :]
     plain = ("R", "T", "rank", "first_rank", "limit", "tag", "timeout_ns", "E", "half_rows",
-             "x_desc", "w_desc", "received_desc", "half_desc")  # fmt: skip
+             "x_desc", "w_desc", "received_desc")  # fmt: skip
     return compiled(
         fn, 90, types, dict(zip(last, constants, strict=True)), num_warps=tile.num_warps,
         num_stages=tile.stages, aligned=tuple(n for n in types if n not in plain),
@@ -63,10 +61,9 @@ def after(ptx: str, *patterns: str) -> bool:
     return firsts == sorted(firsts)
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_flags_publish_what_stands_before_them(halves: bool):
+def test_flags_publish_what_stands_before_them():
     """There: stores, barrier, release; acquire, barrier, the fence between proxies, TMA."""
-    ptx = kernel(Tile(), back=False, halves=halves).ptx
+    ptx = kernel(Tile(), back=False).ptx
     assert lines_with(ptx, PAYLOAD) and lines_with(ptx, RELEASE)
     (sending,) = (b for b in re.split(r"^\$L__BB\S+:", ptx, flags=re.M) if re.search(RELEASE, b))
     assert in_order(sending.partition("release")[0] + "release", BARRIER, "release")
@@ -114,15 +111,28 @@ def test_what_it_is_compiled_to(model: str, tokens: int, columns: bool, ranks: i
     assert occupancy(block, LIMITS["sm_90"]).blocks >= 1
 
 
-@pytest.mark.parametrize("tile", [Tile(), Tile(stages=3)], ids=str)
-def test_half_blocks_take_no_more_of_an_sm(tile: Tile):
-    """Their own tensor-core loop, in the shared memory and the registers of whole blocks."""
-    whole, both = (kernel(tile, back=False, halves=halves) for halves in (False, True))
-    assert both.spills == 0 and both.dynamic_bytes <= whole.dynamic_bytes + 1024
-    for found, kinds in ((whole, 1), (both, 2)):
-        shapes = {tuple(line.split()[0].split(".")[-4:]) for line in found.ptx.splitlines()
-                  if "wgmma.mma_async" in line}  # fmt: skip
-        assert len(shapes) == kinds, shapes
+def test_rows_are_taken_and_zeroed_16_bytes_at_a_time():
+    types = {"y_ptr": "*bf16", "routes_ptr": "*i32", "rows": "i32", "count": "i32", "N": "i32"}
+    cleared = compiled(
+        clear_kernel,
+        90,
+        types,
+        {"BLOCK_N": 2048},
+        num_warps=4,
+        aligned=("y_ptr", "routes_ptr", "N"),
+    )
+    types = {"rows_ptr": "*i64", "state_ptr": "*i32", "routes_ptr": "*i32", "index_ptr": "*bf16",
+             "weights_ptr": "*bf16", "y_ptr": "*bf16", "over_ptr": "*i64"}  # fmt: skip
+    names = ("tokens", "count", "N", "half_bytes", "limit", "rank", "clear")
+    aligned = (*types, "N", "half_bytes")
+    types |= dict.fromkeys(names, "i32")
+    taken = compiled(collect_kernel, 90, types, {"TOP": 0, "BLOCK_N": 2048}, num_warps=4,
+                     aligned=aligned)  # fmt: skip
+    for found, moves in ((cleared, ["st"]), (taken, ["ld", "st"])):
+        for move in moves:
+            wide = lines_with(found.ptx, rf"\b{move}\.global\.v4\.b32")
+            assert wide and not lines_with(found.ptx, rf"\b{move}\.global\.b16")
+        assert found.spills == 0
 
 
 def test_senders_are_resident_beside_a_librarys_collective():

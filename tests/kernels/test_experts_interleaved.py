@@ -50,6 +50,21 @@ def by_hand(
     return arrive, there, back
 
 
+def rooms_of(limit: int, back: bool) -> list[torch.Tensor]:
+    """Where a rank's results go, full of NaN, between guards: y, and there the rows that come."""
+    return [guarded(limit * width, torch.nan) for width in ((N,) if back else (N, K))]
+
+
+def between(room: torch.Tensor, limit: int) -> torch.Tensor:
+    """[limit, N or K]: what lies between the guards."""
+    return room[GUARD:-GUARD].view(limit, -1)
+
+
+def tail_is(tail: torch.Tensor, clear: bool) -> bool:
+    """Whether rows that are none are zero, or else as they were."""
+    return bool((tail == 0).all() if clear else tail.isnan().all())
+
+
 def errors_of(
     rank: int, world: int, ranks: int, experts: int, seeds: range, fault: str, back: bool
 ) -> list[str]:
@@ -65,24 +80,22 @@ def errors_of(
             if fault and any(found):
                 break  # it shows
             torch.manual_seed(seed)
-            # whoever comes first, and however few rows are multiplied, the result is the same
+            # whoever comes first, the result is the same
             first: First = FIRSTS[seed % 3]
-            halves = seed % 2 == 0
             each = memories(ranks, 2 * 4 * (LIMIT + 1) * K + 4096)
             calls: list[Any] = []
             for call in range(3):
                 counts = table(3 * seed + call, ranks, experts)
                 ws = torch.randn(experts, K, N)
                 xs = [torch.randn(LIMIT, K) for _ in range(ranks)]
-                rooms = [guarded(LIMIT * N, torch.nan) for _ in range(ranks)]
-                calls.append((counts, ws, xs, rooms))
+                rooms = [rooms_of(LIMIT, back) for _ in range(ranks)]
+                calls.append((counts, ws, xs, rooms, (seed + call) % 2 == 1))
 
             def run(
                 r: int,
                 each: Any = each,
                 calls: Any = calls,
                 first: First = first,
-                halves: bool = halves,
             ) -> None:
                 if back:
                     op: Any = MatmulAllToAll(each[r], 0, experts, LIMIT, K, N, torch.float32,
@@ -90,17 +103,18 @@ def errors_of(
                 else:
                     way = Sending(2, 2, 64, join=True, first=first)
                     op = AllToAllMatmul(each[r], 0, experts, LIMIT, K, N, torch.float32, TILE,
-                                        way, halves=halves)  # fmt: skip
+                                        way)  # fmt: skip
                 op.sms = 2
                 local = experts // ranks
-                for counts, ws, xs, rooms in calls:
+                for counts, ws, xs, rooms, clear in calls:
                     arrive, _, _ = by_hand(xs, ws, counts)
                     x = xs[r]
                     if back:
                         x = torch.full((LIMIT, K), torch.nan)
                         x[: len(arrive[r])] = arrive[r]
-                    y = rooms[r][GUARD:-GUARD].view(LIMIT, N)
-                    op(x, ws[r * local : (r + 1) * local], counts, LIMIT, y)
+                    own = ws[r * local : (r + 1) * local]
+                    results = (between(room, LIMIT) for room in rooms[r])
+                    op(x, own, counts, LIMIT, *results, clear=clear)
 
             try:
                 Interleaved(seed, landing=0.4 if seed % 2 else 0.05).run(
@@ -110,18 +124,20 @@ def errors_of(
                 found.append(f"deadlock: {error}")
                 continue
             off: list[Any] = []
-            for i, (counts, ws, xs, rooms) in enumerate(calls):
-                _, there, came = by_hand(xs, ws, counts)
-                for r, room in enumerate(rooms):
-                    want = came[r] if back else there[r]
-                    y = room[GUARD:-GUARD].view(LIMIT, N)
-                    if not torch.allclose(y[: len(want)], want, atol=1e-4):
-                        off.append((i, r))
-                    if not y[len(want) :].isnan().all():
-                        off.append((i, r, "rows that are none"))
+            for i, (counts, ws, xs, rooms, clear) in enumerate(calls):
+                arrive, there, came = by_hand(xs, ws, counts)
+                for r, own in enumerate(rooms):
+                    for room, want in zip(own, [came[r]] if back else [there[r], arrive[r]],
+                                          strict=True):  # fmt: skip
+                        y = between(room, LIMIT)
+                        if not torch.allclose(y[: len(want)], want, atol=1e-4):
+                            off.append((i, r))
+                        if not tail_is(y[len(want) :], clear):
+                            off.append((i, r, "rows that are none"))
             wrong = f"calls {off} are off" if off else ""
             wrong = wrong or ("over" if any(m.over.any() for m in each) else "")
-            found.append(wrong or left(each[0], [room for *_, rooms in calls for room in rooms]))
+            all_rooms = [room for *_, rooms, _ in calls for own in rooms for room in own]
+            found.append(wrong or left(each[0], all_rooms))
     return found
 
 
@@ -145,3 +161,36 @@ def test_planted_faults_show(pool: RankPool, fault: str, text: str, back: bool):
     arguments = (2, 4, range(30), fault, back)
     (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=200)
     assert any(text in problem for problem in found), found
+
+
+def edges(rank: int, world: int, back: bool, clear: bool) -> list[str]:
+    """What is wrong where all rows that there is room for are none, where none are, and beyond."""
+    from interleave import Interleaved
+
+    limit, found = 16, []
+    for own in ([0, 0], [3, 13], [15, 0], [10, 10]):
+        (memory,) = memories(1, 2 * 4 * (limit + 1) * K + 4096)
+        sizes = (memory, 0, 2, limit, K, N, torch.float32, TILE)
+        op: Any = MatmulAllToAll(*sizes) if back else AllToAllMatmul(*sizes, Sending(2, 2, 64))
+        op.sms, rooms = 2, rooms_of(limit, back)
+        x, w, counts = torch.randn(20, K), torch.randn(2, K, N), torch.tensor([own])
+        results = [between(room, limit) for room in rooms]
+        Interleaved(0).run([lambda: op(x, w, counts, 20, *results, clear=clear)])  # noqa: B023
+        rows = min(sum(own), limit)
+        wants = [torch.cat([each @ m for each, m in zip(x[: sum(own)].split(own), w, strict=True)])]
+        wants += [] if back else [x]
+        for want, y in zip(wants, results, strict=True):
+            if not torch.allclose(y[:rows], want[:rows], atol=1e-4):
+                found.append(f"{own}: rows are off")
+            if not tail_is(y[rows:], clear):
+                found.append(f"{own}: rows that are none are off")
+        if bool(memory.over.any()) != (sum(own) > limit):
+            found.append(f"{own}: dropped rows")
+        found += filter(None, [left(memory, rooms)])
+    return found
+
+
+@pytest.mark.parametrize("clear", [False, True])
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_rows_that_are_none_are_zeroed_or_left(pool: RankPool, back: bool, clear: bool):
+    assert pool.run(edges, 1, back, clear, group=False, timeout_s=100) == [[]]

@@ -71,23 +71,6 @@ def parts_of(at_m, own_ptr, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: t
     return (first < last) & (first < at_m + BLOCK_M) & (last > at_m)
 
 
-@triton.jit
-def multiply_block(
-    received_desc, w_desc, y_ptr, here, at_m, end, at_n, expert, N, K, COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Rows [at_m, at_m + BLOCK_M) of y up to `end`, from those received at `here`."""
-    X: tl.constexpr = y_ptr.dtype.element_ty
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
-        acc = tl.dot(received_desc.load([here, k]), w, acc, input_precision="ieee")
-    rows = at_m + tl.arange(0, BLOCK_M)
-    cols = at_n + tl.arange(0, BLOCK_N)
-    to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
-
-
 @triton.jit(do_not_specialize=["T", "limit", "rank", "first_rank", "tag", "timeout_ns"])
 def all_to_all_matmul_kernel(
     x_ptr,  # [T, K]
@@ -111,7 +94,6 @@ def all_to_all_matmul_kernel(
     first_rank,  # that rows are sent to first
     tag,
     timeout_ns,
-    half_desc,  # as received_desc, of half a block, for a block that has no more; or None
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E_local, a power of 2
     COLUMNS: tl.constexpr,
@@ -125,6 +107,7 @@ def all_to_all_matmul_kernel(
     GROUP_M: tl.constexpr,  # blocks of rows that share their columns of w in L2
     STAGES: tl.constexpr,
 ):
+    X: tl.constexpr = x_ptr.dtype.element_ty
     local = E // WORLD
     starts_ptr = starts_ptr_of(routes_ptr, E, WORLD)
     tiles_ptr = tiles_ptr_of(routes_ptr, E, WORLD)
@@ -174,16 +157,14 @@ def all_to_all_matmul_kernel(
                 late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
                 through_tma()
                 here = (epoch & 1) * half_rows + at_m
-                if half_desc is not None and end - at_m <= BLOCK_M // 2:
-                    multiply_block(
-                        half_desc, w_desc, y_ptr, here, at_m, end, at_n, expert, N, K, COLUMNS,
-                        BLOCK_M // 2, BLOCK_N, BLOCK_K, STAGES,
-                    )  # fmt: skip
-                else:
-                    multiply_block(
-                        received_desc, w_desc, y_ptr, here, at_m, end, at_n, expert, N, K, COLUMNS,
-                        BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                    )  # fmt: skip
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                    w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
+                    acc = tl.dot(received_desc.load([here, k]), w, acc, input_precision="ieee")
+                rows = at_m + tl.arange(0, BLOCK_M)
+                cols = at_n + tl.arange(0, BLOCK_N)
+                to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+                tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
             tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
 
     if program == programs - 1:
@@ -193,3 +174,20 @@ def all_to_all_matmul_kernel(
         slow = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (own >= 0))
         late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
     end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def clear_kernel(
+    y_ptr,  # [rows, N]
+    routes_ptr,  # see routes.py
+    rows,
+    count,  # the word of routes that says how many of them there are; the others are zeroed
+    N,
+    BLOCK_N: tl.constexpr,
+):
+    first = min(rows, tl.load(routes_ptr + count)) + tl.program_id(0)
+    for row in tl.range(first, rows, tl.num_programs(0)):
+        to = y_ptr + tl.cast(row, tl.int64) * N
+        for at in tl.range(0, N, BLOCK_N):
+            cols = at + tl.arange(0, BLOCK_N)
+            tl.store(to + cols, tl.zeros((BLOCK_N,), y_ptr.dtype.element_ty), mask=cols < N)

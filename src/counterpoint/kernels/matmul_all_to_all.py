@@ -128,7 +128,7 @@ def arrival_kernel(
     end_of_call(late.to(tl.int32), ranks, 1, state_ptr, fault_ptr, tag)
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "limit", "rank"])
+@triton.jit(do_not_specialize=["tokens", "count", "limit", "rank", "clear"])
 def collect_kernel(
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     state_ptr,  # [3] int32: the epoch of the call, which has been counted
@@ -143,21 +143,25 @@ def collect_kernel(
     half_bytes,  # where the rows of odd epochs begin
     limit,  # rows that there is room for
     rank,
+    clear,  # 1: the rows of y beyond those are zeroed; else left as they are; TOP 0
     TOP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     Y: tl.constexpr = y_ptr.dtype.element_ty
     half = (tl.load(state_ptr) & 1).to(tl.int64) * half_bytes
     from_ptr = peer_ptr(rows_ptr, rank, half, Y)
+    there_are = tokens
     if TOP == 0:
-        tokens = min(tokens, tl.load(routes_ptr + count))
+        there_are = min(tokens, tl.load(routes_ptr + count))
+        tokens = tl.where(clear != 0, tokens, there_are)
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         row_at = tl.cast(token, tl.int64) * N
         for first in tl.range(0, N, BLOCK_N):
             cols = first + tl.arange(0, BLOCK_N)
             to = y_ptr + row_at + cols
             if TOP == 0:
-                row = tl.load(from_ptr + row_at + cols, mask=cols < N)
+                live = (cols < N) & (token < there_are)
+                row = tl.load(from_ptr + row_at + cols, mask=live, other=0.0)
                 tl.store(to, row, mask=cols < N)
             else:
                 total = tl.zeros((BLOCK_N,), tl.float32)

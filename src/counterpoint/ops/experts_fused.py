@@ -40,15 +40,14 @@ class Fused:
 
     def __call__(self, given: Exchange, add: Tensor | None, clear: bool) -> tuple[Tensor, Tensor]:
         """(the result, the rows that were multiplied where they are kept); as `Serial`."""
-        new = torch.zeros if clear else torch.empty
-        y = new(given.rows, given.w.shape[2], dtype=given.x.dtype, device=given.x.device)
+        y = given.x.new_empty(given.rows, given.w.shape[2])
         if not given.out:
-            self._run(given, y, add=None if add is None else _in_line(add))
+            self._run(given, y, add=None if add is None else _in_line(add), clear=clear)
             return y, given.x
         rows = y.new_empty(0, given.w.shape[1])
         if given.keep:
-            rows = new(given.rows, given.w.shape[1], dtype=y.dtype, device=y.device)
-        self._run(given, y, rows if given.keep else None)
+            rows = y.new_empty(given.rows, given.w.shape[1])
+        self._run(given, y, rows if given.keep else None, clear=clear)
         return y, rows
 
     def summed(
@@ -99,7 +98,8 @@ class Fused:
     ) -> AllToAllMatmul | MatmulAllToAll:  # fmt: skip
         """A call whose kernels are there, on all ranks: who still compiles is late for all.
 
-        All kernels that a rank by itself may come to need: with rows kept or added, and without.
+        All kernels that a rank by itself may come to need: with rows kept or added, and without;
+        what clears as well.
         """
         with torch.inference_mode(False):
             call: Any = self._make(given, limit, rows)
@@ -108,7 +108,7 @@ class Fused:
         call.only_compile = True
         try:
             if given.out:
-                call(*facts, n, k)
+                call(*facts, n, k, clear=True)
             else:
                 call(*facts, n, sums=sums)
                 call(*facts, n, add=n)

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel
+from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
 from counterpoint.kernels.matmul_all_to_all import (
     arrival_kernel,
     collect_kernel,
@@ -151,12 +151,14 @@ class _Experts:
         self._launch(routes_kernel, 1, arguments, counts.dtype, num_warps=8)
 
     def _collect(
-        self, half_bytes: int, count: int, y: Tensor, index: Tensor | None, weights: Tensor | None
-    ) -> None:
+        self, half_bytes: int, count: int, y: Tensor, index: Tensor | None = None,
+        weights: Tensor | None = None, *, clear: bool = False,
+    ) -> None:  # fmt: skip
         """Take rows out of the memory: as they are, or the weighted sums of those of `index`.
 
         Args:
             count: the word of `routes` that says how many there are.
+            clear: zero the rows of y beyond those.
         """
         tokens, n = y.shape
         top, block = 0, min(COLLECT_COLS, triton.next_power_of_2(n))
@@ -168,7 +170,7 @@ class _Experts:
             kinds = (n, top, index.dtype, weights.dtype)
         arguments = (
             self.bases, self.memory.state, self.routes, index, weights, y, self.memory.over, tokens,
-            count, n, half_bytes, self.limit, self.rank, top, block,
+            count, n, half_bytes, self.limit, self.rank, int(clear), top, block,
         )  # fmt: skip
         self._launch(collect_kernel, COLLECTORS * self.sms, arguments, *kinds, num_warps=4)
 
@@ -178,7 +180,6 @@ class AllToAllMatmul(_Experts):
 
     Args:
         way: how rows are sent; equal on all ranks.
-        halves: whether a block that is no more than half full is multiplied as half a block.
         Others: as above.
 
     Raises:
@@ -189,7 +190,7 @@ class AllToAllMatmul(_Experts):
 
     def __init__(
         self, memory: FusedMemory, tag: int, experts: int, limit: int, k: int, n: int,
-        dtype: torch.dtype, tile: Tile, way: Sending, *, halves: bool = False,
+        dtype: torch.dtype, tile: Tile, way: Sending,
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
         self.way, self.row_bytes = way, k * dtype.itemsize
@@ -203,12 +204,11 @@ class AllToAllMatmul(_Experts):
         assert memory.tiles.memory is not None
         whole = memory.tiles.memory.local()[: rows * self.row_bytes].view(dtype).view(rows, k)
         self.received = TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k])
-        half = [tile.block_m // 2, tile.block_k]
-        self.half = TensorDescriptor.from_tensor(whole, half) if halves else None
 
     def __call__(
-        self, x: Tensor, w: Tensor, counts: Tensor, has: int, y: Tensor, rows: Tensor | None = None
-    ) -> None:
+        self, x: Tensor, w: Tensor, counts: Tensor, has: int, y: Tensor,
+        rows: Tensor | None = None, *, clear: bool = False,
+    ) -> None:  # fmt: skip
         """Launch on the current stream; tensors at multiples of 16 bytes.
 
         Args:
@@ -218,6 +218,7 @@ class AllToAllMatmul(_Experts):
             has: rows of x on each rank at least.
             y: [limit or fewer rows, N] without gaps; as many as come are written.
             rows: [as y, K], where to put the rows that come.
+            clear: zero the rows of both beyond those that come.
         """
         self._find_routes(counts, has)
         way, memory = self.way, self.memory
@@ -226,15 +227,19 @@ class AllToAllMatmul(_Experts):
             x, self.received, w_desc, y, self.routes, self.bases, self.flags, memory.state,
             memory.fault, x.shape[0], self.n, self.k, self.experts, self.row_bytes // 4,
             self.half_rows, self.half_flags, self.limit, self.rank, self.first_rank, self.tag,
-            self.timeout_ns, self.half, self.world, self.local, columns, way.senders, way.parts,
-            way.piece, way.join, *self.tile.constants,
+            self.timeout_ns, self.world, self.local, columns, way.senders, way.parts, way.piece,
+            way.join, *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         programs = way.senders + self.sms if INTERPRETED else 0
         self._launch(all_to_all_matmul_kernel, programs, arguments, columns, **options)
+        come = self.world * (2 * self.experts + 1) + self.experts  # see kernels/routes.py
+        if clear:  # not before: who has few rows would send them late
+            block = min(COLLECT_COLS, triton.next_power_of_2(self.n))
+            beyond = (y, self.routes, y.shape[0], come, self.n, block)
+            self._launch(clear_kernel, COLLECTORS * self.sms, beyond, num_warps=4)
         if rows is not None:
-            count = self.world * (2 * self.experts + 1) + self.experts  # see kernels/routes.py
-            self._collect(self.half_rows * self.row_bytes, count, rows, None, None)
+            self._collect(self.half_rows * self.row_bytes, come, rows, clear=clear)
 
 
 class MatmulAllToAll(_Experts):
@@ -262,6 +267,7 @@ class MatmulAllToAll(_Experts):
     def __call__(
         self, x: Tensor, w: Tensor, counts: Tensor, has: int, y: Tensor | None = None, *,
         add: Tensor | None = None, sums: tuple[Tensor, Tensor, Tensor] | None = None,
+        clear: bool = False,
     ) -> None:  # fmt: skip
         """Launch on the current stream; tensors without gaps, at multiples of 16 bytes.
 
@@ -274,6 +280,7 @@ class MatmulAllToAll(_Experts):
             add: [R, N], added to the products.
             sums: index, int32 or int64 [tokens, top] of rows, and their weights of that shape; and
                 where to put the weighted sums, [tokens, N].
+            clear: zero the rows of y beyond the own ones.
         """
         self._find_routes(counts, has)
         memory = self.memory
@@ -293,7 +300,7 @@ class MatmulAllToAll(_Experts):
         self._launch(arrival_kernel, 1, arrival, num_warps=1)
         if y is not None:
             count = self.rank * (self.experts + 1) + self.experts
-            self._collect(self.half_bytes, count, y, None, None)
+            self._collect(self.half_bytes, count, y, clear=clear)
         if sums is not None:
             index, weights, out = sums
             self._collect(self.half_bytes, 0, out, index, weights)
