@@ -289,9 +289,13 @@ def ablations(
     (launched,) = ready.launches.values()
     place = place_of(fused_memory(workspace), case.layout, own_outputs=True)
 
-    def arm(first: int, programs: int) -> Callable[[int], Tensor]:
+    def arm(
+        first: int | None = None, *, programs: int = launched.programs
+    ) -> Callable[[int], Tensor]:
         sender = Sender(facts, fused_memory(workspace), place, 0, way, ready)
-        sender.first, sender.programs = first, programs
+        sender.programs = programs
+        if first is not None:
+            sender.first, sender.in_turn = first, True
 
         def run(i: int) -> Tensor:
             turn = out.take()
@@ -301,13 +305,14 @@ def ablations(
 
         return run
 
-    rank, all_of_them = group.rank(), launched.programs
+    sms = torch.cuda.get_device_properties(case.tables[0].device).multi_processor_count
     arms = {
-        "next rank first": arm(rank + 1, all_of_them), "own rows first": arm(rank, all_of_them),
-        "rank 0 first": arm(0, all_of_them), "half the programs": arm(rank + 1, all_of_them // 2),
-        "a program an SM": arm(rank + 1, min(all_of_them, 132)),
+        "all ranks at once": arm(), "next rank first, own last": arm(group.rank() + 1),
+        "own rows first": arm(group.rank()), "rank 0 first on all": arm(0),
+        "half the programs": arm(programs=launched.programs // 2),
+        "a program an SM": arm(programs=min(launched.programs, sms)),
     }  # fmt: skip
-    want = arms["next rank first"](0).clone()
+    want = arms["all ranks at once"](0).clone()
     wrong = torch.zeros((), dtype=torch.int64, device=want.device)
     for run in arms.values():
         wrong += (run(0) != want).sum()

@@ -36,13 +36,13 @@ def post_too_few(flag_ptrs, epoch, mask=None):
 
 
 @triton.jit
-def is_last_relaxed(count_ptr, programs, mask=None):
+def is_last_relaxed(count_ptr, programs):
     """`is_last` that publishes nothing of what stands before it."""
-    return tl.atomic_add(count_ptr, 1, mask=mask, sem="relaxed", scope="gpu") == programs - 1
+    return tl.atomic_add(count_ptr, 1, sem="relaxed", scope="gpu") == programs - 1
 
 
 @triton.jit
-def is_last_always(count_ptr, programs, mask=None):
+def is_last_always(count_ptr, programs):
     """`is_last` by which each program takes itself for the last one."""
     tl.debug_barrier()
-    return tl.atomic_add(count_ptr, 1, mask=mask, sem="acq_rel", scope="gpu") < programs
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") < programs

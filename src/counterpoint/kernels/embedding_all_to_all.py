@@ -2,12 +2,12 @@
 
 A task is a block of bags of one table, or of some columns of it. A program pools it in fp32 and
 stores the rows where they belong in the memory of the rank that owns the bags: no buffer is sent,
-received or concatenated. Tasks for the next rank come first, own ones last, so at every moment each
-rank is written to by one other, and what is on its way arrives behind own work.
+received or concatenated. Tasks for all ranks alternate, own ones among them: own rows take memory's
+time and none of the links', so neither has a part of the kernel to itself.
 
-Nobody waits before all of a rank's rows are sent. Of the programs that have rows for a rank the
-last one to be done raises the flag there; the last of all waits for the flags of the others. So one
-program waits, when no other is left: the grid may be of any size, and need not be resident.
+Nobody waits before all rows are sent. The program that is done last raises the flags on all ranks,
+and waits for theirs: when no other is left, so the grid may be of any size, and need not be
+resident.
 
 A chunk is WORDS numbers of int64: address of its first element, row stride, columns, columns again,
 its first column of the output, table. The first two counts are in VEC_IN, the others in VEC_OUT
@@ -85,8 +85,8 @@ def pooled(
 
 
 @triton.jit(
-    do_not_specialize=["num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "half",
-                       "turn", "rank", "first", "tag", "timeout_ns"],
+    do_not_specialize=["num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "blocks",
+                       "half", "turn", "rank", "first", "tag", "timeout_ns"],
     do_not_specialize_on_alignment=["indices_ptr", "weights_ptr", "offsets_ptr"],
 )  # fmt: skip
 def embedding_all_to_all_kernel(
@@ -98,7 +98,6 @@ def embedding_all_to_all_kernel(
     starts_ptr,  # [WORLD + 1] int32: the first bag of each rank
     outs_ptr,  # [WORLD] int64: where each rank's outputs begin
     flags_ptr,  # [WORLD] int64: likewise its flags, of each rank
-    counters_ptr,  # [WORLD] int32, 0: programs that are done with each rank; own one: with all
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     num_bags,
@@ -106,11 +105,12 @@ def embedding_all_to_all_kernel(
     num_offsets,
     num_chunks,
     stride,  # of a row of the output, in VEC_OUT elements
+    blocks,  # of bags, of the rank that has most
     half,  # where the second turn of the outputs begins, in 16 bytes
     half_flags,  # where the flags of odd epochs begin
     turn,  # of the output; -1: the epoch's parity
     rank,
-    first,  # whose bags are first; the other ranks follow in turn
+    first,  # the rank that the first task is for
     tag,
     timeout_ns,
     WORLD: tl.constexpr,
@@ -124,53 +124,45 @@ def embedding_all_to_all_kernel(
     VEC_IN: tl.constexpr,
     VEC_OUT: tl.constexpr,
     UNROLL: tl.constexpr,
+    IN_TURN: tl.constexpr,  # all tasks for one rank, then all for the next
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = next_epoch(tl.load(state_ptr))
     stop_ptr = state_ptr + 2
     works = tl.load(stop_ptr) == 0
     here = tl.where(turn < 0, epoch & 1, turn).to(tl.int64) * half * 16
-    flags = (epoch & 1) * half_flags
     cols = tl.arange(0, BLOCK_D)[None, :]
-
-    done = 0  # tasks of all programs
-    for step in range(WORLD):
+    pieces = blocks * num_chunks
+    turn_of = tl.maximum(programs // WORLD, 1)
+    for task in range(program, tl.where(works, pieces * WORLD, 0), programs):
+        if IN_TURN:
+            piece, step = task % pieces, task // pieces
+        else:  # in each round of the grid a program is at the next rank, whatever their number
+            piece = task // WORLD
+            step = task % WORLD + piece // turn_of
         to = (first + step) % WORLD
         start = tl.load(starts_ptr + to)
         bags = tl.load(starts_ptr + to + 1) - start
-        blocks = tl.cdiv(bags, BAGS)
-        tasks = tl.where(works, blocks * num_chunks, 0)
+        chunk_ptr = chunks_ptr + (piece // blocks) * WORDS
+        own = (piece % blocks) * BAGS + tl.arange(0, BAGS)[:, None]
+        live = own < bags
+        acc = pooled(
+            chunk_ptr, indices_ptr, weights_ptr, offsets_ptr, one_ptr, start + own, live, num_bags,
+            num_indices, num_offsets, DTYPE, MEAN, WEIGHTED, BLOCK_D, EVEN_D, VEC_IN, UNROLL,
+        )  # fmt: skip
+        place = own.to(tl.int64) * stride + tl.load(chunk_ptr + 4)
+        some = live & (cols >= 0)
+        if not EVEN_D:
+            some = live & (cols < tl.load(chunk_ptr + 3).to(tl.int32) * VEC_OUT)
         out_ptr = peer_ptr(outs_ptr, to, here, DTYPE)
-        # in turn over all ranks: no program has two tasks more than another
-        for task in range((program + programs - done % programs) % programs, tasks, programs):
-            chunk_ptr = chunks_ptr + (task // blocks) * WORDS
-            own = (task % blocks) * BAGS + tl.arange(0, BAGS)[:, None]
-            live = own < bags
-            acc = pooled(
-                chunk_ptr, indices_ptr, weights_ptr, offsets_ptr, one_ptr, start + own, live,
-                num_bags, num_indices, num_offsets, DTYPE, MEAN, WEIGHTED, BLOCK_D, EVEN_D, VEC_IN,
-                UNROLL,
-            )  # fmt: skip
-            place = own.to(tl.int64) * stride + tl.load(chunk_ptr + 4)
-            some = live & (cols >= 0)
-            if not EVEN_D:
-                some = live & (cols < tl.load(chunk_ptr + 3).to(tl.int32) * VEC_OUT)
-            put(out_ptr + (place * VEC_OUT + cols), acc.to(DTYPE), some)
-        # only those that had a task for it count, without any the first in turn: an arrival waits
-        # for stores, in a small batch for as long as a task takes. Of own rows nobody is told: the
-        # end of the kernel publishes them
-        some = tl.maximum(tasks, 1)
-        counts = (to != rank) & ((program + programs - done % programs) % programs < some)
-        if counts & is_last(counters_ptr + to, tl.minimum(some, programs), counts):
-            tl.store(counters_ptr + to, 0)
-            if works:
-                post(peer_ptr(flags_ptr, to, (flags + rank) * 4, tl.int32), epoch)
-        done += tasks
+        put(out_ptr + (place * VEC_OUT + cols), acc.to(DTYPE), some)
 
-    if tl.atomic_add(counters_ptr + rank, 1, sem="relaxed", scope="gpu") == programs - 1:
-        tl.store(counters_ptr + rank, 0)
+    if is_last(state_ptr + 1, programs):
+        tl.store(state_ptr + 1, 0)
         ranks = tl.arange(0, LANES)
         others = works & (ranks < WORLD) & (ranks != rank)
+        flags = (epoch & 1) * half_flags
+        post(peer_ptr(flags_ptr, ranks, (flags + rank) * 4, tl.int32), epoch, others)
         own_flags = peer_ptr(flags_ptr, rank, 0, tl.int32) + (flags + ranks)
         late = wait(own_flags, epoch, stop_ptr, timeout_ns, others)
         end_of_call(late.to(tl.int32), ranks, 1, state_ptr, fault_ptr, tag)

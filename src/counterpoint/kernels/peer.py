@@ -231,18 +231,16 @@ def unpack(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def is_last(count_ptr, programs, mask=None):
+def is_last(count_ptr, programs):
     """Count this program; whether it is the last, which sees and publishes what all have stored.
 
     Args:
         count_ptr: int32, 0 at first, and to be set to 0 by the last one.
-        programs: that count.
-        mask: whether this one does; None: it does. Where it does not, what is returned is nothing.
+        programs: of the grid.
     """
     # the stores of all threads come before it; pairs with the same of the other programs
     tl.debug_barrier()
-    before = tl.atomic_add(count_ptr, 1, mask=mask, sem="acq_rel", scope="gpu")
-    return before == programs - 1
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
 @triton.jit

@@ -151,7 +151,7 @@ def described(
         batch = [bags // ranks] * ranks
     if not tables and dtype is None:
         raise InputError(OP, "dtype", want="given where there are no tables", got=None)
-    check_limits(dims, sum(batch))
+    check_limits(dims, batch)
     flat = [n for each in dims for n in (len(each), *each)]
     kind = tables[0].dtype if tables else dtype
     return mode == "mean", last, sparse, flat, list(batch), kind, dist.get_rank(group)

@@ -13,7 +13,13 @@ from counterpoint.ops.check import DTYPES
 from counterpoint.ops.embedding_call import AUTO, PLANS
 from counterpoint.ops.embedding_seen import facts_seen
 from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_INDICES, MAX_RANKS, Layout
+from counterpoint.runtime.embedding_layout import (
+    MAX_COUNT,
+    MAX_INDICES,
+    MAX_RANKS,
+    Layout,
+    block_of,
+)
 from counterpoint.runtime.workspace import Workspace, refuse_capture
 
 OP = "embedding_bag_all_to_all"
@@ -224,17 +230,21 @@ def _check_outputs(out: PooledOutputs | None, layout: Layout) -> None:
         raise InputError(OP, "out", want=form(*want), got=form(*got))
 
 
-def check_limits(dims: Sequence[Sequence[int]], num_bags: int) -> None:
+def check_limits(dims: Sequence[Sequence[int]], batch: Sequence[int]) -> None:
     """Refuse what the kernel cannot count.
 
     Raises:
         InputError: too many ranks, or bags of all tables of one of them.
     """
-    if len(dims) > MAX_RANKS:
-        raise InputError(OP, "group", want=f"of at most {MAX_RANKS} ranks", got=len(dims))
-    if num_bags * max(map(len, dims)) >= MAX_COUNT:
+    ranks = len(dims)
+    if ranks > MAX_RANKS:
+        raise InputError(OP, "group", want=f"of at most {MAX_RANKS} ranks", got=ranks)
+    # tasks are counted as if all ranks had as many bags as the one that has most
+    bags = max(sum(batch), ranks * max(batch))
+    pieces = max(sum(-(-d // block_of(own)) for d in own) for own in dims)
+    if bags * pieces >= MAX_COUNT:
         want = f"fewer than {MAX_COUNT} bags of all tables"
-        raise InputError(OP, "offsets", want=want, got=num_bags)
+        raise InputError(OP, "offsets", want=want, got=bags)
 
 
 def _counts(batch: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -261,7 +271,7 @@ def _agreed(everyone: Sequence[tuple[dict[str, str], CounterpointError | None]])
         raise InputError(OP, "tables", want="some on one rank at least", got="none on all")
     dims = tuple(_numbers(said["own"]) for said in words)
     batch = _numbers(words[0]["batch"])
-    check_limits(dims, sum(batch))
+    check_limits(dims, batch)
     return Layout(dims, batch, getattr(torch, words[0]["dtype"].removeprefix("torch.")))
 
 

@@ -246,16 +246,15 @@ class Sender(Pooling):
         )
         self.outputs = place.outputs, place.half_bytes, -1
         self._starts = torch.tensor(layout.starts, dtype=torch.int32, device=device)
-        self._counters = torch.zeros(ranks, dtype=torch.int32, device=device)
-        self._memory = place.flags, self._counters, memory.state, memory.fault
+        self._memory = place.flags, memory.state, memory.fault
         self._half_flags = place.half_flags
-        self.first = rank + 1  # of a test
+        self.first, self.in_turn = rank + 1, False  # of a test
         self._last = tag, int(workspace.timeout_s * 1e9)
         self._world = ranks, padded_rows(ranks)
         self._copy: Any = None
         self._state, self._rank = memory.state, rank
         self.programs = 0  # of a test
-        self._blocks = sum(-(-bags // self.bags) for bags in layout.batch)
+        self._blocks = -(-max(layout.batch) // self.bags)
 
     def __call__(
         self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
@@ -281,10 +280,11 @@ class Sender(Pooling):
         bases, half_bytes, turn = outputs or self.outputs
         arguments = (
             *self.inputs(indices, offsets, weights, chunks), self._starts, bases, *self._memory,
-            *self.counts(indices, offsets, chunks), half_bytes // VECTOR_BYTES, self._half_flags,
-            turn, self._rank, self.first, *self._last, *self._world, *self.constants(chunks.vec_in),
+            *self.counts(indices, offsets, chunks), self._blocks, half_bytes // VECTOR_BYTES,
+            self._half_flags, turn, self._rank, self.first, *self._last, *self._world, *self.constants(chunks.vec_in),
+            self.in_turn,
         )  # fmt: skip
-        return arguments, self._blocks * chunks.number, chunks.vec_in
+        return arguments, self._world[0] * self._blocks * chunks.number, chunks.vec_in
 
     def prepare(
         self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
