@@ -281,8 +281,8 @@ class Sender(Pooling):
         arguments = (
             *self.inputs(indices, offsets, weights, chunks), self._starts, bases, *self._memory,
             *self.counts(indices, offsets, chunks), self._blocks, half_bytes // VECTOR_BYTES,
-            self._half_flags, turn, self._rank, self.first, *self._last, *self._world, *self.constants(chunks.vec_in),
-            self.in_turn,
+            self._half_flags, turn, self._rank, self.first, *self._last, *self._world,
+            *self.constants(chunks.vec_in), self.in_turn,
         )  # fmt: skip
         return arguments, self._world[0] * self._blocks * chunks.number, chunks.vec_in
 
