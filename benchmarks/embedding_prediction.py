@@ -1,10 +1,11 @@
 """What model/embedding.py predicts of embedding bags against rows of benchmarks/embedding.py.
 
-    python benchmarks/embedding_prediction.py [--rows FILE.jsonl] [--fit]
+    python benchmarks/embedding_prediction.py [--rows FILE.jsonl ...] [--fit]
 
 A line for each case; errors of each time; how often the way that is predicted to be the faster one
 is, and what that costs. `--fit` finds the constants anew, by what they are off in the squares of
-logarithms, and says them; nothing is written.
+logarithms, and says them; nothing is written. Of BEFORE, whose kernel is not the present one, only
+the lookup and the three passes count.
 """
 
 import argparse
@@ -20,7 +21,10 @@ from counterpoint.measure import record
 from counterpoint.model.embedding import FITTED, Fitted, Predicted, predict
 from counterpoint.problem import EmbeddingProblem
 
-ROWS = Path(__file__).parent / "results" / "embedding-4x-h200.jsonl"
+RESULTS = Path(__file__).parent / "results"
+BEFORE = RESULTS / "embedding_4x_before.jsonl"
+ROWS = (*sorted(RESULTS.glob("embedding-*x-h200.jsonl")), BEFORE)
+FUSED = ("fused", "fused copy")
 RIGHT = 1.02  # of the faster way's time
 STEPS = (0.3, 0.1, 0.03, 0.01)  # by which a constant is changed
 
@@ -49,6 +53,19 @@ def cases_of(rows: Sequence[dict[str, Any]]) -> list[Case]:
     return list(found.values())
 
 
+def read(paths: Sequence[Path]) -> list[Case]:
+    """The cases of all files."""
+    found: list[Case] = []
+    for path in paths:
+        cases = cases_of(record.read(path))
+        if path.name == BEFORE.name:
+            for case in cases:
+                for arm in FUSED:
+                    del case.seconds[arm]
+        found += cases
+    return found
+
+
 def indices_of(row: dict[str, Any]) -> tuple[int, ...]:
     """Of each rank; rows that do not say are of the grid, or of MLPerf's tables as shared there."""
     if "indices" in row:
@@ -64,12 +81,11 @@ def indices_of(row: dict[str, Any]) -> tuple[int, ...]:
 def times(case: Case, guess: Callable[[EmbeddingProblem], Predicted]) -> dict[str, Any]:
     """(predicted, measured) seconds of each arm that is predicted."""
     own, s = guess(case.own), case.seconds
-    return {
-        "lookup": (own.lookup_s, s["lookup"]),
-        "serial": (own.serial_s, s["lookup cat"]),
-        "fused": (own.fused_s, s["fused"]),
-        "fused copy": (guess(case.copied).fused_s, s["fused copy"]),
-    }
+    found = {"lookup": (own.lookup_s, s["lookup"]), "serial": (own.serial_s, s["lookup cat"])}
+    if "fused" in s:
+        found["fused"] = own.fused_s, s["fused"]
+        found["fused copy"] = guess(case.copied).fused_s, s["fused copy"]
+    return found
 
 
 def squares(cases: Sequence[Case], guess: Callable[[EmbeddingProblem], Predicted]) -> float:
@@ -97,7 +113,9 @@ def choices(cases: Sequence[Case], guess: Callable[[EmbeddingProblem], Predicted
     """Time of the way taken over the faster one's, with outputs of their own and with a copy."""
     found: list[float] = []
     for case in cases:
-        for problem, arm in ((case.own, "fused"), (case.copied, "fused copy")):
+        for problem, arm in zip((case.own, case.copied), FUSED, strict=True):
+            if arm not in case.seconds:
+                continue
             ours, serial = case.seconds[arm], case.seconds["lookup cat"]
             taken = ours if guess(problem).fused else serial
             found.append(taken / min(ours, serial))
@@ -107,12 +125,14 @@ def choices(cases: Sequence[Case], guess: Callable[[EmbeddingProblem], Predicted
 def said(cases: Sequence[Case], guess: Callable[[EmbeddingProblem], Predicted]) -> str:
     """The table, errors, and how often right."""
     all_times = [times(case, guess) for case in cases]
-    lines = ["microseconds, predicted / measured" + "".join(f"{a:>19}" for a in all_times[0])]
+    arms = ("lookup", "serial", *FUSED)
+    lines = ["microseconds, predicted / measured      " + "".join(f"{a:>19}" for a in arms)]
     for case, each in zip(cases, all_times, strict=True):
         cells = [f"{p * 1e6:9.0f} /{m * 1e6:8.0f}" for p, m in each.values()]
-        lines.append(f"{case.name:34}" + "".join(cells))
-    for arm in all_times[0]:
-        off = [exp(abs(log(t[arm][0] / t[arm][1]))) - 1 for t in all_times]
+        lines.append(f"{case.own.ranks} GPUs, {case.name:34}" + "".join(cells))
+    for arm in arms:
+        pairs = [each[arm] for each in all_times if arm in each]
+        off = [exp(abs(log(p / m))) - 1 for p, m in pairs]
         lines.append(f"{arm}: off by {median(off):.1%} in the median, {max(off):.1%} at worst")
     over = choices(cases, guess)
     right = sum(ratio <= RIGHT for ratio in over)
@@ -126,15 +146,15 @@ def said(cases: Sequence[Case], guess: Callable[[EmbeddingProblem], Predicted]) 
 def main() -> None:
     """Say how far off predictions are."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--rows", type=Path, nargs="+", default=ROWS)
     parser.add_argument("--fit", action="store_true")
     args = parser.parse_args()
-    rows = record.read(args.rows)
-    cases, ranks = cases_of(rows), rows[0]["ranks"]
-    machine = shipped(rows[0]["gpu"], ranks)
-    assert machine is not None, f"no costs of {ranks}x {rows[0]['gpu']}"
+    cases = read(args.rows)
+    machines = {n: shipped("NVIDIA H200", n) for n in {case.own.ranks for case in cases}}
 
     def guess(problem: EmbeddingProblem, fitted: Fitted = FITTED) -> Predicted:
+        machine = machines[problem.ranks]
+        assert machine is not None, f"no costs of {problem.ranks}x H200"
         return predict(problem, machine, fitted)
 
     if args.fit:

@@ -7,11 +7,9 @@ import pytest
 
 import counterpoint as cp
 from counterpoint.choose.known import shipped
-from counterpoint.measure import record
 from counterpoint.model.embedding import Predicted, predict
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-ROWS = BENCHMARKS / "results" / "embedding-4x-h200.jsonl"
 MACHINE = shipped("NVIDIA H200", 4) or cp.preset("h200-4")
 UNIFORM = cp.EmbeddingProblem(((128,) * 8,) * 4, 16384, (16384 * 8 * 5,) * 4, out=True)
 
@@ -21,19 +19,21 @@ def test_what_was_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import embedding_prediction as prediction
 
-    assert MACHINE.measured
-    cases = prediction.cases_of(record.read(ROWS))
-    assert len(cases) >= 39
+    cases = prediction.read(prediction.ROWS)
+    present = [case for case in cases if "fused" in case.seconds]
+    assert len(cases) >= 78 and len(present) >= 39
 
     def guess(problem: cp.EmbeddingProblem) -> Predicted:
-        return predict(problem, MACHINE)
+        machine = shipped("NVIDIA H200", problem.ranks)
+        assert machine is not None and machine.measured
+        return predict(problem, machine)
 
     each = [prediction.times(case, guess) for case in cases]
-    for arm in each[0]:
-        off = sorted(abs(t[arm][0] / t[arm][1] - 1) for t in each)
+    for arm in ("lookup", "serial", "fused", "fused copy"):
+        off = sorted(abs(t[arm][0] / t[arm][1] - 1) for t in each if arm in t)
         assert off[len(off) // 2] < 0.06 and off[-1] < 0.25, arm
     over = prediction.choices(cases, guess)
-    assert len(over) == 2 * len(cases) and sum(over) / len(over) < 1.01
+    assert len(over) == 2 * len(present) and sum(over) / len(over) < 1.01
     right = sum(ratio <= 1.02 for ratio in over)
     assert f"faster way in {right} of {len(over)}" in prediction.said(cases, guess)
 
@@ -71,9 +71,10 @@ def test_why():
     assert f"fused, {guess.fused_s * 1e6:.0f} us, {guess.serial_s / guess.fused_s:.2f}x" in text
     assert "8/8/8/8 tables, 4096 columns, 16384 bags of 5/5/5/5 indices, bfloat16" in text
     assert "serial" in text and "slower" in text and "measured rates" in text
-    few = replace(UNIFORM, dims=((128,),) * 4, batch=64, indices=(64 * 100,) * 4)
-    assert cp.choose(few, MACHINE).plan == "serial"
-    assert "not 3% faster than serial" in cp.choose(few, MACHINE).explain()
+    # where a peer's memory is stored to slowly
+    slow = replace(MACHINE, measured=replace(MACHINE.costs, copy_bytes_per_s=1e9))
+    assert cp.choose(UNIFORM, slow).plan == "serial"
+    assert "not 3% faster than serial" in cp.choose(UNIFORM, slow).explain()
 
 
 def test_what_is_refused():

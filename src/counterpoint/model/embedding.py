@@ -1,9 +1,9 @@
 """What embedding bags and their all-to-all take in one kernel, and by three passes.
 
 Serial is a lookup of all own tables, the library's all-to-all and a concat. In one kernel the
-shorter one of reading rows and storing them hides behind the other, nearly; nothing is
-concatenated, but the output is copied where it is not the caller's own. How long single bags are is
-not known: a rank's mean stands for it.
+shorter one of the lookup and the stores to peers hides behind the other; nothing is concatenated,
+but the output is copied where it is not the caller's own. How long single bags are is not known: a
+rank's mean stands for it.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,9 @@ from counterpoint.problem import EmbeddingProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Constants of the two ways; 4xH200, 39 cases, 2026-11: benchmarks/embedding_prediction.py.
+    """Constants of the two ways, fitted by benchmarks/embedding_prediction.py.
+
+    H200, 2026-11, 39 cases: those of one kernel on 2 GPUs, the others on 2 and on 4.
 
     Args:
         read_rate: rows that are read, against the machine's rate of memory.
@@ -22,21 +24,15 @@ class Fitted:
         start_s: of a lookup, beside its bytes; first and last bags leave SMs idle.
         row_s: of each row of the longest mean bag, one after another: no lookup is shorter.
         exchange_s: of the library's all-to-all beside its bytes.
-        store_rate: rows stored to peers, against the rate of copies.
-        fused_s: of the fused kernel beside both sides: flags, and a start with nothing to hide.
-        fused_row_s: as `row_s`, of the fused kernel.
-        exposed: part of its shorter side that does not hide.
+        fused_s: of the fused kernel beside its longer side: a start with nothing to hide, flags.
     """
 
     read_rate: float = 1.07
-    written_cost: float = 1.65
-    start_s: float = 7.3e-6
+    written_cost: float = 1.62
+    start_s: float = 7e-6
     row_s: float = 0.31e-6
-    exchange_s: float = 21e-6
-    store_rate: float = 0.96
-    fused_s: float = 25e-6
-    fused_row_s: float = 0.7e-6
-    exposed: float = 0.26
+    exchange_s: float = 16e-6
+    fused_s: float = 16e-6
 
 
 FITTED = Fitted()
@@ -69,10 +65,10 @@ def predict(problem: EmbeddingProblem, machine: Machine, fitted: Fitted = FITTED
     read_s = [p.read_bytes(rank) * bytes_s for rank in range(p.ranks)]
     written_s = [f.written_cost * p.lookup_bytes(rank) * bytes_s for rank in range(p.ranks)]
     rows = [p.mean_bag(rank) for rank in range(p.ranks)]
-    lookups_s = [
-        f.start_s + max(r + w, f.row_s * bag)
-        for r, w, bag in zip(read_s, written_s, rows, strict=True)
+    pooled_s = [
+        max(r + w, f.row_s * bag) for r, w, bag in zip(read_s, written_s, rows, strict=True)
     ]
+    lookups_s = [f.start_s + each for each in pooled_s]
     margin = MARGINS[machine.measured is not None]
     if p.ranks == 1:
         return Predicted(lookups_s[0], lookups_s[0], lookups_s[0], 0.0, 0.0, margin)
@@ -86,12 +82,9 @@ def predict(problem: EmbeddingProblem, machine: Machine, fitted: Fitted = FITTED
     in_order_s = costs.memory_s(2 * p.output_bytes)
     serial_s = last_s + f.exchange_s + in_order_s
 
-    rate = f.store_rate * costs.copy_bytes_per_s
-    stores_s = [max(each, *received) / rate for each in sent]  # out of one GPU, or into one
-    sides = [
-        (max(r, f.fused_row_s * bag), s) for r, bag, s in zip(read_s, rows, stores_s, strict=True)
-    ]
-    fused_s = f.fused_s + max(max(pair) + f.exposed * min(pair) for pair in sides)
+    # out of one GPU, or into one
+    stores_s = [max(each, *received) / costs.copy_bytes_per_s for each in sent]
+    fused_s = f.fused_s + max(*pooled_s, *stores_s)
     fused_s += 0.0 if p.out else costs.memory_s(2 * p.output_bytes)
     exchange_s = f.exchange_s + max(*sent, *received) / costs.collective_bytes_per_s
     return Predicted(serial_s, fused_s, max(lookups_s), exchange_s, max(stores_s), margin)
