@@ -148,15 +148,20 @@ def sections(results: Path, images: Path) -> dict[str, str]:
     h = files[0][0].head
     where = (
         f"{h['gpu']}, driver {h['driver']}, torch {h['torch']}, NCCL {h['nccl']}, NVLink multicast "
-        f"{'on' if h['multicast'] else 'off'}, {h['date']}, commit {h['commit']}"
+        f"{'on' if h['multicast'] else 'off'}"
     )
-    draw_speedups(panels[:2], images / "experts.png", source=where,
+    commits = ", ".join(
+        f"{c[0].head['ranks']} GPUs {c[0].head['date']} at commit {c[0].head['commit']}"
+        for c in files
+    )
+    draw_speedups(panels[:2], images / "experts.png",
+                  source=f"{where}, {h['date']}, commit {h['commit']}",
                   title="Experts: speedup over the libraries with rows in place")  # fmt: skip
     return {
         "experts": "![experts in one kernel](images/experts.png)\n\n" + "\n\n".join(parts)
-        + f"\n\nMicroseconds, CUDA graphs, one rotation a case. {where}.",
+        + f"\n\nMicroseconds, CUDA graphs, one rotation a case. {where}; {commits}.",
         "experts-choice": "\n".join(_choice(cases) for cases in files),
-        "experts-ablation": _ablation(files[0]),
+        "experts-ablation": _ablation([case for cases in files for case in cases]),
         "experts-first": _firsts(files),
         "experts-soak": "\n".join(_soaks(paths)),
     }  # fmt: skip
@@ -309,5 +314,5 @@ def _ablation(cases: Sequence[Measured]) -> str:
             text = ", ".join(f"{arm} {_us(t)}" for arm, t in others.items())
             h = c.head
             label = f"{NAMES[h['op']]}, {h['model']}, {h['tokens']}, {h['routing']}"
-            lines.append([label, _us(c.ours_s), text])
+            lines.append([f"{h['ranks']} GPUs, {label}", _us(c.ours_s), text])
     return table(["case", "as taken", "else, without the operator around it"], lines)
