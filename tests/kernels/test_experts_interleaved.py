@@ -194,3 +194,27 @@ def edges(rank: int, world: int, back: bool, clear: bool) -> list[str]:
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_rows_that_are_none_are_zeroed_or_left(pool: RankPool, back: bool, clear: bool):
     assert pool.run(edges, 1, back, clear, group=False, timeout_s=100) == [[]]
+
+
+def named_beyond(rank: int, world: int) -> list[Any]:
+    """Sums of rows of which one is none, though there is room for it: (what is said, the sums)."""
+    from interleave import Interleaved
+
+    (memory,) = memories(1, 2 * 4 * 17 * N + 4096)
+    op: Any = MatmulAllToAll(memory, 0, 2, 16, K, N, torch.float32, TILE)
+    op.sms = 2
+    found: list[Any] = []
+    x, w, counts = torch.randn(16, K), torch.randn(2, K, N), torch.tensor([[3, 4]])
+    for last in (6, 7):
+        index = torch.tensor([[0, last]])
+        out, weights = torch.full((1, N), torch.nan), torch.ones(1, 2)
+        memory.over.zero_()
+        sums = index, weights, out
+        Interleaved(0).run([lambda: op(x, w, counts, 16, None, sums=sums)])  # noqa: B023
+        want = x[:1] @ w[0] + (x[last : last + 1] @ w[1] if last < 7 else 0)
+        found.append((int(memory.over), torch.allclose(out, want, atol=1e-4)))
+    return found
+
+
+def test_a_row_that_is_none_is_said_and_left_out(pool: RankPool):
+    assert pool.run(named_beyond, 1, group=False, timeout_s=60) == [[(0, True), (3, True)]]

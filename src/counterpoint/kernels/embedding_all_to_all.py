@@ -137,7 +137,7 @@ def embedding_all_to_all_kernel(
     for task in range(program, tl.where(works, pieces * WORLD, 0), programs):
         if IN_TURN:
             piece, step = task % pieces, task // pieces
-        else:  # in each round of the grid a program is at the next rank, whatever their number
+        else:  # in each round of the grid a program is at another rank, mostly
             piece = task // WORLD
             step = task % WORLD + piece // turn_of
         to = (first + step) % WORLD
@@ -162,7 +162,8 @@ def embedding_all_to_all_kernel(
         ranks = tl.arange(0, LANES)
         others = works & (ranks < WORLD) & (ranks != rank)
         flags = (epoch & 1) * half_flags
-        post(peer_ptr(flags_ptr, ranks, (flags + rank) * 4, tl.int32), epoch, others)
+        peers = tl.where(others, ranks, rank)  # there are no addresses beyond the ranks
+        post(peer_ptr(flags_ptr, peers, (flags + rank) * 4, tl.int32), epoch, others)
         own_flags = peer_ptr(flags_ptr, rank, 0, tl.int32) + (flags + ranks)
         late = wait(own_flags, epoch, stop_ptr, timeout_ns, others)
         end_of_call(late.to(tl.int32), ranks, 1, state_ptr, fault_ptr, tag)

@@ -138,7 +138,7 @@ def collect_kernel(
     y_ptr,  # [tokens, N]
     over_ptr,  # [1] int64, pinned host memory: 3, if a row of `index` is none
     tokens,
-    count,  # the word of routes that says how many rows there are; TOP 0
+    count,  # the word of routes that says how many rows there are
     N,
     half_bytes,  # where the rows of odd epochs begin
     limit,  # rows that there is room for
@@ -150,9 +150,9 @@ def collect_kernel(
     Y: tl.constexpr = y_ptr.dtype.element_ty
     half = (tl.load(state_ptr) & 1).to(tl.int64) * half_bytes
     from_ptr = peer_ptr(rows_ptr, rank, half, Y)
-    there_are = tokens
+    there_are = min(limit, tl.load(routes_ptr + count))
     if TOP == 0:
-        there_are = min(tokens, tl.load(routes_ptr + count))
+        there_are = min(tokens, there_are)
         tokens = tl.where(clear != 0, tokens, there_are)
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         row_at = tl.cast(token, tl.int64) * N
@@ -168,7 +168,7 @@ def collect_kernel(
                 for j in tl.static_range(TOP):
                     which = tl.load(index_ptr + token * TOP + j).to(tl.int64)
                     weight = tl.load(weights_ptr + token * TOP + j).to(tl.float32)
-                    there = (which >= 0) & (which < limit)
+                    there = (which >= 0) & (which < there_are)
                     if not there:
                         tl.store(over_ptr, 3)
                     row = tl.load(from_ptr + which * N + cols, mask=(cols < N) & there, other=0.0)

@@ -54,5 +54,13 @@ def facts_seen(
 
 
 def _frozen(numbers: Any) -> Any:
-    """Lists, which callers may change, as tuples."""
-    return tuple(map(_frozen, numbers)) if isinstance(numbers, list) else numbers
+    """Lists, which callers may change, as tuples.
+
+    Raises:
+        TypeError: something else is among them, such as a tensor, whose values may change too.
+    """
+    if isinstance(numbers, list | tuple):
+        return tuple(map(_frozen, numbers))
+    if numbers is None or isinstance(numbers, int):
+        return numbers
+    raise TypeError

@@ -30,8 +30,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """Those of `sum_of`: (of the rows [rows, N], dtype of dout; of the weights, as they are).
 
-    Each a sum in fp32, rounded once; of rows that no token names zero. What is named beyond `rows`
-    is left out.
+    Each a sum in fp32, rounded once; of rows that no token names zero. The forward has refused what
+    is named beyond `rows`, or, on a GPU, has said so: the kernel leaves it out.
 
     Args:
         dout: [tokens, N].

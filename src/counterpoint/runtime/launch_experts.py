@@ -298,12 +298,12 @@ class MatmulAllToAll(_Experts):
         arrival = (self.flags, memory.state, memory.fault, self.half_flags, self.rank, self.tag,
                    self.timeout_ns, self.world)  # fmt: skip
         self._launch(arrival_kernel, 1, arrival, num_warps=1)
+        count = self.rank * (self.experts + 1) + self.experts  # own rows: see kernels/routes.py
         if y is not None:
-            count = self.rank * (self.experts + 1) + self.experts
             self._collect(self.half_bytes, count, y, clear=clear)
         if sums is not None:
             index, weights, out = sums
-            self._collect(self.half_bytes, 0, out, index, weights)
+            self._collect(self.half_bytes, count, out, index, weights)
 
 
 def described(w: Tensor, tile: Tile) -> tuple[bool, TensorDescriptor]:
