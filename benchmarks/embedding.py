@@ -171,9 +171,20 @@ def arms_of(
     return arms | {"lookup": looked_up}
 
 
+def emptied(out: PooledOutputs, group: dist.ProcessGroup) -> None:
+    """NaN in all turns: what a kernel does not write is seen. All ranks call it."""
+    for turn in range(out.turns):
+        out.view(turn).fill_(torch.nan)
+    torch.cuda.empty_cache()
+    torch.full((out.turn_bytes // 2,), torch.nan, dtype=torch.bfloat16, device=out.device)
+    torch.cuda.synchronize(out.device)
+    dist.barrier(group)  # before a peer writes
+
+
 def checked(
-    case: Case, arms: dict[str, Callable[[int], Tensor]], group: dist.ProcessGroup
-) -> dict[str, float]:
+    case: Case, arms: dict[str, Callable[[int], Tensor]], group: dist.ProcessGroup,
+    out: PooledOutputs,
+) -> dict[str, float]:  # fmt: skip
     """Errors of some bags against fp64; all bits of ours against those of our lookup.
 
     Raises:
@@ -202,6 +213,7 @@ def checked(
     bits = arms["lookup cat"](0).clone()
     for name, arm in arms.items():
         if name != "lookup":
+            emptied(out, group)
             y = arm(0)
             errors[name] = relative_error(y[some[own] - start], want) if len(want) else 0.0
             same = same and (
@@ -223,7 +235,7 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     layout = case.layout
     out = PooledOutputs(layout.columns, layout.dtype, layout.batch, group=group)
     arms = arms_of(case, group, out)
-    errors = checked(case, arms, group)
+    errors = checked(case, arms, group, out)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     edges = case.offsets[:: layout.num_bags].contiguous()
     timed: dict[str, Callable[[int], object]] = dict(arms)
@@ -315,6 +327,7 @@ def ablations(
     want = arms["all ranks at once"](0).clone()
     wrong = torch.zeros((), dtype=torch.int64, device=want.device)
     for run in arms.values():
+        emptied(out, group)
         wrong += (run(0) != want).sum()
     dist.all_reduce(wrong, group=group)
     if wrong:

@@ -33,7 +33,7 @@ from torch import Tensor
 import counterpoint as cp
 from counterpoint.cli.launch import nccl_group
 from counterpoint.measure import record
-from counterpoint.measure.timing import captured, relative_error, rotate
+from counterpoint.measure.timing import captured, nan_behind, relative_error, rotate
 from counterpoint.model.experts import predict
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.plan.families import build
@@ -156,6 +156,7 @@ def measure(
     rows, want = wanted(layer)
     errors = {name: torch.zeros((), device=device) for name in mine}
     for name, call in mine.items():
+        nan_behind(device, 4 * layer.limit * max(case.n, case.k))
         got = call(0)
         if name.endswith("sum"):
             exact = layer.y[layer.index[:SAMPLE_ROWS]].double()

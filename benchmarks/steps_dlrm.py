@@ -27,6 +27,7 @@ from counterpoint.runtime.launch_embedding import Lookup
 
 Arm = Callable[[int], object]
 SETS = 3  # batches in rotation
+EXACT = 2**-9  # a relative error as small as that is of rounding to bf16 alone
 WAYS = ("fused", "torch", "lookup")
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "05_dlrm.py"
 
@@ -149,7 +150,7 @@ def _checked(
     s: Any, ways: dict[str, Any], bags: cnn.ShardedEmbeddingBags, dense: nn.Module,
     batches: list[Any], device: torch.device,
 ) -> dict[str, float]:  # fmt: skip
-    """Errors of gradients; the last batch, so that what is left of others would be seen."""
+    """The worst error of gradients; the last batch, so that what is left of others would be seen."""
     exact = dlrm.Training(
         s, dlrm.InThree(s, bags, device).double(), copy.deepcopy(dense).double(), torch.float32
     )
@@ -157,29 +158,29 @@ def _checked(
     loss = exact.forward_backward(batch._replace(features=batch.features.double())).double()
     want = _gradients(exact)
     found: dict[str, list[float]] = {}
+    most: dict[str, float] = {}
     for name in ("torch", "lookup", "fused"):
         way = ways[name]
         way.forward_backward(batches[0])
         got = way.forward_backward(batch)
         off = [(got.double() - loss).abs().item() / loss.item()]
-        off += [relative_error(a, b) for a, b in zip(_gradients(way), want, strict=True)]
-        worst = torch.tensor(off, device=device)
+        found[name] = [relative_error(a, b) for a, b in zip(_gradients(way), want, strict=True)]
+        # each table by itself: one of few rows is little of the norm of all
+        over = max(e / max(t, EXACT) for e, t in zip(found[name], found["torch"], strict=True))
+        worst = torch.tensor([*off, over, max(found[name])], device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        of_loss, *found[name] = worst.tolist()
-        limits = [2 * e for e in found["torch"]]
-        good = all(e <= limit for e, limit in zip(found[name], limits, strict=True))
-        if not (of_loss <= 5e-3 and good):
+        of_loss, over, most[name] = worst.tolist()
+        if not (of_loss <= 5e-3 and over <= 2):
             raise CounterpointError(
-                f"DLRM {name}: loss off by {of_loss:.1e}, gradients of tables and of all else by "
-                f"{found[name]}, torch's by {found['torch']}"
+                f"DLRM {name}: loss off by {of_loss:.1e}, a gradient {over:.1f} times as far as "
+                f"torch's, gradients by {most[name]:.1e} at most"
             )
     for way in ways.values():
         way.optimizer.zero_grad()
-    return {name: max(each) for name, each in found.items()}
+    return most
 
 
-def _gradients(training: Any) -> tuple[Tensor, Tensor]:
-    """Of tables and of all else, each as one vector."""
-    parts = (training.tables.parameters(), training.dense.parameters())
-    tables, dense = (torch.cat([p.grad.flatten() for p in part]) for part in parts)
-    return tables, dense
+def _gradients(training: Any) -> list[Tensor]:
+    """Of each table, and of all else as one vector."""
+    dense = torch.cat([p.grad.flatten() for p in training.dense.parameters()])
+    return [*(p.grad for p in training.tables.parameters()), dense]

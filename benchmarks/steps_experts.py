@@ -23,7 +23,7 @@ from torch import Tensor
 import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.errors import CounterpointError
-from counterpoint.measure.timing import relative_error
+from counterpoint.measure.timing import nan_behind, relative_error
 from counterpoint.ops.experts_serial import products, weight_gradient
 
 Arm = Callable[[int], object]
@@ -276,9 +276,7 @@ def _checked(
     found: dict[str, list[float]] = {}
     for name in sorted(ways, key=lambda name: name != "torch"):
         both(0, ways[name])
-        if b.x.is_cuda:  # what is allocated next holds NaN
-            torch.cuda.empty_cache()
-            torch.full((NAN_BYTES // 2,), torch.nan, dtype=torch.bfloat16, device=b.x.device)
+        nan_behind(b.x.device, NAN_BYTES)
         got = both(last, ways[name])
         worst = torch.tensor([relative_error(a, b) for a, b in zip(got, want, strict=True)],
                              device=b.x.device)  # fmt: skip

@@ -156,7 +156,7 @@ def _than(less: float) -> str:
 
 def _table(steps: Sequence[Step], kind: str) -> str:
     """Milliseconds of every step."""
-    sides = ("pooling", "all-to-all") if kind == DLRM else ("matmuls", "all-to-alls")
+    sides = ("pooling", "all-to-all, concat") if kind == DLRM else ("matmuls", "all-to-alls")
     size = "samples" if kind == DLRM else "tokens of a rank"
     head = [f"model, {size}, step", *UNFUSED[kind], *OURS[kind][:-1], "**fused**",
             "less than torch", "than the fastest", "saved", *sides, "saved / shorter"]  # fmt: skip

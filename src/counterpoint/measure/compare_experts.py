@@ -20,7 +20,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.compare import SAMPLE_ROWS
-from counterpoint.measure.timing import captured, relative_error, rotate
+from counterpoint.measure.timing import captured, nan_behind, relative_error, rotate
 from counterpoint.model.estimate import predicted_s
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.experts_serial import grouped
@@ -171,6 +171,7 @@ def errors_of(operands: Operands, arms: dict[str, Callable[[int], Any]]) -> dict
     for name in (*serial, *ours):
         o.y.fill_(torch.nan)
         o.product.fill_(torch.nan)
+        nan_behind(o.x.device, 2 * o.x.element_size() * o.problem.m * max(o.problem.n, o.problem.k))
         error = torch.tensor(relative_error(arms[name](0)[o.sample], want), device=want.device)
         dist.all_reduce(error, op=dist.ReduceOp.MAX, group=o.group)
         errors[name] = error.item()

@@ -131,6 +131,13 @@ def _time_once(arm: Arm, meeting: object, group: dist.ProcessGroup, backlog_cycl
     return start.elapsed_time(end) * 1e-3
 
 
+def nan_behind(device: torch.device, num_bytes: int) -> None:
+    """Have what is allocated next hold NaN, so that an arm that writes nothing is seen; on GPUs."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.full((num_bytes // 2,), torch.nan, dtype=torch.bfloat16, device=device)
+
+
 def host_s(arm: Arm, *, group: dist.ProcessGroup, calls: int = 30) -> float:
     """Seconds of host time of one call, submitted while the GPU is busy: the slowest rank's."""
     arm()
