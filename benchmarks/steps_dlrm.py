@@ -150,7 +150,7 @@ def _checked(
     s: Any, ways: dict[str, Any], bags: cnn.ShardedEmbeddingBags, dense: nn.Module,
     batches: list[Any], device: torch.device,
 ) -> dict[str, float]:  # fmt: skip
-    """The worst error of gradients; the last batch, so that what is left of others would be seen."""
+    """The worst error of gradients; the last batch: what is left of others would be seen."""
     exact = dlrm.Training(
         s, dlrm.InThree(s, bags, device).double(), copy.deepcopy(dense).double(), torch.float32
     )

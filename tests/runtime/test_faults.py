@@ -192,6 +192,39 @@ def test_a_late_rank_is_waited_for(pool: RankPool):
     assert found == [[]] * 3
 
 
+def pooled(rank: int, world_size: int) -> None:
+    """A call that meets each time on CPU ranks."""
+    tables = [torch.randn(9, 4)]
+    counts = torch.randint(9, (2 * world_size,))
+    cp.embedding_bag_all_to_all(tables, counts, torch.arange(2 * world_size))
+
+
+def meet_in_vain(rank: int, world_size: int, folder: str) -> Report | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_TIMEOUT_S", str(TIMEOUT_S))
+        pooled(rank, world_size)
+        if rank == VICTIM:
+            wait_for_survivors(Path(folder))
+            return None
+        start_s = time.monotonic()
+        with pytest.raises(PeerTimeoutError) as info:
+            pooled(rank, world_size)
+        assert time.monotonic() - start_s < TIMEOUT_S + SLACK_S
+        with pytest.raises(PeerTimeoutError, match="unusable"):
+            pooled(rank, world_size)
+    (Path(folder) / f"done.{rank}").touch()
+    return Report(info.value.rank, info.value.step, str(info.value))
+
+
+def test_a_rank_that_does_not_come_to_compare_is_named(pool: RankPool, tmp_path: Path):
+    """Alive, and somewhere else: the wait ends by its own bound, not by that of the group."""
+    found = pool.run(meet_in_vain, 3, str(tmp_path), timeout_s=20)
+    first, *others = [report for report in found if report is not None]
+    assert first.rank == VICTIM and f"rank {VICTIM} did not come" in first.text
+    for report in (first, *others):
+        assert report.step == "compare" and "embedding_bag_all_to_all" in report.text
+
+
 def start_at(rank: int, world_size: int, epoch: int, cases: list[Case]) -> list[str]:
     """Go on from `epoch`, with every word of every pad there."""
     assert wrong(cases[0]) == []

@@ -1,11 +1,14 @@
 """Whether ranks call the same thing: facts compared in words, before anything is launched."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
@@ -104,18 +107,29 @@ def agree(
 def meet(op: str, here: T, workspace: Workspace) -> list[T]:
     """What all ranks say of a call: no rank returns before each has come to it.
 
+    CPU ranks wait as long as COUNTERPOINT_TIMEOUT_S says, GPUs' as long as the group does.
+
     Raises:
         PeerTimeoutError: a rank did not come.
     """
+    group = workspace.group
     try:
-        return gather_object(here, workspace.group)
+        if workspace.device.type == "cpu" and dist.get_backend(group) == "gloo":
+            bound = timedelta(seconds=workspace.timeout_s)
+            dist.monitored_barrier(group, timeout=bound, wait_all_ranks=True)
+        return gather_object(here, group)
     except RuntimeError as error:
         gone = workspace.gone()
-        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
+        # gloo tells rank 0 who has not come, and the others that rank 0 knows
+        text = str(error).partition(" Original exception")[0]
+        late = re.search(r"Ranks? ([\d, ]+) failed", text)
+        who = ", ".join(f"rank {r} ({state})" for r, state in gone)
+        who = who or (f"rank {late[1].strip(' ,')}" if late else "a rank")
+        first = gone[0][0] if gone else int(late[1].split(",")[0]) if late else None
         workspace.fault = PeerTimeoutError(
-            f"{op}: {who} did not come to compare its arguments ({error}); the group is "
+            f"{op}: {who} did not come to compare its arguments ({text}); the group is "
             "unusable, restart its ranks",
-            rank=gone[0][0] if gone else None,
+            rank=first,
             step="compare",
         )
         raise workspace.fault from error
