@@ -235,7 +235,7 @@ def _means(cases: Sequence[Measured]) -> str:
         some = [c for c in cases if c.head["tokens"] == tokens]
         pair = geometric_mean(c.pair_s / min(c.better_s, c.pair_s) for c in some)
         place = geometric_mean(c.in_place_s / c.picked_s for c in some)
-        bar = f" (bar {BARS[tokens]})" if tokens in BARS else ""
+        bar = f" (aim, of 8 GPUs: {BARS[tokens]})" if tokens in BARS else ""
         texts.append(f"{tokens} tokens: pair / the fastest {pair:.2f}{bar}, in place / auto "
                      f"{place:.2f}")  # fmt: skip
     less = [1 - min(c.better_s, c.pair_s) / c.pair_s for c in cases]

@@ -95,7 +95,7 @@ def readme(results: Path) -> str:
     """A line for the README, of the most GPUs there are; "" without rows."""
     for num, steps in _measured(results).items():
         texts: list[str] = []
-        for kind, name in ((DLRM, "a DLRM"), ("experts", "a layer of experts")):
+        for kind, name in ((DLRM, "a DLRM"), ("experts", "a layer of experts with `max_rows=`")):
             some = [s for s in steps if s.kind == kind and s.what == BOTH]
             if some:
                 torch, fastest = _less(some, "torch"), _less(some)
