@@ -276,8 +276,9 @@ def plan(
         from counterpoint.cli.plan_embedding import plan_embedding
 
         raise typer.Exit(
-            plan_embedding(shape=shape, machine=machine, ranks=ranks, dtype=dtype.value, spec=spec,
-                           by=by.value, eager=eager, show=show, out=out, as_json=as_json)
+            plan_embedding(shape=shape, machine=machine, ranks=ranks, experts=experts,
+                           dtype=dtype.value, spec=spec, by=by.value, eager=eager, show=show,
+                           out=out, as_json=as_json)
         )  # fmt: skip
     from counterpoint.cli.plan import plan as run
 
