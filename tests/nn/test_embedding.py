@@ -168,6 +168,20 @@ def test_a_rank_without_tables_follows_a_change_of_dtype(pool: RankPool):
     assert pool.run(halved, 2) == [torch.float16] * 2
 
 
+def without_batch(rank: int, ranks: int) -> str:
+    indices, offsets, _ = batches(ranks)
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * 5)
+    with pytest.raises(cp.InputError) as error:
+        bags(*given(bags, indices, offsets))
+    return str(error.value)
+
+
+def test_a_rank_without_tables_is_told_what_forward_takes(pool: RankPool):
+    """And only that: the module knows dims and dtype."""
+    for text in pool.run(without_batch, 2):
+        assert text.endswith("tables must be some, or described, got none; pass batch=")
+
+
 def spread(rank: int, ranks: int) -> tuple[Any, ...]:
     bags = cnn.ShardedEmbeddingBags(TABLES, device="meta", dtype=torch.bfloat16)
     return bags.owners, bags.own, bags.dims, [w.shape for w in bags.weights], bags.columns
