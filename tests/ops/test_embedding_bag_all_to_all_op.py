@@ -453,11 +453,11 @@ def test_what_is_refused(pool: RankPool):
 def told(rank: int, ranks: int) -> list[str]:
     """Mistakes of a first call, and what is said of each."""
     two, one = random_bags((4, 8), 6, rows=5), random_bags((4,), 6, rows=5)
-    modules = [torch.nn.EmbeddingBag(5, 4), two.tables[1]]
+    modules: list[Any] = [torch.nn.EmbeddingBag(5, 4), two.tables[1]]
     half = [t.half() for t in two.tables]
     weights = torch.ones(len(two.indices), dtype=torch.float64)
     texts: list[str] = []
-    for bags, more in (
+    cases: list[tuple[Any, dict[str, Any]]] = [
         (two, {"tables": modules}), (two, {"out": torch.empty(3, 24)}),
         (two, {"per_sample_weights": weights, "tables": half}),
         (two, {"include_last_offset": False}), (two, {"offsets": two.offsets[:-1]}),
@@ -465,7 +465,8 @@ def told(rank: int, ranks: int) -> list[str]:
         (one, {"include_last_offset": False, "batch": (2, 4)}),
         (one, {"offsets": one.offsets[:-1], "batch": (2, 4)}),
         (two, {"offsets": two.offsets[:-2]}), (one, {"offsets": one.offsets[:-3], "batch": (2, 4)}),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for bags, more in cases:
         given: dict[str, Any] = {"tables": bags.tables, "indices": bags.indices,
                                  "offsets": bags.offsets, "include_last_offset": True}  # fmt: skip
         with pytest.raises(cp.InputError) as error:
