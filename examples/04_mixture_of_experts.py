@@ -180,7 +180,7 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"]) if torchrun else args.ranks
     on_gpu = torchrun and torch.cuda.is_available()
     s = LARGE if on_gpu and not args.small else SMALL
-    if s.experts % ranks:
+    if ranks < 1 or s.experts % ranks:
         parser.error(f"the number of ranks must divide the {s.experts} experts, got {ranks}")
     if not torchrun:
         spawn(train, ranks, s, torch.device("cpu"), args, timeout_s=3600)

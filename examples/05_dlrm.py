@@ -255,7 +255,7 @@ def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.
             assert abs(loss - want) <= ROUNDING[args.dtype] * want, "the losses differ"
     cp.check()  # on a GPU a call returns before its work has run
     if rank == 0:
-        compared = "all" if args.dtype == "fp32" else f"the first {ALIKE}"
+        compared = "all" if args.dtype == "fp32" else f"the first {min(args.steps, ALIKE)}"
         print(f"the losses of {compared} steps agree on {ranks} ranks, fused and in plain torch")
     if device.type == "cuda":
         say_times(s, fused, plain, batch_of(s, bags.own, args.seed, device))
@@ -281,8 +281,8 @@ def main() -> None:
     on_gpu = torchrun and torch.cuda.is_available()
     s = LARGE if on_gpu and not args.small else SMALL
     s = s._replace(batch=args.batch or s.batch, rows=args.rows or s.rows)
-    if s.batch % ranks or ranks > len(POOLING):
-        parser.error(f"ranks must divide the batch of {s.batch} and be <= 26, got {ranks}")
+    if not 1 <= ranks <= len(POOLING) or s.batch % ranks:
+        parser.error(f"ranks must divide the batch of {s.batch} and be 1 to 26, got {ranks}")
     if not torchrun:
         spawn(train, ranks, s, torch.device("cpu"), args, timeout_s=3600)
         return

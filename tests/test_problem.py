@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
+import torch
 
 from counterpoint.errors import InputError
 from counterpoint.problem import FORWARD, ITEM_BYTES, OPS, Problem
@@ -37,6 +38,15 @@ def test_a_wrong_argument_is_refused(changes: dict[str, Any], message: str):
     op = "" if "op" in changes else "all_gather_matmul: "
     with pytest.raises(InputError, match=f"^{op}{message}"):
         Problem(**(good | changes))
+
+
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_a_dtype_of_torch_is_that_of_its_name(name: Any):
+    named, given = (
+        Problem("all_gather_matmul", 8, 3, 5, 4, dtype=dtype)
+        for dtype in (name, getattr(torch, name))
+    )
+    assert given == named and given.dtype == name and str(given) == str(named)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -6,6 +6,7 @@ gradient, those of the forward call.
 
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import index
 from typing import Literal, get_args
 
 from counterpoint.errors import InputError
@@ -26,6 +27,14 @@ OPS: tuple[Op, ...] = tuple(op for op in get_args(Op) if op not in EXPERTS)
 EMBEDDING = "embedding_bag_all_to_all"  # an EmbeddingProblem
 FORWARD: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def _dtype_of(op: str, dtype: object) -> DType:
+    """The name of a dtype, also of torch's, which is not imported here."""
+    for name in get_args(DType):
+        if str(dtype) in (name, f"torch.{name}"):
+            return name
+    raise InputError(op, "dtype", want=f"one of {', '.join(ITEM_BYTES)}", got=repr(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Problem:
         n: columns of one rank's weight.
         k: contracted size on one rank.
         ranks: number of ranks of the group.
-        dtype: of x, w and y; products are accumulated in fp32.
+        dtype: of x, w and y, or torch's of that name; products are accumulated in fp32.
         rows: rows of each rank; empty means equal, and then `ranks` must divide `m`.
         bias: whether a bias row is added; of forward ops.
         scratch_bytes_limit: most bytes of scratch and symmetric memory that a plan may use on a
@@ -88,9 +97,7 @@ class Problem:
         if self.op not in get_args(Op):
             want = f"one of {', '.join(get_args(Op))}"
             raise InputError("Problem", "op", want=want, got=repr(self.op))
-        if self.dtype not in ITEM_BYTES:
-            want = f"one of {', '.join(ITEM_BYTES)}"
-            raise InputError(self.op, "dtype", want=want, got=repr(self.dtype))
+        object.__setattr__(self, "dtype", _dtype_of(self.op, self.dtype))
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
         for name in ("m", "n", "k", "scratch_bytes_limit"):
@@ -191,7 +198,7 @@ class EmbeddingProblem:
         dims: columns of each rank's tables.
         batch: bags of each rank; or of all of them, if each has as many.
         indices: of each rank's tables in all bags; where they are spread is not asked.
-        dtype: of tables and output; sums are in fp32.
+        dtype: of tables and output, or torch's of that name; sums are in fp32.
         out: the output is memory that peers write to (`PooledOutputs`); else it is copied.
 
     Raises:
@@ -206,28 +213,39 @@ class EmbeddingProblem:
 
     def __post_init__(self) -> None:
         op = "EmbeddingProblem"
-        dims = tuple(tuple(each) for each in self.dims)
+        try:
+            dims = tuple(tuple(map(index, each)) for each in self.dims)
+        except TypeError:  # no sequences, or not of whole numbers
+            dims = ()
         ranks = len(dims)
         if not any(dims) or min(min(each, default=1) for each in dims) < 1:
             want = "columns >= 1 of the tables of each rank, some at least"
-            raise InputError(op, "dims", want=want, got=self.dims)
-        batch, indices = self.batch, tuple(self.indices)
+            fix = "of two ranks ((64, 64), (64,)), for example"
+            raise InputError(op, "dims", want=want, got=self.dims, fix=fix)
+        batch = self.batch
         if isinstance(batch, int):
             if batch % ranks:
                 want = f"a multiple of {ranks} ranks, or a count for each"
                 raise InputError(op, "batch", want=want, got=batch)
             batch = (batch // ranks,) * ranks
-        for name, counts in (("batch", tuple(batch)), ("indices", indices)):
-            if len(counts) != ranks or min(counts) < 0:
-                raise InputError(op, name, want=f"{ranks} counts >= 0", got=counts)
+        batch = self._counts("batch", batch, ranks)
+        indices = self._counts("indices", self.indices, ranks)
         if any(n and not each for n, each in zip(indices, dims, strict=True)):
             raise InputError(op, "indices", want="0 where a rank has no tables", got=indices)
-        if self.dtype not in ITEM_BYTES:
-            want = f"one of {', '.join(ITEM_BYTES)}"
-            raise InputError(op, "dtype", want=want, got=repr(self.dtype))
+        object.__setattr__(self, "dtype", _dtype_of(op, self.dtype))
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "batch", tuple(batch))
+        object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "indices", indices)
+
+    @staticmethod
+    def _counts(name: str, given: object, ranks: int) -> tuple[int, ...]:
+        try:
+            counts = tuple(map(index, given))  # type: ignore[call-overload]
+        except TypeError:  # no sequence, or not of whole numbers
+            counts = ()
+        if len(counts) != ranks or min(counts) < 0:
+            raise InputError("EmbeddingProblem", name, want=f"{ranks} counts >= 0", got=given)
+        return counts
 
     @property
     def ranks(self) -> int:

@@ -85,8 +85,14 @@ def test_embedding_bags_are_problems_too():
         choice = cp.choose(problem, "h200-4")
         assert found["plan"] == choice.plan and found["serial_s"] == choice.serial_s
         assert choice.explain() in run(*given).stdout
-    for more in (("--show",), ("--plan", "fused"), ("--out", "a.png")):
-        assert "embedding bags have no plan of steps" in run(*given, *more, code=1).stderr
+    for option, *value in (("--show",), ("--plan", "fused"), ("--out", "a.png")):
+        got = value[0] if value else "True"
+        want = (
+            f"{option} must be left out with embedding_bag_all_to_all, which has no plan of steps"
+        )
+        assert f"{want}, got {got}" in run(*given, option, *value, code=1).stderr
+    text = run(*given, "--experts", "8", code=1).stderr
+    assert "--experts must be left out with embedding_bag_all_to_all, which has none, got 8" in text
     assert "TABLES,D,POOLING,BATCH of numbers" in run(given[0], "--shape", "8,8,8", code=1).stderr
 
 

@@ -51,8 +51,9 @@ def test_other_ranks(pool: RankPool, ranks: int, options: dict[str, Any]):
     pool.run(trained, ranks, options, timeout_s=60)
 
 
-def test_ranks_that_do_not_divide_the_experts_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", "5"])
+@pytest.mark.parametrize("ranks", [5, 0, -2])
+def test_ranks_that_do_not_divide_the_experts_are_refused(monkeypatch, capsys, ranks: int):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", str(ranks)])
     with pytest.raises(SystemExit):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert "must divide the 12 experts, got 5" in capsys.readouterr().err
+    assert f"must divide the 12 experts, got {ranks}" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import counterpoint as cp
 from counterpoint.choose.known import shipped
@@ -77,6 +78,11 @@ def test_why():
     assert "not 3% faster than serial" in cp.choose(UNIFORM, slow).explain()
 
 
+def test_dtypes_of_torch():
+    problem = replace(UNIFORM, dtype=torch.float16)  # type: ignore[arg-type]
+    assert problem == replace(UNIFORM, dtype="float16") and problem.dtype == "float16"
+
+
 def test_what_is_refused():
     def refused(**more: object) -> str:
         facts: dict[str, object] = {"dims": ((8,), ()), "batch": 4, "indices": (9, 0)}
@@ -91,6 +97,15 @@ def test_what_is_refused():
     assert "indices must be 2 counts >= 0" in refused(indices=(-1, 0))
     assert "indices must be 0 where a rank has no tables" in refused(indices=(1, 1))
     assert "dtype must be one of" in refused(dtype="int8")
+    assert "dtype must be one of bfloat16, float16, float32, got torch.int8" in refused(
+        dtype=torch.int8
+    )
+    for flat in ((64, 64), 64, ((8.5,), ())):
+        text = refused(dims=flat)
+        assert f"some at least, got {flat}; of two ranks ((64, 64), (64,)), for example" in text
+    assert "indices must be 2 counts >= 0, got 40960" in refused(indices=40960)
+    assert "indices must be 2 counts >= 0, got (1.5, 0)" in refused(indices=(1.5, 0))
+    assert "batch must be 2 counts >= 0, got 4.0" in refused(batch=4.0)
     with pytest.raises(cp.InputError, match="by='model' and eager=False of embedding bags"):
         cp.choose(UNIFORM, "h200-4", by="rule")
     with pytest.raises(cp.InputError, match="machine of 4 GPUs or more"):

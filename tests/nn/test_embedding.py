@@ -1,6 +1,8 @@
 """ShardedEmbeddingBags on CPU ranks against torch's embedding bags with all tables on one."""
 
+import copy
 import importlib
+import pickle
 import warnings
 from typing import Any
 
@@ -76,6 +78,86 @@ def test_training_steps_are_those_of_whole_tables(
     assert pool.run(trained, 2, owners, mode, sparse, timeout_s=60) == [[True] * 2] * 2
 
 
+def drawn(rank: int, ranks: int, owners: Any) -> tuple[dict[str, Any], list[float]]:
+    """The state_dict of this rank for one seed, as numbers, and what its generator draws next."""
+    torch.manual_seed(7)
+    state = cnn.ShardedEmbeddingBags(TABLES, owners=owners).state_dict()
+    return {k: t.tolist() for k, t in state.items()}, torch.rand(3).tolist()
+
+
+def test_tables_are_of_the_seed_and_their_number(pool: RankPool):
+    """On 1, 2 and 3 ranks, one of them without tables; generators then go on alike."""
+    (whole, following), *_ = pool.run(drawn, 1, None)
+    assert list(whole) == [f"table_{t}" for t in range(len(TABLES))]
+    firsts = [table[0][0] for table in whole.values()]
+    assert len(set(firsts)) == len(TABLES), "some are equal"
+    assert [(len(t), len(t[0])) for t in whole.values()] == list(TABLES)
+    for ranks, owners in ((2, None), (3, None), (3, (2, 0, 0, 2, 2)), (2, (1, 0, 1, 1, 0))):
+        found = pool.run(drawn, ranks, owners)
+        assert sum(len(state) for state, _ in found) == len(TABLES)
+        assert {k: t for state, _ in found for k, t in state.items()} == whole
+        assert [after for _, after in found] == [following] * ranks
+
+
+def drawn_again(rank: int, ranks: int) -> list[bool]:
+    torch.manual_seed(1)
+    untouched = torch.rand(3)
+    torch.manual_seed(1)
+    cnn.ShardedEmbeddingBags(TABLES, device="meta")
+    with torch.device("meta"):
+        cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * 5)
+    same = [torch.equal(torch.rand(3), untouched)]
+    first, second = (cnn.ShardedEmbeddingBags(TABLES) for _ in range(2))
+    same.append(not any(map(torch.equal, first.weights, second.weights)))
+    before = [weight.clone() for weight in first.weights]
+    first.reset_parameters()
+    return [*same, not any(map(torch.equal, first.weights, before))]
+
+
+def test_each_module_draws_anew_and_one_on_meta_nothing(pool: RankPool):
+    assert pool.run(drawn_again, 2) == [[True] * 3] * 2
+
+
+def saved(rank: int, ranks: int) -> tuple[dict[str, Tensor], list[Any]]:
+    """Steps of an optimizer on copies: all go the same way; the tables after them, and facts."""
+    torch.manual_seed(2)
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1, 0, 1, 1, 0))
+    again = cnn.ShardedEmbeddingBags(TABLES, owners=(1, 0, 1, 1, 0))
+    again.load_state_dict(bags.state_dict())
+    several = [bags, copy.deepcopy(bags), pickle.loads(pickle.dumps(bags)), again]
+    indices, offsets, _ = batches(ranks)
+    for each in several:
+        optimizer = torch.optim.Adagrad(each.parameters())
+        each(*given(each, indices, offsets), batch=[BAGS] * ranks).square().sum().backward()
+        optimizer.step()
+    facts = [torch.equal(a, b) for each in several[1:]
+             for a, b in zip(bags.weights, each.weights, strict=True)]  # fmt: skip
+    names = [name for name, _ in bags.named_parameters()]
+    assert all(a is b for a, b in zip(bags.weights, bags.parameters(), strict=True))
+    with pytest.raises(TypeError):
+        bags.weights[0] = bags.weights[0]  # pyright: ignore[reportIndexIssue]
+    return {k: t.numpy() for k, t in bags.state_dict().items()}, [names, all(facts)]
+
+
+def loaded(rank: int, ranks: int, whole: dict[str, Any]) -> bool:
+    bags = cnn.ShardedEmbeddingBags(TABLES)
+    missing, _ = bags.load_state_dict(
+        {k: torch.from_numpy(t) for k, t in whole.items()}, strict=False
+    )
+    same = [torch.equal(w, torch.from_numpy(whole[f"table_{t}"]))
+            for w, t in zip(bags.weights, bags.own, strict=True)]  # fmt: skip
+    return all(same) and not missing
+
+
+def test_checkpoints_of_all_ranks_are_the_whole_model(pool: RankPool):
+    found = pool.run(saved, 2, timeout_s=60)
+    assert [facts for _, facts in found] == [
+        [["table_1", "table_4"], True], [["table_0", "table_2", "table_3"], True]
+    ]  # fmt: skip
+    whole = {k: t for state, _ in found for k, t in state.items()}
+    assert pool.run(loaded, 3, whole) == [True] * 3
+
+
 def halved(rank: int, ranks: int) -> torch.dtype:
     indices, offsets, _ = batches(ranks)
     bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * 5).half()
@@ -84,6 +166,20 @@ def halved(rank: int, ranks: int) -> torch.dtype:
 
 def test_a_rank_without_tables_follows_a_change_of_dtype(pool: RankPool):
     assert pool.run(halved, 2) == [torch.float16] * 2
+
+
+def without_batch(rank: int, ranks: int) -> str:
+    indices, offsets, _ = batches(ranks)
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * 5)
+    with pytest.raises(cp.InputError) as error:
+        bags(*given(bags, indices, offsets))
+    return str(error.value)
+
+
+def test_a_rank_without_tables_is_told_what_forward_takes(pool: RankPool):
+    """And only that: the module knows dims and dtype."""
+    for text in pool.run(without_batch, 2):
+        assert text.endswith("tables must be some, or described, got none; pass batch=")
 
 
 def spread(rank: int, ranks: int) -> tuple[Any, ...]:

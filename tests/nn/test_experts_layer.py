@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -151,12 +152,20 @@ def other_uses(rank: int, ranks: int) -> list[str]:
     assert "num_experts=12, ranks=2, max_rows=None, plan='auto'" in repr(layer)
     assert cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, device="meta").down.is_meta
 
+    def made(**options: Any) -> cnn.ExpertParallelMLP:
+        return cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, **options)
+
+    assert made(plan="grouped 2/2", max_rows=3).plan == "grouped 2/2"
+    experts[0, :2] = torch.tensor([0, EXPERTS - 1])
     texts: list[str] = []
     for wrong in (
         lambda: layer(x[:, 1:], experts, weights), lambda: layer(x, experts[1:], weights),
         lambda: layer(x, experts.float(), weights), lambda: layer(x, experts, weights[:, 1:]),
         lambda: layer(x, experts + EXPERTS * rank, weights),
+        lambda: layer(x, experts.int() - (1 - rank), weights),
         lambda: cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS + 1),
+        lambda: made(plan="gropued"), lambda: made(plan=None), lambda: made(max_rows=0),
+        lambda: made(max_rows=-4), lambda: made(max_rows=1.5),
     ):  # fmt: skip
         with pytest.raises(cp.InputError) as caught:
             wrong()
@@ -170,11 +179,17 @@ def test_other_uses_and_what_is_refused(pool: RankPool):
         "ExpertParallelMLP: x must be [..., 10], got (7, 9)",
         "experts must be (7, 'top_k') as x, got (6, 3)", "experts must be int32 or int64, got",
         "weights must be (7, 3) as experts, got (7, 2)",
-        "x must be [0, K] on rank 1, the sum of counts[1], got (24, 10)",
+        "experts must be 0 to 11, got 12 to 23 on rank 1",
+        "experts must be 0 to 11, got -1 to 10 on rank 0",
         "num_experts must be a multiple of the 2 ranks, got 13",
+        "plan must be auto, serial, fused or grouped, got 'gropued'",
+        "plan must be auto, serial, fused or grouped, got None",
+        "max_rows must be a count >= 1, or None, got 0",
+        "max_rows must be a count >= 1, or None, got -4",
+        "max_rows must be a count >= 1, or None, got 1.5",
     ), strict=True):  # fmt: skip
-        assert want in text, (text, want)
-    assert first[-2:] == second[-2:]
+        assert text.startswith("ExpertParallelMLP: ") and want in text, (text, want)
+    assert first[4:] == second[4:]
 
 
 def other_tokens_on_each_rank(rank: int, ranks: int) -> list[bool]:

@@ -417,7 +417,7 @@ def test_what_is_refused(pool: RankPool):
         "offsets must be a bag for each of 2 tables",
         "tables[1] must be bf16, fp16 or fp32, and alike",
         "tables[0] must be [rows, D] with elements of a row side by side",
-        "per_sample_weights must be torch.float32 or fp32",
+        "per_sample_weights must be torch.float32, (",
         "per_sample_weights must be None unless mode is 'sum', got mean",
         "batch must be a count for each of 2 ranks, 6 in all, got (3,)",
         "batch must be a count for each of 2 ranks, 6 in all, got (4, 4)",
@@ -425,7 +425,7 @@ def test_what_is_refused(pool: RankPool):
         "batch must be a count >= 0 for each rank, got (-1, 7)",
         "batch must be equal on all ranks, (2, 4) as on rank 0, got (3, 3) on rank 1",
         "mode must be equal on all ranks, sum as on rank 0, got mean on rank 1",
-        "tables must be some, or described, got none; pass dims=, dtype= and batch=",
+        "tables must be some, or described, got none; pass dims= and dtype= and batch=, and",
         "tables must be some on one rank at least, got none on all",
         "dims must be of the tables of each of 2 ranks, (4, 8) on rank 0",
         "dims must be of the tables of each of 2 ranks, (4, 8) on rank 0",
@@ -448,6 +448,50 @@ def test_what_is_refused(pool: RankPool):
     for texts in pool.run(refusals, 2):
         for text, want in zip(texts, wants, strict=True):
             assert text.startswith("embedding_bag_all_to_all: ") and want in text, (text, want)
+
+
+def told(rank: int, ranks: int) -> list[str]:
+    """Mistakes of a first call, and what is said of each."""
+    two, one = random_bags((4, 8), 6, rows=5), random_bags((4,), 6, rows=5)
+    modules: list[Any] = [torch.nn.EmbeddingBag(5, 4), two.tables[1]]
+    half = [t.half() for t in two.tables]
+    weights = torch.ones(len(two.indices), dtype=torch.float64)
+    texts: list[str] = []
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (two, {"tables": modules}), (two, {"out": torch.empty(3, 24)}),
+        (two, {"per_sample_weights": weights, "tables": half}),
+        (two, {"include_last_offset": False}), (two, {"offsets": two.offsets[:-1]}),
+        (one, {"include_last_offset": False}), (one, {"offsets": one.offsets[:-1]}),
+        (one, {"include_last_offset": False, "batch": (2, 4)}),
+        (one, {"offsets": one.offsets[:-1], "batch": (2, 4)}),
+        (two, {"offsets": two.offsets[:-2]}), (one, {"offsets": one.offsets[:-3], "batch": (2, 4)}),
+    ]  # fmt: skip
+    for bags, more in cases:
+        given: dict[str, Any] = {"tables": bags.tables, "indices": bags.indices,
+                                 "offsets": bags.offsets, "include_last_offset": True}  # fmt: skip
+        with pytest.raises(cp.InputError) as error:
+            cp.embedding_bag_all_to_all(**given | more)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_mistakes_of_a_first_call_are_told_apart(pool: RankPool):
+    ends, begins = (f"pass include_last_offset={last} if" for last in (True, False))
+    wants = [
+        "tables must be a list of Tensors, got list of EmbeddingBag, Tensor",
+        "out must be PooledOutputs, got Tensor; make one of them, counterpoint.PooledOutputs(",
+        "per_sample_weights must be torch.float16 or torch.float32, (",
+        f"got 13 of them; {ends}", f"got 12 of them; {begins}",
+        f"got 7 bags; pass batch= with the bags of each rank, on all ranks; or {ends}",
+        f"got 5 bags; pass batch= with the bags of each rank, on all ranks; or {begins}",
+        f"7 in all, got (2, 4); {ends}", f"5 in all, got (2, 4); {begins}",
+        "2 equal parts, got 5 bags; pass batch= with the bags of each rank, on all ranks",
+        "3 in all, got (2, 4)",
+    ]  # fmt: skip
+    for texts in pool.run(told, 2):
+        for text, want in zip(texts, wants, strict=True):
+            assert want in text, (text, want)
+        assert not any("include_last_offset" in text for text in texts[-2:])
 
 
 def frozen(rank: int, ranks: int) -> list[bool]:

@@ -122,7 +122,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out"),
     scale: Annotated[int, typer.Option(min=1, max=64, hidden=True)] = 16,
 ) -> None:
-    """Run every plan family of every operator and check it against fp64.
+    """Check all plan families of all_gather_matmul and matmul_reduce_scatter against fp64.
 
     With two GPUs or more it times them; otherwise it runs on CPU ranks, which takes some seconds
     and shows that the plans are right, not how fast they are.
@@ -276,8 +276,9 @@ def plan(
         from counterpoint.cli.plan_embedding import plan_embedding
 
         raise typer.Exit(
-            plan_embedding(shape=shape, machine=machine, ranks=ranks, dtype=dtype.value, spec=spec,
-                           by=by.value, eager=eager, show=show, out=out, as_json=as_json)
+            plan_embedding(shape=shape, machine=machine, ranks=ranks, experts=experts,
+                           dtype=dtype.value, spec=spec, by=by.value, eager=eager, show=show,
+                           out=out, as_json=as_json)
         )  # fmt: skip
     from counterpoint.cli.plan import plan as run
 

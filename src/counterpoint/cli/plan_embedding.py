@@ -8,28 +8,33 @@ from typing import cast
 from counterpoint.choose.choose import Level, choose, machine_of
 from counterpoint.cli.plan import AUTO
 from counterpoint.errors import InputError
-from counterpoint.problem import DType, EmbeddingProblem
+from counterpoint.problem import EMBEDDING, DType, EmbeddingProblem
 
 SIZES = "TABLES,D,POOLING,BATCH"  # tables and pooling of each GPU, bags of all
 
 
 def plan_embedding(
-    *, shape: str, machine: str, ranks: int, dtype: str, spec: str, by: Level, eager: bool,
-    show: bool, out: Path | None, as_json: bool,
+    *, shape: str, machine: str, ranks: int, experts: int, dtype: str, spec: str, by: Level,
+    eager: bool, show: bool, out: Path | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Print both ways of embedding bags and why one is taken, copied or not; 0.
 
     Args:
         shape: tables of each GPU, their columns, indices of a bag, bags of all GPUs.
         machine, ranks, dtype, by, eager, as_json: as for `counterpoint plan`.
-        spec, show, out: refused: there is no plan of steps.
+        experts, spec, show, out: refused: there are none, and no plan of steps.
 
     Raises:
         InputError: an option does not fit embedding bags, or `shape` is not four numbers.
     """
-    if spec != AUTO or show or out:
-        want = "left out with --plan, --show and --out: embedding bags have no plan of steps"
-        raise InputError("plan", "OP", want=want, got="embedding_bag_all_to_all")
+    no_plan, no_experts = "has no plan of steps", "has none"
+    for option, value, default, why in (
+        ("--plan", spec, AUTO, no_plan), ("--show", show, False, no_plan),
+        ("--out", out, None, no_plan), ("--experts", experts, 0, no_experts),
+    ):  # fmt: skip
+        if value != default:
+            want = f"left out with {EMBEDDING}, which {why}"
+            raise InputError("plan", option, want=want, got=value)
     parts = shape.split(",")
     if len(parts) != 4 or not all(part.strip().isdecimal() and int(part) for part in parts):
         raise InputError("plan", "--shape", want=f"{SIZES} of numbers above 0", got=repr(shape))

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter, ParameterList
+from torch.nn import Module, Parameter
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops.check import check_group
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from counterpoint.ops.embedding_call import AUTO, PLANS
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.runtime.ranks import group_of
 
 
 class ShardedEmbeddingBags(Module):
@@ -21,6 +22,14 @@ class ShardedEmbeddingBags(Module):
     Tables are numbered as they are given. A rank's input is that of `own`, its tables, for the
     global batch; the output has the columns of rank 0's tables first, `columns` says where each
     table's are.
+
+    Initial values of a table are of torch's seed and the table's number alone: ranks of one seed
+    hold the tables that any other number of ranks would, and their generators stay alike.
+
+    Parameters: table_t [rows, D] of each own table t, by its number among all. So keys differ
+    between ranks: the state_dict of each holds its own tables, all together are the whole model,
+    and `load_state_dict(whole, strict=False)` takes from it those of this rank, however many ranks
+    have saved it.
 
     Args:
         tables: rows and columns of each, the same on all ranks.
@@ -34,7 +43,7 @@ class ShardedEmbeddingBags(Module):
 
     Attributes:
         own: numbers of this rank's tables.
-        weights: those tables, [rows, D] each.
+        weights: those tables' Parameters, [rows, D] each.
         dims: columns of each rank's tables.
         columns: of the output, for each table.
 
@@ -81,17 +90,31 @@ class ShardedEmbeddingBags(Module):
             places[t] = slice(first, first + sizes[t][1])
             first += sizes[t][1]
         self.columns = tuple(places[t] for t in range(len(sizes)))
-        self.weights = ParameterList(
-            Parameter(torch.empty(sizes[t], device=device, dtype=dtype)) for t in self.own
-        )
+        for t in self.own:
+            weight = Parameter(torch.empty(sizes[t], device=device, dtype=dtype))
+            self.register_parameter(f"table_{t}", weight)
         # of the dtype that tables have, also where there are none, and after bags.half()
         self.register_buffer("_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
         self.reset_parameters()
 
+    @property
+    def weights(self) -> tuple[Parameter, ...]:
+        """Own tables, in the order of `own`."""
+        return tuple(getattr(self, f"table_{t}") for t in self.own)
+
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the tables anew: normal, as torch.nn.EmbeddingBag does."""
-        for weight in self.weights:
-            torch.nn.init.normal_(weight)
+        """Draw the tables anew: normal, as torch.nn.EmbeddingBag does.
+
+        One number of torch's generator of the CPU, on each rank, also on one without tables; what
+        it and the table's number seed draws a table. On the meta device nothing is drawn.
+        """
+        if self._like.is_meta:
+            return
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        for t, weight in zip(self.own, self.weights, strict=True):
+            # seeds that follow one another differ in their low 32 bits, all that the CPU's takes
+            weight.normal_(generator=torch.Generator(weight.device).manual_seed(seed + t))
 
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, *,
@@ -145,6 +168,13 @@ class ShardedEmbeddingBags(Module):
     def extra_repr(self) -> str:
         """What torch prints of it."""
         return f"tables={len(self.columns)}, own={list(self.own)}, mode={self.mode!r}"
+
+    # a process group can be neither copied nor pickled; its name can, for copy.deepcopy
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"group": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"group": group_of(state["group"])})
 
 
 def _balanced(sizes: Sequence[tuple[int, int]], ranks: int) -> list[int]:

@@ -5,6 +5,7 @@ rows of tokens, sorted by expert
   --SwiGLU, matmul_all_to_all-->  each token's rows back, summed by their weights
 """
 
+from operator import index
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
+from counterpoint.ops import agreement
 from counterpoint.ops import experts as experts_ops
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import check_group
@@ -20,6 +22,7 @@ from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import workspace_of
 
 
 class _Spread(torch.autograd.Function):
@@ -64,7 +67,8 @@ class ExpertParallelMLP(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        InputError: num_experts is no multiple of the ranks, or there is no group.
+        InputError: num_experts is no multiple of the ranks, max_rows is < 1, or there is no such
+            plan, or no group.
 
     Example:
         >>> layer = cnn.ExpertParallelMLP(7168, 2048, 256, group=ep)  # doctest: +SKIP
@@ -83,7 +87,8 @@ class ExpertParallelMLP(nn.Module):
         super().__init__()
         self.group = check_group(self._get_name(), group)
         self.features, self.hidden, self.num_experts = features, hidden, num_experts
-        self.max_rows, self.plan = max_rows, plan
+        self.max_rows, self.plan = self._room(max_rows), plan
+        experts_ops.check_plan(self._get_name(), plan)
         ranks = self.group.size()
         if num_experts % ranks or num_experts < 1:
             want, fix = f"a multiple of the {ranks} ranks", "take another number of ranks"
@@ -110,13 +115,25 @@ class ExpertParallelMLP(nn.Module):
                 if 0 <= e - first < local:
                     own[e - first] = drawn
 
+    def _room(self, max_rows: int | None) -> int | None:
+        try:
+            room = None if max_rows is None else index(max_rows)
+        except TypeError:
+            room = 0
+        if room is not None and room < 1:
+            want = "a count >= 1, or None"
+            raise InputError(self._get_name(), "max_rows", want=want, got=repr(max_rows))
+        return room
+
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Each token through its experts.
 
         Args:
             x: [..., features], this rank's tokens.
             experts: int32 or int64 [..., top_k], 0 to num_experts - 1; those of one token may be
-                equal.
+                equal. Others are refused on CPU ranks. On GPUs, where the host does not read them,
+                they are undefined: tokens may hold anything, and nothing says so unless
+                COUNTERPOINT_CHECK=1.
             weights: floating point [..., top_k].
 
         Returns:
@@ -124,8 +141,10 @@ class ExpertParallelMLP(nn.Module):
 
         Raises:
             InputError: an argument does not fit; nothing was launched.
+            PeerTimeoutError: a rank did not come.
         """
         self._check(x, experts, weights)
+        self._check_ids(experts)
         top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
         ids, order = experts.reshape(-1).sort(stable=True)
         starts = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
@@ -161,6 +180,19 @@ class ExpertParallelMLP(nn.Module):
         if weights.shape != experts.shape:
             want = f"{tuple(experts.shape)} as experts"
             raise InputError(name, "weights", want=want, got=tuple(weights.shape))
+
+    def _check_ids(self, experts: Tensor) -> None:
+        """Refuse ids of no expert, on all ranks alike; where it may cost what a check does."""
+        if torch.compiler.is_compiling() or (experts.is_cuda and not agreement.checking()):
+            return
+        if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        name, refused, last = self._get_name(), None, self.num_experts - 1
+        low, high = (int(n) for n in experts.aminmax()) if experts.numel() else (0, 0)
+        if low < 0 or high > last:
+            got = f"{low} to {high} on rank {self.group.rank()}"
+            refused = InputError(name, "experts", want=f"0 to {last}", got=got)
+        agreement.agree(name, {"op": name}, workspace_of(self.group, experts.device), refused)
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer, and how many ranks have it."""

@@ -36,7 +36,10 @@ def check_bags(
         InputError: names the argument, what it must be, and what it is.
     """
     if not isinstance(tables, list | tuple) or not all(isinstance(t, Tensor) for t in tables):
-        raise InputError(OP, "tables", want="a list of Tensors", got=type(tables).__name__)
+        got = type(tables).__name__
+        if isinstance(tables, list | tuple):
+            got += f" of {', '.join(sorted({type(t).__name__ for t in tables}))}"
+        raise InputError(OP, "tables", want="a list of Tensors", got=got)
     if mode not in ("sum", "mean"):
         raise InputError(OP, "mode", want="'sum' or 'mean'", got=repr(mode))
     if plan not in PLANS:
@@ -69,16 +72,26 @@ def check_bags(
     if weights is not None:
         if mode != "sum":
             raise InputError(OP, "per_sample_weights", want="None unless mode is 'sum'", got=mode)
-        dtypes = (torch.float32, tables[0].dtype) if tables else DTYPES
+        dtypes = [*dict.fromkeys((tables[0].dtype, torch.float32))] if tables else DTYPES
         if weights.shape != indices.shape or weights.dtype not in dtypes:
-            want = f"{dtypes[-1]} or fp32, {tuple(indices.shape)} as indices"
+            want = f"{' or '.join(map(str, dtypes))}, {tuple(indices.shape)} as indices"
             got = f"{weights.dtype} {tuple(weights.shape)}"
             raise InputError(OP, "per_sample_weights", want=want, got=got)
     bags = offsets.numel() - last
     if bags < 0 or (bags % len(tables) if tables else bags):
         want = f"a bag for each of {len(tables)} tables and each of the global batch"
         want += ", and the last" if last else ""
-        raise InputError(OP, "offsets", want=want, got=f"{offsets.numel()} of them")
+        fix = _fix_of_last(offsets, last, len(tables))
+        raise InputError(OP, "offsets", want=want, got=f"{offsets.numel()} of them", fix=fix)
+
+
+def _fix_of_last(offsets: Tensor, last: bool, parts: int) -> str:
+    """What to do about one offset more or less than so many equal parts, or ''."""
+    if not parts or (offsets.numel() - (not last)) % parts:
+        return ""
+    if last:
+        return "pass include_last_offset=False if each of them is where a bag begins"
+    return "pass include_last_offset=True if the last of them is where the last bag ends"
 
 
 def layout_of(
@@ -181,23 +194,31 @@ def _known_by(
     except TypeError:
         raise InputError(OP, "dims", want="columns of each rank's tables", got=dims) from None
     if not tables and (all_dims is None or counts is None or dtype is None):
-        fix = "pass dims=, dtype= and batch=, and dims= on all ranks"
+        needed = (("dims=", all_dims), ("dtype=", dtype), ("batch=", counts))
+        fix = f"pass {' and '.join(name for name, value in needed if value is None)}"
+        fix += ", and dims= on all ranks" if all_dims is None else ""
         raise InputError(OP, "tables", want="some, or described", got="none", fix=fix)
     if ranks == 1 and all_dims is None:
         all_dims = (tuple(t.shape[1] for t in tables),)
     if out is not None and not isinstance(out, PooledOutputs):
-        raise InputError(OP, "out", want="PooledOutputs", got=type(out).__name__)
+        fix = "make one of them, counterpoint.PooledOutputs(...), for all calls"
+        raise InputError(OP, "out", want="PooledOutputs", got=type(out).__name__, fix=fix)
     bags = (offsets.numel() - last) // len(tables) if tables else sum(counts or ())
     if counts is None:
         if bags % ranks:
             fix = "pass batch= with the bags of each rank, on all ranks"
+            if hint := _fix_of_last(offsets, last, len(tables) * ranks):
+                fix += f"; or {hint}"
             raise InputError(
                 OP, "offsets", want=f"{ranks} equal parts", got=f"{bags} bags", fix=fix
             )
         counts = (bags // ranks,) * ranks
     if len(counts) != ranks or sum(counts) != bags:
         want = f"a count for each of {ranks} ranks, {bags} in all"
-        raise InputError(OP, "batch", want=want, got=counts)
+        fix = ""
+        if len(counts) == ranks and offsets.numel() - (not last) == sum(counts) * len(tables):
+            fix = _fix_of_last(offsets, last, len(tables))
+        raise InputError(OP, "batch", want=want, got=counts, fix=fix)
     kind = tables[0].dtype if tables else dtype
     assert kind is not None
     outputs = None if out is None else (out.columns, out.dtype, out.batch)

@@ -42,7 +42,9 @@ def facts_seen(
         of_tables = (*map(SHAPE, tables), *map(Tensor.stride, tables), *map(DTYPE, tables),
                      *map(DEVICE, tables))  # fmt: skip
         of_offsets = offsets.shape, offsets.stride(), offsets.dtype, offsets.device
-        of_out = out and (type(out), id(out.group), out.device, out.columns, out.dtype, out.batch)
+        of_out = None
+        if out is not None:
+            of_out = type(out), id(out.group), out.device, out.columns, out.dtype, out.batch
         facts = (
             "checked", of_tables, indices.dtype, indices.device, of_offsets, of_weights, mode, last,
             _frozen(batch), _frozen(dims), dtype, of_out, plan,

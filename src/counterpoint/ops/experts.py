@@ -123,6 +123,15 @@ def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> str:
         fix = "pass w.contiguous()"
         want = "with a unit stride in K or N"
         raise InputError(op, "w", want=want, got=f"strides {w.stride()}", fix=fix)
+    return check_plan(op, plan)
+
+
+def check_plan(op: str, plan: str) -> str:
+    """The plan, by the name that it has here; sizes of groups are looked at when experts are known.
+
+    Raises:
+        InputError: there is no such plan.
+    """
     if plan == direct.FUSED:  # as choosers and plans call it
         return "fused"
     if not isinstance(plan, str) or not (plan in PLANS or is_grouped(plan)):
