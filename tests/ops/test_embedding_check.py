@@ -156,6 +156,14 @@ def test_limits_while_compiling():
         described(2, [1 << 29] * 2)
 
 
+def test_indices_of_no_tables():
+    """Which no rank could place, and no prediction could weigh."""
+    none = torch.empty(0, dtype=torch.int64)
+    layouts.check_bags([], none, none, None, "sum", False, "auto")
+    with pytest.raises(cp.InputError, match="indices must be none without tables, got 3"):
+        layouts.check_bags([], torch.arange(3), none, None, "sum", False, "auto")
+
+
 def test_no_position_of_an_index_wraps():
     """A kernel reads where one bag begins, and as far behind it as another one is long."""
     longest_step = 8

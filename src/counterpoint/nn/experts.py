@@ -131,9 +131,9 @@ class ExpertParallelMLP(nn.Module):
         Args:
             x: [..., features], this rank's tokens.
             experts: int32 or int64 [..., top_k], 0 to num_experts - 1; those of one token may be
-                equal. Others are refused on CPU ranks. On GPUs, where the host does not read them,
-                they are undefined: tokens may hold anything, and nothing says so unless
-                COUNTERPOINT_CHECK=1.
+                equal. Others are refused where the host reads them: on CPU ranks, and on GPUs
+                without `max_rows` or under COUNTERPOINT_CHECK=1. Else the kernel that sums finds
+                rows that nobody sent: a later call raises, and the group is unusable.
             weights: floating point [..., top_k].
 
         Returns:

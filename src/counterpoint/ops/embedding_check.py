@@ -59,6 +59,8 @@ def check_bags(
     for name, tensor in given[:2]:
         if tensor.dtype not in INDEX:
             raise InputError(OP, name, want="int32 or int64", got=tensor.dtype)
+    if not tables and indices.numel():
+        raise InputError(OP, "indices", want="none without tables", got=f"{indices.numel()}")
     for i, table in enumerate(tables):
         name = f"tables[{i}]"
         if table.dim() != 2 or not table.shape[1] or table.stride(1) != 1:
