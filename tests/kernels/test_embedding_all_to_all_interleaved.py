@@ -26,7 +26,7 @@ FAULTS = {
 
 def errors_of(
     rank: int, world: int, ranks: int, programs: int, batches: tuple[tuple[int, ...], ...],
-    own: bool, seeds: range, fault: str,
+    own: bool, seeds: range, fault: str, in_turn: bool = False,
 ) -> list[str]:  # fmt: skip
     """What went wrong for each seed: a deadlock, or outputs that are off; "" if nothing.
 
@@ -64,7 +64,7 @@ def errors_of(
                         each[r].tiles.half_bytes = layout.half_bytes
                     place = place_of(each[r], layout, own_outputs=own)
                     sender = Sender(facts, each[r], place, 0, Way(256, 2))
-                    sender.programs = programs
+                    sender.programs, sender.in_turn = programs, in_turn
                     turn = 0 if fault == "turn" else i % 2
                     where = (bases, half_bytes, turn) if own else None
                     sender(bags[r].tables, bags[r].indices, bags[r].offsets, None, where)
@@ -104,6 +104,12 @@ def test_every_order_gives_the_rows(
     seeds = range(2 if ranks > 2 else 3)
     arguments = (ranks, programs, batches, own, seeds, "")
     assert pool.run(errors_of, 1, *arguments, group=False, timeout_s=90) == [[""] * len(seeds)]
+
+
+def test_rank_after_rank(pool: RankPool):
+    """The order that the benchmark compares with."""
+    arguments = (3, 2, MIXED, True, range(1), "", True)
+    assert pool.run(errors_of, 1, *arguments, group=False, timeout_s=90) == [[""]]
 
 
 @pytest.mark.parametrize(

@@ -133,13 +133,13 @@ def embedding_all_to_all_kernel(
     here = tl.where(turn < 0, epoch & 1, turn).to(tl.int64) * half * 16
     cols = tl.arange(0, BLOCK_D)[None, :]
     pieces = blocks * num_chunks
-    turn_of = tl.maximum(programs // WORLD, 1)
+    per_round = tl.maximum(programs // WORLD, 1)  # pieces in a round of the grid
     for task in range(program, tl.where(works, pieces * WORLD, 0), programs):
         if IN_TURN:
             piece, step = task % pieces, task // pieces
         else:  # in each round of the grid a program is at another rank, mostly
             piece = task // WORLD
-            step = task % WORLD + piece // turn_of
+            step = task % WORLD + piece // per_round
         to = (first + step) % WORLD
         start = tl.load(starts_ptr + to)
         bags = tl.load(starts_ptr + to + 1) - start
