@@ -67,7 +67,9 @@ def wrong_calls(rank: int, ranks: int, cases: list[str], epoch: int = 0) -> list
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rows_come_to_their_owners(pool: RankPool, ranks: int):
-    assert pool.run(wrong_calls, ranks, list(CASES), timeout_s=120) == [[]] * ranks
+    """Each case on few ranks and, as they share the cores, on 3 or on 4."""
+    cases = list(CASES) if ranks < 3 else list(CASES)[ranks % 2 :: 2]
+    assert pool.run(wrong_calls, ranks, cases, timeout_s=120) == [[]] * ranks
 
 
 @pytest.mark.parametrize("epoch", [-2, 2**31 - 2])
