@@ -17,9 +17,9 @@ from statistics import mean, median
 from typing import Any
 
 from counterpoint.choose.known import shipped
+from counterpoint.embedding_problem import EmbeddingProblem
 from counterpoint.measure import record
 from counterpoint.model.embedding import FITTED, Fitted, Predicted, predict
-from counterpoint.problem import EmbeddingProblem
 
 RESULTS = Path(__file__).parent / "results"
 BEFORE = RESULTS / "embedding_4x_before.jsonl"

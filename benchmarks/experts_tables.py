@@ -253,10 +253,11 @@ def _speedups(cases: Sequence[Measured]) -> tuple[dict[str, dict[str, float]], d
     for c in cases:
         h = c.head
         label = f"{h['model']}, {h['tokens']}, {h['routing']}"
-        rows[label] = {"auto": c.in_place_s / c.picked_s, "one kernel": c.in_place_s / c.ours_s,
+        rows[label] = {"one kernel": c.in_place_s / c.ours_s,
                        "libraries, rows not in place": c.in_place_s / c.pair_s}  # fmt: skip
         if c.planned_s < math.inf:
             rows[label]["plan of copies"] = c.in_place_s / c.planned_s
+        rows[label]["auto"] = c.in_place_s / c.picked_s  # above the way that it takes
         ideals[label] = c.in_place_s / c.ideal_s
     return rows, ideals
 

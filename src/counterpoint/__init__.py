@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from counterpoint.choose.choose import choose
     from counterpoint.choose.embedding import EmbeddingChoice
     from counterpoint.costs import Costs
+    from counterpoint.embedding_problem import EmbeddingProblem
     from counterpoint.errors import (
         CounterpointError,
         CounterpointWarning,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from counterpoint.plan.steps import Plan
     from counterpoint.plan.validate import validate
     from counterpoint.presets import preset
-    from counterpoint.problem import EmbeddingProblem, Problem
+    from counterpoint.problem import Problem
     from counterpoint.runtime.groups import check, release
     from counterpoint.timeline import Timeline
 
@@ -51,7 +52,7 @@ _HOME = {
     "CounterpointError": "errors",
     "CounterpointWarning": "errors",
     "EmbeddingChoice": "choose.embedding",
-    "EmbeddingProblem": "problem",
+    "EmbeddingProblem": "embedding_problem",
     "InputError": "errors",
     "Machine": "machine",
     "PeerTimeoutError": "errors",

@@ -6,7 +6,6 @@ gradient, those of the forward call.
 
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import index
 from typing import Literal, get_args
 
 from counterpoint.errors import InputError
@@ -24,12 +23,11 @@ DType = Literal["bfloat16", "float16", "float32"]
 
 EXPERTS: tuple[Op, ...] = ("all_to_all_matmul", "matmul_all_to_all")
 OPS: tuple[Op, ...] = tuple(op for op in get_args(Op) if op not in EXPERTS)
-EMBEDDING = "embedding_bag_all_to_all"  # an EmbeddingProblem
 FORWARD: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def _dtype_of(op: str, dtype: object) -> DType:
+def dtype_of(op: str, dtype: object) -> DType:
     """The name of a dtype, also of torch's, which is not imported here."""
     for name in get_args(DType):
         if str(dtype) in (name, f"torch.{name}"):
@@ -97,7 +95,7 @@ class Problem:
         if self.op not in get_args(Op):
             want = f"one of {', '.join(get_args(Op))}"
             raise InputError("Problem", "op", want=want, got=repr(self.op))
-        object.__setattr__(self, "dtype", _dtype_of(self.op, self.dtype))
+        object.__setattr__(self, "dtype", dtype_of(self.op, self.dtype))
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
         for name in ("m", "n", "k", "scratch_bytes_limit"):
@@ -188,114 +186,3 @@ class Problem:
         shape = f"M{self.m} N{columns} K{self.k}"
         shape += f" experts {self.experts}" if self.experts else ""
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingProblem:
-    """One embedding_bag_all_to_all: table-wise shards, each row to the rank that owns its bag.
-
-    Args:
-        dims: columns of each rank's tables.
-        batch: bags of each rank; or of all of them, if each has as many.
-        indices: of each rank's tables in all bags; where they are spread is not asked.
-        dtype: of tables and output, or torch's of that name; sums are in fp32.
-        out: the output is memory that peers write to (`PooledOutputs`); else it is copied.
-
-    Raises:
-        InputError: no count for each rank, one that is negative, or no tables at all.
-    """
-
-    dims: tuple[tuple[int, ...], ...]
-    batch: tuple[int, ...] | int
-    indices: tuple[int, ...]
-    dtype: DType = "bfloat16"
-    out: bool = False
-
-    def __post_init__(self) -> None:
-        op = "EmbeddingProblem"
-        try:
-            dims = tuple(tuple(map(index, each)) for each in self.dims)
-        except TypeError:  # no sequences, or not of whole numbers
-            dims = ()
-        ranks = len(dims)
-        if not any(dims) or min(min(each, default=1) for each in dims) < 1:
-            want = "columns >= 1 of the tables of each rank, some at least"
-            fix = "of two ranks ((64, 64), (64,)), for example"
-            raise InputError(op, "dims", want=want, got=self.dims, fix=fix)
-        batch = self.batch
-        if isinstance(batch, int):
-            if batch % ranks:
-                want = f"a multiple of {ranks} ranks, or a count for each"
-                raise InputError(op, "batch", want=want, got=batch)
-            batch = (batch // ranks,) * ranks
-        batch = self._counts("batch", batch, ranks)
-        indices = self._counts("indices", self.indices, ranks)
-        if any(n and not each for n, each in zip(indices, dims, strict=True)):
-            raise InputError(op, "indices", want="0 where a rank has no tables", got=indices)
-        object.__setattr__(self, "dtype", _dtype_of(op, self.dtype))
-        object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "batch", batch)
-        object.__setattr__(self, "indices", indices)
-
-    @staticmethod
-    def _counts(name: str, given: object, ranks: int) -> tuple[int, ...]:
-        try:
-            counts = tuple(map(index, given))  # type: ignore[call-overload]
-        except TypeError:  # no sequence, or not of whole numbers
-            counts = ()
-        if len(counts) != ranks or min(counts) < 0:
-            raise InputError("EmbeddingProblem", name, want=f"{ranks} counts >= 0", got=given)
-        return counts
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks of the group."""
-        return len(self.dims)
-
-    @property
-    def bags(self) -> tuple[int, ...]:
-        """Of each rank."""
-        assert not isinstance(self.batch, int)
-        return self.batch
-
-    def read_bytes(self, rank: int) -> float:
-        """What a rank's tables are read for: rows, as wide as its tables in the mean, and indices.
-
-        Int64 indices, and where each bag begins.
-        """
-        tables, item = len(self.dims[rank]), ITEM_BYTES[self.dtype]
-        row = sum(self.dims[rank]) / tables * item if tables else 0.0
-        return self.indices[rank] * (row + 8) + sum(self.bags) * tables * 8
-
-    def lookup_bytes(self, rank: int) -> int:
-        """The pooled rows of a rank's tables, for all bags."""
-        return sum(self.bags) * sum(self.dims[rank]) * ITEM_BYTES[self.dtype]
-
-    def sent_bytes(self, rank: int) -> int:
-        """Those of them for other ranks."""
-        others = sum(self.bags) - self.bags[rank]
-        return others * sum(self.dims[rank]) * ITEM_BYTES[self.dtype]
-
-    def received_bytes(self, rank: int) -> int:
-        """The pooled rows of others' tables, for a rank's bags."""
-        columns = sum(map(sum, self.dims)) - sum(self.dims[rank])
-        return self.bags[rank] * columns * ITEM_BYTES[self.dtype]
-
-    @property
-    def output_bytes(self) -> int:
-        """Of the rank that has most bags."""
-        return max(self.bags) * sum(map(sum, self.dims)) * ITEM_BYTES[self.dtype]
-
-    def mean_bag(self, rank: int) -> float:
-        """Indices of a bag, in the mean of a rank's tables."""
-        return self.indices[rank] / max(sum(self.bags) * len(self.dims[rank]), 1)
-
-    def __str__(self) -> str:
-        tables = "/".join(str(len(each)) for each in self.dims)
-        pooling = "/".join(f"{self.mean_bag(rank):.3g}" for rank in range(self.ranks))
-        where = "into outputs of its own" if self.out else "copied"
-        return (
-            f"{EMBEDDING} {tables} tables, {sum(map(sum, self.dims))} columns, "
-            f"{sum(self.bags)} bags of {pooling} indices, {self.dtype} on {self.ranks} ranks, "
-            f"{where}"
-        )

@@ -12,7 +12,7 @@ from rankpool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
-from counterpoint.ops import embedding_check
+from counterpoint.ops import embedding_agreement
 from counterpoint.ops.embedding_seen import facts_seen
 
 DIMS = ((4, 8), (4, 8))
@@ -115,14 +115,14 @@ def test_checks_are_made_once(monkeypatch: pytest.MonkeyPatch):
         return [here, here]
 
     checked: list[int] = []
-    check = embedding_check.check_bags
+    check = embedding_agreement.check_bags
 
     def counted(*given: Any) -> None:
         checked.append(1)
         check(*given)
 
-    monkeypatch.setattr(embedding_check.agreement, "meet", meet)
-    monkeypatch.setattr(embedding_check, "check_bags", counted)
+    monkeypatch.setattr(embedding_agreement.agreement, "meet", meet)
+    monkeypatch.setattr(embedding_agreement, "check_bags", counted)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("COUNTERPOINT_CHECK", raising=False)
     code: dict[Any, Any] = {}
@@ -131,20 +131,20 @@ def test_checks_are_made_once(monkeypatch: pytest.MonkeyPatch):
         code=code, remember=code.__setitem__,
     )  # fmt: skip
     given = arguments(workspace=workspace)
-    first = embedding_check.layout_of(**given)
+    first = embedding_agreement.layout_of(**given)
     given["indices"] = given["indices"][:5]
     given["tables"] = [t.clone() for t in given["tables"]]
-    assert embedding_check.layout_of(**given) is first and len(checked) == len(meetings) == 1
+    assert embedding_agreement.layout_of(**given) is first and len(checked) == len(meetings) == 1
     with pytest.raises(cp.InputError, match="indices must be int32"):
         wrong: dict[str, Any] = given | {"indices": given["indices"].float()}
-        embedding_check.layout_of(**wrong)
+        embedding_agreement.layout_of(**wrong)
     monkeypatch.setenv("COUNTERPOINT_CHECK", "1")
-    embedding_check.layout_of(**given)
+    embedding_agreement.layout_of(**given)
     assert len(checked) == 3 and len(meetings) == 2
     monkeypatch.delenv("COUNTERPOINT_CHECK")
     given["dims"] = None
     for _ in range(2):
-        embedding_check.layout_of(**given)
+        embedding_agreement.layout_of(**given)
     assert len(checked) == 5 and len(meetings) == 4
 
 

@@ -9,10 +9,11 @@ from counterpoint.choose.choice import Choice
 from counterpoint.choose.embedding import EmbeddingChoice, choose_embedding
 from counterpoint.choose.known import shipped
 from counterpoint.choose.rule import by_rule
+from counterpoint.embedding_problem import EmbeddingProblem
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.presets import preset
-from counterpoint.problem import EmbeddingProblem, Problem
+from counterpoint.problem import Problem
 
 Level = Literal["model", "rule"]
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from counterpoint.choose.choice import Candidate
+from counterpoint.embedding_problem import EmbeddingProblem
 from counterpoint.machine import Machine
 from counterpoint.model.embedding import Predicted, predict
-from counterpoint.problem import EmbeddingProblem
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import cast
 
 from counterpoint.choose.choose import Level, choose, machine_of
 from counterpoint.cli.plan import AUTO
+from counterpoint.embedding_problem import EMBEDDING, EmbeddingProblem
 from counterpoint.errors import InputError
-from counterpoint.problem import EMBEDDING, DType, EmbeddingProblem
+from counterpoint.problem import DType
 
 SIZES = "TABLES,D,POOLING,BATCH"  # tables and pooling of each GPU, bags of all
 

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.options import M_N_K, Dtype
-from counterpoint.problem import EMBEDDING, EXPERTS, OPS
+from counterpoint.embedding_problem import EMBEDDING
+from counterpoint.problem import EXPERTS, OPS
 
 TABLES = "tables of a GPU, their columns, indices of a bag, bags of all GPUs"
 

@@ -8,8 +8,8 @@ rank's mean stands for it.
 
 from dataclasses import dataclass, field
 
+from counterpoint.embedding_problem import EmbeddingProblem
 from counterpoint.machine import Machine
-from counterpoint.problem import EmbeddingProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.check import check_group
+from counterpoint.ops.embedding_agreement import layout_of
 from counterpoint.ops.embedding_call import AUTO, Given, How
-from counterpoint.ops.embedding_check import OP, check_bags, check_limits, layout_of
+from counterpoint.ops.embedding_check import OP, check_bags, check_limits
 from counterpoint.ops.embedding_gradients import layout_from, table_gradients
 from counterpoint.ops.embedding_run import run
 from counterpoint.ops.pooled_outputs import PooledOutputs

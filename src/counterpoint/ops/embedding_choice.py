@@ -7,13 +7,14 @@ anew by its own indices would decide alone.
 
 from typing import cast
 
+from counterpoint.embedding_problem import EmbeddingProblem
 from counterpoint.errors import InputError
 from counterpoint.model.embedding import predict
 from counterpoint.ops import agreement
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.embedding_call import AUTO, FUSED, SERIAL, Given, How
 from counterpoint.ops.embedding_check import OP
-from counterpoint.problem import DType, EmbeddingProblem
+from counterpoint.problem import DType
 from counterpoint.runtime.workspace import Workspace
 
 

@@ -9,8 +9,8 @@ from embedding_cases import random_bags
 
 import counterpoint as cp
 from counterpoint.ops import agreement
+from counterpoint.ops import embedding_agreement as layouts
 from counterpoint.ops import embedding_bag_all_to_all as operator
-from counterpoint.ops import embedding_check as layouts
 from counterpoint.runtime.embedding_layout import MAX_INDICES
 
 AGREED: Any = layouts._agreed  # pyright: ignore[reportPrivateUsage]
