@@ -49,8 +49,6 @@ def by_model(
     specs = [s for s in variants(problem.op, problem.ranks) if " pull" not in s]
     specs.remove("serial")
     ours = [s for s in direct.SPECS if not direct.refusal(problem, s)]
-    if problem.op == "all_gather_matmul" and direct.FUSED in ours:
-        ours.remove(direct.FUSED)  # never predicted faster than DIRECT: see docs/fused.md
     ours = ours if words and problem.ranks > 1 else []
     if problem.splits or machine.link.topology != "mesh":
         # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and

@@ -83,7 +83,6 @@ def _direct(problem: Problem, machine: Machine) -> str:
     """The spec with a collective of our own, or '' where there is none."""
     ours = [spec for spec in direct.SPECS if not direct.refusal(problem, spec)]
     at_once = direct.fused_rounds(problem, machine.device.num_sms) == 1
-    # a gather is not faster in one kernel: docs/fused.md
-    if problem.op == "all_gather_matmul" or not at_once:
+    if not at_once:
         ours = ours[:1]
     return ours[-1] if ours else ""

@@ -42,11 +42,10 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
             kind: Collective = "all_gather" if gathers else "reduce_scatter"
             received = whole_bytes * rows // max(p.m, 1)
             if bound.step.arg("transport") == "words":
-                # in the kernel of its matmul a scatter has no start of its own, while tiles that
-                # wait for their rows wait for flags, a fence behind each: benchmarks/gathered.py
+                # in the kernel of its matmul it has no start of its own
                 fused_s = costs.kernel_s if bound.step.arg("kernel") else 0.0
-                start_s = costs.direct_s + (fused_s if gathers else -fused_s)
-                return max(start_s, 0.0) + received / costs.direct_bytes_per_s
+                start_s = max(costs.direct_s - fused_s, 0.0)
+                return start_s + received / costs.direct_bytes_per_s
             if bound.step.arg("collective") == "all_to_all":
                 # as much comes as in an all-gather; of several experts, rows are put in order
                 pass_s = costs.memory_s(2 * whole_bytes) if p.experts > 1 else 0.0
@@ -64,7 +63,7 @@ def _matmul_s(
 ) -> float:
     rows, n = part.write.shape
     k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
-    if bound.step.arg("kernel") == "fused" and plan.problem.op == "matmul_reduce_scatter":
+    if bound.step.arg("kernel") == "fused":
         return _fused_s(plan, machine)
     costs, tile = machine.costs, tiles.get((rows, n, k))
     seconds = costs.matmul_s(

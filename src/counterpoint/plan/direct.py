@@ -1,9 +1,9 @@
 """Serial with a collective of our own in place of the library's, as specs: words behind "serial".
 
 For what is little, the start of the library's collective is most of its time. "serial direct" is
-the library's matmul and a kernel of ours; "serial fused" is both in one kernel, for few rows. What
-is sent fits in words of 4 bytes, and all ranks own equally many: see kernels/collectives.py,
-kernels/matmul_all_reduce.py and kernels/all_gather_matmul.py.
+the library's matmul and a kernel of ours; "serial fused" is a matmul and its reduce-scatter in one
+kernel, for few rows. What is sent fits in words of 4 bytes, and all ranks own equally many: see
+kernels/collectives.py and kernels/matmul_all_reduce.py.
 """
 
 from dataclasses import replace
@@ -31,12 +31,11 @@ def refusal(p: Problem, spec: str) -> str:
     if len(set(p.rows)) > 1:
         return "equal rows on all ranks"
     if spec == FUSED:
-        if p.splits:
-            return "one weight"
+        if gathers:
+            return "matmul_reduce_scatter or experts"
         if p.m > FUSED_ROWS or p.item_bytes != 2:
             return f"{FUSED_ROWS} rows or fewer, of 16-bit numbers"
-        if not gathers:
-            return ""
+        return ""
     part = p.rows[0] * (p.k if gathers else p.n) * p.item_bytes
     if part % 4:
         return "parts of a multiple of 4 bytes"
@@ -44,14 +43,14 @@ def refusal(p: Problem, spec: str) -> str:
 
 
 def fused_columns(rows: int, n: int, ranks: int, num_sms: int) -> int:
-    """Columns of a tile of y[rows, n] in a fused kernel that sums, from measurements on 4 H200."""
+    """Columns of a tile of y[rows, n] in the fused kernel, from measurements on 4 H200."""
     wide = -(-n // 64) > num_sms
     columns = 128 if wide and rows <= 16 else 64 if n >= 48 * num_sms else 32
     return max(columns, ranks)
 
 
 def fused_rounds(p: Problem, num_sms: int) -> int:
-    """How many tiles one SM has at most in a fused kernel that sums."""
+    """How many tiles one SM has at most in the fused kernel."""
     columns = fused_columns(fused_rows(p), p.n, p.ranks, num_sms)
     return ceil(ceil(p.n / columns) / num_sms)
 
