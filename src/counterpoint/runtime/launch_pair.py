@@ -29,7 +29,7 @@ def action(bound: BoundStep, part: Part, places: Places, program: Program, tag: 
     num_sms = torch.cuda.get_device_properties(places.workspace.device).multi_processor_count
     way = scatter_way(p.m, p.n, p.ranks, p.item_bytes, num_sms)
     reserve(way, memory, p.m, p.n, p.item_bytes)
-    call = FusedCall(partial(launch_of, way, memory, where(way, memory), tag), way.spec, p.op)
+    call = FusedCall(partial(launch_of, way, memory, where(memory), tag), way.spec, p.op)
 
     def run(operands: Operands) -> None:
         rows, weight, target = x(operands), w(operands), y(operands)
