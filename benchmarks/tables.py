@@ -430,8 +430,6 @@ def main() -> None:
     for name, text in steps_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "training.md", name, text)
     steps_tables.draw(RESULTS, IMAGES)
-    if parts := few_rows_tables.gathered(RESULTS):
-        replace(ROOT / "docs" / "fused.md", "gathered", parts)
     if few := few_rows_tables.section(RESULTS):
         replace(ROOT / "docs" / "fused.md", "few-rows", few)
         replace(ROOT / "README.md", "few-rows", few_rows_tables.summary(RESULTS))

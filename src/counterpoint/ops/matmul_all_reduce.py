@@ -62,7 +62,7 @@ def matmul_all_reduce(
         bias: dtype of x, [N], equal on all ranks; added once.
         plan: "auto": by sizes, see docs/fused.md; "serial": the libraries' matmul and all-reduce;
             "direct": our all-reduce behind the library's matmul; "fused": all in one kernel; or a
-            spec such as "fused two_shot words 64x64x8 warps=4", its tile of w, stages and warps.
+            spec such as "fused two_shot 64x64x8 warps=4", its tile of w, stages and warps.
             All but serial need a number of ranks that is a power of 2.
 
     Returns:
@@ -177,7 +177,7 @@ class _InOneKernel:
         self.lanes = lanes_of(workspace)
         ranks = tuple(range(workspace.group.size()))
         self.tag = self.lanes.register(OP, way.spec, (("sum over ranks", ranks),))
-        launch = partial(launch_of, way, self.memory, where(way, self.memory), self.tag)
+        launch = partial(launch_of, way, self.memory, where(self.memory), self.tag)
         self.call = FusedCall(launch, way.spec, OP)
         self.call.compile(x, w, bias, x.new_empty(x.shape[0], w.shape[1]))
 

@@ -24,7 +24,7 @@ class Shared:
 
     Args:
         workspace: of the group on this device.
-        empty: it holds words of 4 bytes, which are EMPTY when the memory is new.
+        empty: it holds low-latency words, which are EMPTY when the memory is new.
 
     Attributes:
         bases: [ranks] int64, where each rank's begins.
@@ -75,8 +75,8 @@ class FusedMemory:
         workspace: of the group on this device.
 
     Attributes:
-        words, stamps, tiles, flags: memory for each kind of cell, never for another: words of 4
-            and of 8 bytes, tiles behind flags, and those.
+        words, tiles, flags: memory for each of these, never for another: low-latency words, tiles
+            behind flags, and those.
         state: [3] int32: epoch, programs of a running kernel that have ended, and whether a wait
             of this rank has given up.
         fault: [1] int64 of the host, where a wait that has given up says so.
@@ -86,9 +86,9 @@ class FusedMemory:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.words = Shared(workspace, empty=True)
-        self.stamps, self.tiles, self.flags = (Shared(workspace) for _ in range(3))
+        self.tiles, self.flags = Shared(workspace), Shared(workspace)
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
-        self._all = (self.words, self.stamps, self.tiles, self.flags)
+        self._all = (self.words, self.tiles, self.flags)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
             self.fault = lanes_of(workspace).fault
             self.over = torch.zeros(1, dtype=torch.int64).pin_memory()

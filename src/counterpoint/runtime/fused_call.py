@@ -25,15 +25,13 @@ class Launch:
         options: of Triton: warps and stages.
         tiles: that programs share; at first each has one.
         device: it runs on.
-        senders: programs beside those, that have no tile.
     """
 
     def __init__(
         self, kernel: Any, fixed: tuple[Any, ...], options: dict[str, int], tiles: int,
-        device: torch.device, senders: int = 0,
+        device: torch.device,
     ) -> None:  # fmt: skip
-        self.tiles, self.senders = tiles, senders
-        self.programs = tiles + senders
+        self.tiles = self.programs = tiles
         self._kernel, self._fixed, self._options = kernel, fixed, options
         self._direct: Callable[..., None] | None = None
         self._device = device
@@ -47,7 +45,7 @@ class Launch:
 
         That takes the host longer than all else; tensors must lie as those it was compiled for.
         """
-        self.programs = self.senders + grid(self.tiles, resident - self.senders)
+        self.programs = grid(self.tiles, resident)
         self._direct = compiled[(self.programs, 1, 1)]
 
     def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.plan.direct import fused_columns
-from counterpoint.runtime.fused import FusedMemory, Shared
+from counterpoint.runtime.fused import FusedMemory
 from counterpoint.runtime.fused_call import Launch
 
 OP = "matmul_all_reduce"
 ALIGN_BYTES = 256
-WORD_BYTES = {"words": 4, "stamps": 8, "flags": 0}
+WORD_BYTES = 4
 TILE_BYTES = 100_000  # of the tiles on their way: two blocks are resident on an SM of 227 KiB
 MAX_STAGES = 8
 MAX_RANKS = 32  # that the bits of a fault word name
@@ -26,8 +26,6 @@ class Fused:
 
     Args:
         shots: 1, every rank sums every tile; 2, each sums its part of each and gives it to all.
-        by: "words", of 4 bytes; "stamps", 4 bytes and the epoch; "flags", values behind a flag
-            (two shots only). See kernels/peer.py.
         block_n: columns of a tile, a multiple of the ranks.
         block_k: of K that is multiplied at a time.
         stages: tiles of w on their way at a time.
@@ -35,11 +33,10 @@ class Fused:
         scatter: each rank gets the sum of its rows only, in one shot.
 
     Raises:
-        InputError: flags with one shot, two shots that scatter, or a size that is no power of 2.
+        InputError: two shots that scatter, or a size that is no power of 2.
     """
 
     shots: Literal[1, 2]
-    by: Literal["words", "stamps", "flags"]
     block_n: int = 64
     block_k: int = 64
     stages: int = 8
@@ -49,8 +46,6 @@ class Fused:
     def __post_init__(self) -> None:
         if self.scatter and self.shots != 1:
             raise InputError(OP, "plan", want="one shot to scatter", got=self.shots)
-        if self.by == "flags" and self.shots == 1:
-            raise InputError(OP, "plan", want="words with one_shot", got="flags")
         for name, least in (("block_n", 16), ("block_k", 16), ("num_warps", 1), ("stages", 1)):
             n: int = getattr(self, name)
             if n < least or (n & (n - 1) and name != "stages"):
@@ -58,11 +53,9 @@ class Fused:
 
     @property
     def spec(self) -> str:
-        """As text: "fused two_shot words 64x64x8 warps=4"."""
+        """As text: "fused two_shot 64x64x8 warps=4"."""
         shots = "scatter" if self.scatter else "one_shot" if self.shots == 1 else "two_shot"
-        way = f"{shots} {self.by}"
-        tile = f"{self.block_n}x{self.block_k}x{self.stages}"
-        return f"fused {way} {tile} warps={self.num_warps}"
+        return f"fused {shots} {self.block_n}x{self.block_k}x{self.stages} warps={self.num_warps}"
 
     @classmethod
     def parse(cls, spec: str) -> "Fused":
@@ -71,14 +64,13 @@ class Fused:
         Raises:
             InputError: it is other text.
         """
-        found = re.fullmatch(
-            r"fused (one_shot|two_shot) (words|stamps|flags) (\d+)x(\d+)x(\d+) warps=(\d+)", spec
-        )
+        found = re.fullmatch(r"fused (one_shot|two_shot) (\d+)x(\d+)x(\d+) warps=(\d+)", spec)
         if not found:
-            want = "auto, serial, direct, fused or such as 'fused two_shot words 64x64x8 warps=4'"
+            want = "auto, serial, direct, fused or such as 'fused two_shot 64x64x8 warps=4'"
             raise InputError(OP, "plan", want=want, got=repr(spec))
-        shots, by, *sizes = found.groups()
-        return cls(1 if shots == "one_shot" else 2, by, *map(int, sizes))  # type: ignore[arg-type]
+        shots, *sizes = found.groups()
+        block_n, block_k, stages, num_warps = map(int, sizes)
+        return cls(1 if shots == "one_shot" else 2, block_n, block_k, stages, num_warps)
 
 
 def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fused:
@@ -93,7 +85,7 @@ def default_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fu
     block_n = fused_columns(rows, n, ranks, num_sms)
     step_bytes = (block_n + max(rows, 16)) * 64 * item_bytes
     stages = max(2, min(MAX_STAGES, TILE_BYTES // step_bytes))
-    return Fused(shots, "words", block_n, 64, stages, 8 if rows > (16 if wide else 64) else 4)
+    return Fused(shots, block_n, 64, stages, 8 if rows > (16 if wide else 64) else 4)
 
 
 def scatter_way(m: int, n: int, ranks: int, item_bytes: int, num_sms: int) -> Fused:
@@ -116,14 +108,13 @@ def call_bytes(way: Fused, m: int, n: int, ranks: int, item_bytes: int) -> int:
         ranks: of the group.
         item_bytes: of the dtype of y.
     """
-    rows, word_bytes = padded_rows(m // ranks if way.scatter else m), WORD_BYTES[way.by]
-    cell_bytes = word_bytes or item_bytes
+    rows = padded_rows(m // ranks if way.scatter else m)
     # two rows of a 16-bit dtype share a word
-    rows //= 2 if word_bytes and rows > 1 and item_bytes == 2 else 1
+    rows //= 2 if rows > 1 and item_bytes == 2 else 1
     tiles, tile = -(-n // way.block_n), rows * way.block_n
     slots = ranks * tiles * tile if way.shots == 1 else tiles * tile
     results = tiles * tile if way.shots == 2 else 0
-    return -(-(slots + results) * cell_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return -(-(slots + results) * WORD_BYTES // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def reserve(way: Fused, memory: FusedMemory, m: int, n: int, item_bytes: int) -> None:
@@ -137,33 +128,22 @@ def reserve(way: Fused, memory: FusedMemory, m: int, n: int, item_bytes: int) ->
     if ranks & (ranks - 1) or way.block_n % ranks or ranks > MAX_RANKS:
         want = f"a power of 2 up to {min(way.block_n, MAX_RANKS)} for {way.spec!r}"
         raise InputError(OP, "group", want=want, got=f"{ranks} ranks")
-    cells_of(way, memory).reserve(call_bytes(way, m, n, ranks, item_bytes))
-    if way.by == "flags":
-        memory.flags.reserve(2 * 4 * -(-n // way.block_n) * ranks)
-
-
-def cells_of(way: Fused, memory: FusedMemory) -> Shared:
-    """The memory that this way writes partial results to."""
-    return {"words": memory.words, "stamps": memory.stamps, "flags": memory.tiles}[way.by]
+    memory.words.reserve(call_bytes(way, m, n, ranks, item_bytes))
 
 
 class Where(NamedTuple):
-    """The memory of a launch; `half_bytes` and `half_flags` as the kernel takes them."""
+    """The memory of a launch, as the kernel takes it."""
 
-    cells: Tensor
-    flags: Tensor
+    words: Tensor
     half_bytes: int
-    half_flags: int
 
 
-def where(way: Fused, memory: FusedMemory) -> Where:
+def where(memory: FusedMemory) -> Where:
     """What `reserve` has made: memory that grows later is another, with other halves.
 
     Equal on all ranks only if all ask at the same time.
     """
-    cells = cells_of(way, memory)
-    flags = memory.flags if way.by == "flags" else cells
-    return Where(cells.bases, flags.bases, cells.half_bytes, flags.half_bytes // 4)
+    return Where(memory.words.bases, memory.words.half_bytes)
 
 
 def launch_of(
@@ -183,14 +163,14 @@ def launch_of(
     (m, k), n, ranks = x.shape, w.shape[1], memory.workspace.group.size()
     m = m // ranks if way.scatter else m  # of each owner
     numbers = (
-        m, n, k, x.stride(0), w.stride(0), w.stride(1), at.half_bytes, at.half_flags,
+        m, n, k, x.stride(0), w.stride(0), w.stride(1), at.half_bytes,
         memory.workspace.rank, tag, int(memory.workspace.timeout_s * 1e9),
     )  # fmt: skip
     constants = (
-        ranks, way.shots, way.scatter, WORD_BYTES[way.by], bias is not None, padded_rows(m),
+        ranks, way.shots, way.scatter, bias is not None, padded_rows(m),
         way.block_n, way.block_k, n % way.block_n == 0, k % way.block_k == 0, way.stages,
         way.num_warps,
     )  # fmt: skip
-    fixed = (at.cells, at.flags, memory.state, memory.fault, *numbers, *constants)
+    fixed = (at.words, memory.state, memory.fault, *numbers, *constants)
     options = {"num_warps": way.num_warps, "num_stages": way.stages}
     return Launch(matmul_all_reduce_kernel, fixed, options, -(-n // way.block_n), x.device)
