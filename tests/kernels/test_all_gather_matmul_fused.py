@@ -15,8 +15,6 @@ from rank_bodies import world
 from rankpool import RankPool
 
 from counterpoint.kernels import all_gather_matmul as kernels
-from counterpoint.resources.limits import LIMITS
-from counterpoint.resources.occupancy import Kernel, occupancy
 from counterpoint.runtime.compute import all_gather
 from counterpoint.runtime.fused import FusedMemory
 from counterpoint.runtime.launch_gather import (
@@ -27,6 +25,8 @@ from counterpoint.runtime.launch_gather import (
     reserve,
     where,
 )
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import Kernel, occupancy
 from counterpoint.runtime.workspace import workspace_of
 
 WAY = Gathered(16, 16, 1, 4, slices=2)

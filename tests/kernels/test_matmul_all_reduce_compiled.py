@@ -21,8 +21,6 @@ from ptx import (
 )
 
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.resources.limits import LIMITS
-from counterpoint.resources.occupancy import Kernel, occupancy
 from counterpoint.runtime.fused_call import grid
 from counterpoint.runtime.launch_fused import (
     WORD_BYTES,
@@ -31,6 +29,8 @@ from counterpoint.runtime.launch_fused import (
     padded_rows,
     scatter_way,
 )
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import Kernel, occupancy
 
 POINTERS = {"cells_ptr": "*i64", "flags_ptr": "*i64", "state_ptr": "*i32",
             "fault_ptr": "*i64"}  # fmt: skip
