@@ -22,10 +22,10 @@ from counterpoint.kernels.clock import now_ns
 from counterpoint.measure import record
 from counterpoint.measure.timing import rotate
 from counterpoint.resources.controls import Transport
-from counterpoint.resources.footprint import Footprint, gemm_tile
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.transport import carriers
 from counterpoint.runtime import driver, graph_nodes
+from counterpoint.runtime.footprint import Footprint, gemm_tile
 
 SIZE = 8192
 EXCHANGED_BYTES = 896 << 20

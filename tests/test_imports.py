@@ -29,26 +29,31 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "machine.py": ("problem", "presets", "timeline", *ABOVE_FACTS),
         "presets.py": ("problem", "timeline", *ABOVE_FACTS),
         # of those above it, measure draws a timeline; nobody else is asked
+        "spans.py": ("problem", "timeline", *ABOVE_FACTS),
         "timeline.py": ("problem", *(part for part in ABOVE_FACTS if part != "measure")),
         "plan/": ("model", *ABOVE_PLANS),
         "model/": ABOVE_PLANS,
         "choose/": ("resources", "measure", "runtime", "ops", "kernels", "nn", "cli"),
     }.items()
 }
-# of resources/, these are arithmetic and descriptions: they run on a laptop
+# these are arithmetic and descriptions: they run on a laptop
 FORBIDDEN |= {
-    f"resources/{file}.py": (*HEAVY, *(f"counterpoint.{p}" for p in ("plan", *ABOVE_FACTS)
-                                       if p != "resources"))
-    for file in ("limits", "occupancy", "controls", "search")
+    f"runtime/{file}.py": (*HEAVY, *(f"counterpoint.{p}" for p in ABOVE_FACTS if p != "runtime"))
+    for file in ("limits", "occupancy")
+}  # fmt: skip
+FORBIDDEN |= {
+    f"resources/{file}.py": (*HEAVY, *(f"counterpoint.{p}" for p in ABOVE_FACTS
+                                       if p not in ("plan", "resources")))
+    for file in ("controls", "search")
 }  # fmt: skip
 FORBIDDEN |= {
     "kernels/": ("torch.distributed", *(f"counterpoint.{p}" for p in
                  ("plan", "model", "choose", "resources", "measure", "runtime", "ops", "nn",
                   "cli"))),
-    "runtime/": tuple(f"counterpoint.{p}" for p in ("model", "choose", "measure", "ops", "nn",
-                                                     "cli")),
+    "runtime/": tuple(f"counterpoint.{p}" for p in ("model", "choose", "resources", "measure",
+                                                     "ops", "nn", "cli")),
     "resources/": tuple(f"counterpoint.{p}" for p in ("choose", "measure", "ops", "nn", "cli")),
-    "ops/": ("counterpoint.nn", "counterpoint.cli"),
+    "ops/": ("counterpoint.resources", "counterpoint.nn", "counterpoint.cli"),
     "nn/": ("counterpoint.cli",),
 }  # fmt: skip
 
@@ -87,6 +92,37 @@ def test_import_directions(place: str):
             assert not wrong, f"{file} imports {name}"
 
 
+# each is the gradient of the other, and autograd has to find both
+ALLOWED_CIRCLES = {frozenset({"ops/all_to_all_matmul.py", "ops/matmul_all_to_all.py"})}
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """The files that `start` imports, and those that they import."""
+    found, ahead = set[str](), list(graph[start])
+    while ahead:
+        file = ahead.pop()
+        if file not in found:
+            found.add(file)
+            ahead += graph[file]
+    return found
+
+
+def test_no_file_imports_one_that_imports_it():
+    """Through any number of files, and from within functions as well."""
+    modules = {f"counterpoint.{file[:-3].replace('/', '.')}": file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph: dict[str, set[str]] = {}
+    for file, path in FILES.items():
+        named = {name if name in modules else name.rpartition(".")[0] for name in imported(path)}
+        graph[file] = {modules[name] for name in named if name in modules} - {file}
+    ahead = {file: reached(graph, file) for file in FILES}
+    circles = {
+        frozenset(other for other in ahead[file] if file in ahead[other])
+        for file in FILES if file in ahead[file]
+    }  # fmt: skip
+    assert circles == ALLOWED_CIRCLES
+
+
 @pytest.mark.parametrize(
     ("name", "home"),
     [
@@ -116,7 +152,7 @@ def test_the_pure_half_is_used_without_torch():
         "from counterpoint.choose.choose import choose\n"
         "for by in ('model', 'rule'):\n"
         "    choose(problem, 'h200-2', by=by).explain()\n"
-        "import counterpoint.resources.occupancy, counterpoint.resources.search\n"
+        "import counterpoint.runtime.occupancy, counterpoint.resources.search\n"
         "from counterpoint.resources import Controls\n"
         "heavy = [m for m in ('torch', 'triton', 'numpy', 'cuda') if m in sys.modules]\n"
         "print(first, heavy)"

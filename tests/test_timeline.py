@@ -9,14 +9,8 @@ from itertools import pairwise
 import pytest
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.timeline import (
-    COMMUNICATION_KINDS,
-    COMPUTE_KINDS,
-    KINDS,
-    Span,
-    Timeline,
-    side_by_side,
-)
+from counterpoint.spans import COMMUNICATION_KINDS, COMPUTE_KINDS, KINDS, Span
+from counterpoint.timeline import Timeline
 
 
 def span(start_s, end_s, kind="matmul", *, rank=0, lane="compute", label="step"):
@@ -173,7 +167,7 @@ def test_perfetto_pair_has_both_as_processes_of_their_own_from_zero(swapped):
 
 def test_two_of_the_same_kind_are_first_and_second():
     other = replace(pipeline(), title="other").shifted(5.0)
-    shown = side_by_side(other, pipeline())
+    shown = other.beside(pipeline())
     assert {name: t.title for name, t in shown.items()} == {"first": "other", "second": "a title"}
     assert [t.start_s for t in shown.values()] == [0.0, 0.0]
 

@@ -5,57 +5,24 @@ One format with three writers (`model.estimate`, a profiled run, `measure.trace`
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from counterpoint.errors import InputError
+from counterpoint.spans import (
+    COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
+    Interval,
+    Span,
+    difference,
+    length_s,
+    union,
+)
 
-COMMUNICATION_KINDS = ("copy", "collective", "barrier", "wait")
-COMPUTE_KINDS = ("matmul", "reduce", "move", "fused", "opaque")
-KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "other")
 FIRST_LANES = ("compute", "signal", "copy")
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-
-Interval = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One piece of work: [start_s, end_s) on one lane of one rank.
-
-    Args:
-        rank: Rank it ran on.
-        lane: Lane of the plan, or "stream N" for work that belongs to no step.
-        start_s: Begin, in seconds on a clock that all spans of a timeline share.
-        end_s: End, on the same clock.
-        kind: One of `KINDS`: a step's kind, "wait" for a spin on a peer, or "other".
-        label: What a reader sees: the step's name; of a wait "wait for " and the step's name.
-
-    Raises:
-        InputError: The span ends before it starts, or `kind` is not in `KINDS`.
-    """
-
-    rank: int
-    lane: str
-    start_s: float
-    end_s: float
-    kind: str
-    label: str
-
-    def __post_init__(self) -> None:
-        # `not >=` also refuses NaN
-        if not self.end_s >= self.start_s:
-            want = f"at or after start_s={self.start_s:g} ({self.label!r})"
-            raise InputError("Span", "end_s", want=want, got=f"{self.end_s:g}")
-        if self.kind not in KINDS:
-            raise InputError("Span", "kind", want=f"one of {', '.join(KINDS)}", got=repr(self.kind))
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from start to end."""
-        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -117,7 +84,7 @@ class Timeline:
         Raises:
             InputError: `rank` has no span, or none on `lane`.
         """
-        return _length_s(_union(self._of_lane("busy_s", rank, lane)))
+        return length_s(union(self._of_lane("busy_s", rank, lane)))
 
     def idle_s(self, rank: int, lane: str) -> float:
         """Return `duration_s - busy_s`: the lane's gaps, those at both ends included.
@@ -125,7 +92,7 @@ class Timeline:
         Raises:
             InputError: `rank` has no span, or none on `lane`.
         """
-        return self.duration_s - _length_s(_union(self._of_lane("idle_s", rank, lane)))
+        return self.duration_s - length_s(union(self._of_lane("idle_s", rank, lane)))
 
     def communication_s(self, rank: int) -> float:
         """Return the seconds in which a copy, collective, barrier or wait runs on `rank`.
@@ -134,7 +101,7 @@ class Timeline:
             InputError: `rank` has no span.
         """
         spans = self._of_rank("communication_s", rank)
-        return _length_s(_union(span for span in spans if span.kind in COMMUNICATION_KINDS))
+        return length_s(union(span for span in spans if span.kind in COMMUNICATION_KINDS))
 
     def exposed(self, rank: int) -> tuple[Interval, ...]:
         """Return the intervals, in seconds, in which `rank` communicates and does not compute.
@@ -146,9 +113,9 @@ class Timeline:
             InputError: `rank` has no span.
         """
         spans = self._of_rank("exposed", rank)
-        communication = _union(span for span in spans if span.kind in COMMUNICATION_KINDS)
-        compute = _union(span for span in spans if span.kind in COMPUTE_KINDS)
-        return tuple(_difference(communication, compute))
+        communication = union(span for span in spans if span.kind in COMMUNICATION_KINDS)
+        compute = union(span for span in spans if span.kind in COMPUTE_KINDS)
+        return tuple(difference(communication, compute))
 
     def exposed_s(self, rank: int) -> float:
         """Return the seconds of communication on `rank` that no compute hides.
@@ -156,7 +123,7 @@ class Timeline:
         Raises:
             InputError: `rank` has no span.
         """
-        return _length_s(self.exposed(rank))
+        return length_s(self.exposed(rank))
 
     def shifted(self, to_zero_s: float | None = None) -> "Timeline":
         """Return the same timeline with `to_zero_s` (the first start, if None) as time zero."""
@@ -166,6 +133,18 @@ class Timeline:
             for span in self.spans
         )
         return replace(self, spans=tuple(spans))
+
+    def beside(self, other: "Timeline") -> dict[str, "Timeline"]:
+        """Name this and another one, both from time zero: what was predicted, then the measured.
+
+        Their sources begin with "predicted" and "measured"; else they are "first" and "second", in
+        the order given.
+        """
+        names = ("predicted", "measured")
+        for pair in ((self, other), (other, self)):
+            if all(t.source.startswith(name) for name, t in zip(names, pair, strict=True)):
+                return {name: t.shifted() for name, t in zip(names, pair, strict=True)}
+        return {"first": self.shifted(), "second": other.shifted()}
 
     def to_json(self) -> str:
         """Return all fields as JSON; `from_json` gives an equal timeline back."""
@@ -198,7 +177,7 @@ class Timeline:
 
         Source: "Trace Event Format" (Google), complete and metadata events; ts and dur in us.
         """
-        shown = {"": self} if beside is None else side_by_side(self, beside)
+        shown = {"": self} if beside is None else self.beside(beside)
         events: list[dict[str, Any]] = []
         about: dict[str, str] = {}
         for place, (name, timeline) in enumerate(shown.items()):
@@ -291,53 +270,5 @@ class Timeline:
         return spans
 
 
-def side_by_side(timeline: Timeline, beside: Timeline) -> dict[str, Timeline]:
-    """Name two timelines and put both at time zero: what was predicted first, then the measured.
-
-    Their sources begin with "predicted" and "measured"; else they are "first" and "second", in
-    the order given.
-    """
-    names = ("predicted", "measured")
-    for pair in ((timeline, beside), (beside, timeline)):
-        if all(t.source.startswith(name) for name, t in zip(names, pair, strict=True)):
-            return {name: t.shifted() for name, t in zip(names, pair, strict=True)}
-    return {"first": timeline.shifted(), "second": beside.shifted()}
-
-
 def _metadata(process: int, thread_id: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": thread_id, "name": name, "args": args}
-
-
-def _union(spans: Iterable[Span]) -> list[Interval]:
-    """Merge to disjoint intervals in ascending order; spans of no length vanish."""
-    merged: list[Interval] = []
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if span.end_s == span.start_s:
-            continue
-        if merged and span.start_s <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end_s))
-        else:
-            merged.append((span.start_s, span.end_s))
-    return merged
-
-
-def _difference(intervals: list[Interval], holes: list[Interval]) -> list[Interval]:
-    """Cut `holes` out of `intervals`; both are disjoint and ascending."""
-    left: list[Interval] = []
-    for start_s, end_s in intervals:
-        at_s = start_s
-        for hole_start_s, hole_end_s in holes:
-            if hole_end_s <= at_s:
-                continue
-            if hole_start_s >= end_s:
-                break
-            if hole_start_s > at_s:
-                left.append((at_s, hole_start_s))
-            at_s = hole_end_s
-        if at_s < end_s:
-            left.append((at_s, end_s))
-    return left
-
-
-def _length_s(intervals: Iterable[Interval]) -> float:
-    return sum(end_s - start_s for start_s, end_s in intervals)

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from counterpoint.cli import main
 from counterpoint.cli.occupancy import ASSUMED, DEVICES, NOTES, TOO_LARGE
-from counterpoint.resources.limits import limits_of
-from counterpoint.resources.occupancy import (
+from counterpoint.runtime.limits import limits_of
+from counterpoint.runtime.occupancy import (
     Kernel,
     dynamic_bytes_for,
     feasible,

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from counterpoint.cli import kernels, main
 from counterpoint.resources import step
-from counterpoint.resources.footprint import Footprint
 from counterpoint.resources.step import SHAPE, fitting_shape
+from counterpoint.runtime.footprint import Footprint
 
 GEMM = Footprint(
     kind="kernel", name="nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",

@@ -11,11 +11,12 @@ import triton.language as tl
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.kernels.matmul import matmul_kernel
-from counterpoint.resources.footprint import node_footprint
-from counterpoint.resources.occupancy import feasible, occupancy
-from counterpoint.resources.shape import Nodes, Shape, limits_here, refusal
+from counterpoint.resources.shape import Nodes, Shape, refusal
 from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.runtime import graph_nodes
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import node_footprint
+from counterpoint.runtime.occupancy import feasible, occupancy
 
 NUM_KERNELS = 100
 

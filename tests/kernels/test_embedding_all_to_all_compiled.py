@@ -8,9 +8,9 @@ import triton.language as tl
 from ptx import ACQUIRE, BARRIER, CAPABILITIES, PAYLOAD, RELEASE, Compiled, compiled
 
 from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel
-from counterpoint.resources.limits import LIMITS
-from counterpoint.resources.occupancy import Kernel, occupancy
 from counterpoint.runtime.embedding_layout import VECTOR_BYTES, WAYS, Way, way_for
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import Kernel, occupancy
 
 ARRIVAL = r"\batom\.global\.gpu\.acq_rel\.add|\batom\.global\.acq_rel\.gpu"
 FEW, SOME, MANY = (way for _, way in WAYS)

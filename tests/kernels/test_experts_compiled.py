@@ -12,9 +12,9 @@ from counterpoint.kernels.matmul_all_to_all import (
     matmul_all_to_all_kernel,
 )
 from counterpoint.plan.expert_tiles import Tile, tile_of
-from counterpoint.resources.limits import LIMITS
-from counterpoint.resources.occupancy import Kernel, occupancy
 from counterpoint.runtime.launch_experts import Sending, sending_of
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import Kernel, occupancy
 
 SIZES = {
     "DeepSeek-V3": (32, 7168, 2048),

@@ -11,8 +11,6 @@ import pytest
 from ptx import ACQUIRE, RELEASE, Compiled, all_stop_alike, compiled, lines_with
 
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.resources.limits import LIMITS
-from counterpoint.resources.occupancy import Kernel, occupancy
 from counterpoint.runtime.fused_call import grid
 from counterpoint.runtime.launch_fused import (
     Fused,
@@ -20,6 +18,8 @@ from counterpoint.runtime.launch_fused import (
     padded_rows,
     scatter_way,
 )
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import Kernel, occupancy
 
 POINTERS = {"words_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64"}
 NUMBERS = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wk", "stride_wn"), "i32")

@@ -14,7 +14,8 @@ from counterpoint.errors import InputError
 from counterpoint.measure import canvas
 from counterpoint.measure.canvas import DPI
 from counterpoint.measure.draw import EXPOSED, LOOKS, draw_timeline
-from counterpoint.timeline import KINDS, Span, Timeline
+from counterpoint.spans import KINDS, Span
+from counterpoint.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -11,7 +11,7 @@ from rankpool import RankPool
 from counterpoint.plan.families import build
 from counterpoint.plan.finer import FINER
 from counterpoint.plan.grading import compositions
-from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -115,7 +115,7 @@ def own_plans(op: str, ranks: int) -> list[Plan]:
     last = plan.steps[-1]
     ordered = replace(last, after=tuple(step.name for step in plan.steps[:-1]))
     mine = replace(plan, family="mine", variant="", steps=(*plan.steps[:-1], ordered))
-    return [mine, from_json(to_json(mine)), from_json(to_json(plan))]
+    return [mine, Plan.from_json(to_json(mine)), Plan.from_json(to_json(plan))]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -16,7 +16,7 @@ from counterpoint.plan.compose import part
 from counterpoint.plan.families import OPERANDS, build
 from counterpoint.plan.matmul_reduce_scatter_backward import gather_problem
 from counterpoint.plan.peers import Order
-from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
@@ -61,7 +61,7 @@ def test_in_order_the_second_reads_what_the_first_left():
     assert all(simulate(plan, seed) for seed in range(5))
     assert plan.spec == "(graded 2/1 ring push >> mine)"
     assert [b.name for b in plan.buffers] == ["dy", "wt", "dx", "full", "x", "dw"]
-    assert from_json(to_json(plan)) == plan
+    assert Plan.from_json(to_json(plan)) == plan
     # behind all lanes of the first: behind its own by the order of the lane
     assert step_of(plan, "wgrad").after == ("push_2",)
 

@@ -19,7 +19,8 @@ from counterpoint.plan.direct import (
     refusal,
 )
 from counterpoint.plan.families import build
-from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.serialize import to_json
+from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
 from counterpoint.problem import Op, Problem
@@ -36,7 +37,7 @@ def test_it_is_proved_and_made_again(op: Op, spec: str, ranks: int):
         problem = Problem(op, 8 * ranks, 32, 16, ranks, bias=bias)
         plan = build(problem, spec)
         assert plan.spec == spec and build(problem, plan.spec) == plan
-        assert from_json(to_json(plan)) == plan
+        assert Plan.from_json(to_json(plan)) == plan
         validate(plan)
         (collective,) = (s for s in plan.steps if s.kind == "collective")
         assert collective.arg("transport") == "words"

@@ -12,7 +12,7 @@ from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import FAMILIES, build
 from counterpoint.plan.grading import expert_groups
-from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan, Region
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
@@ -29,7 +29,7 @@ def prove(problem: Problem, spec: str) -> Plan:
     plan = build(problem, spec)
     validate(plan)
     assert build(problem, plan.spec) == plan
-    assert from_json(to_json(plan)) == plan
+    assert Plan.from_json(to_json(plan)) == plan
     return plan
 
 

@@ -10,7 +10,7 @@ from counterpoint.errors import InputError
 from counterpoint.plan.families import DIRECTIONS, FAMILIES, build
 from counterpoint.plan.finer import FINER
 from counterpoint.plan.grading import compositions
-from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
 from counterpoint.plan.variants import variants
@@ -80,7 +80,7 @@ def prove(problem: Problem, spec: str) -> Plan:
     plan = build(problem, spec)
     validate(plan)
     assert build(problem, plan.spec) == plan
-    assert from_json(to_json(plan)) == plan
+    assert Plan.from_json(to_json(plan)) == plan
     return plan
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from counterpoint.errors import PlanError
 from counterpoint.plan.families import build
-from counterpoint.plan.serialize import from_json, to_json
+from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Buffer, Count, Plan
 from counterpoint.problem import Problem
 
@@ -25,11 +25,11 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
 
 def refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=f"^plan plan file: {message}"):
-        from_json(text)
+        Plan.from_json(text)
 
 
 def test_a_plan_comes_back_equal_and_hashes_alike():
-    again = from_json(to_json(PLAN))
+    again = Plan.from_json(to_json(PLAN))
     assert again == PLAN
     assert hash(again) == hash(PLAN)
     assert to_json(again) == to_json(PLAN)
@@ -47,14 +47,14 @@ def test_a_plan_comes_back_equal_and_hashes_alike():
 )
 def test_plans_of_every_op_come_back_equal(problem: Problem, spec: str):
     plan = build(problem, spec)
-    assert from_json(to_json(plan)) == plan
+    assert Plan.from_json(to_json(plan)) == plan
 
 
 def test_counts_and_empty_tuples_come_back():
     count = Count("moe", "source", "device", 7)
     buffer = Buffer("send", (count, 4), "bfloat16", "scratch", split=True)
     plan = Plan(PLAN.problem, "mine", "", "xor", (buffer,), (), ())
-    assert from_json(to_json(plan)) == plan
+    assert Plan.from_json(to_json(plan)) == plan
 
 
 @pytest.mark.parametrize("text", ["", "{", "nonsense", "{'format': 1}", to_json(PLAN)[:-1]])
@@ -139,7 +139,7 @@ def test_a_literal_is_not_met_by_an_equal_value_of_another_type():
 
 def test_a_long_value_is_cut():
     with pytest.raises(PlanError) as error:
-        from_json(damaged(put(the_plan, "peers", "x" * 10_000)))
+        Plan.from_json(damaged(put(the_plan, "peers", "x" * 10_000)))
     assert len(str(error.value)) < 300
 
 
@@ -155,6 +155,6 @@ def test_nothing_is_executed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("builtins.eval", never)
     monkeypatch.setattr("builtins.exec", never)
     code = "__import__('os').system('false')"
-    assert from_json(damaged(put(the_plan, "family", code))).family == code
+    assert Plan.from_json(damaged(put(the_plan, "family", code))).family == code
     refused(damaged(put(the_plan, "peers", code)), "plan.peers must be")
     refused(damaged(put(step, "__class__", "Plan")), r"plan.steps\[0\] must be Step")

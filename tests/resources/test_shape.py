@@ -23,19 +23,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
-from counterpoint.resources import shape
-from counterpoint.resources.footprint import Footprint, triton_footprint
-from counterpoint.resources.limits import LIMITS
-from counterpoint.resources.occupancy import (
+from counterpoint.resources.shape import Nodes, Shape, refusal
+from counterpoint.resources.shape_triton import triton_launches
+from counterpoint.runtime import device_limits, graph_nodes
+from counterpoint.runtime.footprint import Footprint, triton_footprint
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import (
     Kernel,
     beside,
     feasible,
     occupancy,
     window,
 )
-from counterpoint.resources.shape import Nodes, Shape, refusal
-from counterpoint.resources.shape_triton import triton_launches
-from counterpoint.runtime import graph_nodes
 
 SM90 = LIMITS["sm_90"]
 MOST = SM90.shared_bytes_per_block  # 227 KiB
@@ -450,7 +449,7 @@ def test_limits_of_the_gpu_here(monkeypatch: pytest.MonkeyPatch):
     def here(**properties: Any) -> str:
         found = SimpleNamespace(**properties)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-        return shape.limits_here(torch.device("cuda")).arch
+        return device_limits.limits_here(torch.device("cuda")).arch
 
     assert here(major=9, minor=0, name="NVIDIA H200") == "sm_90"
     with pytest.raises(UnsupportedError, match=r"^shape: no limits are known of sm_75; known: sm_"):

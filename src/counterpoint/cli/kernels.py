@@ -16,7 +16,7 @@ from counterpoint.cli.doctor import no_gpu
 from counterpoint.cli.launch import under_torchrun
 from counterpoint.cli.problems import Shape, shape_of
 from counterpoint.machine import KIB, MIB
-from counterpoint.resources.footprint import Footprint, gemm_tile
+from counterpoint.runtime.footprint import Footprint, gemm_tile
 
 WITH_NCCL = "with NCCL's: torchrun --nproc-per-node=2 -m counterpoint doctor --kernels"
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from counterpoint.errors import InputError
 from counterpoint.machine import KIB, DeviceSpec
 from counterpoint.presets import A40, A100, B200, H100, H200, MI250X, MI300X
-from counterpoint.resources.limits import SmLimits, limits_of
-from counterpoint.resources.occupancy import (
+from counterpoint.runtime.limits import SmLimits, limits_of
+from counterpoint.runtime.occupancy import (
     Kernel,
     beside,
     dynamic_bytes_for,

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from counterpoint.errors import InputError
 from counterpoint.measure import canvas
-from counterpoint.timeline import COMMUNICATION_KINDS, COMPUTE_KINDS, Span, Timeline, side_by_side
+from counterpoint.spans import COMMUNICATION_KINDS, COMPUTE_KINDS, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+
+    from counterpoint.timeline import Timeline
 
 # fill and hatch of each kind; Okabe-Ito hues
 LOOKS = {
@@ -55,10 +57,10 @@ class _Sheet:
 
 
 def draw_timeline(
-    timeline: Timeline,
+    timeline: "Timeline",
     path: str | Path,
     *,
-    beside: Timeline | None = None,
+    beside: "Timeline | None" = None,
     ranks: Sequence[int] | None = None,
     width_in: float = 12.0,
 ) -> Path:
@@ -83,7 +85,7 @@ def draw_timeline(
             two timelines share no rank.
     """
     path = canvas.checked("draw_timeline", path)
-    pair = {"": timeline.shifted()} if beside is None else side_by_side(timeline, beside)
+    pair = {"": timeline.shifted()} if beside is None else timeline.beside(beside)
     panels = list(pair.values())
     ranks = _shown_ranks(panels, ranks)
     spans = [span for panel in panels for span in panel.spans if span.rank in ranks]
@@ -122,7 +124,7 @@ def draw_timeline(
     return canvas.save(figure, path)
 
 
-def _shown_ranks(panels: Sequence[Timeline], ranks: Sequence[int] | None) -> tuple[int, ...]:
+def _shown_ranks(panels: Sequence["Timeline"], ranks: Sequence[int] | None) -> tuple[int, ...]:
     """Return the ranks to show, all of which each panel has."""
     common = sorted(set(panels[0].ranks).intersection(panels[-1].ranks))
     if not common:
@@ -138,19 +140,19 @@ def _shown_ranks(panels: Sequence[Timeline], ranks: Sequence[int] | None) -> tup
     return tuple(sorted(set(ranks)))
 
 
-def _last_rank(timeline: Timeline, ranks: Iterable[int]) -> int:
+def _last_rank(timeline: "Timeline", ranks: Iterable[int]) -> int:
     """Return the rank of `ranks` that ends last."""
     spans = (span for span in timeline.spans if span.rank in ranks)
     return max(spans, key=lambda span: span.end_s).rank
 
 
-def _height_in(timeline: Timeline, ranks: Sequence[int]) -> float:
+def _height_in(timeline: "Timeline", ranks: Sequence[int]) -> float:
     """Return the height of the lanes of `ranks`, with a strip for each rank, and gaps between."""
     num_lanes = sum(len(timeline.lanes(rank)) for rank in ranks)
     return num_lanes * LANE_HEIGHT + len(ranks) * EXPOSED_HEIGHT + (len(ranks) - 1) * RANK_GAP
 
 
-def _subtitle(panels: Sequence[Timeline], ranks: Sequence[int]) -> str:
+def _subtitle(panels: Sequence["Timeline"], ranks: Sequence[int]) -> str:
     """Say which ranks are shown; before it the source, unless each panel has its own above it."""
     alone = len(panels) == 1
     facts = [panels[0].source] if alone else []
@@ -166,7 +168,7 @@ def _subtitle(panels: Sequence[Timeline], ranks: Sequence[int]) -> str:
     return "; ".join(facts)
 
 
-def _draw_ratio(sheet: _Sheet, pair: dict[str, Timeline], top_in: float) -> None:
+def _draw_ratio(sheet: _Sheet, pair: dict[str, "Timeline"], top_in: float) -> None:
     """Write first / second total to the right of the second, whose lanes begin at `top_in`."""
     first, second = pair.values()
     if not second.duration_s:
@@ -179,7 +181,7 @@ def _draw_ratio(sheet: _Sheet, pair: dict[str, Timeline], top_in: float) -> None
     )  # fmt: skip
 
 
-def _draw_panel_head(sheet: _Sheet, timeline: Timeline, title: str, top_in: float) -> None:
+def _draw_panel_head(sheet: _Sheet, timeline: "Timeline", title: str, top_in: float) -> None:
     """Write where the times come from, on white: grid lines end below it."""
     from matplotlib.patches import Rectangle
 
@@ -195,7 +197,7 @@ def _draw_panel_head(sheet: _Sheet, timeline: Timeline, title: str, top_in: floa
 
 
 def _draw_panel(
-    sheet: _Sheet, timeline: Timeline, ranks: Sequence[int], top_in: float, height_in: float,
+    sheet: _Sheet, timeline: "Timeline", ranks: Sequence[int], top_in: float, height_in: float,
     *, end: float,
 ) -> None:  # fmt: skip
     """Draw the ranks of one timeline from `top_in` down, with a line where it ends."""
@@ -214,7 +216,9 @@ def _draw_panel(
     )  # fmt: skip
 
 
-def _draw_rank(sheet: _Sheet, timeline: Timeline, rank: int, top_in: float, *, end: float) -> float:
+def _draw_rank(
+    sheet: _Sheet, timeline: "Timeline", rank: int, top_in: float, *, end: float
+) -> float:
     """Draw the lanes of one rank from `top_in` down; return where they end."""
     from matplotlib.patches import Rectangle
 
@@ -300,7 +304,7 @@ def _kinds_legend(figure: "Figure", kinds: set[str], left_in: float) -> None:
         canvas.legend(figure, communication, left_in=left_in, bottom_in=0.08, name="communication")
 
 
-def _summary(timeline: Timeline, rank: int) -> str:
+def _summary(timeline: "Timeline", rank: int) -> str:
     communication_s = timeline.communication_s(rank)
     if communication_s == 0:
         return "no communication"

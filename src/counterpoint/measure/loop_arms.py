@@ -18,12 +18,12 @@ from counterpoint.measure.settings import Bench, space_of
 from counterpoint.measure.timing import Times, rotate
 from counterpoint.measure.tune_resources import tune
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls, Mode, Transport
-from counterpoint.resources.footprint import triton_footprint
-from counterpoint.resources.occupancy import occupancy
 from counterpoint.resources.search import Space
-from counterpoint.resources.shape import limits_here
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import carriers
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import triton_footprint
+from counterpoint.runtime.occupancy import occupancy
 
 SWEEP_ROUNDS = 3
 TUNED, TUNED_SM = "tuned", "tuned, SM collectives"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from counterpoint.measure import trace
 from counterpoint.measure.trace import Activity, CopyActivities, read_trace
 from counterpoint.ops.check import check_group
-from counterpoint.runtime import execute
+from counterpoint.runtime import execute_cpu
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.timeline import Span, Timeline
 
@@ -61,11 +61,11 @@ def profile(
 
 
 def _on_cpu(fn: Callable[[], T]) -> tuple[T, list[Span]]:
-    execute.recording = spans = []
+    execute_cpu.recording = spans = []
     try:
         return fn(), spans
     finally:
-        execute.recording = None
+        execute_cpu.recording = None
 
 
 def _on_gpu(fn: Callable[[], T], rank: int) -> tuple[T, list[Span]]:

@@ -8,16 +8,17 @@ import torch
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.measure.timing import Arm as Call
 from counterpoint.measure.timing import rotate
-from counterpoint.resources import shape
 from counterpoint.resources.controls import Along, Controls, Mode, Transport
-from counterpoint.resources.footprint import triton_footprint
 from counterpoint.resources.granularity import Cut
-from counterpoint.resources.occupancy import feasible
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager, captured_as
 from counterpoint.resources.search import Space
+from counterpoint.resources.shape import refusal as unshapeable
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import refusal
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import triton_footprint
+from counterpoint.runtime.occupancy import feasible
 from counterpoint.runtime.ranks import gather_object
 
 TRANSPORTS: tuple[Transport, ...] = ("copy_engine", "zero_cta")
@@ -29,7 +30,7 @@ def space_of(pipeline: Pipeline, mode: Mode) -> Space:
     Captures it once, and runs its compute stages once.
     """
     transports: tuple[Transport, ...] = tuple(t for t in TRANSPORTS if not refusal(pipeline, t))
-    limits = shape.limits_here(pipeline.device)
+    limits = limits_here(pipeline.device)
     if mode == "graph":
         blocks = Captured(pipeline).shaped.feasible()
     else:
@@ -38,7 +39,7 @@ def space_of(pipeline: Pipeline, mode: Mode) -> Space:
             for stage in pipeline.stages if isinstance(stage, Compute)
             for kernel in stage.kernels
         ]  # fmt: skip
-        able = [k for k in kernels if not shape.refusal(k, limits)]
+        able = [k for k in kernels if not unshapeable(k, limits)]
         blocks = tuple(sorted({b for k in able for b in feasible(k, limits)}, reverse=True))
     with Cut(1) as seen:
         for stage in pipeline.stages:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.timeline import KINDS, Span, Timeline
+from counterpoint.spans import KINDS, Span
+from counterpoint.timeline import Timeline
 
 RANGE_PREFIX = "counterpoint/"
 MEMCPY = "gpu_memcpy"

@@ -20,12 +20,12 @@ from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.measure.settings import TRANSPORTS, Bench, space_of
 from counterpoint.resources import search
 from counterpoint.resources.controls import MODES, OFF, Controls, Mode
-from counterpoint.resources.footprint import triton_footprint
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager
 from counterpoint.resources.search import Arm, Found, Space
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import refusal
+from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.ranks import gather_object
 
 BUDGET_S = 60.0

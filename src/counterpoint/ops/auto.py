@@ -89,7 +89,7 @@ def matmul_tile(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, columns: bool
 ) -> tuple[int, int] | None:
     """Rows and columns of the tile of y[rows, n] = x[rows, k] w[k, n]; None where unknown."""
-    from counterpoint.resources.footprint import footprints, gemm_tile
+    from counterpoint.runtime.footprint import footprints, gemm_tile
 
     try:
         x = torch.empty(rows, k, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Peer, Plan, Region, Step
+from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan, Region, Step
 
 
 class Box(NamedTuple):
@@ -84,20 +84,6 @@ def bind(plan: Plan, rank: int) -> Program:
     return Program(plan, rank, tuple(binder.step(step, rank) for step in plan.steps))
 
 
-def resolve(plan: Plan, peer: Peer, rank: int) -> int:
-    """The absolute rank of `peer` as seen from `rank`."""
-    if not peer:
-        return rank
-    if len(peer) != 1:
-        raise PlanError(plan.spec, f"peer {peer} has {len(peer)} axes, the plan has one")
-    ranks = plan.problem.ranks
-    if plan.peers == "ring":
-        return (rank + peer[0]) % ranks
-    if ranks & (ranks - 1):
-        raise PlanError(plan.spec, f"XOR peers need a power of two of ranks, got {ranks}")
-    if not 0 <= peer[0] < ranks:
-        raise PlanError(plan.spec, f"XOR peer {peer[0]} is outside {ranks} ranks")
-    return rank ^ peer[0]
 
 
 class _Binder:
@@ -109,8 +95,8 @@ class _Binder:
     def step(self, step: Step, rank: int) -> BoundStep:
         try:
             parts = self.parts(step, rank)
-            waits = tuple(Arrival(s.slot, resolve(self.plan, s.at, rank)) for s in step.waits)
-            posts = tuple(Arrival(s.slot, resolve(self.plan, s.at, rank)) for s in step.posts)
+            waits = tuple(Arrival(s.slot, self.plan.resolve(s.at, rank)) for s in step.waits)
+            posts = tuple(Arrival(s.slot, self.plan.resolve(s.at, rank)) for s in step.posts)
         except PlanError as error:
             problem = str(error).removeprefix(str(PlanError(self.plan.spec, "")))
             raise PlanError(self.plan.spec, problem, step=step.name) from error
@@ -194,7 +180,7 @@ class _Binder:
             whole: all of a buffer is one box, however it is stored.
         """
         buffer = self.plan.buffer(region.buffer)
-        holder = resolve(self.plan, region.at, rank)
+        holder = self.plan.resolve(region.at, rank)
         cols = self.interval(region.cols, buffer.shape[1], "cols")
         if not buffer.split:
             if region.shards or region.piece != (0, 1):
@@ -215,7 +201,7 @@ class _Binder:
             rows = _piece(sizes[holder], i, of)
             return [Box(holder, buffer.name, 0, *rows, *cols)]
         ranks = self.plan.problem.ranks
-        shards = [resolve(self.plan, s, rank) for s in region.shards] or list(range(ranks))
+        shards = [self.plan.resolve(s, rank) for s in region.shards] or list(range(ranks))
         if len(set(shards)) != len(shards):
             self.fail(f"{region.buffer} names a shard twice")
         if buffer.holds == "slots":

@@ -4,14 +4,18 @@ What comes out is a plan as any other: `validate` proves it, and refuses one in 
 part reads what a step of the other has not surely written.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.bind import resolve
-from counterpoint.plan.steps import Buffer, Lane, Peer, Plan, Region, Signal, Step
 from counterpoint.problem import Problem
+
+if TYPE_CHECKING:  # a Plan has these as its operators: its file imports this one
+    from counterpoint.plan.steps import Buffer, Lane, Peer, Plan, Region, Signal, Step
 
 
 def side_by_side(p: Plan, q: Plan) -> Plan:
@@ -154,8 +158,8 @@ def _union(spec: str, p: Plan, q: Plan, steps: Sequence[Step]) -> Plan:
         _same(spec, "buffer", buffers.setdefault(buffer.name, buffer), buffer)
     for lane in q.lanes:
         _same(spec, "lane", lanes.setdefault(lane.name, lane), lane)
-    return Plan(p.problem, spec, "", p.peers, tuple(buffers.values()), tuple(lanes.values()),
-                _without_implied_edges(steps))  # fmt: skip
+    return replace(p, family=spec, variant="", buffers=tuple(buffers.values()),
+                   lanes=tuple(lanes.values()), steps=_without_implied_edges(steps))  # fmt: skip
 
 
 def _same(spec: str, what: str, one: Buffer | Lane, other: Buffer | Lane) -> None:
@@ -200,9 +204,9 @@ def _depths(spec: str, p: Plan, parts: Sequence[Sequence[Step]]) -> list[int]:
         edges = [index[name] for name in step.after if name in index]
         chains += [(j, i, int(steps[j].lane != step.lane)) for j in edges]
         for wait in step.waits:
-            source = resolve(p, wait.at, 0)
+            source = p.resolve(wait.at, 0)
             for at, j in posters.get(wait.slot, ()):
-                if j != i and resolve(p, at, source) == 0:
+                if j != i and p.resolve(at, source) == 0:
                     # what waits for a barrier's post waits for what is before the barrier
                     chains.append((j, i, int(steps[j].kind != "barrier")))
     depths = [0] * len(steps)

@@ -4,21 +4,23 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from counterpoint.errors import CounterpointError, PlanError
-from counterpoint.plan.steps import Plan
+
+if TYPE_CHECKING:
+    from counterpoint.plan.steps import Plan
 
 FORMAT = "counterpoint-plan-1"
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: "Plan") -> str:
     """The plan as JSON text, the same text for equal plans."""
     return json.dumps({"format": FORMAT, "plan": _encode(plan)}, indent=1)
 
 
-def from_json(text: str) -> Plan:
-    """The plan that `to_json` wrote. It still has to be validated before it is run.
+def from_json(text: str, into: "type[Plan]") -> "Plan":
+    """The plan, of class `into`, that `to_json` wrote. It has to be validated before it is run.
 
     Raises:
         PlanError: not JSON, another format, or a field that is missing, unknown or of a wrong type.
@@ -30,7 +32,7 @@ def from_json(text: str) -> Plan:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError("plan file", f"the field 'format' must be {FORMAT!r}")
     try:
-        return _decode(data.get("plan"), Plan, "plan")
+        return _decode(data.get("plan"), into, "plan")
     except PlanError:
         raise
     except CounterpointError as error:  # the Problem inside refuses its own sizes

@@ -169,7 +169,7 @@ class Plan:
         """
         from counterpoint.plan.serialize import from_json
 
-        return from_json(text)
+        return from_json(text, Plan)
 
     def __rshift__(self, other: "Plan") -> "Plan":
         """This plan, then the other: see `compose.in_order`."""
@@ -205,6 +205,21 @@ class Plan:
             if lane.name == name:
                 return lane
         raise PlanError(self.spec, f"no lane {name!r}")
+
+    def resolve(self, peer: Peer, rank: int) -> int:
+        """The absolute rank of `peer` as seen from `rank`; PlanError where there is none."""
+        if not peer:
+            return rank
+        if len(peer) != 1:
+            raise PlanError(self.spec, f"peer {peer} has {len(peer)} axes, the plan has one")
+        ranks = self.problem.ranks
+        if self.peers == "ring":
+            return (rank + peer[0]) % ranks
+        if ranks & (ranks - 1):
+            raise PlanError(self.spec, f"XOR peers need a power of two of ranks, got {ranks}")
+        if not 0 <= peer[0] < ranks:
+            raise PlanError(self.spec, f"XOR peer {peer[0]} is outside {ranks} ranks")
+        return rank ^ peer[0]
 
     @property
     def num_slots(self) -> int:

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from counterpoint.measure.tune_resources import Tuned, tune
     from counterpoint.resources.controls import Controls
-    from counterpoint.resources.footprint import Footprint, footprints
     from counterpoint.resources.pipeline import Pipeline
     from counterpoint.resources.run import Captured, Eager
     from counterpoint.resources.search import Space
     from counterpoint.resources.shape import Shape
     from counterpoint.resources.shape_triton import triton_launches
+    from counterpoint.runtime.footprint import Footprint, footprints
 
 _HOME = {
     "Captured": "resources.run",
     "Controls": "resources.controls",
     "Eager": "resources.run",
-    "Footprint": "resources.footprint",
+    "Footprint": "runtime.footprint",
     "Pipeline": "resources.pipeline",
     "Shape": "resources.shape",
     "Space": "resources.search",
     "Tuned": "measure.tune_resources",
-    "footprints": "resources.footprint",
+    "footprints": "runtime.footprint",
     "triton_launches": "resources.shape_triton",
     "tune": "measure.tune_resources",
 }

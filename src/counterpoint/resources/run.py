@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.resources import budget, priority, shape
+from counterpoint.resources import budget, priority
 from counterpoint.resources.controls import OFF, Controls
 from counterpoint.resources.lanes import Lanes
 from counterpoint.resources.pipeline import Pipeline
@@ -23,6 +23,7 @@ from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import check_peers, library_writes_to_peers_memory
 from counterpoint.runtime import graph_nodes
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.device_limits import limits_here
 
 
 class Eager:
@@ -64,7 +65,7 @@ class Eager:
                     raise UnsupportedError(
                         f"shape: no Triton kernels are known to be shaped; {fix}"
                     )
-                limits = shape.limits_here(self.pipeline.device)
+                limits = limits_here(self.pipeline.device)
                 distinct = list({id(k): k for k in kernels}.values())
                 undo.enter_context(triton_launches(distinct, wanted, limits))
             if self.controls.num_sms:
@@ -128,7 +129,7 @@ class Captured:
                 nodes[0 if computes[stage] else 1].append(node)
         self.compute_nodes, self.collective_nodes = nodes
         self._priorities = {n: graph_nodes.kernel_of(n).priority for n in self.collective_nodes}
-        limits = shape.limits_here(pipeline.device)
+        limits = limits_here(pipeline.device)
         self.shaped = Nodes(int(self.graph.raw_cuda_graph()), limits, self.compute_nodes)
         self._undo = ExitStack()
         self._stale = True

@@ -10,16 +10,12 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.machine import DeviceSpec
-from counterpoint.presets import preset_of
-from counterpoint.resources.footprint import Footprint, node_footprint
-from counterpoint.resources.limits import LIMITS, SmLimits, limits_of
-from counterpoint.resources.occupancy import (
+from counterpoint.runtime import graph_nodes
+from counterpoint.runtime.footprint import Footprint, node_footprint
+from counterpoint.runtime.limits import SmLimits
+from counterpoint.runtime.occupancy import (
     Block,
     check_dynamic_bytes,
     dynamic_bytes_for,
@@ -27,7 +23,6 @@ from counterpoint.resources.occupancy import (
     occupancy,
     window,
 )
-from counterpoint.runtime import graph_nodes
 
 # kernels that wait: for peers NCCL's, NVSHMEM's, torch's of symmetric memory and ours, or for time
 SPINNING = re.compile(
@@ -113,25 +108,6 @@ def refusal(kernel: Footprint, limits: SmLimits) -> str:
     if occupancy(kernel, limits).blocks == 1:
         return "one block per SM is resident as it is"
     return ""
-
-
-def limits_here(device: torch.device) -> SmLimits:
-    """Limits of the SMs of this GPU.
-
-    Raises:
-        UnsupportedError: nobody has written down those of its architecture.
-    """
-    properties: Any = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        arch = str(properties.gcnArchName).partition(":")[0]
-    else:
-        arch = f"sm_{properties.major}{properties.minor}"
-    if arch in LIMITS:
-        return LIMITS[arch]
-    known: DeviceSpec | None = getattr(preset_of(properties.name, 1), "device", None)
-    if known is None:
-        raise UnsupportedError(f"shape: no limits are known of {arch}; known: {', '.join(LIMITS)}")
-    return limits_of(known)
 
 
 class Nodes:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
-from counterpoint.resources.footprint import Footprint, footprints
 from counterpoint.runtime import compute, driver
+from counterpoint.runtime.footprint import Footprint, footprints
 from counterpoint.runtime.launch_cuda import MIN_LANES, REDUCE_BLOCK
 
 Shape = tuple[int, int, int]  # M, N, K of the matmul on one GPU

@@ -8,10 +8,6 @@ from typing import Protocol
 from counterpoint.plan.bind import Program, bind
 from counterpoint.plan.steps import Plan
 from counterpoint.runtime.workspace import Operands, Workspace
-from counterpoint.timeline import Span
-
-# where CPU ranks note what ran when; None: nowhere. On GPUs the profiler sees it
-recording: list[Span] | None = None
 
 
 class Code(Protocol):

@@ -15,11 +15,11 @@ import torch
 
 from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import Arrival, BoundStep, Part, Program
-from counterpoint.runtime import compute, execute
+from counterpoint.runtime import compute
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.workspace import NUM_SLOTS, Operands, Places, Workspace
-from counterpoint.timeline import Span
+from counterpoint.spans import Span
 
 YIELDS = 20  # then sleep: ranks may outnumber cores
 SLEEP_S = 50e-6
@@ -32,6 +32,9 @@ COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
     "reduce": compute.reduce,
     "collective": compute.collective,
 }
+
+# where it is noted what ran when; None: nowhere. On GPUs the profiler sees it
+recording: list[Span] | None = None
 
 _threads: dict[str, ThreadPoolExecutor] = {}
 
@@ -68,7 +71,7 @@ class CpuCode:
 
     def run(self, operands: Operands) -> None:
         """See `execute.Code.run`."""
-        _Call(self, operands, execute.recording).run()
+        _Call(self, operands, recording).run()
 
 
 class _Call:

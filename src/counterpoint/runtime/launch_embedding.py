@@ -13,9 +13,7 @@ from counterpoint.kernels.embedding_all_to_all import (
     embedding_all_to_all_kernel,
     lookup_kernel,
 )
-from counterpoint.resources.footprint import triton_footprint
-from counterpoint.resources.occupancy import occupancy
-from counterpoint.resources.shape import limits_here
+from counterpoint.runtime.device_limits import limits_here
 from counterpoint.runtime.embedding_layout import (
     DTYPES,
     VECTOR_BYTES,
@@ -25,9 +23,11 @@ from counterpoint.runtime.embedding_layout import (
     block_of,
     vector_of,
 )
+from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.fused import FusedMemory
 from counterpoint.runtime.lanes_cuda import raw_stream
 from counterpoint.runtime.launch_fused import padded_rows
+from counterpoint.runtime.occupancy import occupancy
 from counterpoint.runtime.workspace import refuse_capture
 
 MAX_KNOWN = 64  # sets of tables whose chunks are remembered

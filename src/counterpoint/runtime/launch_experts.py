@@ -20,13 +20,13 @@ from counterpoint.kernels.matmul_all_to_all import (
 from counterpoint.kernels.routes import num_words, routes_kernel
 from counterpoint.plan.direct import MAX_EXPERTS, MAX_RANKS
 from counterpoint.plan.expert_tiles import MANY_ROWS, Tile
-from counterpoint.resources.footprint import triton_footprint
-from counterpoint.resources.occupancy import occupancy
-from counterpoint.resources.shape import limits_here
 from counterpoint.runtime import driver
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.fused import FusedMemory
 from counterpoint.runtime.fused_call import ALIGN
 from counterpoint.runtime.lanes_cuda import raw_stream
+from counterpoint.runtime.occupancy import occupancy
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.resources.footprint import triton_footprint
-from counterpoint.resources.occupancy import occupancy
-from counterpoint.resources.shape import limits_here
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import triton_footprint
+from counterpoint.runtime.occupancy import occupancy
 
 RESERVED_SMS = 32  # left to collectives of other groups, should they be there
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.symmetric import SymmetricMemory, check_sizes
+from counterpoint.runtime.symmetric_memory import SymmetricMemory, check_sizes
 
 
 @dataclass(frozen=True)

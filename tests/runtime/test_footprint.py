@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from counterpoint.errors import CounterpointError, UnsupportedError
-from counterpoint.resources import footprint
-from counterpoint.resources.footprint import Footprint, gemm_tile, graph_footprints
-from counterpoint.runtime import driver
+from counterpoint.runtime import driver, footprint
+from counterpoint.runtime.footprint import Footprint, gemm_tile, graph_footprints
 
 
 class Status(IntEnum):

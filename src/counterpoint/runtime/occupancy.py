@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from counterpoint.errors import InputError
-from counterpoint.resources.limits import SmLimits
+from counterpoint.runtime.limits import SmLimits
 
 MAX_THREADS = 1024  # of a block, on every GPU here
 

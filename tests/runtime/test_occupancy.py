@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from counterpoint import presets
 from counterpoint.errors import InputError
 from counterpoint.machine import KIB
-from counterpoint.resources.limits import LIMITS, SmLimits, limits_of
-from counterpoint.resources.occupancy import (
+from counterpoint.runtime.limits import LIMITS, SmLimits, limits_of
+from counterpoint.runtime.occupancy import (
     Beside,
     Kernel,
     Occupancy,
