@@ -110,7 +110,7 @@ def by_model(
 
 
 def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]]:
-    """Specs besides serial: kernels in a row, and plans of several lanes, that the problem allows."""
+    """Specs besides serial that the problem allows: kernels in a row, and plans of several lanes."""
     if problem.ranks == 1:
         return [], []
     operation = operation_of(problem.op)

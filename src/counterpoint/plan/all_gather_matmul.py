@@ -18,7 +18,7 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, gathered
 from counterpoint.plan.makespan import finer_s, gather_s
 from counterpoint.plan.names import COMPUTE, LANES, OWN, X, Y, bias_row, with_bias
-from counterpoint.plan.operation import Family, Operation, Options, Peers
+from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
 from counterpoint.plan.peers import Order, cuts
 from counterpoint.plan.sizes import check_no_experts, check_splits, is_power, wants_one_weight
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
@@ -73,6 +73,11 @@ def serial(p: Problem) -> Plan:
                   args=(("collective", "all_gather"),))  # fmt: skip
     steps = (gather, *matmuls(p, "matmul", Region("full"), Y))
     return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
+
+
+def direct_plan(p: Problem) -> Plan:
+    """The all-gather in a kernel of ours, then one matmul."""
+    return direct.with_our_collective(serial(p))
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -211,11 +216,8 @@ OPERATION = Operation(
     definition=definition,
     alone=alone,
     families=(
-        Family(name="serial", build=lambda p, *_: serial(p), in_a_row=True),
-        Family(
-            name="direct", build=lambda p, *_: direct.with_our_collective(serial(p)),
-            refusal=direct.refusal_of_gather, in_a_row=True,
-        ),
+        in_a_row("serial", serial),
+        in_a_row("direct", direct_plan, direct.refusal_of_gather),
         Family(name="shard_p2p", takes=("peers", "pieces"), build=shard_p2p_of,
                guess_s=_shard_p2p_s),
         Family(name="graded", takes=("peers", "sizes", "pieces"), build=graded_of,

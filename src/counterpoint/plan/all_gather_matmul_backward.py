@@ -16,7 +16,7 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import part
 from counterpoint.plan.definition import scattered, weight_gradient
 from counterpoint.plan.names import COMPUTE, LANES, OWN, X
-from counterpoint.plan.operation import Family, Operation, Options
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order
 from counterpoint.plan.sizes import check_gradient, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -102,7 +102,7 @@ OPERATION = Operation(
     definition=definition,
     alone=alone,
     families=(
-        Family(name="serial", build=lambda p, *_: serial(p), in_a_row=True),
+        in_a_row("serial", serial),
         Family(name="side_by_side", takes=("peers", "pieces"), build=side_by_side),
     ),
     candidates=candidates,

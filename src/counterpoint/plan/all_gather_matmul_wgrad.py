@@ -11,7 +11,7 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
 from counterpoint.plan.names import COMPUTE, LANES, X
-from counterpoint.plan.operation import Family, Operation, Options
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order
 from counterpoint.plan.sizes import check_gradient, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
@@ -94,7 +94,7 @@ OPERATION = Operation(
     definition=definition,
     alone=alone,
     families=(
-        Family(name="serial", build=lambda p, *_: serial(p), in_a_row=True),
+        in_a_row("serial", serial),
         Family(name="sliced", takes=("peers", "pieces"), build=sliced),
     ),
     candidates=candidates,

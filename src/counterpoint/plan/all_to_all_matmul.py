@@ -9,7 +9,7 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.experts import LANES, matmuls, push, rows_of
 from counterpoint.plan.makespan import dispatch_s
 from counterpoint.plan.names import COMPUTE, OWN
-from counterpoint.plan.operation import Family, Operation, Options
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order
 from counterpoint.plan.sizes import check_experts
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -75,7 +75,7 @@ OPERATION = Operation(
     definition=definition,
     alone=alone,
     families=(
-        Family(name="serial", build=lambda p, *_: serial(p), in_a_row=True),
+        in_a_row("serial", serial),
         fused_experts.family(operands),
         Family(name="grouped", takes=("peers", "sizes"), build=grouped),
     ),

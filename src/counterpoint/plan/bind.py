@@ -84,8 +84,6 @@ def bind(plan: Plan, rank: int) -> Program:
     return Program(plan, rank, tuple(binder.step(step, rank) for step in plan.steps))
 
 
-
-
 class _Binder:
     """Binding of one plan."""
 

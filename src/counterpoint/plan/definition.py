@@ -18,11 +18,9 @@ def gathered(p: Problem, left: str, s: int, right: str, rank: int, k: int) -> Va
 
 
 def scattered(p: Problem, left: str, right: str, rank: int, k: int) -> Value:
-    """The rows of this rank of what each rank has all rows of, times that rank's `right`, summed."""
+    """My rows of the sum of what each rank has all rows of, times that rank's `right`."""
     start = p.row_starts[rank]
-    return normal(
-        t for s in range(p.ranks) for t in product(left, s, right, s, k, dr=start)
-    )
+    return normal(t for s in range(p.ranks) for t in product(left, s, right, s, k, dr=start))
 
 
 def reduced(p: Problem, left: str, right: str, k: int) -> Value:

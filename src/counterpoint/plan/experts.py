@@ -97,4 +97,8 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    return "serial", "fused", *(f"grouped {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)])
+    return (
+        "serial",
+        "fused",
+        *(f"grouped {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)]),
+    )

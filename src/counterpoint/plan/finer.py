@@ -62,7 +62,9 @@ def scatter(p: Problem, kind: Kind, order: Order) -> Parts:
     return (_scatter_1d if kind.dims == 1 else _scatter_2d)(p, kind, order)
 
 
-def plan(p: Problem, name: str, peers: Peers, buffers: tuple[Buffer, ...], steps: tuple[Step, ...]) -> Plan:
+def plan(
+    p: Problem, name: str, peers: Peers, buffers: tuple[Buffer, ...], steps: tuple[Step, ...]
+) -> Plan:
     """The plan of those steps behind the barrier that opens a call."""
     opening = Order(peers, p.ranks).barrier("open", "signal", 0)
     return Plan(p, name, peers, peers, buffers, LANES, (opening, *steps))

@@ -131,7 +131,10 @@ def build(
 ) -> Plan:
     """The plan of one step."""
     slots, results = word_counts(p, settings)
-    own = (words("slots", p.ranks, slots), *([words("results", p.ranks, results)] if results else ()))
+    own = (
+        words("slots", p.ranks, slots),
+        *([words("results", p.ranks, results)] if results else ()),
+    )
     args = tuple((name, getattr(settings, name)) for name in Settings.__slots__)
     step = Step(
         "matmul_and_sum", "compute", "fused", (X, W, *((BIAS,) if p.bias else ())),

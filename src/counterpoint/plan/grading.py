@@ -71,9 +71,7 @@ def graded_groups(problem: Problem, machine: Machine, predict: Makespan) -> tupl
 
 
 @lru_cache(maxsize=256)
-def expert_groups(
-    problem: Problem, machine: Machine, predict: ExpertsMakespan
-) -> tuple[int, ...]:
+def expert_groups(problem: Problem, machine: Machine, predict: ExpertsMakespan) -> tuple[int, ...]:
     """Sizes of groups of experts with the smallest predicted makespan; of equals, the fewest."""
     step = -(-problem.experts // MAX_EDGES)
     edges = range(step, problem.experts, step)

@@ -7,7 +7,7 @@ from counterpoint.plan import direct, fused_sum
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
 from counterpoint.plan.names import COMPUTE, W, X, Y, bias_row, with_bias
-from counterpoint.plan.operation import Family, Operation
+from counterpoint.plan.operation import Operation, in_a_row
 from counterpoint.plan.sizes import check_plain
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
@@ -36,8 +36,8 @@ def serial(p: Problem) -> Plan:
     return Plan(p, "serial", "", "ring", operands(p), (COMPUTE,), (product, total, *_bias(p)))
 
 
-def ours(p: Problem) -> Plan:
-    """One matmul, then an all-reduce in a kernel of ours, which reads one tensor and writes another."""
+def direct_plan(p: Problem) -> Plan:
+    """One matmul, then an all-reduce in a kernel of ours, from one tensor into another."""
     partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch")
     product = Step("matmul", "compute", "matmul", (X, W), (Region("partial"),))
     total = Step("all_reduce", "compute", "collective", (Region("partial"),), (Y,),
@@ -90,9 +90,8 @@ OPERATION = Operation(
     definition=definition,
     alone=alone,
     families=(
-        Family(name="serial", build=lambda p, *_: serial(p), in_a_row=True),
-        Family(name="direct", build=lambda p, *_: ours(p), refusal=refusal_of_direct,
-               in_a_row=True),
+        in_a_row("serial", serial),
+        in_a_row("direct", direct_plan, refusal_of_direct),
         fused_sum.family(operands, scatters=False),
     ),
     candidates=candidates,

@@ -13,7 +13,7 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, scattered
 from counterpoint.plan.makespan import finer_s, scatter_s
 from counterpoint.plan.names import COMPUTE, LANES, OWN, W, X, Y, bias_row, with_bias
-from counterpoint.plan.operation import Family, Operation, Options, Peers
+from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
 from counterpoint.plan.peers import Order, Piece, cuts
 from counterpoint.plan.sizes import check_plain, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -49,6 +49,11 @@ def serial(p: Problem) -> Plan:
         steps.append(Step("add_bias", "compute", "move", (target, *added), (Y,), args=args))
     buffers = (*operands(p), partial, *((total,) if p.bias else ()))
     return Plan(p, "serial", "", "ring", buffers, (COMPUTE,), tuple(steps))
+
+
+def direct_plan(p: Problem) -> Plan:
+    """One matmul, then the reduce-scatter in a kernel of ours."""
+    return direct.with_our_collective(serial(p))
 
 
 def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
@@ -199,11 +204,8 @@ OPERATION = Operation(
     definition=definition,
     alone=alone,
     families=(
-        Family(name="serial", build=lambda p, *_: serial(p), in_a_row=True),
-        Family(
-            name="direct", build=lambda p, *_: direct.with_our_collective(serial(p)),
-            refusal=direct.refusal_of_scatter, in_a_row=True,
-        ),
+        in_a_row("serial", serial),
+        in_a_row("direct", direct_plan, direct.refusal_of_scatter),
         fused_sum.family(operands, scatters=True),
         Family(name="shard_p2p", takes=("peers", "pieces"), build=_shard_p2p,
                guess_s=_shard_p2p_s),

@@ -17,7 +17,7 @@ from counterpoint.plan.compose import part
 from counterpoint.plan.definition import gathered, weight_gradient
 from counterpoint.plan.makespan import gather_s
 from counterpoint.plan.names import COMPUTE, LANES, OWN, X
-from counterpoint.plan.operation import Family, Operation, Options, Peers
+from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
 from counterpoint.plan.peers import Order
 from counterpoint.plan.sizes import check_gradient, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -104,7 +104,10 @@ def _seconds(
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
     groups = all_gather_matmul.GROUPS.get(p.ranks, ())
-    found = ["serial", *(f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)])]
+    found = [
+        "serial",
+        *(f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)]),
+    ]
     found += [f"graded {g} ring" for g in groups if "/" in g][-4:] or ["graded ring"]
     return (*found, "shard_p2p ring pieces=2")
 
@@ -115,7 +118,7 @@ OPERATION = Operation(
     definition=definition,
     alone=alone,
     families=(
-        Family(name="serial", build=lambda p, *_: serial(p), in_a_row=True),
+        in_a_row("serial", serial),
         Family(name="shard_p2p", takes=("peers", "pieces"), build=_shard_p2p,
                guess_s=_shard_p2p_s),
         Family(name="graded", takes=("peers", "sizes", "pieces"), build=_graded,

@@ -68,6 +68,17 @@ class Family:
     in_a_row: bool = False
 
 
+def in_a_row(
+    name: str, build: Callable[[Problem], Plan], refusal: Callable[[Problem], str] = takes_all
+) -> Family:
+    """A family of one plan, whose kernels run one after another."""
+
+    def only(problem: Problem, options: Options, machine: Machine) -> Plan:
+        return build(problem)
+
+    return Family(name=name, build=only, refusal=refusal, in_a_row=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """What an operator is.
