@@ -31,17 +31,16 @@ ROW_TIE_S = 5e-6  # of what a side stream costs beyond the model: signals and co
 
 def by_model(
     problem: Problem, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES,
-    words: bool = True,
+    words_limit: int | None = None,
 ) -> Choice:  # fmt: skip
     """Choose for `problem` on `machine` by prediction.
 
     Args:
         eager: count the host's time.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
-        words: whether plans that need memory for a kernel's own protocol are candidates.
+        words_limit: most bytes of low-latency words that a plan may need; None: any.
     """
     ours, specs = candidates(problem, machine)
-    ours = ours if words else []
     guesses: dict[str, float] = {}
     limits: dict[str, str] = {}
     if len(specs) > MAX_SIMULATED:
@@ -62,7 +61,10 @@ def by_model(
     steps: dict[str, int] = {}
     for spec in specs:
         plan = build(problem, spec, machine)
-        if why := refusal(plan):
+        why = refusal(plan)
+        if words_limit is not None and plan.num_bytes("words") > words_limit:
+            why = "needs memory for words, which cannot be made now"
+        if why:
             limits[spec] = why
             continue
         times[spec] = predicted_s(plan, machine, eager=eager, tiles=tiles)
@@ -110,7 +112,7 @@ def by_model(
 
 
 def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]]:
-    """Specs besides serial that the problem allows: kernels in a row, and plans of several lanes."""
+    """Specs besides serial that it allows: kernels in a row, and plans of several lanes."""
     if problem.ranks == 1:
         return [], []
     operation = operation_of(problem.op)

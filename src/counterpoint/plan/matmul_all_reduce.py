@@ -100,6 +100,7 @@ OPERATION = Operation(
     moved=lambda p: (p.n, p.n),
     matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=lambda p, copy_longer: "serial",
+    gradient="serial",
     shares_rows=False,
     fused_s=fused_sum.seconds,
     rule=_rule,

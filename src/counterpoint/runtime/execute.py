@@ -6,7 +6,9 @@ A plan is compiled once for a workspace; running it then only fills in the opera
 from typing import Protocol
 
 from counterpoint.plan.bind import Program, bind
-from counterpoint.plan.steps import Plan
+from counterpoint.plan.steps import OWN_PROTOCOL, Plan
+from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.launch import INTERPRETED
 from counterpoint.runtime.workspace import Operands, Workspace
 
 
@@ -30,6 +32,9 @@ class Code(Protocol):
 def compile_plan(plan: Plan, workspace: Workspace) -> Code:
     """Bind `plan` for this rank and compile it; collective when the workspace has to grow."""
     workspace.reserve(plan)
+    kernels = workspace.device.type == "cuda" or INTERPRETED
+    if kernels and any(b.space in OWN_PROTOCOL for b in plan.buffers):
+        fused_memory(workspace).reserve(plan)
     program = bind(plan, workspace.rank)
     # imported here: a CPU build of torch has no use for the CUDA half
     if workspace.device.type == "cuda":

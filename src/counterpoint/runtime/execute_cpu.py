@@ -17,6 +17,7 @@ from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import Arrival, BoundStep, Part, Program
 from counterpoint.runtime import compute
 from counterpoint.runtime.compute import Action
+from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.workspace import NUM_SLOTS, Operands, Places, Workspace
 from counterpoint.spans import Span
@@ -30,7 +31,6 @@ COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
     "matmul": compute.matmul,
     "move": compute.move,
     "reduce": compute.reduce,
-    "collective": compute.collective,
 }
 
 # where it is noted what ran when; None: nowhere. On GPUs the profiler sees it
@@ -56,14 +56,18 @@ class CpuCode:
             for r in range(workspace.pads.world_size)
         ]
         places = Places(workspace, program.plan)
-        self.actions = [self._actions(bound, places) for bound in program.steps]
+        self.actions = [self._actions(bound, places, i) for i, bound in enumerate(program.steps)]
         lanes = {lane.name: lane.engine for lane in program.plan.lanes}
         self.on_copy_lane = [lanes[bound.step.lane] == "copy" for bound in program.steps]
 
-    def _actions(self, bound: BoundStep, places: Places) -> list[Action]:
+    def _actions(self, bound: BoundStep, places: Places, index: int) -> list[Action]:
         match bound.step.kind:
             case "barrier":
                 return []
+            case "fused":
+                return [fused_action(Site(bound, places, index))]
+            case "collective":  # also of a transport of ours, for which the library stands in
+                return [compute.collective(bound, bound.parts[0], places)]
             case "copy":
                 return [compute.move(bound, part, places) for part in bound.parts]
             case kind:
@@ -144,13 +148,14 @@ class _Call:
         self.ended[step.name].set()
 
     def _act(self, bound: BoundStep, actions: list[Action]) -> None:
-        if bound.step.kind == "collective":
+        by_library = bound.step.kind in ("collective", "fused")
+        if by_library:
             self._meet(bound)
         try:
             for action in actions:
                 action(self.operands)
         except RuntimeError as error:
-            if bound.step.kind != "collective":
+            if not by_library:
                 raise
             raise self._lost(bound) from error
 

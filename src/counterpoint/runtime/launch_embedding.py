@@ -216,9 +216,9 @@ def place_of(memory: FusedMemory, layout: Layout, *, own_outputs: bool = False) 
         InputError: memory has to grow while a graph is captured.
     """
     if not own_outputs:
-        memory.tiles.reserve(max(layout.half_bytes, 1))  # without bags it has an address too
+        memory.turns.reserve(max(layout.half_bytes, 1))  # without bags it has an address too
     memory.flags.reserve(4 * len(layout.batch))
-    tiles, flags = memory.tiles, memory.flags
+    tiles, flags = memory.turns, memory.flags
     return Place(tiles.bases, tiles.half_bytes, flags.bases, flags.half_bytes // 4)
 
 

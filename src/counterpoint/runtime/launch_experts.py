@@ -195,14 +195,14 @@ class AllToAllMatmul(_Experts):
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
         self.way, self.row_bytes = way, k * dtype.itemsize
         self.first_rank = first_rank(way.first, self.rank, self.world)
-        memory.tiles.reserve((limit + 1) * self.row_bytes)  # the odd half begins at a whole row
+        memory.turns.reserve((limit + 1) * self.row_bytes)  # the odd half begins at a whole row
         memory.flags.reserve(4 * experts * way.parts)
-        self.bases, self.flags = memory.tiles.bases, memory.flags.bases
-        self.half_rows = -(-memory.tiles.half_bytes // self.row_bytes)
+        self.bases, self.flags = memory.turns.bases, memory.flags.bases
+        self.half_rows = -(-memory.turns.half_bytes // self.row_bytes)
         self.half_flags = memory.flags.half_bytes // 4
         rows = self.half_rows + limit
-        assert memory.tiles.memory is not None
-        whole = memory.tiles.memory.local()[: rows * self.row_bytes].view(dtype).view(rows, k)
+        assert memory.turns.memory is not None
+        whole = memory.turns.memory.local()[: rows * self.row_bytes].view(dtype).view(rows, k)
         self.received = TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k])
 
     def __call__(
@@ -258,10 +258,10 @@ class MatmulAllToAll(_Experts):
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
         self.first_rank = first_rank(first, self.rank, self.world)
-        memory.tiles.reserve(max(limit, 1) * n * dtype.itemsize)
+        memory.turns.reserve(max(limit, 1) * n * dtype.itemsize)
         memory.flags.reserve(4 * self.world)
-        self.bases, self.flags = memory.tiles.bases, memory.flags.bases
-        self.half_bytes = memory.tiles.half_bytes
+        self.bases, self.flags = memory.turns.bases, memory.flags.bases
+        self.half_bytes = memory.turns.half_bytes
         self.half_flags = memory.flags.half_bytes // 4
 
     def __call__(
