@@ -36,9 +36,6 @@ def validate(plan: Plan) -> None:
     each read is covered by writes of the same call that happen before it, and every other access
     that conflicts with it is ordered; that each output box holds what the op defines.
 
-    Args:
-        counts: for plans with Count extents, the tables to prove it for.
-
     Raises:
         InputError: `plan` is no Plan.
         PlanError: names the plan, the step and what is wrong.
