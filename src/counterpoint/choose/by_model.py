@@ -110,7 +110,7 @@ def by_model(
 
 
 def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]]:
-    """Specs besides serial that the problem allows: kernels in a row, and those of several lanes."""
+    """Specs besides serial that the problem allows: kernels in a row, and the others."""
     if problem.ranks == 1:
         return [], []
     operation = operation_of(problem.op)

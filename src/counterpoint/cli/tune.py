@@ -82,7 +82,8 @@ def tune(
     if under_torchrun():
         return _on_gpu(cases, rounds, out)
     given = {"--op": op, "--shape": shapes, "--layer": layer, "--specs": specs, "--out": out,
-             "--rounds": rounds, "--ranks": ranks, "--experts": experts, "--dtype": dtype}  # fmt: skip
+             "--rounds": rounds, "--ranks": ranks, "--experts": experts,
+             "--dtype": dtype}  # fmt: skip
     options = [str(word) for name, value in given.items() if value for word in (name, value)]
     return torchrun(ranks or gpus, ["tune", *options])
 

@@ -96,8 +96,8 @@ class Operation:
         matmuls: (rows, columns, contracted) of each matmul of one rank, in one piece.
         shares_rows: whether M is shared out over the ranks.
         overlapped: the spec of a plan that overlaps: what a rule takes, and a gradient whose
-            forward was asked for by name; "" where there is none. The second argument: a shard's
-            copy takes longer than its matmul.
+            forward was asked for by name. Where none overlaps, what is faster than serial, or "".
+            The second argument: a shard's copy takes longer than its matmul.
         fused_s: seconds of a step of kind "fused" whose kernel has the operator's name.
         rule: the spec that static sizes say, where the shorter side is not worth overlapping;
             "" is serial.
