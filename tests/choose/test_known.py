@@ -29,7 +29,7 @@ from counterpoint.problem import Problem
 
 GPU, RANKS, TORCH = "NVIDIA H200", 4, "2.11.0+cu130"
 PROBLEM = Problem("all_gather_matmul", 8192, 7168, 8192, RANKS)
-SPEC = "graded 1/3 ring push"
+SPEC = "graded 1/3 ring"
 
 
 def measured(kernel_s: float = 2e-6) -> Machine:
@@ -54,13 +54,13 @@ def test_a_machine_and_its_plans_are_read_back(tmp_path: Path):
     other = replace(PROBLEM, n=1280)
     save_tuned(other, {"spec": "serial"}, GPU, TORCH, tmp_path)
     # measured once more: the newer one stays
-    save_tuned(other, {"spec": "shard_p2p xor push"}, GPU, TORCH, tmp_path)
+    save_tuned(other, {"spec": "shard_p2p xor"}, GPU, TORCH, tmp_path)
 
     found = read(tmp_path)
     assert found.machine == measured()
     assert found.tuned == {
         problem_key(PROBLEM): SPEC,
-        problem_key(other): "shard_p2p xor push",
+        problem_key(other): "shard_p2p xor",
     }
     kept = json.loads((tmp_path / "tuned-nvidia-h200-4.json").read_text())
     assert kept["plans"][problem_key(PROBLEM)] == entry

@@ -119,13 +119,13 @@ def test_a_machine_that_was_measured(tmp_path: Path):
 def test_a_plan_that_is_asked_for_stands_beside_serial():
     text = run(*GATHER, "--machine", "mi300x-8", "--plan", "shard_p2p xor", "--show").stdout
     rows = rows_of(text)
-    assert list(rows) == ["serial", "shard_p2p xor push"], "the fastest first"
+    assert list(rows) == ["serial", "shard_p2p xor"], "the fastest first"
     machine = cp.preset("mi300x-8")
     problem = cp.Problem("all_gather_matmul", 8192, 7168, 8192, 8)
     plan = cp.build(problem, "shard_p2p xor")
     us = predicted_s(plan, machine) * 1e6
-    assert rows["shard_p2p xor push"] == [f"{us:.1f}", rows["shard_p2p xor push"][1], "asked for"]
-    assert "asked for shard_p2p xor push: " in " ".join(text.split())
+    assert rows["shard_p2p xor"] == [f"{us:.1f}", rows["shard_p2p xor"][1], "asked for"]
+    assert "asked for shard_p2p xor: " in " ".join(text.split())
     assert "slower than serial, 128 MiB of workspace" in text
     assert str(plan) in text
     assert "closed form" not in text
@@ -133,7 +133,7 @@ def test_a_plan_that_is_asked_for_stands_beside_serial():
 
 def test_rule_and_eager():
     by_rule = run(*GATHER, "--by", "rule").stdout
-    assert "the rule takes shard_p2p ring push for communication of" in by_rule
+    assert "the rule takes shard_p2p ring for communication of" in by_rule
     assert "a plan has to gain" not in by_rule
     eager = json.loads(run(*SMALL, "--eager", "--json").stdout)
     graph = json.loads(run(*SMALL, "--json").stdout)
@@ -184,7 +184,7 @@ def test_trace_has_serial_beside_the_plan(tmp_path: Path):
     assert facts["picture"] == str(path)
     trace = json.loads(path.read_text())
     assert trace["otherData"]["first: source"].startswith("serial, predicted for h200-8")
-    assert trace["otherData"]["second: source"].startswith("graded 1/2 ring push, predicted")
+    assert trace["otherData"]["second: source"].startswith("graded 1/2 ring, predicted")
     ends = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":

@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from counterpoint.plan.variants import variants
 
 from counterpoint.choose.by_model import parts_s
 from counterpoint.costs import NO_TILES, Costs
@@ -17,7 +18,6 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.families import FAMILIES, build
 from counterpoint.plan.finer import FINER
 from counterpoint.plan.steps import Plan
-from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
 from counterpoint.problem import EXPERTS, FORWARD, OPS, Op, Problem
 from counterpoint.timeline import Span, Timeline
@@ -172,8 +172,8 @@ def test_ranks_of_xor_groups_that_never_wrap_are_equal(ranks: int):
     machine = preset(f"h200-{ranks}")
     groups = {2: "1/1", 4: "1/1/2", 8: "1/1/2/4"}[ranks]
     specs: list[tuple[Op, str]] = [
-        (AG, f"graded {groups} xor push"),
-        (AG, "shard_p2p xor push"),
+        (AG, f"graded {groups} xor"),
+        (AG, "shard_p2p xor"),
         (AG, "shard_p2p xor pull"),
         (RS, "shard_p2p xor"),
         ("all_gather_matmul_backward", "side_by_side xor"),
@@ -187,7 +187,7 @@ def test_ranks_of_xor_groups_that_never_wrap_are_equal(ranks: int):
 
 def test_the_slowest_rank_is_one_whose_groups_wrap():
     machine = preset("h200-4")
-    plan = build(Problem(AG, 4096, 4096, 4096, 4), "graded 1/3 ring push")
+    plan = build(Problem(AG, 4096, 4096, 4096, 4), "graded 1/3 ring")
     # it gathers me, me - 1, me - 2, me - 3: on rank 3 others' rows lie side by side, on rank 1
     # they are 0 | 2, 3, on rank 2 they are 0, 1 | 3
     assert slowest_rank(plan, machine) in (1, 2)
@@ -266,7 +266,7 @@ def by_hand(timeline: Timeline) -> list[tuple[str, str, float, float]]:
 def test_a_gather_by_hand():
     """Two ranks, a shard of 16 x 1000: a copy and two matmuls of 1 + 1 us."""
     machine = tiny_machine()
-    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring push")
+    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring")
     # beside the matmul, of which 1 us is left after the barrier and takes 2, the copy does 2 / 3 us
     # of its 2; 1 1/3 us later the second matmul starts, with 0.5 us for its wait and 1.5 for the
     # fork, an edge and the join of the other lanes
@@ -285,7 +285,7 @@ def test_a_gather_by_hand():
 def test_an_eager_gather_by_hand():
     """As above; the host is at step i after 11 + i us."""
     machine = tiny_machine()
-    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring push")
+    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring")
     assert [s.name for s in plan.steps] == ["open", "matmul_0", "push_1", "matmul_1"]
     # the matmul starts at 12 and is half done when the copy starts
     copied = round(15 + 2 - 2 / 3, 6)
@@ -328,7 +328,7 @@ def test_clocks_settle_by_all_matmuls_of_a_call():
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_plan_that_waits_for_ever_is_refused(eager: bool):
-    plan = build(Problem(AG, 32, 16, 16, 2), "shard_p2p ring push")
+    plan = build(Problem(AG, 32, 16, 16, 2), "shard_p2p ring")
     steps = tuple(replace(s, posts=()) if s.name == "push_1" else s for s in plan.steps)
     silent = replace(plan, steps=steps)
     for run in (estimate, predicted_s):
@@ -382,7 +382,7 @@ def test_a_batch_of_copies_is_quick_where_each_peer_has_a_link():
 
 def test_a_copy_to_one_peer_has_one_link_of_a_mesh():
     p = Problem(AG, 8192, 1280, 8192, 8)
-    plan = build(p, "shard_p2p ring push")
+    plan = build(p, "shard_p2p ring")
     mesh, switch = preset("mi300x-8"), preset("h200-8")
     for machine, links in ((mesh, 7), (switch, 1)):
         machine = replace(machine, measured=replace(machine.costs, copy_beside_matmul=1.0))
@@ -430,7 +430,7 @@ def test_a_timeline_says_what_it_predicts_and_from_what():
     machine = preset("h200-4")
     plan = build(Problem(AG, 4096, 1280, 2048, 4), "graded 1/3")
     timeline = estimate(plan, machine)
-    assert timeline.title == "all_gather_matmul 4096, 1280, 2048: graded 1/3 ring push"
+    assert timeline.title == "all_gather_matmul 4096, 1280, 2048: graded 1/3 ring"
     assert timeline.source == "predicted for h200-4 from datasheet rates"
     measured = replace(machine, measured=machine.costs)
     assert estimate(plan, measured).source == "predicted for h200-4 from measured rates"

@@ -40,7 +40,7 @@ def one_step(read: Region, write: Region, *buffers: Buffer, peers: str = "ring",
 
 @pytest.mark.parametrize("rank", range(4))
 def test_an_xor_group_is_one_box(rank: int):
-    plan = build(GATHER, "graded 1/1/2 xor push")
+    plan = build(GATHER, "graded 1/1/2 xor")
     (part,) = parts_of(plan, rank, "matmul_2")
     far = sorted({rank ^ 2, rank ^ 3})
     assert rows_of([part.write]) == [(STARTS[far[0]], STARTS[far[1] + 1])]
@@ -49,7 +49,7 @@ def test_an_xor_group_is_one_box(rank: int):
 
 
 def test_a_ring_group_that_wraps_is_two_boxes():
-    plan = build(GATHER, "graded 1/1/2 ring push")
+    plan = build(GATHER, "graded 1/1/2 ring")
     rows = [rows_of([p.write for p in parts_of(plan, rank, "matmul_2")]) for rank in range(4)]
     # shards me - 2 and me - 3, in the order of ranks
     assert rows == [[(2, 10)], [(7, 11)], [(0, 2), (10, 11)], [(0, 7)]]

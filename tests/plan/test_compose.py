@@ -27,7 +27,7 @@ NAMES = {"x": "dy", "y": "dx", "w": "wt"}
 FULL = Buffer("full", (6, 5), "bfloat16", "symmetric", split=True)
 
 
-def gathered(spec: str = "graded 2/1 ring push", **options: Any) -> Plan:
+def gathered(spec: str = "graded 2/1 ring", **options: Any) -> Plan:
     """dx, and all rows of dy in `full`."""
     return part(build(gather_problem(BACKWARD), spec), BACKWARD, buffers=NAMES, **options)
 
@@ -59,7 +59,7 @@ def test_in_order_the_second_reads_what_the_first_left():
     plan = gathered() >> DW
     validate(plan)
     assert all(simulate(plan, seed) for seed in range(5))
-    assert plan.spec == "(graded 2/1 ring push >> mine)"
+    assert plan.spec == "(graded 2/1 ring >> mine)"
     assert [b.name for b in plan.buffers] == ["dy", "wt", "dx", "full", "x", "dw"]
     assert Plan.from_json(to_json(plan)) == plan
     # behind all lanes of the first: behind its own by the order of the lane
@@ -116,17 +116,17 @@ def test_in_order_goes_on():
     plan = gathered() >> mine(fill, buffers=buffers)
     plan = plan >> mine(wgrad(Region("x"), Region("spare")), buffers=buffers)
     validate(plan)
-    assert plan.spec == "((graded 2/1 ring push >> mine) >> mine)"
+    assert plan.spec == "((graded 2/1 ring >> mine) >> mine)"
 
 
 # --- side by side
 
 
 def test_side_by_side_steps_stand_by_depth_and_ties_are_the_first_plan_s():
-    p = gathered("shard_p2p ring push", prefix="p_")
+    p = gathered("shard_p2p ring", prefix="p_")
     other = replace(FULL, name="other")
     again = {"x": "dy", "y": "dx", "w": "wt", "full": "other"}
-    shard = build(gather_problem(BACKWARD), "shard_p2p ring push")
+    shard = build(gather_problem(BACKWARD), "shard_p2p ring")
     q = part(shard, BACKWARD, buffers=again, prefix="q_")
     plan = p | q
     assert plan.buffer("other") == other
@@ -172,7 +172,7 @@ def test_depth_follows_signals_and_barriers_that_cross():
         Step(f"copy_{i}", "copy", "copy", (own,), (own,), waits=(order.wait(9 - i, 1),),
              posts=(order.post(8 + i, 1),)) for i in range(2)
     )  # fmt: skip
-    with refused("(graded 2/1 ring push | mine): its steps wait for one another in a circle"):
+    with refused("(graded 2/1 ring | mine): its steps wait for one another in a circle"):
         _ = gathered() | mine(order.barrier("open", "signal", 0), *copies)
 
 
@@ -180,7 +180,7 @@ def test_depth_follows_signals_and_barriers_that_cross():
 
 
 def test_a_part_has_other_names():
-    plan = gathered("graded 1/2 ring push", prefix="dx_")
+    plan = gathered("graded 1/2 ring", prefix="dx_")
     assert [step.name for step in plan.steps] == [
         "open", "dx_matmul_0", "dx_push_1", "dx_push_2", "dx_matmul_1"
     ]  # fmt: skip
@@ -194,14 +194,14 @@ def test_a_part_has_other_names():
 
 
 def test_a_part_that_does_not_fit_is_refused():
-    plan = build(gather_problem(BACKWARD), "shard_p2p ring push")
+    plan = build(gather_problem(BACKWARD), "shard_p2p ring")
     other = replace(BACKWARD, rows=(1, 2, 3))
     want = "a part has the rows of its problem, (1, 2, 3), got (2, 2, 2)"
-    with refused(f"shard_p2p ring push: {want}"):
+    with refused(f"shard_p2p ring: {want}"):
         part(plan, other, buffers=NAMES)
-    with refused("shard_p2p ring push: no buffer 'z'"):
+    with refused("shard_p2p ring: no buffer 'z'"):
         part(plan, BACKWARD, buffers={"z": "dy"})
-    with refused("shard_p2p ring push: two buffers would have one name: full, w, y, full"):
+    with refused("shard_p2p ring: two buffers would have one name: full, w, y, full"):
         part(plan, BACKWARD, buffers={"x": "full"})
 
 
@@ -212,7 +212,7 @@ def test_plans_that_do_not_fit_one_another_are_refused(sign: str):
     def joined(q: Plan) -> Plan:
         return p | q if sign == "|" else p >> q
 
-    both = f"(graded 2/1 ring push {sign} mine): "
+    both = f"(graded 2/1 ring {sign} mine): "
     other = replace(BACKWARD, dtype="float16")
     with refused(f"{both}one is for {BACKWARD}, the other for {other}"):
         joined(replace(DW, problem=other))
