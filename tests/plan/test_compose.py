@@ -8,13 +8,14 @@ import pytest
 from plan_simulator import simulate
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import all_gather_matmul, matmul_reduce_scatter
-from counterpoint.plan.all_gather_matmul import COMPUTE, COPY, OWN, SIGNAL
+from counterpoint.plan import matmul_reduce_scatter
 from counterpoint.plan.all_gather_matmul_backward import scatter_problem
 from counterpoint.plan.all_gather_matmul_wgrad import wgrad
 from counterpoint.plan.compose import part
-from counterpoint.plan.families import OPERANDS, build
+from counterpoint.plan.families import build
 from counterpoint.plan.matmul_reduce_scatter_backward import gather_problem
+from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.peers import Order
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
@@ -33,7 +34,7 @@ def gathered(spec: str = "graded 2/1 ring", **options: Any) -> Plan:
 
 
 def mine(*steps: Step, buffers: tuple[Buffer, ...] = (FULL,), peers: Any = "ring") -> Plan:
-    operands = OPERANDS[BACKWARD.op](BACKWARD)
+    operands = operation_of(BACKWARD.op).operands(BACKWARD)
     return Plan(BACKWARD, "mine", "", peers, (*operands, *buffers), LANES, steps)
 
 
@@ -97,7 +98,7 @@ def test_one_barrier_opens_both():
 def test_the_barrier_of_the_second_opens_where_the_first_has_none():
     scatter = Problem("all_gather_matmul_backward", 6, 4, 5, 3)
     dw = build(scatter, "serial").steps
-    operands = OPERANDS[scatter.op](scatter)
+    operands = operation_of(scatter.op).operands(scatter)
     full = Buffer("full", (6, 5), "bfloat16", "scratch", split=True)
     serial = Plan(scatter, "dw", "", "ring", (*operands, full), LANES, (dw[0], dw[2]))
     graded = matmul_reduce_scatter.graded(scatter_problem(scatter), (3,), "ring")
@@ -189,7 +190,7 @@ def test_a_part_has_other_names():
         Region("full", shards=((2,), (1,))), Region("wt")
     )  # fmt: skip
     assert plan.problem == BACKWARD
-    operands = {b.name: b for b in OPERANDS[BACKWARD.op](BACKWARD)}
+    operands = {b.name: b for b in operation_of(BACKWARD.op).operands(BACKWARD)}
     assert all(plan.buffer(name) == operands[name] for name in ("dy", "wt", "dx"))
 
 
@@ -227,8 +228,3 @@ def test_plans_that_do_not_fit_one_another_are_refused(sign: str):
         joined(replace(DW, lanes=(COMPUTE, SIGNAL, replace(COPY, priority=0))))
     with pytest.raises(TypeError):
         joined(3)  # type: ignore[arg-type]
-
-
-def test_families_that_are_composed_name_themselves():
-    gather = all_gather_matmul.graded(gather_problem(BACKWARD), (1, 2), "ring", "push")
-    assert build(BACKWARD, "graded 1/2").spec == gather.spec.replace(" push", "")
