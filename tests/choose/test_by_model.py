@@ -6,8 +6,6 @@ from dataclasses import replace
 from math import isfinite, isnan
 
 import pytest
-from counterpoint.choose.rule import WORTHWHILE_S, by_rule
-from counterpoint.plan.variants import variants
 
 from counterpoint.choose import by_model as module
 from counterpoint.choose.by_model import (
@@ -21,12 +19,14 @@ from counterpoint.choose.by_model import (
     parts_s,
 )
 from counterpoint.choose.choice import Candidate, Choice
+from counterpoint.choose.rule import WORTHWHILE_S, by_rule
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.direct import SPECS, refusal
 from counterpoint.plan.families import build
 from counterpoint.plan.finer import FINER
 from counterpoint.plan.makespan import finer_s, gather_s, scatter_s
+from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
 from counterpoint.problem import FORWARD, OPS, Op, Problem
 

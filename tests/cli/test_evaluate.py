@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from counterpoint.choose.rule import RULE
 from typer.testing import CliRunner, Result
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import Knowledge, shipped
+from counterpoint.choose.rule import RULE
 from counterpoint.cli import evaluate, main
 from counterpoint.cli.evaluate import candidates, chosen_from
 from counterpoint.errors import UnsupportedError

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from counterpoint.plan.variants import variants
 from grad_bodies import GradCase, several_weights, wrong_grads
 from rank_bodies import Case
 
@@ -11,6 +10,7 @@ import counterpoint as cp
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.call import prepare
 from counterpoint.ops.operators import OPERATORS, operands
+from counterpoint.plan.variants import variants
 from counterpoint.problem import Problem
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]

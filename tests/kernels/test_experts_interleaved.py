@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from counterpoint.plan.expert_tiles import Tile
 from memories import GUARD, guarded, left, memories
 from planted import is_last_relaxed, post_relaxed, post_too_few, same_epoch
 from rankpool import RankPool
@@ -12,6 +11,7 @@ from rankpool import RankPool
 from counterpoint.kernels import all_to_all_matmul as dispatch
 from counterpoint.kernels import matmul_all_to_all as combine
 from counterpoint.kernels import peer
+from counterpoint.plan.expert_tiles import Tile
 from counterpoint.runtime.launch_experts import AllToAllMatmul, First, MatmulAllToAll, Sending
 
 TILE = Tile(16, 16, 16, 1, 4, 2)

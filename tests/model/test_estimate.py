@@ -5,7 +5,6 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from counterpoint.plan.variants import variants
 
 from counterpoint.choose.by_model import parts_s
 from counterpoint.costs import NO_TILES, Costs
@@ -18,6 +17,7 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.families import FAMILIES, build
 from counterpoint.plan.finer import FINER
 from counterpoint.plan.steps import Plan
+from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
 from counterpoint.problem import EXPERTS, FORWARD, OPS, Op, Problem
 from counterpoint.timeline import Span, Timeline

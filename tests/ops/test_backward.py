@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from counterpoint.plan.variants import variants
 from grad_bodies import GradCase, several_weights, wrong_grad_cases
 from rank_bodies import Case, device
 from rankpool import RankPool
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import counterpoint as cp
 from counterpoint.errors import UnsupportedError
 from counterpoint.ops.operators import OPERATORS, operands
+from counterpoint.plan.variants import variants
 from counterpoint.problem import Problem
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
