@@ -164,7 +164,7 @@ def test_a_damaged_machine_is_ignored(tmp_path: Path, nothing_shipped: None, nam
 TUNED_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
     "other gpu": (lambda c: {**c, "gpu": "NVIDIA H100"}, "is for gpu 'NVIDIA H100'"),
     "other ranks": (lambda c: {**c, "ranks": 8}, "is for ranks 8, this is 4"),
-    "other format": (lambda c: {**c, "format": 2}, "is for format 2, this is 1"),
+    "other format": (lambda c: {**c, "format": 1}, "is for format 1, this is 2"),
     "other torch": (lambda c: {**c, "torch": "2.12.0"}, "is for torch '2.12.0', this is '2.11"),
     "no torch": (lambda c: {k: v for k, v in c.items() if k != "torch"}, "is for torch None"),
     "a text": (lambda c: "plans", "is damaged: no JSON object"),

@@ -180,6 +180,6 @@ def _misuse_of_all_reduce(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     regions, buffers = step.reads + step.writes[:1], buffers[: len(step.reads) + 1]
     if any(r != Region(r.buffer) or b.split for r, b in zip(regions, buffers, strict=True)):
         return "a collective all_reduce takes whole buffers that are not split"
-    if len({(b.dtype, b.shape) for b in buffers}) != 1:
-        return "a collective all_reduce keeps shape and dtype"
+    if len(step.reads) != 1 or len({(b.dtype, b.shape) for b in buffers}) != 1:
+        return "a collective all_reduce takes one buffer, and keeps shape and dtype"
     return ""
