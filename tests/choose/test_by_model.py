@@ -288,7 +288,6 @@ def test_unequal_rows_are_chosen_for(op: str):
 def test_tiles_that_are_known_are_used(op: str):
     machine, problem = measured("h200-4"), make_problem(op, 4096, 4096, 4096, 4)
     blind = by_model(problem, machine)
-    experts = max(problem.experts, 1)
     sizes = [(m // max(problem.experts, 1), n, k) for m, n, k in operation_of(op).matmuls(problem)]
     tiles = dict.fromkeys(sizes, (64, 64))
     seeing = by_model(problem, machine, tiles=tiles)
