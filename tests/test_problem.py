@@ -1,14 +1,14 @@
 """Problem: what it refuses, and the sizes that follow from it."""
 
 from dataclasses import FrozenInstanceError, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from plan_cases import AG, AR, BIASED, EXPERTS, OPS, make_problem
 
 from counterpoint.errors import InputError
-from counterpoint.problem import ITEM_BYTES, Problem, declaration, op_names
+from counterpoint.problem import ITEM_BYTES, DType, Problem, declaration, op_names
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_wrong_argument_is_refused(changes: dict[str, Any], message: str):
         Problem(**(good | changes))
 
 
-@pytest.mark.parametrize("name", ITEM_BYTES)
+@pytest.mark.parametrize("name", get_args(DType))
 def test_a_dtype_of_torch_is_that_of_its_name(name: Any):
     named, given = (
         Problem("all_gather_matmul", 8, 3, 5, 4, dtype=dtype)
@@ -92,7 +92,7 @@ def test_a_problem_does_not_change():
         Problem("all_gather_matmul", 4, 1, 1, 2).m = 8  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("dtype", get_args(DType))
 def test_bytes_and_flop(dtype: Any):
     gather = Problem("all_gather_matmul", 10, 7, 5, 3, dtype, rows=(2, 5, 3))
     item_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
@@ -105,7 +105,7 @@ def test_bytes_and_flop(dtype: Any):
     assert scatter.link_bytes == 2 * 5 * 7 * item_bytes
 
 
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("dtype", get_args(DType))
 def test_bytes_and_flop_of_gradients(dtype: Any):
     item_bytes = ITEM_BYTES[dtype]
     # shards of x, [rows, K], as of the forward gather
