@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_cases import AR, EXPERTS, OPS, make_problem
 from typer.testing import CliRunner, Result
 
 import counterpoint as cp
 from counterpoint.choose.known import save_machine
 from counterpoint.cli import main
 from counterpoint.model.estimate import predicted_s
-from counterpoint.problem import EXPERTS, OPS
 
 GATHER = ("all_gather_matmul", "--shape", "8192,7168,8192")
 SMALL = ("all_gather_matmul", "--shape", "8190,64,64", "--ranks", "3")
@@ -60,9 +60,28 @@ def test_it_says_what_choose_says(op: str, machine: str, ranks: int):
     assert rows["serial"][:2] == [f"{serial.seconds * 1e6:.1f}", "1.00"]
 
 
+@pytest.mark.parametrize("by", ["model", "rule"])
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_are_problems_too(op: str):
-    assert f"problem   {op} M512 " in run(op, "--shape", "512,64,64", "--machine", "b200-2").stdout
+def test_every_operator_is_planned_for(op: str, by: str):
+    experts = ("--experts", "4") if op in EXPERTS else ()
+    given = (op, "--shape", "512,64,128", "--machine", "b200-2", "--by", by, *experts)
+    facts = json.loads(run(*given, "--json").stdout, parse_constant=strict)
+    choice = cp.choose(make_problem(op, 512, 64, 128, 2), "b200-2", by=by)  # type: ignore[arg-type]
+    assert (facts["plan"], facts["seconds"]) == (choice.spec, choice.seconds)
+    assert facts["workspace_bytes"] == choice.plan.workspace_bytes
+    assert "chosen" in run(*given).stdout
+
+
+def test_an_all_reduce_shows_its_kernel():
+    given = (AR, "--shape", "33,8192,3584", "--machine", "h200-4")
+    text = run(*given, "--plan", "fused two_shot 64x64x4", "--show").stdout
+    rows = rows_of(text)
+    spec = "fused two_shot 64x64x4 warps=4"
+    assert set(rows) == {"serial", spec} and rows[spec][2] == "asked for"
+    problem = cp.Problem(AR, 33, 8192, 3584, 4)
+    assert str(cp.build(problem, "fused two_shot 64x64x4")) in text
+    assert "stages=4 num_warps=4" in text and "buffer slots" in text
+    assert "by model fused: " in " ".join(run(*given).stdout.split())
 
 
 @pytest.mark.parametrize("op", EXPERTS)
@@ -204,7 +223,11 @@ def test_serial_is_drawn_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["all_gather", "--shape", "8,8,8"], f"one of {', '.join((*OPS, *EXPERTS))}, got"),
+        (["all_gather", "--shape", "8,8,8"], f"one of {', '.join(OPS)}, got 'all_gather'"),
+        (["matmul_al_reduce", "--shape", "8,8,8"], "; did you mean 'matmul_all_reduce'?"),
+        (["all_to_all_matmul", "--shape", "8,8,8"], "experts must be 1 or more, got 0"),
+        ([*GATHER, "--plan", "greded"], "; did you mean 'graded'?"),
+        ([*GATHER, "--plan", "graded rimg"], "'rimg' is none, got 'graded rimg'; did you mean 'rin"),
         (["all_gather_matmul", "--shape", "8,8"], "--shape must be M,N,K of numbers above 0"),
         (["all_gather_matmul", "--shape", "8,0,8"], "--shape must be M,N,K of numbers above 0"),
         ([*GATHER, "--ranks", "3"], "of an M that 3 ranks share evenly, got M 8192; take 8190 or"),
@@ -212,7 +235,7 @@ def test_serial_is_drawn_alone(tmp_path: Path):
         ([*GATHER, "--machine", "v100-8"], "must be one of a100-8, a40-4, h100-8, h200-8, b200-8,"),
         ([*GATHER, "--machine", "no.json"], "a file that `counterpoint characterize` wrote, got"),
         ([*GATHER, "--plan", "graded 1/2"], "a spec whose sizes add up to 8; '1/2' do not"),
-        ([*GATHER, "--plan", "fast"], "plan must be auto or one of serial, shard_p2p, graded"),
+        ([*GATHER, "--plan", "fast"], "plan must be auto or one of serial, direct, shard_p2p, graded"),
         ([*GATHER, "--out", "plan.txt"], "ends in .png, .svg, .pdf or .json, got plan.txt"),
         ([*GATHER, "--out", "/proc/plan.json"], "[Errno 2] No such file or directory: '/proc/plan"),
     ],
