@@ -18,11 +18,12 @@ Op = Literal[
     "matmul_reduce_scatter_backward",
     "all_to_all_matmul",
     "matmul_all_to_all",
+    "pipeline",
 ]
 DType = Literal["bfloat16", "float16", "float32"]
 
 EXPERTS: tuple[Op, ...] = ("all_to_all_matmul", "matmul_all_to_all")
-OPS: tuple[Op, ...] = tuple(op for op in get_args(Op) if op not in EXPERTS)
+OPS: tuple[Op, ...] = tuple(op for op in get_args(Op) if op not in (*EXPERTS, "pipeline"))
 FORWARD: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
 ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -59,6 +60,8 @@ class Problem:
     all_to_all_matmul: y[M, N] = for each expert of this rank the rows that all ranks have for it,
                        rank 0 first, times its weight[K, N]
     matmul_all_to_all: the way back: x lies as that y does, and rows go to where they were in x
+
+    A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
         op: the operator.

@@ -120,6 +120,9 @@ class _Binder:
         whole = step.kind == "collective"
         reads = [self.cells(region, rank, whole=whole) for region in step.reads]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
+        if step.kind == "opaque":
+            every = tuple(box for cells in reads for box in cells)
+            return tuple(Part(every, box) for cells in writes for box in cells)
         if step.kind == "copy":
             if len(reads) != len(writes):
                 self.fail(f"copies {len(reads)} regions into {len(writes)}")

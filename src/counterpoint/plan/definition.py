@@ -65,6 +65,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
             for s in range(p.ranks):
                 yield box("dx", starts[s], starts[s + 1], p.k), gathered("dy", "wt", s, p.n)
             yield box("dw", 0, p.k, p.n), wgrad("dy")
+        case "pipeline":
+            return  # what its stages compute is their user's to know
 
 
 def _product(left: str, left_rank: int, right: str, right_rank: int, k: int, *, dr: int) -> Value:

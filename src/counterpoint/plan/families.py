@@ -69,6 +69,9 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     """
     if spec == "fused" and problem.op in EXPERTS:
         spec = FUSED  # as the operators call it
+    if problem.op == "pipeline":
+        want = "of an operator: the stages of a pipeline are its user's, see Pipeline.plan"
+        raise InputError("build", "problem", want=want, got="a pipeline")
     family, *words = spec.split() or [""]
     known = FAMILIES[problem.op]
     if family not in known:

@@ -31,12 +31,13 @@ def check_form(plan: Plan) -> None:
         names = [item.name for item in items]
         if len(set(names)) < len(names):
             fail(f"two {name}s have one name: {', '.join(names)}")
-    operands = {b.name: b for b in OPERANDS[plan.problem.op](plan.problem)}
     users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
+    known = plan.problem.op != "pipeline"  # whose stages work on whatever is the user's
+    operands = {b.name: b for b in OPERANDS[plan.problem.op](plan.problem)} if known else users
     if users != operands:
         fail(f"inputs and outputs must be {list(operands.values())}, got {list(users.values())}")
     for buffer in plan.buffers:
-        if buffer.dtype not in (plan.problem.dtype, "float32"):
+        if known and buffer.dtype not in (plan.problem.dtype, "float32"):
             fail(
                 f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
             )
@@ -102,6 +103,11 @@ def _not_as_built(plan: Plan) -> str:
 
 def _misuse(plan: Plan, step: Step) -> str:
     """Why a step cannot run, or ''."""
+    if step.kind == "opaque":
+        peers = any(region.at for region in step.reads + step.writes)
+        if plan.problem.op != "pipeline" or peers or step.waits or step.posts:
+            return "an opaque step stands in a pipeline, on this rank, and signals nobody"
+        return ""
     engine = plan.lane(step.lane).engine
     reads = [plan.buffer(r.buffer) for r in step.reads]
     writes = [plan.buffer(r.buffer) for r in step.writes]

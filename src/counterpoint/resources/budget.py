@@ -9,11 +9,25 @@ cuBLAS's write only the tiles that the grid they were launched with would have (
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.errors import InputError, UnsupportedError
+
+# one of each budget for a group, as a communicator is costly: forgotten with the group
+_limited: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def limited(of: dist.ProcessGroup, device: torch.device, max_ctas: int) -> dist.ProcessGroup:
+    """The one group of this budget beside `of`, made at its first use. All its ranks call this."""
+    groups = _limited.setdefault(of, {})
+    if max_ctas not in groups:
+        made = groups[max_ctas] = group(of, max_ctas)
+        # its communicator is set up now, and not in a capture
+        dist.all_reduce(torch.ones(1, device=device), group=made)
+    return groups[max_ctas]
 
 
 def group(of: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
@@ -68,27 +82,3 @@ def matmul_sms(device: torch.device, num_sms: int) -> Generator[None]:
         yield
     finally:
         tell(before)
-
-
-def green_stream(device: torch.device, num_sms: int) -> torch.cuda.Stream:
-    """A stream whose kernels run on this many SMs only: of a green context.
-
-    Args:
-        device: of the stream.
-        num_sms: the driver rounds it up to a multiple of 8.
-
-    Raises:
-        InputError: there are not as many.
-        UnsupportedError: this torch or driver has no green contexts.
-    """
-    here = torch.cuda.get_device_properties(device).multi_processor_count
-    if not 1 <= num_sms <= here:
-        raise InputError("budget.green_stream", "num_sms", want=f"from 1 to {here}", got=num_sms)
-    contexts: Any = getattr(torch.cuda, "green_contexts", None)
-    try:
-        made: Any = contexts.GreenContext.create(num_sms=num_sms, device_id=device.index)
-        stream: torch.cuda.Stream = made.Stream()
-    except (AttributeError, RuntimeError) as error:
-        raise UnsupportedError(f"budget: no green contexts here: {error}") from error
-    stream.counterpoint_context = made  # type: ignore[attr-defined]  # lives as long as the stream
-    return stream

@@ -16,7 +16,7 @@ import torch
 from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import Arrival, BoundStep, Part, Program
 from counterpoint.runtime import compute
-from counterpoint.runtime.compute import Action
+from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.workspace import NUM_SLOTS, Operands, Places, Workspace
 from counterpoint.spans import Span
@@ -48,7 +48,7 @@ def _thread(lane: str) -> ThreadPoolExecutor:
 class CpuCode:
     """A program compiled for the shared memory of CPU ranks."""
 
-    def __init__(self, program: Program, workspace: Workspace) -> None:
+    def __init__(self, program: Program, workspace: Workspace, calls: Calls) -> None:
         self.program = program
         self.workspace = workspace
         self.pads = [
@@ -56,14 +56,16 @@ class CpuCode:
             for r in range(workspace.pads.world_size)
         ]
         places = Places(workspace, program.plan)
-        self.actions = [self._actions(bound, places) for bound in program.steps]
+        self.actions = [self._actions(bound, places, calls) for bound in program.steps]
         lanes = {lane.name: lane.engine for lane in program.plan.lanes}
         self.on_copy_lane = [lanes[bound.step.lane] == "copy" for bound in program.steps]
 
-    def _actions(self, bound: BoundStep, places: Places) -> list[Action]:
+    def _actions(self, bound: BoundStep, places: Places, calls: Calls) -> list[Action]:
         match bound.step.kind:
             case "barrier":
                 return []
+            case "opaque":
+                return [compute.opaque(bound, calls)]
             case "copy":
                 return [compute.move(bound, part, places) for part in bound.parts]
             case kind:
@@ -82,6 +84,7 @@ class _Call:
         self.operands = operands
         self.spans = spans
         self.workspace = code.workspace
+        self.differentiates = torch.is_grad_enabled()
         self.ended = {bound.step.name: Event() for bound in code.program.steps}
         self.failed = Event()
 
@@ -144,13 +147,16 @@ class _Call:
         self.ended[step.name].set()
 
     def _act(self, bound: BoundStep, actions: list[Action]) -> None:
-        if bound.step.kind == "collective":
+        meets = bool(bound.step.arg("collective"))  # also where it is a call of the user's own
+        if meets:
             self._meet(bound)
+        theirs = self.differentiates and bound.step.kind == "opaque"
         try:
-            for action in actions:
-                action(self.operands)
+            with torch.set_grad_enabled(theirs):
+                for action in actions:
+                    action(self.operands)
         except RuntimeError as error:
-            if bound.step.kind != "collective":
+            if not meets:
                 raise
             raise self._lost(bound) from error
 
