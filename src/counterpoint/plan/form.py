@@ -57,7 +57,8 @@ def check_form(plan: Plan) -> None:
             fail(problem, step.name)
     for lane in plan.lanes:
         _check_batches(plan, [step for step in plan.steps if step.lane == lane.name])
-    ours = [step.name for step in plan.steps if step.arg("transport") or step.arg("kernel")]
+    ours = [step.name for step in plan.steps if step.kind != "opaque"
+            and (step.arg("transport") or step.arg("kernel"))]  # fmt: skip
     if ours and (problem := _not_as_built(plan)):
         fail(problem, ours[0])
 
