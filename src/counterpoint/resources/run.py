@@ -9,6 +9,7 @@ import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -214,16 +215,25 @@ class Captured:
             what = "NCCL's collectives hang when captured with memory of Pipeline.empty"
             raise UnsupportedError(f"Captured: {what}; {fix}")
         code = compiled(self.pipeline, self.controls, self._watched)
-        side = self.pipeline.kept.setdefault("capture", torch.cuda.Stream(self.pipeline.device))
+        side: torch.cuda.Stream = self.pipeline.kept.setdefault(
+            "capture", torch.cuda.Stream(self.pipeline.device)
+        )
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             code.run({})  # libraries set themselves up for each stream
         torch.cuda.synchronize(self.pipeline.device)
+        # what stages allocate, a pool holds that no other memory comes from. The graphs of one
+        # pipeline share it, as they never run at once; it ends with the last of them
+        kept = self.pipeline.kept
+        others: WeakSet[Captured] = kept.setdefault("captured", WeakSet())
+        if not others:
+            kept["pool"] = torch.cuda.graph_pool_handle()
         try:
             with (
                 no_collector(),
-                # its own memory pool, which lives as long as the graph: stages may allocate
-                torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    self.graph, pool=kept["pool"], stream=side, capture_error_mode="thread_local"
+                ),
             ):
                 code.run({})
         except RuntimeError as error:
@@ -231,6 +241,7 @@ class Captured:
             raise UnsupportedError(
                 f"a stage cannot be captured in a graph: {error}; {fix}"
             ) from error
+        others.add(self)
 
     def _watched(self, stage: Stage, call: Call) -> None:
         """Learn which nodes a stage has made, while it is captured."""
