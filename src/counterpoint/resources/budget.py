@@ -20,23 +20,15 @@ from counterpoint.errors import InputError, UnsupportedError
 _limited: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def limited(of: dist.ProcessGroup, device: torch.device, max_ctas: int) -> dist.ProcessGroup:
-    """The one group of this budget beside `of`, made at its first use. All its ranks call this."""
-    groups = _limited.setdefault(of, {})
-    if max_ctas not in groups:
-        made = groups[max_ctas] = group(of, max_ctas)
-        # its communicator is set up now, and not in a capture
-        dist.all_reduce(torch.ones(1, device=device), group=made)
-    return groups[max_ctas]
-
-
-def group(of: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
+def group(of: dist.ProcessGroup, device: torch.device, max_ctas: int) -> dist.ProcessGroup:
     """A second NCCL group of the same ranks, whose kernels have at most this many blocks.
 
-    All ranks of the group call this. It has communicators, and so device memory, of its own.
+    All ranks of the group call this, and get the one of their first call. It has communicators, and
+    so device memory, of its own.
 
     Args:
         of: an NCCL group.
+        device: of this rank.
         max_ctas: blocks of a kernel, from 1 to 64.
 
     Raises:
@@ -45,6 +37,9 @@ def group(of: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
     """
     if not 1 <= max_ctas <= 64:
         raise InputError("budget.group", "max_ctas", want="from 1 to 64", got=max_ctas)
+    groups = _limited.setdefault(of, {})
+    if max_ctas in groups:
+        return groups[max_ctas]
     options: Any = dist.ProcessGroupNCCL.Options()
     if not hasattr(options.config, "max_ctas"):
         raise UnsupportedError(f"budget: torch {torch.__version__} has no max_ctas for NCCL")
@@ -53,6 +48,9 @@ def group(of: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(of)
     made = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "a rank of a group makes a group with its ranks"
+    # its communicator is set up now, and not in a capture
+    dist.all_reduce(torch.ones(1, device=device), group=made)
+    groups[max_ctas] = made
     return made
 
 

@@ -46,7 +46,7 @@ def _calls(pipeline: Pipeline, plan: Plan, around: Around | None) -> dict[str, C
     transport: Any = marks.get("transport", "sm")
     group = None
     if "max_ctas" in marks:
-        group = budget.limited(pipeline.group, pipeline.device, int(marks["max_ctas"]))
+        group = budget.group(pipeline.group, pipeline.device, int(marks["max_ctas"]))
     carries = iter(carriers(pipeline, transport, group))
     stages = iter(pipeline.stages)
     calls: dict[str, Call] = {}
