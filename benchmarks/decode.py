@@ -24,12 +24,10 @@ ROWS = (1, 8, 32, 64)
 MORE_ROWS = (128, 256, 1024)
 # of the first layer: ways to send, then tiles of other widths
 ABLATION = (
-    "fused one_shot words 64x64x6 warps=4",
-    "fused two_shot words 64x64x6 warps=4",
-    "fused two_shot stamps 64x64x6 warps=4",
-    "fused two_shot flags 64x64x6 warps=4",
-    "fused two_shot words 32x64x6 warps=4",
-    "fused two_shot words 128x64x4 warps=4",
+    "fused one_shot 64x64x6 warps=4",
+    "fused two_shot 64x64x6 warps=4",
+    "fused two_shot 32x64x6 warps=4",
+    "fused two_shot 128x64x4 warps=4",
 )
 
 

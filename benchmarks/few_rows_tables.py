@@ -1,4 +1,4 @@
-"""The tables of docs/fused.md of the other two operators: few_rows.py, gathered.py."""
+"""The tables of docs/fused.md of the other two operators: few_rows.py."""
 
 from pathlib import Path
 from statistics import geometric_mean
@@ -28,33 +28,6 @@ def summary(results: Path) -> str:
         f"{1 / geometric_mean(graph):.2f} of the time of serial in a graph, "
         f"{1 / geometric_mean(eager):.2f} eagerly with the host's time in it."
     )
-
-
-def gathered(results: Path) -> str:
-    """Of all_gather_matmul in one kernel, of the most GPUs; "" without rows."""
-    paths = {int(p.name.split("-")[1][:-1]): p for p in results.glob("gathered-*x-h200.jsonl")}
-    if not paths:
-        return ""
-    rows = record.read(paths[max(paths)])
-    h = rows[0]
-    parts: list[str] = []
-    for question in ("few rows", "more rows"):
-        shapes = _shapes([row for row in rows if row["question"] == question])
-        arms = [row["arm"] for row in shapes[0]]
-        lines = ["| M, N, K | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
-        for shape in sorted(shapes, key=lambda s: (-s[0]["n"], s[0]["m"])):
-            times = {row["arm"]: f"{row['median_s'] * 1e6:.1f}" for row in shape}
-            cells = [times.get(arm, "-") for arm in arms]
-            head = f"{shape[0]['m']}, {shape[0]['n']}, {shape[0]['k']}"
-            lines.append("| " + " | ".join([head, *cells]) + " |")
-        parts.append("\n".join(lines))
-    parts.append(
-        f"{h['ranks']}x {h['gpu']}, bf16, driver {h['driver']}, torch {h['torch']}, Triton "
-        f"{h['triton']}, NCCL {h['nccl']}, {h['date']}, commit {h['commit']}. Microseconds a call, "
-        "M over all ranks, weights in rotation. The second table is of one GPU alone, the best of "
-        "nine tiles."
-    )
-    return "\n\n".join(parts)
 
 
 def _table(rows: list[Row]) -> str:

@@ -28,13 +28,13 @@ LIMITS_S = {"smoke": (420, 60), "full": (420, 210), "study": (0, 0), "loops": (0
             "slow": (0, 0)}  # fmt: skip
 LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
 REST = ("loops", "slow")  # of that experiment alone
-STUDY = ("losses", "copies", "gathered", "few_rows", "decode", "experts", "embedding", "steps")
+STUDY = ("losses", "copies", "few_rows", "decode", "experts", "embedding", "steps")
 EMBEDDING_S, EXPERTS_S, STEPS_S = 150, 310, 180
 DECODE_S = 120
 LOSSES_S = 100
 SHORT_S = 60  # of each other part
 PARTS = ("hardware", "characterize", "losses", "copies", "tests", "bench", "training", "few_rows",
-         "gathered", "decode", "experts", "embedding", "steps", "sharing", "resources")  # fmt: skip
+         "decode", "experts", "embedding", "steps", "sharing", "resources")  # fmt: skip
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
     rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
         ("hardware", "hardware"), ("characterize", "characterize"),
         ("losses", "losses"), ("copies", "copies"), ("bench", "overlap"),
-        ("training", "training"), ("few_rows", "few-rows"), ("gathered", "gathered"),
+        ("training", "training"), ("few_rows", "few-rows"),
         ("decode", "decode"), ("experts", "experts"), ("embedding", "embedding"),
         ("steps", "steps"), ("sharing", "sharing"), ("resources", "resources"),
     )}  # fmt: skip
@@ -79,7 +79,6 @@ def main() -> int:
         "bench": (["benchmarks/overlap.py", *suite], bench_s),
         "training": (["benchmarks/training.py", *suite], SHORT_S),
         "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
-        "gathered": (["benchmarks/gathered.py"], SHORT_S),
         "experts": (["benchmarks/experts.py", "--soak", "100000"], EXPERTS_S),
         "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
         "embedding": (["benchmarks/embedding.py", "--soak", "100000"], EMBEDDING_S),

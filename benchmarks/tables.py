@@ -21,9 +21,9 @@ import losses_tables
 import mesh_prediction
 import sharing_tables
 import steps_tables
+from counterpoint.choose.rule import RULE
 
 from counterpoint.choose.known import SHIPPED, shipped
-from counterpoint.choose.rule import RULE
 from counterpoint.cli.evaluate_report import HEAD, cells_of, draw, draw_errors, errors_of
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine
@@ -430,8 +430,6 @@ def main() -> None:
     for name, text in steps_tables.sections(RESULTS).items():
         replace(ROOT / "docs" / "training.md", name, text)
     steps_tables.draw(RESULTS, IMAGES)
-    if parts := few_rows_tables.gathered(RESULTS):
-        replace(ROOT / "docs" / "fused.md", "gathered", parts)
     if few := few_rows_tables.section(RESULTS):
         replace(ROOT / "docs" / "fused.md", "few-rows", few)
         replace(ROOT / "README.md", "few-rows", few_rows_tables.summary(RESULTS))

@@ -14,7 +14,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
     """As `FusedMemory`, of `num_bytes` of each kind: the ranks' memory is a tensor each."""
     kept = {
         name: [guarded(num_bytes // 4, fill) for _ in range(ranks)]
-        for name, fill in (("words", -0.0), ("stamps", 0.0), ("tiles", 0.0), ("flags", 0.0))
+        for name, fill in (("words", -0.0), ("tiles", 0.0), ("flags", 0.0))
     }
 
     def shared(rank: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.peer import not_there
+from counterpoint.kernels.peer import EMPTY
 
 
 @triton.jit
@@ -13,17 +13,17 @@ def post_relaxed(flag_ptrs, epoch, mask=None):
 
 
 @triton.jit
-def take_and_leave(word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4):
+def take_and_leave(word_ptrs, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4):
     """`take_words` that does not empty them: those of an earlier call look like this one's."""
     words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
-    while tl.max((mask & not_there(words, epoch)).to(tl.int32)) > 0:
+    while tl.max((mask & (words == EMPTY)).to(tl.int32)) > 0:
         words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
     return words, mask & False
 
 
 @triton.jit
 def same_epoch(epoch):
-    """`next_epoch` that does not count: words and flags of the call before look like this one's."""
+    """`next_epoch` that does not count: flags of the call before look like this one's."""
     return tl.where(epoch == 0, 1, epoch)
 
 

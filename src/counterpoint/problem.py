@@ -1,31 +1,61 @@
 """What is computed: the facts of one call, equal on all ranks.
 
-Legend: M rows in all (the gathered or the scattered dim), N and K as one rank sees them; of a
-gradient, those of the forward call.
+What one operator makes of these facts stands in `plan/<op>.py` alone: a name of an operator is the
+name of that file, and nothing here lists them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
 from itertools import accumulate
-from typing import Literal, get_args
+from pkgutil import iter_modules
+from typing import Any, Literal, Protocol, get_args
 
 from counterpoint.errors import InputError
 
-Op = Literal[
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "all_gather_matmul_wgrad",
-    "all_gather_matmul_backward",
-    "matmul_reduce_scatter_backward",
-    "all_to_all_matmul",
-    "matmul_all_to_all",
-    "pipeline",
-]
 DType = Literal["bfloat16", "float16", "float32"]
+ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
-EXPERTS: tuple[Op, ...] = ("all_to_all_matmul", "matmul_all_to_all")
-OPS: tuple[Op, ...] = tuple(op for op in get_args(Op) if op not in (*EXPERTS, "pipeline"))
-FORWARD: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
-ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+class Sizes(Protocol):
+    """What an operator says of its sizes; the rest of it is `plan.operation.Operation`."""
+
+    shares_rows: bool  # whether M is shared out over the ranks
+
+    def check(self, problem: "Problem") -> None:
+        """Refuse sizes that are not its own."""
+        ...
+
+    def moved(self, problem: "Problem") -> tuple[int, int]:
+        """Columns of what is gathered, and of what is scattered."""
+        ...
+
+    def matmuls(self, problem: "Problem") -> tuple[tuple[int, int, int], ...]:
+        """(rows, columns, contracted) of each matmul of one rank, in one piece."""
+        ...
+
+
+@cache
+def declaration(op: str) -> Any:
+    """The OPERATION of `plan/<op>.py`; None where there is none."""
+    if not (isinstance(op, str) and op.isidentifier()):
+        return None
+    try:
+        return getattr(import_module(f"counterpoint.plan.{op}"), "OPERATION", None)
+    except ModuleNotFoundError as error:
+        if error.name != f"counterpoint.plan.{op}":
+            raise
+        return None
+
+
+@cache
+def op_names() -> tuple[str, ...]:
+    """All operators, those of gradients included, in alphabetical order."""
+    modules = iter_modules(import_module("counterpoint.plan").__path__)
+    found = ((m.name, declaration(m.name)) for m in modules)
+    return tuple(name for name, declared in found if declared is not None and declared.families)
 
 
 def dtype_of(op: str, dtype: object) -> DType:
@@ -33,17 +63,19 @@ def dtype_of(op: str, dtype: object) -> DType:
     for name in get_args(DType):
         if str(dtype) in (name, f"torch.{name}"):
             return name
-    raise InputError(op, "dtype", want=f"one of {', '.join(ITEM_BYTES)}", got=repr(dtype))
+    raise InputError(op, "dtype", want=f"one of {', '.join(get_args(DType))}", got=repr(dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One distributed matmul, or the gradients of one.
+    """One distributed operator on its tensors, or the gradients of one.
 
     all_gather_matmul:     y[M, N] = the x_r[rows[r], K] of all ranks, one under the other, times
                            w[K, N], plus bias[N]; with `splits` one y_i for each w_i[K, splits[i]]
     matmul_reduce_scatter: y_r[rows[r], N] = own rows of the sum over ranks of x_s[M, K] w_s[K, N],
                            plus bias[N], added once
+    matmul_all_reduce:     y[M, N] = the sum over ranks of x_s[M, K] w_s[K, N], plus bias[N], added
+                           once, on every rank
 
     With dy the gradient of y, and wt[N, K] the transposed weight:
 
@@ -53,19 +85,19 @@ class Problem:
     matmul_reduce_scatter_backward: dx[M, K] = the dy_r[rows[r], N], one under the other, times
                                     wt[N, K], and dw[K, N] = x[M, K]^T (the dy_r, as in dx)
 
-    With experts, `experts` of them on each rank, and equally many rows, c, for each pair of a rank
-    and an expert: M = ranks * experts * c is what a rank sends in all, itself included, and what it
-    gets; block d of x is for rank d. w[experts * K, N] has a rank's experts one under the other:
+    With `experts` experts on each rank, and equally many rows, c, for each pair of a rank and an
+    expert: M = ranks * experts * c is what a rank sends in all, itself included, and what it gets;
+    block d of x is for rank d. w[experts * K, N] has a rank's experts one under the other:
 
     all_to_all_matmul: y[M, N] = for each expert of this rank the rows that all ranks have for it,
                        rank 0 first, times its weight[K, N]
-    matmul_all_to_all: the way back: x lies as that y does, and rows go to where they were in x
+    matmul_all_to_all: the combine: x lies as that y does, and rows go to where they were in x
 
     A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
         op: the operator.
-        m: rows over all ranks; with experts, rows of x on each.
+        m: rows over all ranks; with experts, and of matmul_all_reduce, rows of x on each.
         n: columns of one rank's weight.
         k: contracted size on one rank.
         ranks: number of ranks of the group.
@@ -78,11 +110,11 @@ class Problem:
         experts: of one rank; 0 for ops without.
 
     Raises:
-        InputError: a size is negative, `rows` does not add up to `m` or `splits` to `n`, the op
-            takes no bias or one weight only, or rows are not equal for all experts.
+        InputError: there is no such op, a size is negative, `rows` does not add up to `m` or
+            `splits` to `n`, or the op has no bias, no experts, one weight only, or equal rows.
     """
 
-    op: Op
+    op: str
     m: int
     n: int
     k: int
@@ -95,16 +127,25 @@ class Problem:
     experts: int = 0
 
     def __post_init__(self) -> None:
-        if self.op not in get_args(Op):
-            want = f"one of {', '.join(get_args(Op))}"
-            raise InputError("Problem", "op", want=want, got=repr(self.op))
+        if declaration(self.op) is None:
+            near = get_close_matches(str(self.op), op_names(), 1)
+            fix = f"did you mean {near[0]!r}?" if near else ""
+            want = f"one of {', '.join(op_names())}"
+            raise InputError("Problem", "op", want=want, got=repr(self.op), fix=fix)
         object.__setattr__(self, "dtype", dtype_of(self.op, self.dtype))
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
         for name in ("m", "n", "k", "scratch_bytes_limit"):
             if getattr(self, name) < 0:
                 raise InputError(self.op, name, want="0 or more", got=getattr(self, name))
+        object.__setattr__(self, "rows", self._rows())
+        object.__setattr__(self, "splits", tuple(self.splits))
+        self.sizes.check(self)
+
+    def _rows(self) -> tuple[int, ...]:
         rows = tuple(self.rows)
+        if not rows and not self.sizes.shares_rows:
+            return tuple((self.m + i) // self.ranks for i in range(self.ranks))
         if not rows:
             if self.m % self.ranks:
                 want = f"a multiple of the {self.ranks} ranks"
@@ -114,35 +155,22 @@ class Problem:
         if len(rows) != self.ranks or sum(rows) != self.m or min(rows) < 0:
             want = f"{self.ranks} counts >= 0 that add up to {self.m}"
             raise InputError(self.op, "rows", want=want, got=rows)
-        object.__setattr__(self, "rows", rows)
-        if self.bias and self.op not in FORWARD:
-            who = "experts add" if self.op in EXPERTS else "a gradient adds"
-            raise InputError(self.op, "bias", want=f"False: {who} none", got=self.bias)
-        object.__setattr__(self, "splits", tuple(self.splits))
-        self._check_splits()
-        self._check_experts()
+        return rows
 
-    def _check_splits(self) -> None:
-        splits = self.splits
-        if splits and (self.op != "all_gather_matmul" or self.bias):
-            want = "empty: only all_gather_matmul without a bias takes several weights"
-            raise InputError(self.op, "splits", want=want, got=splits)
-        if splits and (sum(splits) != self.n or min(splits) < 0):
-            want = f"counts >= 0 that add up to {self.n}"
-            raise InputError(self.op, "splits", want=want, got=splits)
-
-    def _check_experts(self) -> None:
-        if (self.experts > 0) != (self.op in EXPERTS) or self.experts < 0:
-            want = "1 or more" if self.op in EXPERTS else "0: the op has none"
-            raise InputError(self.op, "experts", want=want, got=self.experts)
-        if self.experts and (len(set(self.rows)) > 1 or self.rows[0] % self.experts):
-            want = f"equal, and a multiple of the {self.experts} experts of a rank"
-            raise InputError(self.op, "rows", want=want, got=self.rows)
+    @property
+    def sizes(self) -> Sizes:
+        """What the operator says of its sizes."""
+        return declaration(self.op)
 
     @property
     def row_starts(self) -> tuple[int, ...]:
         """First row of each rank's block, and M at the end: [ranks + 1]."""
         return tuple(accumulate(self.rows, initial=0))
+
+    @property
+    def equal_rows(self) -> bool:
+        """Whether all ranks have equally many rows."""
+        return len(set(self.rows)) == 1
 
     @property
     def item_bytes(self) -> int:
@@ -152,8 +180,7 @@ class Problem:
     @property
     def flop(self) -> int:
         """Floating-point operations of one rank: 2 M N K for each matmul."""
-        matmuls = 2 if self.op.endswith("_backward") else 1
-        return matmuls * 2 * self.m * self.n * self.k
+        return sum(2 * rows * n * k for rows, n, k in self.sizes.matmuls(self))
 
     @property
     def link_bytes(self) -> int:
@@ -162,27 +189,12 @@ class Problem:
         Of what is gathered, every shard but its own; of what is scattered, from each peer a partial
         of its own rows, or with experts a block.
         """
-        gathered, scattered = self._columns
+        gathered, scattered = self.sizes.moved(self)
         rows = ((self.m - own) * gathered + (self.ranks - 1) * own * scattered for own in self.rows)
         return max(rows) * self.item_bytes
 
-    @property
-    def _columns(self) -> tuple[int, int]:
-        """Columns of what is gathered and of what is scattered."""
-        match self.op:
-            case "matmul_reduce_scatter" | "matmul_all_to_all":
-                return 0, self.n
-            case "all_to_all_matmul":
-                return 0, self.k
-            case "all_gather_matmul_backward":
-                return self.k, self.k
-            case "matmul_reduce_scatter_backward":
-                return self.n, 0
-            case _:
-                return self.k, 0
-
     def __str__(self) -> str:
-        even = len(set(self.rows)) == 1
+        even = self.equal_rows or not self.sizes.shares_rows
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
         columns = "+".join(map(str, self.splits or (self.n,)))

@@ -239,16 +239,22 @@ def test_beside_other_fused_operators(gpus):
     """They share epoch, flags and memory."""
     layout, own = some_layout(), {"dtype": torch.bfloat16, "rows": 99, "longest": 5}
     cases = kinds(layout, own, gpus, 3)
+    ranks = dist.get_world_size()
     x, w = (
-        torch.randn(4, 256, device=gpus).bfloat16(),
+        torch.randn(4 * ranks, 256, device=gpus).bfloat16(),
         torch.randn(256, 512, device=gpus).bfloat16(),
     )
-    plan = "fused two_shot flags 64x64x4 warps=4"
-    first = cp.matmul_all_reduce(x, w, plan=plan)
+    counts = torch.full((ranks, ranks), 4)  # an expert on each rank, which gets 4 rows of each
+
+    def others():
+        summed = cp.matmul_all_reduce(x, w, plan="fused")
+        return summed, cp.all_to_all_matmul(x, w[None], counts=counts, plan="fused")
+
+    first = others()
     for i in range(60):
         bags, want = cases[i % 3]
         assert torch.equal(called(bags, layout), want)
-        assert torch.equal(cp.matmul_all_reduce(x, w, plan=plan), first)
+        assert all(torch.equal(y, known) for y, known in zip(others(), first, strict=True))
     cp.check()
 
 

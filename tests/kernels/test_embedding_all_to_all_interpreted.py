@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_cases import expected, facts_of, pooled, random_bags
+from embedding_cases import expected, facts_of, in_programs, pooled, random_bags
 from rank_bodies import world
 from rankpool import RankPool
 
@@ -51,13 +51,13 @@ def wrong_calls(rank: int, ranks: int, cases: list[str], epoch: int = 0) -> list
             bags = everyone[rank]
             place = place_of(memory, layout)
             sender = Sender(facts_of(layout, bags, mean=mean), memory, place, 0, Way(256, unroll))
-            sender.programs = 3
             offsets = bags.offsets if call else bags.offsets[:-1]
             y = torch.full((layout.batch[rank], layout.columns), torch.nan, dtype=dtype)
             with warnings.catch_warnings():
                 # the interpreter's own: it takes the bound of a loop from an array of one element
                 warnings.simplefilter("ignore", DeprecationWarning)
-                sender(bags.tables, bags.indices, offsets, bags.weights)
+                call = sender.launch_of(bags.tables, bags.indices, offsets, bags.weights, None)
+                in_programs(3, call, sender.way)
                 sender.copy_out(y)
             if not close(y, expected(everyone, layout, rank, mean=mean)):
                 found.append(f"{name}, call {call}")

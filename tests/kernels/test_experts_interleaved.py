@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from counterpoint.plan.expert_tiles import Tile
 from memories import GUARD, guarded, left, memories
 from planted import is_last_relaxed, post_relaxed, post_too_few, same_epoch
 from rankpool import RankPool
@@ -11,13 +12,11 @@ from rankpool import RankPool
 from counterpoint.kernels import all_to_all_matmul as dispatch
 from counterpoint.kernels import matmul_all_to_all as combine
 from counterpoint.kernels import peer
-from counterpoint.plan.expert_tiles import Tile
-from counterpoint.runtime.launch_experts import AllToAllMatmul, First, MatmulAllToAll, Sending
+from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending
 
 TILE = Tile(16, 16, 16, 1, 4, 2)
 N, K = 24, 32
 LIMIT = 96
-FIRSTS: tuple[First, ...] = ("next", "own", "same")
 FAULTS = {
     "relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
     "epoch": ("next_epoch", same_epoch), "uncounted": ("is_last", is_last_relaxed),
@@ -80,8 +79,6 @@ def errors_of(
             if fault and any(found):
                 break  # it shows
             torch.manual_seed(seed)
-            # whoever comes first, the result is the same
-            first: First = FIRSTS[seed % 3]
             each = memories(ranks, 2 * 4 * (LIMIT + 1) * K + 4096)
             calls: list[Any] = []
             for call in range(3):
@@ -91,19 +88,13 @@ def errors_of(
                 rooms = [rooms_of(LIMIT, back) for _ in range(ranks)]
                 calls.append((counts, ws, xs, rooms, (seed + call) % 2 == 1))
 
-            def run(
-                r: int,
-                each: Any = each,
-                calls: Any = calls,
-                first: First = first,
-            ) -> None:
+            def run(r: int, each: Any = each, calls: Any = calls) -> None:
                 if back:
                     op: Any = MatmulAllToAll(each[r], 0, experts, LIMIT, K, N, torch.float32,
-                                             TILE, first)  # fmt: skip
+                                             TILE)  # fmt: skip
                 else:
-                    way = Sending(2, 2, 64, join=True, first=first)
                     op = AllToAllMatmul(each[r], 0, experts, LIMIT, K, N, torch.float32, TILE,
-                                        way)  # fmt: skip
+                                        Sending(2, 2, 64))  # fmt: skip
                 op.sms = 2
                 local = experts // ranks
                 for counts, ws, xs, rooms, clear in calls:

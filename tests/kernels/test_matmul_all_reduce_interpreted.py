@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counterpoint.runtime.launch_fused import Fused, launch_of, reserve, where
 from rank_bodies import world
 from rankpool import RankPool
 
 from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.launch_fused import Fused, launch_of, reserve, where
 from counterpoint.runtime.workspace import workspace_of
 
-WAYS = [(1, "words"), (2, "words"), (1, "stamps"), (2, "stamps"), (2, "flags"), (0, "words")]
-
-
+SHOTS = (1, 2, 0)
 PROGRAMS = 2  # fewer than tiles: each has several
 
 
-def way(shots: int, by: str) -> Fused:
+def way(shots: int) -> Fused:
     """0 shots: scattered."""
-    return Fused(shots or 1, by, 16, 32, 1, 4, not shots)  # type: ignore[arg-type]
+    return Fused(shots or 1, 16, 32, 1, 4, not shots)  # type: ignore[arg-type]
 
 
 def wrong_sums(rank: int, ranks: int, cases: list[tuple[Any, ...]], epoch: int = 0) -> list[str]:
@@ -42,7 +40,7 @@ def wrong_sums(rank: int, ranks: int, cases: list[tuple[Any, ...]], epoch: int =
             with warnings.catch_warnings():
                 # the interpreter's own: it takes the bound of a loop from an array of one element
                 warnings.simplefilter("ignore", DeprecationWarning)
-                launch = launch_of(how, memory, where(how, memory), 0, x, w, bias)
+                launch = launch_of(how, memory, where(memory), 0, x, w, bias)
                 launch.programs = min(launch.programs, PROGRAMS)
                 launch(x, w, bias, y)
             want = x.double() @ w.double()
@@ -66,10 +64,10 @@ def wrong_sums(rank: int, ranks: int, cases: list[tuple[Any, ...]], epoch: int =
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("shots", "by"), WAYS)
-def test_the_sum_over_ranks(pool: RankPool, shots: int, by: str, ranks: int):
+@pytest.mark.parametrize("shots", SHOTS)
+def test_the_sum_over_ranks(pool: RankPool, shots: int, ranks: int):
     cases = [
-        (way(shots, by), m, n, k, dtype, has_bias, transposed)
+        (way(shots), m, n, k, dtype, has_bias, transposed)
         for (m, n, k), dtype, has_bias, transposed in [
             ((1, 64, 64), torch.float16, False, True),
             ((3, 56, 40), torch.float32, True, False),  # nothing divides
@@ -80,9 +78,9 @@ def test_the_sum_over_ranks(pool: RankPool, shots: int, by: str, ranks: int):
 
 
 @pytest.mark.parametrize("epoch", [-2, 2**31 - 2])
-@pytest.mark.parametrize(("shots", "by"), WAYS)
-def test_epochs_wrap(pool: RankPool, shots: int, by: str, epoch: int):
-    cases = [(way(shots, by), m, 32, 32, torch.float32, False, True) for m in (1, 2, 1)]
+@pytest.mark.parametrize("shots", SHOTS)
+def test_epochs_wrap(pool: RankPool, shots: int, epoch: int):
+    cases = [(way(shots), m, 32, 32, torch.float32, False, True) for m in (1, 2, 1)]
     assert pool.run(wrong_sums, 2, cases, epoch) == [[]] * 2
 
 
@@ -98,7 +96,7 @@ def late_by_a_call(rank: int, ranks: int, how: Fused) -> list[bool]:
         time.sleep(1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        launch = launch_of(how, memory, where(how, memory), 6, x, w, None)
+        launch = launch_of(how, memory, where(memory), 6, x, w, None)
         start_s = time.monotonic()
         launch(x, w, None, y)
         took_s = time.monotonic() - start_s
@@ -109,9 +107,8 @@ def late_by_a_call(rank: int, ranks: int, how: Fused) -> list[bool]:
             took_s < 1.5]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shots", "by"), WAYS[1:-1])
-def test_a_rank_that_has_given_up_sends_no_sums(pool: RankPool, shots: int, by: str):
-    assert pool.run(late_by_a_call, 2, way(shots, by)) == [[True] * 4] * 2
+def test_a_rank_that_has_given_up_sends_no_sums(pool: RankPool):
+    assert pool.run(late_by_a_call, 2, way(2)) == [[True] * 4] * 2
 
 
 def grown(rank: int, ranks: int) -> list[int]:
@@ -121,7 +118,7 @@ def grown(rank: int, ranks: int) -> list[int]:
         words.reserve(num_bytes << 20)
         assert words.half_bytes >= num_bytes << 20
         assert words.memory is not None
-        assert (words.memory.local().view(torch.int32) == -(1 << 31)).all()  # all words are EMPTY
+        assert (words.memory.local().view(torch.int32) == -(1 << 31)).all()  # they are EMPTY
         found.append(words.memory.num_bytes >> 20)
     return list(dict.fromkeys(found))
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from planted import post_relaxed
-from ptx import ACQUIRE, BARRIER, CAPABILITIES, RELEASE, compiled, in_order
+from ptx import ACQUIRE, BARRIER, CAPABILITIES, RELEASE, all_stop_alike, compiled, in_order
 from rankpool import RankPool
 
 from counterpoint.kernels import peer
@@ -80,3 +80,4 @@ def test_a_barrier_releases_and_acquires(capability: int):
     stores = found.ptx.partition("release")[0] + "release"  # those before the release
     assert in_order(stores, r"\bst\.global", BARRIER, "release")
     assert in_order(found.ptx, RELEASE, ACQUIRE, r"\.cg\.") and not found.spills
+    assert all_stop_alike(found.ttgir) == 1

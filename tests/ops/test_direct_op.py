@@ -33,7 +33,6 @@ def results(rank: int, ranks: int, op: str, spec: str) -> list[bool]:
     ("op", "spec"),
     [
         ("all_gather_matmul", "serial direct"),
-        ("all_gather_matmul", "serial fused"),
         ("matmul_reduce_scatter", "serial direct"),
         ("matmul_reduce_scatter", "serial fused"),
     ],

@@ -6,12 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_bodies import world
-from rankpool import RankPool
-
-import counterpoint as cp
-from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.ops.matmul_all_reduce import way_of
 from counterpoint.runtime.fused_call import grid
 from counterpoint.runtime.launch_fused import (
     Fused,
@@ -21,8 +15,14 @@ from counterpoint.runtime.launch_fused import (
     padded_rows,
     where,
 )
+from rank_bodies import world
+from rankpool import RankPool
 
-TWO_SHOT = "fused two_shot words 16x32x1 warps=4"
+import counterpoint as cp
+from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.ops.matmul_all_reduce import way_of
+
+TWO_SHOT = "fused two_shot 16x32x1 warps=4"
 PLANS = ("auto", "serial", "fused", TWO_SHOT)
 
 
@@ -86,8 +86,8 @@ def refusals(rank: int, ranks: int) -> list[str]:
     x, w = torch.randn(2, 4), torch.randn(4, 3)
     cases: list[dict[str, Any]] = [
         {"x": x[0]}, {"w": w.t()}, {"bias": torch.ones(4)}, {"plan": "fast"}, {"plan": 3},
-        {"plan": "fused one_shot flags 64x64x8 warps=4"},
-        {"plan": "fused two_shot words 48x64x8 warps=4"},
+        {"plan": "fused two_shot words 64x64x8 warps=4"},
+        {"plan": "fused two_shot 48x64x8 warps=4"},
         {"x": x[: 1 + rank]}, {"plan": ("serial", "fused")[rank]},
     ]  # fmt: skip
     texts: list[str] = []
@@ -105,8 +105,8 @@ def test_what_is_refused(pool: RankPool):
     wants = [
         "x must be [rows, ..., K] of 2 or more dims", "w must be [K=4, N], got (3, 4)",
         "bias must be [N=3]", "plan must be auto, serial, direct, fused or such as "
-        "'fused two_shot words 64x64x8 warps=4', got 'fast'",
-        "plan must be text, got int", "plan must be words with one_shot, got flags",
+        "'fused two_shot 64x64x8 warps=4', got 'fast'",
+        "plan must be text, got int", "got 'fused two_shot words 64x64x8 warps=4'",
         "plan must be block_n a power of 2 >= 16, got 48",
         "x.shape must be equal on all ranks", "plan must be equal on all ranks",
     ]  # fmt: skip
@@ -116,11 +116,9 @@ def test_what_is_refused(pool: RankPool):
 
 
 @pytest.mark.parametrize("shots", [1, 2])
-@pytest.mark.parametrize("by", ["words", "flags"])
-def test_specs_are_read_as_they_are_written(shots: Any, by: Any):
-    if (shots, by) != (1, "flags"):
-        way = Fused(shots, by, 32, 128, 3, 8)
-        assert Fused.parse(way.spec) == way
+def test_specs_are_read_as_they_are_written(shots: Any):
+    way = Fused(shots, 32, 128, 3, 8)
+    assert Fused.parse(way.spec) == way
 
 
 @pytest.mark.parametrize("n", [24, 512, 1000, 7168, 8192, 16384, 28672])
@@ -130,7 +128,7 @@ def test_defaults_fit_their_problem(n: int, ranks: int):
         way = default_way(m, n, ranks, 2, 132)
         assert way.block_n % ranks == 0 and way.block_n >= 16
         # of two shots each sends 1 / ranks of what one shot sends, and the sums
-        other = Fused(2, way.by, way.block_n) if way.shots == 1 else None
+        other = Fused(2, way.block_n) if way.shots == 1 else None
         if other:
             assert call_bytes(way, m, n, ranks, 2) >= call_bytes(other, m, n, ranks, 2)
         assert padded_rows(m) >= m > padded_rows(m) // 2
@@ -150,7 +148,7 @@ def test_what_a_plan_stands_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     assert {way_of(p, 1, 8192, 2, bf16, cpu) for p in ("auto", "serial", "direct")} == {"serial"}
     assert way_of("fused", 0, 8192, 2, bf16, cpu) == "serial"
-    assert way_of("fused", 1, 8192, 8, bf16, cpu) == Fused(1, "words")
+    assert way_of("fused", 1, 8192, 8, bf16, cpu) == Fused(1)
     assert way_of("direct", 1, 8192, 2, bf16, gpu) == "direct"
 
     def auto(m: int, n: int, ranks: int = 4, dtype: torch.dtype = bf16) -> str:
@@ -192,20 +190,19 @@ def test_auto_is_serial_on_all_ranks_where_one_cannot(monkeypatch: pytest.Monkey
         by_words("direct", (), workspace, falls_back=False)
     # a peer that cannot: here it could
     monkeypatch.setattr(module, "gather_object", lambda mine, _: [mine, "no block fits"])
-    assert type(by_words(Fused(1, "words"), (), workspace, falls_back=True)).__name__ == "_Serial"
+    assert type(by_words(Fused(1), (), workspace, falls_back=True)).__name__ == "_Serial"
 
 
 def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     """As the kernel names them."""
     none: Any = SimpleNamespace(bases=torch.zeros(2), half_bytes=4096)
     workspace = SimpleNamespace(group=SimpleNamespace(size=lambda: 2), rank=1, timeout_s=2.0)
-    kinds = dict.fromkeys(("words", "stamps", "tiles", "flags"), none)
     memory: Any = SimpleNamespace(
-        **kinds, state=torch.zeros(3), fault=torch.zeros(1), workspace=workspace
+        words=none, state=torch.zeros(3), fault=torch.zeros(1), workspace=workspace
     )
     x, w, y = torch.zeros(4, 64), torch.zeros(64, 64).t(), torch.zeros(4, 64)
-    way, launched = Fused(2, "words", 16, 32, 3), list[tuple[Any, ...]]()
-    launch = launch_of(way, memory, where(way, memory), 7, x, w, None)
+    way, launched = Fused(2, 16, 32, 3), list[tuple[Any, ...]]()
+    launch = launch_of(way, memory, where(memory), 7, x, w, None)
 
     def compiled(*arguments: Any, stream: object) -> None:
         launched.append(arguments)
@@ -217,9 +214,9 @@ def test_a_launch_that_skips_the_binder_passes_all_arguments_in_order():
     given = dict(zip(names, arguments, strict=True))
     assert given["x_ptr"] is x and given["bias_ptr"] is given["y_ptr"] is y
     expected = {"M": 4, "N": 64, "K": 64, "stride_xm": 64, "stride_wk": 1, "stride_wn": 64,
-                "half_bytes": 4096, "half_flags": 1024, "rank": 1, "tag": 7,
+                "half_bytes": 4096, "rank": 1, "tag": 7,
                 "timeout_ns": 2_000_000_000, "WORLD": 2, "SHOTS": 2, "SCATTER": False,
-                "WORD_BYTES": 4, "HAS_BIAS": False, "OWN": 4, "BLOCK_N": 16,
+                "HAS_BIAS": False, "OWN": 4, "BLOCK_N": 16,
                 "BLOCK_K": 32, "EVEN_N": True, "EVEN_K": True, "STAGES": 3,
                 "NUM_WARPS": 4}  # fmt: skip
     assert {name: given[name] for name in expected} == expected

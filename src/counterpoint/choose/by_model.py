@@ -8,15 +8,11 @@ from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan import direct
-from counterpoint.plan.families import build
-from counterpoint.plan.finer import FINER
-from counterpoint.plan.grading import graded_groups
-from counterpoint.plan.makespan import finer_s, gather_s, scatter_s
-from counterpoint.plan.matmul_reduce_scatter_backward import gather_problem
+from counterpoint.plan import finer
+from counterpoint.plan.families import build, parse
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
-from counterpoint.plan.variants import variants
-from counterpoint.problem import EXPERTS, FORWARD, Problem
+from counterpoint.problem import Problem
 
 MAX_SIMULATED = 5  # besides serial
 # a plan has to be predicted this much faster than serial: on measured machines predictions are off
@@ -27,39 +23,28 @@ MARGINS = {True: 1.03, False: 1.15}
 MIN_GAIN_S = 10e-6
 # of plans as close as that, the finest, of most steps that wait: a late copy holds up less then
 TIE = 1.01
-# but where one of direct.SPECS is as close as predictions are off, it is taken: one or two kernels
-# in a row, and no side stream that a late copy or the host may hold up
-DIRECT_TIE = 1.03
-DIRECT_TIE_S = (
-    5e-6  # of what a side stream costs beyond the model: signals and copies that are late
-)
+# but where kernels in a row are as close as predictions are off, they are taken: there is no side
+# stream that a late copy or the host may hold up
+ROW_TIE = 1.03
+ROW_TIE_S = 5e-6  # of what a side stream costs beyond the model: signals and copies that are late
 
 
 def by_model(
     problem: Problem, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES,
-    words: bool = True,
+    words_limit: int | None = None,
 ) -> Choice:  # fmt: skip
     """Choose for `problem` on `machine` by prediction.
 
     Args:
         eager: count the host's time.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
-        words: whether those of direct.SPECS are candidates.
+        words_limit: most bytes of low-latency words that a plan may need; None: any.
     """
-    specs = [s for s in variants(problem.op, problem.ranks) if " pull" not in s]
-    specs.remove("serial")
-    ours = [s for s in direct.SPECS if not direct.refusal(problem, s)]
-    if problem.op == "all_gather_matmul" and direct.FUSED in ours:
-        ours.remove(direct.FUSED)  # never predicted faster than DIRECT: see docs/fused.md
-    ours = ours if words and problem.ranks > 1 else []
-    if problem.splits or machine.link.topology != "mesh":
-        # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and
-        # smaller pieces cost: docs/losses.md
-        specs = [s for s in specs if s.split()[0] not in FINER]
+    ours, specs = candidates(problem, machine)
     guesses: dict[str, float] = {}
     limits: dict[str, str] = {}
-    if len(specs) > MAX_SIMULATED and problem.ranks > 1:
-        guesses = {spec: _closed_form_s(problem, spec, machine, tiles) for spec in specs}
+    if len(specs) > MAX_SIMULATED:
+        guesses = {spec: _guess_s(problem, spec, machine, tiles) for spec in specs}
         specs = sorted(specs, key=guesses.__getitem__)
         # what may not be taken takes no place among those that are simulated
         first: list[str] = []
@@ -70,15 +55,16 @@ def by_model(
             else:
                 first.append(spec)
         specs = first
-    if problem.ranks == 1:
-        specs = []
     specs += ours
     serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager, tiles=tiles)
     times: dict[str, float] = {}
     steps: dict[str, int] = {}
     for spec in specs:
         plan = build(problem, spec, machine)
-        if why := refusal(plan):
+        why = refusal(plan)
+        if words_limit is not None and plan.num_bytes("words") > words_limit:
+            why = "needs memory for words, which cannot be made now"
+        if why:
             limits[spec] = why
             continue
         times[spec] = predicted_s(plan, machine, eager=eager, tiles=tiles)
@@ -87,7 +73,7 @@ def by_model(
     margin = MARGINS[machine.measured is not None]
 
     def enough_s(spec: str) -> float:
-        """What a plan has to be faster than; those of direct.SPECS are no more than two kernels."""
+        """What a plan has to be faster than; kernels in a row start no later than serial."""
         return min(serial_s / margin, serial_s - (0.0 if spec in ours else MIN_GAIN_S))
 
     chosen = "serial"
@@ -96,7 +82,7 @@ def by_model(
         close = [spec for spec in times if times[spec] <= min(fastest_s * TIE, enough_s(spec))]
         chosen = min(close, key=lambda spec: (-steps[spec], times[spec]), default="serial")
         best = min((s for s in ours if s in times), key=times.__getitem__, default="")
-        close_s = max(fastest_s * DIRECT_TIE, fastest_s + DIRECT_TIE_S)
+        close_s = max(fastest_s * ROW_TIE, fastest_s + ROW_TIE_S)
         if best and times[best] <= min(close_s, enough_s(best)):
             chosen = best
 
@@ -125,14 +111,31 @@ def by_model(
     return Choice(problem, machine, chosen, tuple(table), eager, "model", compute_s, comm_s, tiles)
 
 
+def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]]:
+    """Specs besides serial that it allows: kernels in a row, and plans of several lanes."""
+    if problem.ranks == 1:
+        return [], []
+    operation = operation_of(problem.op)
+    in_a_row: list[str] = []
+    others: list[str] = []
+    for spec in operation.candidates(problem):
+        family = operation.family(spec.split()[0])
+        assert family is not None, "an operation names its own"
+        # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and
+        # smaller chunks cost: docs/losses.md
+        finer_than_shards = family.name in finer.NAMES and machine.link.topology != "mesh"
+        if spec != "serial" and not family.refusal(problem) and not finer_than_shards:
+            (in_a_row if family.in_a_row else others).append(spec)
+    return in_a_row, others
+
+
 def refusal(plan: Plan) -> str:
     """Why no chooser may take `plan`, or ''."""
-    limit, used = plan.problem.scratch_bytes_limit, plan.num_bytes("scratch", "symmetric")
+    limit, used = plan.problem.scratch_bytes_limit, plan.workspace_bytes
     if limit and used > limit:
         return f"needs {used} bytes of scratch, the limit is {limit}"
-    if any(b.dtype == "float32" != plan.problem.dtype for b in plan.buffers):
-        return "sums in an fp32 scratch, which only an explicit plan= may take"
-    return ""
+    sums = any(b.dtype == "float32" != plan.problem.dtype for b in plan.buffers)
+    return "sums in an fp32 scratch, which only an explicit plan= may take" if sums else ""
 
 
 def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tuple[float, float]:
@@ -144,22 +147,13 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     costs: Costs = machine.costs
     compute_s = 0.0
     count = max(problem.experts, 1)
-    for rows, n, k in matmuls(problem):
+    for rows, n, k in operation_of(problem.op).matmuls(problem):
         tile = tiles.get((rows, n, k))
         compute_s += costs.matmul_s(
             rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
         )
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
     return compute_s * costs.settling(compute_s), problem.link_bytes / rate
-
-
-def matmuls(problem: Problem) -> tuple[tuple[int, int, int], ...]:
-    """(rows, columns, contracted) of each matmul of the op, in one piece."""
-    m, n, k = problem.m, problem.n, problem.k
-    if problem.op in (*FORWARD, *EXPERTS):
-        return ((m, n, k),)
-    wgrad = (k, n, m)
-    return (wgrad,) if problem.op.endswith("wgrad") else ((m, k, n), wgrad)
 
 
 def part_rows(problem: Problem) -> tuple[int, ...]:
@@ -170,24 +164,8 @@ def part_rows(problem: Problem) -> tuple[int, ...]:
     return tuple(sorted(rows for rows in parts if rows))
 
 
-def _closed_form_s(problem: Problem, spec: str, machine: Machine, tiles: Tiles) -> float:
+def _guess_s(problem: Problem, spec: str, machine: Machine, tiles: Tiles) -> float:
     """A guess at the time of a plan that need not be built for it."""
-    family, *words = spec.split()
-    if family in FINER:
-        return finer_s(problem, family, machine, tiles)
-    if family not in ("shard_p2p", "graded"):
-        return float("inf")
-    pieces = next((int(w.partition("=")[2]) for w in words if w.startswith("pieces=")), 1)
-    groups = next((tuple(map(int, w.split("/"))) for w in words if w[0].isdecimal()), ())
-    rest_s, forward, closed = 0.0, problem, gather_s
-    if problem.op == "matmul_reduce_scatter":
-        closed = scatter_s
-    elif problem.op == "matmul_reduce_scatter_backward":
-        forward = gather_problem(problem)
-        rows, n, k = matmuls(problem)[1]
-        rest_s = machine.costs.matmul_s(rows, n, k, problem.item_bytes, machine.sms)
-    if family == "shard_p2p":
-        groups = (1,) * problem.ranks
-    return (
-        closed(forward, groups or graded_groups(forward, machine), pieces, machine, tiles) + rest_s
-    )
+    family, options = parse(problem, spec)
+    guess = family.guess_s
+    return guess(problem, options, machine, tiles) if guess else float("inf")

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal, overload
 
 from counterpoint.choose.by_model import by_model
+from counterpoint.choose.by_rule import by_rule
 from counterpoint.choose.choice import Choice
 from counterpoint.choose.embedding import EmbeddingChoice, choose_embedding
 from counterpoint.choose.known import shipped
-from counterpoint.choose.rule import by_rule
 from counterpoint.embedding_problem import EmbeddingProblem
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine

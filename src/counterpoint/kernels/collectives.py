@@ -77,7 +77,7 @@ def collective_kernel(
         else:
             words = tl.load(source_ptr + offs, mask=offs < part, other=0)
             words = tl.broadcast_to(words, (WORLD, BLOCK))
-        put_words(theirs + (own + offs), words, epoch, live)
+        put_words(theirs + (own + offs), words, live)
 
     results = 0
     if SCATTER:
@@ -86,15 +86,14 @@ def collective_kernel(
         for block in range(program, blocks, programs):
             offs = block * BLOCK + tl.arange(0, BLOCK)[None, :]
             live = works & (offs < part) & (ranks[:, None] >= 0)
-            words, slow = take_words(
-                mine + (slots + offs), epoch, stop_ptr, timeout_ns, live, NUM_WARPS
-            )
+            at = mine + (slots + offs)
+            words, slow = take_words(at, stop_ptr, timeout_ns, live, NUM_WARPS)
             late = late | tl.max(slow.to(tl.int32), 1)
             total = sum_of_words(words, DTYPE)[None, :]
             if GATHER:
                 good = tl.max(late, 0) == 0  # not what was summed of too little
                 total = tl.broadcast_to(total, (WORLD, BLOCK))
-                put_words(theirs + (results + own + offs), total, epoch, live & good)
+                put_words(theirs + (results + own + offs), total, live & good)
             else:
                 tl.store(target_ptr + offs, total, mask=offs < part)
     if GATHER:
@@ -103,7 +102,7 @@ def collective_kernel(
             offs = block * BLOCK + tl.arange(0, BLOCK)[None, :]
             live = works & (offs < part) & (ranks[:, None] >= 0)
             at = mine + (results + slots + offs)
-            words, slow = take_words(at, epoch, stop_ptr, timeout_ns, live, NUM_WARPS)
+            words, slow = take_words(at, stop_ptr, timeout_ns, live, NUM_WARPS)
             late = late | tl.where(heard, tl.max(slow.to(tl.int32), 1), 0)
             tl.store(target_ptr + (slots + offs), words, mask=offs < part)
 

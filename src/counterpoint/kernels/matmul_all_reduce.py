@@ -2,20 +2,18 @@
 
 Or its reduce-scatter. Each program multiplies tiles of columns over the whole of K and sends each
 one off as soon as it is done; the sum over the ranks comes after its last tile, when the others
-have arrived. Three ways:
+have arrived. Three protocols, all by low-latency words (see peer.py):
 
 - one shot: every rank gets every partial tile and sums for itself. One trip, ranks x the bytes.
 - two shots: a tile's columns are divided among the ranks; each sums its part and gives it to all.
 - scatter: a tile's rows go to their owners, who sum them. One trip; the rest is as in one shot.
-- by words, of 4 or of 8 bytes, or by flags; see peer.py.
 
 Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order, and
 rounded once. All ranks hold the same bits.
 
-Cells of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
-tiles, rows, columns of a tile or part], then results [tiles, rows, BLOCK_N]. A cell is a word of
-two rows, or of one fp32 value, or behind flags a value. Flags, in halves too: [2, tiles, ranks], of
-slots and of results. Each kind of cell, and flags, have a memory of their own.
+Words of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
+tiles, rows, columns of a tile or chunk], then results by the rank that has summed them, likewise. A
+word holds two rows of a 16-bit dtype, or one fp32 value.
 """
 
 import triton
@@ -26,12 +24,9 @@ from counterpoint.kernels.peer import (
     next_epoch,
     pack,
     peer_ptr,
-    post,
-    put,
     put_words,
     take_words,
     unpack,
-    wait,
 )
 
 
@@ -73,35 +68,27 @@ def partial_tile(
 
 
 @triton.jit
-def to_cells(
-    acc, ROWS: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr,
-    OUT: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, COLS] of fp32 as cells: int32 for words, [ROWS / 2, COLS] of them if in pairs."""
+def to_words(acc, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, OUT: tl.constexpr):
+    """[ROWS, COLS] of fp32 as words of int32: [ROWS / 2, COLS] if in pairs."""
     if PAIRS:
         low, high = tl.split(tl.permute(tl.reshape(acc, (ROWS // 2, 2, COLS)), (0, 2, 1)))
-        cells = pack(low, high, OUT)
-    elif WORDS:
-        cells = acc.to(tl.int32, bitcast=True)
+        words = pack(low, high, OUT)
     else:
-        cells = acc.to(OUT)
-    return cells
+        words = acc.to(tl.int32, bitcast=True)
+    return words
 
 
 @triton.jit
 def sum_of_ranks(
-    cells, bias, ROWS: tl.constexpr, COLS: tl.constexpr, WORDS: tl.constexpr,
-    PAIRS: tl.constexpr, OUT: tl.constexpr,
+    words, bias, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip
-    """Sum of [WORLD, rows, COLS] cells over the ranks, plus [1, COLS]: [ROWS, COLS] in fp32."""
+    """Sum of [WORLD, rows, COLS] words over the ranks, plus [1, COLS]: [ROWS, COLS] in fp32."""
     if PAIRS:
-        low, high = unpack(cells, OUT)
+        low, high = unpack(words, OUT)
         pairs = tl.join(tl.sum(low, 0) + bias, tl.sum(high, 0) + bias)
         total = tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, COLS))
-    elif WORDS:
-        total = tl.sum(cells.to(tl.float32, bitcast=True), 0) + bias
     else:
-        total = tl.sum(cells.to(tl.float32), 0) + bias
+        total = tl.sum(words.to(tl.float32, bitcast=True), 0) + bias
     return total
 
 
@@ -114,8 +101,7 @@ def matmul_all_reduce_kernel(
     w_ptr,  # [K, N], any strides
     bias_ptr,  # [N]
     y_ptr,  # [M, N]; what is scattered: M rows of each owner, x has those of all
-    cells_ptr,  # [WORLD] int64: where each rank's cells begin
-    flags_ptr,  # [WORLD] int64: likewise its flags
+    words_ptr,  # [WORLD] int64: where each rank's words begin
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     M,
@@ -124,15 +110,13 @@ def matmul_all_reduce_kernel(
     stride_xm,
     stride_wk,
     stride_wn,
-    half_bytes,  # of all cells there are: where those of odd epochs begin, whatever a call's size
-    half_flags,  # likewise, in flags
+    half_bytes,  # of all words there are: where those of odd epochs begin, whatever a call's size
     rank,
     tag,
     timeout_ns,
     WORLD: tl.constexpr,  # a power of 2
     SHOTS: tl.constexpr,
     SCATTER: tl.constexpr,  # with one shot
-    WORD_BYTES: tl.constexpr,  # 4 or 8; 0: flags, with two shots
     HAS_BIAS: tl.constexpr,
     OWN: tl.constexpr,  # rows of y, >= M, a power of 2
     BLOCK_N: tl.constexpr,
@@ -144,107 +128,79 @@ def matmul_all_reduce_kernel(
 ):
     OUT: tl.constexpr = y_ptr.dtype.element_ty
     ROWS: tl.constexpr = OWN * WORLD if SCATTER else OWN  # of a tile
-    WORDS: tl.constexpr = WORD_BYTES > 0
-    PAIRS: tl.constexpr = WORDS and OWN > 1 and OUT.primitive_bitwidth == 16
-    HIGH: tl.constexpr = OWN // 2 if PAIRS else OWN  # rows of cells, of a slot
+    PAIRS: tl.constexpr = OWN > 1 and OUT.primitive_bitwidth == 16
+    HIGH: tl.constexpr = OWN // 2 if PAIRS else OWN  # rows of words, of a slot
     STEP: tl.constexpr = 2 if PAIRS else 1
-    PART: tl.constexpr = BLOCK_N // WORLD  # columns of a tile that one rank sums
-    COLS: tl.constexpr = BLOCK_N if SHOTS == 1 else PART  # of a slot
-    TILE: tl.constexpr = HIGH * BLOCK_N
-    SLOT: tl.constexpr = HIGH * COLS
-    CELL: tl.constexpr = tl.int64 if WORD_BYTES == 8 else tl.int32 if WORDS else OUT
-    CELL_BYTES: tl.constexpr = CELL.primitive_bitwidth // 8
+    CHUNK: tl.constexpr = BLOCK_N // WORLD  # columns of a tile that one rank sums
+    COLS: tl.constexpr = BLOCK_N if SHOTS == 1 else CHUNK  # of a slot
+    slot = tl.cdiv(M, STEP) * COLS  # words of it: rows that there are not have none
     program, programs = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(N, BLOCK_N)
     epoch = next_epoch(tl.load(state_ptr))
     stop_ptr = state_ptr + 2
     works = tl.load(stop_ptr) == 0
     ranks = tl.arange(0, WORLD)
-    everyone = works & (ranks >= 0)
     offs_h, offs_n = tl.arange(0, HIGH), tl.arange(0, BLOCK_N)
     rows = works & (offs_h * STEP < M)
 
     turn = (epoch & 1).to(tl.int64) * half_bytes
-    flags = (epoch & 1) * half_flags  # those of slots; of results behind them
-    sent = tl.cast(num_tiles, tl.int64) * SLOT  # cells of one sender's slots
-    results = turn + WORLD * sent * CELL_BYTES
-    # a slot as [WORLD, HIGH, COLS] cells, one for each rank that it goes to or comes from
-    cell = offs_h[None, :, None] * COLS + tl.arange(0, COLS)[None, None, :]
-    live = rows[None, :, None] & (ranks[:, None, None] >= 0) & (cell >= 0)
+    sent = tl.cast(num_tiles, tl.int64) * slot  # words of one sender, of slots or of results
+    results = turn + WORLD * sent * 4
+    # a slot as [WORLD, HIGH, COLS] words, one for each rank that it goes to or comes from
+    place = offs_h[None, :, None] * COLS + tl.arange(0, COLS)[None, None, :]
+    live = rows[None, :, None] & (ranks[:, None, None] >= 0) & (place >= 0)
 
     for tile in range(program, num_tiles, programs):
         acc = partial_tile(
             x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
             ROWS, OWN, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
         )  # fmt: skip
-        mine = to_cells(acc, ROWS, BLOCK_N, WORDS, PAIRS, OUT)
-        to = peer_ptr(cells_ptr, ranks, turn, CELL)[:, None, None]
-        to = to + (rank * sent + tile * SLOT + cell)
+        mine = to_words(acc, ROWS, BLOCK_N, PAIRS, OUT)
+        to = peer_ptr(words_ptr, ranks, turn, tl.int32)[:, None, None]
+        to = to + (rank * sent + tile * slot + place)
         if SCATTER:
-            parts = tl.reshape(mine, (WORLD, HIGH, BLOCK_N))
+            chunks = tl.reshape(mine, (WORLD, HIGH, BLOCK_N))
         elif SHOTS == 1:
-            parts = tl.broadcast_to(mine[None, :, :], (WORLD, HIGH, COLS))
+            chunks = tl.broadcast_to(mine[None, :, :], (WORLD, HIGH, COLS))
         else:
-            parts = tl.permute(tl.reshape(mine, (HIGH, WORLD, PART)), (1, 0, 2))
-        if WORDS:
-            put_words(to, parts, epoch, live)
-        else:
-            put(to, parts, live)
-            flag = flags + tile * WORLD + rank
-            post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone)
+            chunks = tl.permute(tl.reshape(mine, (HIGH, WORLD, CHUNK)), (1, 0, 2))
+        put_words(to, chunks, live)
 
     late = tl.zeros((WORLD,), tl.int32)
-    from_all = peer_ptr(cells_ptr, rank, turn, CELL) + ranks.to(tl.int64)[:, None, None] * sent
-    own = rank * PART if SHOTS == 2 else 0  # first of the columns of a tile that are summed here
+    from_all = peer_ptr(words_ptr, rank, turn, tl.int32) + ranks.to(tl.int64)[:, None, None] * sent
+    own = rank * CHUNK if SHOTS == 2 else 0  # first of the columns of a tile that are summed here
     for tile in range(program, num_tiles, programs):
-        if WORDS:
-            at = from_all + (tile * SLOT + cell)
-            parts, slow = take_words(at, epoch, stop_ptr, timeout_ns, live, NUM_WARPS)
-            late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
-        else:
-            flag = flags + tile * WORLD + ranks
-            ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
-            late = late | wait(ptrs, epoch, stop_ptr, timeout_ns, everyone).to(tl.int32)
-            at = from_all + (tile * SLOT + cell)
-            parts = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
+        at = from_all + (tile * slot + place)
+        chunks, slow = take_words(at, stop_ptr, timeout_ns, live, NUM_WARPS)
+        late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
         cols = tile * BLOCK_N + own + tl.arange(0, COLS)[None, :]
         bias = tl.zeros((1, COLS), tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        total = sum_of_ranks(parts, bias, OWN, COLS, WORDS, PAIRS, OUT)
+        total = sum_of_ranks(chunks, bias, OWN, COLS, PAIRS, OUT)
         if SHOTS == 1:
             store_tile(y_ptr, total, cols, M, N, OWN)
         else:
-            # the own part of the result, to everyone; not what was summed of too little
+            # the own chunk of the result, to everyone; not what was summed of too little
             good = tl.max(late, 0) == 0
-            sums = to_cells(total, OWN, PART, WORDS, PAIRS, OUT)
-            sums = tl.broadcast_to(sums[None, :, :], (WORLD, HIGH, PART))
-            place = offs_h[None, :, None] * BLOCK_N + (own + tl.arange(0, PART))[None, None, :]
-            to = peer_ptr(cells_ptr, ranks, results, CELL)[:, None, None] + (tile * TILE + place)
-            if WORDS:
-                put_words(to, sums, epoch, live & good)
-            else:
-                put(to, sums, live & good)
-                flag = flags + (num_tiles + tile) * WORLD + rank
-                post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, everyone & good)
+            sums = to_words(total, OWN, CHUNK, PAIRS, OUT)
+            sums = tl.broadcast_to(sums[None, :, :], (WORLD, HIGH, CHUNK))
+            to = peer_ptr(words_ptr, ranks, results, tl.int32)[:, None, None]
+            put_words(to + (rank * sent + tile * slot + place), sums, live & good)
 
     if SHOTS == 2:
         heard = tl.max(late, 0) == 0  # else nobody has the sums, for want of those that are late
-        place = offs_h[:, None] * BLOCK_N + offs_n[None, :]
+        # of each column the rank that has summed it, and where it has put it
+        there = (offs_n // CHUNK).to(tl.int64)[None, :] * sent + (offs_n % CHUNK)[None, :]
+        there = there + offs_h[:, None] * CHUNK
         for tile in range(program, num_tiles, programs):
-            at = peer_ptr(cells_ptr, rank, results, CELL) + (tile * TILE + place)
-            some = rows[:, None] & (place >= 0)
-            if WORDS:
-                sums, slow = take_words(at, epoch, stop_ptr, timeout_ns, some, NUM_WARPS)
-                slow = tl.max(tl.max(tl.reshape(slow.to(tl.int32), (HIGH, WORLD, PART)), 2), 0)
-            else:
-                flag = flags + (num_tiles + tile) * WORLD + ranks
-                ptrs = peer_ptr(flags_ptr, rank, flag * 4, tl.int32)
-                slow = wait(ptrs, epoch, stop_ptr, timeout_ns, everyone).to(tl.int32)
-                sums = tl.load(at, mask=some, other=0.0, cache_modifier=".cg")
+            at = peer_ptr(words_ptr, rank, results, tl.int32) + (tile * slot + there)
+            some = rows[:, None] & (offs_n >= 0)[None, :]
+            sums, slow = take_words(at, stop_ptr, timeout_ns, some, NUM_WARPS)
+            slow = tl.max(tl.max(tl.reshape(slow.to(tl.int32), (HIGH, WORLD, CHUNK)), 2), 0)
             late = late | tl.where(heard, slow, 0)
             bias = tl.zeros((1, BLOCK_N), tl.float32)
-            total = sum_of_ranks(sums[None, :, :], bias, OWN, BLOCK_N, WORDS, PAIRS, OUT)
+            total = sum_of_ranks(sums[None, :, :], bias, OWN, BLOCK_N, PAIRS, OUT)
             store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, OWN)
 
     end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
@@ -256,30 +212,3 @@ def store_tile(y_ptr, total, cols, M, N, ROWS: tl.constexpr):
     offs_m = tl.arange(0, ROWS)[:, None]
     y_ptrs = y_ptr + offs_m.to(tl.int64) * N + cols
     tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(offs_m < M) & (cols < N))
-
-
-@triton.jit(do_not_specialize=["M"])
-def partial_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    stride_xm,
-    stride_wk,
-    stride_wn,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The matmul alone, a tile per program: what of a measurement is fusion, and what is it."""
-    tile = tl.program_id(0)
-    acc = partial_tile(
-        x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
-        ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
-    )  # fmt: skip
-    store_tile(y_ptr, acc, (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :], M, N, ROWS)

@@ -4,21 +4,21 @@ Two ways to hand over data, both without a library and without a kernel of its o
 
 - **flags**: `put` stores a tile into the peer's memory, `post` releases a flag behind it, `wait`
   acquires flags. All flags of a block are posted, and polled, as one vector: one fence in all.
-- **words**: `put_words` stores data that is its own flag, and `take_words` polls the data itself:
-  no fence and no flag. A word of 8 bytes holds 4 bytes and the epoch, and arrives whole. A word of
-  4 bytes is EMPTY until it is written, so all of the bytes are data; who takes it empties it again.
+- **low-latency words**: `put_words` stores words of 4 bytes that are their own flags, and
+  `take_words` polls the data itself: no fence and no flag. A word is EMPTY until it is written, so
+  all of its bytes are data; who takes it empties it again.
 
 Memory order. What a block has stored with `put` before `post` is seen by a block that has
 returned from `wait` on that flag: the barrier in `post` gathers the stores of all threads, its
 release pairs with the acquire of `wait`, whose barrier hands that order to all threads. Words need
 none of it: nothing else is published by them.
 
-Epochs. A flag or word of 8 bytes holds the number of the call that wrote it and is compared by
-equality, so nothing is ever reset. `next_epoch` leaves out 0, which fresh memory holds, and its
-parity alternates: memory, flags included, is used in two halves in turn, halves of the memory
-whatever a call's size. A rank may then be in the next call while a late peer still reads this one's
-half, and not further, if in every call each rank hears of all others before it ends. What once held
-words or flags must hold nothing else, and each word of 4 bytes that is put must be taken once.
+Epochs. A flag holds the number of the call that wrote it and is compared by equality, so it is
+never reset. `next_epoch` leaves out 0, which fresh memory holds, and its parity alternates: memory,
+flags included, is used in two halves in turn, halves of the memory whatever a call's size. A rank
+may then be in the next call while a late peer still reads this one's half, and not further, if in
+every call each rank hears of all others before it ends. What once held words or flags must hold
+nothing else, and each word that is put must be taken once.
 
 Forward progress. A kernel that waits needs its whole grid resident on every rank, and what program
 p waits for must come from programs <= p of its peers.
@@ -30,7 +30,7 @@ import triton.language as tl
 from counterpoint.kernels.clock import now_ns
 
 LOOK_EVERY = tl.constexpr(256)  # turns of a wait, some tenths of a microsecond each
-EMPTY = tl.constexpr(-(1 << 31))  # of a word of 4 bytes: the bits of -0.0, for which 0.0 can stand
+EMPTY = tl.constexpr(-(1 << 31))  # of a word: the bits of -0.0, for which 0.0 can stand
 
 
 @triton.jit
@@ -143,32 +143,24 @@ def barrier(bases_ptr, byte_offset, rank, epoch, stop_ptr, timeout_ns, WORLD: tl
 
 
 @triton.jit
-def put_words(word_ptrs, bits, epoch, mask=None):
-    """Store 4 bytes where a peer polls them.
+def put_words(word_ptrs, bits, mask=None):
+    """Store words of 4 bytes where a peer polls them.
 
     Args:
-        word_ptrs: tensor of pointers to int32 or int64, multiples of their size.
-        bits: tensor of int32 of the same shape; see `pack` for two 16-bit values. In words of 4
-            bytes EMPTY, which is -0.0 in fp32, is stored as 0.
-        epoch: int32, not 0; of words of 8 bytes.
+        word_ptrs: tensor of pointers to int32.
+        bits: tensor of int32 of the same shape; see `pack` for two 16-bit values. EMPTY, which is
+            -0.0 in fp32, is stored as 0.
         mask: of `word_ptrs`; None: all of them.
     """
-    if word_ptrs.dtype.element_ty == tl.int64:
-        words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
-    else:
-        words = tl.where(bits == EMPTY, 0, bits)
-    tl.store(word_ptrs, words, mask=mask)
+    tl.store(word_ptrs, tl.where(bits == EMPTY, 0, bits), mask=mask)
 
 
 @triton.jit
-def take_words(
-    word_ptrs, epoch, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4
-):  # fmt: skip
-    """Wait for words, and return what they hold; words of 4 bytes are EMPTY after that.
+def take_words(word_ptrs, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constexpr = 4):
+    """Wait for words, and return what they hold; they are EMPTY after that.
 
     Args:
-        word_ptrs: tensor of pointers to int32 or int64, in own memory.
-        epoch: int32, not 0; that words of 8 bytes must bear.
+        word_ptrs: tensor of pointers to int32, in own memory.
         stop_ptr, timeout_ns: as for `wait`.
         mask: of `word_ptrs` and of its shape, None: all; the bits are 0 where it is False.
         NUM_WARPS: of the launch.
@@ -187,32 +179,21 @@ def take_words(
     if COPIES > 1:
         ptrs, some = ptrs + copy * 0, some & (copy >= 0)
     words = tl.load(ptrs, mask=some, other=0, volatile=True)
-    late = some & not_there(words, epoch)
+    late = some & (words == EMPTY)
     start_ns = now_ns()
     spins = 0
     waiting = tl.sum(late.to(tl.int32)) > 0
     while waiting:
         words = tl.load(ptrs, mask=some, other=0, volatile=True)
-        late = some & not_there(words, epoch)
+        late = some & (words == EMPTY)
         waiting = tl.sum(late.to(tl.int32)) > 0
         if waiting:
             waiting = not expired(stop_ptr, start_ns, timeout_ns, spins)
         spins = (spins + 1) % LOOK_EVERY
-    if word_ptrs.dtype.element_ty == tl.int32:
-        # for the call after the next: its peers have heard of this rank in the one between
-        tl.store(ptrs, tl.full(ptrs.shape, EMPTY, tl.int32), mask=some)
+    # for the call after the next: its peers have heard of this rank in the one between
+    tl.store(ptrs, tl.full(ptrs.shape, EMPTY, tl.int32), mask=some)
     # copies hold the same once none is late
-    return tl.max(words.to(tl.int32), 0), tl.max(late.to(tl.int32), 0) > 0
-
-
-@triton.jit
-def not_there(words, epoch):
-    """Which of the words have not been written yet, by what they hold."""
-    if words.dtype == tl.int64:  # noqa: SIM108  (a branch of the compiler)
-        missing = (words >> 32).to(tl.int32) != epoch
-    else:
-        missing = words == EMPTY
-    return missing
+    return tl.max(words, 0), tl.max(late.to(tl.int32), 0) > 0
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from counterpoint.machine import Machine
 from counterpoint.model.work import work_s
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.launches import batches
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.timeline import Span, Timeline
 
@@ -97,7 +98,6 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
             continue
         weight = step.reads[1]
         k, n = plan.buffer(weight.buffer).shape
-        assert isinstance(k, int), "a weight has no count"
         k = weight.rows[1] - weight.rows[0] if weight.rows else k
         n = weight.cols[1] - weight.cols[0] if weight.cols else n
         group = tuple(peer[0] if peer else 0 for peer in region.shards)
@@ -109,7 +109,8 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
             time_s[run] = machine.costs.matmul_s(rows, n, k, p.item_bytes, machine.sms, tile)
         for of_rank, runs in zip(times_s, all_runs, strict=True):
             of_rank.append(sum(time_s[run] for run in runs))
-    edge = 1 if p.op == "matmul_reduce_scatter" else -1
+    gathered, _ = operation_of(p.op).moved(p)
+    edge = -1 if gathered else 1
     scores_s = [sum(of_rank) + of_rank[edge if of_rank[1:] else 0] for of_rank in times_s]
     # of equal ones one between others: rows of its peers may lie on both sides of its own
     return max(range(p.ranks), key=lambda r: (scores_s[r], 0 < r < p.ranks - 1))

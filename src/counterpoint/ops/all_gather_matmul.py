@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -31,12 +32,12 @@ call.LIBRARY.define(f"{SEVERAL}(Tensor x, Tensor[] w, {_SCHEMA}) -> Tensor[]")
 @overload
 def all_gather_matmul(
     x: Tensor, w: Tensor, *, group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
-    plan: str | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def all_gather_matmul(
     x: Tensor, w: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, bias: None = None,
-    plan: str | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> list[Tensor]: ...  # fmt: skip
 def all_gather_matmul(
     x: Tensor,
@@ -44,7 +45,7 @@ def all_gather_matmul(
     *,
     group: dist.ProcessGroup | None = None,
     bias: Tensor | None = None,
-    plan: str | Plan = "auto",
+    plan: str | Path | Plan = "auto",
     rows: Sequence[int] | None = None,
     gather_dim: int = 0,
 ) -> Tensor | list[Tensor]:
@@ -92,11 +93,10 @@ def all_gather_matmul(
 
 def _one(
     x: Tensor, w: Tensor, group: dist.ProcessGroup | None,
-    bias: Tensor | None, plan: str | Plan, rows: Sequence[int] | None, gather_dim: int,
+    bias: Tensor | None, plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
 ) -> Tensor:  # fmt: skip
     tensors = (x, w, bias)
-    group = check_group(OP, group)
-    y, key = call.repeated(OP, tensors, group, plan, rows, gather_dim)
+    y, key, group = call.repeated(OP, tensors, group, plan, rows, gather_dim)
     if y is not None:
         return y
     x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
@@ -109,9 +109,7 @@ def _one(
     spec = plan_key(OP, plan)
     front = x.movedim(dim, 0) if dim else x
     if key is not None:
-        ready = call.prepare(OPERATOR, (front, w, bias), spec, counts, group)
-        call.remember(key, ready)
-        y = ready((front, w, bias))[0]
+        y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
     else:
         op = torch.ops.counterpoint.all_gather_matmul
         y = op(front, w, bias, spec, counts, group.group_name, group.size())
@@ -120,7 +118,7 @@ def _one(
 
 def _several(
     x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None,
-    bias: Tensor | None, plan: str | Plan, rows: Sequence[int] | None, gather_dim: int,
+    bias: Tensor | None, plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
 ) -> list[Tensor]:  # fmt: skip
     if not weights:
         raise InputError(OP, "w", want="a Tensor or several", got="none")

@@ -5,6 +5,7 @@ all ranks, once for each new set of facts. What has been checked is remembered: 
 call looks itself up, allocates its results and runs.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,14 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from counterpoint.errors import UnsupportedError
 from counterpoint.ops.agreement import Input, checking, compare
+from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import plan_of
-from counterpoint.problem import Op, Problem
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
 from counterpoint.runtime.execute import Code, compile_plan
-from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.ranks import gather_object, group_of
 from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspace_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
+# both private, and asked at each call: a feature test holds them
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
 Shape = tuple[int, ...]
 
 
@@ -45,7 +53,7 @@ class Operator:
         outputs: from the tensors, rows, the number of ranks and this rank.
     """
 
-    op: Op
+    op: str
     inputs: tuple[Input, ...]
     problem: Callable[[Sequence[Tensor | None], Sequence[int], int], Problem]
     outputs: Callable[[Sequence[Tensor | None], Sequence[int], int, int], tuple[Output, ...]]
@@ -74,6 +82,8 @@ class Ready:
     ) -> None:
         self.workspace = workspace
         self.code = code
+        steps = code.program.plan.steps if code else ()
+        self.by_library = any(step.kind in ("collective", "fused") for step in steps)
         given = [(i, x, t) for i, (x, t) in enumerate(zip(operator.inputs, tensors, strict=True))]
         # positions of the tensors that are there, their buffers, and how they become operands
         self.inputs = [(i, x.name, _form(x, t)) for i, x, t in given if t is not None]
@@ -119,12 +129,12 @@ def key_of(
     That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
     subclass, or one of which a gradient is asked for.
     """
-    if watched() or _autocast():
+    if _num_dispatch_modes() or _any_autocast() or torch.compiler.is_compiling():
         return None
     if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
-    key: list[object] = [op, id(group), plan if isinstance(plan, str) else id(plan), dim]
+    key: list[object] = [op, plan if isinstance(plan, str) else id(plan), dim]
     for t in tensors:
         if t is None:
             key.append(None)
@@ -145,29 +155,52 @@ def key_of(
 
 
 def repeated(
-    op: str, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], group: dist.ProcessGroup,
-    plan: object, rows: object, dim: int,
-) -> tuple[Tensor | None, tuple[object, ...] | None]:  # fmt: skip
+    op: str, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], group: dist.ProcessGroup | None,
+    plan: object, rows: object = None, dim: int = 0,
+) -> tuple[Tensor | None, tuple[object, ...] | None, dist.ProcessGroup]:  # fmt: skip
     """Run a call whose facts are known: its result, or else None and what to remember it by.
 
     Args:
         dim: of the first tensor and of the result, which is first in the plan.
+
+    Returns:
+        The result, the key, and the group.
+
+    Raises:
+        InputError: there is no group, or this rank is not in it.
+        PeerTimeoutError: a peer did not answer; the group is unusable.
     """
+    if not isinstance(group, dist.ProcessGroup):
+        group = check_group(op, group)
     key = key_of(op, tensors, group, plan, rows, dim)
+    if key is None:
+        return None, None, group
     x, *rest = tensors
-    workspace = workspace_if_any(group, x.device) if key else None
-    ready: Runnable | None = workspace.code.get(key) if workspace and not checking() else None
+    workspace = workspace_if_any(group, x.device)
+    if workspace is None or "COUNTERPOINT_CHECK" in os.environ:
+        return None, key, group
+    ready: Runnable | None = workspace.known.get(key)
     if ready is None:
-        return None, key
+        return None, key, group
     if not dim:
-        return ready(tensors)[0], key
+        return ready(tensors)[0], key, group
     dim %= x.dim()
-    return ready((x.movedim(dim, 0), *rest))[0].movedim(0, dim), key
+    return ready((x.movedim(dim, 0), *rest))[0].movedim(0, dim), key, group
 
 
-def remember(key: tuple[object, ...], ready: Runnable) -> None:
-    """Keep what a call is ready with, so that the next one with equal facts finds it."""
-    ready.workspace.remember(key, ready)
+def first(
+    operator: Operator, tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int],
+    group: dist.ProcessGroup, key: tuple[object, ...],
+) -> list[Tensor]:  # fmt: skip
+    """Prepare and run a call that has passed its checks, and keep what it is ready with.
+
+    CPU ranks compare each call of a plan that gloo takes part in: gloo ends the process of a rank
+    whose peer sends another size, and does not say which.
+    """
+    ready = prepare(operator, tensors, plan, rows, group)
+    if not (ready.by_library and tensors[0] is not None and tensors[0].is_cpu):
+        ready.workspace.known[key] = ready
+    return ready(tensors)
 
 
 def facts(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
@@ -187,6 +220,7 @@ def prepare(
     Raises:
         InputError: the plan is not for these sizes, the ranks disagree, or a graph is captured
             before a warm call.
+        UnsupportedError: the plan that was asked for does not run on the GPU of a rank.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
     first = next(t for t in tensors if t is not None)
@@ -196,20 +230,40 @@ def prepare(
     ready: Ready | None = workspace.code.get(key)
     # ranks that disagree would wait for one another, or compute something else: compared at the
     # first call with these facts, and at each call where that is asked for
-    if ready is None or checking():
+    if ready is None or checking() or (ready.by_library and first.is_cpu):
         compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
     if ready is not None:
         return ready
     ranks, rank = group.size(), workspace.rank
     problem = operator.problem(tensors, rows, ranks)
+    chosen = plan_of(problem, plan, workspace, tensors)
     code: Code | None = None
     if problem.m * problem.n * problem.k:
         # memory and views of it that calls in any mode may write to
         with torch.inference_mode(False), torch.enable_grad():
-            code = compile_plan(plan_of(problem, plan, workspace, tensors), workspace)
+            code = compiled(chosen, plan, workspace)
     ready = Ready(workspace, code, operator, tensors, operator.outputs(tensors, rows, ranks, rank))
     workspace.remember(key, ready)
     return ready
+
+
+def compiled(plan: Plan, asked: str, workspace: Workspace) -> Code:
+    """The plan compiled on all ranks; of "auto", serial on all of them where one rank cannot.
+
+    Raises:
+        UnsupportedError: the plan was asked for, and does not run on this GPU.
+    """
+    waits = any(step.spins for step in plan.steps) and workspace.device.type == "cuda"
+    if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
+        return compile_plan(plan, workspace)
+    problem, code = "", None
+    try:
+        code = compile_plan(plan, workspace)
+    except UnsupportedError as error:
+        problem = str(error)
+    if code is None or any(gather_object(problem, workspace.group)):
+        return compile_plan(build(plan.problem, "serial"), workspace)
+    return code
 
 
 def run(
@@ -230,15 +284,6 @@ def run(
         with torch.cuda.device(first.device):
             return run(operator, tensors, plan, rows, group_name)
     return prepare(operator, tensors, plan, rows, group_of(group_name))(tensors)
-
-
-# both private, and asked at each call: a feature test holds them
-def _num_dispatch_modes() -> int:
-    return torch._C._len_torch_dispatch_stack()  # pyright: ignore
-
-
-def _autocast() -> bool:
-    return torch._C._is_any_autocast_enabled()  # pyright: ignore
 
 
 def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:

@@ -1,29 +1,36 @@
-"""Families of all_gather_matmul: y[M, N] = gather(x)[M, K] w[K, N].
+"""all_gather_matmul: y[M, N] = gather(x)[M, K] w[K, N], and its families of plans.
 
-Every family but serial opens with a barrier on the signal lane: it says that all ranks have left
+Every family that signals opens with a barrier on the signal lane: it says that all ranks have left
 the call before, so peers may write the shared buffers. It hides behind the first matmul, and it
 makes calls of any plans, eager or replayed from a graph, safe on one workspace in any order.
 
 Several weights, y_i = gather(x) w_i, are gathered for once and multiplied one after another.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Literal
 
+from counterpoint.costs import Tiles
+from counterpoint.machine import Machine
+from counterpoint.plan import direct, finer, grading
+from counterpoint.plan.bind import Box
+from counterpoint.plan.definition import bias, gathered
+from counterpoint.plan.makespan import finer_s, gather_s
+from counterpoint.plan.names import COMPUTE, LANES, OWN, X, Y, bias_row, with_bias
+from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
 from counterpoint.plan.peers import Order, cuts
-from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
+from counterpoint.plan.sizes import check_no_experts, check_splits, is_power, wants_one_weight
+from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
+from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
 
-Direction = Literal["push", "pull"]
-Peers = Literal["ring", "xor"]
-
-COMPUTE = Lane("compute", "sm")
-SIGNAL = Lane("signal", "sm", priority=-1)
-COPY = Lane("copy", "copy", priority=-1)
-
-OWN = ((0,),)  # the block of this rank
-X, W, BIAS, Y = Region("x"), Region("w"), Region("bias"), Region("y")
+GROUPS: dict[int, tuple[str, ...]] = {
+    2: ("2",),
+    4: ("4", "1/3", "2/2", "1/1/2", "1/2/1"),
+    8: ("8", "2/6", "1/7", "1/2/5", "1/3/4", "1/1/6", "1/1/2/4", "2/2/4", "1/1/1/2/3"),
+}  # of shards, worth weighing for so many ranks; for others graded chooses its own
+LARGE_COPY = 16 << 20  # bytes of a shard of x that is worth two copies
 
 
 def operands(p: Problem) -> tuple[Buffer, ...]:
@@ -39,11 +46,6 @@ def weights(p: Problem) -> list[tuple[str, int]]:
     return [(str(i), n) for i, n in enumerate(p.splits)] or [("", p.n)]
 
 
-def bias_row(p: Problem) -> tuple[Buffer, ...]:
-    """The bias [1, N], where the problem has one."""
-    return (Buffer("bias", (1, p.n), p.dtype, "input"),) if p.bias else ()
-
-
 def matmuls(
     p: Problem,
     name: str,
@@ -54,11 +56,10 @@ def matmuls(
     waits: tuple[Signal, ...] = (),
 ) -> tuple[Step, ...]:
     """x w (+ bias) -> y on the compute lane, one step for each weight; the first of them waits."""
-    bias = (BIAS,) if p.bias else ()
-    args = (("bias", 1),) if p.bias else ()
+    added, args = with_bias(p)
     steps: list[Step] = []
     for i, _ in weights(p):
-        reads, writes = (x, Region(f"w{i}"), *bias), (replace(y, buffer=f"y{i}"),)
+        reads, writes = (x, Region(f"w{i}"), *added), (replace(y, buffer=f"y{i}"),)
         full_name = f"{name}_w{i}" if i else name
         steps.append(Step(full_name, "compute", "matmul", reads, writes, after, waits, args=args))
         after, waits = (), ()
@@ -74,41 +75,38 @@ def serial(p: Problem) -> Plan:
     return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
 
 
+def direct_plan(p: Problem) -> Plan:
+    """The all-gather in a kernel of ours, then one matmul."""
+    return direct.with_our_collective(serial(p))
+
+
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
     return matmuls(p, "matmul", X, Y)
 
 
-def graded(
-    p: Problem, groups: tuple[int, ...], peers: Peers, direction: Direction, pieces: int = 1
-) -> Plan:
+def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
     """Gather shard by shard; one matmul for each group of shards, as groups arrive.
 
     Group 0 holds this rank's own shard; alone, it is read where the user has it. With `pieces`,
-    the shard that arrives last, a group of its own, comes and is multiplied in parts: where copies
-    take longer than matmuls, only the matmul of its last part is left at the end.
+    the shard that arrives last, a group of its own, comes and is multiplied in chunks: where copies
+    take longer than matmuls, only the matmul of its last chunk is left at the end.
 
-    push: each rank writes its shard into its peers' `full`, straight from the user's tensor, and
-    posts a signal; pull: it stages its shard, and its peers read it.
+    Each rank pushes its shard into its peers' `full`, straight from the user's tensor, and posts a
+    signal behind it.
     """
     order = Order(peers, p.ranks)
     own_alone = groups[0] == 1
-    pushes = direction == "push"
     multiplied: list[tuple[Step, ...]] = []
     start = 0
     for i, size in enumerate(groups):
         distances = range(start, start + size)
-        meet = order.source if pushes else order.to
-        shards = tuple(meet(d) for d in distances)
+        shards = tuple(order.source(d) for d in distances)
         last = i == len(groups) - 1
         for suffix, piece in cuts(pieces if last else 1):
-            after, waits = (), ()
-            if pushes:
-                waits = tuple(order.wait(p.ranks + d + piece[0], d) for d in distances if d > 0)
-                # the lane orders those that wait later
-                after = ("open",) if i == 1 and own_alone and piece[0] == 0 else ()
-            elif distances[-1] > 0:
-                after = (f"pull_{distances[-1]}{suffix}",)
+            waits = tuple(order.wait(p.ranks + d + piece[0], d) for d in distances if d > 0)
+            # the lane orders those that wait later
+            after = ("open",) if i == 1 and own_alone and piece[0] == 0 else ()
             source = X if i == 0 and own_alone else Region("full", shards=shards, piece=piece)
             target = Region("y", shards=shards, piece=piece)
             name = f"matmul_{i}{suffix}"
@@ -117,33 +115,21 @@ def graded(
 
     if not own_alone:
         # what is pushed to is shared: peers may still be at it in the call before
-        after = ("open",) if pushes else ()
         kept = Region("full", shards=OWN)
-        multiplied.insert(0, (Step("keep", "compute", "move", (X,), (kept,), after),))
+        multiplied.insert(0, (Step("keep", "compute", "move", (X,), (kept,), ("open",)),))
     head, *rest = multiplied
-    transfers = push_shards(order, pieces) if pushes else pull_shards(order, pieces)
     opening = order.barrier("open", "signal", 0)
-    steps = (opening, *head, *transfers, *chain.from_iterable(rest))
-    buffers = (*operands(p), *gathered(p, direction))
+    steps = (opening, *head, *push_shards(order, pieces), *chain.from_iterable(rest))
+    full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
+    buffers = (*operands(p), full)
     family = "shard_p2p" if set(groups) == {1} else "graded"
     sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
     tail = f" pieces={pieces}" if pieces > 1 else ""
-    lanes = (COMPUTE, SIGNAL, COPY)
-    return Plan(p, family, f"{sizes}{peers} {direction}{tail}", peers, buffers, lanes, steps)
-
-
-def gathered(p: Problem, direction: Direction) -> tuple[Buffer, ...]:
-    """The whole of x; with pull also the staged shard, which is then what peers see."""
-    if direction == "push":
-        return (Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True),)
-    return (
-        Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True),
-        Buffer("stage", (p.m, p.k), p.dtype, "symmetric", split=True, holds="own"),
-    )
+    return Plan(p, family, f"{sizes}{peers}{tail}", peers, buffers, LANES, steps)
 
 
 def push_shards(order: Order, pieces: int) -> tuple[Step, ...]:
-    """My shard into each peer's `full`, nearest first, each part with its signal."""
+    """My shard into each peer's `full`, nearest first, each chunk with its signal."""
     return tuple(
         Step(f"push_{d}{suffix}", "copy", "copy", (Region("x", piece=piece),),
              (Region("full", order.to(d), OWN, piece),),
@@ -154,15 +140,95 @@ def push_shards(order: Order, pieces: int) -> tuple[Step, ...]:
     )  # fmt: skip
 
 
-def pull_shards(order: Order, pieces: int) -> tuple[Step, ...]:
-    """My shard into `stage`; a barrier, all are staged; each peer's into my `full`."""
-    stage = Step("stage", "copy", "copy", (X,), (Region("stage"),), after=("open",))
-    staged = order.barrier("staged", "signal", order.ranks, after=("stage",))
-    pulls = (
-        Step(f"pull_{d}{suffix}", "copy", "copy", (Region("stage", order.to(d), piece=piece),),
-             (Region("full", shards=(order.to(d),), piece=piece),),
-             after=("staged",) if d == 1 and piece[0] == 0 else ())
-        for d in order.distances
-        for suffix, piece in cuts(pieces if d == order.farthest else 1)
+def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
+    """y_i on `rank`: for each shard its product with my weight, plus my bias."""
+    for suffix, n in weights(p):
+        for s in range(p.ranks):
+            rows = p.row_starts[s], p.row_starts[s + 1]
+            terms = *gathered(p, "x", s, f"w{suffix}", rank, p.k), *bias(p, rank)
+            yield Box(rank, f"y{suffix}", 0, *rows, 0, n), normal(terms)
+
+
+def groups_of(p: Problem, options: Options, machine: Machine) -> tuple[int, ...]:
+    """Sizes of the groups of a graded plan; those that are left out fit the machine."""
+    return grading.sizes_of(p, options, machine, gather_s, in_pieces=-1)
+
+
+def graded_of(p: Problem, options: Options, machine: Machine) -> Plan:
+    """The family "graded"."""
+    return graded(p, groups_of(p, options, machine), options.peers, max(options.pieces, 1))
+
+
+def shard_p2p_of(p: Problem, options: Options, machine: Machine) -> Plan:
+    """The family "shard_p2p": every group is one shard."""
+    return graded(p, (1,) * p.ranks, options.peers, max(options.pieces, 1))
+
+
+def _graded_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+    sizes = groups_of(p, options, machine)
+    return gather_s(p, sizes, max(options.pieces, 1), machine, tiles)
+
+
+def _shard_p2p_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+    return gather_s(p, (1,) * p.ranks, max(options.pieces, 1), machine, tiles)
+
+
+def _finer(name: str) -> Family:
+    kind = finer.Kind.of(name)
+
+    def build(p: Problem, options: Options, machine: Machine) -> Plan:
+        buffers, steps = finer.gather(p, kind, Order(options.peers, p.ranks))
+        return finer.plan(p, name, options.peers, (*operands(p), *buffers), steps)
+
+    return Family(
+        name=name, takes=("peers",), build=build, refusal=wants_one_weight,
+        guess_s=lambda p, _, machine, tiles: finer_s(p, kind, machine, tiles, gathers=True),
     )  # fmt: skip
-    return stage, staged, *pulls
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Specs worth weighing on so many ranks, serial first."""
+    groups = GROUPS.get(p.ranks, ())
+    powers = is_power(p.ranks)
+    found = ["serial", "direct"]
+    found += [f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + powers]]
+    found += [f"graded {g} ring" for g in groups] or ["graded ring"]
+    # ring groups wrap on some ranks, xor groups are contiguous on all
+    finest = sorted(groups, key=lambda g: -g.count("/"))[:4]
+    found += [f"graded {g} xor" for g in finest if powers and "/" in g]
+    found += ["shard_p2p ring pieces=2", "shard_p2p xor pieces=4"][: 1 + powers]
+    return (*found, *(f"{name} ring" for name in finer.NAMES))
+
+
+def _check(p: Problem) -> None:
+    check_no_experts(p)
+    check_splits(p)
+
+
+def _overlapped(p: Problem, copy_longer: bool) -> str:
+    large = max(p.rows) * p.k * p.item_bytes >= LARGE_COPY
+    return "shard_p2p ring pieces=2" if copy_longer and large else "shard_p2p ring"
+
+
+OPERATION = Operation(
+    name="all_gather_matmul",
+    operands=operands,
+    definition=definition,
+    alone=alone,
+    families=(
+        in_a_row("serial", serial),
+        in_a_row("direct", direct_plan, direct.refusal_of_gather),
+        Family(name="shard_p2p", takes=("peers", "pieces"), build=shard_p2p_of,
+               guess_s=_shard_p2p_s),
+        Family(name="graded", takes=("peers", "sizes", "pieces"), build=graded_of,
+               guess_s=_graded_s),
+        *map(_finer, finer.NAMES),
+    ),
+    candidates=candidates,
+    collectives=("all_gather",),
+    check=_check,
+    moved=lambda p: (p.k, 0),
+    matmuls=lambda p: ((p.m, p.n, p.k),),
+    overlapped=_overlapped,
+    rule=lambda p, machine: "" if direct.refusal_of_gather(p) else "direct",
+)  # fmt: skip

@@ -1,18 +1,26 @@
-"""Families of all_gather_matmul_backward: dx_r = rows of rank r of the sum of dy_s wt_s, and dw.
+"""all_gather_matmul_backward: dx_r = rows of rank r of the sum of dy_s wt_s, and dw.
 
 Two matmuls and two transfers, of which neither matmul needs the other's transfer: dgrad needs no
 transfer and its result is scattered, wgrad needs x gathered and stays. So the gather of x hides
 behind dgrad, and the scatter of dx behind wgrad.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from counterpoint.machine import Machine
 from counterpoint.plan import all_gather_matmul_wgrad, matmul_reduce_scatter
-from counterpoint.plan.all_gather_matmul import COMPUTE, COPY, OWN, SIGNAL, Peers, X, push_shards
+from counterpoint.plan.all_gather_matmul import push_shards
 from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad
+from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import part
+from counterpoint.plan.definition import scattered, weight_gradient
+from counterpoint.plan.names import COMPUTE, LANES, OWN, X
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order
+from counterpoint.plan.sizes import check_gradient, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
 
 DX, WT = Region("dx"), Region("wt")
@@ -45,12 +53,13 @@ def serial(p: Problem) -> Plan:
     return Plan(p, "serial", "", "ring", (*operands(p), full, partial), (COMPUTE,), steps)
 
 
-def side_by_side(p: Problem, peers: Peers, pieces: int) -> Plan:
+def side_by_side(p: Problem, options: Options, machine: Machine) -> Plan:
     """dgrad beside the gather of x, then wgrad beside the scatter of dx, and its sum.
 
     With `pieces`, the partial rows that come last come in parts, each summed while the next is on
     its way: where copies take longer than matmuls, only the sum of its last part is at the end.
     """
+    peers, pieces = options.peers, max(options.pieces, 1)
     order = Order(peers, p.ranks)
     # behind the pushes, which peers wait for; on the copy lane, where it takes no time of dgrad's
     keep = Step("x_keep", "copy", "copy", (X,), (Region("full", shards=OWN),))
@@ -61,8 +70,8 @@ def side_by_side(p: Problem, peers: Peers, pieces: int) -> Plan:
         wgrad(FULL, DY, after=("x_keep",), waits=waits),
     )  # fmt: skip
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
-    lanes = (COMPUTE, SIGNAL, COPY)
-    dw = Plan(p, "gather", "", peers, (*all_gather_matmul_wgrad.operands(p), full), lanes, steps)
+    buffers = (*all_gather_matmul_wgrad.operands(p), full)
+    dw = Plan(p, "gather", "", peers, buffers, LANES, steps)
     dx = matmul_reduce_scatter.graded(scatter_problem(p), (p.ranks,), peers, pieces)
     names = {"x": "dy", "w": "wt", "y": "dx"}
     both = dw | part(dx, p, buffers=names, prefix="dx_")
@@ -73,3 +82,34 @@ def side_by_side(p: Problem, peers: Peers, pieces: int) -> Plan:
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
     return dgrad(DY, DX), wgrad(X, DY)
+
+
+def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
+    """dx and dw on `rank`."""
+    yield Box(rank, "dx", 0, 0, p.rows[rank], 0, p.k), scattered(p, "dy", "wt", rank, p.n)
+    yield Box(rank, "dw", 0, 0, p.k, 0, p.n), weight_gradient(p, rank, "x")
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Specs worth weighing, serial first."""
+    peers = ("ring", "xor")[: 1 + is_power(p.ranks)]
+    return "serial", *(f"side_by_side {p}{tail}" for p in peers for tail in ("", " pieces=2"))
+
+
+OPERATION = Operation(
+    name="all_gather_matmul_backward",
+    operands=operands,
+    definition=definition,
+    alone=alone,
+    families=(
+        in_a_row("serial", serial),
+        Family(name="side_by_side", takes=("peers", "pieces"), build=side_by_side),
+    ),
+    candidates=candidates,
+    collectives=("all_gather", "reduce_scatter"),
+    check=check_gradient,
+    moved=lambda p: (p.k, p.k),
+    matmuls=lambda p: ((p.m, p.k, p.n), (p.k, p.n, p.m)),
+    overlapped=lambda p, copy_longer: "side_by_side",
+    gradient="side_by_side",
+)

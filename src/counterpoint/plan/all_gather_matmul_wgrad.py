@@ -1,19 +1,21 @@
-"""Families of all_gather_matmul_wgrad: dw[K, N] = gather(x)[M, K]^T dy[M, N].
+"""all_gather_matmul_wgrad: dw[K, N] = gather(x)[M, K]^T dy[M, N], and its families of plans.
 
 The matmul sums over all ranks' rows, so it cannot start with some of them, as the forward one does,
 without a sum in fp32. It can with some of the columns of x: those are rows of dw.
 """
 
-from counterpoint.plan.all_gather_matmul import (
-    COMPUTE,
-    COPY,
-    SIGNAL,
-    Peers,
-    X,
-)
+from collections.abc import Iterator
+
+from counterpoint.machine import Machine
+from counterpoint.plan.bind import Box
+from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
+from counterpoint.plan.names import COMPUTE, LANES, X
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order
+from counterpoint.plan.sizes import check_gradient, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
+from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
 
 FULL, DY, DW = Region("full"), Region("dy"), Region("dw")
@@ -52,11 +54,12 @@ def serial(p: Problem) -> Plan:
     return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
 
 
-def sliced(p: Problem, peers: Peers, pieces: int) -> Plan:
+def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
     """Slices of columns from all ranks; the matmul of each writes its rows of dw, beside the next.
 
     Strided copies, as of uniform_fused_2d, but nothing is accumulated.
     """
+    peers, pieces = options.peers, options.pieces or 2
     order = Order(peers, p.ranks)
     steps: list[Step] = [order.barrier("open", "signal", 0)]
     for i, cols in enumerate(slices(p.k, pieces)):
@@ -65,11 +68,40 @@ def sliced(p: Problem, peers: Peers, pieces: int) -> Plan:
         rows = Region("dw", rows=cols)
         steps.append(after_exchange(order, i, (part, DY), rows, OVER_ROWS))
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
-    lanes = (COMPUTE, SIGNAL, COPY)
     variant = f"{peers} pieces={pieces}"
-    return Plan(p, "sliced", variant, peers, (*operands(p), full), lanes, tuple(steps))
+    return Plan(p, "sliced", variant, peers, (*operands(p), full), LANES, tuple(steps))
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
     return (wgrad(X, DY, name="matmul"),)
+
+
+def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
+    """dw on `rank`."""
+    yield Box(rank, "dw", 0, 0, p.k, 0, p.n), weight_gradient(p, rank, "x")
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Specs worth weighing, serial first."""
+    found = ["serial", *(f"sliced ring pieces={n}" for n in (2, 3, 4))]
+    return (*found, "sliced xor pieces=2") if is_power(p.ranks) else tuple(found)
+
+
+OPERATION = Operation(
+    name="all_gather_matmul_wgrad",
+    operands=operands,
+    definition=definition,
+    alone=alone,
+    families=(
+        in_a_row("serial", serial),
+        Family(name="sliced", takes=("peers", "pieces"), build=sliced),
+    ),
+    candidates=candidates,
+    collectives=("all_gather",),
+    check=check_gradient,
+    moved=lambda p: (p.k, 0),
+    matmuls=lambda p: ((p.k, p.n, p.m),),
+    overlapped=lambda p, copy_longer: "sliced",
+    gradient="sliced",
+)

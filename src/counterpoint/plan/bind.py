@@ -1,15 +1,12 @@
 """From a Plan to the Program of one rank: concrete boxes, peers and slots. Pure and cached."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.steps import Buffer, Count, Plan, Region, Step
-
-Table = Sequence[Sequence[int]]  # rows: counts[source][destination]
-Counts = Mapping[str, Table]
+from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan, Region, Step
 
 
 class Box(NamedTuple):
@@ -73,36 +70,25 @@ class Program:
         return next(signals, -1)
 
 
-def bind(plan: Plan, rank: int, counts: Counts | None = None) -> Program:
+@lru_cache(maxsize=256)
+def bind(plan: Plan, rank: int) -> Program:
     """Make `plan` concrete for `rank`.
 
-    Args:
-        counts: for each Count table of the plan, counts[source][destination].
-
     Raises:
-        PlanError: a region is outside its buffer, paired regions differ in shape, a count is
-            missing or above its limit, or the plan uses XOR peers on a group that has none.
+        PlanError: a region is outside its buffer, paired regions differ in shape, or the plan uses
+            XOR peers on a group that has none.
     """
-    frozen = tuple(
-        sorted((k, tuple(tuple(row) for row in table)) for k, table in (counts or {}).items())
-    )
-    return _bind(plan, rank, frozen)
-
-
-@lru_cache(maxsize=256)
-def _bind(plan: Plan, rank: int, counts: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]):
     if not 0 <= rank < plan.problem.ranks:
         raise PlanError(plan.spec, f"rank {rank} is outside {plan.problem.ranks} ranks")
-    binder = _Binder(plan, dict(counts))
+    binder = _Binder(plan)
     return Program(plan, rank, tuple(binder.step(step, rank) for step in plan.steps))
 
 
 class _Binder:
-    """Binding of one plan; `counts` are the tables known at this call."""
+    """Binding of one plan."""
 
-    def __init__(self, plan: Plan, counts: Counts) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.counts = counts
 
     def step(self, step: Step, rank: int) -> BoundStep:
         try:
@@ -117,20 +103,22 @@ class _Binder:
     def parts(self, step: Step, rank: int) -> tuple[Part, ...]:
         if step.kind == "barrier":
             return ()
-        whole = step.kind == "collective"
+        whole = step.kind in ("collective", "fused")
         reads = [self.cells(region, rank, whole=whole) for region in step.reads]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
-        if step.kind == "opaque":
-            every = tuple(box for cells in reads for box in cells)
-            return tuple(Part(every, box) for cells in writes for box in cells)
+        if step.kind in ("fused", "opaque"):
+            boxes = tuple(box for cells in reads for box in cells)
+            return tuple(Part(boxes, box) for cells in writes for box in _hull(cells))
         if step.kind == "copy":
             if len(reads) != len(writes):
                 self.fail(f"copies {len(reads)} regions into {len(writes)}")
             pairs = [self.zipped([r], w) for r, w in zip(reads, writes, strict=True)]
             parts = [part for pair in pairs for part in pair]
         elif step.kind == "collective":
-            # the library sees the whole of both sides, in one call
+            # the library sees the whole of both sides, in one call; words of a transport of ours
+            # are behind that part
             parts = [Part(tuple(_hull(reads[0])), write) for write in _hull(writes[0])]
+            parts += [Part((), box) for cells in writes[1:] for box in cells]
         else:
             if len(writes) != 1:
                 self.fail(f"a {step.kind} writes one region, got {len(writes)}")
@@ -193,7 +181,7 @@ class _Binder:
         holder = self.plan.resolve(region.at, rank)
         cols = self.interval(region.cols, buffer.shape[1], "cols")
         if not buffer.split:
-            if region.shards or region.piece != (0, 1) or isinstance(buffer.shape[0], Count):
+            if region.shards or region.piece != (0, 1):
                 self.fail(f"{region.buffer} is not split: it has no shards and no pieces")
             rows = self.interval(region.rows, buffer.shape[0], "rows")
             return [Box(holder, buffer.name, 0, *rows, *cols)]
@@ -237,22 +225,12 @@ class _Binder:
 
     def block_rows(self, buffer: Buffer, holder: int) -> Sequence[int]:
         """Rows of each block of a split buffer, as `holder` stores it."""
-        extent = buffer.shape[0]
-        if not isinstance(extent, Count):
-            if extent != self.plan.problem.m:
-                self.fail(f"{buffer.name} is split, so it needs {self.plan.problem.m} rows")
-            return self.plan.problem.rows
-        if buffer.holds != "all":
-            self.fail(f"{buffer.name} is counted: it holds a block for every rank")
-        if extent.table not in self.counts:
-            self.fail(f"counts has no table {extent.table!r}")
-        table, ranks = self.counts[extent.table], self.plan.problem.ranks
-        if [len(line) for line in table] != [ranks] * ranks:
-            self.fail(f"counts of {extent.table!r} must be {ranks} rows of {ranks} counts")
-        row = table[holder] if extent.by == "source" else [line[holder] for line in table]
-        if not all(0 <= n <= extent.limit for n in row):
-            self.fail(f"counts of {extent.table!r} must be within 0..{extent.limit}, got {row}")
-        return row
+        problem = self.plan.problem
+        each = buffer.space in OWN_PROTOCOL
+        want = problem.ranks if each else problem.m
+        if buffer.shape[0] != want:
+            self.fail(f"{buffer.name} is split, so it needs {want} rows")
+        return (1,) * problem.ranks if each else problem.rows
 
     def interval(self, interval: tuple[int, int] | None, size: int, name: str) -> tuple[int, int]:
         if interval is None:

@@ -1,87 +1,75 @@
-"""Serial with a collective of our own in place of the library's, as specs: words behind "serial".
+"""The family "direct": the serial plan with a collective of our own in place of the library's.
 
-For what is little, the start of the library's collective is most of its time. "serial direct" is
-the library's matmul and a kernel of ours; "serial fused" is both in one kernel, for few rows. What
-is sent fits in words of 4 bytes, and all ranks own equally many: see kernels/collectives.py,
-kernels/matmul_all_reduce.py and kernels/all_gather_matmul.py.
+For small tensors the start of the library's collective is most of its time. Ours is one kernel that
+stores low-latency words straight to the peers, so what is sent is a multiple of 4 bytes and all
+ranks own equally many: see kernels/collectives.py.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import ceil
 
-from counterpoint.plan.steps import Plan
-from counterpoint.problem import EXPERTS, Problem
+from counterpoint.plan.names import OWN
+from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.problem import ITEM_BYTES, Problem
 
-DIRECT, FUSED = SPECS = ("serial direct", "serial fused")
 MAX_BYTES = 64 << 20  # of what is gathered or scattered; its memory is twice that
-MAX_RANKS = 32
-MAX_EXPERTS = 1024  # of all ranks, in one kernel: see kernels/routes.py
-FUSED_ROWS = 64  # more are the matmul library's
+MAX_RANKS = 32  # that the bits of a fault word name
 
 
-def refusal(p: Problem, spec: str) -> str:
-    """What a spec of SPECS wants of a problem that it does not have, or ''."""
-    gathers = p.op == "all_gather_matmul"
-    if p.op in EXPERTS:
-        return _refusal_of_experts(p, spec)
-    if p.op != "matmul_reduce_scatter" and not gathers:
-        return "a forward operator"
+def refusal(p: Problem, part_bytes: int) -> str:
+    """What the collective wants of parts of so many bytes that each rank owns, or ""."""
     if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
         return f"a number of ranks that is a power of two up to {MAX_RANKS}"
-    if len(set(p.rows)) > 1:
-        return "equal rows on all ranks"
-    if spec == FUSED:
-        if p.splits:
-            return "one weight"
-        if p.m > FUSED_ROWS or p.item_bytes != 2:
-            return f"{FUSED_ROWS} rows or fewer, of 16-bit numbers"
-        if not gathers:
-            return ""
-    part = p.rows[0] * (p.k if gathers else p.n) * p.item_bytes
-    if part % 4:
-        return "parts of a multiple of 4 bytes"
-    return f"at most {MAX_BYTES} bytes to send" if part * p.ranks > MAX_BYTES else ""
+    if part_bytes % 4:
+        return "shares of a multiple of 4 bytes"
+    return f"at most {MAX_BYTES} bytes to send" if part_bytes * p.ranks > MAX_BYTES else ""
 
 
-def fused_columns(rows: int, n: int, ranks: int, num_sms: int) -> int:
-    """Columns of a tile of y[rows, n] in a fused kernel that sums, from measurements on 4 H200."""
-    wide = -(-n // 64) > num_sms
-    columns = 128 if wide and rows <= 16 else 64 if n >= 48 * num_sms else 32
-    return max(columns, ranks)
+def refusal_of_gather(p: Problem) -> str:
+    """Of an all-gather of x."""
+    return _of_equal(p) or refusal(p, p.rows[0] * p.k * p.item_bytes)
 
 
-def fused_rounds(p: Problem, num_sms: int) -> int:
-    """How many tiles one SM has at most in a fused kernel that sums."""
-    columns = fused_columns(fused_rows(p), p.n, p.ranks, num_sms)
-    return ceil(ceil(p.n / columns) / num_sms)
+def refusal_of_scatter(p: Problem) -> str:
+    """Of a reduce-scatter of the products."""
+    return _of_equal(p) or refusal(p, p.rows[0] * p.n * p.item_bytes)
 
 
-def fused_rows(p: Problem) -> int:
-    """Rows of a tile there: of each owner the next power of two."""
-    return max(p.ranks << max(max(p.rows) - 1, 0).bit_length(), 16)
+def _of_equal(p: Problem) -> str:
+    return "" if p.equal_rows else "equal rows on all ranks"
 
 
-def _refusal_of_experts(p: Problem, spec: str) -> str:
-    if spec != FUSED:
-        return "an operator without experts"
-    if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
-        return f"a number of ranks that is a power of two up to {MAX_RANKS}"
-    if p.item_bytes != 2 or p.k % 8 or p.n % 8:
-        return "16-bit numbers, K and N multiples of 8"
-    return "" if p.experts * p.ranks <= MAX_EXPERTS else f"at most {MAX_EXPERTS} experts"
+def with_our_collective(serial: Plan) -> Plan:
+    """The serial plan whose one collective is a kernel of ours, and the words that it stores."""
+    (collective,) = (s for s in serial.steps if s.kind == "collective")
+    words = _words_of(serial, collective)
+    ours = replace(
+        collective,
+        writes=(*collective.writes, *to_everyone(serial.problem.ranks, words)),
+        args=(*collective.args, ("transport", "words")),
+        spins=True,
+    )
+    steps = tuple(ours if step is collective else step for step in serial.steps)
+    buffers = (*serial.buffers, *words)
+    return replace(serial, family="direct", buffers=buffers, steps=steps)
 
 
-def most_bytes(p: Problem) -> int:
-    """A bound on the words of one call, padded rows and columns of a fused kernel included."""
-    cols = p.k if p.op == "all_gather_matmul" else p.n + 256
-    return 2 * (p.m + p.ranks) * cols * p.item_bytes
+def to_everyone(ranks: int, buffers: Sequence[Buffer]) -> Iterator[Region]:
+    """My row of those buffers, on every rank, this one included."""
+    for buffer in buffers:
+        yield from (Region(buffer.name, (d,) if d else (), OWN) for d in range(ranks))
 
 
-def with_our_collective(serial: Plan, spec: str) -> Plan:
-    """The serial plan with its collective by words, or in one kernel with its matmul."""
-    ours = (("transport", "words"),)
-    kinds = ("collective",)
-    if spec == FUSED:
-        ours, kinds = (*ours, ("kernel", "fused")), ("matmul", "collective")
-    steps = tuple(replace(s, args=(*s.args, *ours)) if s.kind in kinds else s for s in serial.steps)
-    return replace(serial, variant=spec.partition(" ")[2], steps=steps)
+def words(name: str, ranks: int, number: int) -> Buffer:
+    """So many words of each rank that may write to them."""
+    return Buffer(name, (ranks, number), "int32", "words", split=True)
+
+
+def _words_of(serial: Plan, collective: Step) -> tuple[Buffer, ...]:
+    """Slots by sender; where all ranks get sums, those behind them."""
+    ranks, name = serial.problem.ranks, collective.arg("collective")
+    side = collective.writes if name == "all_gather" else collective.reads
+    whole = serial.buffer(side[0].buffer)
+    part = whole.shape[0] * whole.shape[1] * ITEM_BYTES[whole.dtype] // ranks // 4
+    names = ("slots", "results") if name == "all_reduce" else ("slots",)
+    return tuple(words(each, ranks, part) for each in names)

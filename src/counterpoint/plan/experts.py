@@ -1,135 +1,39 @@
-"""Families of all_to_all_matmul and matmul_all_to_all: experts with equally many rows of each rank.
+"""What plans of experts share: rows by owner or by expert, pushes of a group, its matmuls.
 
-A step is a group of experts with all its peers: its copies carry what all ranks have for these
-experts, or what these have made for all ranks, and each weight is read once. The rows of one expert
-for one rank are few; those of a group lie equally far apart on both sides, so the copy engine takes
-them as one strided copy for each peer.
+Experts have equally many rows of each rank. A step is a group of experts with all its peers: its
+copies carry what all ranks have for these experts, or what these have made for all ranks, and each
+weight is read once. The rows of one expert for one rank are few; those of a group lie equally far
+apart on both sides, so the copy engine takes them as one strided copy for each peer.
 
 Rows lie by owner or by expert. By owner: block d is of rank d, and in it part e of the e-th expert
 of that rank. By expert: part e of every block, one after the other, which is a buffer in pieces.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from itertools import product
 
-from counterpoint.plan.all_gather_matmul import COMPUTE, COPY, OWN, SIGNAL, Peers
-from counterpoint.plan.peers import Order, Piece
-from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Space, Step
+from counterpoint.machine import Machine
+from counterpoint.plan import grading
+from counterpoint.plan.bind import Box
+from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL
+from counterpoint.plan.operation import Options
+from counterpoint.plan.peers import Order
+from counterpoint.plan.sizes import is_power
+from counterpoint.plan.steps import Buffer, Lane, Region, Space, Step
+from counterpoint.plan.values import Product, Value
 from counterpoint.problem import Problem
 
 # copies within a GPU, beside those to peers
 LOCAL = Lane("local", "copy", priority=-1)
+LANES = (COMPUTE, SIGNAL, COPY, LOCAL)
 
 
-def operands(p: Problem) -> tuple[Buffer, ...]:
-    """The user's tensors: w has the experts of this rank one under the other."""
-    there = p.op == "all_to_all_matmul"
-    x = _rows(p, "x", p.k, "input", by_expert=not there)
-    y = _rows(p, "y", p.n, "output", by_expert=there)
-    return x, Buffer("w", (p.experts * p.k, p.n), p.dtype, "input"), y
+def weights(p: Problem) -> Buffer:
+    """The experts of a rank, one under the other."""
+    return Buffer("w", (p.experts * p.k, p.n), p.dtype, "input")
 
 
-def alone(p: Problem) -> tuple[Step, ...]:
-    """What a group of one rank does."""
-    return _matmuls(p, 0, range(p.experts), "x", "y")
-
-
-def serial(p: Problem) -> Plan:
-    """The library's all-to-all with a pass that puts rows in order, and the matmuls."""
-    exchange = {"all_to_all_matmul": ("x", "sorted"), "matmul_all_to_all": ("product", "y")}
-    source, target = exchange[p.op]
-    args = (("collective", "all_to_all"),)
-    collective = Step(
-        "all_to_all", "compute", "collective", (Region(source),), (Region(target),), args=args
-    )
-    if p.op == "all_to_all_matmul":
-        between = _rows(p, "sorted", p.k, "scratch", by_expert=True)
-        steps = (collective, *_matmuls(p, 0, range(p.experts), "sorted", "y"))
-    else:
-        between = _rows(p, "product", p.n, "scratch", by_expert=True)
-        steps = (*_matmuls(p, 0, range(p.experts), "x", "product"), collective)
-    return Plan(p, "serial", "", "ring", (*operands(p), between), (COMPUTE,), steps)
-
-
-def grouped(p: Problem, groups: tuple[int, ...], peers: Peers) -> Plan:
-    """Groups of experts of those sizes: the copies of one beside the matmuls of another.
-
-    all_to_all_matmul: rows go to their place by expert, and a group is multiplied when those of all
-    ranks have come. matmul_all_to_all: what a group has made goes to its owners' symmetric memory,
-    and from there to y, which is the user's, as it comes.
-    """
-    order = Order(peers, p.ranks)
-    starts = [sum(groups[:i]) for i in range(len(groups))]
-    spans = [range(start, start + size) for start, size in zip(starts, groups, strict=True)]
-    if p.op == "all_to_all_matmul":
-        between = (_rows(p, "received", p.k, "symmetric", by_expert=True),)
-        steps = _there(p, order, spans)
-    else:
-        between = (
-            _rows(p, "product", p.n, "scratch", by_expert=True),
-            _rows(p, "returned", p.n, "symmetric", by_expert=False),
-        )
-        steps = _back(p, order, spans)
-    variant = f"{'/'.join(map(str, groups))} {peers}"
-    lanes = (COMPUTE, SIGNAL, COPY, LOCAL)
-    steps = (order.barrier("open", "signal", 0), *steps)
-    return Plan(p, "grouped", variant, peers, (*operands(p), *between), lanes, steps)
-
-
-def _there(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
-    """Each group's rows to their experts, the own ones too; its matmuls when all are there."""
-    copies: list[Step] = []
-    products: list[Step] = []
-    for g, span in enumerate(spans):
-        after = () if g else ("open",)
-        copies.append(_push(p, order, g, span, "x", "received", after))
-        kept = [Region("x", shards=OWN, piece=(e, p.experts)) for e in span]
-        there = [Region("received", shards=OWN, piece=(e, p.experts)) for e in span]
-        copies.append(Step(f"keep_{g}", "local", "copy", tuple(kept), tuple(there), after))
-        first, *rest = _matmuls(p, g, span, "received", "y")
-        waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
-        products += [replace(first, after=(f"keep_{g}",), waits=waits), *rest]
-    return *copies, *products
-
-
-def _back(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
-    """The matmuls of a group, then its rows to their owners, who put them into y."""
-    steps: list[Step] = []
-    unpacked: tuple[Step, ...] = ()
-    for g, span in enumerate(spans):
-        multiplied = _matmuls(p, g, span, "x", "product")
-        after = (multiplied[-1].name, *(() if g else ("open",)))
-        steps += [*multiplied, _push(p, order, g, span, "product", "returned", after)]
-        # behind the next group's matmuls: until then nothing has come
-        steps += unpacked
-        pieces = [(e, p.experts) for e in span]
-        own, mine = (
-            tuple(Region(name, shards=OWN, piece=piece) for piece in pieces)
-            for name in ("product", "y")
-        )
-        # later ones come behind `unpack` on their lane, and so behind the matmuls
-        steps.append(Step(f"keep_{g}", "local", "copy", own, mine, () if g else after[:1]))
-        unpacked = _unpack(p, order, g, pieces)
-    return *steps, *unpacked
-
-
-def _unpack(p: Problem, order: Order, g: int, pieces: list[Piece]) -> tuple[Step, ...]:
-    """What peers have sent of a group, into y.
-
-    Waited for between matmuls: a kernel that waits beside one takes a place where it would run.
-    """
-    waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
-    sources = [(order.source(d),) for d in order.distances]
-    come, mine = (
-        tuple(Region(name, shards=source, piece=piece) for source in sources for piece in pieces)
-        for name in ("returned", "y")
-    )
-    return (
-        Step(f"come_{g}", "compute", "barrier", after=() if g else ("open",), waits=waits),
-        Step(f"unpack_{g}", "local", "copy", come, mine, (f"come_{g}",)),
-    )
-
-
-def _push(
+def push(
     p: Problem, order: Order, g: int, span: range, source: str, target: str, after: tuple[str, ...]
 ) -> Step:
     """What each peer gets of a group, nearest first, and behind it all the signals."""
@@ -145,7 +49,7 @@ def _push(
     )
 
 
-def _matmuls(p: Problem, g: int, span: range, x: str, y: str) -> tuple[Step, ...]:
+def matmuls(p: Problem, g: int, span: range, x: str, y: str) -> tuple[Step, ...]:
     """A matmul for each expert of a group, of one launch where there is one for several."""
     return tuple(
         Step(f"matmul_{e}", "compute", "matmul",
@@ -155,6 +59,46 @@ def _matmuls(p: Problem, g: int, span: range, x: str, y: str) -> tuple[Step, ...
     )  # fmt: skip
 
 
-def _rows(p: Problem, name: str, cols: int, space: Space, *, by_expert: bool) -> Buffer:
+def rows_of(p: Problem, name: str, cols: int, space: Space, *, by_expert: bool) -> Buffer:
+    """Rows of all ranks, by owner or by expert."""
     pieces = p.experts if by_expert else 1
     return Buffer(name, (p.m, cols), p.dtype, space, split=True, pieces=pieces)
+
+
+def all_to_all(source: str, target: str) -> Step:
+    """The library's all-to-all, with the pass that puts rows in order."""
+    args = (("collective", "all_to_all"),)
+    return Step(
+        "all_to_all", "compute", "collective", (Region(source),), (Region(target),), args=args
+    )
+
+
+def spans_of(
+    p: Problem, options: Options, machine: Machine, predict: grading.ExpertsMakespan
+) -> tuple[str, list[range]]:
+    """The variant of a grouped plan, and the experts of each of its groups."""
+    groups = options.sizes or grading.expert_groups(p, machine, predict)
+    starts = [sum(groups[:i]) for i in range(len(groups))]
+    spans = [range(start, start + size) for start, size in zip(starts, groups, strict=True)]
+    return f"{'/'.join(map(str, groups))} {options.peers}", spans
+
+
+def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box, Value]]:
+    """y on `rank`: block e, s is the rows of expert e and of rank s, by expert or by owner."""
+    count = p.rows[0] // p.experts
+    for e, s in product(range(p.experts), range(p.ranks)):
+        multiplies, old, new = rank, rank * p.experts + e, e * p.ranks + s
+        if not dispatches:
+            multiplies, old, new = s, e * p.ranks + rank, s * p.experts + e
+        shift, row = count * (old - new), count * new
+        term = Product("x", s, False, shift, "w", multiplies, 0, e * p.k, 0, p.k)
+        yield Box(rank, "y", 0, row, row + count, 0, p.n), (term,) if p.k else ()
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Specs worth weighing, serial first."""
+    return (
+        "serial",
+        "fused",
+        *(f"grouped {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)]),
+    )

@@ -15,15 +15,13 @@ are ours.
 
 from typing import Literal, NamedTuple
 
-from counterpoint.plan.all_gather_matmul import BIAS, COMPUTE, COPY, OWN, SIGNAL, Peers, W, X, Y
-from counterpoint.plan.all_gather_matmul import operands as gather_operands
-from counterpoint.plan.matmul_reduce_scatter import operands as scatter_operands
+from counterpoint.plan.names import LANES, OWN, W, X, Y, with_bias
+from counterpoint.plan.operation import Peers
 from counterpoint.plan.peers import Order
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import Problem
 
-LANES = (COMPUTE, SIGNAL, COPY)
-FINER = ("uniform_fused_1d", "uniform_unfused_1d", "hetero_fused_1d", "hetero_unfused_1d",
+NAMES = ("uniform_fused_1d", "uniform_unfused_1d", "hetero_fused_1d", "hetero_unfused_1d",
          "uniform_fused_2d", "hetero_fused_2d")  # fmt: skip
 
 
@@ -36,7 +34,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, family: str) -> "Kind":
-        """Read a name of FINER."""
+        """Read one of NAMES."""
         start, fused, dims = family.split("_")
         return cls(start == "hetero", fused == "fused", int(dims[0]))
 
@@ -51,25 +49,30 @@ class Kind(NamedTuple):
         return self.dims == 1 and (self.hetero or not self.fused)
 
 
-def finer(p: Problem, family: str, peers: Peers) -> Plan:
-    """The plan of a family of FINER, of either forward operator."""
-    kind, order = Kind.of(family), Order(peers, p.ranks)
-    if p.op == "all_gather_matmul":
-        buffers, steps = (_gather_1d if kind.dims == 1 else _gather_2d)(p, kind, order)
-        buffers = (*gather_operands(p), *buffers)
-    else:
-        buffers, steps = (_scatter_1d if kind.dims == 1 else _scatter_2d)(p, kind, order)
-        buffers = (*scatter_operands(p), *buffers)
-    steps = (order.barrier("open", "signal", 0), *steps)
-    return Plan(p, family, peers, peers, buffers, LANES, steps)
-
-
 Parts = tuple[tuple[Buffer, ...], tuple[Step, ...]]
+
+
+def gather(p: Problem, kind: Kind, order: Order) -> Parts:
+    """Buffers and steps of an all_gather_matmul."""
+    return (_gather_1d if kind.dims == 1 else _gather_2d)(p, kind, order)
+
+
+def scatter(p: Problem, kind: Kind, order: Order) -> Parts:
+    """Buffers and steps of a matmul_reduce_scatter."""
+    return (_scatter_1d if kind.dims == 1 else _scatter_2d)(p, kind, order)
+
+
+def plan(
+    p: Problem, name: str, peers: Peers, buffers: tuple[Buffer, ...], steps: tuple[Step, ...]
+) -> Plan:
+    """The plan of those steps behind the barrier that opens a call."""
+    opening = Order(peers, p.ranks).barrier("open", "signal", 0)
+    return Plan(p, name, peers, peers, buffers, LANES, (opening, *steps))
 
 
 def _gather_1d(p: Problem, kind: Kind, order: Order) -> Parts:
     """One n-th of every shard a step; fused, of one matmul, whose rows are scattered into y."""
-    bias, args = _bias(p)
+    bias, args = with_bias(p)
     others = tuple(order.source(d) for d in order.distances)
     steps = [_matmul("own", (X, W, *bias), Region("y", shards=OWN), args)] if kind.hetero else []
     buffer = "packed" if kind.fused else "full"
@@ -106,7 +109,7 @@ def _gather_2d(p: Problem, kind: Kind, order: Order) -> Parts:
 
     Strided copies, and n passes over an fp32 sum: for weights much larger than x.
     """
-    bias, args = _bias(p)
+    bias, args = with_bias(p)
     others = tuple(order.source(d) for d in order.distances)
     steps = [_matmul("own", (X, W, *bias), Region("y", shards=OWN), args)] if kind.hetero else []
     total = Region("sum")
@@ -124,7 +127,7 @@ def _gather_2d(p: Problem, kind: Kind, order: Order) -> Parts:
 
 def _scatter_1d(p: Problem, kind: Kind, order: Order) -> Parts:
     """One n-th of every owner's rows a step, each pushed to its owner, who sums at the end."""
-    bias, args = _bias(p)
+    bias, args = with_bias(p)
     steps: list[Step] = []
     whose = tuple(order.to(d) for d in order.distances) if kind.hetero else ()
     source = "product" if kind.fused else "partial"
@@ -165,7 +168,7 @@ def _scatter_1d(p: Problem, kind: Kind, order: Order) -> Parts:
 
 def _scatter_2d(p: Problem, kind: Kind, order: Order) -> Parts:
     """A slice of columns of y a step, in buffers of its own, so that no copy is strided."""
-    bias, args = _bias(p)
+    bias, args = with_bias(p)
     steps: list[Step] = []
     buffers: list[Buffer] = []
     whose = tuple(order.to(d) for d in order.distances) if kind.hetero else ()
@@ -260,7 +263,3 @@ def _matmul(
     args: tuple[tuple[str, int | str], ...] = (),
 ) -> Step:
     return Step(f"matmul_{name}", "compute", "matmul", reads, (write,), args=args)
-
-
-def _bias(p: Problem) -> tuple[tuple[Region, ...], tuple[tuple[str, int | str], ...]]:
-    return ((BIAS,), (("bias", 1),)) if p.bias else ((), ())

@@ -1,20 +1,10 @@
 """What can be seen of a plan without binding it: names, operands, engines, dtypes, regions."""
 
 from counterpoint.errors import InputError, PlanError
-from counterpoint.plan.direct import DIRECT, FUSED
-from counterpoint.plan.families import OPERANDS, build
-from counterpoint.plan.steps import Buffer, Count, Plan, Region, Step, same_batch
-from counterpoint.problem import Op, Problem
-
-COLLECTIVES: dict[Op, tuple[str, ...]] = {
-    "all_gather_matmul": ("all_gather",),
-    "matmul_reduce_scatter": ("reduce_scatter",),
-    "all_gather_matmul_wgrad": ("all_gather",),
-    "all_gather_matmul_backward": ("all_gather", "reduce_scatter"),
-    "matmul_reduce_scatter_backward": ("all_gather",),
-    "all_to_all_matmul": ("all_to_all",),
-    "matmul_all_to_all": ("all_to_all",),
-}
+from counterpoint.plan.families import build
+from counterpoint.plan.operation import operation_of
+from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
+from counterpoint.problem import ITEM_BYTES, Problem
 
 
 def check_form(plan: Plan) -> None:
@@ -31,20 +21,22 @@ def check_form(plan: Plan) -> None:
         names = [item.name for item in items]
         if len(set(names)) < len(names):
             fail(f"two {name}s have one name: {', '.join(names)}")
+    operation = operation_of(plan.problem.op)
+    operands = {b.name: b for b in operation.operands(plan.problem)}
     users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
-    known = plan.problem.op != "pipeline"  # whose stages work on whatever is the user's
-    operands = {b.name: b for b in OPERANDS[plan.problem.op](plan.problem)} if known else users
-    if users != operands:
+    if operation.families and users != operands:
         fail(f"inputs and outputs must be {list(operands.values())}, got {list(users.values())}")
     for buffer in plan.buffers:
-        if known and buffer.dtype not in (plan.problem.dtype, "float32"):
+        own = buffer.space in OWN_PROTOCOL or buffer.name in operands
+        dtypes = ITEM_BYTES if own else (plan.problem.dtype, "float32")
+        if operation.families and buffer.dtype not in dtypes:
             fail(
                 f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
             )
         if buffer.pieces != 1 and not (buffer.split and buffer.holds in ("all", "peers")):
             fail(f"buffer {buffer.name!r} is stored by pieces, so it has to hold several blocks")
     limit = plan.problem.scratch_bytes_limit
-    used = plan.num_bytes("scratch", "symmetric")
+    used = plan.workspace_bytes
     if limit and used > limit:
         fail(f"needs {used} bytes of scratch, scratch_bytes_limit is {limit}")
     seen: set[str] = set()
@@ -57,8 +49,8 @@ def check_form(plan: Plan) -> None:
             fail(problem, step.name)
     for lane in plan.lanes:
         _check_batches(plan, [step for step in plan.steps if step.lane == lane.name])
-    ours = [step.name for step in plan.steps if step.kind != "opaque"
-            and (step.arg("transport") or step.arg("kernel"))]  # fmt: skip
+    ours = [s.name for s in plan.steps
+            if s.kind == "fused" or (s.arg("transport") and s.kind != "opaque")]  # fmt: skip
     if ours and (problem := _not_as_built(plan)):
         fail(problem, ours[0])
 
@@ -87,18 +79,17 @@ def _check_batches(plan: Plan, steps: list[Step]) -> None:
 
 
 def _not_as_built(plan: Plan) -> str:
-    """Why steps that name a kernel of ours cannot run, or ''.
+    """Why steps that are a kernel of ours cannot run, or ''.
 
-    Such a kernel takes equal parts and the memory of its group, and one of two steps does nothing
-    by itself: so they stand only as their family has them.
+    What such a kernel does is declared for the whole of the operator, for equal shares and the
+    memory of its group: so it stands only as its family has it.
     """
-    spec = FUSED if any(step.arg("kernel") for step in plan.steps) else DIRECT
     try:
-        want = build(plan.problem, spec)
+        want = build(plan.problem, plan.spec)
     except InputError as error:
         return str(error)
     if (plan.steps, plan.buffers, plan.lanes) != (want.steps, want.buffers, want.lanes):
-        return f"a transport or kernel of ours stands only in the plan {spec!r} as it is built"
+        return f"a transport or kernel of ours stands only in the plan {want.spec!r} as it is built"
     return ""
 
 
@@ -106,7 +97,7 @@ def _misuse(plan: Plan, step: Step) -> str:
     """Why a step cannot run, or ''."""
     if step.kind == "opaque":
         peers = any(region.at for region in step.reads + step.writes)
-        if plan.problem.op != "pipeline" or peers or step.waits or step.posts:
+        if operation_of(plan.problem.op).families or peers or step.waits or step.posts:
             return "an opaque step stands in a pipeline, on this rank, and signals nobody"
         return ""
     engine = plan.lane(step.lane).engine
@@ -117,6 +108,10 @@ def _misuse(plan: Plan, step: Step) -> str:
     if (step.kind == "barrier") == bool(step.writes):
         return "a barrier moves no data, every other kind writes"
     for region, buffer in zip(step.reads + step.writes, reads + writes, strict=True):
+        if buffer.space in OWN_PROTOCOL and step.kind != "fused" and not step.arg("transport"):
+            return f"uses {region.buffer!r}, which only kernels of ours keep in order"
+        if buffer.space in OWN_PROTOCOL or step.kind == "fused":
+            continue
         if region.at and step.kind != "copy":
             return f"reaches {region.buffer!r} on a peer: only copies do"
         if region.at and buffer.space != "symmetric":
@@ -126,8 +121,6 @@ def _misuse(plan: Plan, step: Step) -> str:
             return f"copies {region.buffer!r}, whose strides are the user's"
         if plan.problem.experts and region.buffer == "w" and _spans(region, plan.problem):
             return "takes more than one expert's weight"
-        if step.kind == "copy" and _device_count(buffer):
-            return f"copies {region.buffer!r}, whose count only the device knows"
     if any(buffer.space == "input" for buffer in writes):
         return "writes to an input"
     if any(signal.slot < 0 for signal in step.waits + step.posts):
@@ -165,9 +158,11 @@ def _misuse(plan: Plan, step: Step) -> str:
 
 def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     want = step.arg("collective")
-    if want not in COLLECTIVES[plan.problem.op]:
+    if want not in operation_of(plan.problem.op).collectives:
         return f"has no collective {want!r}"
-    regions = step.reads + step.writes
+    if want == "all_reduce":
+        return _misuse_of_all_reduce(plan, step, buffers)
+    regions, buffers = step.reads + step.writes[:1], buffers[: len(step.reads) + 1]
     # by owner or by expert: the library's has a pass beside it that puts rows in order
     pieces = (1, plan.problem.experts) if want == "all_to_all" else (1,)
     whole = all(
@@ -189,5 +184,10 @@ def _spans(region: Region, p: Problem) -> bool:
     return stop > start and start // p.k != (stop - 1) // p.k
 
 
-def _device_count(buffer: Buffer) -> bool:
-    return isinstance(buffer.shape[0], Count) and buffer.shape[0].known == "device"
+def _misuse_of_all_reduce(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
+    regions, buffers = step.reads + step.writes[:1], buffers[: len(step.reads) + 1]
+    if any(r != Region(r.buffer) or b.split for r, b in zip(regions, buffers, strict=True)):
+        return "a collective all_reduce takes whole buffers that are not split"
+    if len({(b.dtype, b.shape) for b in buffers}) != 1:
+        return "a collective all_reduce keeps shape and dtype"
+    return ""

@@ -2,8 +2,8 @@
 
 An event is before another by lane order, by `after`, from a post to its wait, and because a call
 ends before the next of its rank begins. A barrier posts at its begin and waits at its end; every
-other step waits at its begin and posts at its end. A collective begins on all ranks before it
-ends on any.
+other step waits at its begin and posts at its end. A collective, and a kernel that spins on its
+peers, begins on all ranks before it ends on any.
 """
 
 from collections.abc import Iterable
@@ -119,7 +119,7 @@ class HappensBefore:
     def _collectives(self) -> Iterable[tuple[int, int]]:
         ranks = range(len(self.programs))
         for i, step in enumerate(self.plan.steps):
-            if step.kind == "collective":
+            if step.kind == "collective" or step.spins:
                 for c in range(self.calls):
                     yield from (
                         (self.begin(c, a, i), self.end(c, b, i)) for a in ranks for b in ranks

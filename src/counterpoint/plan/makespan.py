@@ -47,11 +47,10 @@ def gather_s(
 
 
 def finer_s(
-    problem: Problem, family: str, machine: Machine, tiles: Tiles = NO_TILES
-) -> float:  # fmt: skip
-    """Seconds of a plan of `finer.FINER`."""
-    p, costs, kind = problem, machine.costs, Kind.of(family)
-    gathers = p.op == "all_gather_matmul"
+    problem: Problem, kind: Kind, machine: Machine, tiles: Tiles = NO_TILES, *, gathers: bool
+) -> float:
+    """Seconds of a plan that is finer than shards."""
+    p, costs = problem, machine.costs
     steps, shard, item_bytes = p.ranks, max(p.rows), p.item_bytes
     cols = p.k if gathers else p.n
     row_bytes = cols * item_bytes // steps if gathers and kind.dims == 2 else 0
@@ -124,29 +123,39 @@ def scatter_s(
     return max(computed_s + (pieces - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
 
 
-def experts_s(problem: Problem, groups: tuple[int, ...], machine: Machine) -> float:
-    """Seconds of a plan of experts whose groups of them have those sizes."""
+def dispatch_s(problem: Problem, groups: tuple[int, ...], machine: Machine) -> float:
+    """Seconds of an all_to_all_matmul whose groups of experts have those sizes."""
     p, costs = problem, machine.costs
-    rows = p.m // p.experts  # of one expert
-    there = p.op == "all_to_all_matmul"
-    row_bytes = rows // p.ranks * (p.k if there else p.n) * p.item_bytes
-
-    def matmul_s(experts: int) -> float:
-        return costs.matmul_s(rows, p.n, p.k, p.item_bytes, machine.sms, count=experts)
-
-    settling = costs.settling(matmul_s(p.experts))
+    row_bytes = p.m // p.experts // p.ranks * p.k * p.item_bytes
     computed_s, copied_s = 0.0, costs.barrier_s
     for size in groups:
+        copied_s += (p.ranks - 1) * _copy_s(size * row_bytes, machine, row_bytes)
+        computed_s = max(computed_s, copied_s) + costs.kernel_s + _experts_s(p, size, machine)
+    return computed_s
+
+
+def combine_s(problem: Problem, groups: tuple[int, ...], machine: Machine) -> float:
+    """Seconds of a matmul_all_to_all whose groups of experts have those sizes."""
+    p, costs = problem, machine.costs
+    row_bytes = p.m // p.experts // p.ranks * p.n * p.item_bytes
+    computed_s, copied_s = 0.0, costs.barrier_s
+    for size in groups:
+        computed_s += _experts_s(p, size, machine)
         sent_s = (p.ranks - 1) * _copy_s(size * row_bytes, machine, row_bytes)
-        if there:
-            copied_s += sent_s
-            computed_s = max(computed_s, copied_s) + costs.kernel_s + settling * matmul_s(size)
-        else:
-            computed_s += settling * matmul_s(size)
-            copied_s = max(computed_s, copied_s) + sent_s
+        copied_s = max(computed_s, copied_s) + sent_s
     # what came last goes on to y
     last_s = _copy_s(groups[-1] * p.ranks * row_bytes, machine) / LOCAL_COPY
-    return computed_s if there else copied_s + costs.kernel_s + last_s
+    return copied_s + costs.kernel_s + last_s
+
+
+def _experts_s(p: Problem, experts: int, machine: Machine) -> float:
+    """Of the matmuls of so many experts in one launch."""
+
+    def alone_s(count: int) -> float:
+        rows = p.m // p.experts
+        return machine.costs.matmul_s(rows, p.n, p.k, p.item_bytes, machine.sms, count=count)
+
+    return machine.costs.settling(alone_s(p.experts)) * alone_s(experts)
 
 
 def _copy_s(num_bytes: int, machine: Machine, row_bytes: int = 0) -> float:

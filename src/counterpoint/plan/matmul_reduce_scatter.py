@@ -1,25 +1,30 @@
-"""Families of matmul_reduce_scatter: y_r = rows of rank r of the sum over ranks of x_s w_s.
+"""matmul_reduce_scatter: y_r = rows of rank r of the sum over ranks of x_s w_s, and its families.
 
 Partial results are pushed into the slot that their owner keeps for the sender, in the output
 dtype; the owner sums the slots in fp32 and rounds once. Own rows are computed last and stay.
 """
 
-from counterpoint.plan.all_gather_matmul import (
-    BIAS,
-    COMPUTE,
-    COPY,
-    OWN,
-    SIGNAL,
-    Peers,
-    W,
-    Y,
-    bias_row,
-)
+from collections.abc import Iterator
+
+from counterpoint.costs import Tiles
+from counterpoint.machine import Machine
+from counterpoint.plan import direct, finer, fused_sum, grading
+from counterpoint.plan.bind import Box
+from counterpoint.plan.definition import bias, scattered
+from counterpoint.plan.makespan import finer_s, scatter_s
+from counterpoint.plan.names import COMPUTE, LANES, OWN, W, X, Y, bias_row, with_bias
+from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
 from counterpoint.plan.peers import Order, Piece, cuts
+from counterpoint.plan.sizes import check_plain, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
 
-X = Region("x")
+GROUPS: dict[int, tuple[str, ...]] = {
+    2: ("2",),
+    4: ("4", "3/1", "2/2", "2/1/1", "1/2/1"),
+    8: ("8", "6/2", "4/4", "4/3/1", "4/2/1/1", "3/2/2/1", "2/2/2/1/1", "2/2/2/2", "3/2/1/1/1"),
+}  # of owners, worth weighing for so many ranks; for others graded chooses its own
 
 
 def operands(p: Problem) -> tuple[Buffer, ...]:
@@ -40,9 +45,15 @@ def serial(p: Problem) -> Plan:
              args=(("collective", "reduce_scatter"),)),
     ]  # fmt: skip
     if p.bias:
-        steps.append(Step("add_bias", "compute", "move", (target, BIAS), (Y,), args=(("bias", 1),)))
+        added, args = with_bias(p)
+        steps.append(Step("add_bias", "compute", "move", (target, *added), (Y,), args=args))
     buffers = (*operands(p), partial, *((total,) if p.bias else ()))
     return Plan(p, "serial", "", "ring", buffers, (COMPUTE,), tuple(steps))
+
+
+def direct_plan(p: Problem) -> Plan:
+    """One matmul, then the reduce-scatter in a kernel of ours."""
+    return direct.with_our_collective(serial(p))
 
 
 def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
@@ -76,14 +87,14 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
                     _push(order, d, *part, after if part[1][0] == 0 else ()) for part in parts
                 ]
         start += size
+    added, args = with_bias(p)
     for suffix, piece in cuts(pieces):
         arrivals = [d for d in order.distances if piece[0] == 0 or d == order.farthest]
         slots = [Region("slots", shards=(order.source(d),), piece=piece) for d in order.distances]
-        reads = (*slots, Region("partial", shards=OWN, piece=piece), *((BIAS,) if p.bias else ()))
+        reads = (*slots, Region("partial", shards=OWN, piece=piece), *added)
         waits = tuple(
             order.wait(p.ranks + d + (piece[0] if d == order.farthest else 0), d) for d in arrivals
         )
-        args = (("bias", 1),) if p.bias else ()
         after = ("open",) if piece[0] == 0 else ()
         target = Region("y", piece=piece)
         steps.append(Step(f"reduce{suffix}", "compute", "reduce", reads, (target,), after, waits,
@@ -97,8 +108,7 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
     family = "shard_p2p" if set(groups) == {1} else "graded"
     sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
     tail = f" pieces={pieces}" if pieces > 1 else ""
-    lanes = (COMPUTE, SIGNAL, COPY)
-    return Plan(p, family, f"{sizes}{peers}{tail}", peers, buffers, lanes, tuple(steps))
+    return Plan(p, family, f"{sizes}{peers}{tail}", peers, buffers, LANES, tuple(steps))
 
 
 def _push(order: Order, d: int, suffix: str, piece: Piece, after: tuple[str, ...]) -> Step:
@@ -116,3 +126,98 @@ def _push(order: Order, d: int, suffix: str, piece: Piece, after: tuple[str, ...
     elif piece[0] == piece[1] - 1:
         posts = (order.post(order.ranks + d, d),)
     return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)
+
+
+def alone(p: Problem) -> tuple[Step, ...]:
+    """What a group of one rank does."""
+    added, args = with_bias(p)
+    return (Step("matmul", "compute", "matmul", (X, W, *added), (Y,), args=args),)
+
+
+def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
+    """y on `rank`: its rows of the sum of all ranks' products, plus its bias."""
+    value = normal((*scattered(p, "x", "w", rank, p.k), *bias(p, rank)))
+    yield Box(rank, "y", 0, 0, p.rows[rank], 0, p.n), value
+
+
+def groups_of(p: Problem, options: Options, machine: Machine) -> tuple[int, ...]:
+    """Sizes of the groups of a graded plan; those that are left out fit the machine."""
+    return grading.sizes_of(p, options, machine, scatter_s, in_pieces=0)
+
+
+def _graded(p: Problem, options: Options, machine: Machine) -> Plan:
+    return graded(p, groups_of(p, options, machine), options.peers, max(options.pieces, 1))
+
+
+def _graded_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+    sizes = groups_of(p, options, machine)
+    return scatter_s(p, sizes, max(options.pieces, 1), machine, tiles)
+
+
+def _shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
+    return graded(p, (1,) * p.ranks, options.peers, max(options.pieces, 1))
+
+
+def _shard_p2p_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+    return scatter_s(p, (1,) * p.ranks, max(options.pieces, 1), machine, tiles)
+
+
+def _finer(name: str) -> Family:
+    kind = finer.Kind.of(name)
+
+    def build(p: Problem, options: Options, machine: Machine) -> Plan:
+        buffers, steps = finer.scatter(p, kind, Order(options.peers, p.ranks))
+        return finer.plan(p, name, options.peers, (*operands(p), *buffers), steps)
+
+    return Family(
+        name=name, takes=("peers",), build=build,
+        guess_s=lambda p, _, machine, tiles: finer_s(p, kind, machine, tiles, gathers=False),
+    )  # fmt: skip
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Specs worth weighing on so many ranks, serial first."""
+    groups = GROUPS.get(p.ranks, ())
+    powers = is_power(p.ranks)
+    found = ["serial", "direct", "fused"]
+    found += [f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + powers]]
+    found += [f"graded {g} ring" for g in groups] or ["graded ring"]
+    found += [f"graded {g} xor" for g in groups if "/" in g][2:6] if powers else []
+    found += [f"shard_p2p ring pieces={n}" for n in (2, 4)]
+    found += [f"graded {g} ring pieces=2" for g in groups if g.startswith("1/")]
+    return (*found, *(f"{name} ring" for name in finer.NAMES))
+
+
+def _overlapped(p: Problem, copy_longer: bool) -> str:
+    return "shard_p2p ring pieces=2" if copy_longer else "shard_p2p ring"
+
+
+def _rule(p: Problem, machine: Machine) -> str:
+    if not fused_sum.refusal_of_scatter(p) and fused_sum.is_few(p, machine):
+        return "fused"
+    return "" if direct.refusal_of_scatter(p) else "direct"
+
+
+OPERATION = Operation(
+    name="matmul_reduce_scatter",
+    operands=operands,
+    definition=definition,
+    alone=alone,
+    families=(
+        in_a_row("serial", serial),
+        in_a_row("direct", direct_plan, direct.refusal_of_scatter),
+        fused_sum.family(operands, scatters=True),
+        Family(name="shard_p2p", takes=("peers", "pieces"), build=_shard_p2p,
+               guess_s=_shard_p2p_s),
+        Family(name="graded", takes=("peers", "sizes", "pieces"), build=_graded,
+               guess_s=_graded_s),
+        *map(_finer, finer.NAMES),
+    ),
+    candidates=candidates,
+    collectives=("reduce_scatter",),
+    check=check_plain,
+    moved=lambda p: (0, p.n),
+    matmuls=lambda p: ((p.m, p.n, p.k),),
+    overlapped=_overlapped,
+    rule=_rule,
+)  # fmt: skip

@@ -1,18 +1,27 @@
-"""Families of matmul_reduce_scatter_backward: dx = gather(dy) wt, and dw = x^T gather(dy).
+"""matmul_reduce_scatter_backward: dx = gather(dy) wt, and dw = x^T gather(dy).
 
 Both need dy gathered. dx is computed shard by shard as they arrive, as in the forward
 all_gather_matmul; dw sums over all rows, so it comes last, from what has been gathered for dx.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from counterpoint.plan import all_gather_matmul
-from counterpoint.plan.all_gather_matmul import COMPUTE, COPY, OWN, SIGNAL, Peers, X
-from counterpoint.plan.all_gather_matmul_backward import DX, dgrad
+from counterpoint.costs import Tiles
+from counterpoint.machine import Machine
+from counterpoint.plan import all_gather_matmul, grading
+from counterpoint.plan.all_gather_matmul_backward import DX, alone, dgrad
 from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad
+from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import part
+from counterpoint.plan.definition import gathered, weight_gradient
+from counterpoint.plan.makespan import gather_s
+from counterpoint.plan.names import COMPUTE, LANES, OWN, X
+from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
 from counterpoint.plan.peers import Order
+from counterpoint.plan.sizes import check_gradient, is_power
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
 
 
@@ -40,23 +49,85 @@ def serial(p: Problem) -> Plan:
 def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int) -> Plan:
     """The graded all_gather_matmul for dx, then one matmul for dw of what it has gathered."""
     names = {"x": "dy", "w": "wt", "y": "dx"}
-    graded_dx = all_gather_matmul.graded(gather_problem(p), groups, peers, "push", pieces)
+    graded_dx = all_gather_matmul.graded(gather_problem(p), groups, peers, pieces)
     dx = part(graded_dx, p, buffers=names, prefix="dx_")
     full = dx.buffer("full")
-    lanes = (COMPUTE, SIGNAL, COPY)
     if groups[0] == 1:
         # own rows were read where the user has them, but dw takes all rows from one place. On the
         # copy lane, behind the pushes, this runs beside the matmuls of dx; on compute it would not
         keep = Step("keep", "copy", "copy", (DY,), (Region("full", shards=OWN),), ("open",))
         opening = Order(peers, p.ranks).barrier("open", "signal", 0)
-        dx |= Plan(p, "keep", "", peers, (full,), lanes, (opening, keep))
-    dw = Plan(p, "wgrad", "", peers, (*operands(p), full), lanes, (wgrad(X, FULL),))
+        dx |= Plan(p, "keep", "", peers, (full,), LANES, (opening, keep))
+    dw = Plan(p, "wgrad", "", peers, (*operands(p), full), LANES, (wgrad(X, FULL),))
     both = dx >> dw
     sizes = "" if graded_dx.family == "shard_p2p" else "/".join(map(str, groups)) + " "
     tail = f" pieces={pieces}" if pieces > 1 else ""
     return replace(both, family=graded_dx.family, variant=f"{sizes}{peers}{tail}")
 
 
-def alone(p: Problem) -> tuple[Step, ...]:
-    """What a group of one rank does."""
-    return dgrad(DY, DX), wgrad(X, DY)
+def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
+    """dx and dw on `rank`."""
+    for s in range(p.ranks):
+        rows = p.row_starts[s], p.row_starts[s + 1]
+        yield Box(rank, "dx", 0, *rows, 0, p.k), gathered(p, "dy", s, "wt", rank, p.n)
+    yield Box(rank, "dw", 0, 0, p.k, 0, p.n), weight_gradient(p, rank, "dy")
+
+
+def groups_of(p: Problem, options: Options, machine: Machine) -> tuple[int, ...]:
+    """Sizes of the groups of a graded plan; those that are left out fit the gather for dx."""
+    return grading.sizes_of(gather_problem(p), options, machine, gather_s, in_pieces=-1)
+
+
+def _graded(p: Problem, options: Options, machine: Machine) -> Plan:
+    return graded(p, groups_of(p, options, machine), options.peers, max(options.pieces, 1))
+
+
+def _shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
+    return graded(p, (1,) * p.ranks, options.peers, max(options.pieces, 1))
+
+
+def _graded_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+    return _seconds(p, groups_of(p, options, machine), options, machine, tiles)
+
+
+def _shard_p2p_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+    return _seconds(p, (1,) * p.ranks, options, machine, tiles)
+
+
+def _seconds(
+    p: Problem, groups: tuple[int, ...], options: Options, machine: Machine, tiles: Tiles
+) -> float:
+    dx_s = gather_s(gather_problem(p), groups, max(options.pieces, 1), machine, tiles)
+    return dx_s + machine.costs.matmul_s(p.k, p.n, p.m, p.item_bytes, machine.sms)
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Specs worth weighing, serial first."""
+    groups = all_gather_matmul.GROUPS.get(p.ranks, ())
+    found = [
+        "serial",
+        *(f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)]),
+    ]
+    found += [f"graded {g} ring" for g in groups if "/" in g][-4:] or ["graded ring"]
+    return (*found, "shard_p2p ring pieces=2")
+
+
+OPERATION = Operation(
+    name="matmul_reduce_scatter_backward",
+    operands=operands,
+    definition=definition,
+    alone=alone,
+    families=(
+        in_a_row("serial", serial),
+        Family(name="shard_p2p", takes=("peers", "pieces"), build=_shard_p2p,
+               guess_s=_shard_p2p_s),
+        Family(name="graded", takes=("peers", "sizes", "pieces"), build=_graded,
+               guess_s=_graded_s),
+    ),
+    candidates=candidates,
+    collectives=("all_gather",),
+    check=check_gradient,
+    moved=lambda p: (p.n, 0),
+    matmuls=lambda p: ((p.m, p.k, p.n), (p.k, p.n, p.m)),
+    overlapped=lambda p, copy_longer: "graded",
+)  # fmt: skip

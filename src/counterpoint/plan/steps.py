@@ -13,22 +13,9 @@ from counterpoint.problem import ITEM_BYTES, Problem
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
 
-Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "opaque"]
-Space = Literal["input", "output", "scratch", "symmetric"]
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Rows that are known only at run time: counts[table][source][destination].
-
-    A dim 0 of this extent has one block per rank: block p holds the rows that I send to rank p
-    (`by="source"`) or that rank p sends to me (`by="destination"`), never more than `limit`.
-    """
-
-    table: str
-    by: Literal["source", "destination"]
-    known: Literal["host", "device"]
-    limit: int
+Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque"]
+Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
+OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +24,12 @@ class Buffer:
 
     Args:
         shape: (rows, columns); all blocks of a split buffer together.
-        space: input and output are the user's; symmetric memory is mapped by all ranks.
-        split: dim 0 is partitioned over the ranks, by `Problem.rows` or by the Count in `shape`.
+        space: input and output are the user's; symmetric memory is mapped by all ranks. So are
+            words, flags and turns, of which each call has one of two instances in turn, and which
+            the protocol of a fused kernel keeps in order: words are 4 bytes of data that are their
+            own flag (low-latency words), flags say that what was stored before them is there, and
+            turns hold what they speak of.
+        split: dim 0 is partitioned over the ranks, by `Problem.rows`; or each rank has one row.
         holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
             or in "slots" one copy of its own block for each rank that may write there.
         pieces: of a split buffer that holds all or peers: stored piece-major, part 0 of every block
@@ -46,7 +37,7 @@ class Buffer:
     """
 
     name: str
-    shape: tuple[int | Count, int]
+    shape: tuple[int, int]
     dtype: str
     space: Space
     split: bool = False
@@ -95,6 +86,9 @@ class Step:
         reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
         collective  a library collective, named by args: reads[0] -> writes[0]
         barrier     posts, then waits; moves no data
+        fused       one kernel of ours that computes and communicates, args "kernel" and its
+                    settings: what it reads and writes is declared, and tests compare that with
+                    the bytes that it writes
         opaque      a call of the user's own, by the step's name: what it reads and writes is known,
                     and not what it computes; any number of regions, of a "pipeline" only
     Every other kind waits first and posts last.
@@ -103,9 +97,10 @@ class Step:
         after: names of earlier steps of this rank that must have ended.
         args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
             matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
-            "fused", of a matmul and the collective beside it that are one kernel; "batch": a number
-            that matmuls one after the other on a lane share where they may be one launch. Of an
-            opaque step, see `resources.rewrites`.
+            of a fused step, the operator whose kernel it is; "batch": a number that matmuls one
+            after the other on a lane share where they may be one launch; of an opaque step, see
+            `resources.rewrites`.
+        spins: it waits for its peers in a kernel, which then has to be resident on every rank.
     """
 
     name: str
@@ -117,6 +112,7 @@ class Step:
     waits: tuple[Signal, ...] = ()
     posts: tuple[Signal, ...] = ()
     args: tuple[tuple[str, int | str], ...] = ()
+    spins: bool = False
 
     def arg(self, name: str, default: int | str = 0) -> int | str:
         """The value of argument `name`, or `default`."""
@@ -244,23 +240,20 @@ class Plan:
         return max(slots, default=-1) + 1
 
     def num_bytes(self, *spaces: Space) -> int:
-        """Bytes of those spaces on the rank that holds most: buffers, and symmetric words."""
-        held = sum(self.buffer_bytes(b) for b in self.buffers if b.space in spaces)
-        if "symmetric" not in spaces:
-            return held
-        sides = [step.reads + step.writes for step in self.steps
-                 if step.kind == "collective" and step.arg("transport")]  # fmt: skip
-        # two halves, each of the side that all ranks have a part of
-        return held + sum(2 * max(self.buffer_bytes(self.buffer(r.buffer)) for r in side)
-                          for side in sides)  # fmt: skip
+        """Bytes of those spaces on the rank that holds most; of what is used in turns, of both."""
+        held = (b for b in self.buffers if b.space in spaces)
+        return sum(self.buffer_bytes(b) * (1 + (b.space in OWN_PROTOCOL)) for b in held)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of all that is not the user's."""
+        return self.num_bytes("scratch", "symmetric", *OWN_PROTOCOL)
 
     def buffer_bytes(self, buffer: Buffer) -> int:
         """Bytes of one buffer on the rank that holds most."""
         extent, cols = buffer.shape
         ranks = self.problem.ranks
-        if isinstance(extent, Count):
-            most = extent.limit if buffer.holds == "own" else extent.limit * ranks
-        elif buffer.split and buffer.holds == "peers":
+        if buffer.split and buffer.holds == "peers":
             most = extent - min(self.problem.rows)
         elif buffer.split and buffer.holds != "all":
             most = max(self.problem.rows) * (ranks if buffer.holds == "slots" else 1)
@@ -277,6 +270,7 @@ class Plan:
         for s in self.steps:
             flow = f"{_regions(s.reads)} -> {_regions(s.writes)}" if s.writes else ""
             flow += "  contracts rows" if s.arg("contract") else ""
+            flow += f"  {settings(s)}" if s.kind == "fused" else ""
             order = f"  after {', '.join(s.after)}" if s.after else ""
             waits = f"  waits {_signals(s.waits)}" if s.waits else ""
             posts = f"  posts {_signals(s.posts)}" if s.posts else ""
@@ -284,10 +278,13 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
 
+def settings(step: Step) -> str:
+    """What a fused kernel is launched with, as text."""
+    return " ".join(f"{name}={value}" for name, value in step.args if name != "kernel")
+
+
 def _shape(buffer: Buffer) -> str:
-    rows, cols = buffer.shape
-    extent = f"<= {rows.limit} x ranks ({rows.table})" if isinstance(rows, Count) else rows
-    return f"[{extent}, {cols}]"
+    return f"[{buffer.shape[0]}, {buffer.shape[1]}]"
 
 
 def _peer(peer: Peer) -> str:

@@ -79,11 +79,13 @@ def reduce(bound: BoundStep, part: Part, places: Places) -> Action:
 def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     """The library's all-gather or reduce-scatter; unequal shards go one rank at a time.
 
-    Or its all-to-all, with the pass that puts rows in order.
+    Or its all-reduce, or its all-to-all with the pass that puts rows in order.
     """
     source, target = places.of(part.reads[0]), places.of(part.write)
     if bound.step.arg("collective") == "all_to_all":
         return _all_to_all(bound, source, target, places)
+    if bound.step.arg("collective") == "all_reduce":
+        return _all_reduce(source, target, places, in_place=part.reads[0] == part.write)
     problem, group = places.plan.problem, places.workspace.group
     starts, me = problem.row_starts, places.workspace.rank
     even = len(set(problem.rows)) == 1
@@ -111,6 +113,18 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
                 target(operands).copy_(block)
 
     return gather if gathers else scatter
+
+
+def _all_reduce(source: Place, target: Place, places: Places, *, in_place: bool) -> Action:
+    group = places.workspace.group
+
+    def run(operands: Operands) -> None:
+        total = target(operands)
+        if not in_place:
+            total.copy_(source(operands))
+        dist.all_reduce(total, group=group)
+
+    return run
 
 
 def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) -> Action:

@@ -7,8 +7,10 @@ from types import MappingProxyType
 from typing import Protocol
 
 from counterpoint.plan.bind import Program, bind
-from counterpoint.plan.steps import Plan
+from counterpoint.plan.steps import OWN_PROTOCOL, Plan
 from counterpoint.runtime.compute import Calls
+from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.launch import INTERPRETED
 from counterpoint.runtime.workspace import Operands, Workspace
 
 
@@ -38,6 +40,9 @@ def compile_plan(plan: Plan, workspace: Workspace, calls: Calls = MappingProxyTy
         calls: of each opaque step, by its name: launches on the current stream.
     """
     workspace.reserve(plan)
+    kernels = workspace.device.type == "cuda" or INTERPRETED
+    if kernels and any(b.space in OWN_PROTOCOL for b in plan.buffers):
+        fused_memory(workspace).reserve(plan)
     program = bind(plan, workspace.rank)
     # imported here: a CPU build of torch has no use for the CUDA half
     if workspace.device.type == "cuda":

@@ -19,11 +19,11 @@ from counterpoint.runtime import (
     driver,
     launch_collective,
     launch_cuda,
-    launch_pair,
 )
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.fused import in_turn
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of
+from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.replay import addresses
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
@@ -50,13 +50,13 @@ class CudaCode:
             program.plan.problem.op, program.plan.spec, awaited_by(program)
         )
         self.ran = False
-        # a library's collective and calls of the user's own stay outside of graphs that the user
-        # did not ask for
-        transports = {s.arg("transport", "library") for s in program.plan.steps
-                      if s.kind == "collective"}  # fmt: skip
-        theirs = any(s.kind == "opaque" for s in program.plan.steps)
-        self.replayable = len(program.steps) > 1 and "library" not in transports and not theirs
-        self.spins = "words" in transports  # a grid waits for its peers
+        # a library's collective stays outside of graphs that the user did not ask for: its group
+        # could not be destroyed while one lives. So do calls of the user's own. One kernel is
+        # launched as fast as a graph of it
+        kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
+                       for s in program.plan.steps)  # fmt: skip
+        self.replayable = len(program.steps) > 1 and not kept_out
+        self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
         plan = program.plan
         self.side = {
@@ -197,23 +197,20 @@ def _no_mark(_: str) -> AbstractContextManager[object]:
 
 
 def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list[Action]:
-    lanes, fused = code.lanes, bound.step.arg("kernel") == "fused"
+    lanes = code.lanes
     match bound.step.kind:
-        case "matmul" if fused:
-            return []  # its collective runs both
-        case "collective" if fused:
-            return [launch_pair.action(bound, part, places, code.program, tag)
-                    for part in bound.parts]  # fmt: skip
+        case "fused":
+            return [fused_action(Site(bound, places, tag))]
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]
         case "opaque":
             return [compute.opaque(bound, code.calls)]
         case "move":
             return [compute.move(bound, part, places) for part in bound.parts]
-        case "collective" if bound.step.arg("transport") == "words":
-            return [launch_collective.action(bound, part, places, tag) for part in bound.parts]
+        case "collective" if bound.step.arg("transport"):
+            return [launch_collective.action(bound, places, tag)]
         case "collective":
-            return [compute.collective(bound, part, places) for part in bound.parts]
+            return [compute.collective(bound, bound.parts[0], places)]
         case "reduce":
             return [launch_cuda.reduce(lanes, bound, part, places) for part in bound.parts]
         case _:

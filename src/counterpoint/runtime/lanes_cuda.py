@@ -22,9 +22,9 @@ Awaited = tuple[tuple[str, tuple[int, ...]], ...]  # of each step: its name, the
 
 def awaited_by(program: Program) -> Awaited:
     """What each step of a program waits for."""
-    everyone = tuple(range(program.plan.problem.ranks))  # of a collective of our own
+    everyone = tuple(range(program.plan.problem.ranks))  # of a kernel that waits for its peers
     return tuple(
-        (b.step.name, everyone if b.step.arg("transport") else tuple(a.rank for a in b.waits))
+        (b.step.name, everyone if b.step.spins else tuple(a.rank for a in b.waits))
         for b in program.steps
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.plan.bind import Box
-from counterpoint.plan.steps import Buffer, Count, Plan
+from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
@@ -72,6 +72,7 @@ class Workspace:
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.fused: Any = None  # what kernels that talk to their peers keep here
         self.code: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Any] = {}  # of `code`, by what an eager call sees at once
         self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
@@ -158,6 +159,7 @@ class Workspace:
         """Keep a compiled program; the oldest is forgotten when there are many."""
         if len(self.code) >= MAX_CODE:
             self.code.pop(next(iter(self.code)))
+            self.known.clear()
         self.code[key] = code
 
     def keep(self, *held: object) -> None:
@@ -167,6 +169,7 @@ class Workspace:
     def drop_code(self) -> None:
         """Forget what has been compiled: it points into memory that is about to go."""
         self.code.clear()
+        self.known.clear()
         if self.lanes is not None:
             self.lanes.replays.clear()
 
@@ -208,6 +211,7 @@ class Places:
         buffer = self.plan.buffer(box.buffer)
         if buffer.space in ("input", "output"):
             return None
+        assert buffer.space not in OWN_PROTOCOL, "see runtime/fused.py"
         if buffer.space == "scratch":
             memory = self.workspace.scratch
         else:
@@ -255,8 +259,6 @@ class Places:
         extent, cols = buffer.shape
         problem = self.plan.problem
         slots = problem.ranks if buffer.holds == "slots" else 1
-        if isinstance(extent, Count):
-            return slots, extent.limit * (1 if buffer.holds != "all" else problem.ranks), cols
         if buffer.split and buffer.holds == "peers":
             extent -= problem.rows[rank]
         elif buffer.split and buffer.holds != "all":

@@ -1,0 +1,115 @@
+"""matmul_all_to_all: experts multiply, and rows go back to their owners; its families of plans."""
+
+from collections.abc import Iterator
+
+from counterpoint.machine import Machine
+from counterpoint.plan import experts, fused_experts
+from counterpoint.plan.bind import Box
+from counterpoint.plan.experts import LANES, matmuls, push, rows_of
+from counterpoint.plan.makespan import combine_s
+from counterpoint.plan.names import COMPUTE, OWN
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
+from counterpoint.plan.peers import Order, Piece
+from counterpoint.plan.sizes import check_experts
+from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.values import Value
+from counterpoint.problem import Problem
+
+
+def operands(p: Problem) -> tuple[Buffer, ...]:
+    """The user's tensors: x by expert, y by owner."""
+    x = rows_of(p, "x", p.k, "input", by_expert=True)
+    return x, experts.weights(p), rows_of(p, "y", p.n, "output", by_expert=False)
+
+
+def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
+    """y on `rank`: its rows back from each expert, times that expert's weight."""
+    return experts.definition(p, rank, dispatches=False)
+
+
+def alone(p: Problem) -> tuple[Step, ...]:
+    """What a group of one rank does."""
+    return matmuls(p, 0, range(p.experts), "x", "y")
+
+
+def serial(p: Problem) -> Plan:
+    """The matmuls, then the library's all-to-all behind a pass that puts rows in order."""
+    between = rows_of(p, "product", p.n, "scratch", by_expert=True)
+    steps = (*matmuls(p, 0, range(p.experts), "x", "product"), experts.all_to_all("product", "y"))
+    return Plan(p, "serial", "", "ring", (*operands(p), between), (COMPUTE,), steps)
+
+
+def grouped(p: Problem, options: Options, machine: Machine) -> Plan:
+    """Groups of experts: what one has made goes to its owners beside the matmuls of the next one.
+
+    It goes to the owners' symmetric memory, and from there to y, which is the user's, as it comes.
+    """
+    order = Order(options.peers, p.ranks)
+    variant, spans = experts.spans_of(p, options, machine, combine_s)
+    between = (
+        rows_of(p, "product", p.n, "scratch", by_expert=True),
+        rows_of(p, "returned", p.n, "symmetric", by_expert=False),
+    )
+    steps = (order.barrier("open", "signal", 0), *_steps(p, order, spans))
+    buffers = (*operands(p), *between)
+    return Plan(p, "grouped", variant, options.peers, buffers, LANES, steps)
+
+
+def _steps(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
+    """The matmuls of a group, then its rows to their owners, who put them into y."""
+    steps: list[Step] = []
+    unpacked: tuple[Step, ...] = ()
+    for g, span in enumerate(spans):
+        multiplied = matmuls(p, g, span, "x", "product")
+        after = (multiplied[-1].name, *(() if g else ("open",)))
+        steps += [*multiplied, push(p, order, g, span, "product", "returned", after)]
+        # behind the next group's matmuls: until then nothing has come
+        steps += unpacked
+        pieces = [(e, p.experts) for e in span]
+        own, mine = (
+            tuple(Region(name, shards=OWN, piece=piece) for piece in pieces)
+            for name in ("product", "y")
+        )
+        # later ones come behind `unpack` on their lane, and so behind the matmuls
+        steps.append(Step(f"keep_{g}", "local", "copy", own, mine, () if g else after[:1]))
+        unpacked = _unpack(p, order, g, pieces)
+    return *steps, *unpacked
+
+
+def _unpack(p: Problem, order: Order, g: int, pieces: list[Piece]) -> tuple[Step, ...]:
+    """What peers have sent of a group, into y.
+
+    Waited for between matmuls: a kernel that waits beside one takes a place where it would run.
+    """
+    waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
+    sources = [(order.source(d),) for d in order.distances]
+    come, mine = (
+        tuple(Region(name, shards=source, piece=piece) for source in sources for piece in pieces)
+        for name in ("returned", "y")
+    )
+    return (
+        Step(f"come_{g}", "compute", "barrier", after=() if g else ("open",), waits=waits),
+        Step(f"unpack_{g}", "local", "copy", come, mine, (f"come_{g}",)),
+    )
+
+
+OPERATION = Operation(
+    name="matmul_all_to_all",
+    operands=operands,
+    definition=definition,
+    alone=alone,
+    families=(
+        in_a_row("serial", serial),
+        fused_experts.family(operands),
+        Family(name="grouped", takes=("peers", "sizes"), build=grouped),
+    ),
+    candidates=experts.candidates,
+    collectives=("all_to_all",),
+    check=check_experts,
+    moved=lambda p: (0, p.n),
+    matmuls=lambda p: ((p.m, p.n, p.k),),
+    overlapped=lambda p, copy_longer: "grouped",
+    gradient="grouped",
+    fused_s=fused_experts.seconds,
+    rule=lambda p, machine: "" if fused_experts.refusal(p) else "fused",
+)  # fmt: skip

@@ -1,0 +1,129 @@
+"""What one operator is: its operands, its definition and its families of plans, in one declaration.
+
+`plan/<op>.py` makes an OPERATION of these parts. Whoever builds, proves, prices, chooses or runs a
+plan asks the declaration, and no other file knows which operators there are.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from counterpoint.costs import Tiles
+from counterpoint.machine import Machine
+from counterpoint.plan.bind import Box
+from counterpoint.plan.steps import Buffer, Plan, Step
+from counterpoint.plan.values import Value
+from counterpoint.problem import Problem, declaration
+
+Peers = Literal["ring", "xor"]
+Option = Literal["peers", "sizes", "pieces", "shots", "tile", "warps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the words behind a family's name say; a word that is left out has the value here.
+
+    Args:
+        peers: in which order ranks meet.
+        sizes: of groups of shards, or of experts.
+        pieces: chunks of the shard that is moved last.
+        shots: of one kernel that sums: "one_shot", "two_shot", or "scatter" of own rows alone.
+        tile: of one kernel: columns, contracted size, and stages of loads.
+        warps: of a program of one kernel.
+        spec: the whole text, for errors.
+    """
+
+    peers: Peers = "ring"
+    sizes: tuple[int, ...] = ()
+    pieces: int = 0
+    shots: str = ""
+    tile: tuple[int, int, int] | None = None
+    warps: int = 0
+    spec: str = ""
+
+
+def takes_all(problem: Problem) -> str:
+    """The refusal of a family that has a plan for every problem of its op."""
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of plans of an operator.
+
+    Args:
+        name: the first word of a spec.
+        takes: options that may stand behind it.
+        build: the plan; the machine sizes what a spec leaves out. Of two ranks or more.
+        refusal: what it wants of a problem that it does not have, or "". Such a plan is an error.
+        guess_s: seconds by a closed form, where there is one.
+        in_a_row: its plans are kernels one after another, with no side stream.
+    """
+
+    name: str
+    build: Callable[[Problem, Options, Machine], Plan]
+    takes: tuple[Option, ...] = ()
+    refusal: Callable[[Problem], str] = takes_all
+    guess_s: Callable[[Problem, Options, Machine, Tiles], float] | None = None
+    in_a_row: bool = False
+
+
+def in_a_row(
+    name: str, build: Callable[[Problem], Plan], refusal: Callable[[Problem], str] = takes_all
+) -> Family:
+    """A family of one plan, whose kernels run one after another."""
+
+    def only(problem: Problem, options: Options, machine: Machine) -> Plan:
+        return build(problem)
+
+    return Family(name=name, build=only, refusal=refusal, in_a_row=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What an operator is.
+
+    Args:
+        name: of the operator, and of the file that declares it.
+        operands: the user's tensors as buffers.
+        definition: the boxes of the outputs on a rank, and what each cell of them has to hold.
+        alone: the steps of a group of one rank.
+        families: of its plans, serial first.
+        candidates: specs worth weighing, or timing, for a problem; serial first.
+        collectives: of the library that its plans may name.
+        check: refuses sizes that are not its own.
+        moved: columns of what is gathered, and of what is scattered.
+        matmuls: (rows, columns, contracted) of each matmul of one rank, in one piece.
+        shares_rows: whether M is shared out over the ranks.
+        overlapped: the spec of the plan that overlaps which a rule takes. The second argument: a
+            shard's copy takes longer than its matmul.
+        gradient: the family that it takes as a gradient whose forward was asked for by name.
+        fused_s: seconds of a step of kind "fused" whose kernel has the operator's name.
+        rule: the spec that static sizes say, where the shorter side is not worth overlapping;
+            "" is serial.
+    """
+
+    name: str
+    operands: Callable[[Problem], tuple[Buffer, ...]]
+    definition: Callable[[Problem, int], Iterator[tuple[Box, Value]]]
+    alone: Callable[[Problem], tuple[Step, ...]]
+    families: tuple[Family, ...]
+    candidates: Callable[[Problem], tuple[str, ...]]
+    collectives: tuple[str, ...]
+    check: Callable[[Problem], None]
+    moved: Callable[[Problem], tuple[int, int]]
+    matmuls: Callable[[Problem], tuple[tuple[int, int, int], ...]]
+    overlapped: Callable[[Problem, bool], str]
+    gradient: str = "graded"
+    shares_rows: bool = True
+    fused_s: Callable[[Problem, Step, Machine], float] | None = None
+    rule: Callable[[Problem, Machine], str] = lambda problem, machine: ""
+
+    def family(self, name: str) -> Family | None:
+        """The family of that name, if it has one."""
+        return next((f for f in self.families if f.name == name), None)
+
+
+def operation_of(op: str) -> Operation:
+    """The declaration of an operator that exists, as that of every Problem does."""
+    return declaration(op)
