@@ -85,7 +85,7 @@ def by_model(
 
 
 class _Weighed:
-    """The plans of a problem with their times, guessed or simulated, or why they may not be taken."""
+    """The plans of a problem: their times, guessed or simulated, or why none may be taken."""
 
     def __init__(self, problem: Problem, machine: Machine, eager: bool, tiles: Tiles) -> None:
         self.problem, self.machine, self.eager, self.tiles = problem, machine, eager, tiles
