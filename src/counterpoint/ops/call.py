@@ -82,8 +82,6 @@ class Ready:
     ) -> None:
         self.workspace = workspace
         self.code = code
-        steps = code.program.plan.steps if code else ()
-        self.by_library = any(step.kind in ("collective", "fused") for step in steps)
         given = [(i, x, t) for i, (x, t) in enumerate(zip(operator.inputs, tensors, strict=True))]
         # positions of the tensors that are there, their buffers, and how they become operands
         self.inputs = [(i, x.name, _form(x, t)) for i, x, t in given if t is not None]
@@ -129,7 +127,8 @@ def key_of(
     That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
     subclass, or one of which a gradient is asked for.
     """
-    if _num_dispatch_modes() or _any_autocast() or torch.compiler.is_compiling():
+    # a compiler first: it traces what follows
+    if torch.compiler.is_compiling() or _num_dispatch_modes() or _any_autocast():
         return None
     if type(dim) is not int:
         return None
@@ -170,6 +169,8 @@ def repeated(
         InputError: there is no group, or this rank is not in it.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
+    if group is None:
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(op, group)
     key = key_of(op, tensors, group, plan, rows, dim)
@@ -198,14 +199,9 @@ def first(
     whose peer sends another size, and does not say which.
     """
     ready = prepare(operator, tensors, plan, rows, group)
-    if not (ready.by_library and tensors[0] is not None and tensors[0].is_cpu):
+    if not (ready.workspace.device.type == "cpu" and uses_library(ready.code)):
         ready.workspace.known[key] = ready
     return ready(tensors)
-
-
-def facts(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
-    """What of the tensors decides how a call runs."""
-    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
 
 
 def prepare(
@@ -217,6 +213,9 @@ def prepare(
 ) -> Ready:
     """Check, choose and compile; collective at the first call with these facts.
 
+    Facts are what all ranks must have alike: operator, sizes, dtype, plan, rows. They alone decide
+    whether ranks meet. How a rank's own tensors lie only decides how they become operands.
+
     Raises:
         InputError: the plan is not for these sizes, the ranks disagree, or a graph is captured
             before a warm call.
@@ -226,25 +225,40 @@ def prepare(
     first = next(t for t in tensors if t is not None)
     workspace = workspace_of(group, first.device)
     workspace.check()
-    key = (operator.op, plan, tuple(rows), facts(tensors))
-    ready: Ready | None = workspace.code.get(key)
-    # ranks that disagree would wait for one another, or compute something else: compared at the
-    # first call with these facts, and at each call where that is asked for
-    if ready is None or checking() or (ready.by_library and first.is_cpu):
-        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
-    if ready is not None:
+    sizes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
+    facts = (operator.op, plan, tuple(rows), sizes)
+    layout = (operator, facts, tuple(None if t is None else t.stride() for t in tensors))
+    ready: Ready | None = workspace.known.get(layout)
+    if ready is not None and not checking():
         return ready
+    known: tuple[Code | None] | None = workspace.code.get(facts)
+    # ranks that disagree would wait for one another, or compute something else: compared at the
+    # first call with these facts, and at each call where that is asked for, or gloo takes part
+    by_library = known is not None and first.is_cpu and uses_library(known[0])
+    if known is None or by_library or checking():
+        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
     ranks, rank = group.size(), workspace.rank
-    problem = operator.problem(tensors, rows, ranks)
-    chosen = plan_of(problem, plan, workspace, tensors)
-    code: Code | None = None
-    if problem.m * problem.n * problem.k:
-        # memory and views of it that calls in any mode may write to
-        with torch.inference_mode(False), torch.enable_grad():
-            code = compiled(chosen, plan, workspace)
-    ready = Ready(workspace, code, operator, tensors, operator.outputs(tensors, rows, ranks, rank))
-    workspace.remember(key, ready)
+    if known is None:
+        problem = operator.problem(tensors, rows, ranks)
+        chosen = plan_of(problem, plan, workspace, tensors)
+        code: Code | None = None
+        if problem.m * problem.n * problem.k:
+            # memory and views of it that calls in any mode may write to
+            with torch.inference_mode(False), torch.enable_grad():
+                code = compiled(chosen, plan, workspace)
+        known = (code,)
+        workspace.remember(facts, known)
+    outputs = operator.outputs(tensors, rows, ranks, rank)
+    ready = Ready(workspace, known[0], operator, tensors, outputs)
+    if not (first.is_cpu and uses_library(known[0])):
+        workspace.known[layout] = ready
     return ready
+
+
+def uses_library(code: Code | None) -> bool:
+    """Whether the library's collectives are part of a call, or on CPU ranks stand for a kernel."""
+    steps = code.program.plan.steps if code else ()
+    return any(step.kind in ("collective", "fused") for step in steps)
 
 
 def compiled(plan: Plan, asked: str, workspace: Workspace) -> Code:

@@ -12,12 +12,14 @@ from counterpoint.plan.bind import BoundStep, Part
 from counterpoint.runtime import library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
-Action = Callable[[Operands], None]
+Action = Callable[[Operands], object]  # what it returns is nothing's
 Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their names
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate in fp32) (+ bias); y may have any strides."""
+    if plain := _plain_matmul(bound, part, places):
+        return plain
     x, w, *rest = (places.of(box) for box in part.reads)
     if bound.step.arg("contract"):
         x = _transposed(x)
@@ -38,6 +40,17 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     if bound.step.accumulates:
         return lambda o: _into(torch.addmm, y(o), x(o).float(), w(o).float(), out=y(o))
     return lambda o: _into(torch.mm, x(o).float(), w(o).float(), out=y(o))
+
+
+def _plain_matmul(bound: BoundStep, part: Part, places: Places) -> Action | None:
+    """y = x w of boxes that the operands have by name: as fast for the host as the library's."""
+    target = places.plan.buffer(part.write.buffer)
+    if bound.step.args or bound.step.accumulates or target.dtype != places.plan.problem.dtype:
+        return None
+    x, w, y = (places.name(box) for box in (*part.reads, part.write))
+    if x is None or w is None or y is None:
+        return None
+    return lambda o: torch.mm(o[x], o[w], out=o[y])
 
 
 def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
@@ -87,13 +100,17 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     if bound.step.arg("collective") == "all_reduce":
         return _all_reduce(source, target, places, in_place=part.reads[0] == part.write)
     problem, group = places.plan.problem, places.workspace.group
+    names = places.name(part.write), places.name(part.reads[0])
     starts, me = problem.row_starts, places.workspace.rank
     even = len(set(problem.rows)) == 1
     ranks = range(problem.ranks)
     gathers = bound.step.arg("collective") == "all_gather"
     if even:
         call = library.all_gather if gathers else library.reduce_scatter
-        return lambda o: call(target(o), source(o), group)
+        to, start = names
+        if to is not None and start is not None:
+            return lambda o: call(o[to], o[start], group=group)
+        return lambda o: call(target(o), source(o), group=group)
 
     def gather(operands: Operands) -> None:
         whole = target(operands)
@@ -150,7 +167,7 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
 def opaque(bound: BoundStep, calls: Calls) -> Action:
     """The call of an opaque step."""
     call = calls[bound.step.name]
-    return lambda _: _into(call)
+    return lambda _: call()
 
 
 def _transposed(x: Place) -> Place:

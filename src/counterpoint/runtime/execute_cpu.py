@@ -57,6 +57,7 @@ class CpuCode:
         ]
         places = Places(workspace, program.plan)
         self.calls = calls
+        self.constants = places.constants
         self.actions = [self._actions(bound, places, i) for i, bound in enumerate(program.steps)]
         lanes = {lane.name: lane.engine for lane in program.plan.lanes}
         self.on_copy_lane = [lanes[bound.step.lane] == "copy" for bound in program.steps]
@@ -78,6 +79,7 @@ class CpuCode:
 
     def run(self, operands: Operands) -> None:
         """See `execute.Code.run`."""
+        operands.update(self.constants)
         _Call(self, operands, recording).run()
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from counterpoint.plan.bind import BoundStep, Program
@@ -22,10 +23,9 @@ from counterpoint.runtime import (
 )
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.fused import in_turn
-from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of
+from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.replay import addresses
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
@@ -58,6 +58,7 @@ class CudaCode:
         self.replayable = len(program.steps) > 1 and not kept_out
         self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
+        self.constants = places.constants
         plan = program.plan
         self.side = {
             lane.name: self.lanes.stream(lane.name, lane.priority, lane.num_sms)
@@ -83,7 +84,7 @@ class CudaCode:
     def run(self, operands: Operands) -> None:
         """See `execute.Code.run`."""
         capturing = torch.cuda.is_current_stream_capturing()
-        profiling = _profiling()
+        traced = profiling()
         if capturing:
             self.workspace.captured = True
         else:
@@ -92,11 +93,13 @@ class CudaCode:
             if self.spins:
                 in_turn(self.workspace.device)
             # under a profiler step by step, so that it sees which step launched what
-            if self.replayable and not profiling:
-                key = (self.tag, addresses(operands))
+            if self.replayable and not traced:
+                given = operands.values()
+                key = (self.tag, *map(Tensor.data_ptr, given), *map(Tensor.stride, given))
                 if self.lanes.replays.run(key, partial(self._enqueue, operands, capturing=True)):
                     return
-        if self.plain is not None and not profiling:
+        if self.plain is not None and not traced:
+            operands.update(self.constants)
             for action in self.plain:
                 action(operands)
             return
@@ -111,7 +114,8 @@ class CudaCode:
         return nullcontext()
 
     def _enqueue(self, operands: Operands, main: torch.cuda.Stream, *, capturing: bool) -> None:
-        annotate = _profiling()
+        operands.update(self.constants)
+        annotate = profiling()
         if self.side:
             self.lanes.fork.record(main)
         for stream in self.side.values():
@@ -186,10 +190,6 @@ class _CudaStep:
 
 
 _NOTHING = nullcontext()
-
-
-def _profiling() -> bool:
-    return torch.autograd._profiler_enabled()  # pyright: ignore  (private, and typed so)
 
 
 def _no_mark(_: str) -> AbstractContextManager[object]:

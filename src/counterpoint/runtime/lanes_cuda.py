@@ -1,6 +1,6 @@
 """What the calls of one workspace share on its GPU: streams, epoch, fault words, tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,6 +32,8 @@ def awaited_by(program: Program) -> Awaited:
 # the handle of a device's current stream, in a tenth of the time that a torch.cuda.Stream takes;
 # private, and what torch's own compiler emits: a feature test holds it
 raw_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else lambda device: 0  # pyright: ignore
+# whether a profiler is on: private, and typed so
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore
 
 
 class CudaLanes:
@@ -54,7 +56,9 @@ class CudaLanes:
         self._num_programs = 0
         self.signals_compiled = False
         self.replays = Replays(device)
-        self.watchdog = Watchdog(self.fault.numpy(), self.describe)
+        words = self.fault.numpy()
+        workspace.alarms.append(words)
+        self.watchdog = Watchdog(words, self.describe)
 
     def follow(self) -> None:
         """Let the current stream wait for the last call, where that was on another one."""

@@ -41,7 +41,7 @@ def action(bound: BoundStep, places: Places, tag: int) -> Action:
         launch = Launch(
             collective_kernel, ("source_ptr", "target_ptr"), fixed, Grid(blocks),
             workspace.device, plan.problem.op, {"num_warps": NUM_WARPS},
-        ).compile(tl.int32, tl.int32)  # fmt: skip
+        ).compile(torch.int32, torch.int32)  # fmt: skip
         if launch.programs == blocks:
             break
     assert launch is not None

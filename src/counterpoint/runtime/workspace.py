@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
@@ -76,6 +78,8 @@ class Workspace:
         self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
+        # words of the host that are not 0 once a kernel has found something wrong
+        self.alarms: list[NDArray[np.int64]] = []
 
     def reserve(self, plan: Plan) -> None:
         """Have room for `plan`. Collective and synchronous when memory has to grow.
@@ -186,9 +190,10 @@ class Workspace:
             PeerTimeoutError: a peer did not answer in an earlier call.
             InputError: an earlier call has dropped rows, by counts on the device.
         """
-        if self.fault is None and self.lanes is not None:
-            # what was dropped explains who did not come then
-            self.fault = (self.fused and self.fused.dropped()) or self.lanes.watchdog.look()
+        for word in self.alarms:
+            if word[0] and self.fault is None:
+                # what was dropped explains who did not come then
+                self.fault = (self.fused and self.fused.dropped()) or self.lanes.watchdog.look()
         if self.fault is not None:
             raise self.fault
 
@@ -200,6 +205,7 @@ class Places:
         self.workspace = workspace
         self.plan = plan
         self.offsets: dict[str, int] = {}
+        self.constants: Operands = {}  # boxes that `name` has given names
         used = {"symmetric": 0, "scratch": 0}
         for buffer in plan.buffers:
             if buffer.space in used:
@@ -225,6 +231,19 @@ class Places:
         num_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
         whole = memory[start : start + num_bytes].view(dtype).view(shape)
         return whole[box.slot, box.r0 : box.r1, box.c0 : box.c1]
+
+    def name(self, box: Box) -> str | None:
+        """Under which name the operands of a call have the box, if they do.
+
+        That is a whole operand, or a box of the workspace, which then is one of `constants`.
+        """
+        fixed = self.fixed(box)
+        if fixed is not None:
+            name = str(tuple(box))
+            self.constants[name] = fixed
+            return name
+        whole = box.shape == self._shape(self.plan.buffer(box.buffer), box.rank)[1:]
+        return box.buffer if whole and not self._stacked(box.buffer) else None
 
     def of(self, box: Box) -> Place:
         """The box as a function of the operands."""
