@@ -1,13 +1,12 @@
 """all_gather_matmul in one kernel: all orders of its programs, ranks that share memory, its PTX."""
 
 import re
-import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from late import GIVES_UP, TIMEOUT_S, looks_of
 from memories import GUARD, guarded, left, memories
 from planted import post_relaxed, post_too_few, same_epoch
 from ptx import ACQUIRE, CAPABILITIES, PAYLOAD, RELEASE, Compiled, compiled, lines_with, wrong_order
@@ -89,7 +88,7 @@ def test_every_order_gives_the_product(
 ):
     """No order of programs and stores mixes up calls, of whatever sizes."""
     seeds = range(1 if ranks == 4 else 4)
-    run = pool.run(errors_of, 1, ranks, seeds, "", shapes, group=False, timeout_s=120)
+    run = pool.run(errors_of, 1, ranks, seeds, "", shapes, group=False)
     assert run == [[""] * len(seeds)]
 
 
@@ -101,7 +100,7 @@ def test_every_order_gives_the_product(
 def test_planted_faults_show(pool: RankPool, fault: str, text: str):
     shapes = MIXED if fault == "halves" else SAME
     arguments = (2, range(30), fault, shapes)
-    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=120)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False)
     assert any(text in problem for problem in found), found
 
 
@@ -144,31 +143,23 @@ def test_ranks_that_share_memory(pool: RankPool, ranks: int, epoch: int):
     assert pool.run(wrong_products, ranks, epoch) == [[]] * ranks
 
 
-def late_by_a_call(rank: int, ranks: int) -> list[Any]:
+def late_by_a_call(rank: int, ranks: int) -> list[int]:
     """Rank 1 comes after rank 0 has given up: that one says so, in time, and waits no more."""
     workspace = workspace_of(world(), torch.device("cpu"))
-    workspace.timeout_s = 0.3
+    workspace.timeout_s = TIMEOUT_S
     memory = FusedMemory(workspace)
     reserve(WAY, memory, 2 * ranks, 16, 4)
     x, w, y = torch.randn(2, 16), torch.randn(16, 32), torch.full((4, 32), torch.nan)
-    dist.barrier()
-    if rank == 1:
-        time.sleep(1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        launch = launch_of(WAY, memory, where(memory), 6, x, w, None)
-        start_s = time.monotonic()
-        launch(x, w, None, y)
-        took_s = time.monotonic() - start_s
+    launch = launch_of(WAY, memory, where(memory), 6, x, w, None)
+    looks = looks_of(rank, lambda: launch(x, w, None, y))
     fault = int(memory.fault[0])
-    dist.barrier()
-    return [fault & 0xFFFFFFFF, fault >> 32, took_s < 1.5]
+    return [fault & 0xFFFFFFFF, fault >> 32, looks]
 
 
 def test_a_rank_that_is_late_is_named(pool: RankPool):
     first, second = pool.run(late_by_a_call, 2)
-    assert first == [7, 0b10, True]
-    assert second == [0, 0, True]  # what rank 0 had sent before it gave up was there
+    assert first == [7, 0b10, GIVES_UP + 1]  # its second tile does not wait
+    assert second == [0, 0, 1 + 1]  # what rank 0 had sent before it gave up was there
 
 
 def kernel(capability: int, way: Gathered, m: int, ranks: int, *, columns: bool = True) -> Compiled:

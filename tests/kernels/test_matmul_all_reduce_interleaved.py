@@ -94,7 +94,7 @@ def test_every_order_gives_the_sum(
 ):
     """No order of programs and stores mixes up calls, of whatever sizes."""
     seeds = range(1 if ranks == 4 else 4)
-    run = pool.run(errors_of, 1, ranks, shots, by, seeds, "", shapes, group=False, timeout_s=60)
+    run = pool.run(errors_of, 1, ranks, shots, by, seeds, "", shapes, group=False)
     assert run == [[""] * len(seeds)]
 
 
@@ -102,7 +102,7 @@ def test_a_half_that_follows_the_call_shows(pool: RankPool):
     """What a small call has not yet read, a larger one of a faster peer would overwrite."""
     for by in ("words", "stamps", "flags"):
         arguments = (2, 2, by, range(30), "halves", MIXED)
-        (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=60)
+        (found,) = pool.run(errors_of, 1, *arguments, group=False)
         assert any(found), by
 
 

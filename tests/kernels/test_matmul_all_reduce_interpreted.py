@@ -1,12 +1,12 @@
 """matmul_all_reduce in one kernel: interpreted on ranks that share memory, against fp64."""
 
-import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from late import GIVES_UP, TIMEOUT_S, looks_of
 from rank_bodies import world
 from rankpool import RankPool
 
@@ -86,32 +86,26 @@ def test_epochs_wrap(pool: RankPool, shots: int, by: str, epoch: int):
     assert pool.run(wrong_sums, 2, cases, epoch) == [[]] * 2
 
 
-def late_by_a_call(rank: int, ranks: int, how: Fused) -> list[bool]:
+def late_by_a_call(rank: int, ranks: int, how: Fused) -> tuple[list[bool], int]:
     """Rank 0 gives up before rank 1 comes; neither takes what the other has for a sum."""
     workspace = workspace_of(world(), torch.device("cpu"))
-    workspace.timeout_s = 0.3
+    workspace.timeout_s = TIMEOUT_S
     memory = FusedMemory(workspace)
     reserve(how, memory, 2, 32, 4)
     x, w, y = torch.randn(2, 16), torch.randn(16, 32), torch.full((2, 32), torch.nan)
-    dist.barrier()
-    if rank == 1:
-        time.sleep(1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        launch = launch_of(how, memory, where(how, memory), 6, x, w, None)
-        start_s = time.monotonic()
-        launch(x, w, None, y)
-        took_s = time.monotonic() - start_s
-        launch(x, w, None, y)  # waits no more
+    launch = launch_of(how, memory, where(how, memory), 6, x, w, None)
+    looks = looks_of(rank, lambda: [launch(x, w, None, y) for _ in range(2)])
     fault = int(memory.fault[0])
-    dist.barrier()
-    return [memory.state.tolist()[2] == 2, fault & 0xFFFFFFFF == 7, bool(fault >> 32 & 3),
-            took_s < 1.5]  # fmt: skip
+    return [memory.state.tolist()[2] == 2, fault & 0xFFFFFFFF == 7, bool(fault >> 32 & 3)], looks
 
 
 @pytest.mark.parametrize(("shots", "by"), WAYS[1:-1])
 def test_a_rank_that_has_given_up_sends_no_sums(pool: RankPool, shots: int, by: str):
-    assert pool.run(late_by_a_call, 2, way(shots, by)) == [[True] * 4] * 2
+    (first, looks), (second, others) = pool.run(late_by_a_call, 2, way(shots, by))
+    assert first == second == [True] * 3
+    # of two calls of two tiles: what comes behind a wait in vain does not wait
+    assert looks == GIVES_UP + (2 + 2 + 4 if shots == 2 else 1 + 2)
+    assert others == looks - (shots == 2)  # rank 0 had sent its parts, and no sums
 
 
 def grown(rank: int, ranks: int) -> list[int]:
