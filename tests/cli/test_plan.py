@@ -235,13 +235,16 @@ def test_wrong_options_are_exit_code_2(arguments: list[str]):
 
 
 def test_it_needs_no_torch_and_is_quick():
+    # 84,000 calls of Python functions are a tenth of a second on a quiet machine
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "import counterpoint.cli.plan\n"
         "from counterpoint.cli.main import app\n"
-        "start_s = time.monotonic()\n"
+        "calls = []\n"
+        "sys.setprofile(lambda _, event, *__: calls.append(event))\n"
         f"app(['plan', *{GATHER}], standalone_mode=False)\n"
-        "assert time.monotonic() - start_s < 1\n"
+        "sys.setprofile(None)\n"
+        "assert calls.count('call') < 200_000\n"
         "assert not {'torch', 'triton', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
     )
     environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}

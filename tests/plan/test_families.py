@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from counterpoint.plan.variants import variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from counterpoint.plan.grading import compositions
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
-from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
 from counterpoint.problem import FORWARD, OPS, Op, Problem
 
