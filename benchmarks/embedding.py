@@ -33,8 +33,7 @@ from counterpoint.ops.embedding_check import OP
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.resources.order import Delay
 from counterpoint.runtime.embedding_layout import Facts, Layout, Way, way_for
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.launch_embedding import Lookup, Sender, place_of
+from counterpoint.runtime.launch_embedding import Lookup
 from counterpoint.runtime.workspace import workspace_of
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
@@ -54,7 +53,6 @@ CHECKED = 64  # bags that are compared with fp64, beside all bits with those of 
 ROUNDS = 11
 SOAKED = ("fused copy", "fused", "fused", "ours serial", "fused", "ours serial", "fused copy")
 BACKLOG_CYCLES = 4_000_000  # the host has 64 bags to launch
-ABLATED = ("8 tables, D 128, pooling 5, batch 16384", "MLPerf DCNv2, batch 16384")
 
 
 @dataclass
@@ -242,8 +240,6 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     timed |= gathers(case.tables, case.sets, edges, sms)
     starts = torch.tensor(layout.starts, dtype=torch.int32, device=device)
     timed |= stores(layout, rank, out.bases, starts, sms)
-    if case.name in ABLATED:
-        timed |= ablations(case, group, out)
     calls = dict.fromkeys(timed, 0)
 
     def turn(name: str) -> Callable[[], object]:
@@ -289,50 +285,6 @@ def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[s
     torch.cuda.synchronize(device)
     dist.barrier(group)  # no rank frees what another one still writes to
     return rows
-
-
-def ablations(
-    case: Case, group: dist.ProcessGroup, out: PooledOutputs
-) -> dict[str, Callable[[int], Tensor]]:
-    """The kernel alone, as it is taken and otherwise: the order of ranks, and the grid."""
-    workspace, way = workspace_of(group, case.tables[0].device), way_of(case)
-    facts = Facts(case.layout, False, None, torch.int64, torch.int64)
-    ready = workspace.code[OP, facts, True].senders[way]
-    (launched,) = ready.launches.values()
-    place = place_of(fused_memory(workspace), case.layout, own_outputs=True)
-
-    def arm(
-        first: int | None = None, *, programs: int = launched.programs
-    ) -> Callable[[int], Tensor]:
-        sender = Sender(facts, fused_memory(workspace), place, 0, way, ready)
-        sender.programs = programs
-        if first is not None:
-            sender.first, sender.in_turn = first, True
-
-        def run(i: int) -> Tensor:
-            turn = out.take()
-            indices = case.sets[i % len(case.sets)]
-            sender(case.tables, indices, case.offsets, None, (out.bases, out.turn_bytes, turn))
-            return out.view(turn)
-
-        return run
-
-    sms = torch.cuda.get_device_properties(case.tables[0].device).multi_processor_count
-    arms = {
-        "all ranks at once": arm(), "next rank first, own last": arm(group.rank() + 1),
-        "own rows first": arm(group.rank()), "rank 0 first on all": arm(0),
-        "half the programs": arm(programs=launched.programs // 2),
-        "a program an SM": arm(programs=min(launched.programs, sms)),
-    }  # fmt: skip
-    want = arms["all ranks at once"](0).clone()
-    wrong = torch.zeros((), dtype=torch.int64, device=want.device)
-    for run in arms.values():
-        emptied(out, group)
-        wrong += (run(0) != want).sum()
-    dist.all_reduce(wrong, group=group)
-    if wrong:
-        raise CounterpointError(f"{case.name}: {int(wrong)} elements differ")
-    return {f"alone, {name}": run for name, run in arms.items()}
 
 
 def way_of(case: Case) -> Way:

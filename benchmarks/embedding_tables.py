@@ -18,9 +18,7 @@ LARGE = 16384  # bags of a batch from which on the share of the floor is meant
 
 def sections(results: Path) -> dict[str, str]:
     """Text for each pair of markers in docs/embedding.md; nothing without rows."""
-    made: dict[str, list[str]] = {
-        "embedding": [], "embedding-host": [], "embedding-soak": [], "embedding-ablation": []
-    }  # fmt: skip
+    made: dict[str, list[str]] = {"embedding": [], "embedding-host": [], "embedding-soak": []}
     measured = _measured(results)
     for num, rows in measured.items():
         cases = cases_of(rows)
@@ -32,8 +30,6 @@ def sections(results: Path) -> dict[str, str]:
             made["embedding-host"].append(
                 f"**{num} GPUs**, microseconds of the host for an eager call:\n\n{lines}"
             )
-        if lines := ablation(cases):
-            made["embedding-ablation"].append(f"**{num} GPUs**\n\n{lines}")
         made["embedding-soak"] += [
             f"{r['calls']:,} calls on {r['ranks']} GPUs, ranks late at random, each compared on "
             f"the device with its expected bits: {r['wrong']} differ ({r['seconds']:.0f} s)."
@@ -161,21 +157,6 @@ def table(cases: Sequence[list[Row]]) -> str:
             f"{t['floor'] / t['fused']:.0%} | {ours['way']}, {ours['registers']}, "
             f"{ours['spills']} |"
         )
-    return "\n".join(lines)
-
-
-def ablation(cases: Sequence[list[Row]]) -> str:
-    """The kernel without the operator around it, as it is taken and otherwise."""
-    lines: list[str] = []
-    for case in cases:
-        found = {r["arm"].removeprefix("alone, "): r for r in case if r["arm"].startswith("alone")}
-        if found and not lines:
-            names = " | ".join(found)
-            lines = [f"| case | {names} |", "|---" * (len(found) + 1) + "|"]
-        if found:
-            cells = " | ".join(f"{r['median_s'] * 1e6:.0f} ({r['skew_s'] * 1e6:.0f})"
-                               for r in found.values())  # fmt: skip
-            lines.append(f"| {case[0]['case']} | {cells} |")
     return "\n".join(lines)
 
 

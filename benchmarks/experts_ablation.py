@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from experts_layer import DIRECTIONS, FIRST, Case, Layer
+from counterpoint.plan.expert_tiles import Tile, tile_of
+from experts_layer import DIRECTIONS, Case, Layer
 from torch import Tensor
 
-from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch_experts import (
     AllToAllMatmul,
@@ -20,8 +20,6 @@ from counterpoint.runtime.launch_experts import (
 from counterpoint.runtime.workspace import workspace_of
 
 ABLATED = tuple(f"{op} DeepSeek-V3 {tokens} uniform" for op in DIRECTIONS for tokens in (4096, 256))
-FIRSTS = tuple(f"{op} {sizes}" for op in DIRECTIONS
-               for sizes in ("Mixtral-8x7B 4096 uniform", "DeepSeek-V3 4096 skewed"))  # fmt: skip
 SKEWED = tuple(f"all_to_all_matmul {model} {tokens} skewed"
                for model in ("DeepSeek-V3", "Qwen3-235B") for tokens in (1024, 256))  # fmt: skip
 
@@ -48,7 +46,7 @@ def by_hand(
     if layer.there:
         call: Any = AllToAllMatmul(*sizes, other.way)
     else:
-        call = MatmulAllToAll(*sizes, other.way.first)
+        call = MatmulAllToAll(*sizes)
     y = torch.empty(layer.limit, case.n, device=device, dtype=torch.bfloat16)
     assert memory.tiles.memory is not None
     mine = memory.tiles.memory.local()
@@ -69,14 +67,12 @@ def by_hand(
 
 def ablations(case: Case, ranks: int) -> dict[str, Other]:
     """What else could have been taken: tiles, and how rows are sent, senders and parts."""
-    if case.text not in (*ABLATED, *FIRSTS, *SKEWED):
+    if case.text not in (*ABLATED, *SKEWED):
         return {}
     local, back = case.model.experts, case.op == "matmul_all_to_all"
     rows = int(case.counts(ranks).view(ranks, ranks, local).sum((0, 2)).max())  # as the operator
     tile, way = tile_of(rows, case.k, case.n, local, back=back), sending_of(rows, local, ranks)
     found: dict[str, Other] = {}
-    if case.text in (*ABLATED, *FIRSTS):
-        found = {name: Other(tile, replace(way, first=first)) for first, name in FIRST.items()}
     if case.text in SKEWED:
         small = Tile(64, 256, 64, 4, 4)
         found[named(small)] = Other(small, way)
@@ -89,9 +85,8 @@ def ablations(case: Case, ranks: int) -> dict[str, Other]:
         return found | {"without the last kernel": Other(tile, way, collects=False)}
     found |= {f"{n} senders": Other(tile, replace(way, senders=n)) for n in (8, 16, 24, 32, 48)
               if n != way.senders}  # fmt: skip
-    found |= {f"{n} parts": Other(tile, replace(way, parts=n))
-              for n in (way.parts // 2, way.parts * 2)}  # fmt: skip
-    return found | {"senders do not join": Other(tile, replace(way, join=False))}
+    return found | {f"{n} parts": Other(tile, replace(way, parts=n))
+                    for n in (way.parts // 2, way.parts * 2)}  # fmt: skip
 
 
 def named(tile: Tile) -> str:

@@ -1,6 +1,6 @@
 """A layer of experts at sizes of real models: its cases, its counts, and a rank's tensors."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,6 @@ MODELS = (Model("DeepSeek-V3", 32, 7168, 2048, 8), Model("Qwen3-235B", 16, 4096,
 TOKENS = (4096, 1024, 256)  # of a rank
 ROUTINGS = ("uniform", "skewed")
 DIRECTIONS = ("all_to_all_matmul", "matmul_all_to_all")
-# which rank comes first in place of the next one, by the name of an arm
-FIRST: dict[Literal["own", "same"], str] = {
-    "own": "own rank first", "same": "rank 0 first on all"
-}  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -8,13 +8,12 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from copies_tables import table
-from experts_layer import FIRST
+from counterpoint.model.experts import predict
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import shipped
 from counterpoint.measure import record
 from counterpoint.measure.speedups import Speedups, draw_speedups
-from counterpoint.model.experts import predict
 from counterpoint.problem import Problem
 
 Row = dict[str, Any]
@@ -162,7 +161,6 @@ def sections(results: Path, images: Path) -> dict[str, str]:
         + f"\n\nMicroseconds, CUDA graphs, one rotation a case. {where}; {commits}.",
         "experts-choice": "\n".join(_choice(cases) for cases in files),
         "experts-ablation": _ablation([case for cases in files for case in cases]),
-        "experts-first": _firsts(files),
         "experts-soak": "\n".join(_soaks(paths)),
     }  # fmt: skip
 
@@ -278,20 +276,6 @@ def _choice(cases: Sequence[Measured]) -> str:
     )
 
 
-def _firsts(files: Sequence[Sequence[Measured]]) -> str:
-    """By the rank that comes first: microseconds, and those between the first rank and the last."""
-    names = {"one kernel": "next rank first, as taken"} | {name: name for name in FIRST.values()}
-    lines: list[list[str]] = []
-    for c in (c for cases in files for c in cases):
-        if any(name not in c.seconds for name in names):
-            continue
-        h = c.head
-        label = f"{h['ranks']} GPUs, {NAMES[h['op']]}, {h['model']}, {h['tokens']}, {h['routing']}"
-        cells = [f"{_us(c.seconds[name])}, {_us(c.skews[name])}" for name in names]
-        lines.append([label, *cells])
-    return table(["case", *names.values()], lines) if lines else "Not yet run at this commit."
-
-
 def _soaks(paths: Sequence[Path]) -> list[str]:
     """What came of calls under random delays; that there are none yet, where there are no rows."""
     rows = [row for path in paths for row in record.read(path) if row["table"] == "experts soak"]
@@ -305,7 +289,8 @@ def _soaks(paths: Sequence[Path]) -> list[str]:
 
 def _ablation(cases: Sequence[Measured]) -> str:
     """Microseconds of each other way, beside the one that is taken."""
-    known = ("matmul", "pair", "in place", "communication", "one kernel", *FIRST.values())
+    known = ("matmul", "pair", "in place", "communication", "one kernel", "own rank first",
+             "rank 0 first on all")  # fmt: skip
     lines: list[list[str]] = []
     for c in cases:
         others = {a: t for a, t in c.seconds.items() if not a.startswith(known)}

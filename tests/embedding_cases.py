@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoint.runtime.embedding_layout import Facts, Layout
+from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel
+from counterpoint.runtime.embedding_layout import Facts, Layout, Way
 
 
 @dataclass
@@ -70,3 +72,14 @@ def expected(everyone: list[Bags], layout: Layout, rank: int, *, mean: bool) -> 
 def facts_of(layout: Layout, bags: Bags, *, mean: bool) -> Facts:
     weights = None if bags.weights is None else bags.weights.dtype
     return Facts(layout, mean, weights, bags.indices.dtype, bags.offsets.dtype)
+
+
+def in_programs(num: int, launch: tuple[tuple[Any, ...], int, int], way: Way) -> None:
+    """Interpret the fused kernel in a grid of `num` programs, which have several tasks each.
+
+    Args:
+        launch: of `Sender.launch_of`.
+        way: the sender's.
+    """
+    kernel: Any = embedding_all_to_all_kernel
+    kernel[(num,)](*launch[0], num_warps=way.num_warps)

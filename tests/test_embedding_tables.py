@@ -51,19 +51,6 @@ def test_sections_and_picture(tmp_path: Path):
     assert (tmp_path / "embedding-4x.png").stat().st_size > 1000
 
 
-def test_ablations_are_said_with_their_skew(tmp_path: Path):
-    case = rows_of("A, batch 16384", 16384, 5, 1.0)
-    more = [
-        case[0] | {"arm": f"alone, {name}", "median_s": t * 1e-6, "skew_s": skew * 1e-6}
-        for name, t, skew in (("next rank first", 90.0, 4.0), ("rank 0 first", 120.0, 31.0))
-    ]
-    rows = [*case, *more, *rows_of("B, batch 16384", 16384, 5, 1.0)]
-    (tmp_path / "embedding-4x-h200.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    text = tables.sections(tmp_path)["embedding-ablation"]
-    assert "| case | next rank first | rank 0 first |" in text
-    assert "| A, batch 16384 | 90 (4) | 120 (31) |" in text and "| B," not in text
-
-
 def test_nothing_is_said_without_rows(tmp_path: Path):
     assert tables.sections(tmp_path) == {}
     tables.draw(tmp_path, tmp_path)

@@ -1,5 +1,6 @@
 """by_model and by_rule: never slower than serial, within limits, near the best of all plans."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isfinite, isnan
@@ -364,6 +365,21 @@ def test_the_rule_asks_whether_the_host_keeps_up():
     eager = by_rule(problem, machine, eager=True)
     assert eager.spec == "serial"
     assert [c.verdict for c in eager.table] == ["chosen", "not faster than serial"]
+
+
+@pytest.mark.parametrize("op", [AG, RS])
+def test_choosing_is_cheap(op: str):
+    machine, calls = preset("h200-8"), 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    by_model(Problem(op, 8192, 7168, 8192, 8), machine)
+    sys.setprofile(before)
+    assert calls < 25_000, "17,000 calls of Python functions are 2 ms on a quiet machine"
 
 
 def test_finer_than_shards_wins_on_a_mesh_and_not_behind_a_switch():

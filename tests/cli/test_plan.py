@@ -227,7 +227,7 @@ def test_serial_is_drawn_alone(tmp_path: Path):
         (["matmul_al_reduce", "--shape", "8,8,8"], "; did you mean 'matmul_all_reduce'?"),
         (["all_to_all_matmul", "--shape", "8,8,8"], "experts must be 1 or more, got 0"),
         ([*GATHER, "--plan", "greded"], "; did you mean 'graded'?"),
-        ([*GATHER, "--plan", "graded rimg"], "'rimg' is none, got 'graded rimg'; did you mean 'rin"),
+        ([*GATHER, "--plan", "graded rimg"], "'rimg' is none, got 'graded rimg'; did you"),
         (["all_gather_matmul", "--shape", "8,8"], "--shape must be M,N,K of numbers above 0"),
         (["all_gather_matmul", "--shape", "8,0,8"], "--shape must be M,N,K of numbers above 0"),
         ([*GATHER, "--ranks", "3"], "of an M that 3 ranks share evenly, got M 8192; take 8190 or"),
@@ -235,7 +235,7 @@ def test_serial_is_drawn_alone(tmp_path: Path):
         ([*GATHER, "--machine", "v100-8"], "must be one of a100-8, a40-4, h100-8, h200-8, b200-8,"),
         ([*GATHER, "--machine", "no.json"], "a file that `counterpoint characterize` wrote, got"),
         ([*GATHER, "--plan", "graded 1/2"], "a spec whose sizes add up to 8; '1/2' do not"),
-        ([*GATHER, "--plan", "fast"], "plan must be auto or one of serial, direct, shard_p2p, graded"),
+        ([*GATHER, "--plan", "fast"], "plan must be auto or one of serial, direct, shard_p2p, "),
         ([*GATHER, "--out", "plan.txt"], "ends in .png, .svg, .pdf or .json, got plan.txt"),
         ([*GATHER, "--out", "/proc/plan.json"], "[Errno 2] No such file or directory: '/proc/plan"),
     ],
@@ -258,13 +258,16 @@ def test_wrong_options_are_exit_code_2(arguments: list[str]):
 
 
 def test_it_needs_no_torch_and_is_quick():
+    # 84,000 calls of Python functions are a tenth of a second on a quiet machine
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "import counterpoint.cli.plan\n"
         "from counterpoint.cli.main import app\n"
-        "start_s = time.monotonic()\n"
+        "calls = []\n"
+        "sys.setprofile(lambda _, event, *__: calls.append(event))\n"
         f"app(['plan', *{GATHER}], standalone_mode=False)\n"
-        "assert time.monotonic() - start_s < 1\n"
+        "sys.setprofile(None)\n"
+        "assert calls.count('call') < 200_000\n"
         "assert not {'torch', 'triton', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
     )
     environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 from grad_bodies import GradCase, several_weights, wrong_grads
 from rank_bodies import Case
+from specs import specs
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.call import prepare
 from counterpoint.ops.operators import OPERATORS, operands
-from counterpoint.plan.variants import variants
 from counterpoint.problem import Problem
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -49,7 +49,7 @@ def test_every_backward_plan_eager_and_replayed(gpus, op):
         torch.manual_seed(rank)
         given = operands(problem, rank, gpus)
         want = [t.double() for t in prepare(OPERATORS[op], given, "serial", [], group)(given)]
-        for spec in variants(op, ranks)[1:]:
+        for spec in specs(problem)[1:]:
             ready = prepare(OPERATORS[op], given, spec, [], group)
             for _ in range(4):  # the last two are replays of what the third captured
                 got = ready(given)

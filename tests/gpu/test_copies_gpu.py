@@ -174,8 +174,7 @@ def test_this_machine_has_batches_and_copy_engines(gpus):
 
 
 SPECS = [
-    ("all_gather_matmul", "shard_p2p ring push"),
-    ("all_gather_matmul", "shard_p2p ring pull"),
+    ("all_gather_matmul", "shard_p2p ring"),
     ("matmul_reduce_scatter", "shard_p2p ring"),
     ("all_gather_matmul", "uniform_fused_1d"),
     ("all_gather_matmul", "uniform_fused_2d"),

@@ -12,7 +12,7 @@ from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.workspace import workspace_of
 
-DIRECT = "serial direct"
+DIRECT = "direct"
 SHAPES = [(16, 512, 256), (64, 8192, 1024), (1024, 4096, 512), (24, 40, 72)]
 
 
@@ -37,17 +37,13 @@ def wanted(op, x, w):
     return total if op is cp.matmul_all_reduce else total.chunk(ranks)[dist.get_rank()]
 
 
-def plan_of(op):
-    return "direct" if op is cp.matmul_all_reduce else DIRECT
-
-
 OPS = [cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce]
 
 
 def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
     """Sizes mix, ranks are late, graphs and eager calls; w of either order, odd addresses."""
     ranks, delay, draw = dist.get_world_size(), Delay(gpus), random.Random(dist.get_rank())
-    op, plan = cp.matmul_reduce_scatter, "serial fused"
+    op, plan = cp.matmul_reduce_scatter, "fused"
     for dtype in (torch.bfloat16, torch.float16):
         for m, n, k in ((ranks, 512, 256), (2 * ranks, 1000, 520), (64, 8192, 1024)):
             x, w = operands(op, m, n, k, dtype)
@@ -92,7 +88,7 @@ def test_the_result(gpus, op, shape):
         want = wanted(op, x, w) + bias
         plain = op(x, w, bias=bias, plan="serial")
         for _ in range(3):
-            y = op(x, w, bias=bias, plan=plan_of(op))
+            y = op(x, w, bias=bias, plan=DIRECT)
             assert relative_error(y, want) <= 2 * relative_error(plain, want), (dtype, op)
             if op is cp.matmul_all_reduce:
                 first = y.clone()
@@ -106,7 +102,7 @@ def test_graphs_and_eager_calls_mix_while_ranks_are_late(gpus, op):
     delay, draw = Delay(gpus), random.Random(dist.get_rank())
     sizes = [(64, 512, 256), (16, 1024, 128), (256, 2048, 256)]
     cases = [operands(op, *size, seed=s) for s in range(3) for size in sizes]
-    plan = plan_of(op)
+    plan = DIRECT
     want = [op(x, w, plan=plan) for x, w in cases]
     for (x, w), y in zip(cases, want, strict=True):
         assert relative_error(y, wanted(op, x, w)) < 1e-2
@@ -133,7 +129,7 @@ def test_graphs_and_eager_calls_mix_while_ranks_are_late(gpus, op):
 
 @pytest.mark.parametrize(
     ("op", "plan"),
-    [*((op, plan_of(op)) for op in OPS), (cp.matmul_reduce_scatter, "serial fused")],
+    [*((op, DIRECT) for op in OPS), (cp.matmul_reduce_scatter, "fused")],
 )
 def test_a_missing_rank_is_named(gpus, op, plan):
     group = dist.new_group()

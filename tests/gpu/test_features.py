@@ -83,7 +83,7 @@ def test_kernels_are_compiled_once_and_launched_directly(gpus):
     fault = torch.zeros(1, dtype=torch.int64).pin_memory()
     pad = torch.zeros(4, dtype=torch.int32, device=gpus)
     word.fill_(pad.data_ptr() + 8)
-    arguments = (word, 1, word, 1, epoch, fault, 0, 10**9, True, True, 32)
+    arguments = (word, 1, word, 1, epoch, fault, 0, 10**9, True, 32)
     compiled = signal_kernel.warmup(*arguments, grid=(1,), num_warps=1)
     compiled[(1, 1, 1)](*arguments, stream=torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()

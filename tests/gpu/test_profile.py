@@ -21,8 +21,7 @@ def large(op):
 
 
 CALLS = [
-    ("all_gather_matmul", "shard_p2p ring push"),
-    ("all_gather_matmul", "shard_p2p ring pull"),
+    ("all_gather_matmul", "shard_p2p ring"),
     ("matmul_reduce_scatter", "shard_p2p ring"),
 ]
 

@@ -18,7 +18,7 @@ ROW = r"\bld\.global\.v4\.b32"
 OWN = ("chunks_ptr", "starts_ptr", "outs_ptr", "flags_ptr", "state_ptr",
        "fault_ptr", "one_ptr")  # fmt: skip
 NUMBERS = ("num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "blocks", "half",
-           "half_flags", "turn", "rank", "first", "tag")  # fmt: skip
+           "half_flags", "turn", "rank", "tag")  # fmt: skip
 
 
 @cache
@@ -36,7 +36,7 @@ def kernel(
     constants = {
         "WORLD": ranks, "LANES": ranks, "DTYPE": dtype, "MEAN": False, "WEIGHTED": weighted,
         "BAGS": way.tile_bytes // item_bytes // block_d, "BLOCK_D": block_d, "EVEN_D": even,
-        "VEC_IN": vec, "VEC_OUT": vec, "UNROLL": way.unroll, "IN_TURN": False,
+        "VEC_IN": vec, "VEC_OUT": vec, "UNROLL": way.unroll,
     }  # fmt: skip
     return compiled(
         embedding_all_to_all_kernel, capability, types, constants, num_warps=way.num_warps,

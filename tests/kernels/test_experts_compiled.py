@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from counterpoint.plan.expert_tiles import Tile, tile_of
 from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order, lines_with
 
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
@@ -11,7 +12,6 @@ from counterpoint.kernels.matmul_all_to_all import (
     collect_kernel,
     matmul_all_to_all_kernel,
 )
-from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.runtime.launch_experts import Sending, sending_of
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
@@ -32,22 +32,22 @@ def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> C
     block = [tile.block_n, tile.block_k] if columns else [tile.block_k, tile.block_n]
     x = f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"
     w = f"tensordesc<bf16[1, {block[0]}, {block[1]}]>"
-    way = Sending(parts=max(1, 32 // ranks), join=True)
+    way = Sending(parts=max(1, 32 // ranks))
     shared = (ranks, 32, columns)
     if back:
-        names = ("R", "N", "K", "E", "half_bytes", "half_flags", "limit", "rank", "first_rank")
+        names = ("R", "N", "K", "E", "half_bytes", "half_flags", "limit", "rank")
         types = {"x_desc": x, "w_desc": w, "add_ptr": "*bf16", **POINTERS}
         fn, constants = matmul_all_to_all_kernel, (*shared, False, *tile.constants)
     else:
         names = ("T", "N", "K", "E", "words", "half_rows", "half_flags", "limit", "rank",
-                 "first_rank", "tag", "timeout_ns")  # fmt: skip
+                 "tag", "timeout_ns")  # fmt: skip
         types = {"x_ptr": "*bf16", "received_desc": x, "w_desc": w, "y_ptr": "*bf16", **POINTERS}
         types |= {"fault_ptr": "*i64"}
         fn = all_to_all_matmul_kernel
-        constants = (*shared, way.senders, way.parts, way.piece, way.join, *tile.constants)
+        constants = (*shared, way.senders, way.parts, way.piece, *tile.constants)
     types |= dict.fromkeys(names, "i32")
     last = fn.arg_names[len(types) :]
-    plain = ("R", "T", "rank", "first_rank", "limit", "tag", "timeout_ns", "E", "half_rows",
+    plain = ("R", "T", "rank", "limit", "tag", "timeout_ns", "E", "half_rows",
              "x_desc", "w_desc", "received_desc")  # fmt: skip
     return compiled(
         fn, 90, types, dict(zip(last, constants, strict=True)), num_warps=tile.num_warps,

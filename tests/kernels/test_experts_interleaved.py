@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from counterpoint.plan.expert_tiles import Tile
 from memories import GUARD, guarded, left, memories
 from planted import is_last_relaxed, post_relaxed, post_too_few, same_epoch
 from rankpool import RankPool
@@ -11,13 +12,11 @@ from rankpool import RankPool
 from counterpoint.kernels import all_to_all_matmul as dispatch
 from counterpoint.kernels import matmul_all_to_all as combine
 from counterpoint.kernels import peer
-from counterpoint.plan.expert_tiles import Tile
-from counterpoint.runtime.launch_experts import AllToAllMatmul, First, MatmulAllToAll, Sending
+from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending
 
 TILE = Tile(16, 16, 16, 1, 4, 2)
 N, K = 24, 32
 LIMIT = 96
-FIRSTS: tuple[First, ...] = ("next", "own", "same")
 FAULTS = {
     "relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
     "epoch": ("next_epoch", same_epoch), "uncounted": ("is_last", is_last_relaxed),
@@ -80,8 +79,6 @@ def errors_of(
             if fault and any(found):
                 break  # it shows
             torch.manual_seed(seed)
-            # whoever comes first, the result is the same
-            first: First = FIRSTS[seed % 3]
             each = memories(ranks, 2 * 4 * (LIMIT + 1) * K + 4096)
             calls: list[Any] = []
             for call in range(3):
@@ -91,19 +88,13 @@ def errors_of(
                 rooms = [rooms_of(LIMIT, back) for _ in range(ranks)]
                 calls.append((counts, ws, xs, rooms, (seed + call) % 2 == 1))
 
-            def run(
-                r: int,
-                each: Any = each,
-                calls: Any = calls,
-                first: First = first,
-            ) -> None:
+            def run(r: int, each: Any = each, calls: Any = calls) -> None:
                 if back:
                     op: Any = MatmulAllToAll(each[r], 0, experts, LIMIT, K, N, torch.float32,
-                                             TILE, first)  # fmt: skip
+                                             TILE)  # fmt: skip
                 else:
-                    way = Sending(2, 2, 64, join=True, first=first)
                     op = AllToAllMatmul(each[r], 0, experts, LIMIT, K, N, torch.float32, TILE,
-                                        way)  # fmt: skip
+                                        Sending(2, 2, 64))  # fmt: skip
                 op.sms = 2
                 local = experts // ranks
                 for counts, ws, xs, rooms, clear in calls:
@@ -145,7 +136,7 @@ def errors_of(
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 2), (2, 6), (4, 8)])
 def test_every_order_gives_the_product(pool: RankPool, ranks: int, experts: int, back: bool):
     seeds = range(1 if ranks == 4 else 3)
-    run = pool.run(errors_of, 1, ranks, experts, seeds, "", back, group=False, timeout_s=200)
+    run = pool.run(errors_of, 1, ranks, experts, seeds, "", back, group=False)
     assert run == [[""] * len(seeds)]
 
 
@@ -159,7 +150,7 @@ STUCK = "deadlock: nobody can go on"
 )  # fmt: skip
 def test_planted_faults_show(pool: RankPool, fault: str, text: str, back: bool):
     arguments = (2, 4, range(30), fault, back)
-    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=200)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False)
     assert any(text in problem for problem in found), found
 
 
@@ -193,7 +184,7 @@ def edges(rank: int, world: int, back: bool, clear: bool) -> list[str]:
 @pytest.mark.parametrize("clear", [False, True])
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_rows_that_are_none_are_zeroed_or_left(pool: RankPool, back: bool, clear: bool):
-    assert pool.run(edges, 1, back, clear, group=False, timeout_s=100) == [[]]
+    assert pool.run(edges, 1, back, clear, group=False) == [[]]
 
 
 def named_beyond(rank: int, world: int) -> list[Any]:
@@ -217,4 +208,4 @@ def named_beyond(rank: int, world: int) -> list[Any]:
 
 
 def test_a_row_that_is_none_is_said_and_left_out(pool: RankPool):
-    assert pool.run(named_beyond, 1, group=False, timeout_s=60) == [[(0, True), (3, True)]]
+    assert pool.run(named_beyond, 1, group=False) == [[(0, True), (3, True)]]

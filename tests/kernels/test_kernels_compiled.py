@@ -15,12 +15,12 @@ from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
 
 
-def signal(capability: int, *, advance: bool, bounded: bool = True, lanes: int = 32) -> Compiled:
+def signal(capability: int, *, advance: bool, lanes: int = 32) -> Compiled:
     types = {
         "post_ptrs": "*i64", "num_posts": "i32", "wait_ptrs": "*i64", "num_waits": "i32",
         "epoch_ptr": "*i32", "fault_ptr": "*i64", "step": "i32", "timeout_ns": "i64",
     }  # fmt: skip
-    constants = {"ADVANCE": advance, "BOUNDED": bounded, "LANES": lanes}
+    constants = {"ADVANCE": advance, "LANES": lanes}
     return compiled(signal_kernel, capability, types, constants, num_warps=1)
 
 
@@ -42,6 +42,7 @@ def test_signal_publishes_and_acquires(capability: int, advance: bool, lanes: in
     assert barriers[0] < releases[0] <= releases[-1] < acquires[0]
     # nothing of it has block or GPU scope
     assert not lines_with(ptx, r"\b(atom|red|ld|st)\.\S*(\.gpu|\.cta)\b")
+    assert "globaltimer" in ptx
     # that a wait gave up, the epoch far back, and the word of the fault: after the polls
     assert len(stores) == advance + 3
     assert stores[-3] > acquires[-1]
@@ -54,11 +55,6 @@ def test_signal_fits_beside_any_kernel(capability: int, advance: bool):
     assert found.registers <= 32
     assert found.shared_bytes == found.spills == 0
     assert ".reqntid 32" in found.ptx, "one warp"
-
-
-def test_an_unbounded_wait_reads_no_clock():
-    assert "globaltimer" in signal(90, advance=True).ptx
-    assert "globaltimer" not in signal(90, advance=True, bounded=False).ptx
 
 
 REDUCE_TYPES = {

@@ -47,6 +47,9 @@ def test_the_tiled_matmul(pool: RankPool, tile: tuple[int, int, int]):
     assert error < 1e-6
 
 
+WAIT_NS = 60_000_000_000  # longer than any rank is late
+
+
 def table(words: list[int]) -> Tensor:
     return torch.tensor(words + [0] * (LANES - len(words)), dtype=torch.int64)
 
@@ -57,8 +60,8 @@ def signal(
     """One launch: write the words at `posts`, wait for those at `waits`."""
     fault = torch.zeros(1, dtype=torch.int64)
     signal_kernel[(1,)](
-        table(posts), len(posts), table(waits), len(waits), epoch, fault, 0, 0,
-        ADVANCE=advance, BOUNDED=False, LANES=LANES, num_warps=1,
+        table(posts), len(posts), table(waits), len(waits), epoch, fault, 0, WAIT_NS,
+        ADVANCE=advance, LANES=LANES, num_warps=1,
     )  # fmt: skip
     assert not fault.any()
 

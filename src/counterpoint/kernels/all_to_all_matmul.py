@@ -3,7 +3,7 @@
 x is sorted by expert; what arrives is sorted by expert, and of one expert by rank: see routes.py.
 The first SENDERS programs send, expert by expert to all ranks: the rows of each (expert, rank) in
 PARTS parts with a flag behind each. The others take tiles in order, each when the parts that it is
-made of are there; where JOIN, programs that have sent all they have take tiles as well.
+made of are there; programs that have sent all they have take tiles as well.
 
 Only senders are waited for. None of them waits before it has sent, nor where another of this rank
 has not begun by then: they are the grid's first programs, and however few are resident, it ends.
@@ -30,14 +30,15 @@ from counterpoint.kernels.routes import (
 @triton.jit
 def send_part(
     unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags, limit, rank,
-    first_rank, epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+    epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Send part of the rows of an expert: number `unit` of what this rank sends."""
     local = E // WORLD
     expert = unit // (WORLD * PARTS)
     # a program turns to another rank with each expert: none has all that goes to the busiest one
     turn = (unit + expert * PARTS) % (WORLD * PARTS)
-    to, part = (first_rank + turn // PARTS) % WORLD, turn % PARTS
+    # the next rank first, the own one last: ranks that all began with the same one would meet there
+    to, part = (rank + 1 + turn // PARTS) % WORLD, turn % PARTS
     there = to * local + expert
     origin_ptr = routes_ptr + rank * (E + 1) + there
     begin = tl.load(origin_ptr)
@@ -71,7 +72,7 @@ def parts_of(at_m, own_ptr, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: t
     return (first < last) & (first < at_m + BLOCK_M) & (last > at_m)
 
 
-@triton.jit(do_not_specialize=["T", "limit", "rank", "first_rank", "tag", "timeout_ns"])
+@triton.jit(do_not_specialize=["T", "limit", "rank", "tag", "timeout_ns"])
 def all_to_all_matmul_kernel(
     x_ptr,  # [T, K]
     received_desc,  # [rows of both halves, K], of this rank
@@ -91,7 +92,6 @@ def all_to_all_matmul_kernel(
     half_flags,  # likewise, in flags
     limit,  # rows that a rank can take
     rank,
-    first_rank,  # that rows are sent to first
     tag,
     timeout_ns,
     WORLD: tl.constexpr,  # a power of 2
@@ -100,7 +100,6 @@ def all_to_all_matmul_kernel(
     SENDERS: tl.constexpr,
     PARTS: tl.constexpr,  # a power of 2
     PIECE: tl.constexpr,  # words that are sent at a time
-    JOIN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -127,10 +126,9 @@ def all_to_all_matmul_kernel(
         for unit in tl.range(program, local * WORLD * PARTS, SENDERS):
             send_part(
                 unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
-                limit, rank, first_rank, epoch, works, WORLD, PARTS, PIECE,
+                limit, rank, epoch, works, WORLD, PARTS, PIECE,
             )  # fmt: skip
-        if JOIN:
-            waits = tl.atomic_add(senders_ptr, 0, sem="relaxed", scope="gpu") == SENDERS
+        waits = tl.atomic_add(senders_ptr, 0, sem="relaxed", scope="gpu") == SENDERS
 
     if waits:
         num_n = tl.cdiv(N, BLOCK_N)

@@ -86,7 +86,7 @@ def pooled(
 
 @triton.jit(
     do_not_specialize=["num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "blocks",
-                       "half", "turn", "rank", "first", "tag", "timeout_ns"],
+                       "half", "turn", "rank", "tag", "timeout_ns"],
     do_not_specialize_on_alignment=["indices_ptr", "weights_ptr", "offsets_ptr"],
 )  # fmt: skip
 def embedding_all_to_all_kernel(
@@ -110,7 +110,6 @@ def embedding_all_to_all_kernel(
     half_flags,  # where the flags of odd epochs begin
     turn,  # of the output; -1: the epoch's parity
     rank,
-    first,  # the rank that the first task is for
     tag,
     timeout_ns,
     WORLD: tl.constexpr,
@@ -124,7 +123,6 @@ def embedding_all_to_all_kernel(
     VEC_IN: tl.constexpr,
     VEC_OUT: tl.constexpr,
     UNROLL: tl.constexpr,
-    IN_TURN: tl.constexpr,  # all tasks for one rank, then all for the next
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = next_epoch(tl.load(state_ptr))
@@ -135,12 +133,9 @@ def embedding_all_to_all_kernel(
     pieces = blocks * num_chunks
     per_round = tl.maximum(programs // WORLD, 1)  # pieces in a round of the grid
     for task in range(program, tl.where(works, pieces * WORLD, 0), programs):
-        if IN_TURN:
-            piece, step = task % pieces, task // pieces
-        else:  # in each round of the grid a program is at another rank, mostly
-            piece = task // WORLD
-            step = task % WORLD + piece // per_round
-        to = (first + step) % WORLD
+        # in each round of the grid a program is at another rank, mostly
+        piece = task // WORLD
+        to = (rank + 1 + task % WORLD + piece // per_round) % WORLD
         start = tl.load(starts_ptr + to)
         bags = tl.load(starts_ptr + to + 1) - start
         chunk_ptr = chunks_ptr + (piece // blocks) * WORDS

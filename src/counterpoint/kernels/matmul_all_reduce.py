@@ -12,8 +12,8 @@ Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in 
 rounded once. All ranks hold the same bits.
 
 Words of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
-tiles, rows, columns of a tile or chunk], then results [tiles, rows, BLOCK_N]. A word holds two rows
-of a 16-bit dtype, or one fp32 value.
+tiles, rows, columns of a tile or chunk], then results by the rank that has summed them, likewise. A
+word holds two rows of a 16-bit dtype, or one fp32 value.
 """
 
 import triton
@@ -133,8 +133,7 @@ def matmul_all_reduce_kernel(
     STEP: tl.constexpr = 2 if PAIRS else 1
     CHUNK: tl.constexpr = BLOCK_N // WORLD  # columns of a tile that one rank sums
     COLS: tl.constexpr = BLOCK_N if SHOTS == 1 else CHUNK  # of a slot
-    TILE: tl.constexpr = HIGH * BLOCK_N
-    SLOT: tl.constexpr = HIGH * COLS
+    slot = tl.cdiv(M, STEP) * COLS  # words of it: rows that there are not have none
     program, programs = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(N, BLOCK_N)
     epoch = next_epoch(tl.load(state_ptr))
@@ -145,7 +144,7 @@ def matmul_all_reduce_kernel(
     rows = works & (offs_h * STEP < M)
 
     turn = (epoch & 1).to(tl.int64) * half_bytes
-    sent = tl.cast(num_tiles, tl.int64) * SLOT  # words of one sender's slots
+    sent = tl.cast(num_tiles, tl.int64) * slot  # words of one sender, of slots or of results
     results = turn + WORLD * sent * 4
     # a slot as [WORLD, HIGH, COLS] words, one for each rank that it goes to or comes from
     place = offs_h[None, :, None] * COLS + tl.arange(0, COLS)[None, None, :]
@@ -158,7 +157,7 @@ def matmul_all_reduce_kernel(
         )  # fmt: skip
         mine = to_words(acc, ROWS, BLOCK_N, PAIRS, OUT)
         to = peer_ptr(words_ptr, ranks, turn, tl.int32)[:, None, None]
-        to = to + (rank * sent + tile * SLOT + place)
+        to = to + (rank * sent + tile * slot + place)
         if SCATTER:
             chunks = tl.reshape(mine, (WORLD, HIGH, BLOCK_N))
         elif SHOTS == 1:
@@ -171,7 +170,7 @@ def matmul_all_reduce_kernel(
     from_all = peer_ptr(words_ptr, rank, turn, tl.int32) + ranks.to(tl.int64)[:, None, None] * sent
     own = rank * CHUNK if SHOTS == 2 else 0  # first of the columns of a tile that are summed here
     for tile in range(program, num_tiles, programs):
-        at = from_all + (tile * SLOT + place)
+        at = from_all + (tile * slot + place)
         chunks, slow = take_words(at, stop_ptr, timeout_ns, live, NUM_WARPS)
         late = late | tl.max(tl.max(slow.to(tl.int32), 2), 1)
         cols = tile * BLOCK_N + own + tl.arange(0, COLS)[None, :]
@@ -186,16 +185,17 @@ def matmul_all_reduce_kernel(
             good = tl.max(late, 0) == 0
             sums = to_words(total, OWN, CHUNK, PAIRS, OUT)
             sums = tl.broadcast_to(sums[None, :, :], (WORLD, HIGH, CHUNK))
-            there = offs_h[None, :, None] * BLOCK_N + (own + tl.arange(0, CHUNK))[None, None, :]
             to = peer_ptr(words_ptr, ranks, results, tl.int32)[:, None, None]
-            put_words(to + (tile * TILE + there), sums, live & good)
+            put_words(to + (rank * sent + tile * slot + place), sums, live & good)
 
     if SHOTS == 2:
         heard = tl.max(late, 0) == 0  # else nobody has the sums, for want of those that are late
-        there = offs_h[:, None] * BLOCK_N + offs_n[None, :]
+        # of each column the rank that has summed it, and where it has put it
+        there = (offs_n // CHUNK).to(tl.int64)[None, :] * sent + (offs_n % CHUNK)[None, :]
+        there = there + offs_h[:, None] * CHUNK
         for tile in range(program, num_tiles, programs):
-            at = peer_ptr(words_ptr, rank, results, tl.int32) + (tile * TILE + there)
-            some = rows[:, None] & (there >= 0)
+            at = peer_ptr(words_ptr, rank, results, tl.int32) + (tile * slot + there)
+            some = rows[:, None] & (offs_n >= 0)[None, :]
             sums, slow = take_words(at, stop_ptr, timeout_ns, some, NUM_WARPS)
             slow = tl.max(tl.max(tl.reshape(slow.to(tl.int32), (HIGH, WORLD, CHUNK)), 2), 0)
             late = late | tl.where(heard, slow, 0)

@@ -27,7 +27,7 @@ def weight_tile(
     return w
 
 
-@triton.jit(do_not_specialize=["R", "rank", "first_rank", "limit"])
+@triton.jit(do_not_specialize=["R", "rank", "limit"])
 def matmul_all_to_all_kernel(
     x_desc,  # [R, K]
     w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
@@ -44,7 +44,6 @@ def matmul_all_to_all_kernel(
     half_flags,  # likewise, in flags
     limit,  # rows that a rank can take
     rank,
-    first_rank,  # whose rows of an expert are multiplied first
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E_local, a power of 2
     COLUMNS: tl.constexpr,
@@ -71,8 +70,8 @@ def matmul_all_to_all_kernel(
         inside = tile - before * num_n
         first = inside // (GROUP_M * num_n) * GROUP_M
         high = min(num_m - first, GROUP_M)
-        # not the rows of the same owner first on all ranks: they would meet there
-        turn = num_m * first_rank // WORLD
+        # the rows of the next rank first: ranks that all began with one owner's would meet there
+        turn = num_m * ((rank + 1) % WORLD) // WORLD
         block = (first + inside % (GROUP_M * num_n) % high + turn) % num_m
         at_n = inside % (GROUP_M * num_n) // high * BLOCK_N
         own_ptr = starts_ptr + expert * WORLD

@@ -28,7 +28,6 @@ def signal_kernel(
     step,
     timeout_ns,
     ADVANCE: tl.constexpr,  # this is the barrier that opens the call
-    BOUNDED: tl.constexpr,  # give up after timeout_ns
     LANES: tl.constexpr,
 ):
     lanes = tl.arange(0, LANES)
@@ -48,19 +47,18 @@ def signal_kernel(
     waiting = (lanes < num_waits) & works
     words = tl.load(wait_ptrs + lanes, mask=waiting, other=0).to(tl.pointer_type(tl.int32))
     late = waiting
-    start_ns = now_ns() if BOUNDED else 0
+    start_ns = now_ns()
     num_late = tl.sum(late.to(tl.int32))
     while num_late > 0:
         # pairs with the release above, on the peers
         seen = tl.atomic_add(words, 0, mask=late, sem="acquire", scope="sys")
         late = late & (seen - epoch < 0)
         num_late = tl.sum(late.to(tl.int32))
-        if BOUNDED:
-            if num_late > 0:
-                if now_ns() - start_ns > timeout_ns:
-                    tl.store(epoch_ptr + 1, 1)
-                    tl.store(epoch_ptr, epoch - (1 << 30))
-                    # one store, so that the host sees both or neither
-                    bits = tl.sum(tl.where(late, 1 << (lanes % 32), 0).to(tl.int64))
-                    tl.store(fault_ptr, (bits << 32) | (step + 1))
-                    num_late = 0
+        if num_late > 0:
+            if now_ns() - start_ns > timeout_ns:
+                tl.store(epoch_ptr + 1, 1)
+                tl.store(epoch_ptr, epoch - (1 << 30))
+                # one store, so that the host sees both or neither
+                bits = tl.sum(tl.where(late, 1 << (lanes % 32), 0).to(tl.int64))
+                tl.store(fault_ptr, (bits << 32) | (step + 1))
+                num_late = 0

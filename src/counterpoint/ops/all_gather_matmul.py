@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -31,12 +32,12 @@ call.LIBRARY.define(f"{SEVERAL}(Tensor x, Tensor[] w, {_SCHEMA}) -> Tensor[]")
 @overload
 def all_gather_matmul(
     x: Tensor, w: Tensor, *, group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
-    plan: str | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def all_gather_matmul(
     x: Tensor, w: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, bias: None = None,
-    plan: str | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> list[Tensor]: ...  # fmt: skip
 def all_gather_matmul(
     x: Tensor,
@@ -44,7 +45,7 @@ def all_gather_matmul(
     *,
     group: dist.ProcessGroup | None = None,
     bias: Tensor | None = None,
-    plan: str | Plan = "auto",
+    plan: str | Path | Plan = "auto",
     rows: Sequence[int] | None = None,
     gather_dim: int = 0,
 ) -> Tensor | list[Tensor]:
@@ -87,40 +88,41 @@ def all_gather_matmul(
     """
     if isinstance(w, list | tuple):
         return _several(x, w, group, bias, plan, rows, gather_dim)
-    return _one(x, w, group, bias, plan, rows, gather_dim)  # type: ignore[arg-type]
-
-
-def _one(
-    x: Tensor, w: Tensor, group: dist.ProcessGroup | None,
-    bias: Tensor | None, plan: str | Plan, rows: Sequence[int] | None, gather_dim: int,
-) -> Tensor:  # fmt: skip
-    tensors = (x, w, bias)
-    group = check_group(OP, group)
-    y, key = call.repeated(OP, tensors, group, plan, rows, gather_dim)
+    y, key, group = call.repeated(OP, (x, w, bias), group, plan, rows, gather_dim)  # type: ignore[arg-type]
     if y is not None:
         return y
-    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
-    check_tensors(OP, x, w, bias)
-    dim = check_dim(OP, "gather_dim", gather_dim, x)
-    counts = check_rows(OP, rows, group.size())
-    if counts and x.shape[dim] != counts[group.rank()]:
-        want = f"[{counts[group.rank()]}, ..., K] as rows[{group.rank()}] says"
-        raise InputError(OP, "x", want=want, got=tuple(x.shape))
+    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment, arg-type]
+    check_tensors(OP, x, w, bias)  # type: ignore[arg-type]
+    dim, counts = _shards(x, rows, gather_dim, group)
     spec = plan_key(OP, plan)
     front = x.movedim(dim, 0) if dim else x
     if key is not None:
-        ready = call.prepare(OPERATOR, (front, w, bias), spec, counts, group)
-        call.remember(key, ready)
-        y = ready((front, w, bias))[0]
+        y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]  # type: ignore[arg-type]
     else:
         op = torch.ops.counterpoint.all_gather_matmul
         y = op(front, w, bias, spec, counts, group.group_name, group.size())
     return y.movedim(0, dim) if dim else y
 
 
+def _shards(
+    x: Tensor, rows: Sequence[int] | None, gather_dim: int, group: dist.ProcessGroup
+) -> tuple[int, list[int]]:
+    """The dim that is gathered, and the rows of each rank where they are given.
+
+    Raises:
+        InputError: x has no such dim, or not as many rows as this rank is said to have.
+    """
+    dim = check_dim(OP, "gather_dim", gather_dim, x)
+    counts = check_rows(OP, rows, group.size())
+    if counts and x.shape[dim] != counts[group.rank()]:
+        want = f"[{counts[group.rank()]}, ..., K] as rows[{group.rank()}] says"
+        raise InputError(OP, "x", want=want, got=tuple(x.shape))
+    return dim, counts
+
+
 def _several(
     x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None,
-    bias: Tensor | None, plan: str | Plan, rows: Sequence[int] | None, gather_dim: int,
+    bias: Tensor | None, plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
 ) -> list[Tensor]:  # fmt: skip
     if not weights:
         raise InputError(OP, "w", want="a Tensor or several", got="none")
@@ -131,13 +133,9 @@ def _several(
     for w in weights:
         check_tensors(OP, x, w, None)
     group = check_group(OP, group)
-    dim = check_dim(OP, "gather_dim", gather_dim, x)
-    counts = check_rows(OP, rows, group.size())
-    if counts and x.shape[dim] != counts[group.rank()]:
-        want = f"[{counts[group.rank()]}, ..., K] as rows[{group.rank()}] says"
-        raise InputError(OP, "x", want=want, got=tuple(x.shape))
+    dim, counts = _shards(x, rows, gather_dim, group)
     if len(weights) == 1:
-        return [_one(x, weights[0], group, None, plan, rows, dim)]
+        return [all_gather_matmul(x, weights[0], group=group, plan=plan, rows=rows, gather_dim=dim)]
     spec = plan_key(OP, plan)
     front = x.movedim(dim, 0) if dim else x
     op = torch.ops.counterpoint.all_gather_matmul_list

@@ -14,9 +14,9 @@ from torch import Tensor
 from counterpoint.choose.by_model import by_model, part_rows
 from counterpoint.choose.known import Knowledge, load, problem_key
 from counterpoint.errors import CounterpointWarning, InputError
-from counterpoint.plan.direct import most_bytes
 from counterpoint.plan.families import build
-from counterpoint.problem import FORWARD, Problem
+from counterpoint.plan.operation import operation_of
+from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
 
@@ -39,9 +39,10 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     capturing = torch.cuda.is_current_stream_capturing()
     tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
     # memory for words cannot be made in a capture; what there is of it is equal on all ranks
-    room = workspace.fused.words.half_bytes if workspace.fused else 0
-    words = not capturing or room >= most_bytes(problem)
-    spec = by_model(problem, known.machine, tiles=tiles, words=words).spec
+    room = None
+    if capturing:
+        room = 2 * workspace.fused.words.half_bytes if workspace.fused else 0
+    spec = by_model(problem, known.machine, tiles=tiles, words_limit=room).spec
     # the library's tiles are asked of each GPU by itself
     return spec if capturing else gather_object(spec, workspace.group)[0]
 
@@ -70,7 +71,8 @@ def known_tiles(
         columns: whether w is stored as a torch.nn.Linear has it, [N, K].
     """
     found: dict[tuple[int, int, int], tuple[int, int]] = {}
-    if problem.op not in FORWARD:
+    shared = ((problem.m, problem.n, problem.k),)
+    if problem.experts or operation_of(problem.op).matmuls(problem) != shared:
         return found  # plans of gradients differ little in how they cut matmuls
     dtype = getattr(torch, problem.dtype)
     for rows in part_rows(problem):

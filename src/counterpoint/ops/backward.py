@@ -22,7 +22,7 @@ from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.call import Operator, Output
 from counterpoint.ops.plans import backward_plan
-from counterpoint.problem import DType, Op, Problem
+from counterpoint.problem import DType, Problem
 
 Tensors = Sequence[Tensor | None]
 
@@ -53,7 +53,7 @@ def _needed(tensors: Tensors) -> tuple[Tensor, ...]:
     return tuple(t for t in tensors if t is not None)
 
 
-def _problem(op: Op, whole: Tensor, wt: Tensor, rows: Sequence[int], ranks: int) -> Problem:
+def _problem(op: str, whole: Tensor, wt: Tensor, rows: Sequence[int], ranks: int) -> Problem:
     """`whole` has the rows of all ranks, wt is [n, k]."""
     m, (n, k) = prod(whole.shape[:-1]), wt.shape
     return Problem(op, m, n, k, ranks, dtype_of(whole), flat_rows(whole, rows))
@@ -186,7 +186,7 @@ for _op, _impl, _meta in (
 
 
 def gradients(
-    op: Op,
+    op: str,
     dy: Tensor,
     x: Tensor,
     w: Tensor,
@@ -206,7 +206,7 @@ def gradients(
     need_dx, need_dw = needs
     dy = dy.contiguous()  # autograd hands over expanded tensors
     if need_dx and need_dw:
-        both: Op = "all_gather_matmul_backward" if gathers else "matmul_reduce_scatter_backward"
+        both = "all_gather_matmul_backward" if gathers else "matmul_reduce_scatter_backward"
         return getattr(ops, both)(dy, x, w, backward_plan(both, plan), rows, *where)
     if need_dx and gathers:
         plan = backward_plan("matmul_reduce_scatter", plan)

@@ -5,6 +5,7 @@ all ranks, once for each new set of facts. What has been checked is remembered: 
 call looks itself up, allocates its results and runs.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,14 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from counterpoint.errors import UnsupportedError
 from counterpoint.ops.agreement import Input, checking, compare
+from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import plan_of
-from counterpoint.problem import Op, Problem
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
 from counterpoint.runtime.execute import Code, compile_plan
-from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.ranks import gather_object, group_of
 from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspace_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
+# both private, and asked at each call: a feature test holds them
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
 Shape = tuple[int, ...]
 
 
@@ -45,7 +53,7 @@ class Operator:
         outputs: from the tensors, rows, the number of ranks and this rank.
     """
 
-    op: Op
+    op: str
     inputs: tuple[Input, ...]
     problem: Callable[[Sequence[Tensor | None], Sequence[int], int], Problem]
     outputs: Callable[[Sequence[Tensor | None], Sequence[int], int, int], tuple[Output, ...]]
@@ -119,12 +127,13 @@ def key_of(
     That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
     subclass, or one of which a gradient is asked for.
     """
-    if watched() or _autocast():
+    # a compiler first: it traces what follows
+    if torch.compiler.is_compiling() or _num_dispatch_modes() or _any_autocast():
         return None
     if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
-    key: list[object] = [op, id(group), plan if isinstance(plan, str) else id(plan), dim]
+    key: list[object] = [op, plan if isinstance(plan, str) else id(plan), dim]
     for t in tensors:
         if t is None:
             key.append(None)
@@ -145,34 +154,54 @@ def key_of(
 
 
 def repeated(
-    op: str, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], group: dist.ProcessGroup,
-    plan: object, rows: object, dim: int,
-) -> tuple[Tensor | None, tuple[object, ...] | None]:  # fmt: skip
+    op: str, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], group: dist.ProcessGroup | None,
+    plan: object, rows: object = None, dim: int = 0,
+) -> tuple[Tensor | None, tuple[object, ...] | None, dist.ProcessGroup]:  # fmt: skip
     """Run a call whose facts are known: its result, or else None and what to remember it by.
 
     Args:
         dim: of the first tensor and of the result, which is first in the plan.
+
+    Returns:
+        The result, the key, and the group.
+
+    Raises:
+        InputError: there is no group, or this rank is not in it.
+        PeerTimeoutError: a peer did not answer; the group is unusable.
     """
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        group = check_group(op, group)
     key = key_of(op, tensors, group, plan, rows, dim)
+    if key is None:
+        return None, None, group
     x, *rest = tensors
-    workspace = workspace_if_any(group, x.device) if key else None
-    ready: Runnable | None = workspace.code.get(key) if workspace and not checking() else None
+    workspace = workspace_if_any(group, x.device)
+    if workspace is None or "COUNTERPOINT_CHECK" in os.environ:
+        return None, key, group
+    ready: Runnable | None = workspace.known.get(key)
     if ready is None:
-        return None, key
+        return None, key, group
     if not dim:
-        return ready(tensors)[0], key
+        return ready(tensors)[0], key, group
     dim %= x.dim()
-    return ready((x.movedim(dim, 0), *rest))[0].movedim(0, dim), key
+    return ready((x.movedim(dim, 0), *rest))[0].movedim(0, dim), key, group
 
 
-def remember(key: tuple[object, ...], ready: Runnable) -> None:
-    """Keep what a call is ready with, so that the next one with equal facts finds it."""
-    ready.workspace.remember(key, ready)
+def first(
+    operator: Operator, tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int],
+    group: dist.ProcessGroup, key: tuple[object, ...],
+) -> list[Tensor]:  # fmt: skip
+    """Prepare and run a call that has passed its checks, and keep what it is ready with.
 
-
-def facts(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
-    """What of the tensors decides how a call runs."""
-    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    CPU ranks compare each call of a plan that gloo takes part in: gloo ends the process of a rank
+    whose peer sends another size, and does not say which.
+    """
+    ready = prepare(operator, tensors, plan, rows, group)
+    if not (ready.workspace.device.type == "cpu" and uses_library(ready.code)):
+        ready.workspace.known[key] = ready
+    return ready(tensors)
 
 
 def prepare(
@@ -184,32 +213,71 @@ def prepare(
 ) -> Ready:
     """Check, choose and compile; collective at the first call with these facts.
 
+    Facts are what all ranks must have alike: operator, sizes, dtype, plan, rows. They alone decide
+    whether ranks meet. How a rank's own tensors lie only decides how they become operands.
+
     Raises:
         InputError: the plan is not for these sizes, the ranks disagree, or a graph is captured
             before a warm call.
+        UnsupportedError: the plan that was asked for does not run on the GPU of a rank.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
     first = next(t for t in tensors if t is not None)
     workspace = workspace_of(group, first.device)
     workspace.check()
-    key = (operator.op, plan, tuple(rows), facts(tensors))
-    ready: Ready | None = workspace.code.get(key)
-    # ranks that disagree would wait for one another, or compute something else: compared at the
-    # first call with these facts, and at each call where that is asked for
-    if ready is None or checking():
-        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
-    if ready is not None:
+    sizes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
+    facts = (operator.op, plan, tuple(rows), sizes)
+    layout = (operator, facts, tuple(None if t is None else t.stride() for t in tensors))
+    ready: Ready | None = workspace.known.get(layout)
+    if ready is not None and not checking():
         return ready
+    known: tuple[Code | None] | None = workspace.code.get(facts)
+    # ranks that disagree would wait for one another, or compute something else: compared at the
+    # first call with these facts, and at each call where that is asked for, or gloo takes part
+    by_library = known is not None and first.is_cpu and uses_library(known[0])
+    if known is None or by_library or checking():
+        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
     ranks, rank = group.size(), workspace.rank
-    problem = operator.problem(tensors, rows, ranks)
-    code: Code | None = None
-    if problem.m * problem.n * problem.k:
-        # memory and views of it that calls in any mode may write to
-        with torch.inference_mode(False), torch.enable_grad():
-            code = compile_plan(plan_of(problem, plan, workspace, tensors), workspace)
-    ready = Ready(workspace, code, operator, tensors, operator.outputs(tensors, rows, ranks, rank))
-    workspace.remember(key, ready)
+    if known is None:
+        problem = operator.problem(tensors, rows, ranks)
+        chosen = plan_of(problem, plan, workspace, tensors)
+        code: Code | None = None
+        if problem.m * problem.n * problem.k:
+            # memory and views of it that calls in any mode may write to
+            with torch.inference_mode(False), torch.enable_grad():
+                code = compiled(chosen, plan, workspace)
+        known = (code,)
+        workspace.remember(facts, known)
+    outputs = operator.outputs(tensors, rows, ranks, rank)
+    ready = Ready(workspace, known[0], operator, tensors, outputs)
+    if not (first.is_cpu and uses_library(known[0])):
+        workspace.known[layout] = ready
     return ready
+
+
+def uses_library(code: Code | None) -> bool:
+    """Whether the library's collectives are part of a call, or on CPU ranks stand for a kernel."""
+    steps = code.program.plan.steps if code else ()
+    return any(step.kind in ("collective", "fused") for step in steps)
+
+
+def compiled(plan: Plan, asked: str, workspace: Workspace) -> Code:
+    """The plan compiled on all ranks; of "auto", serial on all of them where one rank cannot.
+
+    Raises:
+        UnsupportedError: the plan was asked for, and does not run on this GPU.
+    """
+    waits = any(step.spins for step in plan.steps) and workspace.device.type == "cuda"
+    if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
+        return compile_plan(plan, workspace)
+    problem, code = "", None
+    try:
+        code = compile_plan(plan, workspace)
+    except UnsupportedError as error:
+        problem = str(error)
+    if code is None or any(gather_object(problem, workspace.group)):
+        return compile_plan(build(plan.problem, "serial"), workspace)
+    return code
 
 
 def run(
@@ -230,15 +298,6 @@ def run(
         with torch.cuda.device(first.device):
             return run(operator, tensors, plan, rows, group_name)
     return prepare(operator, tensors, plan, rows, group_of(group_name))(tensors)
-
-
-# both private, and asked at each call: a feature test holds them
-def _num_dispatch_modes() -> int:
-    return torch._C._len_torch_dispatch_stack()  # pyright: ignore
-
-
-def _autocast() -> bool:
-    return torch._C._is_any_autocast_enabled()  # pyright: ignore
 
 
 def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,16 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
+from counterpoint.ops import call, fused_sum
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
 from counterpoint.ops.call import Operator, Output
-from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
+from counterpoint.ops.check import autocast, check_dim, check_rows, check_tensors
 from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
 OP = "matmul_reduce_scatter"
+assert fused_sum.KERNEL  # imported: its kernel scatters, too, and is known from then on
 
 call.LIBRARY.define(
     f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, int[] rows, str group_name, "
@@ -32,7 +34,7 @@ def matmul_reduce_scatter(
     *,
     group: dist.ProcessGroup | None = None,
     bias: Tensor | None = None,
-    plan: str | Plan = "auto",
+    plan: str | Path | Plan = "auto",
     rows: Sequence[int] | None = None,
     scatter_dim: int = 0,
 ) -> Tensor:
@@ -69,8 +71,7 @@ def matmul_reduce_scatter(
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
     tensors = (x, w, bias)
-    group = check_group(OP, group)
-    y, key = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
+    y, key, group = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
     if y is not None:
         return y
     x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
@@ -86,9 +87,7 @@ def matmul_reduce_scatter(
     spec = plan_key(OP, plan)
     front = x.movedim(dim, 0) if dim else x
     if key is not None:
-        ready = call.prepare(OPERATOR, (front, w, bias), spec, counts, group)
-        call.remember(key, ready)
-        y = ready((front, w, bias))[0]
+        y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
     else:
         op = torch.ops.counterpoint.matmul_reduce_scatter
         y = op(front, w, bias, spec, counts, group.group_name, group.size(), group.rank())

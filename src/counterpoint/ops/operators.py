@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from counterpoint.ops import all_gather_matmul, backward, matmul_reduce_scatter
+from counterpoint.ops import all_gather_matmul, backward, matmul_all_reduce, matmul_reduce_scatter
 from counterpoint.ops.call import Operator
-from counterpoint.problem import Op, Problem
+from counterpoint.problem import Problem
 
-OPERATORS: dict[Op, Operator] = {
+OPERATORS: dict[str, Operator] = {
     "all_gather_matmul": all_gather_matmul.OPERATOR,
     "matmul_reduce_scatter": matmul_reduce_scatter.OPERATOR,
+    "matmul_all_reduce": matmul_all_reduce.OPERATOR,
     "all_gather_matmul_backward": backward.GATHER,
     "matmul_reduce_scatter_backward": backward.SCATTER,
     "all_gather_matmul_wgrad": backward.WGRADS[True],
@@ -31,7 +32,7 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
     match p.op:
         case "all_gather_matmul":
             return [normal(mine, p.k), w, bias]
-        case "matmul_reduce_scatter":
+        case "matmul_reduce_scatter" | "matmul_all_reduce":
             return [normal(p.m, p.k), w, bias]
         case "all_gather_matmul_backward":
             return [normal(p.m, p.n), normal(mine, p.k), w.t()]

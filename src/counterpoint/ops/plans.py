@@ -1,40 +1,39 @@
-"""The plan of a call: the one asked for by name, a user's own, or the one chosen."""
+"""The plan of a call: asked for by name, a user's own or a file of one, or chosen."""
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import InputError, PlanError
 from counterpoint.ops.auto import choose_spec, knowledge_of
 from counterpoint.plan.families import build
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
-from counterpoint.problem import Op, Problem
+from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import Workspace
 
 PLAN_KEY = "plan:"
-# of an operator's backward, where its forward was told to overlap
-OVERLAPPED: dict[Op, str] = {
-    "all_gather_matmul": "graded",
-    "matmul_reduce_scatter": "graded",
-    "all_gather_matmul_backward": "side_by_side",
-    "matmul_reduce_scatter_backward": "graded",
-    "all_gather_matmul_wgrad": "sliced",
-}
 
 _plans: dict[str, Plan] = {}  # users' own plans by digest: an operator takes strings only
 _keys: dict[int, tuple[Plan, str]] = {}
 
 
-def plan_key(op: str, plan: str | Plan) -> str:
+def plan_key(op: str, plan: str | Path | Plan) -> str:
     """A plan as an operator's string argument; a user's own Plan is proved first.
 
+    Args:
+        plan: text, a Plan, or a file that has one as JSON: a Path, or text that ends in ".json".
+
     Raises:
-        InputError: neither a string nor a Plan.
+        InputError: something else, or a file that cannot be read.
         PlanError: the plan is wrong.
     """
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        plan = _read(op, Path(plan))
     if isinstance(plan, str):
         return plan
     if not isinstance(plan, Plan):
@@ -48,6 +47,15 @@ def plan_key(op: str, plan: str | Plan) -> str:
             _plans[key] = plan
         _keys[id(plan)] = plan, key
     return key
+
+
+def _read(op: str, path: Path) -> Plan:
+    try:
+        return Plan.from_json(path.read_text())
+    except OSError as error:
+        raise InputError(op, "plan", want="a file that can be read", got=str(error)) from error
+    except PlanError as error:
+        raise PlanError(str(path), str(error)) from error
 
 
 def plan_of(
@@ -71,6 +79,6 @@ def plan_of(
     return build(problem, plan, knowledge_of(workspace).machine)
 
 
-def backward_plan(op: Op, plan: str) -> str:
+def backward_plan(op: str, plan: str) -> str:
     """The plan of a backward operator whose forward was asked for with `plan`."""
-    return plan if plan in ("auto", "serial") else OVERLAPPED[op]
+    return plan if plan in ("auto", "serial") else operation_of(op).gradient

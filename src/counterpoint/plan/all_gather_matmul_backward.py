@@ -111,4 +111,5 @@ OPERATION = Operation(
     moved=lambda p: (p.k, p.k),
     matmuls=lambda p: ((p.m, p.k, p.n), (p.k, p.n, p.m)),
     overlapped=lambda p, copy_longer: "side_by_side",
+    gradient="side_by_side",
 )

@@ -103,4 +103,5 @@ OPERATION = Operation(
     moved=lambda p: (p.k, 0),
     matmuls=lambda p: ((p.k, p.n, p.m),),
     overlapped=lambda p, copy_longer: "sliced",
+    gradient="sliced",
 )

@@ -85,6 +85,7 @@ OPERATION = Operation(
     moved=lambda p: (0, p.k),
     matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=lambda p, copy_longer: "grouped",
+    gradient="grouped",
     fused_s=fused_experts.seconds,
     rule=lambda p, machine: "" if fused_experts.refusal(p) else "fused",
 )  # fmt: skip

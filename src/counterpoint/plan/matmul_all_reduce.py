@@ -104,6 +104,7 @@ OPERATION = Operation(
     moved=lambda p: (p.n, p.n),
     matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=lambda p, copy_longer: _direct_if_small(p),
+    gradient="serial",
     shares_rows=False,
     fused_s=fused_sum.seconds,
     rule=_rule,

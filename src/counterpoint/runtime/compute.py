@@ -3,7 +3,7 @@
 Each function turns one part of a bound step into an action on the operands of a call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,14 @@ from counterpoint.plan.bind import BoundStep, Part
 from counterpoint.runtime import library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
-Action = Callable[[Operands], None]
+Action = Callable[[Operands], object]  # what it returns is nothing's
+Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their names
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate in fp32) (+ bias); y may have any strides."""
+    if plain := _plain_matmul(bound, part, places):
+        return plain
     x, w, *rest = (places.of(box) for box in part.reads)
     if bound.step.arg("contract"):
         x = _transposed(x)
@@ -37,6 +40,17 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     if bound.step.accumulates:
         return lambda o: _into(torch.addmm, y(o), x(o).float(), w(o).float(), out=y(o))
     return lambda o: _into(torch.mm, x(o).float(), w(o).float(), out=y(o))
+
+
+def _plain_matmul(bound: BoundStep, part: Part, places: Places) -> Action | None:
+    """y = x w of boxes that the operands have by name: as fast for the host as the library's."""
+    target = places.plan.buffer(part.write.buffer)
+    if bound.step.args or bound.step.accumulates or target.dtype != places.plan.problem.dtype:
+        return None
+    x, w, y = (places.name(box) for box in (*part.reads, part.write))
+    if x is None or w is None or y is None:
+        return None
+    return lambda o: torch.mm(o[x], o[w], out=o[y])
 
 
 def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
@@ -78,19 +92,25 @@ def reduce(bound: BoundStep, part: Part, places: Places) -> Action:
 def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     """The library's all-gather or reduce-scatter; unequal shards go one rank at a time.
 
-    Or its all-to-all, with the pass that puts rows in order.
+    Or its all-reduce, or its all-to-all with the pass that puts rows in order.
     """
     source, target = places.of(part.reads[0]), places.of(part.write)
     if bound.step.arg("collective") == "all_to_all":
         return _all_to_all(bound, source, target, places)
+    if bound.step.arg("collective") == "all_reduce":
+        return _all_reduce(source, target, places, in_place=part.reads[0] == part.write)
     problem, group = places.plan.problem, places.workspace.group
+    names = places.name(part.write), places.name(part.reads[0])
     starts, me = problem.row_starts, places.workspace.rank
     even = len(set(problem.rows)) == 1
     ranks = range(problem.ranks)
     gathers = bound.step.arg("collective") == "all_gather"
     if even:
         call = library.all_gather if gathers else library.reduce_scatter
-        return lambda o: call(target(o), source(o), group)
+        to, start = names
+        if to is not None and start is not None:
+            return lambda o: call(o[to], o[start], group=group)
+        return lambda o: call(target(o), source(o), group=group)
 
     def gather(operands: Operands) -> None:
         whole = target(operands)
@@ -112,6 +132,18 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     return gather if gathers else scatter
 
 
+def _all_reduce(source: Place, target: Place, places: Places, *, in_place: bool) -> Action:
+    group = places.workspace.group
+
+    def run(operands: Operands) -> None:
+        total = target(operands)
+        if not in_place:
+            total.copy_(source(operands))
+        dist.all_reduce(total, group=group)
+
+    return run
+
+
 def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) -> Action:
     p, group = places.plan.problem, places.workspace.group
     by_expert = [places.plan.buffer(r.buffer).pieces > 1
@@ -130,6 +162,12 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
             got.copy_(turned(come, p.ranks, p.experts))
 
     return run
+
+
+def opaque(bound: BoundStep, calls: Calls) -> Action:
+    """The call of an opaque step."""
+    call = calls[bound.step.name]
+    return lambda _: call()
 
 
 def _transposed(x: Place) -> Place:

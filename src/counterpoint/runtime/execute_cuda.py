@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from counterpoint.plan.bind import BoundStep, Program
@@ -19,13 +20,12 @@ from counterpoint.runtime import (
     driver,
     launch_collective,
     launch_cuda,
-    launch_pair,
 )
-from counterpoint.runtime.compute import Action
+from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.fused import in_turn
-from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of
+from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
+from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.replay import addresses
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
@@ -34,7 +34,7 @@ COMPUTE_LANE = "compute"
 class CudaCode:
     """A program compiled for one GPU's workspace."""
 
-    def __init__(self, program: Program, workspace: Workspace) -> None:
+    def __init__(self, program: Program, workspace: Workspace, calls: Calls) -> None:
         lanes_of(workspace)
         if program.opens >= 0 and not workspace.lanes.signals_compiled:
             refuse_capture("none: this is the group's first call of a plan with signals")
@@ -45,21 +45,26 @@ class CudaCode:
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
         self.workspace = workspace
+        self.calls = calls
         self.tag = self.lanes.register(
             program.plan.problem.op, program.plan.spec, awaited_by(program)
         )
         self.ran = False
-        # a library's collective stays outside of graphs that the user did not ask for
-        transports = {s.arg("transport", "library") for s in program.plan.steps
-                      if s.kind == "collective"}  # fmt: skip
-        self.replayable = len(program.steps) > 1 and "library" not in transports
-        self.spins = "words" in transports  # a grid waits for its peers
+        # a library's collective stays outside of graphs that the user did not ask for: its group
+        # could not be destroyed while one lives. So do calls of the user's own. One kernel is
+        # launched as fast as a graph of it
+        kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
+                       for s in program.plan.steps)  # fmt: skip
+        self.replayable = len(program.steps) > 1 and not kept_out
+        self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
+        self.constants = places.constants
         plan = program.plan
         self.side = {
-            lane.name: self.lanes.stream(lane.name, lane.priority)
+            lane.name: self.lanes.stream(lane.name, lane.priority, lane.num_sms)
             for lane in plan.lanes
-            if lane.name != COMPUTE_LANE and any(s.lane == lane.name for s in plan.steps)
+            if (lane.name != COMPUTE_LANE or lane.num_sms)
+            and any(s.lane == lane.name for s in plan.steps)
         }
         lane_of = {step.name: step.lane for step in plan.steps}
         edges = {name for step in plan.steps for name in step.after if lane_of[name] != step.lane}
@@ -79,7 +84,7 @@ class CudaCode:
     def run(self, operands: Operands) -> None:
         """See `execute.Code.run`."""
         capturing = torch.cuda.is_current_stream_capturing()
-        profiling = _profiling()
+        traced = profiling()
         if capturing:
             self.workspace.captured = True
         else:
@@ -88,11 +93,13 @@ class CudaCode:
             if self.spins:
                 in_turn(self.workspace.device)
             # under a profiler step by step, so that it sees which step launched what
-            if self.replayable and not profiling:
-                key = (self.tag, addresses(operands))
+            if self.replayable and not traced:
+                given = operands.values()
+                key = (self.tag, *map(Tensor.data_ptr, given), *map(Tensor.stride, given))
                 if self.lanes.replays.run(key, partial(self._enqueue, operands, capturing=True)):
                     return
-        if self.plain is not None and not profiling:
+        if self.plain is not None and not traced:
+            operands.update(self.constants)
             for action in self.plain:
                 action(operands)
             return
@@ -107,7 +114,8 @@ class CudaCode:
         return nullcontext()
 
     def _enqueue(self, operands: Operands, main: torch.cuda.Stream, *, capturing: bool) -> None:
-        annotate = _profiling()
+        operands.update(self.constants)
+        annotate = profiling()
         if self.side:
             self.lanes.fork.record(main)
         for stream in self.side.values():
@@ -184,30 +192,25 @@ class _CudaStep:
 _NOTHING = nullcontext()
 
 
-def _profiling() -> bool:
-    return torch.autograd._profiler_enabled()  # pyright: ignore  (private, and typed so)
-
-
 def _no_mark(_: str) -> AbstractContextManager[object]:
     return _NOTHING
 
 
 def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list[Action]:
-    lanes, fused = code.lanes, bound.step.arg("kernel") == "fused"
+    lanes = code.lanes
     match bound.step.kind:
-        case "matmul" if fused:
-            return []  # its collective runs both
-        case "collective" if fused:
-            return [launch_pair.action(bound, part, places, code.program, tag)
-                    for part in bound.parts]  # fmt: skip
+        case "fused":
+            return [fused_action(Site(bound, places, tag))]
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]
+        case "opaque":
+            return [compute.opaque(bound, code.calls)]
         case "move":
             return [compute.move(bound, part, places) for part in bound.parts]
-        case "collective" if bound.step.arg("transport") == "words":
-            return [launch_collective.action(bound, part, places, tag) for part in bound.parts]
+        case "collective" if bound.step.arg("transport"):
+            return [launch_collective.action(bound, places, tag)]
         case "collective":
-            return [compute.collective(bound, part, places) for part in bound.parts]
+            return [compute.collective(bound, bound.parts[0], places)]
         case "reduce":
             return [launch_cuda.reduce(lanes, bound, part, places) for part in bound.parts]
         case _:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.plan.steps import OWN_PROTOCOL, Plan
 from counterpoint.runtime.lanes_cuda import lanes_of, raw_stream
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory
@@ -75,8 +76,8 @@ class FusedMemory:
         workspace: of the group on this device.
 
     Attributes:
-        words, tiles, flags: memory for each of these, never for another: low-latency words, tiles
-            behind flags, and those.
+        words, turns, flags: memory of each of those spaces of buffers, never for another: see
+            plan/steps.py.
         state: [3] int32: epoch, programs of a running kernel that have ended, and whether a wait
             of this rank has given up.
         fault: [1] int64 of the host, where a wait that has given up says so.
@@ -86,14 +87,25 @@ class FusedMemory:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.words = Shared(workspace, empty=True)
-        self.tiles, self.flags = Shared(workspace), Shared(workspace)
+        self.turns, self.flags = Shared(workspace), Shared(workspace)
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
-        self._all = (self.words, self.tiles, self.flags)
+        self._all = (self.words, self.turns, self.flags)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
             self.fault = lanes_of(workspace).fault
             self.over = torch.zeros(1, dtype=torch.int64).pin_memory()
+            workspace.alarms.append(self.over.numpy())
         else:
             self.fault, self.over = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
+
+    def reserve(self, plan: Plan) -> None:
+        """Have what the kernels of a plan need. Collective and synchronous where it has to grow.
+
+        Raises:
+            InputError: memory has to grow while a graph is being captured.
+        """
+        for space in OWN_PROTOCOL:
+            shared: Shared = getattr(self, space)
+            shared.reserve(plan.num_bytes(space) // 2)
 
     def dropped(self) -> InputError | None:
         """What a kernel of experts has found in its counts, or in the rows to sum."""

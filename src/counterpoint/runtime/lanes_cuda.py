@@ -1,6 +1,6 @@
 """What the calls of one workspace share on its GPU: streams, epoch, fault words, tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -8,6 +8,7 @@ from counterpoint.errors import PeerTimeoutError, UnsupportedError
 from counterpoint.plan.bind import Arrival, Program
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.green import green_stream
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.replay import Replays
 from counterpoint.runtime.watchdog import Watchdog
@@ -21,9 +22,9 @@ Awaited = tuple[tuple[str, tuple[int, ...]], ...]  # of each step: its name, the
 
 def awaited_by(program: Program) -> Awaited:
     """What each step of a program waits for."""
-    everyone = tuple(range(program.plan.problem.ranks))  # of a collective of our own
+    everyone = tuple(range(program.plan.problem.ranks))  # of a kernel that waits for its peers
     return tuple(
-        (b.step.name, everyone if b.step.arg("transport") else tuple(a.rank for a in b.waits))
+        (b.step.name, everyone if b.step.spins else tuple(a.rank for a in b.waits))
         for b in program.steps
     )
 
@@ -31,6 +32,8 @@ def awaited_by(program: Program) -> Awaited:
 # the handle of a device's current stream, in a tenth of the time that a torch.cuda.Stream takes;
 # private, and what torch's own compiler emits: a feature test holds it
 raw_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else lambda device: 0  # pyright: ignore
+# whether a profiler is on: private, and typed so
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore
 
 
 class CudaLanes:
@@ -43,7 +46,7 @@ class CudaLanes:
         self.fault = torch.zeros(1, dtype=torch.int64).pin_memory()
         self._last = (raw_stream(device.index), torch.cuda.current_stream(device))
         self.fork = torch.cuda.Event()
-        self._streams: dict[tuple[str, int], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[str, int, int | None], torch.cuda.Stream] = {}
         self._pool = torch.zeros(TABLE_WORDS, dtype=torch.int64, device=device)
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._used = 0
@@ -53,7 +56,9 @@ class CudaLanes:
         self._num_programs = 0
         self.signals_compiled = False
         self.replays = Replays(device)
-        self.watchdog = Watchdog(self.fault.numpy(), self.describe)
+        words = self.fault.numpy()
+        workspace.alarms.append(words)
+        self.watchdog = Watchdog(words, self.describe)
 
     def follow(self) -> None:
         """Let the current stream wait for the last call, where that was on another one."""
@@ -63,11 +68,15 @@ class CudaLanes:
             stream.wait_stream(self._last[1])
             self._last = (raw, stream)
 
-    def stream(self, name: str, priority: int) -> torch.cuda.Stream:
+    def stream(self, name: str, priority: int, num_sms: int | None = None) -> torch.cuda.Stream:
         """The side stream of a lane."""
-        key = (name, priority)
+        key, device = (name, priority, num_sms), self.workspace.device
         if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self.workspace.device, priority=priority)
+            self._streams[key] = (
+                green_stream(device, num_sms)
+                if num_sms
+                else torch.cuda.Stream(device, priority=priority)
+            )
         return self._streams[key]
 
     def table(self, words: Sequence[int]) -> torch.Tensor:

@@ -28,7 +28,7 @@ def signal(
         num_lanes *= 2
     timeout_ns = int(lanes.workspace.timeout_s * 1e9)
     arguments = (lanes.posted_words(posts), len(posts), lanes.awaited_words(waits), len(waits),
-                 lanes.epoch, lanes.fault, tag, timeout_ns, opens, True, num_lanes)  # fmt: skip
+                 lanes.epoch, lanes.fault, tag, timeout_ns, opens, num_lanes)  # fmt: skip
     compiled: Any = signal_kernel.warmup(*arguments, grid=(1,), num_warps=1)
     launch: Callable[..., None] = compiled[(1, 1, 1)]
 

@@ -132,32 +132,29 @@ class Pooling:
                 self.bags, self.block_d, self.even, vec_in, self.vec_out,
                 self.way.unroll)  # fmt: skip
 
-    def launch(
-        self, kernel: Any, arguments: tuple[Any, ...], tasks: int, vec_in: int, *, num: int = 0
-    ) -> None:
+    def launch(self, kernel: Any, arguments: tuple[Any, ...], tasks: int, vec_in: int) -> None:
         """Launch on the current stream, compiled at the first call with this alignment.
 
         Args:
             kernel: of `arguments`, whose types never change.
             tasks: that programs share: never more programs than those, nor than fit the GPU.
             vec_in: part of the constants.
-            num: programs, where that is asked for.
         """
         if self.device.type != "cuda":
-            kernel[(num or max(tasks, 1),)](*arguments, num_warps=self.way.num_warps)
+            kernel[(max(tasks, 1),)](*arguments, num_warps=self.way.num_warps)
             return
-        found = self.launches.get(vec_in) or self.compiled(kernel, arguments, tasks, vec_in, num)
+        found = self.launches.get(vec_in) or self.compiled(kernel, arguments, tasks, vec_in)
         found.run(*arguments, stream=raw_stream(self.device.index))
 
     def compiled(
-        self, kernel: Any, arguments: tuple[Any, ...], tasks: int, vec_in: int, num: int = 0
+        self, kernel: Any, arguments: tuple[Any, ...], tasks: int, vec_in: int
     ) -> Launched:
         """The kernel for tables of this alignment, compiled and loaded; arguments of `launch`."""
         compiled = kernel.warmup(*arguments, grid=(1,), num_warps=self.way.num_warps)
         footprint = triton_footprint(compiled)
         blocks = occupancy(footprint, limits_here(self.device)).blocks
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        programs = num or max(1, min(tasks, blocks * sms))
+        programs = max(1, min(tasks, blocks * sms))
         found = self.launches[vec_in] = Launched(
             compiled[(programs, 1, 1)], programs, footprint.registers_per_thread, compiled.n_spills
         )
@@ -216,9 +213,9 @@ def place_of(memory: FusedMemory, layout: Layout, *, own_outputs: bool = False) 
         InputError: memory has to grow while a graph is captured.
     """
     if not own_outputs:
-        memory.tiles.reserve(max(layout.half_bytes, 1))  # without bags it has an address too
+        memory.turns.reserve(max(layout.half_bytes, 1))  # without bags it has an address too
     memory.flags.reserve(4 * len(layout.batch))
-    tiles, flags = memory.tiles, memory.flags
+    tiles, flags = memory.turns, memory.flags
     return Place(tiles.bases, tiles.half_bytes, flags.bases, flags.half_bytes // 4)
 
 
@@ -248,12 +245,10 @@ class Sender(Pooling):
         self._starts = torch.tensor(layout.starts, dtype=torch.int32, device=device)
         self._memory = place.flags, memory.state, memory.fault
         self._half_flags = place.half_flags
-        self.first, self.in_turn = rank + 1, False  # of a test
         self._last = tag, int(workspace.timeout_s * 1e9)
         self._world = ranks, padded_rows(ranks)
         self._copy: Any = None
         self._state, self._rank = memory.state, rank
-        self.programs = 0  # of a test
         self._blocks = -(-max(layout.batch) // self.bags)
 
     def __call__(
@@ -268,21 +263,21 @@ class Sender(Pooling):
             outputs: addresses of each rank's memory, bytes between its turns, and the turn;
                 None: the memory of the group, the half of the epoch.
         """
-        arguments, tasks, vec_in = self._launch_of(tables, indices, offsets, weights, outputs)
-        kernel = embedding_all_to_all_kernel
-        self.launch(kernel, arguments, tasks, vec_in, num=self.programs)
+        launch = self.launch_of(tables, indices, offsets, weights, outputs)
+        self.launch(embedding_all_to_all_kernel, *launch)
 
-    def _launch_of(
+    def launch_of(
         self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
         outputs: tuple[Tensor, int, int] | None,
     ) -> tuple[tuple[Any, ...], int, int]:  # fmt: skip
+        """What `launch` takes besides the kernel; arguments as for a call."""
         chunks = self.chunks(tables)
         bases, half_bytes, turn = outputs or self.outputs
         arguments = (
             *self.inputs(indices, offsets, weights, chunks), self._starts, bases, *self._memory,
             *self.counts(indices, offsets, chunks), self._blocks, half_bytes // VECTOR_BYTES,
-            self._half_flags, turn, self._rank, self.first, *self._last, *self._world,
-            *self.constants(chunks.vec_in), self.in_turn,
+            self._half_flags, turn, self._rank, *self._last, *self._world,
+            *self.constants(chunks.vec_in),
         )  # fmt: skip
         return arguments, self._world[0] * self._blocks * chunks.number, chunks.vec_in
 
@@ -293,8 +288,8 @@ class Sender(Pooling):
         """Compile what a call launches, and the copy to `y`; launches nothing."""
         if self.device.type != "cuda":
             return
-        arguments, tasks, vec_in = self._launch_of(tables, indices, offsets, weights, outputs)
-        self.compiled(embedding_all_to_all_kernel, arguments, tasks, vec_in, self.programs)
+        launch = self.launch_of(tables, indices, offsets, weights, outputs)
+        self.compiled(embedding_all_to_all_kernel, *launch)
         if y is not None and y.numel():
             self._compiled_copy(y)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -30,8 +30,6 @@ from counterpoint.runtime.occupancy import occupancy
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
-# which rank comes first, on each: the next one, its own comes last; its own; rank 0 on all
-First = Literal["next", "own", "same"]
 INTERPRETED: bool = triton.knobs.runtime.interpret  # pyright: ignore
 
 
@@ -43,15 +41,11 @@ class Sending:
         senders: programs that send.
         parts: of the rows of an (expert, rank), a flag behind each; a power of 2.
         piece: words of 4 bytes that a program sends at a time.
-        join: whether senders take tiles when they have sent all.
-        first: the rank that rows go to first.
     """
 
     senders: int = 16
     parts: int = 8
     piece: int = 8192
-    join: bool = not INTERPRETED  # where programs run one after another, senders may not wait
-    first: First = "next"
 
 
 def sending_of(rows: int, experts: int, ranks: int) -> Sending:
@@ -59,11 +53,6 @@ def sending_of(rows: int, experts: int, ranks: int) -> Sending:
     senders = 16 if rows >= MANY_ROWS * experts else 32
     # all senders are at one expert at a time, so that it is there soon; a single one is in pieces
     return Sending(senders, max(1, senders // ranks) * (1 if experts > 4 else 8))
-
-
-def first_rank(first: First, rank: int, ranks: int) -> int:
-    """Which rank comes first on `rank`."""
-    return {"next": (rank + 1) % ranks, "own": rank, "same": 0}[first]
 
 
 def refusal(w: Tensor, ranks: int) -> str:
@@ -194,15 +183,14 @@ class AllToAllMatmul(_Experts):
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
         self.way, self.row_bytes = way, k * dtype.itemsize
-        self.first_rank = first_rank(way.first, self.rank, self.world)
-        memory.tiles.reserve((limit + 1) * self.row_bytes)  # the odd half begins at a whole row
+        memory.turns.reserve((limit + 1) * self.row_bytes)  # the odd half begins at a whole row
         memory.flags.reserve(4 * experts * way.parts)
-        self.bases, self.flags = memory.tiles.bases, memory.flags.bases
-        self.half_rows = -(-memory.tiles.half_bytes // self.row_bytes)
+        self.bases, self.flags = memory.turns.bases, memory.flags.bases
+        self.half_rows = -(-memory.turns.half_bytes // self.row_bytes)
         self.half_flags = memory.flags.half_bytes // 4
         rows = self.half_rows + limit
-        assert memory.tiles.memory is not None
-        whole = memory.tiles.memory.local()[: rows * self.row_bytes].view(dtype).view(rows, k)
+        assert memory.turns.memory is not None
+        whole = memory.turns.memory.local()[: rows * self.row_bytes].view(dtype).view(rows, k)
         self.received = TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k])
 
     def __call__(
@@ -226,9 +214,9 @@ class AllToAllMatmul(_Experts):
         arguments = (
             x, self.received, w_desc, y, self.routes, self.bases, self.flags, memory.state,
             memory.fault, x.shape[0], self.n, self.k, self.experts, self.row_bytes // 4,
-            self.half_rows, self.half_flags, self.limit, self.rank, self.first_rank, self.tag,
-            self.timeout_ns, self.world, self.local, columns, way.senders, way.parts, way.piece,
-            way.join, *self.tile.constants,
+            self.half_rows, self.half_flags, self.limit, self.rank, self.tag, self.timeout_ns,
+            self.world, self.local, columns, way.senders, way.parts, way.piece,
+            *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         programs = way.senders + self.sms if INTERPRETED else 0
@@ -243,25 +231,19 @@ class AllToAllMatmul(_Experts):
 
 
 class MatmulAllToAll(_Experts):
-    """Experts multiply, and rows go back to where they came from.
-
-    Args:
-        first: the rank whose rows of an expert are multiplied first.
-        Others: as above.
-    """
+    """Experts multiply, and rows go back to where they came from; arguments as above."""
 
     back = True
 
     def __init__(
         self, memory: FusedMemory, tag: int, experts: int, limit: int, k: int, n: int,
-        dtype: torch.dtype, tile: Tile, first: First = "next",
+        dtype: torch.dtype, tile: Tile,
     ) -> None:  # fmt: skip
         super().__init__(memory, tag, experts, limit, k, n, dtype, tile)
-        self.first_rank = first_rank(first, self.rank, self.world)
-        memory.tiles.reserve(max(limit, 1) * n * dtype.itemsize)
+        memory.turns.reserve(max(limit, 1) * n * dtype.itemsize)
         memory.flags.reserve(4 * self.world)
-        self.bases, self.flags = memory.tiles.bases, memory.flags.bases
-        self.half_bytes = memory.tiles.half_bytes
+        self.bases, self.flags = memory.turns.bases, memory.flags.bases
+        self.half_bytes = memory.turns.half_bytes
         self.half_flags = memory.flags.half_bytes // 4
 
     def __call__(
@@ -289,8 +271,8 @@ class MatmulAllToAll(_Experts):
         arguments = (
             x_desc, w_desc, x if add is None else add, self.routes, self.bases, self.flags,
             memory.state, x.shape[0], self.n, self.k, self.experts, self.half_bytes,
-            self.half_flags, self.limit, self.rank, self.first_rank, self.world, self.local,
-            columns, add is not None, *self.tile.constants,
+            self.half_flags, self.limit, self.rank, self.world, self.local, columns,
+            add is not None, *self.tile.constants,
         )  # fmt: skip
         options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         kinds = (columns, add is not None)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 
 import torch
-from torch import Tensor
 
 from counterpoint.runtime.capture import no_collector
 
@@ -93,8 +92,3 @@ class Replays:
                 raise
             graph.capture_end()
         return graph
-
-
-def addresses(operands: dict[str, Tensor]) -> tuple[Hashable, ...]:
-    """What a captured call depends on: where its operands lie, and how."""
-    return tuple((t.data_ptr(), t.stride()) for t in operands.values())

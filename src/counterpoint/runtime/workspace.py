@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.plan.bind import Box
-from counterpoint.plan.steps import Buffer, Count, Plan
+from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
@@ -72,9 +74,12 @@ class Workspace:
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.fused: Any = None  # what kernels that talk to their peers keep here
         self.code: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Any] = {}  # of `code`, by what an eager call sees at once
         self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
+        # words of the host that are not 0 once a kernel has found something wrong
+        self.alarms: list[NDArray[np.int64]] = []
 
     def reserve(self, plan: Plan) -> None:
         """Have room for `plan`. Collective and synchronous when memory has to grow.
@@ -158,6 +163,7 @@ class Workspace:
         """Keep a compiled program; the oldest is forgotten when there are many."""
         if len(self.code) >= MAX_CODE:
             self.code.pop(next(iter(self.code)))
+            self.known.clear()
         self.code[key] = code
 
     def keep(self, *held: object) -> None:
@@ -167,6 +173,7 @@ class Workspace:
     def drop_code(self) -> None:
         """Forget what has been compiled: it points into memory that is about to go."""
         self.code.clear()
+        self.known.clear()
         if self.lanes is not None:
             self.lanes.replays.clear()
 
@@ -183,9 +190,10 @@ class Workspace:
             PeerTimeoutError: a peer did not answer in an earlier call.
             InputError: an earlier call has dropped rows, by counts on the device.
         """
-        if self.fault is None and self.lanes is not None:
-            # what was dropped explains who did not come then
-            self.fault = (self.fused and self.fused.dropped()) or self.lanes.watchdog.look()
+        for word in self.alarms:
+            if word[0] and self.fault is None:
+                # what was dropped explains who did not come then
+                self.fault = (self.fused and self.fused.dropped()) or self.lanes.watchdog.look()
         if self.fault is not None:
             raise self.fault
 
@@ -197,6 +205,7 @@ class Places:
         self.workspace = workspace
         self.plan = plan
         self.offsets: dict[str, int] = {}
+        self.constants: Operands = {}  # boxes that `name` has given names
         used = {"symmetric": 0, "scratch": 0}
         for buffer in plan.buffers:
             if buffer.space in used:
@@ -208,6 +217,7 @@ class Places:
         buffer = self.plan.buffer(box.buffer)
         if buffer.space in ("input", "output"):
             return None
+        assert buffer.space not in OWN_PROTOCOL, "see runtime/fused.py"
         if buffer.space == "scratch":
             memory = self.workspace.scratch
         else:
@@ -221,6 +231,19 @@ class Places:
         num_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
         whole = memory[start : start + num_bytes].view(dtype).view(shape)
         return whole[box.slot, box.r0 : box.r1, box.c0 : box.c1]
+
+    def name(self, box: Box) -> str | None:
+        """Under which name the operands of a call have the box, if they do.
+
+        That is a whole operand, or a box of the workspace, which then is one of `constants`.
+        """
+        fixed = self.fixed(box)
+        if fixed is not None:
+            name = str(tuple(box))
+            self.constants[name] = fixed
+            return name
+        whole = box.shape == self._shape(self.plan.buffer(box.buffer), box.rank)[1:]
+        return box.buffer if whole and not self._stacked(box.buffer) else None
 
     def of(self, box: Box) -> Place:
         """The box as a function of the operands."""
@@ -255,8 +278,6 @@ class Places:
         extent, cols = buffer.shape
         problem = self.plan.problem
         slots = problem.ranks if buffer.holds == "slots" else 1
-        if isinstance(extent, Count):
-            return slots, extent.limit * (1 if buffer.holds != "all" else problem.ranks), cols
         if buffer.split and buffer.holds == "peers":
             extent -= problem.rows[rank]
         elif buffer.split and buffer.holds != "all":

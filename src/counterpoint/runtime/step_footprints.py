@@ -77,7 +77,7 @@ def _signal() -> Callable[[], object]:
     fault = torch.zeros(1, dtype=torch.int64).pin_memory()
     launch: Any = signal_kernel  # its constexpr arguments are plain values for the caller
     timeout_ns = 10**9
-    arguments = (words, 0, words, 0, epoch, fault, 0, timeout_ns, True, True, MIN_LANES)
+    arguments = (words, 0, words, 0, epoch, fault, 0, timeout_ns, True, MIN_LANES)
     return lambda: launch[(1,)](*arguments, num_warps=1)
 
 

@@ -1,0 +1,93 @@
+"""How a step of kernel "matmul_all_reduce" runs: a matmul and its sum over ranks in one kernel."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.plan.fused_sum import KERNEL, padded, settings_in
+from counterpoint.runtime.compute import Action
+from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, register
+from counterpoint.runtime.workspace import Operands
+
+GIVEN = ("x_ptr", "w_ptr", "bias_ptr", "y_ptr", "stride_wk", "stride_wn")
+SHOTS = {"one_shot": 1, "two_shot": 2, "scatter": 1}
+
+
+def prepare(site: Site) -> Action:
+    """The launch of a step. Both ways in which a w is stored are compiled here, by all ranks.
+
+    Raises:
+        UnsupportedError: no block of the kernel fits this GPU.
+    """
+    p, workspace = site.places.plan.problem, site.places.workspace
+    settings = settings_in(site.bound.step)
+    options = {"num_warps": settings.num_warps, "num_stages": settings.stages}
+    fixed = arguments_of(site)
+    launches: dict[tuple[int, int, bool], Launch] = {}
+    dtype = getattr(torch, p.dtype)
+    grid = Grid(-(-p.n // settings.block_n))
+    device = workspace.device
+
+    def launch_for(stride_wk: int, stride_wn: int, at: object) -> Launch:
+        made = Launch(matmul_all_reduce_kernel, GIVEN, fixed, grid, device, p.op, options)
+        return made.compile(dtype, at, dtype, dtype, stride_wk, stride_wn)
+
+    for stride_wk, stride_wn in ((p.n, 1), (1, p.k)):
+        launches[stride_wk, stride_wn, True] = launch_for(stride_wk, stride_wn, dtype)
+
+    def run(operands: Operands) -> None:
+        x, w, y = operands["x"], operands["w"], operands["y"]
+        x = x if x.data_ptr() % ALIGN == 0 else x.clone()
+        stride_wk, stride_wn = w.stride()
+        key = (stride_wk, stride_wn, w.data_ptr() % ALIGN == 0)
+        launch = launches.get(key)
+        if launch is None:  # a rank by itself may have stored w in another way
+            launch = launches[key] = launch_for(stride_wk, stride_wn, w)
+        launch(x, w, operands.get("bias", y), y, stride_wk, stride_wn)
+
+    return run
+
+
+def arguments_of(site: Site) -> dict[str, Any]:
+    """The kernel's arguments that do not change from call to call."""
+    p, workspace = site.places.plan.problem, site.places.workspace
+    settings, memory = settings_in(site.bound.step), fused_memory(workspace)
+    scatters = settings.shots == "scatter"
+    rows = max(p.rows) if scatters else p.m
+    return {
+        "words_ptr": memory.words.bases, "state_ptr": memory.state, "fault_ptr": memory.fault,
+        "M": rows, "N": p.n, "K": p.k, "stride_xm": p.k,
+        "half_bytes": memory.words.half_bytes, "rank": workspace.rank, "tag": site.tag,
+        "timeout_ns": int(workspace.timeout_s * 1e9), "WORLD": p.ranks,
+        "SHOTS": SHOTS[settings.shots], "SCATTER": scatters, "HAS_BIAS": p.bias,
+        "OWN": padded(rows), "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k,
+        "EVEN_N": p.n % settings.block_n == 0, "EVEN_K": p.k % settings.block_k == 0,
+        "STAGES": settings.stages, "NUM_WARPS": settings.num_warps,
+    }  # fmt: skip
+
+
+def reference(site: Site) -> Action:
+    """What the kernel computes, by torch and gloo: its roundings, in one order on all ranks."""
+    p, workspace = site.places.plan.problem, site.places.workspace
+    scatters = settings_in(site.bound.step).shots == "scatter"
+    # a single row travels in fp32
+    wire = torch.float32 if (max(p.rows) if scatters else p.m) == 1 else getattr(torch, p.dtype)
+
+    def run(operands: Operands) -> None:
+        own = (operands["x"].float() @ operands["w"].float()).to(wire)
+        parts = [torch.empty_like(own) for _ in range(p.ranks)]
+        dist.all_gather(parts, own, group=workspace.group)
+        total = torch.stack(parts).float().sum(0)
+        if scatters:
+            total = total[p.row_starts[workspace.rank] : p.row_starts[workspace.rank + 1]]
+        bias: Tensor | None = operands.get("bias")
+        operands["y"].copy_(total if bias is None else total + bias.float())
+
+    return run
+
+
+register(KERNEL, prepare, reference)

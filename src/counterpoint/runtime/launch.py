@@ -1,0 +1,195 @@
+"""The one launcher of kernels that talk to their peers: compiled, resident, past Triton's binder.
+
+A kernel that waits for its peers needs what it waits for to be running: so all that a call may
+launch is compiled before the ranks meet, no more programs are launched than are on the GPU at once,
+and SMs are left for a collective of another group, which may have been launched first elsewhere.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+from counterpoint.errors import PlanError, UnsupportedError
+from counterpoint.plan.bind import BoundStep
+from counterpoint.runtime import driver
+from counterpoint.runtime.compute import Action
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import triton_footprint
+from counterpoint.runtime.lanes_cuda import raw_stream
+from counterpoint.runtime.occupancy import occupancy
+from counterpoint.runtime.workspace import Places
+
+RESERVED_SMS = 32  # left to collectives of other groups, should they be there
+ALIGN = 16  # bytes: what Triton compiles for, if an address is a multiple of it
+INTERPRETED: bool = triton.knobs.runtime.interpret  # pyright: ignore
+INTERPRETED_BLOCKS = 2  # resident where a program runs after the other: most have several tiles
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How many programs a kernel has.
+
+    Args:
+        work: items that programs share; a program each where all fit.
+        senders: programs before those, that have none of them.
+        reserve: SMs are left to other groups. A kernel that leaves none says why in its file.
+    """
+
+    work: int
+    senders: int = 0
+    reserve: bool = True
+
+    def programs(self, resident: int) -> int:
+        """Programs of which `resident` can be at once: equal work for each, and never none."""
+        room = max(resident - self.senders, 1)
+        rounds = -(-self.work // room)
+        return self.senders + max(1, -(-self.work // max(rounds, 1)))
+
+
+class Launch:
+    """One kernel with all arguments that do not change from call to call.
+
+    Args:
+        kernel: Triton's.
+        given: names of the arguments that each call passes, in its order.
+        fixed: all other arguments by name.
+        grid: how many programs share what.
+        device: it runs on.
+        name: of the operator, for errors.
+        options: of Triton: num_warps, num_stages.
+
+    Raises:
+        PlanError: arguments are missing, or are none of the kernel.
+    """
+
+    def __init__(
+        self, kernel: Any, given: Sequence[str], fixed: Mapping[str, Any], grid: Grid,
+        device: torch.device, name: str, options: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        names: list[str] = list(kernel.arg_names)
+        if different := {*given, *fixed} ^ set(names):
+            raise PlanError(name, f"arguments of {kernel.__name__} differ: {sorted(different)}")
+        self._kernel, self._grid, self._device, self._name = kernel, grid, device, name
+        self._options = dict(options)
+        self._places = [names.index(each) for each in given]
+        self._template = [fixed.get(each) for each in names]
+        self._run: Callable[..., None] | None = None
+        self.programs = grid.programs(INTERPRETED_BLOCKS)
+
+    def compile(self, *given: object) -> "Launch":
+        """Compile and load for arguments like these, tensors or their dtypes; launches nothing.
+
+        Raises:
+            UnsupportedError: no block of it fits this GPU, or it does not compile for it.
+        """
+        if INTERPRETED:
+            return self
+        arguments = self._arguments(given)
+        capturing = torch.cuda.is_current_stream_capturing()
+        with driver.relaxed_capture() if capturing else nullcontext():
+            try:
+                compiled = self._kernel.warmup(*arguments, grid=(1,), **self._options)
+                resident = resident_blocks(compiled, self._device, self._name, self._grid)
+            except (OutOfResources, CompilationError) as error:
+                raise UnsupportedError(f"{self._name}: its kernel does not fit: {error}") from error
+        self.programs = self._grid.programs(resident)
+        self._run = compiled[(self.programs, 1, 1)]
+        return self
+
+    def __call__(self, *given: object) -> None:
+        """Launch on the current stream; tensors lie as those that it was compiled for."""
+        arguments = self._template.copy()
+        for place, value in zip(self._places, given, strict=True):
+            arguments[place] = value
+        if self._run is None:
+            if not INTERPRETED:
+                self.compile(*given)
+                return self(*given)
+            self._kernel[(self.programs,)](*arguments, **self._options)
+            return None
+        self._run(*arguments, stream=raw_stream(self._device.index))
+        return None
+
+    def _arguments(self, given: Sequence[object]) -> list[Any]:
+        arguments = self._template.copy()
+        for place, value in zip(self._places, given, strict=True):
+            arguments[place] = value
+        return arguments
+
+
+def resident_blocks(compiled: Any, device: torch.device, name: str, grid: Grid) -> int:
+    """Blocks of a compiled Triton kernel that are on the GPU at once, beside the reserve.
+
+    Raises:
+        UnsupportedError: senders and one more do not fit, or nobody knows this architecture.
+    """
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sms -= RESERVED_SMS if grid.reserve else 0
+    blocks = occupancy(triton_footprint(compiled), limits_here(device)).blocks * sms
+    if blocks < grid.senders + 1:
+        beside = f" beside {RESERVED_SMS} reserved SMs" if grid.reserve else ""
+        raise UnsupportedError(f"{name}: {grid.senders + 1} blocks do not fit{beside}")
+    return blocks
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether Triton compiles for an address like this one's."""
+    return tensor.data_ptr() % ALIGN == 0
+
+
+class Site(NamedTuple):
+    """Where a fused step stands: in a program of one rank, compiled for its workspace.
+
+    Args:
+        bound: the step.
+        places: of the boxes that it reads and writes.
+        tag: that a fault word names it by.
+    """
+
+    bound: BoundStep
+    places: Places
+    tag: int
+
+
+class Kernel(NamedTuple):
+    """How a fused step of one name runs; see `register`."""
+
+    prepare: Callable[[Site], Action]
+    reference: Callable[[Site], Action]
+
+
+_kernels: dict[str, Kernel] = {}
+
+
+def register(
+    name: str, prepare: Callable[[Site], Action], reference: Callable[[Site], Action]
+) -> None:
+    """Say how steps run whose kernel has that name: called once, by `ops/<name>.py`.
+
+    Args:
+        prepare: compiles the kernel for a step, and returns its launch.
+        reference: the same by torch and gloo, for CPU ranks that do not interpret kernels.
+    """
+    _kernels[name] = Kernel(prepare, reference)
+
+
+def fused_action(site: Site) -> Action:
+    """What runs a fused step, compiled where it is a kernel.
+
+    Raises:
+        PlanError: no operator has registered the step's kernel.
+        UnsupportedError: the kernel does not fit this GPU.
+    """
+    name = str(site.bound.step.arg("kernel"))
+    if name not in _kernels:
+        raise PlanError(site.places.plan.spec, f"no kernel {name!r}", step=site.bound.step.name)
+    on_gpu = site.places.workspace.device.type == "cuda"
+    kernel = _kernels[name]
+    return (kernel.prepare if on_gpu or INTERPRETED else kernel.reference)(site)
