@@ -50,6 +50,7 @@ class Arms:
         sets: operands in rotation.
         about: facts of an arm, beside those of the case.
         facts: more facts of the case.
+        close: gives back what was opened, once all has been timed.
     """
 
     calls: Mapping[str, Call | str]
@@ -63,6 +64,7 @@ class Arms:
     sets: int = 1
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Benchmark:
         calls: of one CUDA graph, at least; 0: nothing is captured.
         rounds: of the rotation.
         eager: arms that are also timed as single calls: behind a backlog, and with the host's time.
-        every_eager: all arms are.
+        every_eager: all arms are, behind a backlog; those of `eager` with the host's time too.
+        host: measure the host's time of a call too.
         backlog_cycles: of the GPU before a single call: the host is so much ahead.
         soak_s: load before the first round.
         own: the cases of sizes that the command line names.
@@ -114,6 +117,7 @@ class Benchmark:
     rounds: int = 9
     eager: Sequence[str] = ()
     every_eager: bool = False
+    host: bool = True
     backlog_cycles: int = 5_000_000
     soak_s: float = 0.3
     own: Callable[[tuple[int, ...], int], Sequence[Case]] | None = None

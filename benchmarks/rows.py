@@ -59,7 +59,7 @@ def taken(rows: Sequence[Row], *keys: str) -> list[Timed]:
     cases: dict[tuple[Any, ...], dict[str, dict[str, Row]]] = {}
     heads: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        if "median_s" in row:
+        if "median_s" in row and "arm" in row:
             key = tuple(_hashable(row.get(name)) for name in keys)
             heads.setdefault(key, row)
             arms = cases.setdefault(key, {}).setdefault(row.get("mode", "graph"), {})
@@ -71,10 +71,13 @@ def taken(rows: Sequence[Row], *keys: str) -> list[Timed]:
 
 def results(name: str, folder: Path = RESULTS) -> dict[int, list[Row]]:
     """Number of GPUs -> committed rows of a benchmark in one form, from the most GPUs down."""
-    paths = {int(p.name.split("-")[-2][:-1]): p
-             for p in folder.glob(f"{name.replace('_', '-')}-*x-*.jsonl")}  # fmt: skip
-    found = {ranks: one_form(record.read(paths[ranks])) for ranks in sorted(paths, reverse=True)}
+    files = {int(p.name.split("-")[-2][:-1]): p for old in (*OLDER.get(name, ()), name)
+             for p in folder.glob(f"{old.replace('_', '-')}-*x-*.jsonl")}  # fmt: skip
+    found = {ranks: one_form(record.read(files[ranks])) for ranks in sorted(files, reverse=True)}
     return {ranks: rows for ranks, rows in found.items() if rows}
+
+
+OLDER = {"transports": ("copies",)}  # whose file had these rows before
 
 
 def one_form(rows: Sequence[Row]) -> list[Row]:

@@ -32,7 +32,7 @@ from counterpoint.measure.timing import Arm, Times, captured, host_s, nan_behind
 
 NAMES = (
     "overlap", "few_rows", "decode", "experts", "embedding", "steps", "training", "resources",
-    "copies", "losses", "evaluate", "soak",
+    "copies", "transports", "losses", "evaluate", "soak",
 )  # fmt: skip
 SHORT_ROUNDS = 5
 STACKS_S = 280  # of one case, after which a hang shows the stacks of all ranks
@@ -44,7 +44,7 @@ def declared(name: str) -> Benchmark:
     return next(b for b in vars(module).values() if isinstance(b, Benchmark) and b.name == name)
 
 
-HOMES = {"few_rows": "overlap"}
+HOMES = {"few_rows": "overlap", "transports": "copies"}
 
 
 def measured(benchmark: Benchmark, case: Case, bench: Bench) -> list[Row]:
@@ -63,6 +63,8 @@ def measured(benchmark: Benchmark, case: Case, bench: Bench) -> list[Row]:
         calls, rows = _had(arms, bench)
         errors = checked(f"{benchmark.name} {case.name}", arms, calls, bench)
         rows += _timed(benchmark, arms, calls, errors, bench)
+        bench.meet()
+        arms.close()
         facts = {"bytes": benchmark.moved(case, bench.ranks)} | dict(arms.facts)
     facts = {"table": benchmark.name, "case": case.name, "ranks": bench.ranks} | dict(facts)
     facts |= record.environment()
@@ -144,11 +146,15 @@ def _timed(
         return rows
     bench.say(f"timing {len(single)} single calls")
     behind = rotate(single, soak_s=soak_s, backlog_cycles=benchmark.backlog_cycles, **more)
-    plain = rotate(single, soak_s=0.05, backlog_cycles=1, **more)
+    some = {name: arm for name, arm in single.items() if name in benchmark.eager}
+    plain = rotate(some, soak_s=0.05, backlog_cycles=1, **more) if some else {}
     for name, arm in single.items():
-        host = {"host_s": host_s(arm, group=bench.group)} if bench.on_gpu else {}
-        plainly = {"plain_eager_s": plain[name].median_s}
-        rows.append(row(name, "eager", behind) | plainly | host)
+        beside: Row = {}
+        if name in some:
+            beside["plain_eager_s"] = plain[name].median_s
+            if benchmark.host and bench.on_gpu:
+                beside["host_s"] = host_s(arm, group=bench.group)
+        rows.append(row(name, "eager", behind) | beside)
     return rows
 
 
@@ -184,6 +190,7 @@ def run(
         if bench.on_gpu:
             faulthandler.dump_traceback_later(STACKS_S, exit=True)
         rows = measured(benchmark, case, bench)
+        bench.meet()  # no rank frees what another one still writes to
         if bench.rank == 0 and out is not None:
             record.append(out, rows)
         say(f"{i}/{len(cases)}  {said(benchmark, case, rows)}")

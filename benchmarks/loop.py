@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.declare import Bench
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.measure.timing import relative_error
 from counterpoint.resources.pipeline import Pipeline
@@ -72,26 +73,20 @@ def pairs(
     return [Pair(g, k, c) for k in kernels for g in gemms for c in collectives]
 
 
-def build(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> Loop:
-    """The pipeline of a pair. Random inputs, different on each rank; all ranks call this."""
+def build(pair: Pair, bench: Bench) -> Loop:
+    """The pipeline of a pair. All ranks call this."""
     m, n, k = SHAPES[pair.gemm]
     m //= pair.scale
     numel = COLLECTIVE_BYTES // 2 // pair.scale
-    generator = torch.Generator(device).manual_seed(1 + group.rank())
-
-    def normal(*shape: int) -> Tensor:
-        out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        return out.normal_(generator=generator)
-
-    pipeline = Pipeline(group, device)
-    a, b = normal(m, k), normal(k, n).mul_(k**-0.5)
+    pipeline = Pipeline(bench.group, bench.device)
+    a, b = bench.normal(m, k), bench.normal(k, n, scale=k**-0.5)
     reduces = pair.collective == "all_reduce"
     dtype = torch.bfloat16
     if reduces:  # in place; its average stays finite, however often
         sources = [pipeline.empty(numel, dtype=dtype) for _ in range(2)]
         targets = sources
     else:
-        sources = [normal(numel) for _ in range(2)]
+        sources = [bench.normal(numel) for _ in range(2)]
         targets = [pipeline.empty(numel, dtype=dtype) for _ in range(2)]
     outputs = [source[: m * n].view(m, n) for source in sources]
     gemms = [_gemm(pair.kernel, a, b, c) for c in outputs]
@@ -106,7 +101,7 @@ def build(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> Loop:
         pipeline.collective(
             op, targets[half], sources[half], reduction="avg" if reduces else "sum", name=name
         )
-    return Loop(pipeline, gemms[0], _checker(pair, a, b, sources, targets, group))
+    return Loop(pipeline, gemms[0], _checker(pair, a, b, sources, targets, bench))
 
 
 def ideal_s(gemm_s: float, comm_s: float, iterations: int = NUM_ITERATIONS) -> float:
@@ -129,48 +124,29 @@ def _gemm(kernel: str, a: Tensor, b: Tensor, c: Tensor) -> Callable[[], object]:
 
 def _checker(
     pair: Pair, a: Tensor, b: Tensor, sources: list[Tensor], targets: list[Tensor],
-    group: dist.ProcessGroup,
+    bench: Bench,
 ) -> Callable[[Callable[[], object]], float]:  # fmt: skip
     """The error of both buffers against fp64, on sampled rows; of the worst rank."""
-    ranks = group.size()
     (m, _), n = a.shape, b.shape[1]
-    chosen = torch.Generator().manual_seed(7)
-    rows = torch.randint(0, m, (16,), generator=chosen).to(a.device)
-    product = a[rows].double() @ b.double() if n <= 8192 else _in_parts(a[rows], b)
+    rows = bench.sample(m, 16)
+    # columns of b at a time: a wide b is 4 GB in fp64
+    want = torch.cat([a[rows].double() @ part.double() for part in b.split(4096, dim=1)], dim=1)
     if pair.collective == "all_reduce":
-        want = product.clone()
-        dist.all_reduce(want, group=group)
-        want /= ranks
-    else:
-        want = product
+        want = bench.summed(want) / bench.ranks
 
     def check(call: Callable[[], object]) -> float:
-        for source in sources:
-            source[: m * n].fill_(torch.nan)
-        for target in targets:
-            target[: m * n].fill_(torch.nan)
-        dist.barrier(group)
-        torch.cuda.synchronize()
+        for each in (*sources, *targets):
+            each[: m * n].fill_(torch.nan)
+        bench.meet()
         call()
-        torch.cuda.synchronize()
-        worst = 0.0
+        bench.meet()
+        errors: list[float] = []
         for source, target in zip(sources, targets, strict=True):
-            if pair.collective == "all_reduce":
-                got = target[: m * n].view(m, n)[rows]
-            else:  # back to where it came from
-                back = torch.empty_like(source)
-                dist.all_to_all_single(back, target, group=group)
-                got = back[: m * n].view(m, n)[rows]
-            worst = max(worst, relative_error(got, want))
-            if worst != worst:
-                break
-        error = torch.tensor(worst if worst == worst else torch.inf, device=a.device)
-        dist.all_reduce(error, op=dist.ReduceOp.MAX, group=group)
-        return error.item()
+            got = target
+            if pair.collective == "all_to_all":  # back to where it came from
+                got = torch.empty_like(source)
+                dist.all_to_all_single(got, target, group=bench.group)
+            errors.append(relative_error(got[: m * n].view(m, n)[rows], want))
+        return max(bench.most(errors))
 
     return check
-
-
-def _in_parts(x: Tensor, w: Tensor) -> Tensor:
-    """x w in fp64, columns of w at a time: a wide w is 4 GB in fp64."""
-    return torch.cat([x.double() @ part.double() for part in w.split(4096, dim=1)], dim=1)

@@ -1,0 +1,378 @@
+"""Copies between GPUs, by size, by number and by how they are submitted; and transports side by side.
+
+Each rank copies to, or from, its peers in ring order, slot by slot: no two copies of a case touch the
+same bytes. "Ahead": all is submitted before it starts, so that only the GPU counts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.pictures import curves
+from benchmarks.rows import Row
+from benchmarks.tables import grid, of_most, source, us
+from counterpoint.measure.timing import backlog, captured
+from counterpoint.runtime.driver import Copy, copy_async, copy_batch_async, no_batches
+from counterpoint.runtime.transports import ALIGN_BYTES, TRANSPORTS, missing, open_transport
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+COUNTS = (1, 4, 8, 56)
+GATHERED = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)  # by a transport, on each rank
+STRIDED = 4 * MIB  # bytes to each peer
+STRIDED_ROWS = (STRIDED, 8 * KIB, 2 * KIB)  # bytes of a row; the first is one row
+PITCH = 8  # rows lie so many times their width apart
+LATE_COPY, LATE_ROUNDS = 16 * MIB, 4
+LATENESS = (0.0, 0.5, 1.0, 2.0)  # in times of a copy
+CYCLES_PER_S = 1.9e9
+DIRECTIONS: tuple[Literal["push", "pull"], ...] = ("push", "pull")
+WAYS = {"torch copy_": "`copy_` of torch, one by one", "driver": "calls of the driver, one by one",
+        "batch": "one batch", "graph": "a graph of single copies"}  # fmt: skip
+BARRED = (MIB, 56)  # size and number of the copies that a batch is judged by
+BARS = {"torch copy_": 0.40, "graph": 0.80}  # of each way, what a batch may take at most
+
+
+def cases(ranks: int) -> list[Case]:
+    """Copies of each size, of rows that lie apart, and with a rank that is late."""
+    found = [Case(f"submission {size(n)}", {"question": "submission", "num_bytes": n}) for n in SIZES]
+    found.append(Case("strided", {"question": "strided", "num_bytes": STRIDED, "count": ranks - 1}))
+    if ranks > 2:  # with one peer nobody else is on the way to it
+        found.append(Case("late rank", {"question": "late rank", "num_bytes": LATE_COPY,
+                                        "count": LATE_ROUNDS * (ranks - 1)}))  # fmt: skip
+    return found
+
+
+class Slots:
+    """Memory of all ranks that copies read and write, and a stream for them."""
+
+    def __init__(self, room: int, bench: Bench) -> None:
+        self.bench, self.room = bench, room
+        (self.source, sources), (self.target, targets) = (bench.opened(room, torch.uint8) for _ in "ab")
+        self.source.random_()
+        self.sources, self.targets = (
+            [handle.get_buffer(r, (room,), torch.uint8) for r in range(bench.ranks)]
+            for handle in (sources, targets)
+        )
+        self.others = [(bench.rank + d) % bench.ranks for d in range(1, bench.ranks)]
+        # batches refuse the default stream
+        self.stream = torch.cuda.Stream(bench.device, priority=-1)
+
+    def ends(self, count: int, direction: str) -> list[tuple[int, int]]:
+        """Of each copy the rank that it reads, and that it writes."""
+        peers = [self.others[i % len(self.others)] for i in range(count)]
+        return [(self.bench.rank, q) if direction == "push" else (q, self.bench.rank) for q in peers]
+
+    def sender(self, i: int, direction: str) -> int:
+        """Whose bytes the i-th copy brings here: who pushes to this rank, or is pulled from."""
+        step = 1 + i % (self.bench.ranks - 1)
+        return (self.bench.rank + (step if direction == "pull" else -step)) % self.bench.ranks
+
+    def ways(self, num_bytes: int, count: int, direction: str) -> dict[str, Call | str]:
+        """The ways to submit copies of slot i to, or from, the i-th peer."""
+        ends = self.ends(count, direction)
+        slots = [slice(i * num_bytes, (i + 1) * num_bytes) for i in range(count)]
+        pairs = [(self.targets[to][s], self.sources[at][s])
+                 for (at, to), s in zip(ends, slots, strict=True)]  # fmt: skip
+        copies = [Copy(t.data_ptr(), num_bytes, s.data_ptr(), num_bytes, num_bytes, 1) for t, s in pairs]
+
+        def by_torch(_: int) -> None:
+            with torch.cuda.stream(self.stream):
+                for target, source_ in pairs:
+                    target.copy_(source_)
+
+        singly = partial(one_by_one, copies)
+        found: dict[str, Call | str] = {"torch copy_": self.forked(by_torch), "driver": self.forked(singly)}
+        batch = partial(copy_batch_async, copies)
+        found["batch"] = no_batches() or self.forked(batch)
+        return found | {"graph": self.graph(singly)}
+
+    def forked(self, submit: Callable[[int], object]) -> Call:
+        """On the side stream, between what comes before and what comes after."""
+
+        def arm(_: int) -> None:
+            main = torch.cuda.current_stream()
+            self.stream.wait_stream(main)
+            submit(self.stream.cuda_stream)
+            main.wait_stream(self.stream)
+
+        return arm
+
+    def graph(self, submit: Callable[[int], object]) -> Call:
+        """The same, captured."""
+        replay, _ = captured(self.forked(submit), 1)
+        return lambda _: replay()
+
+
+def one_by_one(copies: Sequence[Copy], stream: int) -> None:
+    """One call of the driver for each."""
+    for copy in copies:
+        copy_async(copy, stream)
+
+
+def arms(case: Case, bench: Bench) -> Arms:
+    """Every number, direction and way; or the arms of another question."""
+    others = {"strided": strided, "late rank": late}
+    if case["question"] in others:
+        return others[case["question"]](bench)
+    each = case["num_bytes"]
+    slots = Slots(each * max(COUNTS), bench)
+    calls: dict[str, Call | str] = {}
+    about: dict[str, Row] = {}
+    for count, direction in product(COUNTS, DIRECTIONS):
+        for way, call in slots.ways(each, count, direction).items():
+            name = f"{count} {direction} {way}"
+            calls[name] = call
+            about[name] = {"count": count, "direction": direction, "way": way}
+
+    def check(name: str, _: Any) -> list[float]:
+        count, direction, *_ = name.split()
+        bench.meet()
+        for i in range(int(count)):
+            place = slice(i * each, (i + 1) * each)
+            if not torch.equal(slots.target[place], slots.sources[slots.sender(i, direction)][place]):
+                return [torch.inf]
+        return [0.0]
+
+    return Arms(calls, check, baseline="1 push driver", about=about,
+                outputs=(slots.target.view(torch.bfloat16),))  # fmt: skip
+
+
+def strided(bench: Bench) -> Arms:
+    """Rows that lie apart, in a graph."""
+    slots = Slots(STRIDED * PITCH * bench.ranks, bench)
+    calls: dict[str, Call | str] = {}
+    about: dict[str, Row] = {}
+    for width, direction in product(STRIDED_ROWS, DIRECTIONS):
+        pitch, copies = width * (1 if width == STRIDED else PITCH), list[Copy]()
+        for i, (at, to) in enumerate(slots.ends(bench.ranks - 1, direction)):
+            place = i * STRIDED * PITCH
+            ends = slots.targets[to].data_ptr() + place, slots.sources[at].data_ptr() + place
+            copies.append(Copy(ends[0], pitch, ends[1], pitch, width, STRIDED // width))
+        name = f"{width} {direction}"
+        calls[name] = slots.graph(partial(one_by_one, copies))
+        about[name] = {"row_bytes": width, "direction": direction}
+    return Arms(calls, lambda *_: [0.0], baseline=f"{STRIDED} push", parts=tuple(calls), about=about)
+
+
+def late(bench: Bench) -> Arms:
+    """The last rank begins late, by so many times a copy; pushes to each peer in turn, several times."""
+    slots = Slots(LATE_COPY * LATE_ROUNDS * bench.ranks, bench)
+    # who is met there at once: all begin with the same rank
+    same = [rank for rank in range(bench.ranks) if rank != bench.rank]
+    submits: dict[str, Callable[[int], object]] = {}
+    for order, peers in (("ring", slots.others), ("the same for all", same)):
+        copies = [
+            Copy(slots.targets[peer].data_ptr() + (bench.rank * LATE_ROUNDS + i) * LATE_COPY, LATE_COPY,
+                 slots.source.data_ptr() + i * LATE_COPY, LATE_COPY, LATE_COPY, 1)
+            for i, peer in product(range(LATE_ROUNDS), peers)
+        ]  # fmt: skip
+        submits[order] = partial(one_by_one, copies)
+    alone_s = bench.quick_s({"ring": slots.forked(submits["ring"])}, 1)["ring"]
+    graphs = {order: slots.graph(submit) for order, submit in submits.items()}
+    calls: dict[str, Call | str] = {}
+    about: dict[str, Row] = {}
+    for (order, graph), copies_late in product(graphs.items(), LATENESS):
+        late_s = copies_late * alone_s / (LATE_ROUNDS * (bench.ranks - 1))
+
+        def arm(i: int, graph: Call = graph, late_s: float = late_s) -> None:
+            if bench.rank == bench.ranks - 1:
+                backlog(int(late_s * CYCLES_PER_S))
+            graph(i)
+
+        name = f"{order}, {copies_late:g} late"
+        calls[name] = arm
+        about[name] = {"order": order, "late_copies": copies_late, "late_s": late_s}
+    return Arms(calls, lambda *_: [0.0], baseline="ring, 0 late", parts=tuple(calls), about=about)
+
+
+def transport_cases(_: int) -> list[Case]:
+    """Both collectives at each size."""
+    return [Case(f"{op} {size(n)}", {"question": "transport", "op": op, "num_bytes": n})
+            for op, n in product(("all_gather", "all_to_all"), GATHERED)]  # fmt: skip
+
+
+def transport_arms(case: Case, bench: Bench) -> Arms:
+    """One collective by each transport that is here; NCCL's bytes are what the others have to bring."""
+    part = case["num_bytes"] // bench.ranks // ALIGN_BYTES * ALIGN_BYTES
+    gathers, whole = case["op"] == "all_gather", part * bench.ranks
+    drawn = torch.randint(0, 255, (whole,), dtype=torch.uint8, device=bench.device, generator=bench.draw)
+    sent = drawn[:part] if gathers else drawn
+    want = torch.empty(whole, dtype=torch.uint8, device=bench.device)
+    if gathers:
+        dist.all_gather_into_tensor(want, sent, group=bench.group)
+    else:
+        dist.all_to_all_single(want, sent, group=bench.group)
+    calls: dict[str, Call | str] = {}
+    opened: dict[str, Any] = {}
+    for name, way in TRANSPORTS.items():
+        if why := missing(name, bench.group, bench.device):
+            calls[way.label] = why
+            continue
+        opened[way.label] = transport = open_transport(name, bench.group, bench.device, whole)
+        transport.source[: len(sent)].copy_(sent)
+        move = getattr(transport, case["op"])(part)
+        calls[way.label] = lambda _, move=move: move()
+
+    def check(name: str, _: Any) -> list[float]:
+        bench.meet()
+        return [0.0 if torch.equal(opened[name].target[:whole], want) else torch.inf]
+
+    targets = [transport.target.view(torch.bfloat16) for transport in opened.values()]
+    about = {label: {"transport": label} for label in calls}
+
+    def close() -> None:
+        for transport in opened.values():
+            transport.check()
+            transport.close()
+
+    return Arms(calls, check, baseline=next(iter(opened)), about=about, outputs=targets, close=close)
+
+
+# ---- what is said of the rows
+
+
+def size(num_bytes: int) -> str:
+    """In MiB, or in KiB where it is less."""
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+def rate(row: Row) -> float:
+    """GB/s that a rank sends, and gets."""
+    return row["num_bytes"] * row.get("count", 1) / row["seconds"] / 1e9
+
+
+def asked(rows: Sequence[Row], question: str) -> list[Row]:
+    """Rows of a question, each with `seconds` and whether all was submitted before it started."""
+    found: list[Row] = []
+    for row in (row for row in rows if row["question"] == question and "refused" not in row):
+        if "ahead" in row or "mode" not in row:  # of before there was one runner
+            found.append(row)
+            continue
+        found.append(row | {"ahead": True, "seconds": row["median_s"] - row.get("late_s", 0.0)})
+        if "plain_eager_s" in row:
+            found.append(row | {"ahead": False, "seconds": row["plain_eager_s"]})
+    return found
+
+
+def rates(rows: list[Row], *, ahead: bool) -> str:
+    """A line for each way, direction and number of copies, a column for each size."""
+    some = [row for row in asked(rows, "submission") if row["ahead"] == ahead]
+    found = {(r["way"], r["direction"], r["count"], r["num_bytes"]): rate(r) for r in some}
+    sizes = sorted({key[3] for key in found})
+    keys = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(WAYS).index(key[0]))
+    lines = [[WAYS[key[0]], key[1], str(key[2]), *(f"{found[(*key, n)]:.0f}" for n in sizes)]
+             for key in keys]  # fmt: skip
+    return grid(["submitted by", "direction", "copies", *map(size, sizes)], lines)
+
+
+def submission(rows: list[Row]) -> str:
+    """Eager."""
+    return f"![rates of copies](images/copies.png)\n\n{rates(rows, ahead=False)}\n\nGB/s. {source(rows[0])}"
+
+
+def batch(rows: list[Row]) -> str:
+    """What a batch takes of the time of the other ways, and what it may."""
+    lines: list[list[str]] = []
+    for direction in DIRECTIONS:
+        times = {r["way"]: r["seconds"] for r in asked(rows, "submission")
+                 if (r["num_bytes"], r["count"], r["direction"], r["ahead"]) == (*BARRED, direction, False)}  # fmt: skip
+        for way, seconds in times.items():
+            if way != "batch" and "batch" in times:
+                share, most = times["batch"] / seconds, BARS.get(way)
+                bar = f"{most:.0%}: {'met' if share <= most else 'missed'}" if most else "-"
+                lines.append([direction, WAYS[way], us(seconds, 0), us(times["batch"], 0),
+                              f"{share:.0%}", bar])  # fmt: skip
+    head = ["direction", "beside", "us", "the batch, us", "of it", "at most"]
+    return grid(head, lines) if lines else "This machine has no batches."
+
+
+def strided_table(rows: list[Row]) -> str:
+    """Rows that lie apart."""
+    lines = [
+        [size(r["num_bytes"]), str(r["count"]), r["direction"],
+         "one" if r["row_bytes"] == r["num_bytes"] else f"of {size(r['row_bytes'])}",
+         us(r["seconds"], 0), f"{rate(r):.0f}"]
+        for r in asked(rows, "strided") if r.get("ahead", True)
+    ]  # fmt: skip
+    return grid(["each copy", "copies", "direction", "rows", "us", "GB/s"], lines)
+
+
+def late_table(rows: list[Row]) -> str:
+    """A line for each order, a column for each lateness."""
+    found = {(r["order"], r["late_copies"]): r for r in asked(rows, "late rank") if r.get("ahead", True)}
+    if not found:
+        return ""
+    lateness = sorted({late_copies for _, late_copies in found})
+    lines = [[order, *(f"{us(found[order, n]['seconds'], 0)} ({rate(found[order, n]):.0f})"
+                       for n in lateness)] for order in dict.fromkeys(o for o, _ in found)]  # fmt: skip
+    h = next(iter(found.values()))
+    note = (f"Microseconds (GB/s) from the start of the late rank until all are done: {h['count']} copies "
+            f"of {size(h['num_bytes'])} from each rank.")  # fmt: skip
+    head = ["order of the peers", *(f"late by {n:g} copies" for n in lateness)]
+    return f"{grid(head, lines)}\n\n{note}"
+
+
+def transports(rows: list[Row]) -> str:
+    """A line for each collective and transport."""
+    found = {(r["op"], r["transport"], r["num_bytes"]): r["median_s"] for r in rows
+             if r["question"] == "transport" and "refused" not in r}  # fmt: skip
+    sizes = sorted({n for *_, n in found})
+    keys = sorted(dict.fromkeys(key[:2] for key in found), key=lambda key: key[0])
+    lines = [[*key, *(us(found[(*key, n)], 0) for n in sizes)] for key in keys]
+    why = {r.get("transport", r.get("arm")): r["refused"] for r in rows if "refused" in r}
+    parts = ["![rates of transports](images/transports.png)",
+             grid(["op", "transport", *map(size, sizes)], lines),
+             *(f"{name} was missing: {reason}." for name, reason in why.items()),
+             f"Microseconds. {source(rows[0])}"]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Rates of pushes, of the most GPUs."""
+    rows = next(iter(found.values()))
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for r in asked(rows, "submission"):
+        if r["direction"] == "push" and not r["ahead"]:
+            panel = panels.setdefault("one copy" if r["count"] == 1 else f"{r['count']} copies", {})
+            panel.setdefault(r["way"], []).append((r["num_bytes"] // KIB, rate(r)))
+    curves(panels, images / "copies.png", title="Pushes to all peers in turn, eager and in a graph",
+           source=source(rows[0]), x_label="KiB of each copy", y_label="GB/s")  # fmt: skip
+
+
+def transport_pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Rates of transports, of the most GPUs."""
+    rows = next(iter(found.values()))
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for r in (r for r in rows if r["question"] == "transport" and "refused" not in r):
+        received = r["num_bytes"] * (r["ranks"] - 1) / r["ranks"]
+        panel = panels.setdefault(r["op"], {}).setdefault(r["transport"], [])
+        panel.append((r["num_bytes"] // MIB, received / r["median_s"] / 1e9))
+    curves(panels, images / "transports.png", title="Transports side by side", source=source(rows[0]),
+           x_label="MiB on each rank", y_label="GB/s")  # fmt: skip
+
+
+EVERY = [f"{c} {d} {w}" for c in COUNTS for d in DIRECTIONS for w in WAYS]
+COPIES = Benchmark(
+    "copies", cases, arms, calls=0, rounds=7, every_eager=True, eager=EVERY, host=False, soak_s=0.05,
+    backlog_cycles=2_000_000, pictures=pictures, short=lambda case: case.name == "submission 1 MiB",
+    moved=lambda case, _: case["num_bytes"],
+    sections=(
+        Section("docs/transports.md", "submission", of_most(submission)),
+        Section("docs/transports.md", "ahead", of_most(lambda rows: f"{rates(rows, ahead=True)}\n\nGB/s.")),
+        Section("docs/transports.md", "batch", of_most(batch)),
+        Section("docs/transports.md", "strided", of_most(strided_table)),
+        Section("docs/transports.md", "late", of_most(late_table)),
+    ),
+)  # fmt: skip
+TRANSPORT = Benchmark(
+    "transports", transport_cases, transport_arms, calls=4, rounds=7, soak_s=0.05,
+    pictures=transport_pictures, short=lambda case: case.name == "all_gather 16 MiB",
+    moved=lambda case, ranks: case["num_bytes"] * (ranks - 1) // ranks,
+    sections=(Section("docs/transports.md", "transports", of_most(transports)),),
+)  # fmt: skip
