@@ -3,10 +3,17 @@
 from benchmarks.declare import Bench
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.choice import Choice
+from counterpoint.choose.known import Knowledge
 from counterpoint.ops.auto import knowledge_of, known_tiles
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import workspace_of
+
+
+def forget_tuned(bench: Bench) -> None:
+    """Have "auto" go by the model alone: it is what is scored, not what was tuned here before."""
+    workspace = workspace_of(bench.group, bench.device)
+    workspace.knowledge = Knowledge(knowledge_of(workspace).machine, {})
 
 
 def choice_of(problem: Problem, bench: Bench) -> Choice | None:

@@ -40,7 +40,9 @@ BARS = {"torch copy_": 0.40, "graph": 0.80}  # of each way, what a batch may tak
 
 def cases(ranks: int) -> list[Case]:
     """Copies of each size, of rows that lie apart, and with a rank that is late."""
-    found = [Case(f"submission {size(n)}", {"question": "submission", "num_bytes": n}) for n in SIZES]
+    found = [
+        Case(f"submission {size(n)}", {"question": "submission", "num_bytes": n}) for n in SIZES
+    ]
     found.append(Case("strided", {"question": "strided", "num_bytes": STRIDED, "count": ranks - 1}))
     if ranks > 2:  # with one peer nobody else is on the way to it
         found.append(Case("late rank", {"question": "late rank", "num_bytes": LATE_COPY,
@@ -53,7 +55,9 @@ class Slots:
 
     def __init__(self, room: int, bench: Bench) -> None:
         self.bench, self.room = bench, room
-        (self.source, sources), (self.target, targets) = (bench.opened(room, torch.uint8) for _ in "ab")
+        (self.source, sources), (self.target, targets) = (
+            bench.opened(room, torch.uint8) for _ in "ab"
+        )
         self.source.random_()
         self.sources, self.targets = (
             [handle.get_buffer(r, (room,), torch.uint8) for r in range(bench.ranks)]
@@ -66,7 +70,9 @@ class Slots:
     def ends(self, count: int, direction: str) -> list[tuple[int, int]]:
         """Of each copy the rank that it reads, and that it writes."""
         peers = [self.others[i % len(self.others)] for i in range(count)]
-        return [(self.bench.rank, q) if direction == "push" else (q, self.bench.rank) for q in peers]
+        return [
+            (self.bench.rank, q) if direction == "push" else (q, self.bench.rank) for q in peers
+        ]
 
     def sender(self, i: int, direction: str) -> int:
         """Whose bytes the i-th copy brings here: who pushes to this rank, or is pulled from."""
@@ -79,7 +85,9 @@ class Slots:
         slots = [slice(i * num_bytes, (i + 1) * num_bytes) for i in range(count)]
         pairs = [(self.targets[to][s], self.sources[at][s])
                  for (at, to), s in zip(ends, slots, strict=True)]  # fmt: skip
-        copies = [Copy(t.data_ptr(), num_bytes, s.data_ptr(), num_bytes, num_bytes, 1) for t, s in pairs]
+        copies = [
+            Copy(t.data_ptr(), num_bytes, s.data_ptr(), num_bytes, num_bytes, 1) for t, s in pairs
+        ]
 
         def by_torch(_: int) -> None:
             with torch.cuda.stream(self.stream):
@@ -87,7 +95,10 @@ class Slots:
                     target.copy_(source_)
 
         singly = partial(one_by_one, copies)
-        found: dict[str, Call | str] = {"torch copy_": self.forked(by_torch), "driver": self.forked(singly)}
+        found: dict[str, Call | str] = {
+            "torch copy_": self.forked(by_torch),
+            "driver": self.forked(singly),
+        }
         batch = partial(copy_batch_async, copies)
         found["batch"] = no_batches() or self.forked(batch)
         return found | {"graph": self.graph(singly)}
@@ -135,7 +146,9 @@ def arms(case: Case, bench: Bench) -> Arms:
         bench.meet()
         for i in range(int(count)):
             place = slice(i * each, (i + 1) * each)
-            if not torch.equal(slots.target[place], slots.sources[slots.sender(i, direction)][place]):
+            if not torch.equal(
+                slots.target[place], slots.sources[slots.sender(i, direction)][place]
+            ):
                 return [torch.inf]
         return [0.0]
 
@@ -157,7 +170,9 @@ def strided(bench: Bench) -> Arms:
         name = f"{width} {direction}"
         calls[name] = slots.graph(partial(one_by_one, copies))
         about[name] = {"row_bytes": width, "direction": direction}
-    return Arms(calls, lambda *_: [0.0], baseline=f"{STRIDED} push", parts=tuple(calls), about=about)
+    return Arms(
+        calls, lambda *_: [0.0], baseline=f"{STRIDED} push", parts=tuple(calls), about=about
+    )
 
 
 def late(bench: Bench) -> Arms:
@@ -201,7 +216,9 @@ def transport_arms(case: Case, bench: Bench) -> Arms:
     """One collective by each transport that is here; NCCL's bytes are what the others have to bring."""
     part = case["num_bytes"] // bench.ranks // ALIGN_BYTES * ALIGN_BYTES
     gathers, whole = case["op"] == "all_gather", part * bench.ranks
-    drawn = torch.randint(0, 255, (whole,), dtype=torch.uint8, device=bench.device, generator=bench.draw)
+    drawn = torch.randint(
+        0, 255, (whole,), dtype=torch.uint8, device=bench.device, generator=bench.draw
+    )
     sent = drawn[:part] if gathers else drawn
     want = torch.empty(whole, dtype=torch.uint8, device=bench.device)
     if gathers:
@@ -231,7 +248,9 @@ def transport_arms(case: Case, bench: Bench) -> Arms:
             transport.check()
             transport.close()
 
-    return Arms(calls, check, baseline=next(iter(opened)), about=about, outputs=targets, close=close)
+    return Arms(
+        calls, check, baseline=next(iter(opened)), about=about, outputs=targets, close=close
+    )
 
 
 # ---- what is said of the rows
@@ -305,7 +324,9 @@ def strided_table(rows: list[Row]) -> str:
 
 def late_table(rows: list[Row]) -> str:
     """A line for each order, a column for each lateness."""
-    found = {(r["order"], r["late_copies"]): r for r in asked(rows, "late rank") if r.get("ahead", True)}
+    found = {
+        (r["order"], r["late_copies"]): r for r in asked(rows, "late rank") if r.get("ahead", True)
+    }
     if not found:
         return ""
     lateness = sorted({late_copies for _, late_copies in found})

@@ -95,7 +95,9 @@ def made(case: Case, bench: Bench) -> Bags:
         for _ in range(max(2, bench.sets(touched, MAX_SETS)))
     ]  # fmt: skip
     counts = torch.tensor(pooling, device=device).repeat_interleave(batch)
-    return Bags(batch, dims, pooling, tables, sets, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+    return Bags(
+        batch, dims, pooling, tables, sets, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    )
 
 
 def by_torch(b: Bags, bench: Bench) -> dict[str, Call | str]:
@@ -135,7 +137,9 @@ def arms(case: Case, bench: Bench) -> Arms:
     """All ways to the output, and the floors."""
     b = made(case, bench)
     columns = sum(sum(dims) for dims in b.dims)
-    out = cp.PooledOutputs(columns, b.tables[0].dtype, b.batch, group=bench.group, device=bench.device)
+    out = cp.PooledOutputs(
+        columns, b.tables[0].dtype, b.batch, group=bench.group, device=bench.device
+    )
 
     def ours(plan: str, into: cp.PooledOutputs | None) -> Call:
         return lambda i: cp.embedding_bag_all_to_all(
@@ -223,7 +227,11 @@ def summary(found: Sequence[Said]) -> str:
     """Means over all cases, and where the floor is meant."""
     ours, copy = [c.fused_s / c.serial_s for c in found], [c.copy_s / c.serial_s for c in found]
     large = [c.floor_s / c.fused_s for c in found if c.case.head["batch"] >= LARGE]
-    floor = f", and is at {sum(large) / len(large):.0%} of the floor from {LARGE} bags on" if large else ""
+    floor = (
+        f", and is at {sum(large) / len(large):.0%} of the floor from {LARGE} bags on"
+        if large
+        else ""
+    )
     return (
         f"Geometric mean of {len(found)} cases: without a copy the kernel takes "
         f"{1 - geometric_mean(ours):.1%} less time than the fastest baseline (at best "

@@ -2,8 +2,9 @@
 
 Expert counts of a rank are those of 8-way expert parallelism, whatever the number of ranks here.
 Uniform: each expert gets as many rows from each rank. Skewed: the experts of rank 0 get 3 times the
-mean, and counts are drawn. "One kernel" has its counts on the device; the libraries', "auto" and plans
-have them on the host, which has waited for them before.
+mean, and counts are drawn. "One kernel" has its counts on the device, as it must in a graph; those of the
+libraries and of plans are on the host, which has waited for them before. What auto would take where
+counts are host-known is predicted.
 
 Parts: the grouped matmul and a loop of matmuls, the library's all-to-all, and "pair", the two one after
 the other. "In place" is the pair with a pass that puts rows where ours puts them; ", sum" with the
@@ -27,7 +28,7 @@ from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import dots
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import Column, grid, source, table, us
+from benchmarks.tables import grid, source, us
 from counterpoint.choose.known import shipped
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
@@ -35,7 +36,6 @@ from counterpoint.problem import Problem
 HBM_BYTES_PER_S = 4.3e12  # at which weights are read once
 NAMES = {"all_to_all_matmul": "to the experts", "matmul_all_to_all": "back"}
 TOKENS = (4096, 1024, 256)  # of a rank
-RIGHT = 1.02  # a pick is right up to this much above the fastest
 
 
 class Model(NamedTuple):
@@ -84,15 +84,15 @@ def counts_of(case: Case, ranks: int) -> Tensor:
 class Layer:
     """The tensors of a case on this rank, and what the libraries do with them."""
 
-    def __init__(self, case: Case, bench: Bench) -> None:
+    def __init__(self, case: Case, bench: Bench, counts: Tensor | None = None) -> None:
         self.case, self.bench, ranks, rank = case, bench, bench.ranks, bench.rank
-        self.counts, self.local = counts_of(case, ranks), case["experts"]
+        self.counts = counts_of(case, ranks) if counts is None else counts
+        self.local = case["experts"]
         own = self.counts[:, rank * self.local : (rank + 1) * self.local]
         self.sent, self.come = int(self.counts[rank].sum()), int(own.sum())
         owners = self.counts.view(ranks, ranks, self.local).sum(2)
         self.dispatches = case["op"] == "all_to_all_matmul"
         self.limit = int(owners.sum(0 if self.dispatches else 1).max())
-        self.busiest = int(owners.sum(0).max())
         self.to, self.of = owners[rank].tolist(), owners[:, rank].tolist()
         # each weight by columns, as a Linear stores it
         self.w = bench.normal(self.local, case["n"], case["k"]).transpose(1, 2)
@@ -109,7 +109,10 @@ class Layer:
         sums = own.sum(0).cumsum(0)
         self.ends, self.edges = sums.int().to(bench.device), [0, *sums.tolist()]
         self.on_device = self.counts.int().to(bench.device)
-        self.arrived, self.product = bench.empty(self.come, case["k"]), bench.empty(self.come, case["n"])
+        self.arrived, self.product = (
+            bench.empty(self.come, case["k"]),
+            bench.empty(self.come, case["n"]),
+        )
         self.sorted = torch.empty_like(self.arrived if self.dispatches else self.product)
         self.y = bench.empty(self.come if self.dispatches else self.sent, case["n"])
         # a token is the sum of `top` of the rows that come back, wherever they are
@@ -178,7 +181,9 @@ def by_libraries(layer: Layer) -> dict[str, Call | str]:
         if not layer.dispatches:
             calls[f"in place {name}, sum"] = lambda i, run=in_place: layer.summed(run(i))
         if not layer.bench.on_gpu and name == "grouped":
-            calls |= {arm: "the library's grouped matmul needs GPUs" for arm in calls if name in arm}
+            calls |= {
+                arm: "the library's grouped matmul needs GPUs" for arm in calls if name in arm
+            }
     source, target = (layer.x, layer.arrived) if layer.dispatches else (layer.product, layer.y)
     return calls | {"communication": lambda _: layer.exchange(source, target)}
 
@@ -204,20 +209,19 @@ def arms(case: Case, bench: Bench) -> Arms:
     def on_host(plan: str) -> Call:
         return lambda _: op(layer.x, layer.w, counts=layer.counts, plan=plan, group=bench.group)
 
-    calls = by_libraries(layer) | {"one kernel": one_kernel, "auto": on_host("auto")}
+    calls = by_libraries(layer) | {"one kernel": one_kernel}
     if not bench.on_gpu:
         calls["one kernel"] = "counts on the device need GPUs"
     elif not layer.dispatches:
         calls["one kernel, sum"] = partial(one_kernel, sum_of=(layer.index, layer.weights))
-    problem, about = problem_of(layer), dict[str, Row]()
+    problem, about, facts = problem_of(layer), dict[str, Row](), dict[str, Any]()
     if problem is not None:
         specs = [spec for spec in candidates(problem, bench) if "fused" not in spec]
         calls |= {f"plan {spec}": on_host(spec) for spec in specs}
         if choice := choice_of(problem, bench):
             about = {f"plan {c.spec}": {"predicted_s": c.seconds} for c in choice.table
                      if c.spec in specs}  # fmt: skip
-            about["auto"] = {"pick": choice.spec, "predicted_s": choice.seconds,
-                             "bounds_s": [choice.compute_s, choice.comm_s]}  # fmt: skip
+            facts = {"pick": choice.spec, "bounds_s": [choice.compute_s, choice.comm_s]}
     want = layer.exact()
     of_tokens = layer.summed(want) if not layer.dispatches else want
 
@@ -229,7 +233,7 @@ def arms(case: Case, bench: Bench) -> Arms:
     return Arms(calls, check, baseline="in place looped", parts=parts, floor=4e-3,
                 outputs=(layer.y, layer.product, layer.sorted), about=about,
                 nan_bytes=4 * layer.limit * max(case["n"], case["k"]),
-                facts={"rows": layer.limit, "busiest": layer.busiest})  # fmt: skip
+                facts=facts | {"rows": layer.limit})  # fmt: skip
 
 
 # ---- what is said of the rows
@@ -258,10 +262,7 @@ class Said:
 
     @property
     def auto(self) -> tuple[str, float]:
-        """What auto takes where counts are host-known, and its time; where it was not timed by the
-        predictions of this version, which are of equal counts alone."""  # noqa: D205
-        if "auto" in self.case:
-            return self.case.graph["auto"].get("pick", ""), self.s("auto")
+        """What auto takes of equal counts, by the predictions of this version, and its time."""
         if self.head["routing"] != "uniform":
             return "", torch.nan
         h = self.head
@@ -364,25 +365,10 @@ def readme(found: Mapping[int, list[Row]]) -> str:
         f"Microseconds, CUDA graphs, one rotation a case. Over all {len(every)} cases, half of them "
         f"skewed: {fmean(less):.0%} less time than the libraries' grouped matmul and all-to-all "
         f"alone, {max(less):.0%} at most; back with the weighted sum of a token's rows "
-        f"({len(combines)} cases) {geometric_mean(sums):.2f}x. *Auto* where counts are host-known."
+        f"({len(combines)} cases) {geometric_mean(sums):.2f}x. *Auto* where counts are "
+        "host-known, by the predictions of this version."
     )
     return f"{grid([head for head, _ in columns], lines)}\n\n{source(rows[0], note)}"
-
-
-def choices(found: Mapping[int, list[Row]]) -> str:
-    """How often auto is right where it was timed beside the others."""
-    lines: list[str] = []
-    for ranks, rows in found.items():
-        some = [c for c in said(rows) if "auto" in c.case]
-        if some:
-            regrets = [c.s("auto") / min(c.s("auto"), c.ours_s, c.in_place_s, c.planned_s) - 1
-                       for c in some]  # fmt: skip
-            right = fmean(r <= RIGHT - 1 for r in regrets)
-            least = min(c.in_place_s / c.s("auto") for c in some)
-            lines.append(f"- {ranks} GPUs, {len(some)} cases: auto right in {right:.0%}, mean regret "
-                         f"{fmean(regrets):.1%}, worst {max(regrets):.1%}, least serial / auto "
-                         f"{least:.2f}.")  # fmt: skip
-    return "\n".join(lines)
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -410,7 +396,6 @@ EXPERTS = Benchmark(
         case["k"] if case["op"] == "all_to_all_matmul" else case["n"]) * (ranks - 1) // ranks,
     sections=(
         Section("docs/experts.md", "experts", experts_section),
-        Section("docs/experts.md", "experts-choice", choices),
         Section("README.md", "experts", readme),
     ),
 )  # fmt: skip

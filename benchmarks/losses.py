@@ -32,7 +32,11 @@ BESIDE = {
     "memory-bound": (64, 28672, 8192, 1.0),
 }  # fmt: skip
 BESIDE_S = 12e-3  # of the longer one: clocks change within less
-MATMUL, GATHER, CONTENDED = "matmul in pieces", "communication in pieces", "beside"  # as rows have it
+MATMUL, GATHER, CONTENDED = (
+    "matmul in pieces",
+    "communication in pieces",
+    "beside",
+)  # as rows have it
 
 
 def cases(_: int) -> list[Case]:
@@ -47,7 +51,9 @@ def cases(_: int) -> list[Case]:
 
 def arms(case: Case, bench: Bench) -> Arms:
     """Of one question."""
-    return {MATMUL: matmul_arms, GATHER: gather_arms, CONTENDED: beside_arms}[case["question"]](case, bench)
+    return {MATMUL: matmul_arms, GATHER: gather_arms, CONTENDED: beside_arms}[case["question"]](
+        case, bench
+    )
 
 
 def matmul_arms(case: Case, bench: Bench) -> Arms:
@@ -69,7 +75,9 @@ def matmul_arms(case: Case, bench: Bench) -> Arms:
         rows = torch.cat(parts, 1 if name.startswith("columns") else 0)[sample]
         return [relative_error(rows, want)]
 
-    return Arms(calls, check, baseline="rows 1", about=about, sets=len(weights), nan_bytes=4 * m * n)
+    return Arms(
+        calls, check, baseline="rows 1", about=about, sets=len(weights), nan_bytes=4 * m * n
+    )
 
 
 def chunked(x: Tensor, weights: Sequence[Tensor], along: str, chunks: int, bench: Bench) -> Call:
@@ -94,7 +102,9 @@ def chunked(x: Tensor, weights: Sequence[Tensor], along: str, chunks: int, bench
 
     def multiply(i: int) -> list[Tensor]:
         w = weights[i % len(weights)]
-        xs, ws = (x.chunk(chunks), (w,) * chunks) if by_rows else ((x,) * chunks, w.chunk(chunks, 1))
+        xs, ws = (
+            (x.chunk(chunks), (w,) * chunks) if by_rows else ((x,) * chunks, w.chunk(chunks, 1))
+        )
         for x_part, w_part, out in zip(xs, ws, outs, strict=True):
             torch.mm(x_part, w_part, out=out)
         return outs
@@ -108,7 +118,9 @@ def opened(num_bytes: int, bench: Bench) -> dict[str, Any]:
     for name, way in TRANSPORTS.items():
         found[way.label] = why = missing(name, bench.group, bench.device)
         if not why:
-            found[way.label] = transport = open_transport(name, bench.group, bench.device, num_bytes)
+            found[way.label] = transport = open_transport(
+                name, bench.group, bench.device, num_bytes
+            )
             transport.source.random_()
     return found
 
@@ -181,8 +193,13 @@ def beside_arms(case: Case, bench: Bench) -> Arms:
             continue
         move = gather(transport, TOTALS[-1], bench)
         # as many in a row as below: copies of ranks that are out of step meet on a link
-        alone = bench.quick_s({"matmul": multiply}, 8) | bench.quick_s({"move": repeated(move, 1)}, 64)
-        for which, longer, shorter in (("matmul", "matmul", "move"), ("transport", "move", "matmul")):
+        alone = bench.quick_s({"matmul": multiply}, 8) | bench.quick_s(
+            {"move": repeated(move, 1)}, 64
+        )
+        for which, longer, shorter in (
+            ("matmul", "matmul", "move"),
+            ("transport", "move", "matmul"),
+        ):
             own = max(2, ceil(BESIDE_S / alone[longer]))
             other = max(1, int(0.85 * own * alone[longer] / alone[shorter]))
             matmuls, moves = (own, other) if which == "matmul" else (other, own)
@@ -192,7 +209,14 @@ def beside_arms(case: Case, bench: Bench) -> Arms:
             for kind, (a, b) in each.items():
                 name = f"{label}, {which} {kind}"
                 calls[name] = both(a, move, b)
-                about[name] = {"transport": label, "which": which, "kind": kind, "rows": m, "n": n, "k": k}
+                about[name] = {
+                    "transport": label,
+                    "which": which,
+                    "kind": kind,
+                    "rows": m,
+                    "n": n,
+                    "k": k,
+                }
     return Arms(calls, lambda *_: [0.0], baseline="", parts=tuple(calls), about=about,
                 close=partial(closed, found))  # fmt: skip
 

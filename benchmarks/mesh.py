@@ -7,7 +7,10 @@ from pathlib import Path
 
 import counterpoint as cp
 from benchmarks.pictures import dots
+from counterpoint.choose.by_model import refusal
+from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.finer import FINER
+from counterpoint.plan.variants import variants
 from counterpoint.problem import Op
 
 SHAPES: dict[Op, tuple[tuple[int, int, int], ...]] = {
@@ -35,11 +38,13 @@ def table(images: Path) -> str:
         panel, ideal = panels.setdefault(title, {}), ideals.setdefault(title, {})
         for op, shapes in SHAPES.items():
             for shape in shapes:
-                choice = cp.choose(cp.Problem(op, *shape, 8), machine)
+                problem = cp.Problem(op, *shape, 8)
+                choice = cp.choose(problem, machine)
+                plans = [cp.build(problem, spec, machine) for spec in variants(op, 8)]
                 label = f"{SHORT[op]} {', '.join(map(str, shape))}"
                 found = {
-                    kind: min((c.seconds, c.spec) for c in choice.table
-                              if c.basis != "refused" and c.spec.split()[0] in families)
+                    kind: min((predicted_s(plan, machine), plan.spec) for plan in plans
+                              if plan.family in families and not refusal(plan))
                     for kind, families in KINDS.items()
                 }  # fmt: skip
                 panel[label] = {kind: choice.serial_s / s for kind, (s, _) in found.items()}

@@ -248,7 +248,9 @@ def eager_table(rows: list[Row]) -> str:
          ms(row["plain_eager_s"]), us(row["host_s"], 0)]
         for case in shapes_of(rows) for name, row in case.eager.items()
     ]  # fmt: skip
-    return grid(["op", "M, N, K", "arm", "behind a backlog", "plain eager", "host us a call"], lines)
+    return grid(
+        ["op", "M, N, K", "arm", "behind a backlog", "plain eager", "host us a call"], lines
+    )
 
 
 def all_results(found: Mapping[int, list[Row]]) -> str:
@@ -263,7 +265,9 @@ def finer(rows: list[Row]) -> str:
     """The families finer than shards beside the best of the others."""
     shapes = [c for c in shapes_of(rows) if all(f"{family} ring" in c for family in FINER)]
     others = [
-        Column(kind, lambda c, kind=kind: ms(c.s(c.fastest(a for a in c.main if a.startswith(kind)))))
+        Column(
+            kind, lambda c, kind=kind: ms(c.s(c.fastest(a for a in c.main if a.startswith(kind))))
+        )
         for kind in ("shard_p2p", "graded")
     ]
     some = [*HEAD, arm("serial", ms), *others, *(arm(f"{f} ring", ms, f"`{f}`") for f in FINER)]
@@ -275,7 +279,9 @@ def few_rows_table(rows: list[Row]) -> str:
     """64 to 1024 tokens."""
     shapes = shapes_of(rows)
     more = [
-        Column("eager behind a backlog", lambda c: f"{_eager(c, 'serial') / _eager(c, 'auto'):.2f}"),
+        Column(
+            "eager behind a backlog", lambda c: f"{_eager(c, 'serial') / _eager(c, 'auto'):.2f}"
+        ),
         Column("plain eager", lambda c: f"{_plain(c):.2f}"),
     ]
     some = [column for column in columns(us) if column.head != "hidden"]
@@ -338,7 +344,9 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         (file,) = SHIPPED.glob(f"*-{path.stem.split('-')[1][:-1]}.json")
         there = Machine.from_json(json.dumps(json.loads(file.read_text())["machine"]))
         plan = build(problem_of({"op": op, "m": m, "n": n, "k": k}, there.num_devices), spec, there)
-        draw_timeline(measured, images / f"{path.stem}.png", beside=estimate(plan, there), width_in=9)
+        draw_timeline(
+            measured, images / f"{path.stem}.png", beside=estimate(plan, there), width_in=9
+        )
 
 
 COMMON = {"arms": arms, "moved": moved, "own": own, "eager": ("serial", PEER, "auto", "plan serial"),

@@ -66,9 +66,7 @@ def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def bars(
-    cases: Mapping[str, Mapping[str, float]], path: Path, *, title: str, source: str
-) -> Path:
+def bars(cases: Mapping[str, Mapping[str, float]], path: Path, *, title: str, source: str) -> Path:
     """Bars of a case's times, each as a share of the first; the second is ours.
 
     Args:
@@ -169,7 +167,7 @@ def curves(
     rows = ceil(len(panels) / columns)
     figure, found = sheet(1 + 2.9 * columns, 1.3 + 2.5 * rows, columns, rows, sharey=True)
     styles = looks([name for each in panels.values() for name in each])
-    for axes in found[len(panels):]:
+    for axes in found[len(panels) :]:
         axes.set_visible(False)
     for axes, (name, each) in zip(found, panels.items(), strict=False):
         for curve, points in each.items():
@@ -224,7 +222,9 @@ def scatter(points: Sequence[Point], path: Path, *, title: str, source: str) -> 
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal",
              xlabel="measured [us]", ylabel="predicted [us]")  # fmt: skip
     off = [abs(p.error) for p in points]
-    within = ", ".join(f"{sum(e <= limit for e in off)} within {limit:.0%}" for limit in (0.1, 0.25))
+    within = ", ".join(
+        f"{sum(e <= limit for e in off)} within {limit:.0%}" for limit in (0.1, 0.25)
+    )
     figure.legend(loc="outside right upper", frameon=False, fontsize=7.5, alignment="left",
                   title=f"{len(points)} points, median error {median(off):.1%},\n{within}",
                   title_fontsize=8.5)  # fmt: skip

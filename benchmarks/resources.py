@@ -13,7 +13,16 @@ from typing import Any
 
 from benchmarks.declare import Bench, Benchmark, Case
 from benchmarks.energy import energy_of
-from benchmarks.loop import COLLECTIVE_BYTES, KERNELS, NUM_ITERATIONS, Loop, Pair, build, ideal_s, pairs
+from benchmarks.loop import (
+    COLLECTIVE_BYTES,
+    KERNELS,
+    NUM_ITERATIONS,
+    Loop,
+    Pair,
+    build,
+    ideal_s,
+    pairs,
+)
 from benchmarks.rows import Row
 from benchmarks.sharing import SECTIONS, TUNED, TUNED_SM, pictures
 from counterpoint.errors import CounterpointError, UnsupportedError
@@ -21,6 +30,10 @@ from counterpoint.measure import settings
 from counterpoint.measure.timing import Times, rotate
 from counterpoint.resources import Controls, Space, tune
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Mode
+from counterpoint.resources.footprint import triton_footprint
+from counterpoint.resources.occupancy import occupancy
+from counterpoint.resources.shape import limits_here
+from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import carriers
 
 SHORT_SCALE = 8  # of M and of the collective
@@ -53,7 +66,7 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
         shaped: dict[str, Controls] = {}
         if mode == "graph" and space.blocks_per_sm and not bench.short:
             bench.say("shapes")
-            rows, shaped = sweep(able, space.blocks_per_sm)
+            rows, shaped = sweep(able, space.blocks_per_sm, unshaped(loop))
         arms = fixed_arms(pair, space.blocks_per_sm) | shaped | arms
         bench.say(f"{len(arms)} arms")
         rows += timed(pair.label, loop, able, arms, rounds, bench)
@@ -106,7 +119,12 @@ def searched(
 
 
 def timed(
-    label: str, loop: Loop, able: settings.Bench, arms: dict[str, Controls], rounds: int, bench: Bench
+    label: str,
+    loop: Loop,
+    able: settings.Bench,
+    arms: dict[str, Controls],
+    rounds: int,
+    bench: Bench,
 ) -> list[Row]:
     """Arms and parts in one rotation, each arm with its error and the bounds of the same rounds.
 
@@ -120,7 +138,9 @@ def timed(
         with able.holding(spec):
             errors[spec] = loop.check(able.call(controls))
         if not errors[spec] <= min(2 * errors[SEQUENTIAL.spec], 1e-2):
-            raise CounterpointError(f"{label}, {spec} ({able.mode}): off by {errors[spec]:.2e} against fp64")
+            raise CounterpointError(
+                f"{label}, {spec} ({able.mode}): off by {errors[spec]:.2e} against fp64"
+            )
     parts: dict[str, Callable[[], object]] = {"gemm": loop.gemm}
     parts |= {by: carriers(loop.pipeline, by)[0] for by in ("sm", "copy_engine")}
 
@@ -135,7 +155,10 @@ def timed(
         "gemm_s": gemm_s, "comm_sm_s": sm_s, "comm_copy_engine_s": copies_s,
         "ideal_s": ideal_s(gemm_s, min(sm_s, copies_s)), "ideal_sm_s": ideal_s(gemm_s, sm_s),
     }  # fmt: skip
-    return [_row(name, controls, times, errors[controls.spec]) | bounds for name, controls in had.items()]
+    return [
+        _row(name, controls, times, errors[controls.spec]) | bounds
+        for name, controls in had.items()
+    ]
 
 
 def _row(name: str, controls: Controls, times: dict[str, Times], error: float) -> Row:
@@ -168,7 +191,15 @@ def _energy(able: settings.Bench, row: Row, bench: Bench) -> Row:
             "back_to_back_s": used.seconds}  # fmt: skip
 
 
-def sweep(able: settings.Bench, blocks_per_sm: Sequence[int]) -> tuple[list[Row], dict[str, Controls]]:
+def unshaped(loop: Loop) -> int:
+    """Resident blocks per SM of the loop's kernel as it is."""
+    (kernel,) = {k for s in loop.pipeline.stages if isinstance(s, Compute) for k in s.kernels}
+    return occupancy(triton_footprint(kernel), limits_here(loop.pipeline.device)).blocks
+
+
+def sweep(
+    able: settings.Bench, blocks_per_sm: Sequence[int], most: int
+) -> tuple[list[Row], dict[str, Controls]]:
     """Times at every number of blocks per SM, and the best of them as arms; 0: as many as fit."""
     some = {(blocks, urgent): Controls(blocks_per_sm=blocks or None, priority=urgent)
             for urgent in (False, True) for blocks in (0, *blocks_per_sm)}  # fmt: skip
@@ -178,13 +209,15 @@ def sweep(able: settings.Bench, blocks_per_sm: Sequence[int]) -> tuple[list[Row]
     for (blocks, urgent), times in found.items():
         rows.append({
             "arm": "shapes", "controls": some[blocks, urgent].spec, "priority": urgent,
-            "blocks_per_sm": blocks or max(blocks_per_sm) + 1, "unshaped": not blocks,
+            "blocks_per_sm": blocks or most, "unshaped": not blocks,
             "median_s": times.median_s, "time_ratio": 1 / times.ratio_of(sequential)[0],
             "rounds": SWEEP_ROUNDS,
         })  # fmt: skip
     arms: dict[str, Controls] = {}
     for name, urgent in (("shaping", False), ("shaping, priority", True)):
-        best = min((key for key in some if key[0] and key[1] == urgent), key=lambda k: found[k].median_s)
+        best = min(
+            (key for key in some if key[0] and key[1] == urgent), key=lambda k: found[k].median_s
+        )
         arms[name] = some[best]
     return rows, arms
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
 from benchmarks.rows import Row
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
@@ -105,7 +106,9 @@ def checked(
             limits = [max(2 * error, arms.floor) for error in found[arms.baseline]]
         if any(not error <= limit for error, limit in zip(errors, limits, strict=True)):
             told = [", ".join(f"{e:.1e}" for e in each) for each in (errors, limits)]
-            raise CounterpointError(f"{what}, {name}: off by {told[0]} against fp64, at most {told[1]}")
+            raise CounterpointError(
+                f"{what}, {name}: off by {told[0]} against fp64, at most {told[1]}"
+            )
     return found
 
 
@@ -114,7 +117,11 @@ def _timed(
     bench: Bench,
 ) -> list[Row]:  # fmt: skip
     """Rows of graphs, then of single calls."""
-    more: dict[str, Any] = {"group": bench.group, "device": bench.device, "rounds": _rounds(benchmark, bench)}
+    more: dict[str, Any] = {
+        "group": bench.group,
+        "device": bench.device,
+        "rounds": _rounds(benchmark, bench),
+    }
     soak_s = 0.05 if bench.short else benchmark.soak_s
 
     def row(name: str, mode: str, times: Mapping[str, Times], per: int = 1) -> Row:
@@ -159,7 +166,9 @@ def _timed(
 
 
 def _rounds(benchmark: Benchmark, bench: Bench) -> int:
-    return bench.rounds or (min(SHORT_ROUNDS, benchmark.rounds) if bench.short else benchmark.rounds)
+    return bench.rounds or (
+        min(SHORT_ROUNDS, benchmark.rounds) if bench.short else benchmark.rounds
+    )
 
 
 def _turning(call: Call) -> Arm:
@@ -203,12 +212,13 @@ def run(
 
 
 def chosen(
-    benchmark: Benchmark, ranks: int, *, short: bool = False, only: str = "", shapes: str = ""
-) -> list[Case]:
+    benchmark: Benchmark, ranks: int, *, short: bool = False, only: str = "", shapes: str = "",
+    part: str = "1/1",
+) -> list[Case]:  # fmt: skip
     """The cases that the command line asks for.
 
     Raises:
-        InputError: there are none, or the benchmark has no sizes of one's own.
+        InputError: there are none, the benchmark has no sizes of one's own, or `part` is not "I/N".
     """
     if shapes and benchmark.own is None:
         raise InputError("bench", "--shapes", want=f"left out with {benchmark.name}", got=shapes)
@@ -221,11 +231,16 @@ def chosen(
             raise InputError("bench", "--shapes", want=want, got=repr(shapes)) from error
     else:
         cases = list(benchmark.cases(ranks))
-    found = [c for c in cases if only.lower() in c.name.lower() and (benchmark.short(c) or not short)]
+    found = [
+        c for c in cases if only.lower() in c.name.lower() and (benchmark.short(c) or not short)
+    ]
     if not found:
         names = ", ".join(case.name for case in cases)
         raise InputError("bench", "--cases", want=f"part of one of: {names}", got=repr(only))
-    return found
+    number, _, of = part.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise InputError("bench", "--part", want='such as "1/4"', got=repr(part))
+    return found[int(number) - 1 :: int(of)]
 
 
 def options() -> argparse.ArgumentParser:
@@ -236,6 +251,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--short", action="store_true", help="few cases, few rounds")
     parser.add_argument("--cases", default="", help="those whose name has this in it")
     parser.add_argument("--shapes", default="", help="M,N,K of your own, with colons between")
+    parser.add_argument("--part", default="1/1", help='"1/4": every fourth case, from the first on')
     parser.add_argument("--rounds", type=int, default=0, help="how often each arm is timed")
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; 0: all")
     parser.add_argument("--out", type=Path, help="JSONL file that rows are added to")
@@ -248,7 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = options().parse_args(given)
     benchmark = declared(args.name)
-    pick = partial(chosen, benchmark, short=args.short, only=args.cases, shapes=args.shapes)
+    pick = partial(chosen, benchmark, short=args.short, only=args.cases, shapes=args.shapes,
+                   part=args.part)  # fmt: skip
     gpus = args.ranks or torch.cuda.device_count()
     if args.list:
         print("\n".join(case.name for case in pick(max(gpus, 2))))
@@ -268,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{time.monotonic() - start_s:4.0f} s  {text}", flush=True)
 
         bench = Bench(group, device, short=args.short, rounds=args.rounds, say=say)
+        forget_tuned(bench)
         run(benchmark, pick(group.size()), bench, args.out, say)
     return 0
 

@@ -115,7 +115,9 @@ def by_mode(rows: Sequence[Row], names: Sequence[str]) -> str:
             times = {name: arms[name]["median_s"] for name in names if name in arms}
             if times:
                 fastest, ideal = min(times.values()), next(iter(arms.values()))["ideal_s"]
-                cells = [bold(ms(times[n]), times[n] == fastest) if n in times else "-" for n in names]
+                cells = [
+                    bold(ms(times[n]), times[n] == fastest) if n in times else "-" for n in names
+                ]
                 lines.append([case.head["pair"], *cells, ms(ideal)])
         if lines:
             parts.append(grid([f"{mode}: pair", *names, "ideal"], lines))
@@ -159,9 +161,13 @@ def shaping(rows: Sequence[Row]) -> str:
         case, cells = arms.get(label), list[tuple[float, str]]()
         for urgent, carve_out in ((False, "carve-out only"), (True, "carve-out, priority")):
             own = [row for row in sweep if row["pair"] == label and row["priority"] == urgent]
-            cells += [(row["time_ratio"], f"{row['time_ratio']:.3f}") for row in own if row["unshaped"]]
+            cells += [
+                (row["time_ratio"], f"{row['time_ratio']:.3f}") for row in own if row["unshaped"]
+            ]
             best = min((r for r in own if not r["unshaped"]), key=lambda r: r["time_ratio"])
-            cells.append((best["time_ratio"], f"{best['time_ratio']:.3f} ({best['blocks_per_sm']})"))
+            cells.append(
+                (best["time_ratio"], f"{best['time_ratio']:.3f} ({best['blocks_per_sm']})")
+            )
             known = case is not None and carve_out in case
             ratio = case.s(carve_out) / case.s("sequential") if case and known else float("inf")
             cells.append((ratio, f"{ratio:.3f}" if known else "-"))
@@ -188,7 +194,7 @@ def summary(found: Mapping[int, list[Row]]) -> str:
         texts = [f"{percent(less(c, TUNED))} with {c.head['pair']} (the ideal pipeline "
                  f"{percent(1 - c.graph[TUNED]['ideal_s'] / c.s(PLAIN))})" for c in (best, worst)]  # fmt: skip
         lines.append(f"- {ranks} GPUs: tuned takes {percent(mean)} less time than plain overlap, "
-                     f"geometric mean of {len(cases)} pairs in a graph; at best {texts[0]}, at worst "
+                     f"geometric mean of {len(cases)} pair{'s' * (len(cases) > 1)} in a graph; at best {texts[0]}, at worst "
                      f"{texts[1]}.")  # fmt: skip
     return "\n".join(lines)
 

@@ -89,7 +89,9 @@ def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
     rows = [(min(n, s.rows), s.dim) for n in dlrm.ROWS]
 
     def bags_of(plan: str) -> cnn.ShardedEmbeddingBags:
-        return cnn.ShardedEmbeddingBags(rows, owners=owners, plan=plan, device=bench.device, dtype=dtype)
+        return cnn.ShardedEmbeddingBags(
+            rows, owners=owners, plan=plan, device=bench.device, dtype=dtype
+        )
 
     bags, serial = bags_of("fused" if bench.on_gpu else "auto"), bags_of("serial")
     for weight, other in zip(bags.weights, serial.weights, strict=True):
@@ -101,7 +103,10 @@ def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
     ways = {n: dlrm.Training(s, t, copy.deepcopy(dense), dtype) for n, t in tables.items()}
     batches = [dlrm.batch_of(s, bags.own, seed, bench.device) for seed in range(SETS)]
     exact = dlrm.Training(
-        s, dlrm.InThree(s, bags, bench.device).double(), copy.deepcopy(dense).double(), torch.float32
+        s,
+        dlrm.InThree(s, bags, bench.device).double(),
+        copy.deepcopy(dense).double(),
+        torch.float32,
     )
     first = batches[0]
     exact.forward_backward(first._replace(features=first.features.double()))
@@ -246,7 +251,8 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     for ranks, rows in list(found.items())[:2]:
         steps = [s for s in steps_of(rows) if s.what != "tables"]
         panels[f"{ranks} GPUs"] = {
-            s.label: {"fused": 1 / s.over(""), "torch": s.unfused_s / s.seconds["torch"]} for s in steps
+            s.label: {"fused": 1 / s.over(""), "torch": s.unfused_s / s.seconds["torch"]}
+            for s in steps
         }
         ideals[f"{ranks} GPUs"] = {s.label: s.unfused_s / (s.unfused_s - s.bound_s) for s in steps}
     h = next(iter(found.values()))[0]

@@ -107,7 +107,9 @@ def in_torch(
         counts = cp.exchange_counts(torch.searchsorted(ids, edges).diff(), group=group).cpu()
     mine = _own(counts, group)
     sent, come = counts[group.rank()].view(ranks, -1).sum(1).tolist(), mine.sum(1).tolist()
-    rows = _Exchanged.apply(_Rows.apply(b.x, order // top, places.view(tokens, top)), come, sent, group)
+    rows = _Exchanged.apply(
+        _Rows.apply(b.x, order // top, places.view(tokens, top)), come, sent, group
+    )
     several = len(down) > 1
     by, back = _by_expert(mine, sum(come), order.device) if several else (order, order)
     if several:

@@ -143,10 +143,14 @@ def arms(case: Case, bench: Bench) -> Arms:
 
 def wanted(x: Tensor, up: Tensor, down: Tensor, dy: Tensor, bench: Bench) -> tuple[Tensor, ...]:
     """y and the gradients in fp32: their rounding is nothing beside that of bf16."""
-    whole, up, down = (t.detach().float().requires_grad_() for t in (bench.whole(x.detach()), up, down))
+    whole, up, down = (
+        t.detach().float().requires_grad_() for t in (bench.whole(x.detach()), up, down)
+    )
     partial = gated(whole @ up.t()) @ down.t()
     y = scatter(partial.detach(), bench)[0]
-    dwhole, dup, ddown = torch.autograd.grad(partial, (whole, up, down), gather(dy.float(), bench)[0])
+    dwhole, dup, ddown = torch.autograd.grad(
+        partial, (whole, up, down), gather(dy.float(), bench)[0]
+    )
     return y, scatter(dwhole, bench)[0], dup, ddown
 
 

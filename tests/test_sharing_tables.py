@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counterpoint.measure.loop import Pair
 from loop_rows import arm_rows, shape_rows
 
 from counterpoint.measure import record
-from counterpoint.measure.loop import Pair
 from counterpoint.resources.controls import WAYS_IN
 
 ROOT = Path(__file__).parent.parent

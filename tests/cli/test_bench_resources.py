@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from counterpoint.measure.loop import Pair
+from counterpoint.measure.sharing import timed
 from loop_rows import arm_rows, shape_rows
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -17,8 +19,6 @@ from counterpoint.cli import bench_resources as command
 from counterpoint.cli import main
 from counterpoint.errors import UnsupportedError
 from counterpoint.measure import record
-from counterpoint.measure.loop import Pair
-from counterpoint.measure.sharing import timed
 
 PAIR = Pair("cb", "cuBLAS", "all_to_all", scale=8)
 TIMES = {"sequential": 20.0, "plain overlap": 16.0, "transport": 11.0, "tuned": 10.5}

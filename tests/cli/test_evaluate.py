@@ -9,15 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
-
-from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import Knowledge, shipped
-from counterpoint.choose.rule import RULE
-from counterpoint.cli import evaluate, main
 from counterpoint.cli.evaluate import candidates, chosen_from
-from counterpoint.errors import UnsupportedError
-from counterpoint.measure import record
 from counterpoint.measure.evaluated import (
     parts_of,
     points_of,
@@ -28,6 +20,14 @@ from counterpoint.measure.evaluated import (
     ways_of,
 )
 from counterpoint.measure.scenarios import FITTED, LOOKED_AT, TOKENS, scenarios
+from typer.testing import CliRunner, Result
+
+from counterpoint.choose.by_model import by_model
+from counterpoint.choose.known import Knowledge, shipped
+from counterpoint.choose.rule import RULE
+from counterpoint.cli import evaluate, main
+from counterpoint.errors import UnsupportedError
+from counterpoint.measure import record
 from counterpoint.measure.shapes import SHAPES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

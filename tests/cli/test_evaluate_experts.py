@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from counterpoint.cli.evaluate import candidates, chosen_from
+from counterpoint.measure.compare_experts import CALLS, Layer, rows_of
+from counterpoint.measure.evaluated import parts_of, scenarios_of, scores_of
+from counterpoint.measure.scenarios import EXPERT_TOKENS, expert_scenarios, scenarios
 from typer.testing import CliRunner
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import Knowledge, shipped
 from counterpoint.cli import evaluate, main
-from counterpoint.cli.evaluate import candidates, chosen_from
 from counterpoint.machine import Machine
 from counterpoint.measure import record
-from counterpoint.measure.compare_experts import CALLS, Layer, rows_of
-from counterpoint.measure.evaluated import parts_of, scenarios_of, scores_of
-from counterpoint.measure.scenarios import EXPERT_TOKENS, expert_scenarios, scenarios
 from counterpoint.measure.timing import Times
 
 ROWS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "evaluate-2x-h200.jsonl"

@@ -3,10 +3,10 @@
 from math import inf, nan
 
 import pytest
+from counterpoint.measure.arms import ABOVE, IDEAL, Arm, Pair, draw_arms
 from test_draw import collisions, extents, figure_of, fills, png_size, words
 
 from counterpoint.errors import InputError
-from counterpoint.measure.arms import ABOVE, IDEAL, Arm, Pair, draw_arms
 
 NAMES = ("sequential", "plain overlap", "priority", "shaping", "priority + shaping",
          "carve-out only", "order", "granularity", "transport", "tuned")  # fmt: skip

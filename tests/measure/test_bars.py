@@ -3,9 +3,9 @@
 import struct
 
 import pytest
+from counterpoint.measure.bars import BarRow, draw_bars
 
 from counterpoint.errors import InputError
-from counterpoint.measure.bars import BarRow, draw_bars
 from counterpoint.measure.canvas import DPI
 
 

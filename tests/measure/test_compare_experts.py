@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from counterpoint.measure.compare_experts import CALLS, Layer, Operands, arms_of, errors_of, rows_of
 from expert_bodies import by_expert, by_owner, multiplied
 from rank_bodies import world
 from rankpool import RankPool
@@ -11,7 +12,6 @@ from rankpool import RankPool
 from counterpoint.choose.known import shipped
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import compare_experts
-from counterpoint.measure.compare_experts import CALLS, Layer, Operands, arms_of, errors_of, rows_of
 from counterpoint.measure.timing import Times
 from counterpoint.problem import Op, Problem
 from counterpoint.runtime.ranks import gather_object

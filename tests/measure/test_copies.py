@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from counterpoint.measure.copies import COUNTS, SIZES, Direction
 
 from counterpoint.measure import copies, record
-from counterpoint.measure.copies import COUNTS, SIZES, Direction
 
 ROOT = Path(__file__).parents[2]
 BASE = 1 << 40

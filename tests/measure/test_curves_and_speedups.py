@@ -4,11 +4,11 @@ import struct
 from pathlib import Path
 
 import pytest
+from counterpoint.measure.curves import GAP, LEFT, PLOT_WIDTH, Curves, draw_curves
+from counterpoint.measure.speedups import Speedups, draw_speedups
 
 from counterpoint.errors import InputError
 from counterpoint.measure.canvas import DPI
-from counterpoint.measure.curves import GAP, LEFT, PLOT_WIDTH, Curves, draw_curves
-from counterpoint.measure.speedups import Speedups, draw_speedups
 
 CURVES = [
     Curves("rows", {"wide": [(1, 1.0), (4, 1.1)], "narrow": [(1, 1.0), (4, 2.5)]}),

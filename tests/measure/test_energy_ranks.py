@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from counterpoint.measure.energy import Energy
 from rank_bodies import world
 from rankpool import RankPool
 
 from counterpoint.measure import energy
-from counterpoint.measure.energy import Energy
 
 STEP_S = 0.1
 

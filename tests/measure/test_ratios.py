@@ -6,11 +6,11 @@ from itertools import pairwise
 from math import inf, nan
 
 import pytest
+from counterpoint.measure.ratios import Curve, Panel, draw_ratios
 from test_draw import collisions, extents, figure_of, png_size, words
 
 from counterpoint.errors import InputError
 from counterpoint.measure.canvas import set_apart
-from counterpoint.measure.ratios import Curve, Panel, draw_ratios
 
 TITLES = ("cb cuBLAS + all-reduce", "mb Triton 128x256x64 + all-to-all",
           "cb Triton 128x256x64 + reduce-scatter", "mb cuBLAS + all-gather", "cb + broadcast",

@@ -5,11 +5,11 @@ from itertools import product
 from math import inf, nan
 
 import pytest
+from counterpoint.measure.scatter import BANDS, HUES, MARKERS, Point, draw_scatter
 from test_draw import collisions, extents, figure_of, fills, png_size, words
 
 from counterpoint.errors import InputError
 from counterpoint.measure.canvas import DPI
-from counterpoint.measure.scatter import BANDS, HUES, MARKERS, Point, draw_scatter
 
 
 def points():

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from counterpoint.measure.loop import Pair
+from counterpoint.measure.sharing import draw_shapes, draw_timed, energy_text, machine_text, timed
 from loop_rows import arm_rows, shape_rows
 from test_draw import words
 
 from counterpoint.errors import InputError
-from counterpoint.measure.loop import Pair
-from counterpoint.measure.sharing import draw_shapes, draw_timed, energy_text, machine_text, timed
 
 PAIR = Pair("cb", "cuBLAS", "all_to_all")
 TRITON = Pair("cb", "64x64x32", "all_to_all")

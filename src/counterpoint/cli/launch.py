@@ -19,9 +19,7 @@ def under_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def torchrun(
-    ranks: int, arguments: Sequence[str], *, module: str = "counterpoint.cli.main"
-) -> int:
+def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "counterpoint.cli.main") -> int:
     """Run `counterpoint ARGUMENTS`, or another module, on `ranks` GPUs of this node; its exit code."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = ["-m", module, *arguments]

@@ -12,6 +12,7 @@ measurements of the same sizes on 4 GPUs.
 
 from typing import NamedTuple
 
+from benchmarks.experts import MODELS
 from counterpoint.problem import Op, Problem
 
 TOKENS = (64, 512, 2048, 8192)
@@ -49,12 +50,6 @@ LAYERS: dict[str, dict[str, tuple[Op, int, int]]] = {
     },
 }
 EXPERT_TOKENS = (256, 1024, 4096)  # of a rank
-# experts of one rank, hidden and ffn sizes, experts of a token
-EXPERT_LAYERS = {
-    "DeepSeek-V3": (32, 7168, 2048, 8),
-    "Qwen3-235B": (16, 4096, 1536, 8),
-    "Mixtral-8x7B": (1, 4096, 14336, 2),
-}
 
 
 class Scenario(NamedTuple):
@@ -94,7 +89,7 @@ def expert_scenarios(ranks: int) -> tuple[Scenario, ...]:
     """All with experts, likewise: rows to the experts behind gate and up, back behind down."""
     found: list[Scenario] = []
     for tokens in EXPERT_TOKENS:
-        for model, (experts, hidden, ffn, top) in EXPERT_LAYERS.items():
+        for model, experts, hidden, ffn, top in MODELS:
             sizes: tuple[tuple[str, Op, int, int], ...] = (
                 ("experts gate+up", "all_to_all_matmul", 2 * ffn, hidden),
                 ("experts down", "matmul_all_to_all", hidden, ffn),
