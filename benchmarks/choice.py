@@ -1,4 +1,5 @@
-"""What "auto" would take here, and every plan that it weighs: the one place that asks the library."""
+"""What "auto" would take here, and every plan that it weighs: the one place that asks the
+library."""
 
 from benchmarks.declare import Bench
 from counterpoint.choose.by_model import by_model

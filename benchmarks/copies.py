@@ -1,8 +1,8 @@
-"""Copies between GPUs, by size, by number and by how they are submitted; and transports side by side.
+"""Copies between GPUs, by size, by number and by how they are submitted; and transports side by
+side.
 
-Each rank copies to, or from, its peers in ring order, slot by slot: no two copies of a case touch the
-same bytes. "Ahead": all is submitted before it starts, so that only the GPU counts.
-"""
+Each rank copies to, or from, its peers in ring order, slot by slot: no two copies of a case touch
+the same bytes. "Ahead": all is submitted before it starts, so that only the GPU counts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.pictures import curves
 from benchmarks.rows import Row
 from benchmarks.tables import grid, of_most, source, us
-from counterpoint.measure.timing import backlog, captured
+from counterpoint.measure.timing import captured
 from counterpoint.runtime.driver import Copy, copy_async, copy_batch_async, no_batches
 from counterpoint.runtime.transports import ALIGN_BYTES, TRANSPORTS, missing, open_transport
 
@@ -25,12 +25,6 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COUNTS = (1, 4, 8, 56)
 GATHERED = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)  # by a transport, on each rank
-STRIDED = 4 * MIB  # bytes to each peer
-STRIDED_ROWS = (STRIDED, 8 * KIB, 2 * KIB)  # bytes of a row; the first is one row
-PITCH = 8  # rows lie so many times their width apart
-LATE_COPY, LATE_ROUNDS = 16 * MIB, 4
-LATENESS = (0.0, 0.5, 1.0, 2.0)  # in times of a copy
-CYCLES_PER_S = 1.9e9
 DIRECTIONS: tuple[Literal["push", "pull"], ...] = ("push", "pull")
 WAYS = {"torch copy_": "`copy_` of torch, one by one", "driver": "calls of the driver, one by one",
         "batch": "one batch", "graph": "a graph of single copies"}  # fmt: skip
@@ -38,16 +32,11 @@ BARRED = (MIB, 56)  # size and number of the copies that a batch is judged by
 BARS = {"torch copy_": 0.40, "graph": 0.80}  # of each way, what a batch may take at most
 
 
-def cases(ranks: int) -> list[Case]:
-    """Copies of each size, of rows that lie apart, and with a rank that is late."""
-    found = [
+def cases(_: int) -> list[Case]:
+    """Copies of each size."""
+    return [
         Case(f"submission {size(n)}", {"question": "submission", "num_bytes": n}) for n in SIZES
     ]
-    found.append(Case("strided", {"question": "strided", "num_bytes": STRIDED, "count": ranks - 1}))
-    if ranks > 2:  # with one peer nobody else is on the way to it
-        found.append(Case("late rank", {"question": "late rank", "num_bytes": LATE_COPY,
-                                        "count": LATE_ROUNDS * (ranks - 1)}))  # fmt: skip
-    return found
 
 
 class Slots:
@@ -127,10 +116,7 @@ def one_by_one(copies: Sequence[Copy], stream: int) -> None:
 
 
 def arms(case: Case, bench: Bench) -> Arms:
-    """Every number, direction and way; or the arms of another question."""
-    others = {"strided": strided, "late rank": late}
-    if case["question"] in others:
-        return others[case["question"]](bench)
+    """Every number, direction and way."""
     each = case["num_bytes"]
     slots = Slots(each * max(COUNTS), bench)
     calls: dict[str, Call | str] = {}
@@ -156,56 +142,6 @@ def arms(case: Case, bench: Bench) -> Arms:
                 outputs=(slots.target.view(torch.bfloat16),))  # fmt: skip
 
 
-def strided(bench: Bench) -> Arms:
-    """Rows that lie apart, in a graph."""
-    slots = Slots(STRIDED * PITCH * bench.ranks, bench)
-    calls: dict[str, Call | str] = {}
-    about: dict[str, Row] = {}
-    for width, direction in product(STRIDED_ROWS, DIRECTIONS):
-        pitch, copies = width * (1 if width == STRIDED else PITCH), list[Copy]()
-        for i, (at, to) in enumerate(slots.ends(bench.ranks - 1, direction)):
-            place = i * STRIDED * PITCH
-            ends = slots.targets[to].data_ptr() + place, slots.sources[at].data_ptr() + place
-            copies.append(Copy(ends[0], pitch, ends[1], pitch, width, STRIDED // width))
-        name = f"{width} {direction}"
-        calls[name] = slots.graph(partial(one_by_one, copies))
-        about[name] = {"row_bytes": width, "direction": direction}
-    return Arms(
-        calls, lambda *_: [0.0], baseline=f"{STRIDED} push", parts=tuple(calls), about=about
-    )
-
-
-def late(bench: Bench) -> Arms:
-    """The last rank begins late, by so many times a copy; pushes to each peer in turn, several times."""
-    slots = Slots(LATE_COPY * LATE_ROUNDS * bench.ranks, bench)
-    # who is met there at once: all begin with the same rank
-    same = [rank for rank in range(bench.ranks) if rank != bench.rank]
-    submits: dict[str, Callable[[int], object]] = {}
-    for order, peers in (("ring", slots.others), ("the same for all", same)):
-        copies = [
-            Copy(slots.targets[peer].data_ptr() + (bench.rank * LATE_ROUNDS + i) * LATE_COPY, LATE_COPY,
-                 slots.source.data_ptr() + i * LATE_COPY, LATE_COPY, LATE_COPY, 1)
-            for i, peer in product(range(LATE_ROUNDS), peers)
-        ]  # fmt: skip
-        submits[order] = partial(one_by_one, copies)
-    alone_s = bench.quick_s({"ring": slots.forked(submits["ring"])}, 1)["ring"]
-    graphs = {order: slots.graph(submit) for order, submit in submits.items()}
-    calls: dict[str, Call | str] = {}
-    about: dict[str, Row] = {}
-    for (order, graph), copies_late in product(graphs.items(), LATENESS):
-        late_s = copies_late * alone_s / (LATE_ROUNDS * (bench.ranks - 1))
-
-        def arm(i: int, graph: Call = graph, late_s: float = late_s) -> None:
-            if bench.rank == bench.ranks - 1:
-                backlog(int(late_s * CYCLES_PER_S))
-            graph(i)
-
-        name = f"{order}, {copies_late:g} late"
-        calls[name] = arm
-        about[name] = {"order": order, "late_copies": copies_late, "late_s": late_s}
-    return Arms(calls, lambda *_: [0.0], baseline="ring, 0 late", parts=tuple(calls), about=about)
-
-
 def transport_cases(_: int) -> list[Case]:
     """Both collectives at each size."""
     return [Case(f"{op} {size(n)}", {"question": "transport", "op": op, "num_bytes": n})
@@ -213,7 +149,8 @@ def transport_cases(_: int) -> list[Case]:
 
 
 def transport_arms(case: Case, bench: Bench) -> Arms:
-    """One collective by each transport that is here; NCCL's bytes are what the others have to bring."""
+    """One collective by each transport that is here; NCCL's bytes are what the others have to
+    bring."""
     part = case["num_bytes"] // bench.ranks // ALIGN_BYTES * ALIGN_BYTES
     gathers, whole = case["op"] == "all_gather", part * bench.ranks
     drawn = torch.randint(
@@ -222,7 +159,7 @@ def transport_arms(case: Case, bench: Bench) -> Arms:
     sent = drawn[:part] if gathers else drawn
     want = torch.empty(whole, dtype=torch.uint8, device=bench.device)
     if gathers:
-        dist.all_gather_into_tensor(want, sent, group=bench.group)
+        all_gather(want, sent, group=bench.group)
     else:
         dist.all_to_all_single(want, sent, group=bench.group)
     calls: dict[str, Call | str] = {}
@@ -266,22 +203,24 @@ def rate(row: Row) -> float:
     return row["num_bytes"] * row.get("count", 1) / row["seconds"] / 1e9
 
 
-def asked(rows: Sequence[Row], question: str) -> list[Row]:
-    """Rows of a question, each with `seconds` and whether all was submitted before it started."""
+def asked(rows: Sequence[Row]) -> list[Row]:
+    """Rows of copies, each with `seconds` and whether all was submitted before it started."""
     found: list[Row] = []
-    for row in (row for row in rows if row["question"] == question and "refused" not in row):
-        if "ahead" in row or "mode" not in row:  # of before there was one runner
+    for row in (r for r in rows if r["question"] == "submission" and "refused" not in r):
+        if "ahead" in row:  # of before there was one runner
             found.append(row)
             continue
-        found.append(row | {"ahead": True, "seconds": row["median_s"] - row.get("late_s", 0.0)})
-        if "plain_eager_s" in row:
+        found.append(row | {"ahead": True, "seconds": row["median_s"]})
+        if row["way"] != "torch copy_" and "plain_eager_s" in row:
             found.append(row | {"ahead": False, "seconds": row["plain_eager_s"]})
+        elif "plain_eager_s" in row:  # its host is never ahead
+            found[-1] |= {"ahead": False, "seconds": row["plain_eager_s"]}
     return found
 
 
 def rates(rows: list[Row], *, ahead: bool) -> str:
     """A line for each way, direction and number of copies, a column for each size."""
-    some = [row for row in asked(rows, "submission") if row["ahead"] == ahead]
+    some = [row for row in asked(rows) if row["ahead"] == ahead]
     found = {(r["way"], r["direction"], r["count"], r["num_bytes"]): rate(r) for r in some}
     sizes = sorted({key[3] for key in found})
     keys = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(WAYS).index(key[0]))
@@ -292,15 +231,20 @@ def rates(rows: list[Row], *, ahead: bool) -> str:
 
 def submission(rows: list[Row]) -> str:
     """Eager."""
-    return f"![rates of copies](images/copies.png)\n\n{rates(rows, ahead=False)}\n\nGB/s. {source(rows[0])}"
+    picture, where = "![rates of copies](images/copies.png)", source(rows[0])
+    return f"{picture}\n\n{rates(rows, ahead=False)}\n\nGB/s. {where}"
 
 
 def batch(rows: list[Row]) -> str:
     """What a batch takes of the time of the other ways, and what it may."""
     lines: list[list[str]] = []
     for direction in DIRECTIONS:
-        times = {r["way"]: r["seconds"] for r in asked(rows, "submission")
-                 if (r["num_bytes"], r["count"], r["direction"], r["ahead"]) == (*BARRED, direction, False)}  # fmt: skip
+        times = {
+            r["way"]: r["seconds"]
+            for r in asked(rows)
+            if (r["num_bytes"], r["count"], r["direction"], r["ahead"])
+            == (*BARRED, direction, False)
+        }
         for way, seconds in times.items():
             if way != "batch" and "batch" in times:
                 share, most = times["batch"] / seconds, BARS.get(way)
@@ -309,34 +253,6 @@ def batch(rows: list[Row]) -> str:
                               f"{share:.0%}", bar])  # fmt: skip
     head = ["direction", "beside", "us", "the batch, us", "of it", "at most"]
     return grid(head, lines) if lines else "This machine has no batches."
-
-
-def strided_table(rows: list[Row]) -> str:
-    """Rows that lie apart."""
-    lines = [
-        [size(r["num_bytes"]), str(r["count"]), r["direction"],
-         "one" if r["row_bytes"] == r["num_bytes"] else f"of {size(r['row_bytes'])}",
-         us(r["seconds"], 0), f"{rate(r):.0f}"]
-        for r in asked(rows, "strided") if r.get("ahead", True)
-    ]  # fmt: skip
-    return grid(["each copy", "copies", "direction", "rows", "us", "GB/s"], lines)
-
-
-def late_table(rows: list[Row]) -> str:
-    """A line for each order, a column for each lateness."""
-    found = {
-        (r["order"], r["late_copies"]): r for r in asked(rows, "late rank") if r.get("ahead", True)
-    }
-    if not found:
-        return ""
-    lateness = sorted({late_copies for _, late_copies in found})
-    lines = [[order, *(f"{us(found[order, n]['seconds'], 0)} ({rate(found[order, n]):.0f})"
-                       for n in lateness)] for order in dict.fromkeys(o for o, _ in found)]  # fmt: skip
-    h = next(iter(found.values()))
-    note = (f"Microseconds (GB/s) from the start of the late rank until all are done: {h['count']} copies "
-            f"of {size(h['num_bytes'])} from each rank.")  # fmt: skip
-    head = ["order of the peers", *(f"late by {n:g} copies" for n in lateness)]
-    return f"{grid(head, lines)}\n\n{note}"
 
 
 def transports(rows: list[Row]) -> str:
@@ -358,7 +274,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Rates of pushes, of the most GPUs."""
     rows = next(iter(found.values()))
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for r in asked(rows, "submission"):
+    for r in asked(rows):
         if r["direction"] == "push" and not r["ahead"]:
             panel = panels.setdefault("one copy" if r["count"] == 1 else f"{r['count']} copies", {})
             panel.setdefault(r["way"], []).append((r["num_bytes"] // KIB, rate(r)))
@@ -374,26 +290,50 @@ def transport_pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         received = r["num_bytes"] * (r["ranks"] - 1) / r["ranks"]
         panel = panels.setdefault(r["op"], {}).setdefault(r["transport"], [])
         panel.append((r["num_bytes"] // MIB, received / r["median_s"] / 1e9))
-    curves(panels, images / "transports.png", title="Transports side by side", source=source(rows[0]),
-           x_label="MiB on each rank", y_label="GB/s")  # fmt: skip
+    curves(
+        panels,
+        images / "transports.png",
+        title="Transports side by side",
+        source=source(rows[0]),
+        x_label="MiB on each rank",
+        y_label="GB/s",
+    )
 
 
 EVERY = [f"{c} {d} {w}" for c in COUNTS for d in DIRECTIONS for w in WAYS]
 COPIES = Benchmark(
-    "copies", cases, arms, calls=0, rounds=7, every_eager=True, eager=EVERY, host=False, soak_s=0.05,
-    backlog_cycles=2_000_000, pictures=pictures, short=lambda case: case.name == "submission 1 MiB",
+    "copies",
+    cases,
+    arms,
+    calls=0,
+    rounds=7,
+    every_eager=True,
+    eager=EVERY,
+    host=False,
+    soak_s=0.05,
+    backlog_cycles=2_000_000,
+    pictures=pictures,
+    short=lambda case: case.name == "submission 1 MiB",
     moved=lambda case, _: case["num_bytes"],
     sections=(
         Section("docs/transports.md", "submission", of_most(submission)),
-        Section("docs/transports.md", "ahead", of_most(lambda rows: f"{rates(rows, ahead=True)}\n\nGB/s.")),
+        Section(
+            "docs/transports.md",
+            "ahead",
+            of_most(lambda rows: f"{rates(rows, ahead=True)}\n\nGB/s."),
+        ),
         Section("docs/transports.md", "batch", of_most(batch)),
-        Section("docs/transports.md", "strided", of_most(strided_table)),
-        Section("docs/transports.md", "late", of_most(late_table)),
     ),
-)  # fmt: skip
+)
 TRANSPORT = Benchmark(
-    "transports", transport_cases, transport_arms, calls=4, rounds=7, soak_s=0.05,
-    pictures=transport_pictures, short=lambda case: case.name == "all_gather 16 MiB",
+    "transports",
+    transport_cases,
+    transport_arms,
+    calls=4,
+    rounds=7,
+    soak_s=0.05,
+    pictures=transport_pictures,
+    short=lambda case: case.name == "all_gather 16 MiB",
     moved=lambda case, ranks: case["num_bytes"] * (ranks - 1) // ranks,
     sections=(Section("docs/transports.md", "transports", of_most(transports)),),
-)  # fmt: skip
+)

@@ -15,6 +15,9 @@ from counterpoint.measure.timing import captured, rotate
 
 Call = Callable[[int], Any]  # by its number: operands take turns
 L2_ROTATIONS = 4  # operands in rotation cover this many times the L2
+# by their newer names where torch has these
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ROUNDING = 1e-2  # a result in bf16 that is further off is wrong
 
 
@@ -71,11 +74,9 @@ class Arms:
 class Section:
     """A marked part of a page.
 
-    Args:
-        page: from the root of the checkout.
-        marker: text stands between `<!-- marker:start -->` and `<!-- marker:end -->`.
-        write: number of GPUs -> rows, from the most GPUs down, to the text; "" leaves what is there.
-    """
+    Args: page: from the root of the checkout. marker: text stands between `<!-- marker:start -->`
+    and `<!-- marker:end -->`. write: number of GPUs -> rows, from the most GPUs down, to the text;
+    "" leaves what is there."""
 
     page: str
     marker: str
@@ -173,7 +174,7 @@ class Bench:
     def whole(self, shard: Tensor) -> Tensor:
         """The rows of all ranks, by the library."""
         full = shard.new_empty(self.ranks * shard.shape[0], *shard.shape[1:])
-        dist.all_gather_into_tensor(full, shard.contiguous(), group=self.group)
+        all_gather(full, shard.contiguous(), group=self.group)
         return full
 
     def summed(self, x: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class Bench:
     def reduce_scatter(self, target: Tensor, source: Tensor) -> None:
         """The library's, or what gloo has in its place."""
         if self.on_gpu:
-            dist.reduce_scatter_tensor(target, source, group=self.group)
+            reduce_scatter(target, source, group=self.group)
         else:
             target.copy_(self.summed(source.clone()).chunk(self.ranks)[self.rank])
 

@@ -1,8 +1,7 @@
 """matmul_all_reduce of few rows against the libraries, weights from memory.
 
-Serial is torch.mm and the library's all-reduce; torch's one-shot and two-shot all-reduce stand behind
-the same matmul, whose result is in memory that peers reach.
-"""
+Serial is torch.mm and the library's all-reduce; torch's one-shot and two-shot all-reduce stand
+behind the same matmul, whose result is in memory that peers reach."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,8 +63,14 @@ def arms(case: Case, bench: Bench) -> Arms:
     if m > FUSED_ROWS:
         calls["fused"] = f"one kernel takes {FUSED_ROWS} rows at most"
     want = bench.summed(x.double() @ weights[0].double())
-    return Arms(calls, lambda _, got: [relative_error(got, want)], parts=("matmul",), outputs=(y,),
-                sets=len(weights), about={"auto": {"pick": _pick(m, n, k, bench.ranks)}})  # fmt: skip
+    return Arms(
+        calls,
+        lambda _, got: [relative_error(got, want)],
+        parts=("matmul",),
+        outputs=(y,),
+        sets=len(weights),
+        about={"auto": {"pick": _pick(m, n, k, bench.ranks)}},
+    )
 
 
 def _torch(x: Tensor, weights: Sequence[Tensor], bench: Bench) -> dict[str, Call | str]:
@@ -122,8 +127,10 @@ COLUMNS = (
     Column("/ torch's better", lambda c: f"{c.s('auto') / peer_s(c):.2f}"),
     Column("its plan", pick),
 )  # fmt: skip
-NOTE = ("Microseconds a call, N and K of one rank, in a graph with weights in rotation, all arms in "
-        "one randomised rotation.")  # fmt: skip
+NOTE = (
+    "Microseconds a call, N and K of one rank, in a graph with weights in rotation, all arms in "
+    "one randomised rotation."
+)
 
 
 def summary(rows: list[Row]) -> str:
@@ -176,11 +183,19 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     ranks, rows = next(iter(found.items()))
     few = [case for case in shapes_of(rows) if case.head["m"] in ROWS]
     alone = "our matmul" if "our matmul" in few[0] else "matmul"
-    bars({f"{c.head['n']}, {c.head['k']}\n{c.head['m']} row{'s' * (c.head['m'] > 1)}":
-          {"serial": c.s("serial"), "counterpoint": c.s("auto"),
-           "the matmul without communication": c.s(alone)} for c in few},
-         images / "decode.png", title="Matmul and all-reduce of few rows",
-         source=f"{ranks}x {rows[0]['gpu']}, bf16, {rows[0]['date']}; serial is cuBLAS + NCCL")  # fmt: skip
+    bars(
+        {
+            f"{c.head['n']}, {c.head['k']}\n{c.head['m']} row{'s' * (c.head['m'] > 1)}": {
+                "serial": c.s("serial"),
+                "counterpoint": c.s("auto"),
+                "the matmul without communication": c.s(alone),
+            }
+            for c in few
+        },
+        images / "decode.png",
+        title="Matmul and all-reduce of few rows",
+        source=f"{ranks}x {rows[0]['gpu']}, bf16, {rows[0]['date']}; serial is cuBLAS + NCCL",
+    )
 
 
 DECODE = Benchmark(

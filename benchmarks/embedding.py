@@ -1,8 +1,8 @@
 """Embedding bags and their all-to-all in one kernel, against lookups and the library's all-to-all.
 
 Baselines: a torch.nn.EmbeddingBag for each table ("bags"), or our own lookup of all tables at once
-(`plan="serial"`), each with all_to_all_single and torch.cat or a permute. It is not FBGEMM, which is not
-installed here. "fused" has outputs of its own, "fused copy" copies its result. The floors,
+(`plan="serial"`), each with all_to_all_single and torch.cat or a permute. It is not FBGEMM, which
+is not installed here. "fused" has outputs of its own, "fused copy" copies its result. The floors,
 "gather" and "store", only read the same rows and only store as many bytes: see embedding_floors.py.
 """
 
@@ -50,8 +50,12 @@ def cases(_: int) -> list[Case]:
     """The grid, and MLPerf's tables."""
     grid_ = [case_of(t, d, pooling, batch) for t, d in ((8, 128), (16, 256), (64, 64))
              for pooling in (1, 5, 20, 100) for batch in BATCHES]  # fmt: skip
-    return grid_ + [Case(f"MLPerf DCNv2, batch {batch}", {"batch": batch, "d": MLPERF_D, "each": 0,
-                                                          "pooling": 0}) for batch in BATCHES]  # fmt: skip
+    return grid_ + [
+        Case(
+            f"MLPerf DCNv2, batch {batch}", {"batch": batch, "d": MLPERF_D, "each": 0, "pooling": 0}
+        )
+        for batch in BATCHES
+    ]
 
 
 def shards(ranks: int) -> list[list[int]]:
@@ -112,10 +116,15 @@ def by_torch(b: Bags, bench: Bench) -> dict[str, Call | str]:
     def pooled(i: int) -> None:
         indices = b.sets[i % len(b.sets)]
         rows = [
-            functional.embedding_bag(indices[edges[t] : edges[t + 1]], weight, starts[t], mode="sum",
-                                     include_last_offset=True)
+            functional.embedding_bag(
+                indices[edges[t] : edges[t + 1]],
+                weight,
+                starts[t],
+                mode="sum",
+                include_last_offset=True,
+            )
             for t, weight in enumerate(b.tables)
-        ]  # fmt: skip
+        ]
         torch.cat(rows, 1, out=sent)
         splits = [own * columns[bench.rank]] * bench.ranks
         dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=bench.group)
@@ -245,9 +254,16 @@ def by_pooling(found: Sequence[Said]) -> str:
     ratios: dict[int, list[float]] = {}
     for c in found:
         ratios.setdefault(c.case.head["pooling"], []).append(c.fused_s / c.serial_s)
-    lines = [[f"{pooling or 'MLPerf'}", f"{len(r)}", f"{1 - geometric_mean(r):.0%}",
-              f"{1 - max(r):.0%}", f"{1 - min(r):.0%}"]
-             for pooling, r in sorted(ratios.items(), key=lambda item: item[0] or 1 << 30)]  # fmt: skip
+    lines = [
+        [
+            f"{pooling or 'MLPerf'}",
+            f"{len(r)}",
+            f"{1 - geometric_mean(r):.0%}",
+            f"{1 - max(r):.0%}",
+            f"{1 - min(r):.0%}",
+        ]
+        for pooling, r in sorted(ratios.items(), key=lambda item: item[0] or 1 << 30)
+    ]
     return grid(["pooling", "cases", "less time, mean", "at worst", "at best"], lines)
 
 
@@ -255,15 +271,27 @@ def every_case(rows: list[Row]) -> str:
     """Milliseconds."""
     found = said(rows)
     lines = [
-        [c.case.head["case"], ms(c.case.s(c.case.fastest(("bags cat", "bags permute")))),
-         ms(c.serial_s), c.serial, f"**{ms(c.fused_s)}**", _less(c.fused_s, c.serial_s), ms(c.copy_s),
-         ms(c.gather_s), ms(c.store_s), f"{c.floor_s / c.fused_s:.0%}"]
+        [
+            c.case.head["case"],
+            ms(c.case.s(c.case.fastest(("bags cat", "bags permute")))),
+            ms(c.serial_s),
+            c.serial,
+            f"**{ms(c.fused_s)}**",
+            _less(c.fused_s, c.serial_s),
+            ms(c.copy_s),
+            ms(c.gather_s),
+            ms(c.store_s),
+            f"{c.floor_s / c.fused_s:.0%}",
+        ]
         for c in found
-    ]  # fmt: skip
+    ]
     head = ["case", "torch bags", "best baseline", "which", "fused", "less", "with a copy",
             "only reading", "only storing", "of the floor"]  # fmt: skip
-    note = ("Int64 indices. Milliseconds of the slowest rank, tables of a GPU, indices in rotation, all "
-            "arms in one randomised rotation.")  # fmt: skip
+    note = (
+        "Int64 indices. Milliseconds of the slowest rank, tables of a GPU, indices in rotation, "
+        "all "
+        "arms in one randomised rotation."
+    )
     parts = (summary(found), by_pooling(found), grid(head, lines), source(rows[0], note))
     return "\n\n".join(parts)
 
@@ -291,9 +319,11 @@ def readme(rows: list[Row]) -> str:
     slower, most = sum(r > 1 for r in ratios), max(ratios)
     worst = f"slower in {slower} (by {most - 1:.0%})" if slower else f"{1 - most:.0%} at least"
     return (
-        f"[Embedding bags](docs/embedding.md) and their all-to-all in one kernel, rows stored where "
+        f"[Embedding bags](docs/embedding.md) and their all-to-all in one kernel, rows stored "
+        f"where "
         f"they belong on their owners: with outputs of their own (`out=`) "
-        f"{1 - geometric_mean(ratios):.0%} less time than the fastest of lookup, all-to-all and concat "
+        f"{1 - geometric_mean(ratios):.0%} less time than the fastest of lookup, all-to-all and "
+        f"concat "
         f"in the mean of {len(found)} cases on {rows[0]['ranks']}x {rows[0]['gpu']}, "
         f"{1 - min(ratios):.0%} at best, {worst}; by default, with a copy of the result, "
         f"{1 - geometric_mean(copied):.0%}."
@@ -303,12 +333,20 @@ def readme(rows: list[Row]) -> str:
 def pictures(measured: Mapping[int, list[Row]], images: Path) -> None:
     """Serial, ours and the floor of each large case, of the most GPUs."""
     ranks, rows = next(iter(measured.items()))
-    bars({c.case.head["case"].replace(", batch", "\nbatch"):
-          {"fastest baseline": c.serial_s, "counterpoint": c.fused_s,
-           "floor: only reading rows, or only storing them": c.floor_s}
-          for c in said(rows) if c.case.head["batch"] >= LARGE},
-         images / "embedding.png", title="Embedding bags and their all-to-all",
-         source=f"{ranks}x {rows[0]['gpu']}, bf16, {rows[0]['date']}; {LARGE} bags or more")  # fmt: skip
+    bars(
+        {
+            c.case.head["case"].replace(", batch", "\nbatch"): {
+                "fastest baseline": c.serial_s,
+                "counterpoint": c.fused_s,
+                "floor: only reading rows, or only storing them": c.floor_s,
+            }
+            for c in said(rows)
+            if c.case.head["batch"] >= LARGE
+        },
+        images / "embedding.png",
+        title="Embedding bags and their all-to-all",
+        source=f"{ranks}x {rows[0]['gpu']}, bf16, {rows[0]['date']}; {LARGE} bags or more",
+    )
 
 
 def _picture(_: Mapping[int, list[Row]]) -> str:

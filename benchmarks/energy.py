@@ -6,39 +6,20 @@ them is counted. The GPU is never without work meanwhile.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.declare import Bench
 from counterpoint.errors import CounterpointError, UnsupportedError
 
 WINDOW_S = 0.4
 STEP_S = 0.1  # of the counter
-BURST_S = 0.02
+BURST_S = 0.02  # of calls between two looks at it
 
 
-@dataclass(frozen=True)
-class Energy:
-    """Of one call, as the mean over the ranks' GPUs.
-
-    Args:
-        joules: of one GPU for one call.
-        watts: of one GPU.
-        sm_clock_mhz: in the middle of the time.
-        seconds: of one call, back to back.
-    """
-
-    joules: float
-    watts: float
-    sm_clock_mhz: float
-    seconds: float
-
-
-def nvml() -> ModuleType:
+def nvml() -> Any:
     """NVIDIA's management library.
 
     Raises:
@@ -56,32 +37,26 @@ def nvml() -> ModuleType:
     return library
 
 
-def energy_of(
-    call: Callable[[], object],
-    seconds_of_call: float,
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    window_s: float = WINDOW_S,
-) -> Energy:
-    """Run `call` back to back for `window_s` or longer and read what it takes. All ranks call this.
+def energy_of(call: Callable[[], object], seconds_of_call: float, bench: Bench) -> dict[str, float]:
+    """Run `call` back to back and read what it takes, the mean over the ranks; all ranks call this.
 
     Args:
         call: enqueues work on the current stream.
         seconds_of_call: about, equal on all ranks: it sets how many calls there are.
-        group: of the ranks.
-        device: this rank's GPU.
-        window_s: of the measurement; half as long before it does not count.
+        bench: this rank.
+
+    Returns:
+        Joules and seconds of a call, watts and SM clock.
 
     Raises:
         UnsupportedError: NVML is not there.
         CounterpointError: a GPU's counter moved less than twice.
     """
-    library: Any = nvml()
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    library = nvml()
+    uuid = str(torch.cuda.get_device_properties(bench.device).uuid)
     handle = library.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU") else f"GPU-{uuid}")
-    burst = max(1, round(BURST_S / seconds_of_call))  # calls between two looks at the counter
-    num_bursts = max(4, round((1.5 * window_s + STEP_S) / seconds_of_call / burst))
+    burst = max(1, round(BURST_S / seconds_of_call))
+    num_bursts = max(4, round((1.5 * WINDOW_S + STEP_S) / seconds_of_call / burst))
 
     def enqueue() -> torch.cuda.Event:
         for _ in range(burst):
@@ -90,7 +65,7 @@ def energy_of(
         event.record()
         return event
 
-    dist.barrier(group)
+    bench.meet()
     steps: list[tuple[float, int, int]] = []  # time, calls that have ended, millijoules
     clocks: list[int] = []
     last = library.nvmlDeviceGetTotalEnergyConsumption(handle)
@@ -102,19 +77,20 @@ def energy_of(
         running = following
         now = library.nvmlDeviceGetTotalEnergyConsumption(handle)
         at_s = time.perf_counter()
-        if now != last:
-            last = now
-            if at_s - start_s > window_s / 2:  # clocks have settled
-                steps.append((at_s, i * burst, now))
-                clocks.append(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))
+        if now != last and at_s - start_s > WINDOW_S / 2:  # clocks have settled
+            steps.append((at_s, i * burst, now))
+            clocks.append(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))
+        last = now
     running.synchronize()
-    mine = [float("nan")] * 4
+    mine = torch.full((4,), torch.nan, dtype=torch.float64, device=bench.device)
     if len(steps) >= 2:
         (t0, c0, e0), (t1, c1, e1) = steps[0], steps[-1]
-        mine = [(e1 - e0) * 1e-3 / (c1 - c0), (e1 - e0) * 1e-3 / (t1 - t0),
-                sum(clocks) / len(clocks), (t1 - t0) / (c1 - c0)]  # fmt: skip
-    total = torch.tensor(mine, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    if bool(total.isnan().any()):
-        raise CounterpointError(f"energy: a GPU's counter did not move twice in {window_s:g} s")
-    return Energy(*(total / dist.get_world_size(group)).tolist())
+        joules, seconds = (e1 - e0) * 1e-3, t1 - t0
+        mine = mine.new_tensor(
+            [joules / (c1 - c0), joules / seconds, sum(clocks) / len(clocks), seconds / (c1 - c0)]
+        )
+    mean = (bench.summed(mine) / bench.ranks).tolist()
+    if any(value != value for value in mean):
+        raise CounterpointError(f"energy: a counter did not move twice in {WINDOW_S:g} s")
+    names = ("energy_j", "power_w", "arm_sm_clock_mhz", "back_to_back_s")
+    return dict(zip(names, mean, strict=True))

@@ -1,7 +1,7 @@
 """How often the choice of plans is right, and how far off, at layers of real models.
 
-    counterpoint evaluate                      # measures every candidate of all scenarios, and scores
-    counterpoint evaluate --rows FILE.jsonl    # scores what was measured
+    counterpoint evaluate                      # measures every candidate of all scenarios, and
+scores counterpoint evaluate --rows FILE.jsonl    # scores what was measured
 
 Without experts the arms are those of overlap.py, with experts those of experts.py at equal counts.
 """
@@ -144,7 +144,8 @@ def tiles_of(rows: Iterable[Row]) -> Tiles:
 
 
 def read(paths: Sequence[Path], only: str = "") -> dict[int, list[Found]]:
-    """Number of GPUs -> scenarios of files, of a shape in several files the last; most GPUs first."""
+    """Number of GPUs -> scenarios of files, of a shape in several files the last; most GPUs
+    first."""
     rows = [row for path in paths for row in record.read(path)]
     known = tiles_of(rows)
     shapes = {
@@ -247,8 +248,14 @@ def points_of(found: Sequence[Found], machine: Machine) -> list[Point]:
         for spec, seconds in each.measured.times.items():
             if plan := _built(each.measured.problem, spec, machine):
                 family = " ".join(spec.split()[: 1 + spec.startswith("serial")])
-                points.append(Point(f"{spec}, {each.measured.name}", family,
-                                    predicted_s(plan, machine, tiles=each.tiles), seconds))  # fmt: skip
+                points.append(
+                    Point(
+                        f"{spec}, {each.measured.name}",
+                        family,
+                        predicted_s(plan, machine, tiles=each.tiles),
+                        seconds,
+                    )
+                )
     return points
 
 
@@ -273,8 +280,18 @@ def cells_of(
         else:
             of = f"{s.scenarios}" if s.scenarios == s.asked else f"{s.scenarios} of {s.asked}"
             serial = (f"{s.speedup:.2f}", *ratios[1:])  # of luck too, whose time is none
-            rows.append((s.way, of, f"{s.right:.0%}", f"{s.mean_regret:.1%}", f"{s.worst_regret:.1%}",
-                         f"{s.least_speedup:.2f}", *serial, s.worst))  # fmt: skip
+            rows.append(
+                (
+                    s.way,
+                    of,
+                    f"{s.right:.0%}",
+                    f"{s.mean_regret:.1%}",
+                    f"{s.worst_regret:.1%}",
+                    f"{s.least_speedup:.2f}",
+                    *serial,
+                    s.worst,
+                )
+            )
     return rows
 
 
@@ -304,8 +321,10 @@ def misses_of(found: Sequence[Found]) -> str:
 
 def report(found: Sequence[Found], machine: Machine | None) -> str:
     """Scores of all scenarios and of parts of them, how far predictions are off, and misses."""
-    lines = [f"{found[0].measured.problem.ranks} GPUs: right is within {RIGHT - 1:.0%} of the fastest "
-             "candidate"]  # fmt: skip
+    lines = [
+        f"{found[0].measured.problem.ranks} GPUs: right is within {RIGHT - 1:.0%} of the fastest "
+        "candidate"
+    ]
     for name, part in parts_of(found).items():
         lines += ["", f"{name}: {len(part)}", *aligned([HEAD, *cells_of(part, machine)])]
         many = cells_of(part, machine, MANY_TOKENS)
@@ -362,16 +381,19 @@ def short_scores(_: Mapping[int, list[Row]]) -> str:
         means, s = speedups_of(way, unseen, MANY_TOKENS), way.score
         assert s is not None, "a way to choose has a score"
         lines.append(
-            f"  {ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % of the "
+            f"  {ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % "
+            f"of the "
             f"fastest candidate in {s.right:.0%}, {s.mean_regret:.1%} slower in the mean, "
-            f"{s.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on {means['serial']:.2f}x serial, "
+            f"{s.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on {means['serial']:.2f}x "
+            f"serial, "
             f"{means['torch']:.2f}x torch's fused operators."
         )
     return "\n".join(lines)
 
 
 def draw(parts: Mapping[int, Sequence[Found]], path: Path) -> Path:
-    """Serial over the model's pick, the fastest candidate and torch's fused operator, by scenario."""
+    """Serial over the model's pick, the fastest candidate and torch's fused operator, by
+    scenario."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     ideals: dict[str, dict[str, float]] = {}
     shared = set.intersection(*({each.measured.name for each in part} for part in parts.values()))
@@ -387,8 +409,11 @@ def draw(parts: Mapping[int, Sequence[Found]], path: Path) -> Path:
         ):
             m, serial_s = each.measured, each.measured.times["serial"]
             if m.name in shared:
-                times = {"fastest candidate": m.best_s, "the model's pick": picks.get(m.problem, 0.0),
-                         "torch symm_mem": each.torch_s}  # fmt: skip
+                times = {
+                    "fastest candidate": m.best_s,
+                    "the model's pick": picks.get(m.problem, 0.0),
+                    "torch symm_mem": each.torch_s,
+                }
                 panel[m.name] = {kind: serial_s / t for kind, t in times.items() if t}
                 ideal[m.name] = serial_s / each.ideal_s
     return dots(panels, ideals, path, title="Speedup over serial by scenario",
@@ -398,7 +423,8 @@ def draw(parts: Mapping[int, Sequence[Found]], path: Path) -> Path:
 def draw_errors(found: Sequence[Found], machine: Machine, path: Path) -> Path:
     """Predicted against measured times, of the models not fitted to where there are any."""
     name, part = list(parts_of(found).items())[-1]
-    source = f"{part[0].measured.problem.ranks}x {part[0].gpu}, CUDA graphs; {name}, {len(part)} scenarios"
+    ranks, gpu = part[0].measured.problem.ranks, part[0].gpu
+    source = f"{ranks}x {gpu}, CUDA graphs; {name}, {len(part)} scenarios"
     return scatter(
         points_of(part, machine), path, title="Predicted against measured", source=source
     )
@@ -416,8 +442,11 @@ def pictures(_: Mapping[int, list[Row]], images: Path) -> None:
 
 def main() -> int:
     """Measure, or read what was measured, and print scores; 2 where there are no GPUs."""
-    parser = argparse.ArgumentParser(prog="counterpoint evaluate", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="counterpoint evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rows", type=Path, nargs="+", action="extend", help="score files of rows")
     parser.add_argument("--out", type=Path, default=Path("evaluate.jsonl"),
                         help="JSONL file that what is measured is added to")  # fmt: skip
@@ -456,12 +485,25 @@ def main() -> int:
 
 
 EVALUATE = Benchmark(
-    "evaluate", cases, arms, rounds=7, soak_s=0.2, pictures=pictures,
-    short=lambda case: case.name in ("Qwen3-32B gate+up, 2048 tokens", "Qwen3-235B experts down, 1024 tokens"),
-    moved=lambda case, ranks: Problem(case["op"], case["m"], case["n"], case["k"], ranks,
-                                      experts=case.facts.get("experts", 0)).link_bytes,
-    sections=(Section("docs/choosing.md", "scores", scores), Section("README.md", "chooser", short_scores)),
-)  # fmt: skip
+    "evaluate",
+    cases,
+    arms,
+    rounds=7,
+    soak_s=0.2,
+    pictures=pictures,
+    short=lambda case: (
+        case.name in ("Qwen3-32B gate+up, 2048 tokens", "Qwen3-235B experts down, 1024 tokens")
+    ),
+    moved=lambda case, ranks: (
+        Problem(
+            case["op"], case["m"], case["n"], case["k"], ranks, experts=case.facts.get("experts", 0)
+        ).link_bytes
+    ),
+    sections=(
+        Section("docs/choosing.md", "scores", scores),
+        Section("README.md", "chooser", short_scores),
+    ),
+)
 
 if __name__ == "__main__":
     try:

@@ -2,14 +2,13 @@
 
 Expert counts of a rank are those of 8-way expert parallelism, whatever the number of ranks here.
 Uniform: each expert gets as many rows from each rank. Skewed: the experts of rank 0 get 3 times the
-mean, and counts are drawn. "One kernel" has its counts on the device, as it must in a graph; those of the
-libraries and of plans are on the host, which has waited for them before. What auto would take where
-counts are host-known is predicted.
+mean, and counts are drawn. "One kernel" has its counts on the device, as it must in a graph; those
+of the libraries and of plans are on the host, which has waited for them before. What auto would
+take where counts are host-known is predicted.
 
-Parts: the grouped matmul and a loop of matmuls, the library's all-to-all, and "pair", the two one after
-the other. "In place" is the pair with a pass that puts rows where ours puts them; ", sum" with the
-weighted sum of a token's rows behind it, where rows come back.
-"""
+Parts: the grouped matmul and a loop of matmuls, the library's all-to-all, and "pair", the two one
+after the other. "In place" is the pair with a pass that puts rows where ours puts them; ", sum"
+with the weighted sum of a token's rows behind it, where rows come back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -321,8 +320,10 @@ def means(cases: Sequence[Said]) -> str:
         texts.append(f"{tokens} tokens: pair / the fastest {pair:.2f}{aim}")
     less = [1 - _best_s(c) / c.pair_s for c in cases]
     ideal = [1 - c.ideal_s / c.pair_s for c in cases]
-    texts.append(f"less time than the pair, {len(cases)} cases: mean {fmean(less):.0%}, most "
-                 f"{max(less):.0%}; the ideal has {fmean(ideal):.0%} and {max(ideal):.0%}")  # fmt: skip
+    texts.append(
+        f"less time than the pair, {len(cases)} cases: mean {fmean(less):.0%}, most "
+        f"{max(less):.0%}; the ideal has {fmean(ideal):.0%} and {max(ideal):.0%}"
+    )
     return "; ".join(texts) + "."
 
 
@@ -362,7 +363,8 @@ def readme(found: Mapping[int, list[Row]]) -> str:
     sums = [c.least("in place", ", sum") / c.s("one kernel, sum") for c in combines]
     less = [1 - _best_s(c) / c.pair_s for c in every]
     note = (
-        f"Microseconds, CUDA graphs, one rotation a case. Over all {len(every)} cases, half of them "
+        f"Microseconds, CUDA graphs, one rotation a case. Over all {len(every)} cases, half of "
+        f"them "
         f"skewed: {fmean(less):.0%} less time than the libraries' grouped matmul and all-to-all "
         f"alone, {max(less):.0%} at most; back with the weighted sum of a token's rows "
         f"({len(combines)} cases) {geometric_mean(sums):.2f}x. *Auto* where counts are "

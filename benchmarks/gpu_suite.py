@@ -2,10 +2,9 @@
 
 Rows as JSONL; installs nothing.
 
-    SUITE=short   all GPU tests, and each table in short form: under 9 minutes on 2 GPUs
-    SUITE=NAME    one table in full, by the name that `counterpoint bench` has for it; rows are added
-    SUITE=tests   the tests alone
-    SUITE=characterize   the constants of this machine, and rows of them
+    SUITE=short   all GPU tests, and each table in short form: under 9 minutes on 2 GPUs SUITE=NAME
+one table in full, by the name that `counterpoint bench` has for it; rows are added SUITE=tests
+the tests alone SUITE=characterize   the constants of this machine, and rows of them
 
 A part that fails does not stop those behind it; the exit code says that there was one. A hang ends
 in the stacks of all ranks.
@@ -48,9 +47,24 @@ def parts(suite: str, out: Path, gpus: int, gpu: str) -> dict[str, tuple[list[st
         return ["-m", "benchmarks.runner", name, *ranks, "--out", str(path), *more]
 
     # another torch than CI's may warn: warnings are printed here, not errors
-    tests = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m", "pytest",
-             "tests/gpu", "-q", "-x", "-p", "no:cacheprovider", "-W", "default", "-o",
-             f"faulthandler_timeout={TESTS_S - 10}", "--durations=8"]  # fmt: skip
+    tests = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={gpus}",
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        "-o",
+        f"faulthandler_timeout={TESTS_S - 10}",
+        "--durations=8",
+    ]
     rows = out / f"characterize-{gpus}x-{gpu}.jsonl"
     constants = ["-m", "counterpoint", "characterize", "--ranks", str(gpus), "--rows", str(rows)]
     if suite == "short":

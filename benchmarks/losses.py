@@ -1,9 +1,8 @@
 """What a decomposed operation loses, and one beside another: DIL and CIL of FiCCO.
 
-DIL, decomposition: the chunks of an operation one after another / the whole of it. CIL, contention: an
-operation beside another that lasts a little less / alone. A plan finer than serial hides communication
-behind computation and pays these. Source: FiCCO, arXiv 2512.10236.
-"""
+DIL, decomposition: the chunks of an operation one after another / the whole of it. CIL, contention:
+an operation beside another that lasts a little less / alone. A plan finer than serial hides
+communication behind computation and pays these. Source: FiCCO, arXiv 2512.10236."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -126,7 +125,8 @@ def opened(num_bytes: int, bench: Bench) -> dict[str, Any]:
 
 
 def gather(transport: Any, total: int, bench: Bench) -> Callable[[], None]:
-    """Peers' copies are signalled and not waited for: as in a plan, whose steps wait where they read."""
+    """Peers' copies are signalled and not waited for: as in a plan, whose steps wait where they
+    read."""
     return transport.all_gather(total // bench.ranks, meets=False)
 
 
@@ -276,8 +276,10 @@ def beside_table(rows: list[Row]) -> str:
     """What each takes of the longer one's time."""
     head = ["matmul", "beside", "the matmul takes", "one after the other", "the transport takes",
             "one after the other"]  # fmt: skip
-    lines = [[*key, *(f"{ratio:.2f} x" for which in ("matmul", "transport") for ratio in each[which])]
-             for key, each in contended(rows).items()]  # fmt: skip
+    lines = [
+        [*key, *(f"{ratio:.2f} x" for which in ("matmul", "transport") for ratio in each[which])]
+        for key, each in contended(rows).items()
+    ]
     return f"{grid(head, lines)}\n\n{source(rows[0])}"
 
 

@@ -54,9 +54,13 @@ def table(images: Path) -> str:
                 lines.setdefault(label, [label]).extend(
                     [*ratios, f"`{finest}`", f"{ideal[label]:.2f}"]
                 )
-    dots(panels, ideals, images / "mesh-prediction.png",
-         title="Plans finer than shards, on two topologies",
-         source="predictions from datasheet rates, 8 GPUs, bf16; the fastest of each kind")  # fmt: skip
+    dots(
+        panels,
+        ideals,
+        images / "mesh-prediction.png",
+        title="Plans finer than shards, on two topologies",
+        source="predictions from datasheet rates, 8 GPUs, bf16; the fastest of each kind",
+    )
     from benchmarks.tables import grid
 
     return grid(head, lines.values())

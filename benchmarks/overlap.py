@@ -13,12 +13,11 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
 from benchmarks.choice import candidates, choice_of
-from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.pictures import Point, bars, scatter
 from benchmarks.rows import RESULTS, Row, Timed, taken
 from benchmarks.tables import Column, arm, by_machine, grid, ms, of_most, sizes, source, table, us
@@ -85,7 +84,7 @@ def arms(case: Case, bench: Bench) -> Arms:
 
     def communicate(_: int) -> None:
         if gathers:
-            dist.all_gather_into_tensor(full, x, group=bench.group)
+            all_gather(full, x, group=bench.group)
         else:
             bench.reduce_scatter(y, full)
 
@@ -194,9 +193,11 @@ def main_table(rows: list[Row]) -> str:
     """Every published shape."""
     shapes = shapes_of(rows)
     clocks = sorted(row["sm_clock_mhz"] for row in rows)
-    note = (f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz. M over all ranks, N and K of one rank. "
-            "Milliseconds, medians of the slowest rank, graphs of several calls with weights in "
-            "rotation, all arms in one randomised rotation.")  # fmt: skip
+    note = (
+        f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz. M over all ranks, N and K of one rank. "
+        "Milliseconds, medians of the slowest rank, graphs of several calls with weights in "
+        "rotation, all arms in one randomised rotation."
+    )
     return f"{table(columns(ms), shapes)}\n\n{source(rows[0], note)}"
 
 
@@ -289,7 +290,8 @@ def few_rows_table(rows: list[Row]) -> str:
     note = (
         f"serial / auto, geometric mean of {len(shapes)} shapes: {geometric_mean(graph):.2f} in a "
         f"graph (least {min(graph):.2f}), {geometric_mean(eager):.2f} plain eager (least "
-        f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights in "
+        f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
+        f"in "
         "rotation."
     )
     return f"{table([*some, *more], shapes)}\n\n{source(rows[0], note)}"
@@ -301,8 +303,10 @@ def few_rows_line(rows: list[Row]) -> str:
     graph = geometric_mean(c.s("auto") / c.s("serial") for c in shapes)
     eager = 1 / geometric_mean(_plain(c) for c in shapes)
     return (
-        f"At 64 to 1024 tokens ({rows[0]['ranks']}x H200, Llama-3-70B layers) the other two operators "
-        f"take {graph:.2f} of the time of serial in a graph, {eager:.2f} eagerly with the host's time "
+        f"At 64 to 1024 tokens ({rows[0]['ranks']}x H200, Llama-3-70B layers) the other two "
+        f"operators "
+        f"take {graph:.2f} of the time of serial in a graph, {eager:.2f} eagerly with the host's "
+        f"time "
         "in it."
     )
 
@@ -349,8 +353,13 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         )
 
 
-COMMON = {"arms": arms, "moved": moved, "own": own, "eager": ("serial", PEER, "auto", "plan serial"),
-          "short": lambda case: case.name.split()[1] in SHORT}  # fmt: skip
+COMMON = {
+    "arms": arms,
+    "moved": moved,
+    "own": own,
+    "eager": ("serial", PEER, "auto", "plan serial"),
+    "short": lambda case: case.name.split()[1] in SHORT,
+}
 OVERLAP = Benchmark(
     "overlap", published, unit="ms", soak_s=0.7, pictures=pictures,
     sections=(

@@ -184,15 +184,19 @@ def curves(
         axes.set_title(name, fontsize=9, fontweight="bold", loc="left")
         axes.set_xlabel(x_label, fontsize=8.5)
     found[0].set_ylabel(y_label, fontsize=8.5)
-    handles = {label: handle for axes in found[: len(panels)]
-               for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
+    handles = {
+        label: handle
+        for axes in found[: len(panels)]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(list(handles.values()), list(handles), loc="outside lower left", ncols=6,
                   frameon=False, fontsize=8)  # fmt: skip
     return save(figure, path, title, source)
 
 
 def scatter(points: Sequence[Point], path: Path, *, title: str, source: str) -> Path:
-    """Predicted over measured times, with the diagonal, bands of 10 % and 25 %, and the worst named.
+    """Predicted over measured times, with the diagonal, bands of 10 % and 25 %, and the worst
+    named.
 
     Args:
         points: one or more; groups get their looks in the order in which they appear.

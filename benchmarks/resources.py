@@ -177,18 +177,12 @@ def add_energy(able: settings.Bench, rows: list[Row], bench: Bench) -> None:
         spec = row["controls"]
         try:
             with able.holding(spec):
-                found = used.get(spec) or _energy(able, row, bench)
+                call = able.call(Controls.parse(spec))
+                found = used.get(spec) or energy_of(call, row["median_s"], bench)
         except UnsupportedError as error:
             bench.say(f"without energy: {error}")
             return
         row |= used.setdefault(spec, found)
-
-
-def _energy(able: settings.Bench, row: Row, bench: Bench) -> Row:
-    call = able.call(Controls.parse(row["controls"]))
-    used = energy_of(call, row["median_s"], group=bench.group, device=bench.device)
-    return {"energy_j": used.joules, "power_w": used.watts, "arm_sm_clock_mhz": used.sm_clock_mhz,
-            "back_to_back_s": used.seconds}  # fmt: skip
 
 
 def unshaped(loop: Loop) -> int:

@@ -4,9 +4,9 @@
     python -m benchmarks.runner decode --short --cases 405B
 
 Inputs are random and differ by rank; weights take turns, so that none is in the L2. An arm is a
-CUDA graph of several calls; all arms of a case share one randomised rotation at settled clocks. Single
-calls stand beside: behind a backlog, where only the GPU counts, and plain, where the host does too.
-"""
+CUDA graph of several calls; all arms of a case share one randomised rotation at settled clocks.
+Single calls stand beside: behind a backlog, where only the GPU counts, and plain, where the host
+does too."""
 
 import argparse
 import faulthandler
@@ -193,7 +193,8 @@ def run(
     benchmark: Benchmark, cases: Sequence[Case], bench: Bench, out: Path | None,
     say: Callable[[str], None],
 ) -> list[Row]:  # fmt: skip
-    """Measure the cases one after another; rank 0 writes the rows of each as soon as it has them."""
+    """Measure the cases one after another; rank 0 writes the rows of each as soon as it has
+    them."""
     found: list[Row] = []
     for i, case in enumerate(cases, 1):
         if bench.on_gpu:
@@ -245,8 +246,11 @@ def chosen(
 
 def options() -> argparse.ArgumentParser:
     """Of `counterpoint bench`."""
-    parser = argparse.ArgumentParser(prog="counterpoint bench", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="counterpoint bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("name", nargs="?", choices=NAMES, default="overlap")
     parser.add_argument("--short", action="store_true", help="few cases, few rounds")
     parser.add_argument("--cases", default="", help="those whose name has this in it")

@@ -1,4 +1,5 @@
-"""What docs/sharing.md says of the rows of resources.py. Ratios that miss their bar stand beside others."""
+"""What docs/sharing.md says of the rows of resources.py. Ratios that miss their bar stand beside
+others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,8 +101,16 @@ def bars(rows: Sequence[Row]) -> str:
             f"{percent(less(case, bar.arm))} ({percent(1 - 1 / low)} to {percent(1 - 1 / high)})",
             f"{row['p20_s'] / ideal_s:.3f}..{row['p80_s'] / ideal_s:.3f}",
         ])  # fmt: skip
-    head = ["pair", "ideal ms", "tuned / ideal", "bar on 8 GPUs", "what was taken",
-            "plain overlap / ideal", "less time than plain overlap", "p20..p80 of tuned / ideal"]  # fmt: skip
+    head = [
+        "pair",
+        "ideal ms",
+        "tuned / ideal",
+        "bar on 8 GPUs",
+        "what was taken",
+        "plain overlap / ideal",
+        "less time than plain overlap",
+        "p20..p80 of tuned / ideal",
+    ]
     return grid(head, lines) if lines else ""
 
 
@@ -138,8 +147,13 @@ def energy(rows: Sequence[Row]) -> str:
         # 0 J: the counter did not move while the arm ran
         used = {n: case.graph[n] for n in ENERGY_ARMS if case.graph.get(n, {}).get("energy_j")}
         if used:
-            cells = [f"{row['energy_j']:.3g} J, {row['power_w']:.0f} W, {row['arm_sm_clock_mhz']:.0f} MHz"
-                     if (row := used.get(n)) else "-" for n in ENERGY_ARMS]  # fmt: skip
+            cells = [
+                f"{row['energy_j']:.3g} J, {row['power_w']:.0f} W, {row['arm_sm_clock_mhz']:.0f} "
+                f"MHz"
+                if (row := used.get(n))
+                else "-"
+                for n in ENERGY_ARMS
+            ]
             lines.append([case.head["pair"], *cells])
         if PLAIN in used and "transport" in used:
             ratios[case.head["pair"]] = used["transport"]["energy_j"] / used[PLAIN]["energy_j"]
@@ -191,11 +205,17 @@ def summary(found: Mapping[int, list[Row]]) -> str:
         cases = in_graph(rows)
         mean = 1 - geometric_mean([1 - less(case, TUNED) for case in cases])
         best, worst = (pick(cases, key=lambda c: less(c, TUNED)) for pick in (max, min))
-        texts = [f"{percent(less(c, TUNED))} with {c.head['pair']} (the ideal pipeline "
-                 f"{percent(1 - c.graph[TUNED]['ideal_s'] / c.s(PLAIN))})" for c in (best, worst)]  # fmt: skip
-        lines.append(f"- {ranks} GPUs: tuned takes {percent(mean)} less time than plain overlap, "
-                     f"geometric mean of {len(cases)} pair{'s' * (len(cases) > 1)} in a graph; at best {texts[0]}, at worst "
-                     f"{texts[1]}.")  # fmt: skip
+        texts = [
+            f"{percent(less(c, TUNED))} with {c.head['pair']} (the ideal pipeline "
+            f"{percent(1 - c.graph[TUNED]['ideal_s'] / c.s(PLAIN))})"
+            for c in (best, worst)
+        ]
+        lines.append(
+            f"- {ranks} GPUs: tuned takes {percent(mean)} less time than plain overlap, "
+            f"geometric mean of {len(cases)} pair{'s' * (len(cases) > 1)} in a graph; at best "
+            f"{texts[0]}, at worst "
+            f"{texts[1]}."
+        )
     return "\n".join(lines)
 
 
@@ -238,8 +258,10 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     for kernels in ("cuBLAS", "Triton"):
         some = [c for c in cases if kernels in c.head["pair"]]
         if some:
-            panels[kernels] = {c.head["pair"]: {n: c.s(PLAIN) / c.s(n) for n in ARMS if n in c and n != PLAIN}
-                               for c in some}  # fmt: skip
+            panels[kernels] = {
+                c.head["pair"]: {n: c.s(PLAIN) / c.s(n) for n in ARMS if n in c and n != PLAIN}
+                for c in some
+            }
             ideals[kernels] = {c.head["pair"]: c.s(PLAIN) / c.graph[PLAIN]["ideal_s"] for c in some}
     dots({name: panels[name] for name in list(panels)[:1]}, ideals, images / "sharing-arms.png",
          title="Each control by itself, and tuned, in a CUDA graph", source=place,
@@ -250,31 +272,63 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         name = f"{row['kernel']}, priority" if row["priority"] else row["kernel"]
         panel.setdefault(name, []).append((row["blocks_per_sm"], row["time_ratio"]))
     if shapes:
-        curves(shapes, images / "sharing-ratios.png", title="What shaping a GEMM does to its overlap",
-               source=f"{place} SM collectives", x_label="resident blocks per SM",
-               y_label="overlapped / sequential (lower is better)", log_y=False)  # fmt: skip
+        curves(
+            shapes,
+            images / "sharing-ratios.png",
+            title="What shaping a GEMM does to its overlap",
+            source=f"{place} SM collectives",
+            x_label="resident blocks per SM",
+            y_label="overlapped / sequential (lower is better)",
+            log_y=False,
+        )
 
 
 SECTIONS = (
     Section("README.md", "sharing", short_table),
     Section("docs/sharing.md", "summary", summary),
-    Section("docs/sharing.md", "arms-picture", lambda _: "![the arms of each pair](images/sharing-arms.png)"),
-    Section("docs/sharing.md", "shaping-picture",
-            lambda _: "![what shaping does, by blocks per SM](images/sharing-ratios.png)"),
-    section("bars", bars,
-            "CUDA graphs, medians of the slowest rank in one randomised rotation; the bar is what we set "
-            "out to reach on 8 GPUs, which have not been measured; bold meets it. Ideal: by the faster "
-            "transport, with SM collectives kept by the library's kernels. In parentheses the 95 % "
-            "interval of the rounds' own ratios."),
-    section("arms", lambda rows: by_mode(rows, ARMS),
-            "Milliseconds, medians of the slowest rank in one randomised rotation; bold is the fastest of "
-            "these; -: no such arm."),
-    section("others", others,
-            "Milliseconds, of the same rotation as the other arms; bold is the fastest of these."),
-    section("energy", energy,
-            "CUDA graphs, back to back: joules of one GPU per loop, its mean power and SM clock."),
-    section("shaping", shaping,
-            "TimeRatio: overlapped / sequential, CUDA graphs; bold is the lowest. Shaped and unshaped are "
-            "of the sweep, of which the best is shown; the carve-out is of the rotation of arms. All with "
-            "SM collectives, the ideal too."),
-)  # fmt: skip
+    Section(
+        "docs/sharing.md",
+        "arms-picture",
+        lambda _: "![the arms of each pair](images/sharing-arms.png)",
+    ),
+    Section(
+        "docs/sharing.md",
+        "shaping-picture",
+        lambda _: "![what shaping does, by blocks per SM](images/sharing-ratios.png)",
+    ),
+    section(
+        "bars",
+        bars,
+        "CUDA graphs, medians of the slowest rank in one randomised rotation; the bar is what we "
+        "set "
+        "out to reach on 8 GPUs, which have not been measured; bold meets it. Ideal: by the faster "
+        "transport, with SM collectives kept by the library's kernels. In parentheses the 95 % "
+        "interval of the rounds' own ratios.",
+    ),
+    section(
+        "arms",
+        lambda rows: by_mode(rows, ARMS),
+        "Milliseconds, medians of the slowest rank in one randomised rotation; bold is the "
+        "fastest of "
+        "these; -: no such arm.",
+    ),
+    section(
+        "others",
+        others,
+        "Milliseconds, of the same rotation as the other arms; bold is the fastest of these.",
+    ),
+    section(
+        "energy",
+        energy,
+        "CUDA graphs, back to back: joules of one GPU per loop, its mean power and SM clock.",
+    ),
+    section(
+        "shaping",
+        shaping,
+        "TimeRatio: overlapped / sequential, CUDA graphs; bold is the lowest. Shaped and unshaped "
+        "are "
+        "of the sweep, of which the best is shown; the carve-out is of the rotation of arms. All "
+        "with "
+        "SM collectives, the ideal too.",
+    ),
+)

@@ -1,8 +1,8 @@
 """Very many small calls of a fused operator, ranks late at random, each compared on the device.
 
-Sets of operands take turns, so that what an earlier call has left behind is not what the next one has
-to give. The bits of a first quiet call, compared with fp64, are those that all others have to give.
-"""
+Sets of operands take turns, so that what an earlier call has left behind is not what the next one
+has to give. The bits of a first quiet call, compared with fp64, are those that all others have to
+give."""
 
 import random
 import time
@@ -72,11 +72,10 @@ class Soaked:
 
 def matmul_sets(bench: Bench) -> list[Set]:
     """Few rows, by the fused kernel."""
-    sets: list[Set] = []
+    sets, plan = list[Set](), "fused" if bench.on_gpu else "auto"
     for m in (1, 4, 32) * 5:
         x, w = bench.normal(m, 512), bench.normal(1024, 512).t()
         exact = bench.summed(x.double() @ w.double())
-        plan = "fused" if bench.on_gpu else "auto"
         sets.append(Set(
             lambda x=x, w=w: cp.matmul_all_reduce(x, w, group=bench.group, plan=plan), exact
         ))  # fmt: skip
@@ -200,10 +199,13 @@ def said(*ops: str) -> Callable[[Mapping[int, list[Row]]], str]:
     def write(found: Mapping[int, list[Row]]) -> str:
         return "\n\n".join(
             f"{row['op']}: {row['calls']:,} calls on {ranks} GPUs in {row['seconds']:.0f} s, "
-            f"{row['eager']:,} of them eager, the others replayed, ranks late at random, each compared on "
+            f"{row['eager']:,} of them eager, the others replayed, ranks late at random, each "
+            f"compared on "
             f"the device with its expected bits: {row['wrong']} differ."
-            for ranks, rows in found.items() for row in rows if row["op"] in ops
-        )  # fmt: skip
+            for ranks, rows in found.items()
+            for row in rows
+            if row["op"] in ops
+        )
 
     return write
 

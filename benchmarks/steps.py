@@ -14,10 +14,9 @@ Experts, of tokens whose experts are known:
     torch          all_to_all_single, grouped matmuls, permutations by index_select, bmm
     torch, counts  the same, counts that the host has known before: no wait, no exchange of them
 
-Calls are single, batches take turns; the host is some 15 ms ahead when an arm begins, so that what it
-takes to enqueue a step shows only where an arm waits for the GPU. Beside each: its compute alone and its
-communication alone, the shorter of which is what hiding can save at most.
-"""
+Calls are single, batches take turns; the host is some 15 ms ahead when an arm begins, so that what
+it takes to enqueue a step shows only where an arm waits for the GPU. Beside each: its compute alone
+and its communication alone, the shorter of which is what hiding can save at most."""
 
 import copy
 import importlib.util
@@ -98,8 +97,11 @@ def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
         nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
         other.data.copy_(weight.data)
     dense = dlrm.Dense(s).to(bench.device)
-    tables = {"fused": dlrm.InOneCall(s, bags, bench.device), "torch": dlrm.InThree(s, bags, bench.device),
-              "lookup": dlrm.InOneCall(s, serial, bench.device)}  # fmt: skip
+    tables = {
+        "fused": dlrm.InOneCall(s, bags, bench.device),
+        "torch": dlrm.InThree(s, bags, bench.device),
+        "lookup": dlrm.InOneCall(s, serial, bench.device),
+    }
     ways = {n: dlrm.Training(s, t, copy.deepcopy(dense), dtype) for n, t in tables.items()}
     batches = [dlrm.batch_of(s, bags.own, seed, bench.device) for seed in range(SETS)]
     exact = dlrm.Training(
@@ -198,8 +200,16 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
     """Milliseconds of every step."""
     sides = ("pooling", "all-to-all, concat") if kind == DLRM else ("matmuls", "all-to-alls")
     others = (*UNFUSED[kind], *OURS[kind][:-1])
-    head = [f"model, {'samples' if kind == DLRM else 'tokens of a rank'}, step", *others, "**fused**",
-            "less than torch", "than the fastest", "saved", *sides, "saved / shorter"]  # fmt: skip
+    head = [
+        f"model, {'samples' if kind == DLRM else 'tokens of a rank'}, step",
+        *others,
+        "**fused**",
+        "less than torch",
+        "than the fastest",
+        "saved",
+        *sides,
+        "saved / shorter",
+    ]
     lines: list[list[str]] = []
     for s in steps:
         saved_s = s.unfused_s - s.fused_s
@@ -212,8 +222,10 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
     for what in dict.fromkeys(s.what for s in steps):
         some = [s for s in steps if s.what == what]
         worst = 1 - max(s.over("") for s in some)
-        texts.append(f"{what} {_than(some, 'torch')} time than torch, {_than(some)} than the fastest "
-                     f"that is not fused ({worst:.0%} less at worst)")  # fmt: skip
+        texts.append(
+            f"{what} {_than(some, 'torch')} time than torch, {_than(some)} than the fastest "
+            f"that is not fused ({worst:.0%} less at worst)"
+        )
     return f"{grid(head, lines)}\n\nGeometric means: {'; '.join(texts)}."
 
 
@@ -226,8 +238,10 @@ def section(found: Mapping[int, list[Row]]) -> str:
         for kind in UNFUSED:
             if some := [s for s in steps if s.kind == kind]:
                 parts.append(step_table(some, kind))
-        note = ("Milliseconds of the slowest rank, eager calls, all ways of a size in one randomised "
-                "rotation.")  # fmt: skip
+        note = (
+            "Milliseconds of the slowest rank, eager calls, all ways of a size in one randomised "
+            "rotation."
+        )
         parts.append(source(rows[0], note))
     return "\n\n".join(parts)
 
@@ -238,8 +252,10 @@ def readme(found: Mapping[int, list[Row]]) -> str:
     texts: list[str] = []
     for kind, name in ((DLRM, "a DLRM"), ("experts", "a layer of experts with `max_rows=`")):
         if some := [s for s in steps_of(rows) if s.kind == kind and s.what == BOTH]:
-            texts.append(f"{name} {_than(some, 'torch')} time than with torch's own operators, "
-                         f"{_than(some)} than the fastest that is not fused ({len(some)} sizes)")  # fmt: skip
+            texts.append(
+                f"{name} {_than(some, 'torch')} time than with torch's own operators, "
+                f"{_than(some)} than the fastest that is not fused ({len(some)} sizes)"
+            )
     return (f"[Whole steps](docs/training.md#whole-steps), forward and backward, on {ranks}x "
             f"{rows[0]['gpu']}, in the mean: {'; '.join(texts)}.")  # fmt: skip
 
@@ -256,9 +272,15 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         }
         ideals[f"{ranks} GPUs"] = {s.label: s.unfused_s / (s.unfused_s - s.bound_s) for s in steps}
     h = next(iter(found.values()))[0]
-    dots(panels, ideals, images / "steps.png", title="Whole steps",
-         source=f"{h['gpu']}, bf16, {h['date']}; 1 is the fastest that is not fused, ideal hides the "
-         "shorter side", label="fastest unfused / this (higher is better)")  # fmt: skip
+    dots(
+        panels,
+        ideals,
+        images / "steps.png",
+        title="Whole steps",
+        source=f"{h['gpu']}, bf16, {h['date']}; 1 is the fastest not fused, ideal hides the "
+        "shorter side",
+        label="fastest unfused / this (higher is better)",
+    )
 
 
 STEPS = Benchmark(

@@ -1,4 +1,5 @@
-"""A layer of experts as torch's own operators have it, and as ours: steps.py says what each way is."""
+"""A layer of experts as torch's own operators have it, and as ours: steps.py says what each way
+is."""
 
 from collections.abc import Callable
 from functools import partial

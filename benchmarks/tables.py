@@ -2,9 +2,8 @@
 
     make readme
 
-Each benchmark declares its sections, and columns of their tables. A section whose rows are not there
-is left as it is.
-"""
+Each benchmark declares its sections, and columns of their tables. A section whose rows are not
+there is left as it is."""
 
 import dataclasses
 import inspect

@@ -1,23 +1,21 @@
 """Forward and backward of a sequence-parallel gated MLP, three ways.
 
-    serial  gathers and scatters by the library, nothing overlapped, what was gathered is gathered again
-    async   the usual form: the gather beside dgrad, the reduce-scatter beside wgrad, by the library
-    ours    this library's operators, with `plan="auto"`
+    serial  gathers and scatters by the library, nothing overlapped, what was gathered is gathered
+again async   the usual form: the gather beside dgrad, the reduce-scatter beside wgrad, by the
+library ours    this library's operators, with `plan="auto"`
 
-All save their shards only; activations are the same torch code in all. The MLP is cut over the ranks
-that there are, so on fewer than 8 GPUs each has more of it.
-"""
+All save their shards only; activations are the same torch code in all. The MLP is cut over the
+ranks that there are, so on fewer than 8 GPUs each has more of it."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 import counterpoint as cp
-from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
+from benchmarks.declare import Arms, Bench, Benchmark, Case, Section, all_gather, reduce_scatter
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, arm, by_machine, ms, source, table
 from counterpoint.measure.timing import relative_error
@@ -49,14 +47,14 @@ def gated(h: Tensor) -> Tensor:
 def gather(x: Tensor, bench: Bench, *, later: bool = False) -> tuple[Tensor, Any]:
     """All rows, and what to wait for where `later`."""
     full = x.new_empty(x.shape[0] * bench.ranks, x.shape[1])
-    return full, dist.all_gather_into_tensor(full, x, group=bench.group, async_op=later)
+    return full, all_gather(full, x, group=bench.group, async_op=later)
 
 
 def scatter(x: Tensor, bench: Bench, *, later: bool = False) -> tuple[Tensor, Any]:
     """This rank's rows of the sum, and what to wait for where `later`."""
     mine = x.new_empty(x.shape[0] // bench.ranks, x.shape[1])
     if later and bench.on_gpu:
-        return mine, dist.reduce_scatter_tensor(mine, x, group=bench.group, async_op=True)
+        return mine, reduce_scatter(mine, x, group=bench.group, async_op=True)
     bench.reduce_scatter(mine, x)
     return mine, None
 

@@ -20,7 +20,8 @@ def run(command: str, module: str, arguments: Sequence[str]) -> int:
     root = benchmarks()
     if root is None:
         print(
-            f"counterpoint {command}: needs a checkout of counterpoint, whose benchmarks/ is not part "
+            f"counterpoint {command}: needs a checkout of counterpoint, whose benchmarks/ is not "
+            f"part "
             "of the installed package. Clone the repository, and there `pip install -e '.[cuda]'`",
             file=sys.stderr,
         )

@@ -20,7 +20,8 @@ def under_torchrun() -> bool:
 
 
 def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "counterpoint.cli.main") -> int:
-    """Run `counterpoint ARGUMENTS`, or another module, on `ranks` GPUs of this node; its exit code."""
+    """Run `counterpoint ARGUMENTS`, or another module, on `ranks` GPUs of this node; its exit
+    code."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = ["-m", module, *arguments]
     return subprocess.run([*launcher, f"--nproc-per-node={ranks}", *command]).returncode

@@ -67,7 +67,8 @@ def _nvidia_smi(field: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this file is of, marked where files differ; "" of an installed package."""
+    """Of the checkout that this file is of, marked where files differ; "" of an installed
+    package."""
     git = ("git", "-C", str(Path(__file__).parent))
     if not _said(*git, "ls-files", "."):
         return ""

@@ -128,7 +128,7 @@ def rotate(
                     seconds = _time_on_host(arms[name], group)
             times[index(name), i] = seconds
         clocks[i] = sm_clock_mhz(device)
-    slowest, fastest, clocks = times.to(device), times.to(device), clocks.to(device)
+    slowest, fastest, clocks = times.to(device), times.to(device, copy=True), clocks.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(fastest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(clocks, op=dist.ReduceOp.MIN, group=group)
