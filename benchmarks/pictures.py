@@ -50,8 +50,9 @@ def sheet(
 def save(figure: Figure, path: Path, title: str, source: str) -> Path:
     """Write a figure under its title, and under that where its numbers are from."""
     figure.suptitle(f"{title}\n", fontsize=12, fontweight="bold", x=0.01, ha="left")
-    _, height_in = figure.get_size_inches()
-    figure.text(0.01, 1 - 0.42 / height_in, source, fontsize=7.5, color=FAINT, parse_math=False)
+    width_in, height_in = figure.get_size_inches()
+    size_pt = min(7.5, 140 * width_in / max(len(source), 1))  # what fits beside the edges
+    figure.text(0.01, 1 - 0.42 / height_in, source, fontsize=size_pt, color=FAINT, parse_math=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "counterpoint"}):
         figure.savefig(path)
@@ -88,6 +89,7 @@ def bars(cases: Mapping[str, Mapping[str, float]], path: Path, *, title: str, so
             ratio = f"   {first / seconds:.2f}x" if j == 1 else ""
             axes.text(seconds / first + 0.01, at, f"{seconds * 1e3:#.3g} ms{ratio}", va="center",
                       fontsize=7.5, fontweight="bold" if ratio else "normal")  # fmt: skip
+    axes.grid(axis="y", visible=False)
     axes.set_yticks(range(len(cases)), list(cases), fontsize=8.5)
     axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
@@ -116,7 +118,7 @@ def dots(
         label: of the axis.
     """
     rows = max(len(cases) for cases in panels.values())
-    figure, found = sheet(4.6 * len(panels) + 1.5, 1.7 + 0.24 * rows, len(panels), sharey=True,
+    figure, found = sheet(max(9, 4.6 * len(panels) + 1.5), 1.7 + 0.24 * rows, len(panels), sharey=True,
                           sharex=True)  # fmt: skip
     kinds = looks([k for cases in panels.values() for each in cases.values() for k in each])
     for axes, (name, cases) in zip(found, panels.items(), strict=True):
@@ -180,10 +182,11 @@ def curves(
             axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylim(top=y_most)
         axes.set_title(name, fontsize=9, fontweight="bold", loc="left")
         axes.set_xlabel(x_label, fontsize=8.5)
     found[0].set_ylabel(y_label, fontsize=8.5)
+    if y_most:
+        found[0].set_ylim(top=y_most)
     handles = {
         label: handle
         for axes in found[: len(panels)]
@@ -204,7 +207,7 @@ def scatter(points: Sequence[Point], path: Path, *, title: str, source: str) -> 
         title: above it.
         source: what predicted, what measured, and when.
     """
-    figure, (axes,) = sheet(8.5, 6.4)
+    figure, (axes,) = sheet(7, 7)
     times = [t * 1e6 for p in points for t in (p.predicted_s, p.measured_s)]
     ends = [min(times) / 1.3, max(times) * 1.3]
     for error, fill in ((0.25, "#EEEEEE"), (0.10, "#D8D8D8")):
@@ -229,7 +232,6 @@ def scatter(points: Sequence[Point], path: Path, *, title: str, source: str) -> 
     within = ", ".join(
         f"{sum(e <= limit for e in off)} within {limit:.0%}" for limit in (0.1, 0.25)
     )
-    figure.legend(loc="outside right upper", frameon=False, fontsize=7.5, alignment="left",
-                  title=f"{len(points)} points, median error {median(off):.1%},\n{within}",
-                  title_fontsize=8.5)  # fmt: skip
+    axes.legend(loc="lower right", frameon=False, fontsize=7.5, alignment="left", title_fontsize=8.5,
+                title=f"{len(points)} points, median error {median(off):.1%},\n{within}")  # fmt: skip
     return save(figure, path, title, source)

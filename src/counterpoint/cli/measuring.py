@@ -8,15 +8,15 @@ import typer
 from counterpoint.cli.options import M_N_K, Dtype
 from counterpoint.problem import OPS
 
-# what is behind the name goes to the benchmarks as it stands, `--help` too
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+# what is behind the name goes to the benchmarks as it stands
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def bench(context: typer.Context) -> None:
     """Time plans, or other tables, against the libraries on this node's GPUs; from a checkout.
 
     `counterpoint bench overlap` (the default) times every plan of the matmuls, `decode`, `experts`,
-    `embedding`, `resources`, ... what their names say. `--help` lists all names and options.
+    `embedding`, `resources`, ... what their names say. `-h` lists all names and options.
 
     **Example:** `counterpoint bench overlap --cases all_gather_matmul --shapes 2048,7168,8192`
 
@@ -88,7 +88,7 @@ def evaluate(context: typer.Context) -> None:
     """Score the choice of plans at layers of real models: how often right; from a checkout.
 
     Measures every candidate of 72 scenarios, and of 18 with experts (`--only experts`), on the GPUs
-    here, or reads rows that were measured. `--help` lists the options.
+    here, or reads rows that were measured. `-h` lists the options.
 
     **Example:** `counterpoint evaluate --rows benchmarks/results/evaluate-4x-h200.jsonl`
     """

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from benchmarks import energy
 from counterpoint.errors import CounterpointError, UnsupportedError
-from counterpoint.measure import energy
 
 
 class Nvml:
@@ -45,40 +44,49 @@ class Event:
         pass
 
 
+class Alone:
+    """As one rank: nobody to wait for or to agree with."""
+
+    device, ranks = torch.device("cpu"), 1
+
+    def meet(self) -> None:
+        pass
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Nvml:
-    """As on one GPU: nothing to wait for, nobody to agree with."""
+def counter(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     made = Nvml(500.0)
     monkeypatch.setattr(energy, "import_module", lambda name: made)
+    monkeypatch.setattr(energy, "WINDOW_S", 2.0)
     monkeypatch.setattr(energy.time, "perf_counter", lambda: made.now_s)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid="abc"))
-    for name in ("barrier", "all_reduce"):
-        monkeypatch.setattr(dist, name, lambda *_, **__: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
     return made
 
 
 @pytest.mark.parametrize("call_s", [0.002, 0.02, 0.13])
-def test_joules_of_a_call(one_rank: Nvml, call_s: float):
+def test_joules_of_a_call(counter: Nvml, call_s: float):
     def call() -> None:
-        one_rank.now_s += call_s
+        counter.now_s += call_s
 
-    group: Any = None
-    found = energy.energy_of(call, call_s, group=group, device=torch.device("cpu"), window_s=2.0)
-    assert one_rank.asked == ["GPU-abc"]
-    assert found.seconds == pytest.approx(call_s)
-    assert found.sm_clock_mhz == 1700
+    alone: Any = Alone()
+    found = energy.energy_of(call, call_s, alone)
+    assert counter.asked == ["GPU-abc"]
+    assert found["back_to_back_s"] == pytest.approx(call_s)
+    assert found["arm_sm_clock_mhz"] == 1700
     # a step of the counter is seen up to a burst late
-    assert found.joules == pytest.approx(500 * call_s, rel=0.1)
-    assert found.watts == pytest.approx(500, rel=0.1)
+    assert found["energy_j"] == pytest.approx(500 * call_s, rel=0.1)
+    assert found["power_w"] == pytest.approx(500, rel=0.1)
 
 
-def test_a_counter_that_stands_still_is_an_error(one_rank: Nvml):
-    group: Any = None
-    one_rank.watts = 0.0
-    with pytest.raises(CounterpointError, match=r"counter did not move twice in 0\.4 s"):
-        energy.energy_of(lambda: None, 0.01, group=group, device=torch.device("cpu"))
+def test_a_counter_that_stands_still_is_an_error(counter: Nvml):
+    alone: Any = Alone()
+    counter.watts = 0.0
+    with pytest.raises(CounterpointError, match=r"counter did not move twice in 2 s"):
+        energy.energy_of(lambda: None, 0.01, alone)
 
 
 def test_without_nvml_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

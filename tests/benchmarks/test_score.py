@@ -1,8 +1,8 @@
 """Scores of choices: right, regret, constants and luck, by numbers worked out by hand."""
 
 import pytest
-from counterpoint.choose.score import Measured, at_random, constants, score
 
+from benchmarks.score import Measured, at_random, constants, score
 from counterpoint.errors import InputError
 from counterpoint.problem import Problem
 

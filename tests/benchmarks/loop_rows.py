@@ -1,8 +1,8 @@
-"""Rows of the experiment in measure/loop.py, as a GPU node would give them."""
+"""Rows of benchmarks/resources.py, as a GPU node would give them."""
 
 from typing import Any
 
-from counterpoint.measure.loop import Pair
+from benchmarks.loop import Pair
 
 FACTS = {
     "table": "resources", "iterations": 4, "nccl_graph_register": False, "date": "2026-11-21",
@@ -31,7 +31,7 @@ def arm_rows(
             "arm": arm, "controls": CONTROLS[arm], "mode": mode, "median_s": ms * 1e-3,
             "p20_s": ms * 0.98e-3, "p80_s": ms * 1.04e-3, "ideal_s": ideal_ms * 1e-3,
             "ideal_sm_s": ideal_sm_ms * 1e-3, "error": 1e-3,
-            "plain_over_arm": [ratio, ratio * 0.9, ratio * 1.1],
+            "baseline_over_arm": [ratio, ratio * 0.9, ratio * 1.1],
         }  # fmt: skip
         if joules and arm in joules:
             row |= {"energy_j": joules[arm], "power_w": 560.4, "arm_sm_clock_mhz": 1755.2}
