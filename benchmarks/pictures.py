@@ -135,8 +135,8 @@ def dots(
                       markeredgewidth=2, label="ideal", zorder=2)  # fmt: skip
         axes.set_yticks(range(len(cases)), list(cases), fontsize=8)
         axes.set_ylim(len(cases) - 0.5, -0.5)
-        axes.set_xlim(left=0)
         axes.set_xlabel(label, fontsize=8.5)
+    found[0].set_xlim(0, 1.02 * found[0].get_xlim()[1])
     handles, names = found[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
     return save(figure, path, title, source)
