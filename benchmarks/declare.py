@@ -199,11 +199,11 @@ class Bench:
         if not self.on_gpu:
             return "copy engines need GPUs"
         flat = source.view(-1)
-        _, handle = self.opened(flat.numel() * self.ranks, flat.dtype)
+        own, handle = self.opened(flat.numel() * self.ranks, flat.dtype)
         every = [handle.get_buffer(r, (self.ranks, flat.numel()), flat.dtype)[self.rank]
                  for r in range(self.ranks)]  # fmt: skip
 
-        def push(_: int) -> None:
+        def push(_: int, kept: Tensor = own) -> None:  # peers' memory is open as long as own is
             for d in range(1, self.ranks):
                 every[(self.rank + d) % self.ranks].copy_(flat)
 

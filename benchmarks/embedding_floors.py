@@ -114,14 +114,15 @@ def stores(dims: Sequence[Sequence[int]], own: int, bench: Bench) -> dict[str, C
     if not bench.on_gpu:
         return {"store": MISSING}
     d, each = dims[bench.rank][0], [sum(columns) for columns in dims]
-    _, handle = bench.opened(own * sum(each))
+    memory, handle = bench.opened(own * sum(each))
     outs = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=bench.device)
     launcher: Any = store_kernel[(_sms(bench) * 8,)]
     found: dict[str, Call | str] = {}
     for num_bytes, in_turn in STORES:
         bags = max(1, num_bytes // 2 // d)
 
-        def arm(_: int, bags: int = bags, in_turn: bool = in_turn) -> None:
+        # peers' memory is open as long as own is
+        def arm(_: int, bags: int = bags, in_turn: bool = in_turn, kept: Tensor = memory) -> None:
             launcher(outs, own, sum(each), sum(each[: bench.rank]), each[bench.rank], bench.rank,
                    bench.ranks, bags, d, in_turn, num_warps=4)  # fmt: skip
 

@@ -22,30 +22,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS, CHARACTERIZE = "tests", "characterize"
-TESTS_S, CHARACTERIZE_S, LONG_S = 240, 30, 560
-# seconds of a table in short form; with those above at most 540
+TESTS_S, CHARACTERIZE_S, LONG_S = 330, 25, 560
+START_S = 15  # of the processes of all tables
+# of a table in short form; with those above at most 540 where nothing hangs
 SHORT_S = {
-    "overlap": 30, "few_rows": 20, "decode": 20, "experts": 25, "embedding": 20, "steps": 30,
-    "training": 20, "resources": 30, "copies": 15, "transports": 15, "losses": 15, "evaluate": 15,
-    "soak": 15,
+    "overlap": 20, "few_rows": 10, "decode": 10, "experts": 15, "embedding": 15, "steps": 20,
+    "training": 10, "resources": 20, "copies": 10, "transports": 10, "losses": 10, "evaluate": 10,
+    "soak": 10,
 }  # fmt: skip
 
 
-def parts(suite: str, out: Path, gpus: int, gpu: str) -> dict[str, tuple[list[str], int]]:
-    """Arguments of python and seconds, by the name of a part.
+def separate(suite: str, out: Path, gpus: int) -> dict[str, tuple[list[str], int]]:
+    """Arguments of python and seconds of the parts that are no tables, by name.
 
     Args:
         suite: as in the command line.
         out: folder of rows.
         gpus: how many.
-        gpu: their name, in the names of files.
     """
-
-    def table(name: str, *more: str) -> list[str]:
-        path = out / f"{name.replace('_', '-')}-{gpus}x-{gpu}.jsonl"
-        ranks = ["--ranks", str(gpus)]
-        return ["-m", "benchmarks.runner", name, *ranks, "--out", str(path), *more]
-
     # another torch than CI's may warn: warnings are printed here, not errors
     tests = [
         "-m",
@@ -65,19 +59,15 @@ def parts(suite: str, out: Path, gpus: int, gpu: str) -> dict[str, tuple[list[st
         f"faulthandler_timeout={TESTS_S - 10}",
         "--durations=8",
     ]
-    rows = out / f"characterize-{gpus}x-{gpu}.jsonl"
-    constants = ["-m", "counterpoint", "characterize", "--ranks", str(gpus), "--rows", str(rows)]
+    rows = str(out / f"characterize-{gpus}x.jsonl")
+    constants = ["-m", "counterpoint", "characterize", "--ranks", str(gpus), "--rows", rows]
     if suite == "short":
-        found = {TESTS: (tests, TESTS_S), CHARACTERIZE: ([*constants, "--quick"], CHARACTERIZE_S)}
-        return found | {
-            name: (table(name, "--short"), limit_s) for name, limit_s in SHORT_S.items()
-        }
-    if suite in (TESTS, CHARACTERIZE):
-        return {suite: (tests if suite == TESTS else constants, LONG_S)}
-    return {suite: (table(suite), LONG_S)}
+        return {TESTS: (tests, TESTS_S), CHARACTERIZE: ([*constants, "--quick"], CHARACTERIZE_S)}
+    found = {TESTS: (tests, LONG_S), CHARACTERIZE: (constants, LONG_S)}
+    return {name: part for name, part in found.items() if name == suite}
 
 
-def run_all(found: Mapping[str, tuple[Sequence[str], int]], cache: Path) -> list[str]:
+def run_separate(found: Mapping[str, tuple[Sequence[str], int]], cache: Path) -> list[str]:
     """Run the parts one after another; names of those that failed."""
     failed: list[str] = []
     for name, (arguments, limit_s) in found.items():
@@ -88,8 +78,29 @@ def run_all(found: Mapping[str, tuple[Sequence[str], int]], cache: Path) -> list
             f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s", flush=True
         )
         failed += [name] if code else []
-    print(f"make gpu: {len(found) - len(failed)} of {len(found)} parts passed"
-          + (f"; failed: {', '.join(failed)}" if failed else ""), flush=True)  # fmt: skip
+    return failed
+
+
+def run_tables(
+    limits_s: Mapping[str, int], more: Sequence[str], out: Path, cache: Path,
+    module: str = "benchmarks.runner",
+) -> list[str]:  # fmt: skip
+    """Run tables in one set of processes, in a new one behind each that fails; names of those."""
+    done, failed, left = out / "done.txt", list[str](), list(limits_s)
+    done.unlink(missing_ok=True)
+    while left:
+        limit_s = max(limits_s[name] for name in left)
+        arguments = [*left, *more, "--out", str(out), "--done", str(done), "--limit", str(limit_s)]
+        total_s = START_S + sum(limits_s[name] for name in left)
+        print(f"make gpu: {', '.join(left)}, at most {total_s} s", flush=True)
+        code = run([sys.executable, "-m", module, *arguments], total_s, cache)
+        ended = done.read_text().split() if done.exists() else []
+        left = [name for name in left if name not in ended]
+        if left and code:
+            print(f"make gpu: {left[0]} ended with {code}", flush=True)
+            failed.append(left.pop(0))
+        elif left:
+            return [*failed, *left]  # a runner that says that all is well has not run them
     return failed
 
 
@@ -115,6 +126,7 @@ def run(command: Sequence[str], limit_s: float, cache: Path) -> int:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> int:
@@ -138,8 +150,14 @@ def main() -> int:
     gpus = 8 if gpus >= 8 else 4 if gpus >= 4 else 2  # groups of 2, 4 and 8 ranks are measured
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
-    return 1 if run_all(parts(args.suite, out, gpus, gpu), out / "cache") else 0
+    start_s, suite = time.monotonic(), args.suite
+    failed = run_separate(separate(suite, out, gpus), out / "cache")
+    more = ["--ranks", str(gpus), *(["--short"] if suite == "short" else [])]
+    tables = SHORT_S if suite == "short" else {suite: LONG_S} if suite in SHORT_S else {}
+    failed += run_tables(tables, more, out, out / "cache")
+    said = f"failed: {', '.join(failed)}" if failed else "all parts passed"
+    print(f"make gpu: {said}, in {time.monotonic() - start_s:.0f} s", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

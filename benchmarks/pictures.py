@@ -118,8 +118,9 @@ def dots(
         label: of the axis.
     """
     rows = max(len(cases) for cases in panels.values())
-    figure, found = sheet(max(9, 4.6 * len(panels) + 1.5), 1.7 + 0.24 * rows, len(panels), sharey=True,
-                          sharex=True)  # fmt: skip
+    figure, found = sheet(
+        max(9, 4.6 * len(panels) + 1.5), 1.7 + 0.24 * rows, len(panels), sharey=True, sharex=True
+    )
     kinds = looks([k for cases in panels.values() for each in cases.values() for k in each])
     for axes, (name, cases) in zip(found, panels.items(), strict=True):
         axes.axvline(1, color=INK, linewidth=1, zorder=1)
@@ -232,6 +233,12 @@ def scatter(points: Sequence[Point], path: Path, *, title: str, source: str) -> 
     within = ", ".join(
         f"{sum(e <= limit for e in off)} within {limit:.0%}" for limit in (0.1, 0.25)
     )
-    axes.legend(loc="lower right", frameon=False, fontsize=7.5, alignment="left", title_fontsize=8.5,
-                title=f"{len(points)} points, median error {median(off):.1%},\n{within}")  # fmt: skip
+    axes.legend(
+        loc="lower right",
+        frameon=False,
+        fontsize=7.5,
+        alignment="left",
+        title_fontsize=8.5,
+        title=f"{len(points)} points, median error {median(off):.1%},\n{within}",
+    )
     return save(figure, path, title, source)

@@ -1,7 +1,7 @@
 """The one runner: checks every arm of a declared benchmark against fp64, then times all of them.
 
     python -m benchmarks.runner overlap --out rows.jsonl      # or: counterpoint bench overlap
-    python -m benchmarks.runner decode --short --cases 405B
+    python -m benchmarks.runner decode experts --short --out folder
 
 Inputs are random and differ by rank; weights take turns, so that none is in the L2. An arm is a
 CUDA graph of several calls; all arms of a case share one randomised rotation at settled clocks.
@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ NAMES = (
     "copies", "transports", "losses", "evaluate", "soak",
 )  # fmt: skip
 SHORT_ROUNDS = 5
-STACKS_S = 280  # of one case, after which a hang shows the stacks of all ranks
+LIMIT_S = 560  # of one benchmark
 
 
 def declared(name: str) -> Benchmark:
@@ -197,8 +196,6 @@ def run(
     them."""
     found: list[Row] = []
     for i, case in enumerate(cases, 1):
-        if bench.on_gpu:
-            faulthandler.dump_traceback_later(STACKS_S, exit=True)
         rows = measured(benchmark, case, bench)
         bench.meet()  # no rank frees what another one still writes to
         if bench.rank == 0 and out is not None:
@@ -208,7 +205,6 @@ def run(
         gc.collect()  # graphs, and what they point into
         if bench.on_gpu:
             torch.cuda.empty_cache()
-    faulthandler.cancel_dump_traceback_later()
     return found
 
 
@@ -251,35 +247,52 @@ def options() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", nargs="?", choices=NAMES, default="overlap")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--short", action="store_true", help="few cases, few rounds")
     parser.add_argument("--cases", default="", help="those whose name has this in it")
     parser.add_argument("--shapes", default="", help="M,N,K of your own, with colons between")
     parser.add_argument("--part", default="1/1", help='"1/4": every fourth case, from the first on')
     parser.add_argument("--rounds", type=int, default=0, help="how often each arm is timed")
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; 0: all")
-    parser.add_argument("--out", type=Path, help="JSONL file that rows are added to")
+    parser.add_argument("--out", type=Path, help="JSONL file that rows are added to, or a folder")
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="most seconds of a benchmark")
+    parser.add_argument("--done", type=Path, help="file that names are added to when they are done")
     parser.add_argument("--list", action="store_true", help="names of the cases, and no more")
     return parser
 
 
+def file_of(name: str, out: Path | None, ranks: int) -> Path | None:
+    """Where rows go: a file of its own for each benchmark, if `out` is a folder."""
+    if out is None or out.suffix == ".jsonl":
+        return out
+    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "cpu"
+    return out / f"{name.replace('_', '-')}-{ranks}x-{gpu}.jsonl"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark on the GPUs here; 2 where there are too few."""
+    """Run benchmarks on the GPUs here; 2 where there are too few."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = options().parse_args(given)
-    benchmark = declared(args.name)
-    pick = partial(chosen, benchmark, short=args.short, only=args.cases, shapes=args.shapes,
-                   part=args.part)  # fmt: skip
+    names = args.names or ["overlap"]
+    for name in names:
+        if name not in NAMES:
+            raise InputError("bench", "NAME", want=f"one of {', '.join(NAMES)}", got=repr(name))
+
+    def pick(name: str, ranks: int) -> list[Case]:
+        return chosen(declared(name), ranks, short=args.short, only=args.cases, shapes=args.shapes,
+                      part=args.part)  # fmt: skip
+
     gpus = args.ranks or torch.cuda.device_count()
     if args.list:
-        print("\n".join(case.name for case in pick(max(gpus, 2))))
+        print("\n".join(case.name for name in names for case in pick(name, max(gpus, 2))))
         return 0
     if gpus < 2:
         return too_few_gpus("bench", "`counterpoint demo` runs without")
     # captured collectives of NCCL hang on memory that is open to peers where they register it
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if not under_torchrun():
-        pick(gpus)  # a wrong option is said before ranks start
+        for name in names:
+            pick(name, gpus)  # a wrong option is said before ranks start
         return torchrun(gpus, given, module="benchmarks.runner")
     start_s = time.monotonic()
     with nccl_group() as (group, device):
@@ -290,7 +303,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         bench = Bench(group, device, short=args.short, rounds=args.rounds, say=say)
         forget_tuned(bench)
-        run(benchmark, pick(group.size()), bench, args.out, say)
+        for name in names:
+            say(f"{name}, at most {args.limit} s")
+            # a hang shows the stacks of all ranks
+            faulthandler.dump_traceback_later(args.limit, exit=True)
+            out = file_of(name, args.out, bench.ranks)
+            run(declared(name), pick(name, bench.ranks), bench, out, say)
+            if bench.rank == 0 and args.done is not None:
+                with args.done.open("a") as file:
+                    file.write(f"{name}\n")
+        faulthandler.cancel_dump_traceback_later()
     return 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.pictures import Point, bars, curves, dots, scatter
 
-LABELS = {"title": "A title", "source": "2x H200, $1, 2026"}
+LABELS = {"title": "A title", "source": "2x H200, 2026"}
 PANELS = {"2 GPUs": {"one": {"fast": 2.0, "slow": 0.5}, "two": {"fast": 1.5}}}
 POINTS = [Point("graded, 8192", "graded", 1.2e-3, 1e-3), Point("ring", "ring", 2e-4, 2.1e-4)]
 
@@ -20,8 +20,9 @@ def drawn(kind: str, path: Path) -> Path:
     if kind == "dots":
         return dots(PANELS, {"2 GPUs": {"one": 3.0}}, path, **LABELS)
     if kind == "curves":
-        return curves({"rows": {"a": [(1, 1.0), (4, 2.0)]}}, path, x_label="chunks", y_label="ratio",
-                      **LABELS)  # fmt: skip
+        return curves(
+            {"rows": {"a": [(1, 1.0), (4, 2.0)]}}, path, x_label="chunks", y_label="ratio", **LABELS
+        )
     return scatter(POINTS, path, **LABELS)
 
 

@@ -162,3 +162,11 @@ def test_without_gpus_it_says_so(capsys: pytest.CaptureFixture[str]):
     assert "counterpoint bench: needs 2 GPUs or more" in capsys.readouterr().err
     assert runner.main(["soak", "--list"]) == 0
     assert "all_to_all_matmul" in capsys.readouterr().out.splitlines()
+    with pytest.raises(InputError, match="NAME must be one of overlap, few_rows"):
+        runner.main(["overlaps"])
+
+
+def test_a_folder_gets_a_file_for_each():
+    assert runner.file_of("few_rows", Path("out"), 2) == Path("out/few-rows-2x-cpu.jsonl")
+    assert runner.file_of("few_rows", Path("a.jsonl"), 2) == Path("a.jsonl")
+    assert runner.file_of("few_rows", None, 2) is None

@@ -1,4 +1,5 @@
-"""`counterpoint bench` and `evaluate`: what a checkout has, run as it stands; said where there is none."""
+"""`counterpoint bench` and `evaluate`: what a checkout has, run as it stands; said where there is
+none."""
 
 import subprocess
 from pathlib import Path
