@@ -74,6 +74,27 @@ def arms(case: Case, bench: Bench) -> Arms:
     return dlrm_arms(dlrm, dlrm.LARGE._replace(batch=case["size"]), torch.bfloat16, bench)
 
 
+def dlrm_tables(
+    dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench
+) -> tuple[cnn.ShardedEmbeddingBags, dict[str, nn.Module]]:
+    """The tables of this rank each way, with equal weights."""
+    owners, _ = dlrm.balanced(bench.ranks)
+    rows = [(min(n, s.rows), s.dim) for n in dlrm.ROWS]
+    plans = ("fused" if bench.on_gpu else "auto", "serial")
+    bags, serial = (
+        cnn.ShardedEmbeddingBags(rows, owners=owners, plan=plan, device=bench.device, dtype=dtype)
+        for plan in plans
+    )
+    for weight, other in zip(bags.weights, serial.weights, strict=True):
+        nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
+        other.data.copy_(weight.data)
+    return bags, {
+        "fused": dlrm.InOneCall(s, bags, bench.device),
+        "torch": dlrm.InThree(s, bags, bench.device),
+        "lookup": dlrm.InOneCall(s, serial, bench.device),
+    }
+
+
 def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
     """The model three times, with equal weights.
 
@@ -84,36 +105,15 @@ def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
         bench: this rank.
     """
     torch.manual_seed(bench.rank)
-    owners, work = dlrm.balanced(bench.ranks)
-    rows = [(min(n, s.rows), s.dim) for n in dlrm.ROWS]
-
-    def bags_of(plan: str) -> cnn.ShardedEmbeddingBags:
-        return cnn.ShardedEmbeddingBags(
-            rows, owners=owners, plan=plan, device=bench.device, dtype=dtype
-        )
-
-    bags, serial = bags_of("fused" if bench.on_gpu else "auto"), bags_of("serial")
-    for weight, other in zip(bags.weights, serial.weights, strict=True):
-        nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
-        other.data.copy_(weight.data)
+    bags, tables = dlrm_tables(dlrm, s, dtype, bench)
     dense = dlrm.Dense(s).to(bench.device)
-    tables = {
-        "fused": dlrm.InOneCall(s, bags, bench.device),
-        "torch": dlrm.InThree(s, bags, bench.device),
-        "lookup": dlrm.InOneCall(s, serial, bench.device),
-    }
     ways = {n: dlrm.Training(s, t, copy.deepcopy(dense), dtype) for n, t in tables.items()}
     batches = [dlrm.batch_of(s, bags.own, seed, bench.device) for seed in range(SETS)]
-    exact = dlrm.Training(
-        s,
-        dlrm.InThree(s, bags, bench.device).double(),
-        copy.deepcopy(dense).double(),
-        torch.float32,
-    )
-    first = batches[0]
+    first, torch_s = batches[0], dlrm.InThree(s, bags, bench.device)
+    exact = dlrm.Training(s, copy.deepcopy(torch_s).double(), copy.deepcopy(dense).double(),
+                          torch.float32)  # fmt: skip
     exact.forward_backward(first._replace(features=first.features.double()))
     want = gradients(exact)
-    torch_s = tables["torch"]
     with torch.no_grad():
         pooled = torch_s.pooled(first.indices)
 
@@ -136,8 +136,9 @@ def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
         found = gradients(ways[name.partition(", by ")[2]])
         return [relative_error(a, b) for a, b in zip(found, want, strict=True)]
 
-    facts = {"batch": s.batch, "dim": s.dim, "rows": s.rows, "pooled": work, "bottom": s.bottom,
-             "cross": s.cross, "top": s.top, "sets": SETS}  # fmt: skip
+    facts = {"batch": s.batch, "dim": s.dim, "rows": s.rows,
+             "pooled": dlrm.balanced(bench.ranks)[1],
+             "bottom": s.bottom, "cross": s.cross, "top": s.top, "sets": SETS}  # fmt: skip
     return Arms(calls, check, baseline=f"{BOTH}, by torch", floor=2 * EXACT, limit=0.2, facts=facts,
                 parts=[name for name in calls if not name.startswith(BOTH)])  # fmt: skip
 

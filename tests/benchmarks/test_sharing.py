@@ -92,7 +92,6 @@ def test_summary_has_the_worst_pair_too(eight: list[Row]):
     assert sharing.summary({8: eight}) == (
         "- 8 GPUs: tuned takes 27.1 % less time than plain overlap, geometric mean of 3 pairs in a "
         "graph; at best 37.1 % with cb Triton 64x64x32 + all-reduce (the ideal pipeline 41.2 %), "
-        "at "
         "at worst 6.2 % with mb cuBLAS + all-reduce (the ideal pipeline 37.5 %)."
     )
 

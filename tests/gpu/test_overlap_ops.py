@@ -3,14 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from plans import PLANS
 
 import counterpoint
 from counterpoint.measure.timing import relative_error
+from counterpoint.plan.variants import variants
+from counterpoint.problem import OPS
 from counterpoint.runtime import compute
 from counterpoint.runtime.workspace import workspace_of
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+PLANS = {(op, ranks): variants(op, ranks) for op in OPS for ranks in (2, 4, 8)}
 SHAPES = [(1, 1, 1), (37, 24, 40), (129, 257, 191), (256, 512, 512)]  # rows of a rank, N, K
 RATIO = 2.0  # of the error of plain torch, against fp64
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-23}

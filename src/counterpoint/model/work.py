@@ -43,7 +43,7 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
             received = whole_bytes * rows // max(p.m, 1)
             if bound.step.arg("transport") == "words":
                 # in the kernel of its matmul a scatter has no start of its own, while tiles that
-                # wait for their rows wait for flags, a fence behind each: benchmarks/gathered.py
+                # wait for their rows wait for flags, a fence behind each: docs/fused.md
                 fused_s = costs.kernel_s if bound.step.arg("kernel") else 0.0
                 start_s = costs.direct_s + (fused_s if gathers else -fused_s)
                 return max(start_s, 0.0) + received / costs.direct_bytes_per_s
