@@ -39,7 +39,9 @@ SAID = {
 def test_a_picture_says_what_it_shows(kind: str, tmp_path: Path):
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         text = drawn(kind, tmp_path / "a.svg").read_text()
-    found = [" ".join(t.split()) for t in re.findall(r"<text[^>]*[^/]>(.*?)</text>", text, re.DOTALL)]
+    found = [
+        " ".join(t.split()) for t in re.findall(r"<text[^>]*[^/]>(.*?)</text>", text, re.DOTALL)
+    ]
     for wanted in [*SAID[kind], *LABELS.values()]:
         assert " ".join(wanted.split()) in found, (wanted, found)
 
