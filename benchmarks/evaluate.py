@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from counterpoint.choose.rule import RULE
-
 from benchmarks import experts, overlap
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
 from benchmarks.evaluated import Found, parts_of, points_of, read, speedups_of, ways_of
@@ -22,6 +20,7 @@ from benchmarks.rows import RESULTS, Row
 from benchmarks.scenarios import expert_scenarios, scenarios
 from benchmarks.score import RIGHT
 from benchmarks.tables import grid
+from counterpoint.choose.by_rule import RULE
 from counterpoint.choose.known import shipped
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.machine import Machine

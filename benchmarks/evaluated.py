@@ -5,14 +5,13 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
-from counterpoint.choose.rule import by_rule
-
 from benchmarks import overlap
 from benchmarks.pictures import Point
 from benchmarks.rows import Row, one_form, taken
 from benchmarks.scenarios import FITTED, LOOKED_AT
 from benchmarks.score import Measured, Score, at_random, constants, score
 from counterpoint.choose.by_model import by_model
+from counterpoint.choose.by_rule import by_rule
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine

@@ -28,8 +28,8 @@ from counterpoint.measure.draw import draw_timeline
 from counterpoint.measure.shapes import SHAPES
 from counterpoint.measure.timing import relative_error
 from counterpoint.model.estimate import estimate, predicted_s
-from counterpoint.plan import finer
 from counterpoint.plan.families import build
+from counterpoint.plan.finer import NAMES as FINER
 from counterpoint.problem import Problem
 from counterpoint.timeline import Timeline
 
@@ -264,7 +264,7 @@ def all_results(found: Mapping[int, list[Row]]) -> str:
 
 def finer(rows: list[Row]) -> str:
     """The families finer than shards beside the best of the others."""
-    shapes = [c for c in shapes_of(rows) if all(f"{family} ring" in c for family in finer.NAMES)]
+    shapes = [c for c in shapes_of(rows) if all(f"{family} ring" in c for family in FINER)]
     others = [
         Column(
             kind, lambda c, kind=kind: ms(c.s(c.fastest(a for a in c.main if a.startswith(kind))))
@@ -275,7 +275,7 @@ def finer(rows: list[Row]) -> str:
         *HEAD,
         arm("serial", ms),
         *others,
-        *(arm(f"{f} ring", ms, f"`{f}`") for f in finer.NAMES),
+        *(arm(f"{f} ring", ms, f"`{f}`") for f in FINER),
     ]
     note = "Milliseconds, in a graph, all in one rotation."
     return f"{table(some, shapes)}\n\n{source(rows[0], note)}" if shapes else ""

@@ -11,9 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from counterpoint.resources.footprint import triton_footprint
-from counterpoint.resources.occupancy import occupancy
-
 from benchmarks.declare import Bench, Benchmark, Case
 from benchmarks.energy import energy_of
 from benchmarks.loop import (
@@ -36,6 +33,8 @@ from counterpoint.resources.controls import OFF, SEQUENTIAL, Mode
 from counterpoint.resources.shape import limits_here
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import carriers
+from counterpoint.runtime.footprint import triton_footprint
+from counterpoint.runtime.occupancy import occupancy
 
 SHORT_SCALE = 8  # of M and of the collective
 SWEEP_ROUNDS = 3

@@ -13,13 +13,13 @@ measurements of the same sizes on 4 GPUs.
 from typing import NamedTuple
 
 from benchmarks.experts import MODELS
-from counterpoint.problem import Op, Problem
+from counterpoint.problem import Problem
 
 TOKENS = (64, 512, 2048, 8192)
 FITTED = "Llama-3-70B"
 LOOKED_AT = "Llama-3.1-405B"
 # N, K of one rank
-LAYERS: dict[str, dict[str, tuple[Op, int, int]]] = {
+LAYERS: dict[str, dict[str, tuple[str, int, int]]] = {
     "Qwen3-32B": {
         "qkv": ("all_gather_matmul", 1280, 5120),
         "gate+up": ("all_gather_matmul", 6400, 5120),

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from counterpoint.choose.rule import RULE
-
 from benchmarks import mesh
 from benchmarks.declare import Section
 from benchmarks.rows import RESULTS, Row, Timed, results
+from counterpoint.choose.by_rule import RULE
 from counterpoint.choose.known import SHIPPED
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from counterpoint.choose.rule import RULE
 
 from benchmarks import evaluate
 from benchmarks.evaluated import parts_of, points_of, scenarios_of, speedups_of, tiles_of, ways_of
@@ -19,6 +18,7 @@ from benchmarks.scenarios import (
     expert_scenarios,
     scenarios,
 )
+from counterpoint.choose.by_rule import RULE
 from counterpoint.choose.known import shipped
 from counterpoint.errors import InputError
 from counterpoint.measure import record
