@@ -30,9 +30,9 @@ from counterpoint.measure import settings
 from counterpoint.measure.timing import Times, rotate
 from counterpoint.resources import Controls, Space, tune
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Mode
-from counterpoint.resources.shape import limits_here
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import carriers
+from counterpoint.runtime.device_limits import limits_here
 from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.occupancy import occupancy
 

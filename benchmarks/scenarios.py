@@ -90,7 +90,7 @@ def expert_scenarios(ranks: int) -> tuple[Scenario, ...]:
     found: list[Scenario] = []
     for tokens in EXPERT_TOKENS:
         for model, experts, hidden, ffn, top in MODELS:
-            sizes: tuple[tuple[str, Op, int, int], ...] = (
+            sizes: tuple[tuple[str, str, int, int], ...] = (
                 ("experts gate+up", "all_to_all_matmul", 2 * ffn, hidden),
                 ("experts down", "matmul_all_to_all", hidden, ffn),
             )
