@@ -289,8 +289,7 @@ def every_case(rows: list[Row]) -> str:
             "only reading", "only storing", "of the floor"]  # fmt: skip
     note = (
         "Int64 indices. Milliseconds of the slowest rank, tables of a GPU, indices in rotation, "
-        "all "
-        "arms in one randomised rotation."
+        "all arms in one randomised rotation."
     )
     parts = (summary(found), by_pooling(found), grid(head, lines), source(rows[0], note))
     return "\n\n".join(parts)
@@ -319,12 +318,10 @@ def readme(rows: list[Row]) -> str:
     slower, most = sum(r > 1 for r in ratios), max(ratios)
     worst = f"slower in {slower} (by {most - 1:.0%})" if slower else f"{1 - most:.0%} at least"
     return (
-        f"[Embedding bags](docs/embedding.md) and their all-to-all in one kernel, rows stored "
-        f"where "
-        f"they belong on their owners: with outputs of their own (`out=`) "
+        "[Embedding bags](docs/embedding.md) and their all-to-all in one kernel, rows stored "
+        "where they belong on their owners: with outputs of their own (`out=`) "
         f"{1 - geometric_mean(ratios):.0%} less time than the fastest of lookup, all-to-all and "
-        f"concat "
-        f"in the mean of {len(found)} cases on {rows[0]['ranks']}x {rows[0]['gpu']}, "
+        f"concat in the mean of {len(found)} cases on {rows[0]['ranks']}x {rows[0]['gpu']}, "
         f"{1 - min(ratios):.0%} at best, {worst}; by default, with a copy of the result, "
         f"{1 - geometric_mean(copied):.0%}."
     )

@@ -184,11 +184,9 @@ def short_scores(_: Mapping[int, list[Row]]) -> str:
         assert s is not None, "a way to choose has a score"
         lines.append(
             f"  {ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % "
-            f"of the "
-            f"fastest candidate in {s.right:.0%}, {s.mean_regret:.1%} slower in the mean, "
+            f"of the fastest candidate in {s.right:.0%}, {s.mean_regret:.1%} slower in the mean, "
             f"{s.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on {means['serial']:.2f}x "
-            f"serial, "
-            f"{means['torch']:.2f}x torch's fused operators."
+            f"serial, {means['torch']:.2f}x torch's fused operators."
         )
     return "\n".join(lines)
 

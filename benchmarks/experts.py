@@ -364,9 +364,8 @@ def readme(found: Mapping[int, list[Row]]) -> str:
     less = [1 - _best_s(c) / c.pair_s for c in every]
     note = (
         f"Microseconds, CUDA graphs, one rotation a case. Over all {len(every)} cases, half of "
-        f"them "
-        f"skewed: {fmean(less):.0%} less time than the libraries' grouped matmul and all-to-all "
-        f"alone, {max(less):.0%} at most; back with the weighted sum of a token's rows "
+        f"them skewed: {fmean(less):.0%} less time than the libraries' grouped matmul and "
+        f"all-to-all alone, {max(less):.0%} at most; back with the weighted sum of a token's rows "
         f"({len(combines)} cases) {geometric_mean(sums):.2f}x. *Auto* where counts are "
         "host-known, by the predictions of this version."
     )

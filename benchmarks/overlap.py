@@ -296,8 +296,7 @@ def few_rows_table(rows: list[Row]) -> str:
         f"serial / auto, geometric mean of {len(shapes)} shapes: {geometric_mean(graph):.2f} in a "
         f"graph (least {min(graph):.2f}), {geometric_mean(eager):.2f} plain eager (least "
         f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
-        f"in "
-        "rotation."
+        "in rotation."
     )
     return f"{table([*some, *more], shapes)}\n\n{source(rows[0], note)}"
 
@@ -309,10 +308,8 @@ def few_rows_line(rows: list[Row]) -> str:
     eager = 1 / geometric_mean(_plain(c) for c in shapes)
     return (
         f"At 64 to 1024 tokens ({rows[0]['ranks']}x H200, Llama-3-70B layers) the other two "
-        f"operators "
-        f"take {graph:.2f} of the time of serial in a graph, {eager:.2f} eagerly with the host's "
-        f"time "
-        "in it."
+        f"operators take {graph:.2f} of the time of serial in a graph, {eager:.2f} eagerly with "
+        "the host's time in it."
     )
 
 

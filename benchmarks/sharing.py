@@ -211,10 +211,9 @@ def summary(found: Mapping[int, list[Row]]) -> str:
             for c in (best, worst)
         ]
         lines.append(
-            f"- {ranks} GPUs: tuned takes {percent(mean)} less time than plain overlap, "
-            f"geometric mean of {len(cases)} pair{'s' * (len(cases) > 1)} in a graph; at best "
-            f"{texts[0]}, at worst "
-            f"{texts[1]}."
+            f"- {ranks} GPUs: tuned takes {percent(mean)} less time than plain overlap, geometric "
+            f"mean of {len(cases)} pair{'s' * (len(cases) > 1)} in a graph; at best {texts[0]}, "
+            f"at worst {texts[1]}."
         )
     return "\n".join(lines)
 
@@ -252,18 +251,12 @@ def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Se
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Each control by itself, and what shaping does, of the most GPUs."""
     rows = next(iter(found.values()))
-    cases, place = in_graph(rows), where(pairs_of(rows)[0].head)
-    panels: dict[str, dict[str, dict[str, float]]] = {}
-    ideals: dict[str, dict[str, float]] = {}
-    for kernels in ("cuBLAS", "Triton"):
-        some = [c for c in cases if kernels in c.head["pair"]]
-        if some:
-            panels[kernels] = {
-                c.head["pair"]: {n: c.s(PLAIN) / c.s(n) for n in ARMS if n in c and n != PLAIN}
-                for c in some
-            }
-            ideals[kernels] = {c.head["pair"]: c.s(PLAIN) / c.graph[PLAIN]["ideal_s"] for c in some}
-    dots({name: panels[name] for name in list(panels)[:1]}, ideals, images / "sharing-arms.png",
+    place = where(pairs_of(rows)[0].head)
+    some = [c for c in in_graph(rows) if c.head["kernel"] == "cuBLAS"]
+    speedups = {c.head["pair"]: {n: c.s(PLAIN) / c.s(n) for n in ARMS if n in c and n != PLAIN}
+                for c in some}  # fmt: skip
+    ideals = {c.head["pair"]: c.s(PLAIN) / c.graph[PLAIN]["ideal_s"] for c in some}
+    dots({"cuBLAS": speedups}, {"cuBLAS": ideals}, images / "sharing-arms.png",
          title="Each control by itself, and tuned, in a CUDA graph", source=place,
          label="plain overlap / this (higher is better)")  # fmt: skip
     shapes: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -300,17 +293,15 @@ SECTIONS = (
         "bars",
         bars,
         "CUDA graphs, medians of the slowest rank in one randomised rotation; the bar is what we "
-        "set "
-        "out to reach on 8 GPUs, which have not been measured; bold meets it. Ideal: by the faster "
-        "transport, with SM collectives kept by the library's kernels. In parentheses the 95 % "
-        "interval of the rounds' own ratios.",
+        "set out to reach on 8 GPUs, which have not been measured; bold meets it. Ideal: by the "
+        "faster transport, with SM collectives kept by the library's kernels. In parentheses the "
+        "95 % interval of the rounds' own ratios.",
     ),
     section(
         "arms",
         lambda rows: by_mode(rows, ARMS),
         "Milliseconds, medians of the slowest rank in one randomised rotation; bold is the "
-        "fastest of "
-        "these; -: no such arm.",
+        "fastest of these; -: no such arm.",
     ),
     section(
         "others",
@@ -326,9 +317,7 @@ SECTIONS = (
         "shaping",
         shaping,
         "TimeRatio: overlapped / sequential, CUDA graphs; bold is the lowest. Shaped and unshaped "
-        "are "
-        "of the sweep, of which the best is shown; the carve-out is of the rotation of arms. All "
-        "with "
-        "SM collectives, the ideal too.",
+        "are of the sweep, of which the best is shown; the carve-out is of the rotation of arms. "
+        "All with SM collectives, the ideal too.",
     ),
 )
