@@ -54,7 +54,8 @@ def declaration(op: str) -> Any:
 def op_names() -> tuple[str, ...]:
     """All operators, those of gradients included, in alphabetical order."""
     modules = iter_modules(import_module("counterpoint.plan").__path__)
-    return tuple(m.name for m in modules if declaration(m.name) is not None)
+    found = ((m.name, declaration(m.name)) for m in modules)
+    return tuple(name for name, declared in found if declared is not None and declared.families)
 
 
 def dtype_of(op: str, dtype: object) -> DType:
@@ -91,6 +92,8 @@ class Problem:
     all_to_all_matmul: y[M, N] = for each expert of this rank the rows that all ranks have for it,
                        rank 0 first, times its weight[K, N]
     matmul_all_to_all: the combine: x lies as that y does, and rows go to where they were in x
+
+    A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
         op: the operator.

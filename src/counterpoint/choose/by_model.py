@@ -4,6 +4,9 @@ Serial is a candidate like the others, and wins unless another is faster by more
 are off: see MARGINS.
 """
 
+from collections.abc import Mapping, Sequence
+from math import inf, nan
+
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.machine import Machine
@@ -40,75 +43,101 @@ def by_model(
         tiles: the matmul library's tile for (rows, n, k), where it is known.
         words_limit: most bytes of low-latency words that a plan may need; None: any.
     """
-    ours, specs = candidates(problem, machine)
-    guesses: dict[str, float] = {}
-    limits: dict[str, str] = {}
-    if len(specs) > MAX_SIMULATED:
-        guesses = {spec: _guess_s(problem, spec, machine, tiles) for spec in specs}
-        specs = sorted(specs, key=guesses.__getitem__)
-        # what may not be taken takes no place among those that are simulated
-        first: list[str] = []
-        while specs and len(first) < MAX_SIMULATED:
-            spec = specs.pop(0)
-            if why := refusal(build(problem, spec, machine)):
-                limits[spec] = why
-            else:
-                first.append(spec)
-        specs = first
-    specs += ours
-    serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager, tiles=tiles)
-    times: dict[str, float] = {}
-    steps: dict[str, int] = {}
-    for spec in specs:
+    in_a_row, others = candidates(problem, machine)
+    weighed = _Weighed(problem, machine, eager, tiles)
+    serial_s = weighed.simulate("serial")
+    for spec in (*weighed.closest(others), *in_a_row):
         plan = build(problem, spec, machine)
-        why = refusal(plan)
         if words_limit is not None and plan.num_bytes("words") > words_limit:
-            why = "needs memory for words, which cannot be made now"
-        if why:
-            limits[spec] = why
-            continue
-        times[spec] = predicted_s(plan, machine, eager=eager, tiles=tiles)
-        steps[spec] = sum(bool(step.waits) for step in plan.steps)
+            weighed.limits[spec] = "needs memory for words, which cannot be made now"
+        else:
+            weighed.simulate(spec)
 
     margin = MARGINS[machine.measured is not None]
-
-    def enough_s(spec: str) -> float:
-        """What a plan has to be faster than; kernels in a row start no later than serial."""
-        return min(serial_s / margin, serial_s - (0.0 if spec in ours else MIN_GAIN_S))
-
-    chosen = "serial"
-    if times:
-        fastest_s = min((times[spec] for spec in times if times[spec] <= enough_s(spec)), default=0)
-        close = [spec for spec in times if times[spec] <= min(fastest_s * TIE, enough_s(spec))]
-        chosen = min(close, key=lambda spec: (-steps[spec], times[spec]), default="serial")
-        best = min((s for s in ours if s in times), key=times.__getitem__, default="")
-        close_s = max(fastest_s * ROW_TIE, fastest_s + ROW_TIE_S)
-        if best and times[best] <= min(close_s, enough_s(best)):
-            chosen = best
+    enough_s = {  # what a plan has to be faster than; kernels in a row start no later than serial
+        spec: min(serial_s / margin, serial_s - (0.0 if spec in in_a_row else MIN_GAIN_S))
+        for spec in weighed.times
+    }
+    chosen = _chosen(weighed, enough_s, in_a_row)
 
     def verdict(spec: str, seconds: float) -> str:
         if spec == chosen:
             return "chosen"
         if spec == "serial":
             return "slower"
-        if seconds > enough_s(spec):
-            least = f" and {MIN_GAIN_S * 1e6:.0f} us" if spec not in ours else ""
+        if seconds > enough_s[spec]:
+            least = f" and {MIN_GAIN_S * 1e6:.0f} us" if spec not in in_a_row else ""
             return f"not {margin - 1:.0%}{least} faster than serial"
-        if seconds > times[chosen]:
+        if seconds > weighed.times[chosen]:
             return "slower"
-        return "as fast, and of more parts" if chosen in ours else "as fast, and no more waits"
+        return "as fast, and of more steps" if chosen in in_a_row else "as fast, and no more waits"
 
-    table = [Candidate("serial", serial_s, "simulated", verdict("serial", serial_s))]
-    table += [Candidate(s, t, "simulated", verdict(s, t)) for s, t in times.items()]
+    table = [Candidate(s, t, "simulated", verdict(s, t)) for s, t in weighed.times.items()]
     table += [
         Candidate(s, t, "closed form", "not among the closest")
-        for s, t in guesses.items()
-        if s not in times and s not in limits
+        for s, t in weighed.guesses.items()
+        if s not in weighed.times and s not in weighed.limits
     ]
     table.sort(key=lambda c: (c.basis == "closed form", c.seconds))
-    table += [Candidate(s, float("nan"), "refused", why) for s, why in limits.items()]
+    table += [Candidate(s, nan, "refused", why) for s, why in weighed.limits.items()]
     compute_s, comm_s = parts_s(problem, machine, tiles)
     return Choice(problem, machine, chosen, tuple(table), eager, "model", compute_s, comm_s, tiles)
+
+
+class _Weighed:
+    """The plans of a problem: their times, guessed or simulated, or why none may be taken."""
+
+    def __init__(self, problem: Problem, machine: Machine, eager: bool, tiles: Tiles) -> None:
+        self.problem, self.machine, self.eager, self.tiles = problem, machine, eager, tiles
+        self.times: dict[str, float] = {}
+        self.waits: dict[str, int] = {}  # steps that wait for a signal
+        self.guesses: dict[str, float] = {}
+        self.limits: dict[str, str] = {}
+
+    def closest(self, specs: list[str]) -> list[str]:
+        """Those to simulate: all where they are few, else the fastest by closed forms."""
+        if len(specs) <= MAX_SIMULATED:
+            return specs
+        self.guesses = {spec: self._guess_s(spec) for spec in specs}
+        found: list[str] = []
+        # what may not be taken takes no place among those that are simulated
+        for spec in sorted(specs, key=self.guesses.__getitem__):
+            if len(found) == MAX_SIMULATED:
+                break
+            if why := refusal(build(self.problem, spec, self.machine)):
+                self.limits[spec] = why
+            else:
+                found.append(spec)
+        return found
+
+    def simulate(self, spec: str) -> float:
+        """The time of a plan, if a chooser may take it; nan if not."""
+        plan = build(self.problem, spec, self.machine)
+        if spec != "serial" and (why := refusal(plan)):
+            self.limits[spec] = why
+            return nan
+        seconds = predicted_s(plan, self.machine, eager=self.eager, tiles=self.tiles)
+        self.times[spec], self.waits[spec] = seconds, sum(bool(s.waits) for s in plan.steps)
+        return seconds
+
+    def _guess_s(self, spec: str) -> float:
+        family, options = parse(self.problem, spec)
+        guess = family.guess_s
+        return guess(self.problem, options, self.machine, self.tiles) if guess else inf
+
+
+def _chosen(weighed: _Weighed, enough_s: Mapping[str, float], in_a_row: Sequence[str]) -> str:
+    """Of those that gain enough the fastest; of those as fast, kernels in a row or the finest."""
+    times = {s: t for s, t in weighed.times.items() if s != "serial" and t <= enough_s[s]}
+    if not times:
+        return "serial"
+    fastest_s = min(times.values())
+    rows = [s for s in times if s in in_a_row]
+    best = min(rows, key=times.__getitem__, default="")
+    if best and times[best] <= max(fastest_s * ROW_TIE, fastest_s + ROW_TIE_S):
+        return best
+    close = [s for s, t in times.items() if t <= fastest_s * TIE]
+    return min(close, key=lambda spec: (-weighed.waits[spec], times[spec]))
 
 
 def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]]:
@@ -148,7 +177,7 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     compute_s = 0.0
     count = max(problem.experts, 1)
     for rows, n, k in operation_of(problem.op).matmuls(problem):
-        tile = tiles.get((rows, n, k))
+        tile = tiles.get((rows // count, n, k))
         compute_s += costs.matmul_s(
             rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
         )
@@ -162,10 +191,3 @@ def part_rows(problem: Problem) -> tuple[int, ...]:
     parts = {shard * count for count in range(1, problem.ranks + 1)}
     parts |= {shard // pieces for pieces in (2, 4)} | {problem.m}
     return tuple(sorted(rows for rows in parts if rows))
-
-
-def _guess_s(problem: Problem, spec: str, machine: Machine, tiles: Tiles) -> float:
-    """A guess at the time of a plan that need not be built for it."""
-    family, options = parse(problem, spec)
-    guess = family.guess_s
-    return guess(problem, options, machine, tiles) if guess else float("inf")

@@ -14,7 +14,7 @@ from counterpoint.machine import Machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Constants of the two ways, fitted by benchmarks/embedding_prediction.py.
+    """Constants of the two ways, fitted to rows of benchmarks/embedding.py.
 
     H200, 2026-11, 39 cases: those of one kernel on 2 GPUs, the others on 2 and on 4.
 

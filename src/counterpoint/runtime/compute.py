@@ -3,7 +3,7 @@
 Each function turns one part of a bound step into an action on the operands of a call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from counterpoint.runtime import library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], object]  # what it returns is nothing's
+Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their names
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
@@ -161,6 +162,12 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
             got.copy_(turned(come, p.ranks, p.experts))
 
     return run
+
+
+def opaque(bound: BoundStep, calls: Calls) -> Action:
+    """The call of an opaque step."""
+    call = calls[bound.step.name]
+    return lambda _: call()
 
 
 def _transposed(x: Place) -> Place:
