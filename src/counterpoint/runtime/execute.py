@@ -16,6 +16,7 @@ class Code(Protocol):
     """A program compiled for one workspace."""
 
     program: Program
+    workspace: Workspace
 
     def run(self, operands: Operands) -> None:
         """Run one call in stream order.
