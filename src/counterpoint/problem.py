@@ -16,7 +16,10 @@ from typing import Any, Literal, Protocol, get_args
 from counterpoint.errors import InputError
 
 DType = Literal["bfloat16", "float16", "float32"]
-ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+Counts = Literal["equal", "host", "device"]
+ITEM_BYTES: Mapping[str, int] = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
+}  # fmt: skip
 
 
 class Sizes(Protocol):
@@ -93,6 +96,9 @@ class Problem:
                        rank 0 first, times its weight[K, N]
     matmul_all_to_all: the combine: x lies as that y does, and rows go to where they were in x
 
+    Where counts differ they are an operand, `counts`[ranks, ranks * experts], rows of each rank for
+    each expert, and M is the most rows that a rank has on either side.
+
     A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
@@ -108,6 +114,8 @@ class Problem:
             rank; 0 means no limit.
         splits: columns of each weight of an all_gather_matmul of several; empty means one weight.
         experts: of one rank; 0 for ops without.
+        counts: of rows for each expert: all "equal", or an operand that differs from call to call,
+            known to the "host" before a call, or to the "device" alone.
 
     Raises:
         InputError: there is no such op, a size is negative, `rows` does not add up to `m` or
@@ -125,6 +133,7 @@ class Problem:
     scratch_bytes_limit: int = 0
     splits: tuple[int, ...] = ()
     experts: int = 0
+    counts: Counts = "equal"
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -140,6 +149,9 @@ class Problem:
                 raise InputError(self.op, name, want="0 or more", got=getattr(self, name))
         object.__setattr__(self, "rows", self._rows())
         object.__setattr__(self, "splits", tuple(self.splits))
+        if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
+            want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
+            raise InputError(self.op, "counts", want=want, got=repr(self.counts))
         self.sizes.check(self)
 
     def _rows(self) -> tuple[int, ...]:
@@ -200,4 +212,5 @@ class Problem:
         columns = "+".join(map(str, self.splits or (self.n,)))
         shape = f"M{self.m} N{columns} K{self.k}"
         shape += f" experts {self.experts}" if self.experts else ""
+        shape += f" counts of the {self.counts}" if self.counts != "equal" else ""
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"

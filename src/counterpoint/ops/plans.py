@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -71,7 +72,9 @@ def plan_of(
         if own is None:
             fix = "pass the Plan itself to the function"
             raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
-        if own.problem != problem:
+        # counts that differ from call to call: a plan is for so many rows, or fewer
+        fewer = problem.counts != "equal" and own.problem.m >= problem.m
+        if own.problem != (replace(problem, m=own.problem.m, rows=()) if fewer else problem):
             raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
         return own
     if plan == "auto":
@@ -81,4 +84,7 @@ def plan_of(
 
 def backward_plan(op: str, plan: str) -> str:
     """The plan of a backward operator whose forward was asked for with `plan`."""
-    return plan if plan in ("auto", "serial") else operation_of(op).gradient
+    if plan in ("auto", "serial"):
+        return plan
+    own = _plans.get(plan)
+    return operation_of(op).gradient or (own.family if own else plan.split()[0])
