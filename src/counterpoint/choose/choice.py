@@ -102,8 +102,9 @@ class Choice:
         if isfinite(self.ideal_s):
             # not timed beside the plans
             basis = "predicted: " if self.basis == "measurement" else ""
+            what = "lookup" if p.tables else "matmuls"
             lines.append(
-                f"{basis}matmuls alone {self.compute_s * us:.0f} us, communication alone "
+                f"{basis}{what} alone {self.compute_s * us:.0f} us, communication alone "
                 f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us"
             )
             hidden = f", {self.hidden:.0%} hidden"

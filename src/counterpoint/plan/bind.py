@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan, Region, Step
+from counterpoint.plan.steps import Buffer, Plan, Region, Step
 
 
 class Box(NamedTuple):
@@ -179,7 +179,7 @@ class _Binder:
         """
         buffer = self.plan.buffer(region.buffer)
         holder = self.plan.resolve(region.at, rank)
-        cols = self.interval(region.cols, buffer.shape[1], "cols")
+        cols = self.columns(region, buffer, rank)
         if not buffer.split:
             if region.shards or region.piece != (0, 1):
                 self.fail(f"{region.buffer} is not split: it has no shards and no pieces")
@@ -226,11 +226,20 @@ class _Binder:
     def block_rows(self, buffer: Buffer, holder: int) -> Sequence[int]:
         """Rows of each block of a split buffer, as `holder` stores it."""
         problem = self.plan.problem
-        each = buffer.space in OWN_PROTOCOL
+        each = buffer.space in ("words", "flags")
         want = problem.ranks if each else problem.m
         if buffer.shape[0] != want:
             self.fail(f"{buffer.name} is split, so it needs {want} rows")
         return (1,) * problem.ranks if each else problem.rows
+
+    def columns(self, region: Region, buffer: Buffer, rank: int) -> tuple[int, int]:
+        if region.cols != "own":
+            return self.interval(region.cols, buffer.shape[1], "cols")
+        starts = self.plan.problem.column_starts
+        first, last = starts[rank], starts[rank + 1]
+        if buffer.shape[1] == starts[-1]:
+            return first, last
+        return self.interval((0, last - first), buffer.shape[1], "cols")
 
     def interval(self, interval: tuple[int, int] | None, size: int, name: str) -> tuple[int, int]:
         if interval is None:

@@ -29,7 +29,8 @@ class Buffer:
             the protocol of a fused kernel keeps in order: words are 4 bytes of data that are their
             own flag (low-latency words), flags say that what was stored before them is there, and
             turns hold what they speak of.
-        split: dim 0 is partitioned over the ranks, by `Problem.rows`; or each rank has one row.
+        split: dim 0 is partitioned over the ranks, by `Problem.rows`; of words and flags each rank
+            has one row.
         holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
             or in "slots" one copy of its own block for each rank that may write there.
         pieces: of a split buffer that holds all or peers: stored piece-major, part 0 of every block
@@ -51,7 +52,8 @@ class Region:
 
     Of a split buffer: the blocks (or the slots) of ranks me + shards, all that there are where
     `shards` is empty; of each block part piece[0] of piece[1]. Of another buffer: rows
-    [start, stop). `cols` [start, stop) of either; None means all.
+    [start, stop). `cols` [start, stop) of either; None means all; "own" those of this rank's tables:
+    their place in a buffer that has all columns, the first ones of another.
     """
 
     buffer: str
@@ -59,7 +61,7 @@ class Region:
     shards: tuple[Peer, ...] = ()
     piece: tuple[int, int] = (0, 1)
     rows: tuple[int, int] | None = None
-    cols: tuple[int, int] | None = None
+    cols: tuple[int, int] | Literal["own"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +287,7 @@ def _regions(regions: tuple[Region, ...]) -> str:
         shards = f"[{','.join(map(_peer, r.shards))}]" if r.shards else ""
         piece = f" {r.piece[0]}/{r.piece[1]}" if r.piece != (0, 1) else ""
         rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
-        cols = f" cols {r.cols[0]}:{r.cols[1]}" if r.cols else ""
+        cols = f" cols {r.cols if r.cols == 'own' else f'{r.cols[0]}:{r.cols[1]}'}" if r.cols else ""
         return f"{r.buffer}{where}{shards}{piece}{rows}{cols}"
 
     return ", ".join(map(one, regions))
