@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_cases import Bags, expected, facts_of, random_bags
+from embedding_cases import Bags, expected, problem_of, random_bags
 from rank_bodies import world
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.runtime.embedding_layout import Layout, Way, way_for
+from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import Workspace, workspace_of
+
+def dtype_of(p: Problem) -> torch.dtype:
+    return getattr(torch, p.dtype)
+
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
 BATCH = (5, 9, 0, 3)
@@ -29,18 +33,19 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def everyones(ranks: int, name: str) -> tuple[dict[str, Any], Layout, list[Bags]]:
-    """Arguments, layout and all ranks' bags of a case."""
+def everyones(ranks: int, name: str) -> tuple[dict[str, Any], Problem, list[Bags]]:
+    """Arguments, p and all ranks' bags of a case."""
     case = dict(CASES[name])
     own = {k: case.pop(k) for k in OWN if k in case}
-    layout = Layout(DIMS[:ranks], case.get("batch", BATCH)[:ranks], own.get("dtype", torch.float32))
-    bags = [random_bags(d, layout.num_bags, seed=r, **own) for r, d in enumerate(layout.dims)]
-    case["batch"] = layout.batch
-    if name == "equal" and () not in layout.dims:
+    dtype = own.get("dtype", torch.float32)
+    p = problem_of(DIMS[:ranks], case.get("batch", BATCH)[:ranks], dtype)
+    bags = [random_bags(d, p.m, seed=r, **own) for r, d in enumerate(p.tables)]
+    case["batch"] = p.rows
+    if name == "equal" and () not in p.tables:
         case["batch"] = None
-    if () in layout.dims:
-        case |= {"dims": layout.dims, "dtype": layout.dtype}
-    return case, layout, bags
+    if () in p.tables:
+        case |= {"dims": p.tables, "dtype": dtype_of(p)}
+    return case, p, bags
 
 
 def called(bags: Bags, **case: Any) -> torch.Tensor:
@@ -53,15 +58,15 @@ def called(bags: Bags, **case: Any) -> torch.Tensor:
 def wrong_rows(rank: int, ranks: int) -> list[str]:
     found: list[str] = []
     for name in CASES:
-        case, layout, everyone = everyones(ranks, name)
+        case, p, everyone = everyones(ranks, name)
         bags = everyone[rank]
         y = called(bags, **case)
         without = cp.embedding_bag_all_to_all(
             bags.tables, bags.indices, bags.offsets[:-1], per_sample_weights=bags.weights, **case
         )
-        want = expected(everyone, layout, rank, mean=case.get("mode") == "mean")
+        want = expected(everyone, p, rank, mean=case.get("mode") == "mean")
         bound = 1e-5 + torch.finfo(y.dtype).eps * want.abs()
-        if y.shape != want.shape or y.dtype != layout.dtype:
+        if y.shape != want.shape or y.dtype != dtype_of(p):
             found.append(f"{name}: {y.shape} of {y.dtype}")
         elif not bool(((y - want).abs() <= bound).all()) or not torch.equal(y, without):
             found.append(f"{name}: off by {(y - want).abs().max()}")
@@ -77,31 +82,31 @@ def wrong_gradients(rank: int, ranks: int, into: bool) -> list[str]:
     """Against those of fp64: of all ranks' outputs, each times its own random numbers."""
     found: list[str] = []
     for name in CASES:
-        case, layout, everyone = everyones(ranks, name)
+        case, p, everyone = everyones(ranks, name)
         mean = case.get("mode") == "mean"
         for bags in everyone:
             bags.tables = [t.double().requires_grad_() for t in bags.tables]
             if bags.weights is not None:
                 bags.weights = bags.weights.double().requires_grad_()
         exact = [
-            torch.randn(n, layout.columns, dtype=torch.float64,
-                        generator=torch.Generator().manual_seed(r)).to(layout.dtype).double()
-            for r, n in enumerate(layout.batch)
+            torch.randn(n, p.n, dtype=torch.float64,
+                        generator=torch.Generator().manual_seed(r)).to(dtype_of(p)).double()
+            for r, n in enumerate(p.rows)
         ]  # fmt: skip
         for r, dy in enumerate(exact):
-            expected(everyone, layout, r, mean=mean).backward(dy)
+            expected(everyone, p, r, mean=mean).backward(dy)
         own = everyone[rank]
         mine = random_bags(
-            layout.dims[rank], layout.num_bags, seed=rank,
+            p.tables[rank], p.m, seed=rank,
             **{k: v for k, v in CASES[name].items() if k in OWN},
         )  # fmt: skip
         leaves = [*mine.tables, *([] if mine.weights is None else [mine.weights])]
         for t in leaves:
             t.requires_grad_()
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+        out = cp.PooledOutputs(p.n, dtype_of(p), p.rows) if into else None
         y = called(mine, out=out, **case)
         assert y.requires_grad
-        y.backward(exact[rank].to(layout.dtype))
+        y.backward(exact[rank].to(dtype_of(p)))
         wants = [*own.tables, *([] if own.weights is None else [own.weights])]
         for i, (leaf, want) in enumerate(zip(leaves, wants, strict=True)):
             grad = leaf.grad
@@ -125,17 +130,17 @@ def test_gradients_of_tables_and_weights(pool: RankPool, ranks: int, into: bool)
 
 
 def checked(rank: int, ranks: int, plan: str) -> list[bool]:
-    case, layout, everyone = everyones(ranks, "weights")
+    case, p, everyone = everyones(ranks, "weights")
     bags = everyone[rank]
     for t in bags.tables:
         t.requires_grad_()
     assert bags.weights is not None
     bags.weights.requires_grad_()
     y = called(bags, **case)
-    dims = [n for each in layout.dims for n in (len(each), *each)]
+    dims = [n for each in p.tables for n in (len(each), *each)]
     anchor = torch.empty(0, requires_grad=True)
     arguments = (bags.tables, bags.indices, bags.offsets, bags.weights, anchor, False, True, False,
-                 dims, list(layout.batch), torch.float32, rank, plan,
+                 dims, list(p.rows), torch.float32, rank, plan,
                  world().group_name)  # fmt: skip
     op = torch.ops.counterpoint.embedding_bag_all_to_all
     results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
@@ -172,24 +177,24 @@ def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
         patch.setattr(runs, "lanes_of", lanes)
         patch.setattr(runs, "in_turn", nothing)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        layout = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[:ranks], torch.float32)
+        p = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[:ranks], torch.float32)
         workspace = workspace_of(world(), torch.device("cpu"))
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
-        how = How(False, True, False, layout, rank)
+        out = cp.PooledOutputs(p.n, dtype_of(p), p.rows) if into else None
+        how = How(False, True, False, p, rank)
         runner: Any = None
         ways: set[Way] = set()
         for call, longest in enumerate((2, 80, 200, 0, 80)):
-            everyone = [random_bags(d, layout.num_bags, seed=9 * call + r, longest=longest)
-                        for r, d in enumerate(layout.dims)]  # fmt: skip
+            everyone = [random_bags(d, p.m, seed=9 * call + r, longest=longest)
+                        for r, d in enumerate(p.tables)]  # fmt: skip
             bags = everyone[rank]
             runner = runner or runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
-                facts_of(layout, bags, mean=False), workspace, own_outputs=into
+                facts_of(p, bags, mean=False), workspace, own_outputs=into
             )
-            ways.add(way_for(bags.indices.numel(), len(bags.tables) * layout.num_bags))
+            ways.add(way_for(bags.indices.numel(), len(bags.tables) * p.m))
             y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
-            want = expected(everyone, layout, rank, mean=False)
+            want = expected(everyone, p, rank, mean=False)
             found.append(torch.allclose(y.double(), want, atol=1e-5))
-        found.append(len(ways) == (3 if layout.dims[rank] else 1))
+        found.append(len(ways) == (3 if p.tables[rank] else 1))
     return found
 
 
@@ -232,27 +237,27 @@ def in_alternation(rank: int, ranks: int, into: bool) -> list[bool]:
         patch.setattr(dist, "all_to_all_single", as_nccl)
         patch.setattr(runs, "in_turn", nothing)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        layout = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[-ranks:], torch.float32)
+        p = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[-ranks:], torch.float32)
         workspace = workspace_of(world(), torch.device("cpu"))
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
-        how = How(False, True, False, layout, rank)
-        everyone = [random_bags(d, layout.num_bags, seed=r) for r, d in enumerate(layout.dims)]
-        facts = facts_of(layout, everyone[rank], mean=False)
+        out = cp.PooledOutputs(p.n, dtype_of(p), p.rows) if into else None
+        how = How(False, True, False, p, rank)
+        everyone = [random_bags(d, p.m, seed=r) for r, d in enumerate(p.tables)]
+        facts = facts_of(p, everyone[rank], mean=False)
         fused: Any = runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
             facts, workspace, own_outputs=into
         )
         three = serial.Serial(facts, workspace)
         ways = [fused, three, three, fused, fused, three, fused, three, three, fused]
         for call, way in enumerate(ways):
-            everyone = [random_bags(d, layout.num_bags, seed=9 * call + r)
-                        for r, d in enumerate(layout.dims)]  # fmt: skip
+            everyone = [random_bags(d, p.m, seed=9 * call + r)
+                        for r, d in enumerate(p.tables)]  # fmt: skip
             bags = everyone[rank]
             if draw.random() < 0.4:
                 time.sleep(0.01)
             y = way(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
             if draw.random() < 0.4:
                 time.sleep(0.01)  # and is read late
-            want = expected(everyone, layout, rank, mean=False)
+            want = expected(everyone, p, rank, mean=False)
             found.append(y.shape == want.shape and torch.allclose(y.double(), want, atol=1e-5))
     return found
 
@@ -271,21 +276,21 @@ def met_where_nothing_is_sent(rank: int, ranks: int) -> list[bool]:
     from counterpoint.ops import embedding_serial as serial
     from counterpoint.ops.embedding_run import Given, How
 
-    layout = Layout(((8,), ()), (3, 0), torch.float32)
+    p = Layout(((8,), ()), (3, 0), torch.float32)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         patch.setattr(serial, "lanes_of", lanes)
         patch.setattr(dist, "all_to_all_single", as_nccl)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         workspace = workspace_of(world(), torch.device("cpu"))
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
-        bags = random_bags(layout.dims[rank], 3)
-        way = serial.Serial(facts_of(layout, bags, mean=False), workspace)
+        out = cp.PooledOutputs(p.n, dtype_of(p), p.rows)
+        bags = random_bags(p.tables[rank], 3)
+        way = serial.Serial(facts_of(p, bags, mean=False), workspace)
         dist.barrier()
         if rank:
             time.sleep(0.3)
         start_s = time.monotonic()
-        way(Given(bags.tables, bags.indices, bags.offsets, None), How(False, True, False, layout,
+        way(Given(bags.tables, bags.indices, bags.offsets, None), How(False, True, False, p,
             rank), out)  # fmt: skip
         waited_s = time.monotonic() - start_s
     return [(waited_s > 0.2) == (rank == 0)]
@@ -300,9 +305,9 @@ def prepared(rank: int, ranks: int, into: bool) -> list[int]:
     from counterpoint.ops import embedding_run as runs
     from counterpoint.ops.embedding_run import Given, How
 
-    layout = Layout(((8, 3), (20,)), (3, 4), torch.float32)
+    p = Layout(((8, 3), (20,)), (3, 4), torch.float32)
     workspace = workspace_of(world(), torch.device("cpu"))
-    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+    out = cp.PooledOutputs(p.n, dtype_of(p), p.rows) if into else None
     met: list[str] = []
     ways: list[Way] = []
     meet = runs.agreement.meet
@@ -322,12 +327,12 @@ def prepared(rank: int, ranks: int, into: bool) -> list[int]:
         patch.setattr(runs.Sender, "prepare", compiles)
         # at the second call dtypes are new on rank 1 alone
         for index in (torch.int64, *([torch.int32] if rank else [])):
-            bags = random_bags(layout.dims[rank], 7, index=index)
+            bags = random_bags(p.tables[rank], 7, index=index)
             runner: Any = runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
-                facts_of(layout, bags, mean=False), workspace, own_outputs=into
+                facts_of(p, bags, mean=False), workspace, own_outputs=into
             )
             given = Given(bags.tables, bags.indices, bags.offsets, None)
-            runner.prepare(given, How(False, True, False, layout, rank), out)
+            runner.prepare(given, How(False, True, False, p, rank), out)
             found += [len(set(ways)), len(ways), len(met)]
             # one rank forgets what it has compiled: where peers write to stays
             workspace.code.clear()
@@ -609,7 +614,7 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
     from counterpoint.ops import embedding_run as runs
     from counterpoint.ops.embedding_run import Given, How
 
-    layout = Layout(((8, 3),), (4,), torch.float32)
+    p = Layout(((8, 3),), (4,), torch.float32)
     workspace = workspace_of(world(), torch.device("cpu"))
     found: list[bool] = []
 
@@ -621,8 +626,8 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
         short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
         long.tables = short.tables
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        runner: Any = runs.Serial(facts_of(layout, short, mean=False), workspace)
-        how = How(False, True, False, layout, 0)
+        runner: Any = runs.Serial(facts_of(p, short, mean=False), workspace)
+        how = How(False, True, False, p, 0)
         for capturing, bags in ((False, short), (True, long)):
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
             if capturing:
@@ -630,7 +635,7 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
                 patch.setattr(torch, "tensor", refused)
             y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, None)
             patch.undo()
-            want = expected([bags], layout, 0, mean=False)
+            want = expected([bags], p, 0, mean=False)
             found.append(torch.allclose(y.double(), want, atol=1e-4))
         patch.setattr(Workspace, "refuse_growth", refused)
         patch.setattr(runs, "_OnCpuRanks", list)  # nothing that could run

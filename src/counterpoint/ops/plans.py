@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -71,7 +72,8 @@ def plan_of(
         if own is None:
             fix = "pass the Plan itself to the function"
             raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
-        if own.problem != problem:
+        # how many indices there are changes from call to call
+        if replace(own.problem, indices=problem.indices) != problem:
             raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
         return own
     if plan == "auto":

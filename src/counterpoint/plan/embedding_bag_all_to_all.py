@@ -45,7 +45,7 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 
 def serial(p: Problem) -> Plan:
-    """A lookup of all own tables, then the library's all-to-all, which puts columns side by side."""
+    """A lookup of all own tables, then the library's all-to-all; columns side by side."""
     pooled = Buffer("pooled", (p.m, _widest(p)), p.dtype, "scratch")
     place = Region("pooled", cols="own")
     exchange = Step("exchange", "compute", "collective", (place,), (Y,),

@@ -52,8 +52,9 @@ class Region:
 
     Of a split buffer: the blocks (or the slots) of ranks me + shards, all that there are where
     `shards` is empty; of each block part piece[0] of piece[1]. Of another buffer: rows
-    [start, stop). `cols` [start, stop) of either; None means all; "own" those of this rank's tables:
-    their place in a buffer that has all columns, the first ones of another.
+    [start, stop). `cols` [start, stop) of either; None means all; "own" those of this rank's
+    tables: their place in a buffer that has all columns; another has room for the widest rank's,
+    and holds them without gaps.
     """
 
     buffer: str
@@ -287,7 +288,8 @@ def _regions(regions: tuple[Region, ...]) -> str:
         shards = f"[{','.join(map(_peer, r.shards))}]" if r.shards else ""
         piece = f" {r.piece[0]}/{r.piece[1]}" if r.piece != (0, 1) else ""
         rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
-        cols = f" cols {r.cols if r.cols == 'own' else f'{r.cols[0]}:{r.cols[1]}'}" if r.cols else ""
+        cols = f" cols {':'.join(map(str, r.cols))}" if isinstance(r.cols, tuple) else ""
+        cols = " own cols" if r.cols == "own" else cols
         return f"{r.buffer}{where}{shards}{piece}{rows}{cols}"
 
     return ", ".join(map(one, regions))

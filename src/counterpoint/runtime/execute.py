@@ -29,8 +29,12 @@ class Code(Protocol):
         ...
 
 
-def compile_plan(plan: Plan, workspace: Workspace) -> Code:
-    """Bind `plan` for this rank and compile it; collective when the workspace has to grow."""
+def compile_plan(plan: Plan, workspace: Workspace, like: Operands | None = None) -> Code:
+    """Bind `plan` for this rank and compile it; collective when the workspace has to grow.
+
+    Args:
+        like: operands of the first call, for kernels that are compiled for what lies how.
+    """
     workspace.reserve(plan)
     kernels = workspace.device.type == "cuda" or INTERPRETED
     if kernels and any(b.space in OWN_PROTOCOL for b in plan.buffers):
@@ -40,7 +44,7 @@ def compile_plan(plan: Plan, workspace: Workspace) -> Code:
     if workspace.device.type == "cuda":
         from counterpoint.runtime.execute_cuda import CudaCode
 
-        return CudaCode(program, workspace)
+        return CudaCode(program, workspace, like)
     from counterpoint.runtime.execute_cpu import CpuCode
 
-    return CpuCode(program, workspace)
+    return CpuCode(program, workspace, like)
