@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from counterpoint.plan.expert_tiles import Tile, tile_of
 from experts_layer import DIRECTIONS, Case, Layer
 from torch import Tensor
 
-from counterpoint.plan.expert_tiles import Tile, tile_of
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch_experts import (
     AllToAllMatmul,

@@ -8,12 +8,12 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from copies_tables import table
+from counterpoint.model.experts import predict
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import shipped
 from counterpoint.measure import record
 from counterpoint.measure.speedups import Speedups, draw_speedups
-from counterpoint.model.experts import predict
 from counterpoint.problem import Problem
 
 Row = dict[str, Any]

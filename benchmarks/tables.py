@@ -21,9 +21,9 @@ import losses_tables
 import mesh_prediction
 import sharing_tables
 import steps_tables
+from counterpoint.choose.rule import RULE
 
 from counterpoint.choose.known import SHIPPED, shipped
-from counterpoint.choose.rule import RULE
 from counterpoint.cli.evaluate_report import HEAD, cells_of, draw, draw_errors, errors_of
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine

@@ -57,7 +57,7 @@ def compared(rank: int, ranks: int, op: str) -> tuple[list[bool], list[bool]]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_wrong_row_is_counted(pool: RankPool, op: str):
-    for quiet, off in pool.run(compared, 2, op, timeout_s=60):
+    for quiet, off in pool.run(compared, 2, op):
         assert not any(quiet) and all(off) and off
 
 
@@ -77,5 +77,5 @@ def wrong_from_the_start(rank: int, ranks: int, op: str) -> str:
 
 
 def test_a_quiet_call_that_is_wrong_is_no_reference(pool: RankPool):
-    for text in pool.run(wrong_from_the_start, 2, OPS[0], timeout_s=60):
+    for text in pool.run(wrong_from_the_start, 2, OPS[0]):
         assert "soak of all_to_all_matmul: a quiet call is off by" in text

@@ -66,7 +66,7 @@ def test_cases(pool: RankPool):
 
 
 def test_dlrm(pool: RankPool):
-    rows, other = pool.run(rows_of_steps, 2, "dlrm", timeout_s=90)
+    rows, other = pool.run(rows_of_steps, 2, "dlrm")
     assert [r["what"] for r in rows] == [r["what"] for r in other]
     found = {(r["what"], r["way"]): r for r in rows}
     assert set(found) == {(w, way) for w in WHATS for way in ("fused", "torch", "lookup")} | {
@@ -80,7 +80,7 @@ def test_dlrm(pool: RankPool):
 
 @pytest.mark.parametrize(("ranks", "local"), [(2, 3), (3, 1)])
 def test_experts(pool: RankPool, ranks: int, local: int):
-    rows, *_ = pool.run(rows_of_steps, ranks, str(local), timeout_s=90)
+    rows, *_ = pool.run(rows_of_steps, ranks, str(local))
     found = {(r["what"], r["way"]): r for r in rows}
     ways = ("fused", "fused, host", "serial", "torch", "torch, counts")
     assert set(found) == {(w, way) for w in WHATS[1:] for way in ways} | {
@@ -125,5 +125,5 @@ def what_is_said(rank: int, world_size: int, which: str) -> str:
     [("dlrm", "DLRM lookup: loss off by"), ("experts", "experts, fused: y, dx, dweights")],
 )
 def test_what_is_wrong_is_not_timed(pool: RankPool, which: str, says: str):
-    said = pool.run(what_is_said, 2, which, timeout_s=90)
+    said = pool.run(what_is_said, 2, which)
     assert said[0].startswith(says) and said == [said[0]] * 2

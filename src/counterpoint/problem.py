@@ -62,7 +62,8 @@ def declaration(op: str) -> Any:
 def op_names() -> tuple[str, ...]:
     """All operators, those of gradients included, in alphabetical order."""
     modules = iter_modules(import_module("counterpoint.plan").__path__)
-    return tuple(m.name for m in modules if declaration(m.name) is not None)
+    found = ((m.name, declaration(m.name)) for m in modules)
+    return tuple(name for name, declared in found if declared is not None and declared.families)
 
 
 def dtype_of(op: str, dtype: object) -> DType:
@@ -104,6 +105,8 @@ class Problem:
 
     embedding_bag_all_to_all: y_r[rows[r], N] = the pooled rows of all ranks' tables for the bags of
                               this rank, those of rank 0's tables first
+
+    A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
         op: the operator.

@@ -79,7 +79,7 @@ def test_every_order_gives_the_result(
 ):
     """No order of programs and stores mixes up calls, of whatever sizes; to the bit."""
     seeds = range(2 if ranks == 4 else 4)
-    run = pool.run(errors_of, 1, ranks, kind, dtype, parts, seeds, "", group=False, timeout_s=60)
+    run = pool.run(errors_of, 1, ranks, kind, dtype, parts, seeds, "", group=False)
     assert run == [[""] * len(seeds)]
 
 
@@ -88,7 +88,7 @@ def test_every_order_gives_the_result(
 def test_planted_faults_show(pool: RankPool, kind: str, fault: str, parts: tuple[int, ...]):
     """Words that nobody empties; halves as large as a call, which another one's may overlap."""
     arguments = (2, kind, torch.float32, parts, range(40), fault)
-    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=120)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False)
     assert any(found)
 
 

@@ -8,9 +8,6 @@ from functools import cache
 from math import prod
 
 import pytest
-from ptx import ACQUIRE, RELEASE, Compiled, all_stop_alike, compiled, lines_with
-
-from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.runtime.fused_call import grid
 from counterpoint.runtime.launch_fused import (
     Fused,
@@ -18,6 +15,9 @@ from counterpoint.runtime.launch_fused import (
     padded_rows,
     scatter_way,
 )
+from ptx import ACQUIRE, RELEASE, Compiled, all_stop_alike, compiled, lines_with
+
+from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
 

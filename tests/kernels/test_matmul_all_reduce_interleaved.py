@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from counterpoint.runtime.launch_fused import Fused, call_bytes, launch_of, where
 from memories import GUARD, guarded, left, memories
 from planted import same_epoch, take_and_leave
 from rankpool import RankPool
 
 from counterpoint.kernels import matmul_all_reduce as kernels
-from counterpoint.runtime.launch_fused import Fused, call_bytes, launch_of, where
 
 SEEDS = range(6)
 SHOTS = (1, 2, 0)  # 0: scattered

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counterpoint.runtime.launch_fused import Fused, launch_of, reserve, where
 from rank_bodies import world
 from rankpool import RankPool
 
 from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.launch_fused import Fused, launch_of, reserve, where
 from counterpoint.runtime.workspace import workspace_of
 
 SHOTS = (1, 2, 0)

@@ -52,7 +52,7 @@ def errors(rank: int, ranks: int, op: Op, experts: int, planted: str) -> dict[st
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_way_has_the_product(pool: RankPool, ranks: int, op: Op, experts: int):
-    for found in pool.run(errors, ranks, op, experts, "", timeout_s=60):
+    for found in pool.run(errors, ranks, op, experts, ""):
         assert set(found) == {"serial for each expert", *SPECS}
         assert all(0 < error < 8e-3 for error in found.values())
 
@@ -62,7 +62,7 @@ def test_every_way_has_the_product(pool: RankPool, ranks: int, op: Op, experts: 
     ("planted", "named"), [("order", "serial for each expert"), ("operator", "grouped ring")]
 )
 def test_a_wrong_way_is_named_and_not_timed(pool: RankPool, op: Op, planted: str, named: str):
-    for text in pool.run(errors, 2, op, 3, planted, timeout_s=60):
+    for text in pool.run(errors, 2, op, 3, planted):
         assert f"{named}: error" in text and "against fp64" in text
 
 

@@ -3,6 +3,7 @@
 import random
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,7 +154,7 @@ def checked(rank: int, ranks: int, plan: str) -> list[bool]:
 
 @pytest.mark.parametrize("plan", ["auto", "serial"])
 def test_the_dispatcher(pool: RankPool, plan: str):
-    assert pool.run(checked, 2, plan, timeout_s=60) == [[True] * 3] * 2
+    assert pool.run(checked, 2, plan) == [[True] * 3] * 2
 
 
 def nothing(*_: object) -> int:
@@ -201,7 +202,7 @@ def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_a_gpu_runs(pool: RankPool, ranks: int, into: bool):
-    assert pool.run(in_one_kernel, ranks, into, timeout_s=60) == [[True] * 6] * ranks
+    assert pool.run(in_one_kernel, ranks, into) == [[True] * 6] * ranks
 
 
 def as_nccl(
@@ -265,10 +266,10 @@ def in_alternation(rank: int, ranks: int, into: bool) -> list[bool]:
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_both_ways_by_turns(pool: RankPool, ranks: int, into: bool):
-    assert pool.run(in_alternation, ranks, into, timeout_s=60) == [[True] * 10] * ranks
+    assert pool.run(in_alternation, ranks, into) == [[True] * 10] * ranks
 
 
-def met_where_nothing_is_sent(rank: int, ranks: int) -> list[bool]:
+def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
     """No rank leaves a call into turns before all are in it, though one sends no row and gets none.
 
     The one that is there has waited for the one that comes late.
@@ -283,21 +284,29 @@ def met_where_nothing_is_sent(rank: int, ranks: int) -> list[bool]:
         patch.setattr(dist, "all_to_all_single", as_nccl)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         workspace = workspace_of(world(), torch.device("cpu"))
-        out = cp.PooledOutputs(p.n, dtype_of(p), p.rows)
-        bags = random_bags(p.tables[rank], 3)
-        way = serial.Serial(facts_of(p, bags, mean=False), workspace)
-        dist.barrier()
+        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
+        bags = random_bags(layout.dims[rank], 3)
+        way = serial.Serial(facts_of(layout, bags, mean=False), workspace)
+        waits, meet = Path(folder, "waits"), dist.all_reduce
+
+        def waiting(*given: Any, **named: Any) -> None:
+            waits.touch()
+            meet(*given, **named)
+
+        patch.setattr(dist, "all_reduce", waiting)
         if rank:
-            time.sleep(0.3)
-        start_s = time.monotonic()
-        way(Given(bags.tables, bags.indices, bags.offsets, None), How(False, True, False, p,
+            while not waits.exists():
+                time.sleep(0.01)
+            Path(folder, "comes").touch()
+        way(Given(bags.tables, bags.indices, bags.offsets, None), How(False, True, False, layout,
             rank), out)  # fmt: skip
-        waited_s = time.monotonic() - start_s
-    return [(waited_s > 0.2) == (rank == 0)]
+        has_waited = Path(folder, "comes").exists()
+        waits.touch()  # if it has not, the other one need not either
+    return has_waited
 
 
-def test_a_rank_without_rows_is_waited_for(pool: RankPool):
-    assert pool.run(met_where_nothing_is_sent, 2) == [[True]] * 2
+def test_a_rank_without_rows_is_waited_for(pool: RankPool, tmp_path: Path):
+    assert pool.run(met_where_nothing_is_sent, 2, str(tmp_path)) == [True] * 2
 
 
 def prepared(rank: int, ranks: int, into: bool) -> list[int]:
@@ -366,7 +375,7 @@ def compiled(rank: int, ranks: int) -> list[bool]:
 
 
 def test_it_compiles_into_one_graph(pool: RankPool):
-    assert pool.run(compiled, 2, timeout_s=60) == [[True] * 3] * 2
+    assert pool.run(compiled, 2) == [[True] * 3] * 2
 
 
 def refusals(rank: int, ranks: int) -> list[str]:
@@ -646,4 +655,4 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
 
 
 def test_a_capture_makes_nothing(pool: RankPool):
-    assert pool.run(in_a_capture, 1, timeout_s=60) == [[True] * 2]
+    assert pool.run(in_a_capture, 1) == [[True] * 2]

@@ -77,7 +77,7 @@ def cases(op: str, ranks: int) -> list[Case]:
 
 def assert_none_wrong(pool: RankPool, ranks: int, found: list[Case]) -> None:
     __tracebackhide__ = True
-    reports = pool.run(wrong_cases, ranks, found, timeout_s=60)
+    reports = pool.run(wrong_cases, ranks, found)
     problems = [problem for report in reports for problem in report]
     assert not problems, "\n".join(problems[:20])
 

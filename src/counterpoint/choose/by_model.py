@@ -177,7 +177,7 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     compute_s = 0.0
     count = max(problem.experts, 1)
     for rows, n, k in operation_of(problem.op).matmuls(problem):
-        tile = tiles.get((rows, n, k))
+        tile = tiles.get((rows // count, n, k))
         compute_s += costs.matmul_s(
             rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
         )

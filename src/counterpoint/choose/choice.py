@@ -73,7 +73,7 @@ class Choice:
 
     @property
     def serial_s(self) -> float:
-        """Time of the serial way."""
+        """Time of the serial plan."""
         return next(c.seconds for c in self.table if c.spec == "serial")
 
     @property

@@ -14,8 +14,8 @@ from counterpoint.cli.problems import op_of, shape_of
 from counterpoint.measure import record
 from counterpoint.measure.compare import FIXED, Case, compare, profile_best
 from counterpoint.measure.shapes import SHAPES
-from counterpoint.plan.variants import variants
-from counterpoint.problem import FORWARD, Op
+from counterpoint.plan.operation import operation_of
+from counterpoint.problem import Problem
 
 SMOKE = slice(3, 4)  # of the published shapes of an op: 2048 tokens of Llama-3-70B
 
@@ -49,7 +49,7 @@ def bench(
         first = group.rank() == 0
         console = Console(quiet=not first)
         for case in cases:
-            specs = variants(case.op, group.size())[1:]
+            specs = _specs(case, group.size())
             if suite == "smoke":
                 specs = specs[:8]
             with console.status(f"{case.op} {case.m},{case.n},{case.k}") as status:
@@ -91,8 +91,16 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _specs(case: Case, ranks: int) -> list[str]:
+    """Candidates that the problem allows, without serial."""
+    operation = operation_of(case.op)
+    problem = Problem(case.op, case.m, case.n, case.k, ranks)
+    refused = {f.name for f in operation.families if f.refusal(problem)}
+    return [s for s in operation.candidates(problem)[1:] if s.split()[0] not in refused]
+
+
 def _cases(op: str, shapes: str, suite: str) -> list[Case]:
-    ops: Sequence[Op] = [op_of("bench", "--op", op, FORWARD)] if op else FORWARD
+    ops: Sequence[str] = [op_of("bench", "--op", op, tuple(SHAPES))] if op else tuple(SHAPES)
     own = [shape_of("bench", "--shapes", text) for text in shapes.split(":")] if shapes else None
     some = SMOKE if suite == "smoke" else slice(None)
     return [

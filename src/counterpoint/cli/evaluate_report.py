@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from counterpoint.choose.by_rule import RULE
 from counterpoint.choose.known import shipped
-from counterpoint.choose.rule import RULE
 from counterpoint.choose.score import RIGHT
 from counterpoint.machine import Machine
 from counterpoint.measure.evaluated import (

@@ -8,7 +8,8 @@ import typer
 
 from counterpoint.cli.options import M_N_K, Dtype
 from counterpoint.errors import InputError
-from counterpoint.problem import FORWARD, OPS
+from counterpoint.measure.shapes import SHAPES
+from counterpoint.problem import op_names
 
 
 class Suite(StrEnum):
@@ -61,7 +62,7 @@ def bench(
     op: Annotated[
         str,
         typer.Option(
-            help=f"One operator: {' or '.join(FORWARD)}. Both if left out.", rich_help_panel=OVERLAP
+            help=f"One operator: {' or '.join(SHAPES)}. Both if left out.", rich_help_panel=OVERLAP
         ),
     ] = "",
     shapes: Annotated[
@@ -147,7 +148,8 @@ def _refuse_options_of_others(context: typer.Context, table: BenchTable) -> None
 
 def tune(
     op: Annotated[
-        str, typer.Option(help=f"One of {', '.join(OPS)}. Both forward ones if left out.")
+        str,
+        typer.Option(help=f"One of {', '.join(op_names())}. Those of published shapes if none."),
     ] = "",
     shape: Annotated[
         str,
@@ -161,6 +163,7 @@ def tune(
     ranks: Annotated[
         int, typer.Option(min=0, help="GPUs, 0 for all; CPU ranks where there are no GPUs.")
     ] = 0,
+    experts: Annotated[int, typer.Option(min=0, help="Of one GPU, of all-to-alls.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
     out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
 ) -> None:
@@ -175,7 +178,7 @@ def tune(
 
     raise typer.Exit(
         run(op=op, shapes=shape, layer=layer, specs=specs, rounds=rounds, ranks=ranks,
-            dtype=dtype.value, out=out)
+            experts=experts, dtype=dtype.value, out=out)
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.problem import EXPERTS, OPS, Problem
+from counterpoint.problem import Problem, op_names
 
 AUTO = "auto"
 ASKED = "asked for"
@@ -53,7 +53,7 @@ def plan(
             are not to be shared evenly.
     """
     where = machine_of(machine)
-    name = op_of("plan", "OP", op, (*OPS, *EXPERTS))
+    name = op_of("plan", "OP", op, op_names())
     sizes = shape_of("plan", "--shape", shape)
     problem = problem_of("plan", name, sizes, ranks or where.num_devices, dtype, experts)
     # of "auto" too: it refuses more ranks than GPUs
@@ -98,7 +98,7 @@ def _head(choice: Choice, spec: str) -> Table:
     if spec == AUTO and choice.basis == "model":
         margin = MARGINS[machine.measured is not None] - 1
         rates += f"; a plan has to gain {margin:.0%} and {MIN_GAIN_S * us:.0f} us on serial"
-    held = choice.plan.num_bytes("scratch", "symmetric") / MIB
+    held = choice.plan.workspace_bytes / MIB
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold", no_wrap=True)
     head.add_column()
@@ -172,7 +172,7 @@ def _facts(choice: Choice, spec: str, saved: Path | None) -> dict[str, Any]:
         "comm_s": choice.comm_s,
         "ideal_s": choice.ideal_s,
         "hidden": choice.hidden,
-        "workspace_bytes": choice.plan.num_bytes("scratch", "symmetric"),
+        "workspace_bytes": choice.plan.workspace_bytes,
         "table": rows,
         "picture": str(saved) if saved else None,
     }  # fmt: skip

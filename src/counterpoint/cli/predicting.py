@@ -8,7 +8,7 @@ import typer
 
 from counterpoint.cli.options import M_N_K, Dtype
 from counterpoint.embedding_problem import EMBEDDING
-from counterpoint.problem import EXPERTS, OPS
+from counterpoint.problem import op_names
 
 TABLES = "tables of a GPU, their columns, indices of a bag, bags of all GPUs"
 
@@ -23,9 +23,7 @@ class By(StrEnum):
 def plan(
     op: Annotated[
         str,
-        typer.Argument(
-            show_default=False, help=f"One of {', '.join((*OPS, *EXPERTS, EMBEDDING))}."
-        ),
+        typer.Argument(show_default=False, help=f"One of {', '.join((*op_names(), EMBEDDING))}."),
     ],
     shape: Annotated[
         str,

@@ -35,7 +35,7 @@ from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.auto import knowledge_of, known_tiles
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from counterpoint.plan.families import build
-from counterpoint.problem import ITEM_BYTES, Op
+from counterpoint.problem import ITEM_BYTES
 from counterpoint.runtime import compute
 from counterpoint.runtime.driver import Copy, copy_async
 from counterpoint.runtime.symmetric import allocate
@@ -59,7 +59,7 @@ FIXED = ("compute", "communication", "copy_engine", "serial", TORCH_SYMM_MEM, AU
 class Case:
     """One shape to compare at: M over all ranks, N and K of one rank."""
 
-    op: Op
+    op: str
     m: int
     n: int
     k: int

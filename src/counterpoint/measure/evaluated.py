@@ -5,7 +5,7 @@ from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.rule import by_rule
+from counterpoint.choose.by_rule import by_rule
 from counterpoint.choose.score import Measured, Score, at_random, constants, score
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine

@@ -12,13 +12,13 @@ measurements of the same sizes on 4 GPUs.
 
 from typing import NamedTuple
 
-from counterpoint.problem import Op, Problem
+from counterpoint.problem import Problem
 
 TOKENS = (64, 512, 2048, 8192)
 FITTED = "Llama-3-70B"
 LOOKED_AT = "Llama-3.1-405B"
 # N, K of one rank
-LAYERS: dict[str, dict[str, tuple[Op, int, int]]] = {
+LAYERS: dict[str, dict[str, tuple[str, int, int]]] = {
     "Qwen3-32B": {
         "qkv": ("all_gather_matmul", 1280, 5120),
         "gate+up": ("all_gather_matmul", 6400, 5120),
@@ -95,7 +95,7 @@ def expert_scenarios(ranks: int) -> tuple[Scenario, ...]:
     found: list[Scenario] = []
     for tokens in EXPERT_TOKENS:
         for model, (experts, hidden, ffn, top) in EXPERT_LAYERS.items():
-            sizes: tuple[tuple[str, Op, int, int], ...] = (
+            sizes: tuple[tuple[str, str, int, int], ...] = (
                 ("experts gate+up", "all_to_all_matmul", 2 * ffn, hidden),
                 ("experts down", "matmul_all_to_all", hidden, ffn),
             )

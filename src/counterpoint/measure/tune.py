@@ -24,8 +24,6 @@ from counterpoint.measure.timing import captured, rotate
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.call import Operator, prepare
 from counterpoint.ops.operators import OPERATORS, operands
-from counterpoint.plan import direct
-from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspace_of
@@ -122,9 +120,8 @@ def tune(
 
 def _candidates(problem: Problem, machine: Machine) -> list[str]:
     weighed = by_model(replace(problem, scratch_bytes_limit=0), machine).table
-    known = (*variants(problem.op, problem.ranks), *direct.SPECS)
     found = [c.spec for c in weighed if c.spec != "serial" and c.basis != "refused"]
-    return [spec for spec in found if spec in known][:MAX_TIMED]
+    return found[:MAX_TIMED]
 
 
 def _rows(problem: Problem) -> list[int]:

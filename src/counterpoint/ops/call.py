@@ -272,14 +272,14 @@ def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None
     """
     waits = any(step.spins for step in plan.steps) and workspace.device.type == "cuda"
     if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
-        return compile_plan(plan, workspace, like)
+        return compile_plan(plan, workspace, like=like)
     problem, code = "", None
     try:
-        code = compile_plan(plan, workspace, like)
+        code = compile_plan(plan, workspace, like=like)
     except UnsupportedError as error:
         problem = str(error)
     if code is None or any(gather_object(problem, workspace.group)):
-        return compile_plan(build(plan.problem, "serial"), workspace, like)
+        return compile_plan(build(plan.problem, "serial"), workspace, like=like)
     return code
 
 

@@ -106,7 +106,7 @@ class _Binder:
         whole = step.kind in ("collective", "fused")
         reads = [self.cells(region, rank, whole=whole) for region in step.reads]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
-        if step.kind == "fused":
+        if step.kind in ("fused", "opaque"):
             boxes = tuple(box for cells in reads for box in cells)
             return tuple(Part(boxes, box) for cells in writes for box in _hull(cells))
         if step.kind == "copy":

@@ -109,8 +109,9 @@ class Operation:
         moved: columns of what is gathered, and of what is scattered.
         matmuls: (rows, columns, contracted) of each matmul of one rank, in one piece.
         shares_rows: whether M is shared out over the ranks.
-        overlapped: the spec of the plan that overlaps which a rule takes. The second argument: a
-            shard's copy takes longer than its matmul.
+        overlapped: the spec of the plan that overlaps which a rule takes; where none overlaps, what
+            is faster than serial, or "". The second argument: a shard's copy takes longer than its
+            matmul.
         gradient: the family that it takes as a gradient whose forward was asked for by name.
         fused_s: seconds of a step of kind "fused" whose kernel has the operator's name.
         rule: the spec that static sizes say, where the shorter side is not worth overlapping;

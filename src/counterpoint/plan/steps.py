@@ -13,7 +13,7 @@ from counterpoint.problem import ITEM_BYTES, Problem
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
 
-Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused"]
+Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque"]
 Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
 
@@ -92,6 +92,8 @@ class Step:
         fused       one kernel of ours that computes and communicates, args "kernel" and its
                     settings: what it reads and writes is declared, and tests compare that with
                     the bytes that it writes
+        opaque      a call of the user's own, by the step's name: what it reads and writes is known,
+                    and not what it computes; any number of regions, of a "pipeline" only
     Every other kind waits first and posts last.
 
     Args:
@@ -99,7 +101,8 @@ class Step:
         args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
             matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
             of a fused step, the operator whose kernel it is; "batch": a number that matmuls one
-            after the other on a lane share where they may be one launch.
+            after the other on a lane share where they may be one launch; of an opaque step, see
+            `resources.rewrites`.
         spins: it waits for its peers in a kernel, which then has to be resident on every rank.
     """
 
@@ -131,11 +134,20 @@ def same_batch(a: Step, b: Step) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A queue of steps: a stream (or a thread) on one kind of engine, in tuple order."""
+    """A queue of steps: a stream (or a thread) on one kind of engine, in tuple order.
+
+    Args:
+        priority: more negative runs first, as in CUDA.
+        num_sms: SMs that its kernels run on, no others: a green context; None: all.
+        blocks_per_sm: most resident blocks of its kernels; None: as they are. Held by whoever
+            captures or launches the plan, see `resources.run`.
+    """
 
     name: str
     engine: Literal["sm", "copy"]
-    priority: int = 0  # more negative runs first, as in CUDA
+    priority: int = 0
+    num_sms: int | None = None
+    blocks_per_sm: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

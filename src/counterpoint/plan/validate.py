@@ -36,9 +36,6 @@ def validate(plan: Plan) -> None:
     each read is covered by writes of the same call that happen before it, and every other access
     that conflicts with it is ordered; that each output box holds what the op defines.
 
-    Args:
-        counts: for plans with Count extents, the tables to prove it for.
-
     Raises:
         InputError: `plan` is no Plan.
         PlanError: names the plan, the step and what is wrong.
@@ -127,6 +124,9 @@ def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -
 def _check_ordered(plan: Plan, a: Access, b: Access, order: HappensBefore) -> None:
     if a.begin == b.begin and a.box == b.box and a.part == b.part and a.writes != b.writes:
         return  # a step that updates in place
+    step = order.locate(a.begin)[2]
+    if a.begin == b.begin and step is not None and plan.steps[step].kind == "opaque":
+        return  # what it does first is its own affair
     if not (order.before(a.end, b.begin) or order.before(b.end, a.begin)):
         first, second = order.name(b.begin), order.name(a.begin)
         verb = "write" if a.writes and b.writes else "read and write"
@@ -168,7 +168,9 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
             if event == order.begin(0, rank, i):
                 stacked = plan.problem.experts > 0
                 # words behind the one part of a collective are its transport's own
-                last = {"fused": 0, "collective": 1}.get(bound.step.kind, len(bound.parts))
+                last = {"fused": 0, "opaque": 0, "collective": 1}.get(
+                    bound.step.kind, len(bound.parts)
+                )
                 parts = bound.parts[:last]
                 begun[rank, i] = [_result(bound, part, memory, stacked) for part in parts]
             elif bound.step.kind == "fused":

@@ -3,7 +3,7 @@
 Each function turns one part of a bound step into an action on the operands of a call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from counterpoint.runtime import library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], object]  # what it returns is nothing's
+Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their names
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
@@ -213,6 +214,12 @@ def side_by_side(
     dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
     parts = [x.view(own, c) for x, c in zip(got.split(sizes), columns, strict=True) if c]
     torch.cat(parts, 1, out=y)
+
+
+def opaque(bound: BoundStep, calls: Calls) -> Action:
+    """The call of an opaque step."""
+    call = calls[bound.step.name]
+    return lambda _: call()
 
 
 def _transposed(x: Place) -> Place:

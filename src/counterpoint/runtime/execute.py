@@ -3,10 +3,12 @@
 A plan is compiled once for a workspace; running it then only fills in the operands.
 """
 
+from types import MappingProxyType
 from typing import Protocol
 
 from counterpoint.plan.bind import Program, bind
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan
+from counterpoint.runtime.compute import Calls
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import INTERPRETED
 from counterpoint.runtime.workspace import Operands, Workspace
@@ -29,10 +31,16 @@ class Code(Protocol):
         ...
 
 
-def compile_plan(plan: Plan, workspace: Workspace, like: Operands | None = None) -> Code:
+def compile_plan(
+    plan: Plan, workspace: Workspace, calls: Calls = MappingProxyType({}),
+    like: Operands | None = None,
+) -> Code:  # fmt: skip
     """Bind `plan` for this rank and compile it; collective when the workspace has to grow.
 
     Args:
+        plan: proved, or built by this library.
+        workspace: of its group, on the device that it is to run on.
+        calls: of each opaque step, by its name: launches on the current stream.
         like: operands of the first call, for kernels that are compiled for what lies how.
     """
     workspace.reserve(plan)
@@ -44,7 +52,7 @@ def compile_plan(plan: Plan, workspace: Workspace, like: Operands | None = None)
     if workspace.device.type == "cuda":
         from counterpoint.runtime.execute_cuda import CudaCode
 
-        return CudaCode(program, workspace, like)
+        return CudaCode(program, workspace, calls, like)
     from counterpoint.runtime.execute_cpu import CpuCode
 
-    return CpuCode(program, workspace, like)
+    return CpuCode(program, workspace, calls, like)
