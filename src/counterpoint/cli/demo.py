@@ -67,7 +67,7 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
 
 
 def _on_gpus(out: Path) -> int:
-    """The short table of the matmuls, from a checkout, which times every plan beside the libraries."""
+    """The short table of the matmuls: every plan beside the libraries, from a checkout."""
     arguments = ["overlap", "--short", "--out", str(out / "demo.jsonl")]
     return checkout.run("demo", "benchmarks.runner", arguments)
 

@@ -33,7 +33,10 @@ COMPUTE_LANE = "compute"
 class CudaCode:
     """A program compiled for one GPU's workspace."""
 
-    def __init__(self, program: Program, workspace: Workspace, calls: Calls) -> None:
+    def __init__(
+        self, program: Program, workspace: Workspace, calls: Calls, like: Operands | None = None
+    ) -> None:
+        self.like = like
         lanes_of(workspace)
         if program.opens >= 0 and not workspace.lanes.signals_compiled:
             refuse_capture("none: this is the group's first call of a plan with signals")
@@ -72,6 +75,7 @@ class CudaCode:
         # a plan that is new while a graph is captured: its kernels are compiled and loaded now
         with self._loading():
             self.steps = [_CudaStep(self, launch, places) for launch in batches(program)]
+        self.like = None  # nothing is held on to
         if self.spins and not torch.cuda.is_current_stream_capturing():
             gather_object(None, workspace.group)  # a rank that still compiles is late for all
         # a plan of one lane without signals is a list of torch calls on the current stream
@@ -197,7 +201,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
     lanes = code.lanes
     match bound.step.kind:
         case "fused":
-            return [fused_action(Site(bound, places, tag))]
+            return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]
         case "opaque":
