@@ -44,6 +44,9 @@ def tune(
     ranks: Annotated[
         int, typer.Option(min=0, help="GPUs, 0 for all; CPU ranks where there are no GPUs.")
     ] = 0,
+    experts: Annotated[
+        int, typer.Option(min=0, help="Of one GPU, of all-to-alls; M: rows that each GPU sends.")
+    ] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
     out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
 ) -> None:
@@ -58,7 +61,7 @@ def tune(
 
     raise typer.Exit(
         run(op=op, shapes=shape, layer=layer, specs=specs, rounds=rounds, ranks=ranks,
-            dtype=dtype.value, out=out)
+            experts=experts, dtype=dtype.value, out=out)
     )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from counterpoint.runtime import (
     launch_cuda,
 )
 from counterpoint.runtime.compute import Action, Calls
-from counterpoint.runtime.fused import in_turn
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import gather_object
@@ -34,7 +33,10 @@ COMPUTE_LANE = "compute"
 class CudaCode:
     """A program compiled for one GPU's workspace."""
 
-    def __init__(self, program: Program, workspace: Workspace, calls: Calls) -> None:
+    def __init__(
+        self, program: Program, workspace: Workspace, calls: Calls, like: Operands | None = None
+    ) -> None:
+        self.like = like
         lanes_of(workspace)
         if program.opens >= 0 and not workspace.lanes.signals_compiled:
             refuse_capture("none: this is the group's first call of a plan with signals")
@@ -73,6 +75,7 @@ class CudaCode:
         # a plan that is new while a graph is captured: its kernels are compiled and loaded now
         with self._loading():
             self.steps = [_CudaStep(self, launch, places) for launch in batches(program)]
+        self.like = None  # nothing is held on to
         if self.spins and not torch.cuda.is_current_stream_capturing():
             gather_object(None, workspace.group)  # a rank that still compiles is late for all
         # a plan of one lane without signals is a list of torch calls on the current stream
@@ -89,9 +92,7 @@ class CudaCode:
             self.workspace.captured = True
         else:
             # calls of one group are in order whatever streams they are on
-            self.lanes.follow()
-            if self.spins:
-                in_turn(self.workspace.device)
+            self.lanes.follow(self.spins)
             # under a profiler step by step, so that it sees which step launched what
             if self.replayable and not traced:
                 given = operands.values()
@@ -200,7 +201,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
     lanes = code.lanes
     match bound.step.kind:
         case "fused":
-            return [fused_action(Site(bound, places, tag))]
+            return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]
         case "opaque":
