@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from counterpoint.errors import PlanError, UnsupportedError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.ops import call, fused_sum
+from counterpoint.ops import fused_sum
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
@@ -48,7 +48,7 @@ class Kernel:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU of `sms` that holds `blocks` of each kernel on an SM; `relaxed` captures are counted."""
+    """A GPU of `sms` with room for `blocks` on each; it counts captures in relaxed mode."""
     facts = SimpleNamespace(sms=132, blocks=2, capturing=False, relaxed=0)
 
     def relaxed() -> Any:
@@ -214,37 +214,3 @@ def test_a_step_runs_by_its_kernel_on_gpus_and_by_its_reference_elsewhere(
     assert launch.fused_action(site) == "kernel"
     with pytest.raises(PlanError, match=r"step sum: no kernel 'other'"):
         launch.fused_action(site_of(kernel="other"))
-
-
-def test_auto_is_serial_on_all_ranks_where_one_cannot(
-    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-):
-    """A kernel that does not fit one rank's GPU; an explicit plan says why."""
-    fused, told = build(SUM, "fused"), list[str]()
-
-    def compile_plan(plan: Any, _: object) -> Any:
-        if plan is fused and gpu.blocks == 0:
-            raise UnsupportedError("no block fits")
-        return plan
-
-    def gather(mine: str, _: object) -> list[str]:
-        told.append(mine)
-        return [mine, gpu.theirs]
-
-    monkeypatch.setattr(call, "compile_plan", compile_plan)
-    monkeypatch.setattr(call, "gather_object", gather)
-    workspace: Any = SimpleNamespace(group=None, device=GPU)
-    for gpu.blocks, gpu.theirs, spec in (
-        (2, "", fused.spec), (2, "no block fits", "serial"), (0, "", "serial"),
-    ):  # fmt: skip
-        code: Any = call.compiled(fused, "auto", workspace)
-        assert code.spec == spec
-    assert told == ["", "", "no block fits"]
-    gpu.blocks = 0
-    with pytest.raises(UnsupportedError, match="no block fits"):
-        call.compiled(fused, "fused", workspace)
-    # nobody is asked where no kernel waits, nor in a capture, where ranks cannot talk
-    call.compiled(build(SUM, "serial"), "auto", workspace)
-    gpu.blocks, gpu.capturing = 2, True
-    call.compiled(fused, "auto", workspace)
-    assert len(told) == 3
