@@ -83,6 +83,10 @@ def test_programs_share_the_work_evenly_and_are_never_none():
         rounds = -(-work // programs)
         assert rounds == -(-work // room), "more rounds than it takes"
         assert work > (rounds - 1) * programs, "a program has two items less than another"
+        # where nobody waits all have one, and where only the GPU knows the work all there are
+        assert Grid(work, each=True).programs(resident) == work
+        assert Grid(None, senders).programs(resident) == max(resident, senders + 1)
+    assert Grid(0, each=True).programs(8) == 1
 
 
 def test_resident_blocks_are_those_beside_the_reserve(gpu: SimpleNamespace):
@@ -131,6 +135,17 @@ def test_arguments_reach_a_kernel_by_name(gpu: SimpleNamespace):
     assert warmed == (("aa", 2, 3, "dd"), {"grid": (1,), "num_warps": 4})
     # 300 items for 200 blocks: two for each
     assert kernel.grids == [(150, 1, 1)] and made.programs == 150
+
+
+def test_launches_in_a_row(gpu: SimpleNamespace):
+    """Of a kernel that has been compiled, and one that has not; for a number of programs."""
+    gpu.blocks = 0  # nobody asks how many fit
+    kernel = Kernel("a", "B")
+    first, second = (Launch(kernel, ("a",), {"B": b}, 7, GPU, "op", {}) for b in (1, 2))
+    first.compile("x")
+    Launch.in_a_row([(first, ("x",)), (second, ("y",)), (first, ("z",))])
+    assert kernel.launched == [("x", 1), ("y", 2), ("z", 1)] and len(kernel.warmed) == 2
+    assert kernel.grids == [(7, 1, 1)] * 2
 
 
 @pytest.mark.parametrize(
