@@ -1,5 +1,6 @@
 """What a launch of a fused kernel needs of each rank, in one process, between guards."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
     """As `FusedMemory`, of `num_bytes` of each kind: the ranks' memory is a tensor each."""
     kept = {
         name: [guarded(num_bytes // 4, fill) for _ in range(ranks)]
-        for name, fill in (("words", -0.0), ("tiles", 0.0), ("flags", 0.0))
+        for name, fill in (("words", -0.0), ("turns", 0.0), ("flags", 0.0))
     }
 
     def shared(rank: int) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         group = SimpleNamespace(size=lambda: ranks)
         return SimpleNamespace(group=group, rank=rank, timeout_s=1e6, device=torch.device("cpu"))
 
-    return [
+    found = [
         SimpleNamespace(
             **shared(rank), kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
@@ -39,6 +40,23 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         )
         for rank in range(ranks)
     ]  # fmt: skip
+    for memory in found:
+        memory.workspace.fused = memory
+    return found
+
+
+def site_of(memory: Any, plan: Any, **settings: int) -> Any:
+    """The one step of a fused plan on this rank, launched with other settings where they are given.
+
+    Args:
+        memory: of `memories`.
+    """
+    (step,) = plan.steps
+    args = tuple((name, settings.get(name, value)) for name, value in step.args)
+    places = SimpleNamespace(plan=plan, workspace=memory.workspace)
+    return SimpleNamespace(
+        bound=SimpleNamespace(step=replace(step, args=args)), places=places, tag=0
+    )
 
 
 def guarded(count: int, fill: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
