@@ -16,6 +16,6 @@ def pool() -> Iterator[RankPool]:
     """Warm rank processes; `pool.run(body, world_size)` runs a module-level `body` on each."""
     from rankpool import RankPool
 
-    # the ranks have no GPU: their Triton kernels run under the interpreter
-    with RankPool(env={"TRITON_INTERPRET": "1"}) as ranks:
+    # the ranks have no GPU: their Triton kernels run under the interpreter; none is ever too late
+    with RankPool(env={"TRITON_INTERPRET": "1", "COUNTERPOINT_TIMEOUT_S": "200"}) as ranks:
         yield ranks

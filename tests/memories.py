@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from counterpoint.plan.steps import Plan
+
 GUARD = 64  # elements on both sides that nobody may write to
 CANARY = 1234.0  # also in fp16
 EMPTY = -(1 << 31)
@@ -32,7 +34,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         group = SimpleNamespace(size=lambda: ranks)
         return SimpleNamespace(group=group, rank=rank, timeout_s=1e6, device=torch.device("cpu"))
 
-    found = [
+    made = [
         SimpleNamespace(
             **shared(rank), kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
@@ -40,23 +42,28 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    for memory in found:
+    for memory in made:
         memory.workspace.fused = memory
-    return found
+    return made
 
 
-def site_of(memory: Any, plan: Any, **settings: int) -> Any:
-    """The one step of a fused plan on this rank, launched with other settings where they are given.
+def places_of(memory: Any, plan: Plan) -> Any:
+    """As `Places`, where each box is the operand of its buffer's name."""
+    return SimpleNamespace(
+        workspace=memory.workspace, plan=plan, of=lambda box: lambda operands: operands[box.buffer]
+    )
+
+
+def site_of(memory: Any, plan: Plan, **settings: int) -> Any:
+    """The one step of a fused plan on this rank, with other settings where they are given.
 
     Args:
         memory: of `memories`.
     """
     (step,) = plan.steps
     args = tuple((name, settings.get(name, value)) for name, value in step.args)
-    places = SimpleNamespace(plan=plan, workspace=memory.workspace)
-    return SimpleNamespace(
-        bound=SimpleNamespace(step=replace(step, args=args)), places=places, tag=0
-    )
+    bound = SimpleNamespace(step=replace(step, args=args))
+    return SimpleNamespace(bound=bound, places=places_of(memory, plan), tag=0)
 
 
 def guarded(count: int, fill: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -18,7 +18,8 @@ def mutants(plan: Plan) -> Iterator[Mutant]:
     """All mutants of `plan`, none equal to it."""
     for make in (
         _without_steps, _without_edges, _without_signals, _other_slots, _other_signal_peers,
-        _other_regions, _without_reads, _shrunken_pairs, _swapped, _other_lanes, _other_buffers,
+        _other_regions, _without_reads, _without_writes, _other_settings, _shrunken_pairs, _swapped,
+        _other_lanes, _other_buffers,
     ):  # fmt: skip
         for what, mutant in make(plan):
             assert mutant != plan, what
@@ -146,9 +147,7 @@ def _changed(plan: Plan, region: Region) -> Iterator[tuple[str, Region]]:
     for cols in _shifted(region.cols, buffer.shape[1]):
         yield f"cols: {cols}", replace(region, cols=cols)
     if not buffer.split:
-        rows = buffer.shape[0]
-        assert isinstance(rows, int)
-        for shifted in _shifted(region.rows, rows):
+        for shifted in _shifted(region.rows, buffer.shape[0]):
             yield f"rows: {shifted}", replace(region, rows=shifted)
     for other in plan.buffers:
         if other != buffer:
@@ -190,6 +189,27 @@ def _without_reads(plan: Plan) -> Iterator[Mutant]:
         if step.kind in ("matmul", "move", "reduce") and plan.problem.bias and not step.args:
             more = {"args": (("bias", 1),), "reads": (*step.reads, Region("bias"))}
             yield f"bias: {step.name} with bias", with_step(plan, i, **more)
+
+
+def _without_writes(plan: Plan) -> Iterator[Mutant]:
+    """Of a kernel of ours, one of several writes; of other steps that is a missing pair."""
+    for i, step in enumerate(plan.steps):
+        for j, region in enumerate(step.writes if step.spins else ()):
+            mutant = with_step(plan, i, writes=_but(step.writes, j))
+            yield f"write: {step.name} without {j} {region.buffer}", mutant
+
+
+def _other_settings(plan: Plan) -> Iterator[Mutant]:
+    """How a kernel of ours is launched, which kernel it is, and that it waits for its peers."""
+    for i, step in enumerate(plan.steps):
+        if not step.spins:
+            continue
+        yield f"spins: {step.name} does not", with_step(plan, i, spins=False)
+        for j, (name, value) in enumerate(step.args):
+            others = (2 * value, value - 1) if isinstance(value, int) else ("two_shot", "serial")
+            for other in (o for o in others if o != value):
+                args = _but(step.args, j, (name, other))
+                yield f"setting: {step.name} {name} {other}", with_step(plan, i, args=args)
 
 
 def _shrunken_pairs(plan: Plan) -> Iterator[Mutant]:
@@ -243,11 +263,11 @@ def _other_lanes(plan: Plan) -> Iterator[Mutant]:
 
 def _other_buffers(plan: Plan) -> Iterator[Mutant]:
     """The plan's own memory: its space, dtype, and how it is stored."""
-    own = [i for i, b in enumerate(plan.buffers) if b.space in ("scratch", "symmetric")]
+    own = [i for i, b in enumerate(plan.buffers) if b.space not in ("input", "output")]
     for i, buffer in ((i, plan.buffers[i]) for i in own):
         changes: list[dict[str, Any]] = [
             {"space": space}
-            for space in ("scratch", "symmetric", "input", "output")
+            for space in ("scratch", "symmetric", "input", "output", "words")
             if space != buffer.space
         ]
         changes += [

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from counterpoint.plan.bind import BoundStep, Box, bind
-from counterpoint.plan.steps import Count, Plan
+from counterpoint.plan.steps import Plan
 
 Array = NDArray[np.float64]
 CALLS = 2
@@ -41,6 +41,7 @@ class _Simulation:
         self.pads = [[0] * plan.num_slots for _ in self.ranks]
         self.ended: set[tuple[int, int, str]] = set()  # call, rank, step
         self.gathered: dict[tuple[int, int, str], Array] = {}
+        self.read: dict[tuple[int, int, str], dict[str, Array]] = {}
         rng = np.random.default_rng(random.randrange(1 << 32))
         p = plan.problem
         self.inputs = [
@@ -60,7 +61,6 @@ class _Simulation:
     def fresh(self, name: str, rank: int) -> Array:
         buffer, p = self.plan.buffer(name), self.plan.problem
         rows, cols = buffer.shape
-        assert not isinstance(rows, Count)
         slots = p.ranks if buffer.holds == "slots" else 1
         if buffer.split and buffer.holds == "peers":
             rows -= p.rows[rank]
@@ -134,6 +134,8 @@ class _Simulation:
                 return {name.replace("w", "y"): x @ w + bias for name, w in weights.items()}
             case "matmul_reduce_scatter":
                 return {"y": scattered("x", "w") + bias}
+            case "matmul_all_reduce":
+                return {"y": np.sum([each["x"] @ each["w"] for each in inputs], axis=0) + bias}
             case "all_to_all_matmul":
                 return {"y": self.to_experts(inputs)[rank]}
             case "matmul_all_to_all":
@@ -145,6 +147,8 @@ class _Simulation:
             case "matmul_reduce_scatter_backward":
                 dy = gathered("dy")
                 return {"dx": dy @ mine["wt"], "dw": mine["x"].T @ dy}
+            case op:
+                raise AssertionError(f"what {op} computes is not written down here")
 
     def to_experts(self, inputs: list[dict[str, Array]]) -> list[Array]:
         """Rows of all ranks by expert, multiplied, on each rank."""
@@ -186,6 +190,8 @@ class _Simulation:
                 yield False
             if step.kind == "collective":
                 yield from self.collective(call, rank, bound)
+            elif step.kind == "fused":
+                yield from self.fused(call, rank, bound)
             elif step.kind != "barrier":
                 seen = [[self.at(box).copy() for box in part.reads] for part in bound.parts]
                 for part in bound.parts:
@@ -215,9 +221,23 @@ class _Simulation:
                 reads = [x @ reads[1], *reads[2:]]
             self.at(part.write)[:] = sum(reads) if same else np.nan
 
+    def fused(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
+        """The op on what the step reads, into the outputs that it writes; else it has no effect."""
+        name = bound.step.name
+        self.read[call, rank, name] = {
+            region.buffer: self.memory[region.buffer, rank][0].copy() for region in bound.step.reads
+        }
+        yield True
+        while not all((call, r, name) in self.read for r in self.ranks):
+            yield False
+        values = self.wanted([self.read[call, r, name] for r in self.ranks], rank)
+        for region in bound.step.writes:
+            if region.buffer in values:
+                self.memory[region.buffer, rank][0] = values[region.buffer]
+
     def collective(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
         name = bound.step.name
-        (part,) = bound.parts
+        part = bound.parts[0]  # what follows are words of its transport
         self.gathered[call, rank, name] = self.at(part.reads[0]).copy()
         self.at(part.write)[:] = np.nan
         yield True
@@ -226,6 +246,8 @@ class _Simulation:
         everyone = [self.gathered[call, r, name] for r in self.ranks]
         if bound.step.arg("collective") == "all_gather":
             self.at(part.write)[:] = np.concatenate(everyone)
+        elif bound.step.arg("collective") == "all_reduce":
+            self.at(part.write)[:] = sum(everyone)
         elif bound.step.arg("collective") == "all_to_all":
             p = self.plan.problem
 

@@ -44,7 +44,7 @@ FORBIDDEN |= {
 FORBIDDEN |= {
     f"resources/{file}.py": (*HEAVY, *(f"counterpoint.{p}" for p in ABOVE_FACTS
                                        if p not in ("plan", "resources")))
-    for file in ("controls", "search")
+    for file in ("controls", "rewrites", "search")
 }  # fmt: skip
 FORBIDDEN |= {
     "kernels/": ("torch.distributed", *(f"counterpoint.{p}" for p in
@@ -153,6 +153,7 @@ def test_the_pure_half_is_used_without_torch():
         "for by in ('model', 'rule'):\n"
         "    choose(problem, 'h200-2', by=by).explain()\n"
         "import counterpoint.runtime.occupancy, counterpoint.resources.search\n"
+        "import counterpoint.resources.rewrites\n"
         "from counterpoint.resources import Controls\n"
         "heavy = [m for m in ('torch', 'triton', 'numpy', 'cuda') if m in sys.modules]\n"
         "print(first, heavy)"

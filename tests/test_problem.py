@@ -1,22 +1,26 @@
 """Problem: what it refuses, and the sizes that follow from it."""
 
 from dataclasses import FrozenInstanceError, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from plan_cases import AG, AR, BIASED, EXPERTS, OPS, make_problem
 
 from counterpoint.errors import InputError
-from counterpoint.problem import FORWARD, ITEM_BYTES, OPS, Problem
+from counterpoint.problem import ITEM_BYTES, DType, Problem, declaration, op_names
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"op": "all_reduce"},
-            "Problem: op must be one of all_gather_matmul, .*, got 'all_reduce'",
+            {"op": "matmul_all_reduse"},
+            "Problem: op must be one of all_gather_matmul, .*, got 'matmul_all_reduse'; "
+            "did you mean 'matmul_all_reduce'",
         ),
+        ({"op": "families"}, "Problem: op must be one of .*, got 'families'$"),
+        ({"op": None}, "Problem: op must be one of .*, got None$"),
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
         ({"ranks": -1}, "ranks must be at least 1, got -1"),
@@ -40,7 +44,7 @@ def test_a_wrong_argument_is_refused(changes: dict[str, Any], message: str):
         Problem(**(good | changes))
 
 
-@pytest.mark.parametrize("name", ITEM_BYTES)
+@pytest.mark.parametrize("name", get_args(DType))
 def test_a_dtype_of_torch_is_that_of_its_name(name: Any):
     named, given = (
         Problem("all_gather_matmul", 8, 3, 5, 4, dtype=dtype)
@@ -51,12 +55,21 @@ def test_a_dtype_of_torch_is_that_of_its_name(name: Any):
 
 @pytest.mark.parametrize("op", OPS)
 def test_only_some_ops_have_a_bias_or_several_weights(op: Any):
-    if op not in FORWARD:
-        with pytest.raises(InputError, match=f"^{op}: bias must be False: a gradient adds none"):
-            Problem(op, 8, 3, 5, 4, bias=True)
-    if op != "all_gather_matmul":
+    if op not in BIASED:
+        why = "experts add none" if op in EXPERTS else "a gradient adds none"
+        with pytest.raises(InputError, match=f"^{op}: bias must be False: {why}"):
+            make_problem(op, 16, 3, 5, 4, bias=True)
+    if op != AG:
         with pytest.raises(InputError, match=f"^{op}: splits must be empty: only all_gather_mat"):
-            Problem(op, 8, 3, 5, 4, splits=(1, 2))
+            make_problem(op, 16, 3, 5, 4, splits=(1, 2))
+
+
+def test_an_operator_is_its_file_and_no_table():
+    assert len(OPS) >= 8 and list(OPS) == sorted(OPS)
+    for op in op_names():
+        assert declaration(op).name == op
+    for name in ("families", "operation", "no_such_file", "", "..problem", None):
+        assert declaration(name) is None  # type: ignore[arg-type]
 
 
 def test_rows_are_equal_unless_they_are_given():
@@ -79,7 +92,7 @@ def test_a_problem_does_not_change():
         Problem("all_gather_matmul", 4, 1, 1, 2).m = 8  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("dtype", get_args(DType))
 def test_bytes_and_flop(dtype: Any):
     gather = Problem("all_gather_matmul", 10, 7, 5, 3, dtype, rows=(2, 5, 3))
     item_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
@@ -92,7 +105,7 @@ def test_bytes_and_flop(dtype: Any):
     assert scatter.link_bytes == 2 * 5 * 7 * item_bytes
 
 
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@pytest.mark.parametrize("dtype", get_args(DType))
 def test_bytes_and_flop_of_gradients(dtype: Any):
     item_bytes = ITEM_BYTES[dtype]
     # shards of x, [rows, K], as of the forward gather
@@ -110,7 +123,16 @@ def test_bytes_and_flop_of_gradients(dtype: Any):
 
 
 def test_one_rank_moves_nothing():
-    assert [Problem(op, 8, 4, 4, 1).link_bytes for op in OPS] == [0] * len(OPS)
+    assert [make_problem(op, 8, 4, 4, 1).link_bytes for op in OPS] == [0] * len(OPS)
+
+
+def test_rows_of_an_all_reduce_are_on_all_ranks():
+    problem = Problem(AR, 9, 6, 5, 4)
+    assert str(problem) == "matmul_all_reduce M9 N6 K5 bfloat16 on 4 ranks"
+    assert sum(problem.rows) == 9 and problem.flop == 2 * 9 * 6 * 5
+    # of what is scattered and gathered again, three of four parts each
+    even = Problem(AR, 8, 6, 5, 4)
+    assert even.link_bytes == 2 * 3 * 2 * 6 * 2
 
 
 def test_a_problem_prints_on_one_line():

@@ -44,7 +44,7 @@ def test_readme_code_runs(pool: RankPool, tmp_path: Path):
     (code,) = python_blocks(ROOT / "README.md")
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    assert pool.run(run_block, 2, code, str(tmp_path), timeout_s=60) == [[6, 16]] * 2
+    assert pool.run(run_block, 2, code, str(tmp_path)) == [[6, 16]] * 2
     assert [path.name for path in tmp_path.glob("*/*")] == ["predicted.png"] * 2
 
 
@@ -60,7 +60,7 @@ def test_torchrun_script_runs_on_cpu_ranks(tmp_path: Path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launcher, "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, env=environment, timeout=100,
+        capture_output=True, text=True, env=environment, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(128, 512) -> (256, 256) -> (128, 512) on 2 ranks" in done.stdout
@@ -80,7 +80,7 @@ def test_own_plan_of_the_docs_runs(pool: RankPool, tmp_path: Path):
     (code,) = python_blocks(ROOT / "docs" / "plans.md")
     for rank in range(4):
         (tmp_path / str(rank)).mkdir()
-    assert pool.run(run_own_plan, 4, code, str(tmp_path), timeout_s=60) == [True] * 4
+    assert pool.run(run_own_plan, 4, code, str(tmp_path)) == [True] * 4
 
 
 def test_api_page_has_every_public_name():

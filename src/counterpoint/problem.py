@@ -39,6 +39,14 @@ class Sizes(Protocol):
         """(rows, columns, contracted) of each matmul of one rank, in one piece."""
         ...
 
+    def filled(self, problem: "Problem") -> Mapping[str, object]:
+        """Fields that follow from others, or that are kept in another form."""
+        ...
+
+    def described(self, problem: "Problem") -> str:
+        """What text says of the problem beside its sizes."""
+        ...
+
 
 @cache
 def declaration(op: str) -> Any:
@@ -57,7 +65,8 @@ def declaration(op: str) -> Any:
 def op_names() -> tuple[str, ...]:
     """All operators, those of gradients included, in alphabetical order."""
     modules = iter_modules(import_module("counterpoint.plan").__path__)
-    return tuple(m.name for m in modules if declaration(m.name) is not None)
+    found = ((m.name, declaration(m.name)) for m in modules)
+    return tuple(name for name, declared in found if declared is not None and declared.families)
 
 
 def dtype_of(op: str, dtype: object) -> DType:
@@ -98,10 +107,18 @@ class Problem:
     Where counts differ they are an operand, `counts`[ranks, ranks * experts], rows of each rank for
     each expert, and M is the most rows that a rank has on either side.
 
+    With `tables` of each rank, whose rows are pooled for the M bags of all ranks:
+
+    embedding_bag_all_to_all: y_r[rows[r], N] = the pooled rows of all ranks' tables for the bags of
+                              this rank, those of rank 0's tables first
+
+    A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
+
     Args:
         op: the operator.
-        m: rows over all ranks; with experts, and of matmul_all_reduce, rows of x on each.
-        n: columns of one rank's weight.
+        m: rows over all ranks; with experts, and of matmul_all_reduce, rows of x on each; with
+            tables the bags of all ranks.
+        n: columns of one rank's weight; with tables those of all tables, filled in.
         k: contracted size on one rank.
         ranks: number of ranks of the group.
         dtype: of x, w and y, or torch's of that name; products are accumulated in fp32.
@@ -113,6 +130,9 @@ class Problem:
         experts: of one rank; 0 for ops without.
         counts: of rows for each expert: all "equal", or an operand that differs from call to call,
             known to the "host" before a call, or to the "device" alone.
+        tables: columns of each rank's tables; empty for ops without.
+        indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
+        out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
 
     Raises:
         InputError: there is no such op, a size is negative, `rows` does not add up to `m` or
@@ -120,10 +140,10 @@ class Problem:
     """
 
     op: str
-    m: int
-    n: int
-    k: int
-    ranks: int
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    ranks: int = 0
     dtype: DType = "bfloat16"
     rows: tuple[int, ...] = ()
     bias: bool = False
@@ -131,6 +151,9 @@ class Problem:
     splits: tuple[int, ...] = ()
     experts: int = 0
     counts: Counts = "equal"
+    tables: tuple[tuple[int, ...], ...] = ()
+    indices: tuple[int, ...] = ()
+    out: bool = False
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -139,6 +162,8 @@ class Problem:
             want = f"one of {', '.join(op_names())}"
             raise InputError("Problem", "op", want=want, got=repr(self.op), fix=fix)
         object.__setattr__(self, "dtype", dtype_of(self.op, self.dtype))
+        for name, value in self.sizes.filled(self).items():
+            object.__setattr__(self, name, value)
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
         for name in ("m", "n", "k", "scratch_bytes_limit"):
@@ -177,6 +202,16 @@ class Problem:
         return tuple(accumulate(self.rows, initial=0))
 
     @property
+    def column_starts(self) -> tuple[int, ...]:
+        """First column of each rank's tables, and their number at the end: [ranks + 1]."""
+        return tuple(accumulate(map(sum, self.tables), initial=0))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no result has a cell that anything is computed for."""
+        return not (self.m and self.n and (self.k or self.tables))
+
+    @property
     def equal_rows(self) -> bool:
         """Whether all ranks have equally many rows."""
         return len(set(self.rows)) == 1
@@ -207,7 +242,8 @@ class Problem:
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
         columns = "+".join(map(str, self.splits or (self.n,)))
-        shape = f"M{self.m} N{columns} K{self.k}"
+        shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not self.tables)
         shape += f" experts {self.experts}" if self.experts else ""
         shape += f" counts of the {self.counts}" if self.counts != "equal" else ""
+        shape += self.sizes.described(self)
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"

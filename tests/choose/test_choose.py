@@ -10,9 +10,9 @@ import pytest
 from counterpoint.choose import choose as module
 from counterpoint.choose import known
 from counterpoint.choose.by_model import by_model
+from counterpoint.choose.by_rule import by_rule
 from counterpoint.choose.choose import choose, machine_of
 from counterpoint.choose.known import save_machine
-from counterpoint.choose.rule import by_rule
 from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.problem import Problem

@@ -29,7 +29,7 @@ from counterpoint.problem import Problem
 
 GPU, RANKS, TORCH = "NVIDIA H200", 4, "2.11.0+cu130"
 PROBLEM = Problem("all_gather_matmul", 8192, 7168, 8192, RANKS)
-SPEC = "graded 1/3 ring push"
+SPEC = "graded 1/3 ring"
 
 
 def measured(kernel_s: float = 2e-6) -> Machine:
@@ -54,13 +54,13 @@ def test_a_machine_and_its_plans_are_read_back(tmp_path: Path):
     other = replace(PROBLEM, n=1280)
     save_tuned(other, {"spec": "serial"}, GPU, TORCH, tmp_path)
     # measured once more: the newer one stays
-    save_tuned(other, {"spec": "shard_p2p xor push"}, GPU, TORCH, tmp_path)
+    save_tuned(other, {"spec": "shard_p2p xor"}, GPU, TORCH, tmp_path)
 
     found = read(tmp_path)
     assert found.machine == measured()
     assert found.tuned == {
         problem_key(PROBLEM): SPEC,
-        problem_key(other): "shard_p2p xor push",
+        problem_key(other): "shard_p2p xor",
     }
     kept = json.loads((tmp_path / "tuned-nvidia-h200-4.json").read_text())
     assert kept["plans"][problem_key(PROBLEM)] == entry
@@ -164,7 +164,7 @@ def test_a_damaged_machine_is_ignored(tmp_path: Path, nothing_shipped: None, nam
 TUNED_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
     "other gpu": (lambda c: {**c, "gpu": "NVIDIA H100"}, "is for gpu 'NVIDIA H100'"),
     "other ranks": (lambda c: {**c, "ranks": 8}, "is for ranks 8, this is 4"),
-    "other format": (lambda c: {**c, "format": 2}, "is for format 2, this is 1"),
+    "other format": (lambda c: {**c, "format": 1}, "is for format 1, this is 2"),
     "other torch": (lambda c: {**c, "torch": "2.12.0"}, "is for torch '2.12.0', this is '2.11"),
     "no torch": (lambda c: {k: v for k, v in c.items() if k != "torch"}, "is for torch None"),
     "a text": (lambda c: "plans", "is damaged: no JSON object"),

@@ -9,9 +9,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from counterpoint.cli import kernels, main
-from counterpoint.resources import step
-from counterpoint.resources.step import SHAPE, fitting_shape
+from counterpoint.runtime import step_footprints
 from counterpoint.runtime.footprint import Footprint
+from counterpoint.runtime.step_footprints import SHAPE, fitting_shape
 
 GEMM = Footprint(
     kind="kernel", name="nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
@@ -37,7 +37,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(kernels, "_free_bytes", lambda _: 140 * 2**30)
-    monkeypatch.setattr(step, "step_footprints", lambda *_: STEP)
+    monkeypatch.setattr(step_footprints, "step_footprints", lambda *_: STEP)
     monkeypatch.setattr(kernels, "Console", lambda: Console(width=200))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from plan_cases import OPS
 from rankpool import RankPool
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -22,10 +23,9 @@ from counterpoint.cli import tune as command
 from counterpoint.measure import record
 from counterpoint.measure import tune as measuring
 from counterpoint.measure.shapes import SHAPES
-from counterpoint.problem import OPS
 
 SHAPE = ("--op", "all_gather_matmul", "--shape", "64,32,48")
-TIMES = {"serial": 4e-4, "shard_p2p ring pull": 2e-4, "graded 2": 3e-4}
+TIMES = {"serial": 4e-4, "shard_p2p ring": 2e-4, "graded 2": 3e-4}
 
 
 def run(*arguments: str, code: int = 0) -> Result:
@@ -120,6 +120,11 @@ def test_what_is_refused_on_cpu_ranks_is_one_line(arguments: list[str], message:
         (["--ranks", "5"], "--ranks must be at most the 4 GPUs here, got 5"),
         (["--layer", "8B"], "--layer must be a part of one of 70B qkv; 70B gate+up; 405B gate+up;"),
         (["--op", "all_gather_matmul_wgrad"], "--op must be one that has such layers, got"),
+        (
+            ["--op", "matmul_all_reduse"],
+            "got 'matmul_all_reduse'; did you mean 'matmul_all_reduce'",
+        ),
+        (["--op", "all_to_all_matmul", "--shape", "8,8,8"], "experts must be 1 or more, got 0"),
         (["--op", "matmul_reduce_scatter", "--layer", "70B qkv"], "--op must be one that has"),
     ],
 )
@@ -130,10 +135,25 @@ def test_what_is_refused_on_gpus(arguments: list[str], message: str):
 def test_it_starts_a_rank_for_each_gpu(four_gpus: list[list[str]]):
     run()
     run(*SHAPE, "--ranks", "2", "--specs", "graded 2", "--dtype", "float16", "--out", "rows.jsonl")
+    run("--op", "all_to_all_matmul", "--shape", "8192,512,256", "--experts", "8")
     options = ["--specs", "graded 2", "--out", "rows.jsonl", "--rounds", "9", "--ranks", "2"]
     assert four_gpus == [
         ["4", "tune", "--rounds", "9", "--dtype", "bfloat16"],
         ["2", "tune", *SHAPE, *options, "--dtype", "float16"],
+        [
+            "4",
+            "tune",
+            "--op",
+            "all_to_all_matmul",
+            "--shape",
+            "8192,512,256",
+            "--rounds",
+            "9",
+            "--experts",
+            "8",
+            "--dtype",
+            "bfloat16",
+        ],
     ]
 
 
@@ -229,17 +249,17 @@ def test_auto_takes_the_tuned_plan_at_once(pool: RankPool, tmp_path: Path):
     results = pool.run(tuned, 2, str(tmp_path))
     for found in results:
         assert found["before"] == {"gather", "matmul"}
-        assert "pull_1" in found["after"]
+        assert "push_1" in found["after"]
         assert found["other"] == {"gather", "matmul"}, "another problem was not tuned"
         assert found["equal"]
-        assert found["spec"] == "shard_p2p ring pull"
+        assert found["spec"] == "shard_p2p ring"
         assert found["said"] == ["preparing 3 plans", "timing 3 plans"], "serial is there once"
         assert [(c.spec, c.basis, c.verdict) for c in found["table"]] == [
-            ("shard_p2p ring pull", "measured", "chosen"),
+            ("shard_p2p ring", "measured", "chosen"),
             ("graded 2", "measured", "slower"),
             ("serial", "measured", "slower"),
         ]
-        assert "chosen measured: shard_p2p ring pull, 200 us, 2.00x serial\n" in found["text"]
+        assert "chosen measured: shard_p2p ring, 200 us, 2.00x serial\n" in found["text"]
         assert (
             "a stand-in for CPU ranks, whose times say nothing about a GPU), eager" in found["text"]
         )

@@ -17,7 +17,7 @@ def test_it_exchanges_the_products():
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--ranks", "2", "--size", "48"],
-        capture_output=True, text=True, env=environment, timeout=100,
+        capture_output=True, text=True, env=environment, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the exchanged products on 2 ranks agree with fp32" in done.stdout
@@ -46,4 +46,4 @@ def run_on(rank: int, world_size: int, size: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 16), (3, 20)])
 def test_other_ranks(pool: RankPool, ranks: int, size: int):
-    pool.run(run_on, ranks, size, timeout_s=60)
+    pool.run(run_on, ranks, size)

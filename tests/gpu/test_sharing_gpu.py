@@ -124,17 +124,41 @@ def test_zero_cta_collectives(gpus):
     assert torch.equal(target, want)
 
 
-def test_stages_that_cannot_be_captured(gpus):
-    loop = Loop("all_to_all", SIZE)
-    out = loop.results[0]
-    loop.pipeline.compute(
-        lambda: out.copy_(torch.randn(SIZE, SIZE, device="cuda")), reads=[], writes=[out],
-        name="draws",
-    )  # fmt: skip
-    with pytest.raises(
-        InputError, match=r"stages must be free of allocations in a graph, got .* in 'draws'"
-    ):
-        Captured(loop.pipeline)
+@pytest.mark.parametrize("spec", ["overlap", "sequential", "overlap copy_engine delay=5us"])
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_stages_may_allocate(gpus, mode, spec):
+    """Attention makes its own result: in a graph the capture's memory holds it, and no other's."""
+    pipeline, ranks = Pipeline(dist.group.WORLD), dist.get_world_size()
+    bf16 = {"dtype": torch.bfloat16, "device": gpus}
+    queries = [torch.empty(ranks, 8, 512, 64, **bf16) for _ in range(4)]
+    k, v = torch.empty(2, ranks, 8, 512, 64, **bf16)
+    sent = [torch.empty_like(k) for _ in range(2)]
+    received = [pipeline.empty(*k.shape, dtype=torch.bfloat16) for _ in range(2)]
+    results = [torch.empty_like(k) for _ in queries]
+
+    def attend(q, out):
+        # the scaled copy and the result are both new, and gone when the stage has ended
+        out.copy_(torch.nn.functional.scaled_dot_product_attention(q * 0.5, k, v))
+
+    for i, (q, result) in enumerate(zip(queries, results, strict=True)):
+        out, got = sent[i % 2], received[i % 2]
+        pipeline.compute(lambda q=q, out=out: attend(q, out), reads=[q, k, v], writes=[out])
+        pipeline.all_to_all(got, out)
+        pipeline.compute(lambda r=result, g=got: r.copy_(g), reads=[got], writes=[result])
+    with (Captured if mode == "graph" else Eager)(pipeline, Controls.parse(spec)) as run:
+        for call in range(3):
+            draw = torch.Generator(gpus).manual_seed(10 * call + dist.get_rank())
+            for tensor in (*queries, k, v):
+                tensor.normal_(generator=draw)
+            torch.full((64 << 20,), torch.nan, device=gpus)  # in what a call's own memory might be
+            torch.cuda.synchronize()
+            dist.barrier()
+            run()
+            for q, result in zip(queries, results, strict=True):
+                attend(q, sent[0])
+                want = torch.empty_like(sent[0])
+                dist.all_to_all_single(want, sent[0])
+                torch.testing.assert_close(result, want)
 
 
 def test_captured_collectives_on_symmetric_memory_are_refused(gpus, monkeypatch):

@@ -103,7 +103,7 @@ def test_every_order_gives_the_rows(
     """No order of programs and stores mixes up calls, of whatever sizes."""
     seeds = range(2 if ranks > 2 else 3)
     arguments = (ranks, programs, batches, own, seeds, "")
-    assert pool.run(errors_of, 1, *arguments, group=False, timeout_s=90) == [[""] * len(seeds)]
+    assert pool.run(errors_of, 1, *arguments, group=False) == [[""] * len(seeds)]
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ def test_planted_faults_show(pool: RankPool, fault: str, own: bool):
     """A flag before the rows, a program that speaks for others, turns that are not taken."""
     batches = MIXED if fault == "half" else SAME
     arguments = (2, 2, batches, own, range(40), fault)
-    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=120)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False)
     assert any(found)

@@ -1,13 +1,12 @@
 """Embedding bags and their all-to-all in one kernel: interpreted on ranks that share memory."""
 
-import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from embedding_cases import expected, facts_of, in_programs, pooled, random_bags
+from late import GIVES_UP, TIMEOUT_S, looks_of
 from rank_bodies import world
 from rankpool import RankPool
 
@@ -69,7 +68,7 @@ def wrong_calls(rank: int, ranks: int, cases: list[str], epoch: int = 0) -> list
 def test_rows_come_to_their_owners(pool: RankPool, ranks: int):
     """Each case on few ranks and, as they share the cores, on 3 or on 4."""
     cases = list(CASES) if ranks < 3 else list(CASES)[ranks % 2 :: 2]
-    assert pool.run(wrong_calls, ranks, cases, timeout_s=120) == [[]] * ranks
+    assert pool.run(wrong_calls, ranks, cases) == [[]] * ranks
 
 
 @pytest.mark.parametrize("epoch", [-2, 2**31 - 2])
@@ -100,33 +99,28 @@ def test_a_lookup_by_itself(pool: RankPool):
     assert pool.run(looked_up, 1) == [[True] * 6]
 
 
-def late_by_a_call(rank: int, ranks: int) -> list[bool]:
+def late_by_a_call(rank: int, ranks: int) -> list[int]:
     """Rank 0 gives up on rank 1 and says so; later calls wait no more and store nothing."""
     workspace = workspace_of(world(), torch.device("cpu"))
-    workspace.timeout_s = 0.3
+    workspace.timeout_s = TIMEOUT_S
     memory = FusedMemory(workspace)
     layout = Layout(((16,), (16,)), (4, 4), torch.float32)
     bags = random_bags((16,), 8)
     place = place_of(memory, layout)
     sender = Sender(facts_of(layout, bags, mean=False), memory, place, 6, Way(256, 2))
-    dist.barrier()
-    if rank == 1:
-        time.sleep(1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        start_s = time.monotonic()
+
+    def twice() -> None:
         for _ in range(2):
             sender(bags.tables, bags.indices, bags.offsets, None)
-        took_s = time.monotonic() - start_s
-    fault = int(memory.fault[0])
-    dist.barrier()
-    if rank == 1:  # its peer had posted before it gave up; of the second call it has not
-        return [memory.state.tolist()[2] == 2, fault >> 32 == 1, took_s < 1.5]
-    return [memory.state.tolist()[2] == 2, fault == (2 << 32 | 7), took_s < 1.5]
+
+    looks = looks_of(rank, twice)
+    return [memory.state.tolist()[2], int(memory.fault[0]), looks]
 
 
 def test_a_rank_that_gives_up_names_the_other(pool: RankPool):
-    assert pool.run(late_by_a_call, 2) == [[True] * 3] * 2
+    first, second = pool.run(late_by_a_call, 2)
+    assert first == [2, 2 << 32 | 7, GIVES_UP + 1]
+    assert second == [2, 1 << 32 | 7, 1 + GIVES_UP]  # rank 0 had posted the first call only
 
 
 def of_no_bags(rank: int, ranks: int) -> list[bool]:

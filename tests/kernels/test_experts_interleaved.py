@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from counterpoint.plan.expert_tiles import Tile
 from memories import GUARD, guarded, left, memories
 from planted import is_last_relaxed, post_relaxed, post_too_few, same_epoch
 from rankpool import RankPool
@@ -11,7 +12,6 @@ from rankpool import RankPool
 from counterpoint.kernels import all_to_all_matmul as dispatch
 from counterpoint.kernels import matmul_all_to_all as combine
 from counterpoint.kernels import peer
-from counterpoint.plan.expert_tiles import Tile
 from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending
 
 TILE = Tile(16, 16, 16, 1, 4, 2)
@@ -136,7 +136,7 @@ def errors_of(
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 2), (2, 6), (4, 8)])
 def test_every_order_gives_the_product(pool: RankPool, ranks: int, experts: int, back: bool):
     seeds = range(1 if ranks == 4 else 3)
-    run = pool.run(errors_of, 1, ranks, experts, seeds, "", back, group=False, timeout_s=200)
+    run = pool.run(errors_of, 1, ranks, experts, seeds, "", back, group=False)
     assert run == [[""] * len(seeds)]
 
 
@@ -150,7 +150,7 @@ STUCK = "deadlock: nobody can go on"
 )  # fmt: skip
 def test_planted_faults_show(pool: RankPool, fault: str, text: str, back: bool):
     arguments = (2, 4, range(30), fault, back)
-    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=200)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False)
     assert any(text in problem for problem in found), found
 
 
@@ -184,7 +184,7 @@ def edges(rank: int, world: int, back: bool, clear: bool) -> list[str]:
 @pytest.mark.parametrize("clear", [False, True])
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 def test_rows_that_are_none_are_zeroed_or_left(pool: RankPool, back: bool, clear: bool):
-    assert pool.run(edges, 1, back, clear, group=False, timeout_s=100) == [[]]
+    assert pool.run(edges, 1, back, clear, group=False) == [[]]
 
 
 def named_beyond(rank: int, world: int) -> list[Any]:
@@ -208,4 +208,4 @@ def named_beyond(rank: int, world: int) -> list[Any]:
 
 
 def test_a_row_that_is_none_is_said_and_left_out(pool: RankPool):
-    assert pool.run(named_beyond, 1, group=False, timeout_s=60) == [[(0, True), (3, True)]]
+    assert pool.run(named_beyond, 1, group=False) == [[(0, True), (3, True)]]

@@ -28,7 +28,7 @@ def exchange_kernel(
     to = peer_ptr(bases_ptr, tl.arange(0, WORLD), half, tl.float32)[:, None]
     put(to + (rank * WIDTH + cols), tl.broadcast_to(tl.load(source_ptr + cols), (WORLD, WIDTH)))
     flags = 8 * WORLD * WIDTH + (epoch & 1) * 4 * WORLD
-    late = barrier(bases_ptr, flags.to(tl.int64), rank, epoch, stop_ptr, 2_000_000_000, WORLD)
+    late = barrier(bases_ptr, flags.to(tl.int64), rank, epoch, stop_ptr, 1 << 60, WORLD)
     place = ranks * WIDTH + cols
     at = peer_ptr(bases_ptr, rank, half, tl.float32) + place
     tl.store(target_ptr + place, tl.load(at, cache_modifier=".cg"))

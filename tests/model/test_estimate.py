@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from plan_cases import AG, BY_ROWS, EXPERTS, OPS, PLAIN, RS, make_problem
 
 from counterpoint.choose.by_model import parts_s
 from counterpoint.costs import NO_TILES, Costs
@@ -13,17 +14,16 @@ from counterpoint.machine import Machine
 from counterpoint.model import estimate as model
 from counterpoint.model.estimate import estimate, predicted_s, slowest_rank
 from counterpoint.model.work import work_s
+from counterpoint.plan import finer
 from counterpoint.plan.bind import bind
-from counterpoint.plan.families import FAMILIES, build
-from counterpoint.plan.finer import FINER
+from counterpoint.plan.families import build
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
-from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
-from counterpoint.problem import EXPERTS, FORWARD, OPS, Op, Problem
+from counterpoint.problem import Problem
 from counterpoint.timeline import Span, Timeline
 
-AG: Op = "all_gather_matmul"
-RS: Op = "matmul_reduce_scatter"
+FORWARD = (AG, RS)
 MACHINES = ("h200", "mi300x", "a40")  # by a switch, all with all, over PCIe
 SHAPES = ((4096, 7168, 8192), (512, 1280, 2048))  # the longer side is matmuls, and copies
 UNEQUAL = (0, 127, 1000, 0, 2048, 1, 0, 511)
@@ -47,22 +47,31 @@ def tiny_machine(ranks: int = 2) -> Machine:
     return replace(base, device=device, gemm_tile=(16, 16), measured=ROUND)
 
 
-def plans(op: Op, ranks: int, *shape: int, rows: tuple[int, ...] = ()) -> Iterator[Plan]:
-    m = sum(rows) or shape[0] // ranks * ranks
-    for spec in variants(op, ranks):
-        yield build(Problem(op, m, shape[1], shape[2], ranks, rows=rows), spec)
+def plans(op: str, ranks: int, *shape: int, rows: tuple[int, ...] = ()) -> Iterator[Plan]:
+    """Candidates that the problem allows."""
+    m = sum(rows) or shape[0] // (4 * ranks) * 4 * ranks
+    problem = make_problem(op, m, shape[1], shape[2], ranks, rows=rows)
+    operation = operation_of(op)
+    refused = {f.name for f in operation.families if f.refusal(problem)}
+    for spec in operation.candidates(problem):
+        if spec.split()[0] not in refused:
+            yield build(problem, spec)
 
 
 def every_plan(ranks: int) -> Iterator[Plan]:
     for op in OPS:
         yield from plans(op, ranks, *SHAPES[0])
+        yield from plans(op, ranks, 64, *SHAPES[1][1:])
+    for op in BY_ROWS:
         yield from plans(op, ranks, *SHAPES[1], rows=UNEQUAL[:ranks])
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("op", OPS)
-def test_variants_are_of_every_family(op: Op, ranks: int):
-    assert {spec.split()[0] for spec in variants(op, ranks)} == set(FAMILIES[op])
+def test_candidates_are_of_every_family(op: str, ranks: int):
+    few = make_problem(op, 64, 8192, 3584, ranks)
+    found = {spec.split()[0] for spec in operation_of(op).candidates(few)}
+    assert found == {family.name for family in operation_of(op).families}
 
 
 def spans_of(timeline: Timeline) -> dict[tuple[int, str], Span]:
@@ -90,7 +99,8 @@ def check_order(plan: Plan, machine: Machine, timeline: Timeline) -> None:
             assert all(spans[rank, name].end_s <= span.start_s for name in step.after)
             begins_s = span.start_s
             if span.kind == "barrier":
-                begins_s = span.end_s - machine.costs.barrier_s + 1e-12
+                costs = machine.costs
+                begins_s = span.end_s - (costs.barrier_s if step.posts else costs.kernel_s) + 1e-12
             for wait in bound.waits:
                 assert posted_s[wait.rank, wait.slot, rank] <= begins_s
         for lane in plan.lanes:
@@ -126,7 +136,7 @@ def test_every_eager_plan_finishes_in_order(ranks: int):
 def test_host_time_only_adds(ranks: int):
     machine = preset(f"h200-{ranks}")
     costs = machine.costs
-    for op in OPS:
+    for op in PLAIN:
         for plan in plans(op, ranks, *SHAPES[1]):
             graph_s, eager_s = (predicted_s(plan, machine, eager=e) for e in (False, True))
             host_s = costs.host_call_s + len(plan.steps) * costs.host_step_s
@@ -134,9 +144,9 @@ def test_host_time_only_adds(ranks: int):
             assert eager_s < (graph_s + host_s) * (1 + EXACTLY), plan.spec
 
 
-@pytest.mark.parametrize("family", FINER)
+@pytest.mark.parametrize("family", finer.NAMES)
 @pytest.mark.parametrize("op", FORWARD)
-def test_the_slowest_rank_of_plans_finer_than_shards_is_found(op: Op, family: str):
+def test_the_slowest_rank_of_plans_finer_than_shards_is_found(op: str, family: str):
     """Rows before and behind its own are two matmuls, of slices of w as well."""
     for name in ("mi300x-8", "h200-8"):
         machine = preset(name)
@@ -152,7 +162,7 @@ def test_one_rank_stands_for_all_where_rows_are_equal(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], name: str, ranks: int
 ):
     machine = preset(f"{name}-{ranks}")
-    for op in OPS:
+    for op in PLAIN:
         for plan in plans(op, ranks, *shape):
             one_s, all_s = predicted_s(plan, machine), estimate(plan, machine).end_s
             own_s: list[float] = []
@@ -171,10 +181,9 @@ def test_one_rank_stands_for_all_where_rows_are_equal(
 def test_ranks_of_xor_groups_that_never_wrap_are_equal(ranks: int):
     machine = preset(f"h200-{ranks}")
     groups = {2: "1/1", 4: "1/1/2", 8: "1/1/2/4"}[ranks]
-    specs: list[tuple[Op, str]] = [
-        (AG, f"graded {groups} xor push"),
-        (AG, "shard_p2p xor push"),
-        (AG, "shard_p2p xor pull"),
+    specs: list[tuple[str, str]] = [
+        (AG, f"graded {groups} xor"),
+        (AG, "shard_p2p xor"),
         (RS, "shard_p2p xor"),
         ("all_gather_matmul_backward", "side_by_side xor"),
     ]
@@ -187,7 +196,7 @@ def test_ranks_of_xor_groups_that_never_wrap_are_equal(ranks: int):
 
 def test_the_slowest_rank_is_one_whose_groups_wrap():
     machine = preset("h200-4")
-    plan = build(Problem(AG, 4096, 4096, 4096, 4), "graded 1/3 ring push")
+    plan = build(Problem(AG, 4096, 4096, 4096, 4), "graded 1/3 ring")
     # it gathers me, me - 1, me - 2, me - 3: on rank 3 others' rows lie side by side, on rank 1
     # they are 0 | 2, 3, on rank 2 they are 0, 1 | 3
     assert slowest_rank(plan, machine) in (1, 2)
@@ -198,7 +207,7 @@ def test_the_slowest_rank_is_one_whose_groups_wrap():
 
 @pytest.mark.parametrize("op", FORWARD)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_serial_is_its_collective_and_its_matmul(op: Op, ranks: int):
+def test_serial_is_its_collective_and_its_matmul(op: str, ranks: int):
     machine = preset(f"h200-{ranks}")
     costs = machine.costs
     p = Problem(op, 1024 * ranks, 7168, 8192, ranks)
@@ -225,7 +234,7 @@ def test_matmuls_beside_copies_slow_each_other_and_nothing_else():
         costs = {"matmul_beside_copy": 1.0, "copy_beside_matmul": 1.0} | factors
         return replace(machine, measured=replace(machine.costs, **costs))
 
-    for op in OPS:
+    for op in PLAIN:
         for plan in plans(op, 4, *SHAPES[0]):
             alone = spans_of(estimate(plan, of()))
             for factors in ({"matmul_beside_copy": 1.5}, {"copy_beside_matmul": 1.5}):
@@ -266,7 +275,7 @@ def by_hand(timeline: Timeline) -> list[tuple[str, str, float, float]]:
 def test_a_gather_by_hand():
     """Two ranks, a shard of 16 x 1000: a copy and two matmuls of 1 + 1 us."""
     machine = tiny_machine()
-    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring push")
+    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring")
     # beside the matmul, of which 1 us is left after the barrier and takes 2, the copy does 2 / 3 us
     # of its 2; 1 1/3 us later the second matmul starts, with 0.5 us for its wait and 1.5 for the
     # fork, an edge and the join of the other lanes
@@ -285,7 +294,7 @@ def test_a_gather_by_hand():
 def test_an_eager_gather_by_hand():
     """As above; the host is at step i after 11 + i us."""
     machine = tiny_machine()
-    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring push")
+    plan = build(Problem(AG, 32, 16, 1000, 2), "shard_p2p ring")
     assert [s.name for s in plan.steps] == ["open", "matmul_0", "push_1", "matmul_1"]
     # the matmul starts at 12 and is half done when the copy starts
     copied = round(15 + 2 - 2 / 3, 6)
@@ -328,7 +337,7 @@ def test_clocks_settle_by_all_matmuls_of_a_call():
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_plan_that_waits_for_ever_is_refused(eager: bool):
-    plan = build(Problem(AG, 32, 16, 16, 2), "shard_p2p ring push")
+    plan = build(Problem(AG, 32, 16, 16, 2), "shard_p2p ring")
     steps = tuple(replace(s, posts=()) if s.name == "push_1" else s for s in plan.steps)
     silent = replace(plan, steps=steps)
     for run in (estimate, predicted_s):
@@ -340,9 +349,9 @@ def test_a_plan_that_waits_for_ever_is_refused(eager: bool):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_one_rank_multiplies_and_no_more(op: Op):
+def test_one_rank_multiplies_and_no_more(op: str):
     machine = preset("h200-1")
-    p = Problem(op, 4096, 1024, 2048, 1)
+    p = make_problem(op, 4096, 1024, 2048, 1)
     plan = build(p, "serial")
     timeline = estimate(plan, machine)
     assert {s.kind for s in timeline.spans} == {"matmul"}
@@ -353,7 +362,7 @@ def test_one_rank_multiplies_and_no_more(op: Op):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
-def test_an_empty_problem_takes_the_time_of_its_signals(op: Op, shape: tuple[int, int, int]):
+def test_an_empty_problem_takes_the_time_of_its_signals(op: str, shape: tuple[int, int, int]):
     machine = preset("h200-4")
     for plan in plans(op, 4, *shape):
         timeline = estimate(plan, machine)
@@ -382,7 +391,7 @@ def test_a_batch_of_copies_is_quick_where_each_peer_has_a_link():
 
 def test_a_copy_to_one_peer_has_one_link_of_a_mesh():
     p = Problem(AG, 8192, 1280, 8192, 8)
-    plan = build(p, "shard_p2p ring push")
+    plan = build(p, "shard_p2p ring")
     mesh, switch = preset("mi300x-8"), preset("h200-8")
     for machine, links in ((mesh, 7), (switch, 1)):
         machine = replace(machine, measured=replace(machine.costs, copy_beside_matmul=1.0))
@@ -420,7 +429,7 @@ def test_what_comes_to_one_rank_from_several_shares_its_link():
 
 
 def test_with_unequal_rows_all_ranks_are_simulated():
-    for op in OPS:
+    for op in BY_ROWS:
         for plan in plans(op, 4, *SHAPES[1], rows=UNEQUAL[:4]):
             machine = preset("h200-4")
             assert predicted_s(plan, machine) == estimate(plan, machine).end_s
@@ -430,14 +439,14 @@ def test_a_timeline_says_what_it_predicts_and_from_what():
     machine = preset("h200-4")
     plan = build(Problem(AG, 4096, 1280, 2048, 4), "graded 1/3")
     timeline = estimate(plan, machine)
-    assert timeline.title == "all_gather_matmul 4096, 1280, 2048: graded 1/3 ring push"
+    assert timeline.title == "all_gather_matmul 4096, 1280, 2048: graded 1/3 ring"
     assert timeline.source == "predicted for h200-4 from datasheet rates"
     measured = replace(machine, measured=machine.costs)
     assert estimate(plan, measured).source == "predicted for h200-4 from measured rates"
 
 
 @pytest.mark.parametrize("op", EXPERTS)
-def test_a_group_of_experts_takes_the_time_of_one_launch(op: Op):
+def test_a_group_of_experts_takes_the_time_of_one_launch(op: str):
     machine = preset("h200-4")
     p = Problem(op, 8192, 4096, 4096, 4, experts=16)
     costs = machine.costs

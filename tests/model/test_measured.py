@@ -14,8 +14,7 @@ from counterpoint.choose.known import SHIPPED, shipped
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan.families import FAMILIES, build
-from counterpoint.plan.finer import FINER
+from counterpoint.plan.families import build, families
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
@@ -47,9 +46,11 @@ def measured_s() -> dict[Problem, dict[str, float]]:
     found: dict[Problem, dict[str, float]] = defaultdict(dict)
     for line in RESULTS.read_text().splitlines():
         row: dict[str, Any] = json.loads(line)
-        if row["mode"] == "graph" and row["arm"].split()[0] in FAMILIES[row["op"]]:
+        # these rows have names that are gone: push is the one direction that is left
+        spec = row["arm"].replace(" push", "").replace("serial direct", "direct")
+        if row["mode"] == "graph" and spec.split()[0] in families(row["op"]) and "pull" not in spec:
             problem = Problem(row["op"], row["m"], row["n"], row["k"], row["ranks"], row["dtype"])
-            found[problem][row["arm"]] = row["median_s"]
+            found[problem][spec] = row["median_s"]
     return found
 
 
@@ -62,7 +63,8 @@ def test_predictions_are_near_what_was_measured(
         for spec, seconds in plans.items()
     }
     assert len(errors) >= 150
-    assert {spec.split()[0] for spec, _ in errors} == {"serial", "shard_p2p", "graded", *FINER}
+    found = {spec.split()[0] for spec, _ in errors}
+    assert found == set(families("all_gather_matmul")), "few rows, which fused has, are elsewhere"
     assert median(abs(e) for e in errors.values()) <= 0.10
     worst = max(errors, key=lambda key: abs(errors[key]))
     assert abs(errors[worst]) <= 0.25, worst

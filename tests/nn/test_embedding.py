@@ -75,7 +75,7 @@ def trained(rank: int, ranks: int, owners: Any, mode: str, sparse: bool) -> list
 def test_training_steps_are_those_of_whole_tables(
     pool: RankPool, owners: Any, mode: str, sparse: bool
 ):
-    assert pool.run(trained, 2, owners, mode, sparse, timeout_s=60) == [[True] * 2] * 2
+    assert pool.run(trained, 2, owners, mode, sparse) == [[True] * 2] * 2
 
 
 def drawn(rank: int, ranks: int, owners: Any) -> tuple[dict[str, Any], list[float]]:
@@ -150,7 +150,7 @@ def loaded(rank: int, ranks: int, whole: dict[str, Any]) -> bool:
 
 
 def test_checkpoints_of_all_ranks_are_the_whole_model(pool: RankPool):
-    found = pool.run(saved, 2, timeout_s=60)
+    found = pool.run(saved, 2)
     assert [facts for _, facts in found] == [
         [["table_1", "table_4"], True], [["table_0", "table_2", "table_3"], True]
     ]  # fmt: skip

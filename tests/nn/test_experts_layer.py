@@ -115,7 +115,7 @@ def differences(rank: int, ranks: int, shape: tuple[int, ...], plan: str, known:
 def test_it_trains_as_plain_torch_does(
     pool: RankPool, ranks: int, shape: tuple[int, ...], plan: str, known: str
 ):
-    assert pool.run(differences, ranks, shape, plan, known, timeout_s=60) == [[]] * ranks
+    assert pool.run(differences, ranks, shape, plan, known) == [[]] * ranks
 
 
 def other_uses(rank: int, ranks: int) -> list[str]:
@@ -174,7 +174,7 @@ def other_uses(rank: int, ranks: int) -> list[str]:
 
 
 def test_other_uses_and_what_is_refused(pool: RankPool):
-    first, second = pool.run(other_uses, 2, timeout_s=60)
+    first, second = pool.run(other_uses, 2)
     for text, want in zip(first, (
         "ExpertParallelMLP: x must be [..., 10], got (7, 9)",
         "experts must be (7, 'top_k') as x, got (6, 3)", "experts must be int32 or int64, got",

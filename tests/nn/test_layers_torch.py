@@ -41,7 +41,7 @@ def same_as_eager(rank: int, world_size: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["checkpoint", "aot_eager"])
 def test_checkpointing_and_compilation(pool: RankPool, how: str):
-    pool.run(same_as_eager, 2, how, timeout_s=60)
+    pool.run(same_as_eager, 2, how)
 
 
 def under_autocast(rank: int, world_size: int) -> None:

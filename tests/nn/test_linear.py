@@ -26,7 +26,7 @@ def test_layers_train_as_serial_ones(pool: RankPool, ranks: int):
         MlpCase(BATCH_FIRST, dim=1),
         MlpCase(BATCH_FIRST, dim=-2, plan="shard_p2p"),
     ]
-    problems = sum(pool.run(body, ranks, cases, timeout_s=60), [])
+    problems = sum(pool.run(body, ranks, cases), [])
     assert not problems, "\n".join(problems)
 
 

@@ -28,6 +28,6 @@ def run_sharded(rank: int, world_size: int, code: str) -> None:
 
 def test_the_code_runs(pool: RankPool):
     code, sharded = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    pool.run(run_sharded, 2, sharded, timeout_s=60)
-    first, second = pool.run(run_block, 2, code, timeout_s=60)
+    pool.run(run_sharded, 2, sharded)
+    first, second = pool.run(run_block, 2, code)
     assert torch.equal(first, second)

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from counterpoint.plan.variants import variants
 from grad_bodies import GradCase, several_weights, wrong_grad_cases
 from rank_bodies import Case, device
 from rankpool import RankPool
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import counterpoint as cp
 from counterpoint.errors import UnsupportedError
 from counterpoint.ops.operators import OPERATORS, operands
-from counterpoint.plan.variants import variants
 from counterpoint.problem import Problem
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -39,7 +39,7 @@ def cases(op: str, ranks: int) -> list[GradCase]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_are_those_of_fp64(pool: RankPool, op: str, ranks: int):
-    problems = sum(pool.run(wrong_grad_cases, ranks, cases(op, ranks), timeout_s=60), [])
+    problems = sum(pool.run(wrong_grad_cases, ranks, cases(op, ranks)), [])
     assert not problems, "\n".join(problems)
 
 
@@ -155,7 +155,7 @@ def same_as_eager(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["checkpoint", "aot_eager", "inductor"])
 def test_checkpointing_and_compilation(pool: RankPool, how: str, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    pool.run(same_as_eager, 2, how, timeout_s=120)
+    pool.run(same_as_eager, 2, how)
 
 
 def under_autocast(rank: int, world_size: int) -> None:

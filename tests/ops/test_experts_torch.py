@@ -191,7 +191,7 @@ def compiled(rank: int, ranks: int, backend: str) -> None:
 
 
 def test_compiled_with_lists(pool: RankPool):
-    pool.run(compiled, 2, "aot_eager", timeout_s=60)
+    pool.run(compiled, 2, "aot_eager")
 
 
 def compiled_for_a_device(rank: int, ranks: int) -> list[int]:
@@ -219,7 +219,7 @@ def compiled_for_a_device(rank: int, ranks: int) -> list[int]:
 
 
 def test_compiled_with_a_device_known_table(pool: RankPool):
-    assert pool.run(compiled_for_a_device, 2, timeout_s=60) == [[1]] * 2
+    assert pool.run(compiled_for_a_device, 2) == [[1]] * 2
 
 
 def checked(rank: int, ranks: int) -> list[set[str]]:
@@ -243,7 +243,7 @@ def checked(rank: int, ranks: int) -> list[set[str]]:
 
 
 def test_the_dispatcher_and_fakes(pool: RankPool):
-    assert pool.run(checked, 2, timeout_s=60) == [[{"SUCCESS"}] * 6] * 2
+    assert pool.run(checked, 2) == [[{"SUCCESS"}] * 6] * 2
 
 
 def in_contexts(rank: int, ranks: int) -> None:

@@ -6,12 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_bodies import world
-from rankpool import RankPool
-
-import counterpoint as cp
-from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.ops.matmul_all_reduce import way_of
 from counterpoint.runtime.fused_call import grid
 from counterpoint.runtime.launch_fused import (
     Fused,
@@ -21,6 +15,12 @@ from counterpoint.runtime.launch_fused import (
     padded_rows,
     where,
 )
+from rank_bodies import world
+from rankpool import RankPool
+
+import counterpoint as cp
+from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.ops.matmul_all_reduce import way_of
 
 TWO_SHOT = "fused two_shot 16x32x1 warps=4"
 PLANS = ("auto", "serial", "fused", TWO_SHOT)

@@ -1,6 +1,5 @@
 """What the ops refuse, by its text; a refused call launches nothing, and a good one follows."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -322,14 +321,15 @@ def test_ranks_that_disagree_are_named_on_all(pool: RankPool):
 
 
 def bad_timeouts(rank: int, world_size: int) -> None:
-    assert "COUNTERPOINT_TIMEOUT_S" not in os.environ
     x, w = normal(2, K), normal(K, N)
     for text in ("soon", "0", "-1", "inf", "nan", ""):
         with environment("COUNTERPOINT_TIMEOUT_S", text), pytest.raises(InputError) as info:
             cp.all_gather_matmul(x, w)
         want = f"environment: COUNTERPOINT_TIMEOUT_S must be seconds > 0, got {text}"
         assert str(info.value) == want
-    cp.all_gather_matmul(x, w)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COUNTERPOINT_TIMEOUT_S")
+        cp.all_gather_matmul(x, w)
     (workspace,) = workspaces_of(dist.group.WORLD)
     assert workspace.timeout_s == 30
 

@@ -113,7 +113,7 @@ def test_a_plan_of_ones_own_compiles(pool: RankPool):
 def test_inductor_keeps_group_sizes_apart(pool: RankPool, tmp_path):
     """Its cache on disk, shared by both runs, knows nothing of groups."""
     for ranks in (1, 2):
-        pool.run(run_compiled, ranks, "inductor", str(tmp_path), [2, 2], timeout_s=60)
+        pool.run(run_compiled, ranks, "inductor", str(tmp_path), [2, 2])
 
 
 def look_for_aliases(rank: int, world_size: int, cases: list[Case]) -> None:

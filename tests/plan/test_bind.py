@@ -1,16 +1,14 @@
 """From regions to boxes: what is merged, where pieces, slots and counted blocks lie."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from counterpoint.errors import PlanError
 from counterpoint.plan.bind import Arrival, Box, Part, bind
 from counterpoint.plan.families import build
-from counterpoint.plan.peers import Order
-from counterpoint.plan.steps import Buffer, Count, Lane, Peer, Plan, Region, Signal, Step
-from counterpoint.plan.validate import validate
+from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.problem import Problem
 
 ROWS = (2, 5, 3, 1)
@@ -40,7 +38,7 @@ def one_step(read: Region, write: Region, *buffers: Buffer, peers: str = "ring",
 
 @pytest.mark.parametrize("rank", range(4))
 def test_an_xor_group_is_one_box(rank: int):
-    plan = build(GATHER, "graded 1/1/2 xor push")
+    plan = build(GATHER, "graded 1/1/2 xor")
     (part,) = parts_of(plan, rank, "matmul_2")
     far = sorted({rank ^ 2, rank ^ 3})
     assert rows_of([part.write]) == [(STARTS[far[0]], STARTS[far[1] + 1])]
@@ -49,7 +47,7 @@ def test_an_xor_group_is_one_box(rank: int):
 
 
 def test_a_ring_group_that_wraps_is_two_boxes():
-    plan = build(GATHER, "graded 1/1/2 ring push")
+    plan = build(GATHER, "graded 1/1/2 ring")
     rows = [rows_of([p.write for p in parts_of(plan, rank, "matmul_2")]) for rank in range(4)]
     # shards me - 2 and me - 3, in the order of ranks
     assert rows == [[(2, 10)], [(7, 11)], [(0, 2), (10, 11)], [(0, 7)]]
@@ -177,7 +175,7 @@ def test_a_collective_is_one_part_even_without_rows():
 
 def test_ring_and_xor_peers():
     for peers, target in (("ring", [3, 0, 1, 2]), ("xor", [3, 2, 1, 0])):
-        plan = build(GATHER, f"shard_p2p {peers} push")
+        plan = build(GATHER, f"shard_p2p {peers}")
         pushed = [parts_of(plan, rank, "push_3")[0].write.rank for rank in range(4)]
         assert pushed == target
         for rank in range(4):
@@ -187,102 +185,10 @@ def test_ring_and_xor_peers():
 
 
 def test_the_opening_barrier_is_found_and_programs_are_cached():
-    plan = build(GATHER, "graded 1/3 pull")
+    plan = build(GATHER, "graded 1/3")
     assert bind(plan, 0).opens == 0
     assert bind(plan, 0) is bind(plan, 0)
     assert bind(build(GATHER, "serial"), 0).opens == -1
-
-
-# --- counts
-
-
-def all_to_all(known: Literal["host", "device"] = "host", limit: int = 5) -> Plan:
-    """Blocks of `send`, as many rows as counts say, into `recv` of their destination."""
-    order = Order("ring", 3)
-    problem = Problem("all_gather_matmul", 3, 2, 4, 3)
-    out = Count("moe", "source", known, limit)
-    back = Count("moe", "destination", known, limit)
-    buffers = (
-        *build(problem, "serial").buffers[:3],
-        Buffer("send", (out, 4), "bfloat16", "scratch", split=True),
-        Buffer("recv", (back, 4), "bfloat16", "symmetric", split=True),
-    )
-
-    def copy(d: int) -> Step:
-        peer: Peer = (d,) if d else ()
-        read, write = Region("send", shards=((d,),)), Region("recv", peer, ((0,),))
-        posts = (order.post(3 + d, d),) if d else ()
-        return Step(f"copy_{d}", "copy", "copy", (read,), (write,), ("open",), posts=posts)
-
-    wait = Step("arrived", "signal", "barrier", waits=tuple(order.wait(3 + d, d) for d in (1, 2)))
-    steps = (order.barrier("open", "signal", 0), *(copy(d) for d in range(3)), wait)
-    return Plan(problem, "mine", "all_to_all", "ring", buffers, LANES, steps)
-
-
-COUNTS = {"moe": ((1, 2, 0), (5, 0, 3), (4, 4, 1))}
-
-
-def test_counted_blocks_lie_one_behind_the_other_on_both_sides():
-    plan, table = all_to_all(), COUNTS["moe"]
-    for rank in range(3):
-        program = bind(plan, rank, COUNTS)
-        for d in range(3):
-            to = (rank + d) % 3
-            rows = table[rank][to]
-            parts = program.steps[1 + d].parts
-            if not rows:
-                assert parts == ()
-                continue
-            start = sum(table[rank][:to])
-            landing = sum(table[s][to] for s in range(rank))
-            assert parts == (
-                Part((Box(rank, "send", 0, start, start + rows, 0, 4),),
-                     Box(to, "recv", 0, landing, landing + rows, 0, 4)),
-            )  # fmt: skip
-
-
-def test_counts_are_part_of_what_is_cached():
-    plan = all_to_all()
-    other = {"moe": [[1, 1, 1]] * 3}  # lists will do
-    assert bind(plan, 0, COUNTS) is bind(plan, 0, {"moe": [list(r) for r in COUNTS["moe"]]})
-    assert bind(plan, 0, COUNTS) is not bind(plan, 0, other)
-    assert bind(plan, 0, other).steps[2].parts[0].write == Box(1, "recv", 0, 0, 1, 0, 4)
-
-
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        (None, "step copy_0: counts has no table 'moe'"),
-        ({"other": COUNTS["moe"]}, "step copy_0: counts has no table 'moe'"),
-        ({"moe": ((6, 0, 0), (0, 0, 0), (0, 0, 0))}, r"must be within 0..5, got \(6, 0, 0\)"),
-        ({"moe": ((0, -1, 0), (0, 0, 0), (0, 0, 0))}, r"must be within 0..5, got \(0, -1, 0\)"),
-        ({"moe": ((0, 0, 0), (0, 0, 0))}, "counts of 'moe' must be 3 rows of 3 counts"),
-        ({"moe": ((0, 0), (0, 0), (0, 0))}, "counts of 'moe' must be 3 rows of 3 counts"),
-    ],
-)
-def test_wrong_counts_are_refused(counts: Any, message: str):
-    with pytest.raises(PlanError, match=message):
-        bind(all_to_all(), 0, counts)
-
-
-def test_a_count_that_only_the_device_knows_sizes_no_copy():
-    # users' tensors are those of an op that is not there yet, so only the form can be shown wrong
-    with pytest.raises(PlanError, match="step copy_0: copies 'send', whose count only the device"):
-        validate(all_to_all("device"), COUNTS)
-
-
-def test_memory_of_a_counted_buffer_is_its_limit():
-    plan = all_to_all()
-    assert plan.num_bytes("scratch", "symmetric") == 2 * (3 * 5) * 4 * 2
-    assert "[<= 5 x ranks (moe), 4]" in str(plan)
-
-
-def test_a_counted_buffer_holds_all_blocks():
-    plan = all_to_all()
-    for holds in ("own", "slots"):
-        buffers = (*plan.buffers[:-1], replace(plan.buffers[-1], holds=holds))
-        with pytest.raises(PlanError, match="recv is counted: it holds a block for every rank"):
-            bind(replace(plan, buffers=buffers), 0, COUNTS)
 
 
 # --- what is refused

@@ -8,13 +8,14 @@ import pytest
 from plan_simulator import simulate
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import all_gather_matmul, matmul_reduce_scatter
-from counterpoint.plan.all_gather_matmul import COMPUTE, COPY, OWN, SIGNAL
+from counterpoint.plan import matmul_reduce_scatter
 from counterpoint.plan.all_gather_matmul_backward import scatter_problem
 from counterpoint.plan.all_gather_matmul_wgrad import wgrad
 from counterpoint.plan.compose import part
-from counterpoint.plan.families import OPERANDS, build
+from counterpoint.plan.families import build
 from counterpoint.plan.matmul_reduce_scatter_backward import gather_problem
+from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.peers import Order
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
@@ -27,13 +28,13 @@ NAMES = {"x": "dy", "y": "dx", "w": "wt"}
 FULL = Buffer("full", (6, 5), "bfloat16", "symmetric", split=True)
 
 
-def gathered(spec: str = "graded 2/1 ring push", **options: Any) -> Plan:
+def gathered(spec: str = "graded 2/1 ring", **options: Any) -> Plan:
     """dx, and all rows of dy in `full`."""
     return part(build(gather_problem(BACKWARD), spec), BACKWARD, buffers=NAMES, **options)
 
 
 def mine(*steps: Step, buffers: tuple[Buffer, ...] = (FULL,), peers: Any = "ring") -> Plan:
-    operands = OPERANDS[BACKWARD.op](BACKWARD)
+    operands = operation_of(BACKWARD.op).operands(BACKWARD)
     return Plan(BACKWARD, "mine", "", peers, (*operands, *buffers), LANES, steps)
 
 
@@ -59,7 +60,7 @@ def test_in_order_the_second_reads_what_the_first_left():
     plan = gathered() >> DW
     validate(plan)
     assert all(simulate(plan, seed) for seed in range(5))
-    assert plan.spec == "(graded 2/1 ring push >> mine)"
+    assert plan.spec == "(graded 2/1 ring >> mine)"
     assert [b.name for b in plan.buffers] == ["dy", "wt", "dx", "full", "x", "dw"]
     assert Plan.from_json(to_json(plan)) == plan
     # behind all lanes of the first: behind its own by the order of the lane
@@ -97,7 +98,7 @@ def test_one_barrier_opens_both():
 def test_the_barrier_of_the_second_opens_where_the_first_has_none():
     scatter = Problem("all_gather_matmul_backward", 6, 4, 5, 3)
     dw = build(scatter, "serial").steps
-    operands = OPERANDS[scatter.op](scatter)
+    operands = operation_of(scatter.op).operands(scatter)
     full = Buffer("full", (6, 5), "bfloat16", "scratch", split=True)
     serial = Plan(scatter, "dw", "", "ring", (*operands, full), LANES, (dw[0], dw[2]))
     graded = matmul_reduce_scatter.graded(scatter_problem(scatter), (3,), "ring")
@@ -116,17 +117,17 @@ def test_in_order_goes_on():
     plan = gathered() >> mine(fill, buffers=buffers)
     plan = plan >> mine(wgrad(Region("x"), Region("spare")), buffers=buffers)
     validate(plan)
-    assert plan.spec == "((graded 2/1 ring push >> mine) >> mine)"
+    assert plan.spec == "((graded 2/1 ring >> mine) >> mine)"
 
 
 # --- side by side
 
 
 def test_side_by_side_steps_stand_by_depth_and_ties_are_the_first_plan_s():
-    p = gathered("shard_p2p ring push", prefix="p_")
+    p = gathered("shard_p2p ring", prefix="p_")
     other = replace(FULL, name="other")
     again = {"x": "dy", "y": "dx", "w": "wt", "full": "other"}
-    shard = build(gather_problem(BACKWARD), "shard_p2p ring push")
+    shard = build(gather_problem(BACKWARD), "shard_p2p ring")
     q = part(shard, BACKWARD, buffers=again, prefix="q_")
     plan = p | q
     assert plan.buffer("other") == other
@@ -172,7 +173,7 @@ def test_depth_follows_signals_and_barriers_that_cross():
         Step(f"copy_{i}", "copy", "copy", (own,), (own,), waits=(order.wait(9 - i, 1),),
              posts=(order.post(8 + i, 1),)) for i in range(2)
     )  # fmt: skip
-    with refused("(graded 2/1 ring push | mine): its steps wait for one another in a circle"):
+    with refused("(graded 2/1 ring | mine): its steps wait for one another in a circle"):
         _ = gathered() | mine(order.barrier("open", "signal", 0), *copies)
 
 
@@ -180,7 +181,7 @@ def test_depth_follows_signals_and_barriers_that_cross():
 
 
 def test_a_part_has_other_names():
-    plan = gathered("graded 1/2 ring push", prefix="dx_")
+    plan = gathered("graded 1/2 ring", prefix="dx_")
     assert [step.name for step in plan.steps] == [
         "open", "dx_matmul_0", "dx_push_1", "dx_push_2", "dx_matmul_1"
     ]  # fmt: skip
@@ -189,19 +190,19 @@ def test_a_part_has_other_names():
         Region("full", shards=((2,), (1,))), Region("wt")
     )  # fmt: skip
     assert plan.problem == BACKWARD
-    operands = {b.name: b for b in OPERANDS[BACKWARD.op](BACKWARD)}
+    operands = {b.name: b for b in operation_of(BACKWARD.op).operands(BACKWARD)}
     assert all(plan.buffer(name) == operands[name] for name in ("dy", "wt", "dx"))
 
 
 def test_a_part_that_does_not_fit_is_refused():
-    plan = build(gather_problem(BACKWARD), "shard_p2p ring push")
+    plan = build(gather_problem(BACKWARD), "shard_p2p ring")
     other = replace(BACKWARD, rows=(1, 2, 3))
     want = "a part has the rows of its problem, (1, 2, 3), got (2, 2, 2)"
-    with refused(f"shard_p2p ring push: {want}"):
+    with refused(f"shard_p2p ring: {want}"):
         part(plan, other, buffers=NAMES)
-    with refused("shard_p2p ring push: no buffer 'z'"):
+    with refused("shard_p2p ring: no buffer 'z'"):
         part(plan, BACKWARD, buffers={"z": "dy"})
-    with refused("shard_p2p ring push: two buffers would have one name: full, w, y, full"):
+    with refused("shard_p2p ring: two buffers would have one name: full, w, y, full"):
         part(plan, BACKWARD, buffers={"x": "full"})
 
 
@@ -212,7 +213,7 @@ def test_plans_that_do_not_fit_one_another_are_refused(sign: str):
     def joined(q: Plan) -> Plan:
         return p | q if sign == "|" else p >> q
 
-    both = f"(graded 2/1 ring push {sign} mine): "
+    both = f"(graded 2/1 ring {sign} mine): "
     other = replace(BACKWARD, dtype="float16")
     with refused(f"{both}one is for {BACKWARD}, the other for {other}"):
         joined(replace(DW, problem=other))
@@ -227,8 +228,3 @@ def test_plans_that_do_not_fit_one_another_are_refused(sign: str):
         joined(replace(DW, lanes=(COMPUTE, SIGNAL, replace(COPY, priority=0))))
     with pytest.raises(TypeError):
         joined(3)  # type: ignore[arg-type]
-
-
-def test_families_that_are_composed_name_themselves():
-    gather = all_gather_matmul.graded(gather_problem(BACKWARD), (1, 2), "ring", "push")
-    assert build(BACKWARD, "graded 1/2").spec == gather.spec.replace(" push", "")

@@ -1,31 +1,42 @@
 """Every family, for every shape that it may meet: proved, made again from its spec, read back."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import (
+    AG,
+    AG_BACKWARD,
+    AG_WGRAD,
+    AR,
+    BIASED,
+    BY_ROWS,
+    EXPERTS,
+    OPS,
+    PLAIN,
+    RS,
+    RS_BACKWARD,
+    make_problem,
+    peers_of,
+    prove,
+    prove_or_refuse,
+    specs,
+)
+from plan_simulator import simulate
 
 from counterpoint.errors import InputError
-from counterpoint.plan.families import DIRECTIONS, FAMILIES, build
-from counterpoint.plan.finer import FINER
+from counterpoint.plan import finer
+from counterpoint.plan.families import build, families
 from counterpoint.plan.grading import compositions
-from counterpoint.plan.serialize import to_json
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
-from counterpoint.plan.variants import variants
 from counterpoint.presets import preset
-from counterpoint.problem import FORWARD, OPS, Op, Problem
+from counterpoint.problem import Problem
 
-AG: Op = "all_gather_matmul"
-RS: Op = "matmul_reduce_scatter"
-AG_WGRAD: Op = "all_gather_matmul_wgrad"
-AG_BACKWARD: Op = "all_gather_matmul_backward"
-RS_BACKWARD: Op = "matmul_reduce_scatter_backward"
-
-# rows of each rank, n, k: one, primes, one less than a tile, nothing at all
+# rows of each rank (or of an expert), n, k: one, primes, one less than a tile, nothing at all
 SHAPES = {
     "ones": ([1] * 8, 1, 1),
+    "even": ([4] * 8, 16, 8),
     "primes": ([13] * 8, 17, 19),
     "below_a_tile": ([127] * 8, 255, 63),
     "unequal": ([3, 0, 7, 1, 0, 5, 2, 11], 5, 131),
@@ -37,85 +48,115 @@ SHAPES = {
 }
 
 
-def problem_of(op: Op, shape: str, ranks: int, **options: object) -> Problem:
+def problem_of(op: str, shape: str, ranks: int, **options: object) -> Problem:
     rows, n, k = SHAPES[shape]
     mine = tuple(rows[:ranks])
-    return Problem(op, sum(mine), n, k, ranks, rows=mine, **options)  # type: ignore[arg-type]
-
-
-def peers_of(ranks: int) -> tuple[str, ...]:
-    return ("ring",) if ranks & (ranks - 1) else ("ring", "xor")
-
-
-def specs(op: Op, ranks: int) -> list[str]:
-    """At least one spec of each family, peers and direction."""
-    halves = f"{(ranks + 1) // 2}/{ranks // 2}" if ranks > 1 else "1"
-    found = ["serial"]
-    for peers in peers_of(ranks):
-        if op == AG:
-            for way in DIRECTIONS:
-                graded = (f"graded {halves} {peers} {way}", f"graded {ranks} {peers} {way}")
-                found += [f"shard_p2p {peers} {way}", *graded]
-                if ranks > 1:
-                    found += [f"graded {ranks - 1}/1 {peers} {way} pieces=2"]
-                    found += [f"shard_p2p {peers} {way} pieces=3"]
-            found += [f"{family} {peers}" for family in FINER]
-        elif op == AG_WGRAD:
-            found += [f"sliced {peers}{tail}" for tail in ("", " pieces=1", " pieces=3")]
-        elif op == AG_BACKWARD:
-            found += [f"side_by_side {peers}{tail}" for tail in ("", " pieces=3")]
-        elif op == RS_BACKWARD:
-            found += [f"shard_p2p {peers}", f"graded {halves} {peers}", f"graded {ranks} {peers}"]
-            if ranks > 1:
-                found += [f"graded {ranks - 1}/1 {peers} pieces=2", f"shard_p2p {peers} pieces=3"]
-        else:
-            found += [f"shard_p2p {peers}", f"graded {halves} {peers}"]
-            found += [f"{family} {peers}" for family in FINER]
-            if ranks > 1:
-                found += [f"graded 1/{ranks - 1} {peers} pieces=2", f"shard_p2p {peers} pieces=3"]
-    return found
-
-
-def prove(problem: Problem, spec: str) -> Plan:
-    plan = build(problem, spec)
-    validate(plan)
-    assert build(problem, plan.spec) == plan
-    assert Plan.from_json(to_json(plan)) == plan
-    return plan
+    if op in EXPERTS:
+        return make_problem(op, ranks * 3 * rows[0], n, k, ranks, experts=3, **options)
+    if op not in BY_ROWS:
+        return make_problem(op, sum(mine), n, k, ranks, **options)
+    return make_problem(op, sum(mine), n, k, ranks, rows=mine, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_family_is_right(op: Op, ranks: int, shape: str):
-    for spec in specs(op, ranks):
-        for bias in (False, True)[: 2 if op in FORWARD else 1]:
-            prove(problem_of(op, shape, ranks, bias=bias), spec)
+def test_every_family_is_right(op: str, ranks: int, shape: str):
+    for bias in (False, True)[: 1 + (op in BIASED)]:
+        case = problem_of(op, shape, ranks, bias=bias)
+        for spec in specs(case):
+            prove_or_refuse(case, spec)
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("shape", ["primes", "unequal"])
-def test_every_family_is_right_on_eight_ranks(op: Op, shape: str):
-    for spec in specs(op, 8):
-        prove(problem_of(op, shape, 8, bias=shape == "unequal" and op in FORWARD), spec)
+@pytest.mark.parametrize("shape", ["even", "unequal"])
+def test_every_family_is_right_on_eight_ranks(op: str, shape: str):
+    case = problem_of(op, shape, 8, bias=shape == "unequal" and op in BIASED)
+    for spec in specs(case):
+        prove_or_refuse(case, spec)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("op", OPS)
-def test_every_family_is_right_in_other_dtypes(op: Op, dtype: str):
-    for spec in specs(op, 3):
-        prove(problem_of(op, "primes", 3, dtype=dtype, bias=op in FORWARD), spec)
+def test_every_family_is_right_in_other_dtypes(op: str, dtype: str):
+    for ranks, shape in ((3, "primes"), (4, "even")):
+        case = problem_of(op, shape, ranks, dtype=dtype, bias=op in BIASED)
+        for spec in specs(case):
+            prove_or_refuse(case, spec)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_each_family_takes_some_of_these_problems(op: str):
+    """Else the tests above could do without it."""
+    taken = {
+        family.name
+        for shape in SHAPES
+        for family in operation_of(op).families
+        if not family.refusal(problem_of(op, shape, 4))
+    }
+    assert taken == set(families(op))
+    assert families(op)[0] == "serial"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("op", OPS)
+def test_every_candidate_is_right(op: str, ranks: int):
+    larger = ((256, 512, 128), (8192, 7168, 1024)) if ranks in (2, 4) else ()
+    for m, n, k in ((8 * ranks, 5, 7), (4 * ranks, 16, 8), *larger):
+        case = make_problem(op, m, n, k, ranks)
+        found = operation_of(op).candidates(case)
+        assert found[0] == "serial" and len(set(found)) == len(found) <= 32
+        assert {spec.split()[0] for spec in found} <= set(families(op))
+        for spec in found:
+            prove_or_refuse(case, spec)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, str]:
+    op = draw(st.sampled_from(OPS))
+    ranks = draw(st.integers(1, 6))
+    n, k = draw(st.integers(0, 300)), draw(st.integers(0, 600))
+    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+    experts = draw(st.integers(1, 6)) if op in EXPERTS else 0
+    rows = tuple(draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks)))
+    if op not in BY_ROWS or draw(st.booleans()):
+        rows = (rows[0] * max(experts, 1),) * ranks
+    if op in EXPERTS and draw(st.booleans()):
+        n, k = n // 8 * 8, k // 8 * 8
+    bias = draw(st.booleans()) and op in BIASED
+    case = Problem(op, sum(rows), n, k, ranks, dtype, rows, bias, experts=experts)
+    family = draw(st.sampled_from(operation_of(op).families))
+    words = [family.name]
+    if "sizes" in family.takes:
+        edges = sorted(draw(st.sets(st.integers(1, experts or ranks))) | {0, experts or ranks})
+        words.append("/".join(str(b - a) for a, b in zip(edges, edges[1:], strict=False)))
+    elif "pieces" in family.takes:
+        words += draw(st.sampled_from([[], ["pieces=2"], ["pieces=5"]]))
+    if "peers" in family.takes:
+        words.append(draw(st.sampled_from(peers_of(ranks))))
+    if "tile" in family.takes:
+        words += draw(st.sampled_from([[], ["32x64x3"], ["128x16x1", "warps=8"], ["warps=1"]]))
+    return case, " ".join(words)
+
+
+@given(cases())
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
+    plan = prove_or_refuse(*case)
+    if plan is not None and 0 < case[0].flop < 2e5:
+        assert simulate(plan, seed=case[0].n)
 
 
 @pytest.mark.parametrize("splits", [(17, 0), (0, 2, 15), (9, 8), (17,)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_several_weights_are_right(ranks: int, splits: tuple[int, ...]):
-    for spec in (spec for spec in specs(AG, ranks) if spec.split()[0] not in FINER):
-        for shape in ("primes", "unequal"):
-            rows = tuple(SHAPES[shape][0][:ranks])
-            plan = prove(Problem(AG, sum(rows), 17, 19, ranks, rows=rows, splits=splits), spec)
-            outputs = [b.name for b in plan.buffers if b.space == "output"]
-            assert outputs == [f"y{i}" for i in range(len(splits))]
+    for shape in ("primes", "unequal"):
+        rows = tuple(SHAPES[shape][0][:ranks])
+        case = Problem(AG, sum(rows), 17, 20, ranks, rows=rows, splits=splits)
+        for spec in specs(case):
+            plan = prove_or_refuse(case, spec)
+            outputs = [b.name for b in plan.buffers if b.space == "output"] if plan else []
+            assert outputs == [f"y{i}" for i in range(len(splits) if plan else 0)]
 
 
 def test_several_weights_share_what_is_gathered_and_waited_for():
@@ -127,16 +168,6 @@ def test_several_weights_share_what_is_gathered_and_waited_for():
         s for s in two.steps if s.kind != "matmul"
     ]
     assert [bool(s.waits) for s in two.steps if s.kind == "matmul"] == [False, False, True, False]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("op", OPS)
-def test_every_variant_is_right(op: Op, ranks: int):
-    found = variants(op, ranks)
-    assert found[0] == "serial" and len(set(found)) == len(found)
-    assert len(found) <= (30 if op in FORWARD else 8)
-    for spec in found:
-        prove(Problem(op, 2 * ranks, 5, 7, ranks), spec)
 
 
 def lane_of(plan: Plan, lane: str) -> list[str]:
@@ -157,8 +188,14 @@ def test_gather_hides_behind_dgrad_and_scatter_behind_wgrad(ranks: int):
 
 
 @pytest.mark.parametrize("groups", list(compositions(4)), ids=lambda g: "/".join(map(str, g)))
-def test_dw_of_reduce_scatter_takes_what_was_gathered_for_dx(groups: tuple[int, ...]):
+def test_every_grouping_of_four_ranks_is_right(groups: tuple[int, ...]):
     sizes = "/".join(map(str, groups))
+    for peers in ("ring", "xor"):
+        for tail in ("", " pieces=2")[: 2 if groups[-1] == 1 else 1]:
+            prove(problem_of(AG, "unequal", 4, bias=True), f"graded {sizes} {peers}{tail}")
+        for tail in ("", " pieces=2", " pieces=3")[: 3 if groups[0] == 1 else 1]:
+            prove(problem_of(RS, "unequal", 4, bias=True), f"graded {sizes} {peers}{tail}")
+    # dw takes what was gathered for dx
     plan = prove(problem_of(RS_BACKWARD, "unequal", 4), f"graded {sizes} ring")
     assert lane_of(plan, "compute")[-1] == "wgrad"
     # own rows are where all rows are: put there beside the matmuls, or already for the first
@@ -167,137 +204,116 @@ def test_dw_of_reduce_scatter_takes_what_was_gathered_for_dx(groups: tuple[int, 
     assert ("dx_keep" in lane_of(plan, "compute")) == (not alone)
 
 
-def test_groups_of_a_backward_are_those_of_the_matmul_that_they_cut():
-    problem = Problem(RS_BACKWARD, 8192, 4096, 1024, 8)
-    forward = Problem(AG, 8192, 1024, 4096, 8)
-    assert build(problem, "graded").spec == build(forward, "graded").spec.replace(" push", "")
-
-
-@pytest.mark.parametrize("peers", ["ring", "xor"])
-@pytest.mark.parametrize("groups", list(compositions(4)), ids=lambda g: "/".join(map(str, g)))
-def test_every_grouping_of_four_ranks_is_right(groups: tuple[int, ...], peers: str):
-    sizes = "/".join(map(str, groups))
-    for way in DIRECTIONS:
-        for tail in ("", " pieces=2")[: 2 if groups[-1] == 1 else 1]:
-            prove(problem_of(AG, "unequal", 4, bias=True), f"graded {sizes} {peers} {way}{tail}")
-    for tail in ("", " pieces=2", " pieces=3")[: 3 if groups[0] == 1 else 1]:
-        prove(problem_of(RS, "unequal", 4, bias=True), f"graded {sizes} {peers}{tail}")
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Problem, str]:
-    op: Op = draw(st.sampled_from(OPS))
-    ranks = draw(st.integers(1, 6))
-    rows = tuple(draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks)))
-    n, k = draw(st.integers(0, 300)), draw(st.integers(0, 600))
-    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
-    bias = draw(st.booleans()) and op in FORWARD
-    problem = Problem(op, sum(rows), n, k, ranks, dtype, rows, bias)
-    family = draw(st.sampled_from(FAMILIES[op]))
-    words = [family]
-    if family == "graded":
-        words.append("/".join(map(str, draw(st.sampled_from(list(compositions(ranks)))))))
-    if family != "serial":
-        words.append(draw(st.sampled_from(peers_of(ranks))))
-        if family in ("shard_p2p", "sliced", "side_by_side"):
-            words += draw(st.sampled_from([[], ["pieces=2"], ["pieces=5"]]))
-        if op == AG and family in ("shard_p2p", "graded"):
-            words += draw(st.sampled_from([[], ["push"], ["pull"]]))
-    return problem, " ".join(words)
-
-
-@given(cases())
-@settings(max_examples=250, derandomize=True, deadline=None, database=None)
-def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
-    prove(*case)
-
-
-def edges(plan: Plan) -> Iterator[tuple[int, str]]:
-    return ((i, name) for i, step in enumerate(plan.steps) for name in step.after)
-
-
 @pytest.mark.parametrize("op", OPS)
-def test_steps_name_each_predecessor_once(op: Op):
-    for spec in specs(op, 4):
-        plan = build(problem_of(op, "primes", 4), spec)
-        assert len(set(edges(plan))) == len(list(edges(plan)))
+def test_steps_name_each_predecessor_once(op: str):
+    for shape in ("primes", "even"):
+        case = problem_of(op, shape, 4)
+        for spec in specs(case):
+            if plan := prove_or_refuse(case, spec):
+                edges = [(step.name, name) for step in plan.steps for name in step.after]
+                assert len(set(edges)) == len(edges)
 
 
 @pytest.mark.parametrize("op", [AG, RS, RS_BACKWARD])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
-def test_graded_without_sizes_takes_those_of_the_machine(op: Op, ranks: int):
-    problem = Problem(op, 1024 * ranks, 1024, 1024, ranks)
-    assert build(problem, "graded") == build(problem, "graded", preset(f"h200-{ranks}"))
-    validate(build(problem, "graded"))
+def test_graded_without_sizes_takes_those_of_the_machine(op: str, ranks: int):
+    case = Problem(op, 1024 * ranks, 1024, 1024, ranks)
+    assert build(case, "graded") == build(case, "graded", preset(f"h200-{ranks}"))
+    validate(build(case, "graded"))
 
 
-def test_a_group_of_one_rank_is_plain_matmuls():
-    for op in OPS:
-        for family in FAMILIES[op]:
-            plan = build(problem_of(op, "primes", 1), family)
-            matmuls = 2 if op in (AG_BACKWARD, RS_BACKWARD) else 1
-            assert [step.kind for step in plan.steps] == ["matmul"] * matmuls
-            assert plan.spec == "serial"
+def test_groups_of_a_backward_are_those_of_the_matmul_that_they_cut():
+    backward, forward = (
+        Problem(RS_BACKWARD, 8192, 4096, 1024, 8),
+        Problem(AG, 8192, 1024, 4096, 8),
+    )
+    assert build(backward, "graded").spec == build(forward, "graded").spec
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_group_of_one_rank_is_plain_matmuls(op: str):
+    for family in families(op):
+        plan = build(problem_of(op, "primes", 1), family)
+        matmuls = {AG_BACKWARD: 2, RS_BACKWARD: 2}.get(op, 3 if op in EXPERTS else 1)
+        assert [step.kind for step in plan.steps] == ["matmul"] * matmuls
+        assert plan.spec == "serial"
     plan = build(Problem(AG, 4, 5, 3, 1, splits=(2, 3)), "graded 1")
     assert [step.name for step in plan.steps] == ["matmul_w0", "matmul_w1"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_misspelt_family_and_a_misspelt_word_have_a_suggestion(op: str):
+    case = problem_of(op, "even", 4)
+    for family in operation_of(op).families:
+        wrong = family.name[:-2] + family.name[-1]
+        # of families that differ by one letter, either
+        near = "|".join(n for n in families(op) if n[:-2] == family.name[:-2])
+        with pytest.raises(InputError, match=f", got '{wrong} ring'; did you mean '({near})'"):
+            build(case, f"{wrong} ring")
+        for option, word, meant in (("peers", "rimg", "ring"), ("shots", "onE_shot", "one_shot")):
+            fix = f"; did you mean '{meant}'" if option in family.takes else ""
+            message = f"of words that {family.name} knows; '{word}' is none, got '.*'{fix}"
+            with pytest.raises(InputError, match=f"{message}[?]?$"):
+                build(case, f"{family.name} {word}")
 
 
 @pytest.mark.parametrize(
     ("op", "ranks", "spec", "message"),
     [
-        (
-            AG,
-            4,
-            "ring",
-            "plan must be auto or one of serial, shard_p2p, .*uniform_fused_1d, .*, got 'ring'",
-        ),
-        (AG, 4, "", "plan must be auto or one of serial, .*, got ''"),
-        (RS, 4, "uniform_unfused_2d", "plan must be auto or one of serial, shard_p2p, graded, "),
-        (RS, 4, "hetero_fused_1d push", "of words that hetero_fused_1d knows; 'push' is none"),
-        (
-            AG,
-            3,
-            "shard_p2p xor",
-            "power of two of ranks where it says xor, got 'shard_p2p xor'; use ring",
-        ),
+        (AG, 4, "ring", "auto or one of serial, direct, shard_p2p, graded, .*, got 'ring'"),
+        (AG, 4, "", "auto or one of serial, .*, got ''"),
+        (AG, 4, "fused", "auto or one of serial, direct, shard_p2p, .*, got 'fused'"),
+        (RS, 4, "uniform_unfused_2d", "auto or one of serial, direct, fused, shard_p2p, graded, "),
+        (AG_WGRAD, 4, "graded", "auto or one of serial, sliced, got 'graded'"),
+        (AG, 3, "shard_p2p xor", "for a power of two of ranks where it says xor, got .*; use ring"),
+        (AG_BACKWARD, 3, "side_by_side xor", "for a power of two of ranks where it says xor"),
+        ("all_to_all_matmul", 3, "grouped xor", "for a power of two of ranks where it says xor"),
         (AG, 4, "graded 1/2", "whose sizes add up to 4; '1/2' do not"),
+        ("matmul_all_to_all", 4, "grouped 2/2", "whose sizes add up to 3; '2/2' do not"),
         (AG, 4, "graded 4/0", "with sizes like 1/1/2; '4/0' are none"),
         (AG, 4, "graded 1//3", "with sizes like 1/1/2; '1//3' are none"),
-        (AG, 4, "serial xor", "of words that serial knows; 'xor' is none"),
-        (AG, 4, "graded 1/3 pieces=9", "of words that graded knows; 'pieces=9' is none"),
+        (AR, 4, "fused 64x64", "with sizes like 64x64x8; '64x64' are none"),
+        (AR, 4, "fused 64x0x8", "with sizes like 64x64x8; '64x0x8' are none"),
+        (AR, 4, "fused 48x64x8", "block_n a power of 2 >= 16, got 48"),
+        (RS, 4, "fused 64x64x8 warps=3", "num_warps a power of 2 >= 1, got 3"),
+        (AR, 4, "fused scatter", "a spec of one_shot or two_shot, got 'fused scatter'"),
+        (RS, 4, "fused one_shot", "a spec that scatters, got 'fused one_shot'"),
+        (AR, 4, "fused one_shot two_shot", "makes each choice once; 'two_shot' is the second"),
         (AG, 4, "graded 1/3 pieces=2", "a spec whose last group is one shard, where it has pieces"),
         (RS, 4, "graded 3/1 pieces=2", "a spec whose first group is one shard, where it has piec"),
-        (AG, 4, "uniform_fused_1d pull", "of words that uniform_fused_1d knows; 'pull' is none"),
-        (RS, 4, "graded pull", "of words that graded knows; 'pull' is none"),
-        (RS, 4, "graded 2/1", "whose sizes add up to 4; '2/1' do not"),
-        (RS, 4, "shard_p2p 1/3", "of words that shard_p2p knows; '1/3' is none"),
-        (AG_WGRAD, 4, "graded", "plan must be auto or one of serial, sliced, got 'graded'"),
-        (AG_WGRAD, 4, "sliced push", "of words that sliced knows; 'push' is none"),
-        (AG_WGRAD, 4, "serial pieces=2", "of words that serial knows; 'pieces=2' is none"),
-        (AG_BACKWARD, 4, "side_by_side 1/3", "of words that side_by_side knows; '1/3' is none"),
-        (AG_BACKWARD, 3, "side_by_side xor", "for a power of two of ranks where it says xor"),
-        (RS_BACKWARD, 4, "graded 1/3 push", "of words that graded knows; 'push' is none"),
         (RS_BACKWARD, 4, "graded 1/3 pieces=2", "a spec whose last group is one shard, where it"),
+        *((op, 4, f"{family} {word}", f"of words that {family} knows; '{word}' is none")
+          for op, family, word in (
+              (AG, "serial", "xor"), (AG, "graded", "pieces=9"), (AG, "graded", "push"),
+              (AG, "uniform_fused_1d", "pieces=2"), (RS, "shard_p2p", "1/3"),
+              (AG_WGRAD, "serial", "pieces=2"), (AG_BACKWARD, "side_by_side", "1/3"),
+              (RS, "direct", "ring"), (AR, "fused", "words"), ("all_to_all_matmul", "fused", "3"),
+              ("matmul_all_to_all", "grouped", "pieces=2"))),
     ],
-)
-def test_a_spec_that_does_not_fit_is_refused(op: Op, ranks: int, spec: str, message: str):
-    with pytest.raises(InputError, match=f"^{op}: plan must be .*{message.split('must be ')[-1]}"):
-        build(problem_of(op, "primes", ranks), spec)
+)  # fmt: skip
+def test_a_spec_that_does_not_fit_is_refused(op: str, ranks: int, spec: str, message: str):
+    with pytest.raises(InputError, match=f"^{op}: plan must be .*{message}"):
+        build(problem_of(op, "even", ranks), spec)
 
 
-@pytest.mark.parametrize("family", FINER)
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_families_finer_than_shards_take_one_weight(family: str, ranks: int):
-    problem = Problem(AG, 4, 5, 3, ranks, splits=(2, 3))
-    want = f"plan must be serial, shard_p2p or graded for several weights, got '{family} ring'"
-    with pytest.raises(InputError, match=want):
-        build(problem, f"{family} ring")
+@pytest.mark.parametrize("op", PLAIN)
+def test_a_plan_prints_its_steps_and_memory(op: str):
+    case = problem_of(op, "even", 2)
+    for spec in specs(case):
+        plan = build(case, spec)
+        text = str(plan)
+        assert text.startswith(f"plan {plan.spec}: {case}\n")
+        assert all(f"  buffer {b.name} " in text for b in plan.buffers)
+        lines = text.splitlines()[1 + len(plan.buffers) :]
+        assert [line.split()[:3] for line in lines] == [
+            [step.lane, step.kind, step.name] for step in plan.steps
+        ]
+    text = str(build(problem_of(AG, "primes", 2), "shard_p2p"))
+    assert "buffer full     symmetric [26, 19] bfloat16, split over ranks, holds all" in text
+    assert "push_1" in text and "x -> full@1[0]" in text and "posts 3@1" in text
+    assert "x, w -> y, slots[0], slots@1[0]" in str(build(problem_of(AR, "even", 2), "fused"))
 
 
-def test_a_plan_prints_its_steps_and_memory():
-    text = str(build(problem_of(AG, "primes", 2), "shard_p2p ring pull"))
-    assert text.startswith("plan shard_p2p ring pull: all_gather_matmul M26 N17 K19 bfloat16")
-    assert "buffer stage    symmetric [26, 19] bfloat16, split over ranks, holds own" in text
-    assert "pull_1" in text
-    assert "stage@1 -> full[1]" in text
-    assert "waits 1@1  posts 1@1" in text
+def test_the_finer_families_are_those_of_both_forward_operators():
+    for op in (AG, RS):
+        assert set(finer.NAMES) < set(families(op))

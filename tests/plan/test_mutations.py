@@ -7,43 +7,48 @@ shares no reasoning with validate.
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+from plan_cases import (
+    AG,
+    AG_BACKWARD,
+    AG_WGRAD,
+    AR,
+    COMBINE,
+    DISPATCH,
+    OPS,
+    RS,
+    RS_BACKWARD,
+)
 from plan_mutants import mutants
 from plan_simulator import Stuck, simulate
 
 from counterpoint.errors import CounterpointError
 from counterpoint.plan.bind import bind
-from counterpoint.plan.families import FAMILIES, build
+from counterpoint.plan.families import build, families
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
-from counterpoint.problem import Op, Problem
+from counterpoint.problem import Problem
 
-AG: Op = "all_gather_matmul"
-RS: Op = "matmul_reduce_scatter"
-AG_WGRAD: Op = "all_gather_matmul_wgrad"
-AG_BACKWARD: Op = "all_gather_matmul_backward"
-RS_BACKWARD: Op = "matmul_reduce_scatter_backward"
-THERE: Op = "all_to_all_matmul"
-BACK: Op = "matmul_all_to_all"
 SCHEDULES = 8
 
 
 class Case(NamedTuple):
     """A plan: its op and spec, rows of each rank, and what else its problem has."""
 
-    op: Op
+    op: str
     spec: str
     rows: tuple[int, ...]
     bias: bool = False
     splits: tuple[int, ...] = ()
     n: int = 5
     experts: int = 0
+    k: int = 7
 
     def __str__(self) -> str:
         return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
@@ -53,13 +58,15 @@ class Case(NamedTuple):
 CASES = [
     Case(AG, "serial", (3, 0, 2), bias=True),
     Case(AG, "serial", (2, 2)),
-    Case(AG, "shard_p2p ring push", (3, 2), bias=True),
-    Case(AG, "shard_p2p xor pull", (2, 3, 1, 2)),
-    Case(AG, "graded 1/2 ring push", (2, 0, 3)),
-    Case(AG, "graded 2/1/1 ring push", (2, 2, 2, 2), bias=True),
-    Case(AG, "graded 1/1/2 xor pull", (2, 2, 2, 2), bias=True),
-    Case(AG, "graded 2/1 ring pull", (2, 2, 2)),
-    Case(AG, "graded 2/1 ring push pieces=2", (2, 2, 2)),
+    Case(AG, "shard_p2p ring", (3, 2), bias=True),
+    Case(AG, "shard_p2p xor", (2, 3, 1, 2)),
+    Case(AG, "direct", (2, 2)),
+    Case(AG, "direct", (2, 2, 2, 2), bias=True),
+    Case(AG, "direct", (2, 2), splits=(3, 3)),
+    Case(AG, "graded 1/2 ring", (2, 0, 3)),
+    Case(AG, "graded 2/1/1 ring", (2, 2, 2, 2), bias=True),
+    Case(AG, "graded 1/1/2 xor", (2, 2, 2, 2), bias=True),
+    Case(AG, "graded 2/1 ring pieces=2", (2, 2, 2)),
     Case(AG, "uniform_fused_2d ring", (2, 2, 2), bias=True),
     Case(AG, "uniform_fused_2d xor", (3, 2)),
     Case(AG, "uniform_fused_1d ring", (3, 4, 2), bias=True),
@@ -77,14 +84,24 @@ CASES = [
     Case(RS, "hetero_fused_2d xor", (2, 2)),
     Case(RS, "serial", (2, 2, 2), bias=True),
     Case(RS, "serial", (2, 3)),
+    Case(RS, "direct", (2, 2)),
+    Case(RS, "direct", (2, 2, 2, 2), bias=True),
+    Case(RS, "fused", (2, 2), bias=True),
+    Case(RS, "fused scatter 16x16x2 warps=1", (1, 1, 1, 1)),
+    Case(AR, "serial", (2, 2, 2), bias=True),
+    Case(AR, "serial", (3, 2)),
+    Case(AR, "direct", (2, 2)),
+    Case(AR, "direct", (1, 1, 1, 1), bias=True, n=6),
+    Case(AR, "fused one_shot", (3, 2), bias=True),
+    Case(AR, "fused two_shot 16x16x2 warps=1", (1, 1, 1, 1)),
     Case(RS, "shard_p2p ring", (2, 2, 2), bias=True),
     Case(RS, "shard_p2p xor", (2, 3), bias=True),
     Case(RS, "graded 2/1/1 xor", (2, 3, 1, 2)),
     Case(RS, "graded 1/3 ring pieces=2", (2, 2, 2, 2), bias=True),
     Case(RS, "shard_p2p ring pieces=2", (2, 0, 3)),
     Case(AG, "serial", (2, 2), splits=(3, 3)),
-    Case(AG, "graded 1/2 ring push", (2, 0, 3), splits=(2, 3)),
-    Case(AG, "graded 2/1 ring pull", (2, 2, 2), splits=(3, 3)),
+    Case(AG, "graded 1/2 ring", (2, 0, 3), splits=(2, 3)),
+    Case(AG, "graded 2/1 ring", (2, 2, 2), splits=(3, 3)),
     Case(AG_WGRAD, "serial", (2, 2, 2)),
     Case(AG_WGRAD, "sliced ring pieces=2", (3, 0, 2)),
     Case(AG_WGRAD, "sliced xor pieces=3", (2, 2), n=7),
@@ -95,13 +112,15 @@ CASES = [
     Case(RS_BACKWARD, "shard_p2p ring pieces=2", (2, 2, 2)),
     Case(RS_BACKWARD, "graded 1/2 ring", (3, 2, 0)),
     Case(RS_BACKWARD, "graded 2/2 xor", (2, 2, 2, 2), n=7),
-    Case(THERE, "serial", (2, 2, 2), experts=2),
-    Case(THERE, "grouped 1/1 ring", (2, 2, 2), experts=2),
-    Case(THERE, "grouped 1/2 xor", (6, 6), experts=3),
-    Case(THERE, "grouped 1 ring", (2, 2, 2, 2), experts=1),
-    Case(BACK, "serial", (3, 3), experts=3),
-    Case(BACK, "grouped 2/1 ring", (6, 6, 6), experts=3),
-    Case(BACK, "grouped 1/1 xor", (4, 4), experts=2),
+    Case(DISPATCH, "serial", (2, 2, 2), experts=2),
+    Case(DISPATCH, "grouped 1/1 ring", (2, 2, 2), experts=2),
+    Case(DISPATCH, "grouped 1/2 xor", (6, 6), experts=3),
+    Case(DISPATCH, "grouped 1 ring", (2, 2, 2, 2), experts=1),
+    Case(COMBINE, "serial", (3, 3), experts=3),
+    Case(COMBINE, "grouped 2/1 ring", (6, 6, 6), experts=3),
+    Case(COMBINE, "grouped 1/1 xor", (4, 4), experts=2),
+    Case(DISPATCH, "fused", (2, 2), experts=2, n=8, k=8),
+    Case(COMBINE, "fused", (2, 2, 2, 2), experts=2, n=8, k=8),
 ]
 
 STILL_RIGHT = {
@@ -142,7 +161,7 @@ def plan_of(case: Case) -> Plan:
     options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
                                "experts": case.experts}  # fmt: skip
     n = sum(case.splits) or case.n
-    return build(Problem(case.op, sum(case.rows), n, 7, len(case.rows), **options), case.spec)
+    return build(Problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options), case.spec)
 
 
 def accepts(plan: Plan) -> bool:
@@ -246,12 +265,22 @@ def test_every_kind_of_mutation_occurs_and_is_refused_at_times():
     assert set(made) == set(refused)
     assert {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at", "shard",
             "piece", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
-            "memory", "batch"} == set(made)  # fmt: skip
+            "memory", "batch", "write", "setting", "spins"} == set(made)  # fmt: skip
     never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
                       "at", "shard", "piece", "cols", "rows", "read", "pair", "arg",
-                      "bias"}  # fmt: skip
+                      "bias", "write", "setting", "spins"}  # fmt: skip
     assert all(made[kind] == refused[kind] for kind in never_accepted)
     assert made["edge"] - refused["edge"] == 1
+
+
+def test_a_kernel_of_ours_stands_only_as_its_family_has_it():
+    """No mutant of a plan of one step is right; of a direct one, only what serial has as well."""
+    ours = [r for r in results() if any(step.spins for step in r.plan.steps)]
+    assert {(r.plan.problem.op, r.plan.family) for r in ours} == {
+        (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
+    }
+    assert len(ours) > 1500
+    assert [f"{r.case}: {r.what}" for r in ours if not r.refused] == []
 
 
 def test_accepted_mutants_are_those_of_the_table():
@@ -309,7 +338,6 @@ def test_the_simulator_sees_what_is_wrong():
 
 def test_cases_hold_every_family_of_every_op():
     specs = {(case.op, case.spec.split()[0]) for case in CASES}
-    assert specs == {(op, family) for op, families in FAMILIES.items() for family in families}
-    words = set(chain.from_iterable(case.spec.split() for case in CASES))
-    assert {"ring", "xor", "push", "pull"} <= words
+    assert specs == {(op, family) for op in OPS for family in families(op)}
+    assert {"ring", "xor"} <= {word for case in CASES for word in case.spec.split()}
     assert {len(case.rows) for case in CASES} == {2, 3, 4}

@@ -13,7 +13,7 @@ from counterpoint.problem import Problem
 
 GATHER = Problem("all_gather_matmul", 6, 5, 4, 2)
 SCATTER = Problem("matmul_reduce_scatter", 6, 5, 4, 2)
-PUSH = build(GATHER, "shard_p2p ring push")  # open, matmul_0, push_1, matmul_1
+PUSH = build(GATHER, "shard_p2p ring")  # open, matmul_0, push_1, matmul_1
 FUSED = build(GATHER, "uniform_fused_2d ring")
 SERIAL = build(GATHER, "serial")  # gather, matmul
 
@@ -63,7 +63,7 @@ def test_deadlock_by_crossed_waits():
     # matmul_1 posts only when it has ended, and waits for a push that waits for it
     plan = changed(PUSH, "push_1", waits=(Signal(8, (1,)),))
     plan = changed(plan, "matmul_1", posts=(Signal(8, (1,)),))
-    refused(plan, "^plan shard_p2p ring push: deadlock: .*these wait for one another: .*'push_1'")
+    refused(plan, "^plan shard_p2p ring: deadlock: .*these wait for one another: .*'push_1'")
 
 
 def test_a_barrier_posts_before_it_waits():
@@ -126,7 +126,7 @@ def test_nothing_signals_beside_the_barrier_that_opens():
 
 def test_all_ranks_meet_in_the_barrier_that_opens():
     problem = Problem("all_gather_matmul", 6, 5, 4, 3)
-    plan = build(problem, "shard_p2p ring push")
+    plan = build(problem, "shard_p2p ring")
     # rank r no longer hears of r - 2 that it has left the call before
     opens = step_of(plan, "open")
     plan = changed(plan, "open", waits=opens.waits[:1], posts=opens.posts[:1])
@@ -151,10 +151,9 @@ def test_without_its_opening_barrier_a_call_writes_into_the_one_before():
 
 
 def test_a_call_of_another_plan_may_use_the_memory_otherwise():
-    # my own stage, or my own block of full, is what a peer may read in a call of another plan
-    for spec, name in (("shard_p2p ring pull", "stage"), ("graded 2 ring push", "keep")):
-        plan = changed(build(GATHER, spec), name, after=())
-        refused(plan, f"step {name}: uses symmetric memory before or beside the barrier")
+    # my own block of full is what a peer may read in a call of another plan
+    plan = changed(build(GATHER, "graded 2 ring"), "keep", after=())
+    refused(plan, "step keep: uses symmetric memory before or beside the barrier")
 
 
 def test_a_race_of_two_lanes_is_seen():
@@ -227,7 +226,7 @@ def test_a_column_too_far_is_seen():
 
 def test_a_bias_is_added_once_and_on_one_way():
     problem = replace(GATHER, bias=True)
-    plan = build(problem, "shard_p2p ring push")
+    plan = build(problem, "shard_p2p ring")
     bare = step_of(plan, "matmul_1").reads[:2]
     refused(changed(plan, "matmul_1", reads=bare, args=()), "y of rank 0, rows 3:6, .*, the op def")
 
@@ -263,7 +262,7 @@ def test_sums_are_rounded_once():
 def test_dtypes():
     refused(buffer_of(SERIAL, "full", dtype="float16"), "buffer 'full' is float16: neither float32")
     refused(buffer_of(PUSH, "full", dtype="float32"), "step push_1: a copy keeps the dtype")
-    wide = buffer_of(build(GATHER, "graded 2 ring push"), "full", dtype="float32")
+    wide = buffer_of(build(GATHER, "graded 2 ring"), "full", dtype="float32")
     refused(changed(wide, "push_1", kind="copy"), "step (keep|push_1): ")
     full = Buffer("wide", (6, 4), "float32", "scratch", split=True)
     move = Step("widen", "compute", "move", (Region("full"),), (Region("wide"),))
@@ -368,7 +367,7 @@ def test_inputs_are_not_written():
 
 
 def test_xor_needs_a_power_of_two():
-    plan = build(Problem("all_gather_matmul", 6, 5, 4, 3), "shard_p2p ring push")
+    plan = build(Problem("all_gather_matmul", 6, 5, 4, 3), "shard_p2p ring")
     refused(replace(plan, peers="xor"), "XOR peers need a power of two of ranks, got 3")
 
 
@@ -405,9 +404,7 @@ def test_a_barrier_writes_nothing():
 
 
 def test_operands_are_those_of_the_op():
-    refused(
-        buffer_of(PUSH, "y", shape=(6, 4)), "^plan shard_p2p ring push: inputs and outputs must"
-    )
+    refused(buffer_of(PUSH, "y", shape=(6, 4)), "^plan shard_p2p ring: inputs and outputs must")
     refused(replace(PUSH, buffers=PUSH.buffers[1:]), "inputs and outputs must be")
     refused(replace(PUSH, buffers=(*PUSH.buffers, PUSH.buffers[-1])), "two buffers have one name")
     refused(replace(PUSH, lanes=(*PUSH.lanes, PUSH.lanes[0])), "two lanes have one name: compute")
@@ -432,4 +429,4 @@ def test_a_collective_takes_whole_buffers(changes: dict[str, Any], message: str)
 def test_the_message_names_plan_step_and_call():
     with pytest.raises(PlanError) as error:
         validate(changed(PUSH, "push_1", reads=(Region("x", cols=(0, 3)),)))
-    assert str(error.value).startswith("plan shard_p2p ring push, step push_1: shapes [(3, 3)] -> ")
+    assert str(error.value).startswith("plan shard_p2p ring, step push_1: shapes [(3, 3)] -> ")

@@ -110,6 +110,54 @@ def test_stages_run_in_the_order_written(pool: RankPool):
     assert pool.run(stages_in_order, 2) == [["first", "second", "third"] * 2] * 2
 
 
+def allocating_stages(rank: int, ranks: int) -> bool:
+    """Attention and its gradient: each stage makes what it needs, and differentiates."""
+    pipeline = Pipeline(world())
+    draw = torch.Generator().manual_seed(rank)
+    q, k, v = (torch.randn(1, 2, 6, 4, generator=draw) for _ in range(3))
+    outs, grads = torch.empty(2, 48), torch.empty(2, 48)
+    sums = torch.empty(2, 48)
+
+    def attend(half: int) -> None:
+        mine = q.detach().requires_grad_()
+        out = torch.nn.functional.scaled_dot_product_attention(mine, k + half, v)
+        (grad,) = torch.autograd.grad(out.square().sum(), mine)
+        outs[half].copy_(out.detach().flatten())
+        grads[half].copy_(grad.flatten())
+
+    for half in (0, 1):
+        pipeline.compute(
+            lambda half=half: attend(half), reads=[q, k, v], writes=[outs[half], grads[half]]
+        )
+        pipeline.all_to_all(sums[half], outs[half])
+    Eager(pipeline)()
+    got, wanted = (sums.clone(), grads.clone()), (outs.clone(), grads.clone())
+    for half in (0, 1):
+        attend(half)
+        dist.all_to_all_single(sums[half], outs[half])
+    return torch.equal(got[0], sums) and torch.equal(wanted[0], outs) and torch.equal(got[1], grads)
+
+
+def test_stages_may_allocate_and_differentiate(pool: RankPool):
+    assert pool.run(allocating_stages, 2) == [True, True]
+
+
+def error_of_a_lost_rank(rank: int, ranks: int) -> str:
+    """The last rank makes the pipeline, and does not come to its second call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_TIMEOUT_S", "1")
+        pipeline = exchange()
+        run = Eager(pipeline)
+        run()
+    dist.barrier()
+    return said(lambda _: run(), pipeline) if rank < ranks - 1 else ""
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_named(pool: RankPool):
+    first, *_ = pool.run(error_of_a_lost_rank, 3, timeout_s=60)
+    assert first.startswith("PeerTimeoutError: pipeline: rank 2 did not signal step 'all_to_all 1'")
+
+
 def opened(rank: int, ranks: int) -> list[Any]:
     """Memory of a pipeline is zero, of the shape asked for, and open to peers."""
     pipeline = Pipeline(world())

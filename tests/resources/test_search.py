@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 
 import pytest
 
@@ -185,30 +184,6 @@ def test_settings_that_cannot_be_had_are_left_out():
 
     with pytest.raises(InputError, match="a time of plain overlap, got none"):
         found(Broken(separable))
-
-
-@pytest.mark.parametrize(
-    "of",
-    [OFF, SEQUENTIAL, Controls(pieces=4), Controls(blocks_per_sm=2), Controls(carve_out=True),
-     Controls(transport="copy_engine", pieces=2), Controls(priority=True, max_ctas=16)],
-    ids=lambda c: c.spec,
-)  # fmt: skip
-def test_neighbours_differ_in_one_control(of: Controls):
-    wide = Space(transports=("copy_engine", "zero_cta"), blocks_per_sm=(4, 2), along=("m", "n"),
-                 max_ctas=(16,), carve_out=True)  # fmt: skip
-    base = OFF if of == SEQUENTIAL else of
-    found = wide.neighbours(of)
-    assert len(set(found)) == len(found) and base not in found
-    for controls in found:
-        changed = {f.name for f in fields(Controls)
-                   if getattr(controls, f.name) != getattr(base, f.name)}  # fmt: skip
-        coupled = (
-            {"blocks_per_sm", "carve_out"}, {"pieces", "along"},
-            {"transport", "priority", "max_ctas"},
-        )  # fmt: skip
-        assert len(changed) == 1 or any(changed <= some for some in coupled), changed
-    pieces = {c.pieces for c in found}
-    assert {1, 2, 4, 8} - {base.pieces} <= pieces
 
 
 def test_simpler_settings_have_some_of_the_controls():

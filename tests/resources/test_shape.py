@@ -30,26 +30,20 @@ from counterpoint.runtime.footprint import Footprint, triton_footprint
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import (
     Kernel,
-    beside,
     feasible,
     occupancy,
-    window,
 )
 
 SM90 = LIMITS["sm_90"]
 MOST = SM90.shared_bytes_per_block  # 227 KiB
-RING = Kernel(544, 96, 21568, 82240)  # NCCL's, as launched on H200
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"blocks_per_sm": 2, "dynamic_bytes": 1}, "Shape: arguments must be one at a time, got"),
         ({"blocks_per_sm": 2, "carve_out": True}, "Shape: arguments must be one at a time, got"),
-        ({"dynamic_bytes": 8, "beside": RING}, "Shape: arguments must be one at a time, got"),
         ({"blocks_per_sm": 0}, "Shape: blocks_per_sm must be >= 1, got 0"),
         ({"blocks_per_sm": -3}, "Shape: blocks_per_sm must be >= 1, got -3"),
-        ({"dynamic_bytes": 0}, "Shape: dynamic_bytes must be >= 1, got 0"),
     ],
 )
 def test_a_shape_is_one_thing(given: dict[str, Any], text: str):
@@ -98,45 +92,12 @@ def test_bytes_for_blocks_per_sm(kernel: Footprint, blocks: int):
     assert num_bytes == own or resident(kernel, num_bytes - 1) > resident(kernel, num_bytes)
 
 
-@settings(max_examples=200, deadline=None)
-@given(footprints(), footprints())
-def test_bytes_for_room_beside(kernel: Footprint, other: Footprint):
-    wanted, room = Shape(beside=other), window(kernel, other, SM90)
-    if room is None:
-        with pytest.raises(InputError, match="beside must be a kernel that fits beside relu on an"):
-            wanted.bytes_of(kernel, SM90)
-        return
-    num_bytes = wanted.bytes_of(kernel, SM90)
-    assert num_bytes >= kernel.dynamic_shared_bytes
-    assert resident(kernel, num_bytes) == 1
-    shaped = Kernel(
-        kernel.threads, kernel.registers_per_thread, kernel.static_shared_bytes, num_bytes
-    )
-    assert room.other_limit or beside(shaped, other, SM90).blocks >= 1
-
-
 @settings(max_examples=100, deadline=None)
 @given(footprints())
-def test_bytes_of_no_shape_of_a_carve_out_and_of_a_number(kernel: Footprint):
+def test_bytes_of_no_shape_and_of_a_carve_out(kernel: Footprint):
     own = kernel.dynamic_shared_bytes
     assert Shape().bytes_of(kernel, SM90) == own
     assert Shape(carve_out=True).bytes_of(kernel, SM90) == own
-    most = MOST - kernel.static_shared_bytes
-    if most:
-        assert Shape(dynamic_bytes=most).bytes_of(kernel, SM90) == most
-    for wrong in {own - 1, most + 1} - {0, -1}:
-        with pytest.raises(InputError, match="dynamic_bytes must be"):
-            Shape(dynamic_bytes=wrong).bytes_of(kernel, SM90)
-
-
-def test_room_beside_a_block_of_nccl():
-    slim = Footprint(kind="kernel", name="gemm", block=(128, 1, 1), registers_per_thread=32,
-                     dynamic_shared_bytes=16384)  # fmt: skip
-    num_bytes = Shape(beside=RING).bytes_of(slim, SM90)
-    # half of an SM with its reserve and more: two would fit, and NCCL's fits beside one
-    assert 114 << 10 < num_bytes + 1024 <= round(125.6 * 1024)
-    with pytest.raises(InputError, match=r"beside must be a kernel that fits beside gemm .* sm_80"):
-        Shape(beside=RING).bytes_of(slim, LIMITS["sm_80"])
 
 
 def a_kernel(**changes: Any) -> Footprint:
@@ -280,16 +241,6 @@ def test_nodes_of_one_function(stub: StubGraphs):
         assert one == other > 0
     assert stub.bytes_of([10, 15]) == [0, 0]
     assert stub.limits()[1010] == USUAL_LIMIT
-
-
-@pytest.mark.parametrize("executable", [0, 99])
-def test_what_one_kernel_cannot_have_changes_none(stub: StubGraphs, executable: int):
-    with Nodes(1, SM90) as nodes:
-        before, calls = stub.snapshot(), len(stub.changes)
-        # enough for relu, less than gemm's own
-        with pytest.raises(InputError, match="dynamic_bytes must be 16384"):
-            nodes.set(Shape(dynamic_bytes=8192), executable)
-        assert (stub.snapshot(), len(stub.changes)) == (before, calls)
 
 
 def test_an_executable_is_updated_in_place(stub: StubGraphs):
@@ -436,13 +387,6 @@ def test_a_compiled_kernel_that_cannot_be_shaped(
 ):
     kernels = [launched[0], Compiled(name, 1021, **more)]
     refuse(stub, kernels, Shape(blocks_per_sm=2), UnsupportedError, why)
-
-
-def test_a_shape_that_the_second_kernel_cannot_have(
-    stub: StubGraphs, launched: tuple[Compiled, Compiled]
-):
-    shape = Shape(dynamic_bytes=1024)  # less than the matmul's own
-    refuse(stub, [*launched[::-1]], shape, InputError, "dynamic_bytes must be 16384")
 
 
 def test_limits_of_the_gpu_here(monkeypatch: pytest.MonkeyPatch):

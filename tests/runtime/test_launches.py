@@ -38,8 +38,8 @@ def by_hand(copies: Sequence[Copy], stream: int, *, capturing: bool) -> None:
 class AsLaunched(execute_cpu.CpuCode):
     """A program on a CPU rank, in the launches of a GPU."""
 
-    def __init__(self, program: Program, workspace: Workspace) -> None:
-        super().__init__(program, workspace)
+    def __init__(self, program: Program, workspace: Workspace, calls: compute.Calls) -> None:
+        super().__init__(program, workspace, calls)
         places = Places(workspace, program.plan)
         for first, *rest in batches(program):
             bound = program.steps[first]

@@ -22,7 +22,7 @@ def gather_ranks(rank: int, num_ranks: int, offset: int) -> tuple[torch.Tensor, 
 
 
 def test_spawn_joins_ranks_in_a_group_and_returns_their_results():
-    results = spawn(gather_ranks, 2, 40, timeout_s=60)
+    results = spawn(gather_ranks, 2, 40, timeout_s=300)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [(ranks.tolist(), threads) for ranks, threads in results] == [([40, 41], share)] * 2
 
@@ -35,7 +35,7 @@ def fail_or_wait(rank: int, num_ranks: int) -> None:
 
 def test_spawn_raises_with_the_traceback_and_leaves_no_process():
     with pytest.raises(CounterpointError, match="ValueError: no shard") as info:
-        spawn(fail_or_wait, 2, timeout_s=60)
+        spawn(fail_or_wait, 2, timeout_s=300)
     assert "--- rank 1 raised" in str(info.value)
     assert "ranks [0] were killed" in str(info.value)
     # what is left are the workers of the pool

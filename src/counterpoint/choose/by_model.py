@@ -171,7 +171,7 @@ def refusal(plan: Plan) -> str:
 
 
 def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tuple[float, float]:
-    """Seconds of the matmuls alone, each in one piece, and of the communication alone.
+    """Seconds of the matmuls (or lookups) alone, each in one piece, and of the communication alone.
 
     Lower bounds of every plan: the communication is that of copies without overhead or of the
     library, whichever is faster.
@@ -180,10 +180,12 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     compute_s = 0.0
     count = max(problem.experts, 1)
     for rows, n, k in operation_of(problem.op).matmuls(problem):
-        tile = tiles.get((rows, n, k))
+        tile = tiles.get((rows // count, n, k))
         compute_s += costs.matmul_s(
             rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
         )
+    if computed_s := operation_of(problem.op).computed_s:
+        compute_s += computed_s(problem, machine)
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
     return compute_s * costs.settling(compute_s), problem.link_bytes / rate
 

@@ -73,8 +73,13 @@ class Choice:
 
     @property
     def serial_s(self) -> float:
-        """Time of the serial way."""
+        """Time of the serial plan."""
         return next(c.seconds for c in self.table if c.spec == "serial")
+
+    @property
+    def computed(self) -> str:
+        """What `compute_s` is the time of."""
+        return "lookup" if self.problem.tables else "matmuls"
 
     @property
     def ideal_s(self) -> float:
@@ -103,7 +108,7 @@ class Choice:
             # not timed beside the plans
             basis = "predicted: " if self.basis == "measurement" else ""
             lines.append(
-                f"{basis}matmuls alone {self.compute_s * us:.0f} us, communication alone "
+                f"{basis}{self.computed} alone {self.compute_s * us:.0f} us, communication alone "
                 f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us"
             )
             hidden = f", {self.hidden:.0%} hidden"

@@ -21,6 +21,7 @@ from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 
 FORMAT = 1
+TUNED_FORMAT = 2  # of files of tuned plans: specs of format 1 have words that are gone
 SHIPPED = Path(__file__).parent.parent / "measured"
 
 
@@ -45,8 +46,8 @@ def slug(gpu: str, ranks: int) -> str:
 
 
 def problem_key(problem: Problem) -> str:
-    """The problem as text, the same for equal problems; the memory limit is left out."""
-    return str(replace(problem, scratch_bytes_limit=0))
+    """The problem as text, the same for equal problems, whatever indices or memory they have."""
+    return str(replace(problem, scratch_bytes_limit=0, indices=()))
 
 
 def load(
@@ -99,7 +100,7 @@ def save_tuned(
     path = where / f"tuned-{slug(gpu, problem.ranks)}.json"
     plans = _entries(where, gpu, problem.ranks, torch_version)
     plans[problem_key(problem)] = dict(entry)
-    content = {"format": FORMAT, "gpu": gpu, "ranks": problem.ranks, "torch": torch_version}
+    content = {"format": TUNED_FORMAT, "gpu": gpu, "ranks": problem.ranks, "torch": torch_version}
     return _write(path, {**content, "plans": plans})
 
 
@@ -154,7 +155,7 @@ def _tuned(folder: Path, gpu: str, ranks: int, torch_version: str) -> dict[str, 
 
 def _entries(folder: Path, gpu: str, ranks: int, torch_version: str) -> dict[str, dict[str, Any]]:
     path = folder / f"tuned-{slug(gpu, ranks)}.json"
-    wants = {"format": FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
+    wants = {"format": TUNED_FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
     content = _read(path, wants)
     plans = content.get("plans") if content else None
     if plans is None:

@@ -1,7 +1,7 @@
 """`counterpoint demo`: plan families of two operators, checked, and one of them as a picture.
 
-All families of all_gather_matmul and matmul_reduce_scatter. CPU ranks show that the plans are
-right; their times say nothing about a GPU.
+Those of all_gather_matmul and matmul_reduce_scatter that take the shapes. CPU ranks show that the
+plans are right; their times say nothing about a GPU.
 """
 
 import os
@@ -20,9 +20,9 @@ from rich.table import Table
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.cli.launch import torchrun, under_torchrun
-from counterpoint.plan.families import FAMILIES
-from counterpoint.problem import Op, Problem
+from counterpoint.cli import checkout
+from counterpoint.plan.operation import operation_of
+from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import spawn
 from counterpoint.timeline import Timeline
 
@@ -34,7 +34,7 @@ PICTURED = "QKV"
 PROFILED_CALLS = 5  # the shortest is drawn: with fewer cores than ranks, most are interrupted
 
 # N and K of one rank of eight. Source: layer sizes of Llama-3-70B
-LAYERS: dict[Op, dict[str, tuple[int, int]]] = {
+LAYERS: dict[str, dict[str, tuple[int, int]]] = {
     "all_gather_matmul": {"QKV": (1280, 8192), "gate+up": (7168, 8192)},
     "matmul_reduce_scatter": {"O": (8192, 1024), "down": (8192, 3584)},
 }
@@ -62,16 +62,14 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
     """
     gpus = torch.cuda.device_count()
     if gpus >= 2:
-        return _on_gpus(ranks or gpus, out)
+        return _on_gpus(out)
     return _on_cpu(ranks or 4, seed, out, scale)
 
 
-def _on_gpus(ranks: int, out: Path) -> int:
-    if not under_torchrun():
-        return torchrun(ranks, ["demo", "--out", str(out)])
-    from counterpoint.cli.bench import bench
-
-    return bench(op="", shapes="", suite="smoke", out=out / "demo.jsonl", pictures=out)
+def _on_gpus(out: Path) -> int:
+    """The short table of the matmuls: every plan beside the libraries, from a checkout."""
+    arguments = ["overlap", "--short", "--out", str(out / "demo.jsonl")]
+    return checkout.run("demo", "benchmarks.runner", arguments)
 
 
 def _on_cpu(ranks: int, seed: int, out: Path, scale: int) -> int:
@@ -104,10 +102,12 @@ def _rank(
 ) -> tuple[list[Check], Timeline]:
     """What each rank does: all checks, then one call under the profiler."""
     cases = [
-        (_problem(op, ranks, n // scale, k // scale), layer, family)
+        (problem, layer, family.name)
         for op, layers in LAYERS.items()
         for layer, (n, k) in layers.items()
-        for family in FAMILIES[op]
+        for problem in [_problem(op, ranks, n // scale, k // scale)]
+        for family in operation_of(op).families
+        if not family.refusal(problem)
     ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
@@ -121,7 +121,7 @@ def _rank(
     return checks, _profiled(ranks, rank, seed, scale)
 
 
-def _problem(op: Op, ranks: int, n: int, k: int) -> Problem:
+def _problem(op: str, ranks: int, n: int, k: int) -> Problem:
     return Problem(op, ROWS_PER_RANK * ranks, n, k, ranks)
 
 
@@ -207,17 +207,19 @@ def _print_checks(console: Console, checks: list[Check]) -> int:
         table.add_column("/ torch's", justify="right")
         table.add_column("ok")
         table.add_column("CPU ms", justify="right", style="dim")
-        for check in (c for c in checks if c.problem.op == op):
+        mine = [check for check in checks if check.problem.op == op]
+        for i, check in enumerate(mine):
             p, ratio = check.problem, (check.squares / check.plain_squares) ** 0.5
             ok = ratio <= MOST_ERROR  # not for a NaN
             wrong += not ok
-            first = check.family == FAMILIES[op][0]
+            first = i == 0 or mine[i - 1].layer != check.layer
+            if first:
+                table.add_section()
             table.add_row(
                 check.layer if first else "", f"{p.m}, {p.n}, {p.k}" if first else "",
                 check.family, f"{(check.squares / check.want_squares) ** 0.5:.1e}",
                 f"{ratio:.2f}", "[green]yes[/]" if ok else "[bold red]NO[/]",
                 f"{check.call_s * 1e3:.1f}",
-                end_section=check.family == FAMILIES[op][-1],
             )  # fmt: skip
         console.print(table)
     console.print(

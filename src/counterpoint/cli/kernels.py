@@ -42,7 +42,7 @@ def kernels(*, shape: str, as_json: bool) -> int:
         print(f"{what}; {no_gpu(torch.version.cuda)}", file=sys.stderr)
         return 2
     # needs Triton, and `counterpoint doctor` says whether that is there
-    from counterpoint.resources.step import fitting_shape, step_footprints
+    from counterpoint.runtime.step_footprints import fitting_shape, step_footprints
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if under_torchrun() else 0)
     torch.cuda.set_device(device)

@@ -16,12 +16,12 @@ from rich.table import Table
 from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose, machine_of
-from counterpoint.cli.problems import op_of, problem_of, shape_of
+from counterpoint.cli.problems import BAGS, bags_of, op_of, problem_of, shape_of
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.problem import EXPERTS, OPS, Problem
+from counterpoint.problem import Problem, op_names
 
 AUTO = "auto"
 ASKED = "asked for"
@@ -31,13 +31,13 @@ CLOSED = "closed form: a first guess, by which those to simulate are sorted out"
 
 def plan(
     *, op: str, shape: str, machine: str, ranks: int, experts: int, dtype: str, spec: str,
-    by: Level, eager: bool, show: bool, out: Path | None, as_json: bool,
+    by: Level, eager: bool, show: bool, out: Path | None, as_json: bool, into: bool = False,
 ) -> int:  # fmt: skip
     """Print the choice and why, or a plan that is asked for beside serial; 0.
 
     Args:
         op: an operator or the gradients of one.
-        shape: M,N,K.
+        shape: M,N,K; of embedding bags TABLES,D,POOLING,BATCH.
         machine: a preset, or a file that `counterpoint characterize` wrote.
         ranks: how many GPUs take part; 0 for all of the machine.
         experts: of one GPU, of ops that have some; M is then the rows that each sends.
@@ -47,15 +47,21 @@ def plan(
         show: the plan's steps too.
         out: where the timelines go.
         as_json: facts in SI units instead of tables.
+        into: of embedding bags, peers write to outputs that the caller keeps.
 
     Raises:
         InputError: there is no such op, machine or plan, `shape` is not three numbers, or its rows
             are not to be shared evenly.
     """
     where = machine_of(machine)
-    name = op_of("plan", "OP", op, (*OPS, *EXPERTS))
-    sizes = shape_of("plan", "--shape", shape)
-    problem = problem_of("plan", name, sizes, ranks or where.num_devices, dtype, experts)
+    name = op_of("plan", "OP", op, op_names())
+    ranks = ranks or where.num_devices
+    if name == BAGS:
+        problem = bags_of("plan", shape, ranks, dtype, experts, out=into)
+    else:
+        problem = problem_of(
+            "plan", name, shape_of("plan", "--shape", shape), ranks, dtype, experts
+        )
     # of "auto" too: it refuses more ranks than GPUs
     choice = choose(problem, where, by=by, eager=eager)
     if spec != AUTO:
@@ -98,7 +104,7 @@ def _head(choice: Choice, spec: str) -> Table:
     if spec == AUTO and choice.basis == "model":
         margin = MARGINS[machine.measured is not None] - 1
         rates += f"; a plan has to gain {margin:.0%} and {MIN_GAIN_S * us:.0f} us on serial"
-    held = choice.plan.num_bytes("scratch", "symmetric") / MIB
+    held = choice.plan.workspace_bytes / MIB
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold", no_wrap=True)
     head.add_column()
@@ -106,8 +112,9 @@ def _head(choice: Choice, spec: str) -> Table:
     head.add_row("problem", f"{choice.problem}, {mode}")
     head.add_row("machine", f"{machine.name}: {machine.source}")
     head.add_row("rates", rates)
-    head.add_row("ideal", f"{choice.ideal_s * us:.0f} us: matmuls alone {choice.compute_s * us:.0f}"
-                 f" us, communication alone {choice.comm_s * us:.0f} us")  # fmt: skip
+    parts = f"{choice.computed} alone {choice.compute_s * us:.0f} us, communication alone"
+    ideal = f"{choice.ideal_s * us:.0f} us: {parts} {choice.comm_s * us:.0f} us"
+    head.add_row("ideal", ideal)
     hidden = f"{choice.hidden:.0%} hidden" if choice.hidden >= 0 else "slower than serial"
     took = f"{choice.seconds * us:.0f} us, serial / {_ratio(choice, choice.seconds)}, {hidden}"
     how = ASKED if spec != AUTO else f"by {choice.basis}"
@@ -172,7 +179,7 @@ def _facts(choice: Choice, spec: str, saved: Path | None) -> dict[str, Any]:
         "comm_s": choice.comm_s,
         "ideal_s": choice.ideal_s,
         "hidden": choice.hidden,
-        "workspace_bytes": choice.plan.num_bytes("scratch", "symmetric"),
+        "workspace_bytes": choice.plan.workspace_bytes,
         "table": rows,
         "picture": str(saved) if saved else None,
     }  # fmt: skip

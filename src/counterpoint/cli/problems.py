@@ -1,24 +1,30 @@
 """Problems as a command line gives them: ops, layers and M,N,K by what is typed."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import cast
 
 from counterpoint.errors import InputError
 from counterpoint.measure.shapes import SHAPES
-from counterpoint.problem import DType, Op, Problem
+from counterpoint.plan.operation import operation_of
+from counterpoint.problem import DType, Problem
 
 Shape = tuple[int, int, int]  # M, N, K
+BAGS = "embedding_bag_all_to_all"
 
 
-def op_of(command: str, option: str, text: str, among: Sequence[str]) -> Op:
+def op_of(command: str, option: str, text: str, among: Sequence[str]) -> str:
     """The operator called `text`.
 
     Raises:
         InputError: it is not `among` those.
     """
     if text not in among:
-        raise InputError(command, option, want=f"one of {', '.join(among)}", got=repr(text))
-    return cast(Op, text)
+        near = get_close_matches(text, among, 1)
+        fix = f"did you mean {near[0]!r}?" if near else ""
+        want = f"one of {', '.join(among)}"
+        raise InputError(command, option, want=want, got=repr(text), fix=fix)
+    return text
 
 
 def shape_of(command: str, option: str, text: str) -> Shape:
@@ -34,13 +40,13 @@ def shape_of(command: str, option: str, text: str) -> Shape:
     return m, n, k
 
 
-def layers_of(command: str, option: str, text: str) -> list[tuple[Op, Shape]]:
+def layers_of(command: str, option: str, text: str) -> list[tuple[str, Shape]]:
     """The published layers called `text`, or else all whose names hold it.
 
     Raises:
         InputError: there is none.
     """
-    layers: list[tuple[Op, str, Shape]] = [
+    layers: list[tuple[str, str, Shape]] = [
         (op, name, shape) for op, named in SHAPES.items() for name, shape in named.items()
     ]
     same = [layer for layer in layers if layer[1] == text]
@@ -52,17 +58,36 @@ def layers_of(command: str, option: str, text: str) -> list[tuple[Op, Shape]]:
 
 
 def problem_of(
-    command: str, op: Op, shape: Shape, ranks: int, dtype: str, experts: int = 0
+    command: str, op: str, shape: Shape, ranks: int, dtype: str, experts: int = 0
 ) -> Problem:
-    """The problem of `shape` on `ranks` ranks with equal rows.
+    """The problem of `shape` on `ranks` ranks, with equal rows where they are shared out.
 
     Raises:
-        InputError: the rows cannot be equal.
+        InputError: the rows cannot be equal, or the sizes are not those of the operator.
     """
     m, n, k = shape
-    if m % ranks:
+    if m % ranks and operation_of(op).shares_rows:
         near = [rows for rows in (m - m % ranks, m - m % ranks + ranks) if rows]
         fix = f"take {' or '.join(map(str, near))}"
         want = f"of an M that {ranks} ranks share evenly"
         raise InputError(command, "--shape", want=want, got=f"M {m}", fix=fix)
     return Problem(op, m, n, k, ranks, cast(DType, dtype), experts=experts)
+
+
+def bags_of(
+    command: str, text: str, ranks: int, dtype: str, experts: int = 0, *, out: bool = False
+) -> Problem:
+    """Embedding bags of "8,128,5,65536": tables of each GPU, columns, indices of a bag, all bags.
+
+    Raises:
+        InputError: not four numbers above 0, or bags that the ranks do not share evenly.
+    """
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        want = "TABLES,D,POOLING,BATCH of numbers above 0"
+        raise InputError(command, "--shape", want=want, got=repr(text))
+    tables, columns, pooling, batch = map(int, parts)
+    return Problem(
+        BAGS, batch, ranks=ranks, dtype=cast(DType, dtype), tables=((columns,) * tables,) * ranks,
+        indices=(tables * batch * pooling,) * ranks, out=out, experts=experts,
+    )  # fmt: skip

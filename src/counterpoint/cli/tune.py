@@ -23,7 +23,7 @@ from counterpoint.measure.tune import tune as measure
 from counterpoint.model.estimate import predicted_s, source
 from counterpoint.ops.auto import known_tiles
 from counterpoint.plan.families import build
-from counterpoint.problem import OPS, Op, Problem
+from counterpoint.problem import Problem, op_names
 from counterpoint.runtime.ranks import spawn
 
 CPU_TIMEOUT_S = 600.0
@@ -40,18 +40,19 @@ class Case(NamedTuple):
 
 
 def tune(
-    *, op: str, shapes: str, layer: str, specs: str, rounds: int, ranks: int, dtype: str,
-    out: Path | None,
+    *, op: str, shapes: str, layer: str, specs: str, rounds: int, ranks: int, experts: int,
+    dtype: str, out: Path | None,
 ) -> int:  # fmt: skip
     """Time, print and save; 0, or 2 where there are no GPUs and no CPU ranks are asked for.
 
     Args:
-        op: one operator; "" for both, with the published shapes.
+        op: one operator; "" for those of the published shapes.
         shapes: M,N,K triples with colons between; "" for published ones.
         layer: a part of the name of published layers; "" for all.
         specs: plans besides serial, with commas between; "" for the model's best.
         rounds: how often each is timed.
         ranks: GPUs, or CPU ranks where there are none; 0 for all GPUs.
+        experts: of one GPU, of operators that have some.
         dtype: of the operands.
         out: JSONL file that rows are added to.
 
@@ -70,7 +71,8 @@ def tune(
     wanted = _wanted(op, shapes, layer)
     names = tuple(name.strip() for name in specs.split(",") if name.strip())
     cases = [
-        Case(problem_of("tune", each, shape, ranks or gpus, dtype), names) for each, shape in wanted
+        Case(problem_of("tune", each, shape, ranks or gpus, dtype, experts), names)
+        for each, shape in wanted
     ]
     for case in cases:
         for spec in case.specs:
@@ -80,17 +82,19 @@ def tune(
     if under_torchrun():
         return _on_gpu(cases, rounds, out)
     given = {"--op": op, "--shape": shapes, "--layer": layer, "--specs": specs, "--out": out,
-             "--rounds": rounds, "--ranks": ranks, "--dtype": dtype}  # fmt: skip
+             "--rounds": rounds, "--ranks": ranks, "--experts": experts,
+             "--dtype": dtype}  # fmt: skip
     options = [str(word) for name, value in given.items() if value for word in (name, value)]
     return torchrun(ranks or gpus, ["tune", *options])
 
 
-def _wanted(op: str, shapes: str, layer: str) -> list[tuple[Op, Shape]]:
+def _wanted(op: str, shapes: str, layer: str) -> list[tuple[str, Shape]]:
     if shapes and layer:
         raise InputError("tune", "--layer", want="left out where --shape is given", got=repr(layer))
     if shapes and not op:
-        raise InputError("tune", "--op", want=f"one of {', '.join(OPS)} with --shape", got="none")
-    name = op_of("tune", "--op", op, OPS) if op else None
+        want = f"one of {', '.join(op_names())} with --shape"
+        raise InputError("tune", "--op", want=want, got="none")
+    name = op_of("tune", "--op", op, op_names()) if op else None
     if name and shapes:
         return [(name, shape_of("tune", "--shape", text)) for text in shapes.split(":")]
     layers = layers_of("tune", "--layer", layer)

@@ -19,6 +19,7 @@ from counterpoint.errors import InputError
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.plan.operation import operation_of
 
 OPS: dict[str, Callable[..., Any]] = {
     "matmul_all_reduce": matmul_all_reduce,
@@ -51,7 +52,7 @@ def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
         cases = [
             (name, m, n, k)
             for name, (n, k), m in product(names, shapes, sorted(counts, reverse=True))
-            if m % world == 0 or name == "matmul_all_reduce"
+            if m % world == 0 or not operation_of(name).shares_rows
         ]
         table = Table(box=SIMPLE_HEAD)
         for title in ("operator", "M, N, K", "first call, ms", "then, ms"):

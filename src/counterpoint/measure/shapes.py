@@ -3,9 +3,7 @@
 Source: layer sizes of Llama-3-70B and Llama-3.1-405B; M = tokens.
 """
 
-from counterpoint.problem import Op
-
-SHAPES: dict[Op, dict[str, tuple[int, int, int]]] = {
+SHAPES: dict[str, dict[str, tuple[int, int, int]]] = {
     "all_gather_matmul": {
         "70B qkv": (8192, 1280, 8192),
         "70B gate+up": (8192, 7168, 8192),

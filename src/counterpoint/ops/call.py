@@ -25,11 +25,11 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import gather_object, group_of
-from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspace_of
+from counterpoint.runtime.workspace import Operands, Workspace, workspace_if_any, workspace_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 # both private, and asked at each call: a feature test holds them
-_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
 Shape = tuple[int, ...]
 Words = tuple[dict[str, str], CounterpointError | None]
@@ -165,7 +165,7 @@ class Ready:
 
 def watched() -> bool:
     """Whether operators have to be seen: by a compiler, or a dispatch mode."""
-    return torch.compiler.is_compiling() or bool(_num_dispatch_modes())
+    return torch.compiler.is_compiling() or bool(num_dispatch_modes())
 
 
 def key_of(
@@ -181,7 +181,7 @@ def key_of(
         counted: how many rows the first tensor has is nothing to remember.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or _num_dispatch_modes() or _any_autocast():
+    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast():
         return None
     if type(dim) is not int:
         return None
@@ -305,7 +305,7 @@ def prepare(
         problem = operator.problem(tensors, rows, ranks)
         chosen = plan_of(problem, plan, workspace, tensors)
         code: Code | None = None
-        if problem.m * problem.n * problem.k:
+        if not problem.empty:
             # memory and views of it that calls in any mode may write to
             with torch.inference_mode(False), torch.enable_grad():
                 code = compiled(chosen, plan, workspace)
@@ -347,22 +347,25 @@ def uses_library(code: Code | None) -> bool:
     return any(step.kind in ("collective", "fused") for step in steps)
 
 
-def compiled(plan: Plan, asked: str, workspace: Workspace) -> Code:
+def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None = None) -> Code:
     """The plan compiled on all ranks; of "auto", serial on all of them where one rank cannot.
+
+    Args:
+        like: operands of the first call, for kernels that are compiled for what lies how.
 
     Raises:
         UnsupportedError: the plan was asked for, and does not run on this GPU.
     """
     waits = any(step.spins for step in plan.steps) and workspace.device.type == "cuda"
     if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
-        return compile_plan(plan, workspace)
+        return compile_plan(plan, workspace, like=like)
     problem, code = "", None
     try:
-        code = compile_plan(plan, workspace)
+        code = compile_plan(plan, workspace, like=like)
     except UnsupportedError as error:
         problem = str(error)
     if code is None or any(gather_object(problem, workspace.group)):
-        return compile_plan(build(plan.problem, "serial"), workspace)
+        return compile_plan(build(plan.problem, "serial"), workspace, like=like)
     return code
 
 

@@ -72,14 +72,23 @@ def plan_of(
         if own is None:
             fix = "pass the Plan itself to the function"
             raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
-        # counts that differ from call to call: a plan is for so many rows, or fewer
-        fewer = problem.counts != "equal" and own.problem.m >= problem.m
-        if own.problem != (replace(problem, m=own.problem.m, rows=()) if fewer else problem):
+        if not _fits(own.problem, problem):
             raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
         return own
     if plan == "auto":
         plan = choose_spec(problem, workspace, tensors)
     return build(problem, plan, knowledge_of(workspace).machine)
+
+
+def _fits(planned: Problem, problem: Problem) -> bool:
+    """Whether a plan for `planned` is one for `problem`: what differs from call to call may differ.
+
+    That is how many indices there are, and of counts that differ how many rows, up to the planned.
+    """
+    wanted = replace(problem, indices=planned.indices)
+    if problem.counts != "equal" and planned.m >= problem.m:
+        wanted = replace(wanted, m=planned.m, rows=())
+    return planned == wanted
 
 
 def backward_plan(op: str, plan: str) -> str:

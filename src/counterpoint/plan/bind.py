@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step
+from counterpoint.plan.steps import COUNTS, Buffer, Plan, Region, Step
 
 
 class Box(NamedTuple):
@@ -110,7 +110,7 @@ class _Binder:
             if region.buffer != COUNTS or step.kind == "fused"
         ]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
-        if step.kind == "fused":
+        if step.kind in ("fused", "opaque"):
             boxes = tuple(box for cells in reads for box in cells)
             return tuple(Part(boxes, box) for cells in writes for box in _hull(cells))
         if step.kind == "copy":
@@ -183,7 +183,7 @@ class _Binder:
         """
         buffer = self.plan.buffer(region.buffer)
         holder = self.plan.resolve(region.at, rank)
-        cols = self.interval(region.cols, buffer.shape[1], "cols")
+        cols = self.columns(region, buffer, rank)
         if not buffer.split:
             if region.shards or region.piece != (0, 1):
                 self.fail(f"{region.buffer} is not split: it has no shards and no pieces")
@@ -233,13 +233,23 @@ class _Binder:
     def block_rows(self, buffer: Buffer, holder: int) -> Sequence[int]:
         """Rows of each block of a split buffer, as `holder` stores it."""
         problem = self.plan.problem
-        if buffer.space in OWN_PROTOCOL:
-            if buffer.shape[0] % problem.ranks:
+        rows, shares = buffer.shape[0], problem.rows
+        if buffer.space in ("words", "flags") or (buffer.space == "turns" and rows != problem.m):
+            if rows % problem.ranks:
                 self.fail(f"{buffer.name} is split, so it needs equally many rows for each rank")
-            return (buffer.shape[0] // problem.ranks,) * problem.ranks
-        if buffer.shape[0] != problem.m:
+            shares = (rows // problem.ranks,) * problem.ranks
+        elif rows != problem.m:
             self.fail(f"{buffer.name} is split, so it needs {problem.m} rows")
-        return problem.rows
+        return shares
+
+    def columns(self, region: Region, buffer: Buffer, rank: int) -> tuple[int, int]:
+        if region.cols != "own":
+            return self.interval(region.cols, buffer.shape[1], "cols")
+        starts = self.plan.problem.column_starts
+        first, last = starts[rank], starts[rank + 1]
+        if buffer.shape[1] == starts[-1]:
+            return first, last
+        return self.interval((0, last - first), buffer.shape[1], "cols")
 
     def interval(self, interval: tuple[int, int] | None, size: int, name: str) -> tuple[int, int]:
         if interval is None:

@@ -56,6 +56,9 @@ def parse(problem: Problem, spec: str) -> tuple[Family, Options]:
         InputError: the op has no such family, or the family does not take such a word.
     """
     operation = operation_of(problem.op)
+    if not operation.families:
+        want = "of an operator: the stages of a pipeline are its user's, see Pipeline.plan"
+        raise InputError("build", "problem", want=want, got=problem.op)
     name, *words = spec.split() or [""]
     family = operation.family(name)
     if family is None:

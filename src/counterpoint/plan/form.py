@@ -21,13 +21,15 @@ def check_form(plan: Plan) -> None:
         names = [item.name for item in items]
         if len(set(names)) < len(names):
             fail(f"two {name}s have one name: {', '.join(names)}")
-    operands = {b.name: b for b in operation_of(plan.problem.op).operands(plan.problem)}
+    operation = operation_of(plan.problem.op)
+    operands = {b.name: b for b in operation.operands(plan.problem)}
     users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
-    if users != operands:
+    if operation.families and users != operands:
         fail(f"inputs and outputs must be {list(operands.values())}, got {list(users.values())}")
     for buffer in plan.buffers:
         own = buffer.space in OWN_PROTOCOL or buffer.name in operands
-        if buffer.dtype not in (ITEM_BYTES if own else (plan.problem.dtype, "float32")):
+        dtypes = ITEM_BYTES if own else (plan.problem.dtype, "float32")
+        if operation.families and buffer.dtype not in dtypes:
             fail(
                 f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
             )
@@ -47,7 +49,8 @@ def check_form(plan: Plan) -> None:
             fail(problem, step.name)
     for lane in plan.lanes:
         _check_batches(plan, [step for step in plan.steps if step.lane == lane.name])
-    ours = [step.name for step in plan.steps if step.arg("transport") or step.kind == "fused"]
+    ours = [s.name for s in plan.steps
+            if s.kind == "fused" or (s.arg("transport") and s.kind != "opaque")]  # fmt: skip
     if ours and (problem := _not_as_built(plan)):
         fail(problem, ours[0])
 
@@ -92,6 +95,11 @@ def _not_as_built(plan: Plan) -> str:
 
 def _misuse(plan: Plan, step: Step) -> str:
     """Why a step cannot run, or ''."""
+    if step.kind == "opaque":
+        peers = any(region.at for region in step.reads + step.writes)
+        if operation_of(plan.problem.op).families or peers or step.waits or step.posts:
+            return "an opaque step stands in a pipeline, on this rank, and signals nobody"
+        return ""
     engine = plan.lane(step.lane).engine
     sources = [region for region in step.reads if region.buffer != COUNTS]
     reads = [plan.buffer(r.buffer) for r in sources]
@@ -156,6 +164,8 @@ def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     sources = tuple(region for region in step.reads if region.buffer != COUNTS)
     if want not in operation_of(plan.problem.op).collectives:
         return f"has no collective {want!r}"
+    if plan.problem.tables:
+        return ""  # it stands behind a kernel of ours, and so only as its family has it
     if want == "all_reduce":
         return _misuse_of_all_reduce(plan, step, buffers)
     regions, buffers = sources + step.writes[:1], buffers[: len(sources) + 1]
@@ -184,6 +194,6 @@ def _misuse_of_all_reduce(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     regions, buffers = step.reads + step.writes[:1], buffers[: len(step.reads) + 1]
     if any(r != Region(r.buffer) or b.split for r, b in zip(regions, buffers, strict=True)):
         return "a collective all_reduce takes whole buffers that are not split"
-    if len({(b.dtype, b.shape) for b in buffers}) != 1:
-        return "a collective all_reduce keeps shape and dtype"
+    if len(step.reads) != 1 or len({(b.dtype, b.shape) for b in buffers}) != 1:
+        return "a collective all_reduce takes one buffer, and keeps shape and dtype"
     return ""

@@ -39,9 +39,6 @@ class Settings:
         block_k: of K that is multiplied at a time.
         stages: loads of w on their way.
         num_warps: of a program.
-
-    Raises:
-        InputError: a size is too small, or no power of two where it has to be one.
     """
 
     shots: str
@@ -49,12 +46,6 @@ class Settings:
     block_k: int
     stages: int
     num_warps: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("block_n", 16), ("block_k", 16), ("num_warps", 1), ("stages", 1)):
-            n: int = getattr(self, name)
-            if n < least or (n & (n - 1) and name != "stages"):
-                raise InputError(KERNEL, "plan", want=f"{name} a power of 2 >= {least}", got=n)
 
     @property
     def variant(self) -> str:
@@ -84,6 +75,10 @@ def settings_of(p: Problem, options: Options, num_sms: int, *, scatters: bool) -
         raise InputError(p.op, "plan", want=want, got=repr(options.spec))
     warps = options.warps or (8 if rows > (16 if wide else 64) else 4)
     found = Settings(options.shots or shots, *tile, warps)
+    for name, least in (("block_n", 16), ("block_k", 16), ("num_warps", 1)):
+        size: int = getattr(found, name)
+        if size < least or size & (size - 1):
+            raise InputError(p.op, "plan", want=f"{name} a power of 2 >= {least}", got=size)
     if found.block_n % p.ranks:
         want = f"a spec whose tile has columns for each of {p.ranks} ranks"
         raise InputError(p.op, "plan", want=want, got=repr(options.spec))

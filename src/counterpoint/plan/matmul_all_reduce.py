@@ -80,6 +80,10 @@ def _rule(p: Problem, machine: Machine) -> str:
     rows = fused_sum.FEW_ROWS // 2 if wide else fused_sum.FEW_ROWS
     if p.m <= rows and p.item_bytes == 2 and not fused_sum.refusal(p):
         return "fused"
+    return _direct_if_small(p)
+
+
+def _direct_if_small(p: Problem) -> str:
     small = p.m * p.n * p.item_bytes <= MAX_DIRECT_BYTES
     return "direct" if small and not refusal_of_direct(p) else ""
 
@@ -99,7 +103,7 @@ OPERATION = Operation(
     check=check_plain,
     moved=lambda p: (p.n, p.n),
     matmuls=lambda p: ((p.m, p.n, p.k),),
-    overlapped=lambda p, copy_longer: "serial",
+    overlapped=lambda p, copy_longer: _direct_if_small(p),
     gradient="serial",
     shares_rows=False,
     fused_s=fused_sum.seconds,

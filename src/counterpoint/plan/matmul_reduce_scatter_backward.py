@@ -7,7 +7,7 @@ all_gather_matmul; dw sums over all rows, so it comes last, from what has been g
 from collections.abc import Iterator
 from dataclasses import replace
 
-from counterpoint.costs import Tiles
+from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan import all_gather_matmul, grading
 from counterpoint.plan.all_gather_matmul_backward import DX, alone, dgrad
@@ -75,7 +75,7 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def groups_of(p: Problem, options: Options, machine: Machine) -> tuple[int, ...]:
     """Sizes of the groups of a graded plan; those that are left out fit the gather for dx."""
-    return grading.sizes_of(gather_problem(p), options, machine, gather_s, in_pieces=-1)
+    return grading.sizes_of(p, options, machine, _dx_s, in_pieces=-1)
 
 
 def _graded(p: Problem, options: Options, machine: Machine) -> Plan:
@@ -97,8 +97,14 @@ def _shard_p2p_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -
 def _seconds(
     p: Problem, groups: tuple[int, ...], options: Options, machine: Machine, tiles: Tiles
 ) -> float:
-    dx_s = gather_s(gather_problem(p), groups, max(options.pieces, 1), machine, tiles)
+    dx_s = _dx_s(p, groups, max(options.pieces, 1), machine, tiles)
     return dx_s + machine.costs.matmul_s(p.k, p.n, p.m, p.item_bytes, machine.sms)
+
+
+def _dx_s(
+    p: Problem, groups: tuple[int, ...], pieces: int, machine: Machine, tiles: Tiles = NO_TILES
+) -> float:
+    return gather_s(gather_problem(p), groups, pieces, machine, tiles)
 
 
 def candidates(p: Problem) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from counterpoint.errors import CounterpointError, PlanError
 if TYPE_CHECKING:
     from counterpoint.plan.steps import Plan
 
-FORMAT = "counterpoint-plan-1"
+FORMAT = "counterpoint-plan-2"
 
 
 def to_json(plan: "Plan") -> str:
@@ -29,8 +29,11 @@ def from_json(text: str, into: "type[Plan]") -> "Plan":
         data = json.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
         raise PlanError("plan file", f"not JSON: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise PlanError("plan file", f"the field 'format' must be {FORMAT!r}")
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != FORMAT:
+        old = isinstance(found, str) and found.startswith(FORMAT.rstrip("0123456789"))
+        hint = f", got {found!r}: build the plan again" if old else ""
+        raise PlanError("plan file", f"the field 'format' must be {FORMAT!r}{hint}")
     try:
         return _decode(data.get("plan"), into, "plan")
     except PlanError:
@@ -76,6 +79,8 @@ def _fits(value: Any, want: Any) -> bool:
         return isinstance(value, Mapping)
     if get_origin(want) is tuple:
         return isinstance(value, list)
+    if get_origin(want) is Literal:
+        return value in get_args(want)
     if want is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, want)

@@ -13,7 +13,7 @@ from counterpoint.problem import ITEM_BYTES, Problem
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
 
-Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused"]
+Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque"]
 Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
 COUNTS = "counts"  # the operand that says how many rows there are
@@ -31,7 +31,7 @@ class Buffer:
             own flag (low-latency words), flags say that what was stored before them is there, and
             turns hold what they speak of.
         split: dim 0 is partitioned over the ranks, by `Problem.rows`; what a fused kernel's
-            protocol keeps in order, equally.
+            protocol keeps in order, equally, unless it has all M rows.
         holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
             or in "slots" one copy of its own block for each rank that may write there.
         pieces: of a split buffer that holds all or peers: stored piece-major, part 0 of every block
@@ -53,7 +53,9 @@ class Region:
 
     Of a split buffer: the blocks (or the slots) of ranks me + shards, all that there are where
     `shards` is empty; of each block part piece[0] of piece[1]. Of another buffer: rows
-    [start, stop). `cols` [start, stop) of either; None means all.
+    [start, stop). `cols` [start, stop) of either; None means all; "own" those of this rank's
+    tables: their place in a buffer that has all columns; another has room for the widest rank's,
+    and holds them without gaps.
     """
 
     buffer: str
@@ -61,7 +63,7 @@ class Region:
     shards: tuple[Peer, ...] = ()
     piece: tuple[int, int] = (0, 1)
     rows: tuple[int, int] | None = None
-    cols: tuple[int, int] | None = None
+    cols: tuple[int, int] | Literal["own"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Step:
         fused       one kernel of ours that computes and communicates, args "kernel" and its
                     settings: what it reads and writes is declared, and tests compare that with
                     the bytes that it writes
+        opaque      a call of the user's own, by the step's name: what it reads and writes is known,
+                    and not what it computes; any number of regions, of a "pipeline" only
     Every other kind waits first and posts last. A step that reads the operand "counts" takes as
     many rows as that says: its boxes are those of equal counts.
 
@@ -99,7 +103,8 @@ class Step:
         args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
             matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
             of a fused step, the operator whose kernel it is; "batch": a number that matmuls one
-            after the other on a lane share where they may be one launch.
+            after the other on a lane share where they may be one launch; of an opaque step, see
+            `resources.rewrites`.
         spins: it waits for its peers in a kernel, which then has to be resident on every rank.
     """
 
@@ -136,11 +141,20 @@ def same_batch(a: Step, b: Step) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A queue of steps: a stream (or a thread) on one kind of engine, in tuple order."""
+    """A queue of steps: a stream (or a thread) on one kind of engine, in tuple order.
+
+    Args:
+        priority: more negative runs first, as in CUDA.
+        num_sms: SMs that its kernels run on, no others: a green context; None: all.
+        blocks_per_sm: most resident blocks of its kernels; None: as they are. Held by whoever
+            captures or launches the plan, see `resources.run`.
+    """
 
     name: str
     engine: Literal["sm", "copy"]
-    priority: int = 0  # more negative runs first, as in CUDA
+    priority: int = 0
+    num_sms: int | None = None
+    blocks_per_sm: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +307,8 @@ def _regions(regions: tuple[Region, ...]) -> str:
         shards = f"[{','.join(map(_peer, r.shards))}]" if r.shards else ""
         piece = f" {r.piece[0]}/{r.piece[1]}" if r.piece != (0, 1) else ""
         rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
-        cols = f" cols {r.cols[0]}:{r.cols[1]}" if r.cols else ""
+        cols = f" cols {':'.join(map(str, r.cols))}" if isinstance(r.cols, tuple) else ""
+        cols = " own cols" if r.cols == "own" else cols
         return f"{r.buffer}{where}{shards}{piece}{rows}{cols}"
 
     return ", ".join(map(one, regions))

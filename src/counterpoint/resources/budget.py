@@ -9,20 +9,26 @@ cuBLAS's write only the tiles that the grid they were launched with would have (
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.errors import InputError, UnsupportedError
 
+# one of each budget for a group, as a communicator is costly: forgotten with the group
+_limited: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
-def group(of: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
+
+def group(of: dist.ProcessGroup, device: torch.device, max_ctas: int) -> dist.ProcessGroup:
     """A second NCCL group of the same ranks, whose kernels have at most this many blocks.
 
-    All ranks of the group call this. It has communicators, and so device memory, of its own.
+    All ranks of the group call this, and get the one of their first call. It has communicators, and
+    so device memory, of its own.
 
     Args:
         of: an NCCL group.
+        device: of this rank.
         max_ctas: blocks of a kernel, from 1 to 64.
 
     Raises:
@@ -31,6 +37,9 @@ def group(of: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
     """
     if not 1 <= max_ctas <= 64:
         raise InputError("budget.group", "max_ctas", want="from 1 to 64", got=max_ctas)
+    groups = _limited.setdefault(of, {})
+    if max_ctas in groups:
+        return groups[max_ctas]
     options: Any = dist.ProcessGroupNCCL.Options()
     if not hasattr(options.config, "max_ctas"):
         raise UnsupportedError(f"budget: torch {torch.__version__} has no max_ctas for NCCL")
@@ -39,6 +48,9 @@ def group(of: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(of)
     made = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "a rank of a group makes a group with its ranks"
+    # its communicator is set up now, and not in a capture
+    dist.all_reduce(torch.ones(1, device=device), group=made)
+    groups[max_ctas] = made
     return made
 
 
@@ -68,27 +80,3 @@ def matmul_sms(device: torch.device, num_sms: int) -> Generator[None]:
         yield
     finally:
         tell(before)
-
-
-def green_stream(device: torch.device, num_sms: int) -> torch.cuda.Stream:
-    """A stream whose kernels run on this many SMs only: of a green context.
-
-    Args:
-        device: of the stream.
-        num_sms: the driver rounds it up to a multiple of 8.
-
-    Raises:
-        InputError: there are not as many.
-        UnsupportedError: this torch or driver has no green contexts.
-    """
-    here = torch.cuda.get_device_properties(device).multi_processor_count
-    if not 1 <= num_sms <= here:
-        raise InputError("budget.green_stream", "num_sms", want=f"from 1 to {here}", got=num_sms)
-    contexts: Any = getattr(torch.cuda, "green_contexts", None)
-    try:
-        made: Any = contexts.GreenContext.create(num_sms=num_sms, device_id=device.index)
-        stream: torch.cuda.Stream = made.Stream()
-    except (AttributeError, RuntimeError) as error:
-        raise UnsupportedError(f"budget: no green contexts here: {error}") from error
-    stream.counterpoint_context = made  # type: ignore[attr-defined]  # lives as long as the stream
-    return stream

@@ -7,6 +7,7 @@ pipeline is legal however its kernels share the GPU.
 
 import hashlib
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, Literal
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.plan.steps import Plan
+from counterpoint.resources.rewrites import Touch, plan_of
 from counterpoint.resources.stages import (
     Collective,
     CollectiveOp,
@@ -23,11 +26,11 @@ from counterpoint.resources.stages import (
     Reduction,
     Stage,
     check_collective,
-    meet,
     span,
 )
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
+from counterpoint.runtime.workspace import Workspace, forget
 from counterpoint.runtime.zero_cta import ZeroCta
 
 
@@ -61,7 +64,8 @@ class Pipeline:
         self._agreed = 0  # stages that the ranks have compared
         self.symmetric: list[SymmetricMemory] = []
         self.zero_cta: ZeroCta | None = None
-        self.kept: dict[object, Any] = {}  # communicators and lanes that controls have set up
+        self.kept: dict[object, Any] = {}  # what controls have set up
+        self._workspace: Workspace | None = None
         self._stages: list[Stage] = []
 
     @property
@@ -116,7 +120,8 @@ class Pipeline:
         """Add a stage that computes.
 
         Args:
-            call: launches kernels on the current stream, and neither synchronises nor allocates.
+            call: launches kernels on the current stream, and does not synchronise. What it
+                allocates in a graph, the memory pool of the capture holds.
             reads: tensors that it reads.
             writes: tensors that it writes.
             kernels: Triton's compiled kernels of it, for shaping in eager mode.
@@ -189,28 +194,29 @@ class Pipeline:
         check_collective(stage, dist.get_world_size(self.group))
         self._stages.append(stage)
 
-    def waits(self) -> tuple[int | None, ...]:
-        """For each stage, the latest earlier one of the other kind that it must follow.
+    def plan(self) -> Plan:
+        """The stages as opaque steps that simply overlap.
 
-        Read after write, write after read and write after write, by where tensors lie.
+        What touches the same memory is in order: read after write, write after read and write after
+        write, by where tensors lie.
         """
-        spans = [
-            ([span(t) for t in stage.reads], [span(t) for t in stage.writes])
+        stages = [
+            Touch(
+                stage.name, stage.op if isinstance(stage, Collective) else "",
+                [*map(span, stage.reads)], [*map(span, stage.writes)],
+            )
             for stage in self._stages
-        ]
-        found: list[int | None] = []
-        for i, (stage, (reads, writes)) in enumerate(zip(self._stages, spans, strict=True)):
-            others = [
-                j
-                for j in range(i)
-                if isinstance(self._stages[j], Compute) != isinstance(stage, Compute)
-                and (
-                    meet(reads, spans[j][1]) or meet(writes, spans[j][0])
-                    or meet(writes, spans[j][1])
-                )
-            ]  # fmt: skip
-            found.append(max(others, default=None))
-        return tuple(found)
+        ]  # fmt: skip
+        return plan_of(stages, dist.get_world_size(self.group))
+
+    @property
+    def workspace(self) -> Workspace:
+        """Pads and lanes of its own: a stage may call operators of this library meanwhile."""
+        if self._workspace is None:
+            self._workspace = Workspace(self.group, self.device)
+            # it and its lanes hold each other: left to the collector, they could go in a capture
+            weakref.finalize(self, forget, self._workspace)
+        return self._workspace
 
     def check(self, op: str) -> None:
         """Refuse a pipeline that has nothing to share a GPU for.
@@ -257,13 +263,16 @@ class Pipeline:
     def signature(self) -> str:
         """What ranks must agree on and what a result is remembered by: stages, sizes, order."""
         parts = [f"{dist.get_world_size(self.group)} ranks"]
-        for stage, wait in zip(self._stages, self.waits(), strict=True):
+        for stage, step in zip(self._stages, self.plan().steps, strict=True):
             kind = stage.op if isinstance(stage, Collective) else "compute"
             reads, writes = (
                 " ".join(map(self._describe, some)) for some in (stage.reads, stage.writes)
             )
             more = f" {stage.reduction}" if isinstance(stage, Collective) else ""
-            parts.append(f"{stage.name}: {kind}{more} {reads} -> {writes} after {wait}")
+            parts.append(
+                f"{stage.name}: {kind}{more} {reads} -> {writes}"
+                + "".join(f" after {name}" for name in step.after)
+            )
         return "\n".join(parts)
 
     def _describe(self, tensor: Tensor) -> str:

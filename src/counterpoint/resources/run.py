@@ -6,21 +6,24 @@ priority) is changed in the graph and needs no second capture; what decides whic
 """
 
 import os
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.resources import budget, priority
+from counterpoint.plan.steps import Plan
+from counterpoint.resources import budget
+from counterpoint.resources.calls import Call, compiled
 from counterpoint.resources.controls import OFF, Controls
-from counterpoint.resources.lanes import Lanes
 from counterpoint.resources.pipeline import Pipeline
+from counterpoint.resources.rewrites import COMPUTE, rewritten
 from counterpoint.resources.shape import Nodes, Shape
 from counterpoint.resources.shape_triton import triton_launches
-from counterpoint.resources.stages import Compute
-from counterpoint.resources.transport import check_peers, library_writes_to_peers_memory
+from counterpoint.resources.stages import Compute, Stage
+from counterpoint.resources.transport import library_writes_to_peers_memory
 from counterpoint.runtime import graph_nodes
 from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.device_limits import limits_here
@@ -45,7 +48,8 @@ class Eager:
         pipeline.check("run")
         controls.way_in("eager")
         self.pipeline, self.controls = pipeline, controls
-        self._lanes = Lanes(pipeline, controls)
+        self._code = compiled(pipeline, controls)
+        self._shape = _shape_of(self._code.program.plan, controls)
         self._num_stages = len(pipeline.stages)
         self._undo = ExitStack()
         self._holds = False
@@ -53,7 +57,7 @@ class Eager:
     def __enter__(self) -> "Eager":
         """Let the controls hold."""
         with ExitStack() as undo:
-            wanted = _shape_of(self.controls)
+            wanted = self._shape
             if wanted != Shape():
                 kernels = [
                     kernel
@@ -86,13 +90,13 @@ class Eager:
             InputError: the controls hold only while the context is entered, and it is not.
             PeerTimeoutError: a rank did not come to copies of an earlier call.
         """
-        wanted = self.controls
-        _check_entered(self._holds or not (_shape_of(wanted) != Shape() or wanted.num_sms), wanted)
+        held = self._shape != Shape() or self.controls.num_sms
+        _check_entered(bool(self._holds or not held), self.controls)
         if len(self.pipeline.stages) != self._num_stages:
             want, got = f"of {self._num_stages} stages as made", len(self.pipeline.stages)
             raise InputError("run", "pipeline", want=want, got=got, fix="make another Eager")
-        check_peers(self.pipeline)
-        self._lanes.enqueue()
+        self.pipeline.workspace.check()
+        self._code.run({})
 
 
 class Captured:
@@ -105,7 +109,7 @@ class Captured:
         controls: to begin with; `set` changes those that need no other capture.
 
     Raises:
-        InputError: a control cannot be had here, or a stage allocates; the message says which.
+        InputError: a control cannot be had here; the message says why.
         UnsupportedError: a stage cannot be captured, or this machine lacks what a control needs.
     """
 
@@ -118,16 +122,11 @@ class Captured:
             raise UnsupportedError(f"Captured: graphs need an NVIDIA GPU, {where}; use Eager")
         self.pipeline = pipeline
         self.controls = captured_as(controls)
+        self._plan = pipeline.plan()
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._owner: dict[int, int] = {}  # the stage of each node
-        self._allocating: list[str] = []  # stages that do
+        self.compute_nodes: list[int] = []  # kernels of compute stages
+        self.collective_nodes: list[int] = []
         self._capture()
-        nodes: tuple[list[int], list[int]] = ([], [])
-        computes = [isinstance(stage, Compute) for stage in pipeline.stages]
-        for node, stage in self._owner.items():
-            if graph_nodes.kind_of(node) == "kernel":
-                nodes[0 if computes[stage] else 1].append(node)
-        self.compute_nodes, self.collective_nodes = nodes
         self._priorities = {n: graph_nodes.kernel_of(n).priority for n in self.collective_nodes}
         limits = limits_here(pipeline.device)
         self.shaped = Nodes(int(self.graph.raw_cuda_graph()), limits, self.compute_nodes)
@@ -169,7 +168,7 @@ class Captured:
         if captured_as(controls) != captured_as(self.controls):
             want = f"captured as {captured_as(self.controls).spec!r}"
             raise InputError("Captured.set", "controls", want=want, got=repr(controls.spec))
-        now, before = _shape_of(controls), _shape_of(self.controls)
+        now, before = (_shape_of(rewritten(self._plan, c), c) for c in (controls, self.controls))
         if now != before:
             self.shaped.check()
             self.shaped.set(now)
@@ -193,7 +192,7 @@ class Captured:
             PeerTimeoutError: a rank did not come to copies of an earlier call.
         """
         _check_entered(self._holds or captured_as(self._wanted) == self._wanted, self._wanted)
-        check_peers(self.pipeline)
+        self.pipeline.workspace.check()
         if self._stale:
             self.graph.instantiate()
             self._stale = False
@@ -201,7 +200,7 @@ class Captured:
 
     def _prioritise(self, *, urgent: bool) -> None:
         for node, captured in self._priorities.items():
-            graph_nodes.set_priority(node, priority.most_urgent() if urgent else captured)
+            graph_nodes.set_priority(node, _most_urgent() if urgent else captured)
 
     def _capture(self) -> None:
         num_sms = self.controls.num_sms
@@ -215,42 +214,53 @@ class Captured:
             fix = "set NCCL_GRAPH_REGISTER=0 before the process starts"
             what = "NCCL's collectives hang when captured with memory of Pipeline.empty"
             raise UnsupportedError(f"Captured: {what}; {fix}")
-        lanes = Lanes(self.pipeline, self.controls)
-        side = self.pipeline.kept.setdefault("capture", torch.cuda.Stream(self.pipeline.device))
+        code = compiled(self.pipeline, self.controls, self._watched)
+        side: torch.cuda.Stream = self.pipeline.kept.setdefault(
+            "capture", torch.cuda.Stream(self.pipeline.device)
+        )
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            lanes.enqueue()  # libraries set themselves up for each stream
+            code.run({})  # libraries set themselves up for each stream
         torch.cuda.synchronize(self.pipeline.device)
+        # what stages allocate, a pool holds that no other memory comes from. The graphs of one
+        # pipeline share it, as they never run at once; it ends with the last of them
+        kept = self.pipeline.kept
+        others: WeakSet[Captured] = kept.setdefault("captured", WeakSet())
+        if not others:
+            kept["pool"] = torch.cuda.graph_pool_handle()
         try:
             with (
                 no_collector(),
-                torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    self.graph, pool=kept["pool"], stream=side, capture_error_mode="thread_local"
+                ),
             ):
-                lanes.enqueue(self._watched)
+                code.run({})
         except RuntimeError as error:
-            fix = "what synchronises or allocates must go out of the pipeline; or run it eagerly"
+            fix = "what synchronises must go out of the pipeline; or run it eagerly"
             raise UnsupportedError(
                 f"a stage cannot be captured in a graph: {error}; {fix}"
             ) from error
-        if self._allocating:
-            fix = "allocate before, and pass out="
-            got = f"allocations in {', '.join(map(repr, self._allocating))}"
-            want = "free of allocations in a graph"
-            raise InputError("Captured", "stages", want=want, got=got, fix=fix)
+        others.add(self)
 
-    @contextmanager
-    def _watched(self, stage: int) -> Generator[None]:
-        """Learn which nodes a stage has made, and that it has not allocated."""
-        stream = torch.cuda.current_stream().cuda_stream
-        graph = graph_nodes.graph_of_capture(stream)
-        before, allocated = set(graph_nodes.nodes(graph)), _num_allocations(self.pipeline.device)
-        yield
-        for node in graph_nodes.nodes(graph):
-            if node not in before:
-                self._owner[node] = stage
-        if _num_allocations(self.pipeline.device) != allocated:
-            # said once the capture has ended
-            self._allocating.append(self.pipeline.stages[stage].name)
+    def _watched(self, stage: Stage, call: Call) -> None:
+        """Learn which nodes a stage has made, while it is captured."""
+        if not torch.cuda.is_current_stream_capturing():
+            call()
+            return
+        graph = graph_nodes.graph_of_capture(torch.cuda.current_stream().cuda_stream)
+        before = set(graph_nodes.nodes(graph))
+        call()
+        made = (node for node in graph_nodes.nodes(graph) if node not in before)
+        kernels = [node for node in made if graph_nodes.kind_of(node) == "kernel"]
+        (self.compute_nodes if isinstance(stage, Compute) else self.collective_nodes).extend(
+            kernels
+        )
+
+
+def _most_urgent() -> int:
+    range_of: Any = torch.cuda.Stream.priority_range  # its stub lacks that it is static
+    return range_of()[1]
 
 
 def _check_entered(holds: bool, controls: Controls) -> None:
@@ -264,10 +274,5 @@ def captured_as(controls: Controls) -> Controls:
     return replace(controls, priority=False, blocks_per_sm=None, carve_out=False)
 
 
-def _shape_of(controls: Controls) -> Shape:
-    return Shape(blocks_per_sm=controls.blocks_per_sm, carve_out=controls.carve_out)
-
-
-def _num_allocations(device: torch.device) -> int:
-    stats: dict[str, int] = torch.cuda.memory_stats(device)
-    return stats.get("allocation.all.allocated", 0)
+def _shape_of(plan: Plan, controls: Controls) -> Shape:
+    return Shape(blocks_per_sm=plan.lane(COMPUTE.name).blocks_per_sm, carve_out=controls.carve_out)

@@ -15,14 +15,7 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime import graph_nodes
 from counterpoint.runtime.footprint import Footprint, node_footprint
 from counterpoint.runtime.limits import SmLimits
-from counterpoint.runtime.occupancy import (
-    Block,
-    check_dynamic_bytes,
-    dynamic_bytes_for,
-    feasible,
-    occupancy,
-    window,
-)
+from counterpoint.runtime.occupancy import dynamic_bytes_for, feasible, occupancy
 
 # kernels that wait: for peers NCCL's, NVSHMEM's, torch's of symmetric memory and ours, or for time
 SPINNING = re.compile(
@@ -35,32 +28,25 @@ ALL_SHARED_MEMORY = 100  # percent of an SM's L1
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a kernel is brought to; exactly one of these, or none: as it is.
+    """What a kernel is brought to; one of these, or none: as it is.
 
     Args:
         blocks_per_sm: at most this many resident; a kernel that has no more of itself stays as it
             is, one that cannot have as many has the next number below that it can.
-        dynamic_bytes: this much dynamic shared memory per block.
-        beside: one block per SM, and room by shared memory for one block of this kernel.
         carve_out: all of the SM's shared memory asked for, none of it added to a block.
 
     Raises:
-        InputError: more than one is given, or a number is below 1.
+        InputError: both are given, or the number is below 1.
     """
 
     blocks_per_sm: int | None = None
-    dynamic_bytes: int | None = None
-    beside: Block | None = None
     carve_out: bool = False
 
     def __post_init__(self) -> None:
-        given = [self.blocks_per_sm, self.dynamic_bytes, self.beside, self.carve_out or None]
-        if sum(value is not None for value in given) > 1:
+        if self.blocks_per_sm is not None and self.carve_out:
             raise InputError("Shape", "arguments", want="one at a time", got=self)
-        for field in ("blocks_per_sm", "dynamic_bytes"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise InputError("Shape", field, want=">= 1", got=value)
+        if self.blocks_per_sm is not None and self.blocks_per_sm < 1:
+            raise InputError("Shape", "blocks_per_sm", want=">= 1", got=self.blocks_per_sm)
 
     def bytes_of(self, kernel: Footprint, limits: SmLimits) -> int:
         """The dynamic shared memory that `kernel` is to be launched with.
@@ -68,26 +54,14 @@ class Shape:
         Raises:
             InputError: the kernel cannot be brought to this; the message says what it can.
         """
-        own = kernel.dynamic_shared_bytes
-        if self.blocks_per_sm is not None:
-            below = [k for k in feasible(kernel, limits) if k <= self.blocks_per_sm]
-            if not below:
-                fewest = min(feasible(kernel, limits))
-                want = f">= {fewest} for {kernel.short_name}"
-                raise InputError("Shape", "blocks_per_sm", want=want, got=self.blocks_per_sm)
-            return dynamic_bytes_for(kernel, limits, max(below))
-        if self.dynamic_bytes is not None:
-            check_dynamic_bytes(kernel, limits, self.dynamic_bytes)
-            return self.dynamic_bytes
-        if self.beside is not None:
-            room = window(kernel, self.beside, limits)
-            if room is None:
-                want = f"a kernel that fits beside {kernel.short_name} on an SM of {limits.arch}"
-                raise InputError(
-                    "Shape", "beside", want=want, got="no shared memory at which both do"
-                )
-            return max(room.low_bytes - kernel.static_shared_bytes, own)
-        return own
+        if self.blocks_per_sm is None:
+            return kernel.dynamic_shared_bytes
+        able = feasible(kernel, limits)
+        below = [blocks for blocks in able if blocks <= self.blocks_per_sm]
+        if not below:
+            want = f">= {min(able)} for {kernel.short_name}"
+            raise InputError("Shape", "blocks_per_sm", want=want, got=self.blocks_per_sm)
+        return dynamic_bytes_for(kernel, limits, max(below))
 
 
 def refusal(kernel: Footprint, limits: SmLimits) -> str:

@@ -1,12 +1,13 @@
 """The stages of a pipeline: a call that computes, or a collective; and where their tensors lie."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.resources.rewrites import Span
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Reduction = Literal["sum", "avg"]
@@ -106,9 +107,6 @@ def check_collective(stage: Collective, ranks: int) -> None:
         raise InputError(f"Pipeline.{op}", "target", want="apart from source", got="in it")
 
 
-Span = tuple[int, int]  # first byte, and one behind the last
-
-
 def span(tensor: Tensor) -> Span:
     """From the first to the last byte of a tensor, gaps between its rows included."""
     start = tensor.data_ptr()
@@ -121,8 +119,3 @@ def span(tensor: Tensor) -> Span:
 def overlap(a: Span, b: Span) -> bool:
     """Whether they have a byte in common."""
     return a[0] < b[1] and b[0] < a[1]
-
-
-def meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether one of `some` overlaps one of `others`."""
-    return any(overlap(a, b) for a in some for b in others)

@@ -4,7 +4,6 @@ An all-gather and an all-to-all are copies and nothing else. An all-reduce is a 
 which has to add and stays with the library, and an all-gather, which does not.
 """
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -17,10 +16,9 @@ from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.stages import Collective
 from counterpoint.runtime import compute
 from counterpoint.runtime.driver import Copy, copy_async
-from counterpoint.runtime.lanes_cuda import CudaLanes
+from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.launch_cuda import signal
 from counterpoint.runtime.symmetric import SymmetricMemory
-from counterpoint.runtime.workspace import Workspace, forget
 
 Carry = Callable[[], object]  # puts a collective on the current stream
 COPYABLE = ("all_gather", "all_to_all", "all_reduce")
@@ -94,17 +92,6 @@ def _goes_by_library(pipeline: Pipeline, collective: Collective) -> bool:
     return own is not None and is_copy and all(own.holds(t) for t in tensors)
 
 
-def check_peers(pipeline: Pipeline) -> None:
-    """Raise what a wait for peers has found, if one has given up.
-
-    Raises:
-        PeerTimeoutError: a rank did not come within COUNTERPOINT_TIMEOUT_S; names it and the stage.
-    """
-    lane: CopyLane | None = pipeline.kept.get("copy lane")
-    if lane is not None:
-        lane.workspace.check()
-
-
 def library_writes_to_peers_memory(pipeline: Pipeline, transport: Transport) -> bool:
     """Whether collectives of the library touch memory that is open to peers.
 
@@ -153,12 +140,9 @@ class CopyLane:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        # pads and an epoch of its own: a compute stage may call operators of this library meanwhile
-        self.workspace = Workspace(pipeline.group, pipeline.device)
+        self.workspace = pipeline.workspace
         self.workspace.open_pads()
-        self.lanes = self.workspace.lanes = CudaLanes(self.workspace)
-        # the two hold each other: left to the collector, their memory could be freed in a capture
-        weakref.finalize(pipeline, forget, self.workspace)
+        self.lanes = lanes_of(self.workspace)
         self.own = torch.cuda.Stream(pipeline.device)
 
     def carrier(

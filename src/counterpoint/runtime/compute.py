@@ -3,16 +3,18 @@
 Each function turns one part of a bound step into an action on the operands of a call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.plan.bind import BoundStep, Box, Part
+from counterpoint.problem import Problem
 from counterpoint.runtime import counted, library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], object]  # what it returns is nothing's
+Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their names
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
@@ -115,6 +117,8 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     source, target = places.of(part.reads[0]), places.of(part.write)
     if bound.step.counted:
         return counted.all_to_all(bound, places)
+    if places.plan.problem.tables:
+        return _exchange_columns(part, places)
     if bound.step.arg("collective") == "all_to_all":
         return _all_to_all(bound, source, target, places)
     if bound.step.arg("collective") == "all_reduce":
@@ -182,6 +186,61 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
             got.copy_(turned(come, p.ranks, p.experts))
 
     return run
+
+
+def packed(box: Box, places: Places) -> Place:
+    """All rows of own tables' columns: without gaps, also in memory for the widest rank's."""
+    memory = places.fixed(box._replace(c0=0, c1=places.plan.buffer(box.buffer).shape[1]))
+    if memory is None:
+        return places.of(box)
+    rows, cols = box.shape
+    place = memory.flatten()[: rows * cols].view(rows, cols)
+    return lambda _: place
+
+
+def _exchange_columns(part: Part, places: Places) -> Action:
+    """The library's all-to-all of pooled rows, as wide as each rank's tables.
+
+    Into memory that peers may write to, a call promises more: when it has ended, in stream order,
+    every rank has begun it, and so has read what an earlier one had left.
+    """
+    source, target = packed(part.reads[0], places), places.of(part.write)
+    p, workspace = places.plan.problem, places.workspace
+    # of ranks that get nothing from one another, the library's all-to-all hears nothing
+    word: torch.Tensor | None = None
+    if p.out and not (all(p.rows) and all(p.tables)):
+        word = torch.zeros(1, dtype=torch.int32, device=workspace.device)
+
+    def run(operands: Operands) -> None:
+        if word is not None:
+            dist.all_reduce(word, group=workspace.group)
+        side_by_side(source(operands), p, workspace.rank, workspace.group, target(operands))
+
+    return run
+
+
+def side_by_side(
+    sent: torch.Tensor, p: Problem, rank: int, group: dist.ProcessGroup, y: torch.Tensor
+) -> None:
+    """Own bags' rows of all tables, side by side.
+
+    Args:
+        sent: [bags of all ranks, columns of own tables], of this rank.
+        y: where they go, [own bags, columns of all tables].
+    """
+    columns, own = [sum(each) for each in p.tables], p.rows[rank]
+    got = sent.new_empty(own * p.n)
+    sizes = [own * c for c in columns]
+    splits = [bags * columns[rank] for bags in p.rows]
+    dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
+    parts = [x.view(own, c) for x, c in zip(got.split(sizes), columns, strict=True) if c]
+    torch.cat(parts, 1, out=y)
+
+
+def opaque(bound: BoundStep, calls: Calls) -> Action:
+    """The call of an opaque step."""
+    call = calls[bound.step.name]
+    return lambda _: call()
 
 
 def _transposed(x: Place) -> Place:

@@ -3,10 +3,12 @@
 A plan is compiled once for a workspace; running it then only fills in the operands.
 """
 
+from types import MappingProxyType
 from typing import Protocol
 
 from counterpoint.plan.bind import Program, bind
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan
+from counterpoint.runtime.compute import Calls
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import INTERPRETED
 from counterpoint.runtime.workspace import Operands, Workspace
@@ -30,8 +32,18 @@ class Code(Protocol):
         ...
 
 
-def compile_plan(plan: Plan, workspace: Workspace) -> Code:
-    """Bind `plan` for this rank and compile it; collective when the workspace has to grow."""
+def compile_plan(
+    plan: Plan, workspace: Workspace, calls: Calls = MappingProxyType({}),
+    like: Operands | None = None,
+) -> Code:  # fmt: skip
+    """Bind `plan` for this rank and compile it; collective when the workspace has to grow.
+
+    Args:
+        plan: proved, or built by this library.
+        workspace: of its group, on the device that it is to run on.
+        calls: of each opaque step, by its name: launches on the current stream.
+        like: operands of the first call, for kernels that are compiled for what lies how.
+    """
     workspace.reserve(plan)
     kernels = workspace.device.type == "cuda" or INTERPRETED
     if kernels and any(b.space in OWN_PROTOCOL for b in plan.buffers):
@@ -41,7 +53,7 @@ def compile_plan(plan: Plan, workspace: Workspace) -> Code:
     if workspace.device.type == "cuda":
         from counterpoint.runtime.execute_cuda import CudaCode
 
-        return CudaCode(program, workspace)
+        return CudaCode(program, workspace, calls, like)
     from counterpoint.runtime.execute_cpu import CpuCode
 
-    return CpuCode(program, workspace)
+    return CpuCode(program, workspace, calls, like)

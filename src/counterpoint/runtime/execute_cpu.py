@@ -16,7 +16,7 @@ import torch
 from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import Arrival, BoundStep, Part, Program
 from counterpoint.runtime import compute
-from counterpoint.runtime.compute import Action
+from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.workspace import NUM_SLOTS, Operands, Places, Workspace
@@ -48,7 +48,9 @@ def _thread(lane: str) -> ThreadPoolExecutor:
 class CpuCode:
     """A program compiled for the shared memory of CPU ranks."""
 
-    def __init__(self, program: Program, workspace: Workspace) -> None:
+    def __init__(
+        self, program: Program, workspace: Workspace, calls: Calls, like: Operands | None = None
+    ) -> None:
         self.program = program
         self.workspace = workspace
         self.pads = [
@@ -56,17 +58,24 @@ class CpuCode:
             for r in range(workspace.pads.world_size)
         ]
         places = Places(workspace, program.plan)
+        self.calls = calls
         self.constants = places.constants
-        self.actions = [self._actions(bound, places, i) for i, bound in enumerate(program.steps)]
+        self.actions = [
+            self._actions(bound, places, i, like) for i, bound in enumerate(program.steps)
+        ]
         lanes = {lane.name: lane.engine for lane in program.plan.lanes}
         self.on_copy_lane = [lanes[bound.step.lane] == "copy" for bound in program.steps]
 
-    def _actions(self, bound: BoundStep, places: Places, index: int) -> list[Action]:
+    def _actions(
+        self, bound: BoundStep, places: Places, index: int, like: Operands | None
+    ) -> list[Action]:
         match bound.step.kind:
             case "barrier":
                 return []
+            case "opaque":
+                return [compute.opaque(bound, self.calls)]
             case "fused":
-                return [fused_action(Site(bound, places, index))]
+                return [fused_action(Site(bound, places, index, like))]
             case "collective":  # also of a transport of ours, for which the library stands in
                 return [compute.collective(bound, bound.parts[0], places)]
             case "copy":
@@ -88,6 +97,7 @@ class _Call:
         self.operands = operands
         self.spans = spans
         self.workspace = code.workspace
+        self.differentiates = torch.is_grad_enabled()
         self.ended = {bound.step.name: Event() for bound in code.program.steps}
         self.failed = Event()
 
@@ -150,12 +160,15 @@ class _Call:
         self.ended[step.name].set()
 
     def _act(self, bound: BoundStep, actions: list[Action]) -> None:
-        by_library = bound.step.kind in ("collective", "fused")
+        # of opaque steps, those that are a collective
+        by_library = bound.step.kind == "fused" or bool(bound.step.arg("collective"))
         if by_library:
             self._meet(bound)
+        theirs = self.differentiates and bound.step.kind == "opaque"
         try:
-            for action in actions:
-                action(self.operands)
+            with torch.set_grad_enabled(theirs):
+                for action in actions:
+                    action(self.operands)
         except RuntimeError as error:
             if not by_library:
                 raise

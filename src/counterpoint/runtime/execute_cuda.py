@@ -21,7 +21,7 @@ from counterpoint.runtime import (
     launch_collective,
     launch_cuda,
 )
-from counterpoint.runtime.compute import Action
+from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import gather_object
@@ -33,7 +33,10 @@ COMPUTE_LANE = "compute"
 class CudaCode:
     """A program compiled for one GPU's workspace."""
 
-    def __init__(self, program: Program, workspace: Workspace) -> None:
+    def __init__(
+        self, program: Program, workspace: Workspace, calls: Calls, like: Operands | None = None
+    ) -> None:
+        self.like = like
         lanes_of(workspace)
         if program.opens >= 0 and not workspace.lanes.signals_compiled:
             refuse_capture("none: this is the group's first call of a plan with signals")
@@ -44,23 +47,26 @@ class CudaCode:
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
         self.workspace = workspace
+        self.calls = calls
         self.tag = self.lanes.register(
             program.plan.problem.op, program.plan.spec, awaited_by(program)
         )
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for: its group
-        # could not be destroyed while one lives. One kernel is launched as fast as a graph of it
-        by_library = any(s.kind == "collective" and not s.arg("transport")
-                         for s in program.plan.steps)  # fmt: skip
-        self.replayable = len(program.steps) > 1 and not by_library
+        # could not be destroyed while one lives. So do calls of the user's own. One kernel is
+        # launched as fast as a graph of it
+        kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
+                       for s in program.plan.steps)  # fmt: skip
+        self.replayable = len(program.steps) > 1 and not kept_out
         self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
         self.constants = places.constants
         plan = program.plan
         self.side = {
-            lane.name: self.lanes.stream(lane.name, lane.priority)
+            lane.name: self.lanes.stream(lane.name, lane.priority, lane.num_sms)
             for lane in plan.lanes
-            if lane.name != COMPUTE_LANE and any(s.lane == lane.name for s in plan.steps)
+            if (lane.name != COMPUTE_LANE or lane.num_sms)
+            and any(s.lane == lane.name for s in plan.steps)
         }
         lane_of = {step.name: step.lane for step in plan.steps}
         edges = {name for step in plan.steps for name in step.after if lane_of[name] != step.lane}
@@ -69,6 +75,7 @@ class CudaCode:
         # a plan that is new while a graph is captured: its kernels are compiled and loaded now
         with self._loading():
             self.steps = [_CudaStep(self, launch, places) for launch in batches(program)]
+        self.like = None  # nothing is held on to
         if self.spins and not torch.cuda.is_current_stream_capturing():
             gather_object(None, workspace.group)  # a rank that still compiles is late for all
         # a plan of one lane without signals is a list of torch calls on the current stream
@@ -194,9 +201,11 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
     lanes = code.lanes
     match bound.step.kind:
         case "fused":
-            return [fused_action(Site(bound, places, tag))]
+            return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
             return [compute.matmul(bound, part, places) for part in bound.parts]
+        case "opaque":
+            return [compute.opaque(bound, code.calls)]
         case "move":
             return [compute.move(bound, part, places) for part in bound.parts]
         case "collective" if bound.step.arg("transport"):

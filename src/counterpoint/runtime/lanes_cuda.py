@@ -8,6 +8,7 @@ from counterpoint.errors import PeerTimeoutError, UnsupportedError
 from counterpoint.plan.bind import Arrival, Program
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.green import green_stream
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.replay import Replays
 from counterpoint.runtime.watchdog import Watchdog
@@ -45,7 +46,7 @@ class CudaLanes:
         self.fault = torch.zeros(1, dtype=torch.int64).pin_memory()
         self._last = (raw_stream(device.index), torch.cuda.current_stream(device))
         self.fork = torch.cuda.Event()
-        self._streams: dict[tuple[str, int], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[str, int, int | None], torch.cuda.Stream] = {}
         self._pool = torch.zeros(TABLE_WORDS, dtype=torch.int64, device=device)
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._used = 0
@@ -73,11 +74,15 @@ class CudaLanes:
             stream.wait_stream(self._last[1])
             self._last = (raw, stream)
 
-    def stream(self, name: str, priority: int) -> torch.cuda.Stream:
+    def stream(self, name: str, priority: int, num_sms: int | None = None) -> torch.cuda.Stream:
         """The side stream of a lane."""
-        key = (name, priority)
+        key, device = (name, priority, num_sms), self.workspace.device
         if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self.workspace.device, priority=priority)
+            self._streams[key] = (
+                green_stream(device, num_sms)
+                if num_sms
+                else torch.cuda.Stream(device, priority=priority)
+            )
         return self._streams[key]
 
     def table(self, words: Sequence[int]) -> torch.Tensor:

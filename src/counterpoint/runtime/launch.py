@@ -24,7 +24,7 @@ from counterpoint.runtime.device_limits import limits_here
 from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.lanes_cuda import raw_stream
 from counterpoint.runtime.occupancy import occupancy
-from counterpoint.runtime.workspace import Places
+from counterpoint.runtime.workspace import Operands, Places
 
 RESERVED_SMS = 32  # left to collectives of other groups, should they be there
 ALIGN = 16  # bytes: what Triton compiles for, if an address is a multiple of it
@@ -41,16 +41,20 @@ class Grid:
             many there are, and all programs that are resident take them in turn.
         senders: programs before those, that have none of them.
         reserve: SMs are left to other groups. A kernel that leaves none says why in its file.
+        each: a program for each item, however many fit: of a kernel that waits for nobody.
     """
 
     work: int | None
     senders: int = 0
     reserve: bool = True
+    each: bool = False
 
     def programs(self, resident: int) -> int:
         """Programs of which `resident` can be at once: equal work for each, and never none."""
         if self.work is None:
             return max(resident, self.senders + 1)
+        if self.each:
+            return max(1, self.work)
         room = max(resident - self.senders, 1)
         rounds = -(-self.work // room)
         return self.senders + max(1, -(-self.work // max(rounds, 1)))
@@ -167,11 +171,13 @@ class Site(NamedTuple):
         bound: the step.
         places: of the boxes that it reads and writes.
         tag: that a fault word names it by.
+        like: the operands of the first call, which kernels are compiled for; None: not known yet.
     """
 
     bound: BoundStep
     places: Places
     tag: int
+    like: Operands | None = None
 
 
 class Kernel(NamedTuple):

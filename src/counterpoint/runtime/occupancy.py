@@ -121,21 +121,6 @@ def dynamic_bytes_for(block: Block, limits: SmLimits, blocks: int) -> int:
     return span[0] - block.static_shared_bytes
 
 
-def check_dynamic_bytes(block: Block, limits: SmLimits, dynamic_bytes: int) -> None:
-    """Refuse dynamic shared memory per block that a kernel cannot be launched with.
-
-    Raises:
-        InputError: It is less than the kernel's own, or, with the static bytes, more than a
-            block may have; or not even one block fits.
-    """
-    _check("check_dynamic_bytes", "block", block, limits)
-    own = block.dynamic_shared_bytes
-    most = limits.shared_bytes_per_block - block.static_shared_bytes
-    if not own <= dynamic_bytes <= most:
-        want = f"{own} (the kernel's own) to {most} on {limits.arch}"
-        raise InputError("check_dynamic_bytes", "dynamic_bytes", want=want, got=dynamic_bytes)
-
-
 def beside(compute: Block, comm: Block, limits: SmLimits) -> Beside:
     """Return how many blocks of `compute` are resident on an SM next to one block of `comm`.
 

@@ -1,0 +1,79 @@
+"""Problems and specs of every operator, and the proof of a plan, for tests that hold for all."""
+
+import re
+
+import pytest
+
+from counterpoint.errors import InputError
+from counterpoint.plan.families import build
+from counterpoint.plan.operation import operation_of
+from counterpoint.plan.serialize import to_json
+from counterpoint.plan.steps import Plan
+from counterpoint.plan.validate import validate
+from counterpoint.problem import Problem, op_names
+
+OPS = op_names()
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+AG_WGRAD = "all_gather_matmul_wgrad"
+AG_BACKWARD, RS_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
+DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
+EXPERTS = (DISPATCH, COMBINE)
+BIASED = (AG, RS, AR)
+PLAIN = tuple(op for op in OPS if op not in EXPERTS)
+BY_ROWS = tuple(op for op in PLAIN if operation_of(op).shares_rows)
+
+
+def make_problem(op: str, m: int, n: int, k: int, ranks: int, **options: object) -> Problem:
+    """A problem of any operator; of experts, four on each rank unless it says how many."""
+    if op in EXPERTS:
+        options.setdefault("experts", 4)
+    return Problem(op, m, n, k, ranks, **options)  # type: ignore[arg-type]
+
+
+def peers_of(ranks: int) -> tuple[str, ...]:
+    return ("ring",) if ranks & (ranks - 1) else ("ring", "xor")
+
+
+def specs(problem: Problem) -> list[str]:
+    """Specs of each family of the operator, with each word that it takes."""
+    total = problem.experts or problem.ranks
+    first = "scatter" if operation_of(problem.op).shares_rows else "one_shot"
+    found: list[str] = []
+    for family in operation_of(problem.op).families:
+        tails = [""]
+        if "sizes" in family.takes:
+            tails = [f"{total}", "/".join("1" * total)]
+            tails += [f"{(total + 1) // 2}/{total // 2}"] if total > 1 else []
+            # the group that comes in pieces is the first of some operators, of others the last
+            in_pieces = "pieces" in family.takes and total > 2
+            tails += [f"1/{total - 2}/1 pieces=2"] if in_pieces else []
+        elif "pieces" in family.takes:
+            tails += ["pieces=2", "pieces=3"]
+        if "shots" in family.takes:
+            tile = f"{max(16, problem.ranks)}x16x3"
+            tails += [first, f"{first} {tile} warps=2"]
+            tails += ["two_shot", f"two_shot {tile}"] if first != "scatter" else []
+        peers = peers_of(problem.ranks) if "peers" in family.takes else ("",)
+        found += [" ".join(f"{family.name} {p} {tail}".split()) for p in peers for tail in tails]
+    return found
+
+
+def prove(problem: Problem, spec: str) -> Plan:
+    """The plan of a spec: proved, made again from its own spec, and read back."""
+    plan = build(problem, spec)
+    validate(plan)
+    assert build(problem, plan.spec) == plan
+    assert Plan.from_json(to_json(plan)) == plan
+    return plan
+
+
+def prove_or_refuse(problem: Problem, spec: str) -> Plan | None:
+    """Its proof where its family takes the problem; else the refusal says what is wanted."""
+    family = operation_of(problem.op).family(spec.split()[0])
+    assert family is not None
+    want = family.refusal(problem)
+    if problem.ranks == 1 or not want:
+        return prove(problem, spec)
+    with pytest.raises(InputError, match=re.escape(f"plan must be for {want}, got {spec!r}")):
+        build(problem, spec)
+    return None
