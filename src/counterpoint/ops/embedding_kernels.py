@@ -24,7 +24,7 @@ from counterpoint.runtime.compute import Action, packed, side_by_side
 from counterpoint.runtime.embedding_layout import DTYPES, VECTOR_BYTES, block_of, vector_of
 from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.launch import Grid, Launch, Site, register
-from counterpoint.runtime.workspace import Operands, Place, refuse_capture
+from counterpoint.runtime.workspace import Operands, refuse_capture
 
 COPY_BLOCK = 4096
 COPY_WARPS = 8
@@ -158,7 +158,10 @@ class Pooling:
         launches = self._launches.get(variant) or self.compile(bags, target)
         count = indices.numel()
         mean = count / (self.num_bags * len(self.dims) or 1)
-        launch = next(launch for below, launch in launches if mean < below)
+        launch = launches[-1][1]
+        for below, launch in launches:
+            if mean < below:
+                break
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             self.workspace.keep(self, chunks.words)
         launch(indices, indices if weights is None else weights, offsets, chunks.words, count,
@@ -202,12 +205,14 @@ def lookup(site: Site) -> Action:
     p, rank = site.places.plan.problem, site.places.workspace.rank
     firsts = list(accumulate(p.tables[rank], initial=0))
     pooling = Pooling(site, lookup_kernel, LOOKUP, {}, firsts, firsts[-1], 1, p.m)
-    target = _target(site)
+    place = packed(site.bound.parts[0].write, site.places)
     if site.like:
-        pooling.compile(site.like["bags"], (target(site.like),))  # type: ignore[arg-type]
+        like: Bags = site.like["bags"]  # type: ignore[assignment]
+        pooling.compile(like, (site.like["y"] if place is None else place,))
 
     def run(operands: Operands) -> None:
-        pooling.launch(operands["bags"], target(operands))  # type: ignore[arg-type]
+        bags: Bags = operands["bags"]  # type: ignore[assignment]
+        pooling.launch(bags, operands["y"] if place is None else place)
 
     return run
 
@@ -253,11 +258,6 @@ def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _target(site: Site) -> Place:
-    """Where a lookup writes: y, or what the all-to-all sends."""
-    return packed(site.bound.parts[0].write, site.places)
-
-
 def prepare(site: Site) -> Action:
     """The launch of a step of either kind."""
     return (fused if site.bound.step.spins else lookup)(site)
@@ -266,17 +266,18 @@ def prepare(site: Site) -> Action:
 def reference(site: Site) -> Action:
     """What the kernels compute, by torch and gloo."""
     p, workspace, spins = site.places.plan.problem, site.places.workspace, site.bound.step.spins
-    target = None if spins else _target(site)
+    exchange = side_by_side(p, workspace.rank, workspace.group)
+    place = None if spins else packed(site.bound.parts[0].write, site.places)
     dtype = getattr(torch, p.dtype)
 
     def run(operands: Operands) -> None:
         bags: Bags = operands["bags"]  # type: ignore[assignment]
         own = pooled_on_cpu(bags.tables, bags.indices, bags.offsets, bags.weights, p.m,
                             last=bags.last, mean=bags.mean, dtype=dtype)  # fmt: skip
-        if target is not None:
-            target(operands).copy_(own)
-            return
-        side_by_side(own, p, workspace.rank, workspace.group, operands["y"])
+        if spins:
+            exchange(own, operands["y"])
+        else:
+            (operands["y"] if place is None else place).copy_(own)
 
     return run
 
