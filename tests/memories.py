@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from counterpoint.plan.steps import Plan
+
 GUARD = 64  # elements on both sides that nobody may write to
 CANARY = 1234.0  # also in fp16
 EMPTY = -(1 << 31)
@@ -14,7 +16,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
     """As `FusedMemory`, of `num_bytes` of each kind: the ranks' memory is a tensor each."""
     kept = {
         name: [guarded(num_bytes // 4, fill) for _ in range(ranks)]
-        for name, fill in (("words", -0.0), ("tiles", 0.0), ("flags", 0.0))
+        for name, fill in (("words", -0.0), ("turns", 0.0), ("flags", 0.0))
     }
 
     def shared(rank: int) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         group = SimpleNamespace(size=lambda: ranks)
         return SimpleNamespace(group=group, rank=rank, timeout_s=1e6, device=torch.device("cpu"))
 
-    return [
+    made = [
         SimpleNamespace(
             **shared(rank), kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
@@ -39,6 +41,16 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         )
         for rank in range(ranks)
     ]  # fmt: skip
+    for memory in made:
+        memory.workspace.fused = memory
+    return made
+
+
+def places_of(memory: Any, plan: Plan) -> Any:
+    """As `Places`, where each box is the operand of its buffer's name."""
+    return SimpleNamespace(
+        workspace=memory.workspace, plan=plan, of=lambda box: lambda operands: operands[box.buffer]
+    )
 
 
 def guarded(count: int, fill: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -16,7 +16,10 @@ from typing import Any, Literal, Protocol, get_args
 from counterpoint.errors import InputError
 
 DType = Literal["bfloat16", "float16", "float32"]
-ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+Counts = Literal["equal", "host", "device"]
+ITEM_BYTES: Mapping[str, int] = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
+}  # fmt: skip
 
 
 class Sizes(Protocol):
@@ -101,6 +104,9 @@ class Problem:
                        rank 0 first, times its weight[K, N]
     matmul_all_to_all: the combine: x lies as that y does, and rows go to where they were in x
 
+    Where counts differ they are an operand, `counts`[ranks, ranks * experts], rows of each rank for
+    each expert, and M is the most rows that a rank has on either side.
+
     With `tables` of each rank, whose rows are pooled for the M bags of all ranks:
 
     embedding_bag_all_to_all: y_r[rows[r], N] = the pooled rows of all ranks' tables for the bags of
@@ -122,6 +128,8 @@ class Problem:
             rank; 0 means no limit.
         splits: columns of each weight of an all_gather_matmul of several; empty means one weight.
         experts: of one rank; 0 for ops without.
+        counts: of rows for each expert: all "equal", or an operand that differs from call to call,
+            known to the "host" before a call, or to the "device" alone.
         tables: columns of each rank's tables; empty for ops without.
         indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
         out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
@@ -142,6 +150,7 @@ class Problem:
     scratch_bytes_limit: int = 0
     splits: tuple[int, ...] = ()
     experts: int = 0
+    counts: Counts = "equal"
     tables: tuple[tuple[int, ...], ...] = ()
     indices: tuple[int, ...] = ()
     out: bool = False
@@ -162,6 +171,9 @@ class Problem:
                 raise InputError(self.op, name, want="0 or more", got=getattr(self, name))
         object.__setattr__(self, "rows", self._rows())
         object.__setattr__(self, "splits", tuple(self.splits))
+        if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
+            want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
+            raise InputError(self.op, "counts", want=want, got=repr(self.counts))
         self.sizes.check(self)
 
     def _rows(self) -> tuple[int, ...]:
@@ -232,5 +244,6 @@ class Problem:
         columns = "+".join(map(str, self.splits or (self.n,)))
         shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not self.tables)
         shape += f" experts {self.experts}" if self.experts else ""
+        shape += f" counts of the {self.counts}" if self.counts != "equal" else ""
         shape += self.sizes.described(self)
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"

@@ -1,7 +1,6 @@
 """Every family, for every shape that it may meet: proved, made again from its spec, read back."""
 
 import pytest
-from counterpoint.plan.variants import variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import (

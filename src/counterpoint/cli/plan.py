@@ -112,8 +112,9 @@ def _head(choice: Choice, spec: str) -> Table:
     head.add_row("problem", f"{choice.problem}, {mode}")
     head.add_row("machine", f"{machine.name}: {machine.source}")
     head.add_row("rates", rates)
-    head.add_row("ideal", f"{choice.ideal_s * us:.0f} us: {choice.computed} alone {choice.compute_s * us:.0f}"
-                 f" us, communication alone {choice.comm_s * us:.0f} us")  # fmt: skip
+    parts = f"{choice.computed} alone {choice.compute_s * us:.0f} us, communication alone"
+    ideal = f"{choice.ideal_s * us:.0f} us: {parts} {choice.comm_s * us:.0f} us"
+    head.add_row("ideal", ideal)
     hidden = f"{choice.hidden:.0%} hidden" if choice.hidden >= 0 else "slower than serial"
     took = f"{choice.seconds * us:.0f} us, serial / {_ratio(choice, choice.seconds)}, {hidden}"
     how = ASKED if spec != AUTO else f"by {choice.basis}"

@@ -22,22 +22,24 @@ from counterpoint.measure.timing import captured, host_s, rotate
 from counterpoint.model.calibrate import fit
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.auto import matmul_tile
-from counterpoint.plan.bind import Arrival
+from counterpoint.plan.bind import Arrival, bind
+from counterpoint.plan.direct import MAX_RANKS
 from counterpoint.plan.families import build
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
-from counterpoint.runtime import compute, launch_cuda
+from counterpoint.runtime import compute, launch_collective, launch_cuda
 from counterpoint.runtime.driver import Copy, copy_async
 from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.launch_collective import WORD_BYTES, Collective, refusal
 from counterpoint.runtime.symmetric import allocate
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import Places, workspace_of
 
 MIB = 1 << 20
 MATMULS = ((4096, 4096), (2048, 8192), (6144, 5120), (10240, 8192))  # (n, k)
 ROWS = (256, 512, 1024, 2048, 4096, 8192)
 COPIES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 DIRECT = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+DIRECT_OF = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+DIRECT_COLUMNS = 1024
 COLLECTIVES = (MIB, 2 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 CONTENTION = ((8192, 6144, 5120), (2048, 6144, 5120))  # (rows, n, k)
 SETTLING_ROUNDS = 40
@@ -179,16 +181,12 @@ class Bench:
 
     def direct(self) -> list[Row]:
         """Collectives of our own, where there are such for this number of ranks."""
-        if refusal(WORD_BYTES, self.ranks):
+        if self.ranks & (self.ranks - 1) or self.ranks > MAX_RANKS:
             return []
-        memory, calls = fused_memory(workspace_of(self.group, self.device)), dict[str, Call]()
-        kinds = {"all_gather": (False, True), "reduce_scatter": (True, False)}
-        for (kind, (scatter, gather)), size in product(kinds.items(), DIRECT[::-1]):
-            whole, part = self.normal(size // 2), self.normal(size // 2 // self.ranks)
-            call = Collective(memory, 0, size // self.ranks, scatter=scatter, gather=gather,
-                              dtype=whole.dtype, name="characterize")  # fmt: skip
-            both = (whole, part) if scatter else (part, whole)
-            calls[f"{size} {kind}"] = partial(self.launch, call, both)
+        calls: dict[str, Call] = {}
+        # the largest first: memory that grows would move what is compiled
+        for (op, kind), size in product(DIRECT_OF.items(), DIRECT[::-1]):
+            calls[f"{size} {kind}"] = self.direct_step(op, size)
         dist.barrier(self.group)  # all have compiled before one waits
         received = (self.ranks - 1) / self.ranks
         return [
@@ -197,8 +195,17 @@ class Bench:
             for name, seconds in self.timed(calls, 4).items()
         ]  # fmt: skip
 
-    def launch(self, call: Collective, both: tuple[Tensor, Tensor], _: int) -> None:
-        call(*both)
+    def direct_step(self, op: str, num_bytes: int) -> Call:
+        """The collective of the plan "direct" of an operator, by itself."""
+        rows = num_bytes // 2 // DIRECT_COLUMNS
+        problem = Problem(op, rows, DIRECT_COLUMNS, DIRECT_COLUMNS, self.ranks)
+        plan, workspace = build(problem, "direct"), workspace_of(self.group, self.device)
+        workspace.reserve(plan)
+        fused_memory(workspace).reserve(plan)
+        (bound,) = (b for b in bind(plan, self.rank).steps if b.step.spins)
+        run = launch_collective.action(bound, Places(workspace, plan), 0)
+        part = self.normal(rows // self.ranks, DIRECT_COLUMNS)
+        return lambda _: run({"x": part, "y": part})
 
     def all_gather(self, whole: Tensor, part: Tensor, _: int) -> None:
         compute.all_gather(whole, part, group=self.group)

@@ -59,6 +59,7 @@ class Family:
         refusal: what it wants of a problem that it does not have, or "". Such a plan is an error.
         guess_s: seconds by a closed form, where there is one.
         in_a_row: its plans are kernels one after another, with no side stream.
+        alone: has plans for one rank, too. Of other families that is plain matmuls.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Family:
     refusal: Callable[[Problem], str] = takes_all
     guess_s: Callable[[Problem, Options, Machine, Tiles], float] | None = None
     in_a_row: bool = False
+    alone: bool = False
 
 
 def in_a_row(
@@ -112,7 +114,9 @@ class Operation:
         overlapped: the spec of the plan that overlaps which a rule takes; where none overlaps, what
             is faster than serial, or "". The second argument: a shard's copy takes longer than its
             matmul.
-        gradient: the family that it takes as a gradient whose forward was asked for by name.
+        gradient: the family that it takes as a gradient whose forward was asked for by name; "":
+            that of the forward.
+        without_serial: the spec that is taken whatever it costs, and why serial is not; or "", "".
         fused_s: seconds of a step of kind "fused" whose kernel has the operator's name.
         rule: the spec that static sizes say, where the shorter side is not worth overlapping;
             "" is serial.
@@ -134,6 +138,7 @@ class Operation:
     matmuls: Callable[[Problem], tuple[tuple[int, int, int], ...]]
     overlapped: Callable[[Problem, bool], str]
     gradient: str = "graded"
+    without_serial: Callable[[Problem], tuple[str, str]] = lambda problem: ("", "")
     shares_rows: bool = True
     fused_s: Callable[[Problem, Step, Machine], float] | None = None
     rule: Callable[[Problem, Machine], str] = lambda problem, machine: ""

@@ -16,6 +16,7 @@ ME: Peer = ()
 Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque"]
 Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
+COUNTS = "counts"  # the operand that says how many rows there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Buffer:
             the protocol of a fused kernel keeps in order: words are 4 bytes of data that are their
             own flag (low-latency words), flags say that what was stored before them is there, and
             turns hold what they speak of.
-        split: dim 0 is partitioned over the ranks, by `Problem.rows`; of words and flags each rank
-            has one row.
+        split: dim 0 is partitioned over the ranks, by `Problem.rows`; what a fused kernel's
+            protocol keeps in order, equally, unless it has all M rows.
         holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
             or in "slots" one copy of its own block for each rank that may write there.
         pieces: of a split buffer that holds all or peers: stored piece-major, part 0 of every block
@@ -94,7 +95,8 @@ class Step:
                     the bytes that it writes
         opaque      a call of the user's own, by the step's name: what it reads and writes is known,
                     and not what it computes; any number of regions, of a "pipeline" only
-    Every other kind waits first and posts last.
+    Every other kind waits first and posts last. A step that reads the operand "counts" takes as
+    many rows as that says: its boxes are those of equal counts.
 
     Args:
         after: names of earlier steps of this rank that must have ended.
@@ -120,6 +122,11 @@ class Step:
     def arg(self, name: str, default: int | str = 0) -> int | str:
         """The value of argument `name`, or `default`."""
         return dict(self.args).get(name, default)
+
+    @property
+    def counted(self) -> bool:
+        """Whether the operand "counts" says how many rows the step has."""
+        return any(region.buffer == COUNTS for region in self.reads)
 
     @property
     def accumulates(self) -> bool:

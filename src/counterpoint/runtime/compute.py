@@ -11,7 +11,7 @@ from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.problem import Problem
-from counterpoint.runtime import library
+from counterpoint.runtime import counted, library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], object]  # what it returns is nothing's
@@ -20,6 +20,8 @@ Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their nam
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate in fp32) (+ bias); y may have any strides."""
+    if bound.step.counted:
+        return counted.matmuls((bound,), places)
     if plain := _plain_matmul(bound, part, places):
         return plain
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -31,6 +33,8 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
         return lambda o: _into(torch.addmm, bias(o), x(o), w(o), out=y(o))
     target = places.plan.buffer(part.write.buffer)
     if target.dtype == places.plan.problem.dtype:
+        if places.plan.problem.experts and not bound.step.accumulates:
+            return _with_added(lambda o: _into(torch.mm, x(o), w(o), out=y(o)), y, part.write)
         if bound.step.accumulates:
             return lambda o: _into(torch.addmm, y(o), x(o), w(o), out=y(o))
         return lambda o: _into(torch.mm, x(o), w(o), out=y(o))
@@ -61,9 +65,24 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     Rows of all experts are equal, so the library's batched matmul does it, and writes where the
     plan wants it; its grouped one makes a result of its own.
     """
+    if bounds[0].step.counted:
+        return counted.matmuls(bounds, places)
     (part,) = bounds[0].parts
     x, w, y = (places.several(box, len(bounds)) for box in (*part.reads, part.write))
-    return lambda o: _into(torch.bmm, x(o), w(o), out=y(o))
+    whole = part.write._replace(r1=bounds[-1].parts[0].write.r1)
+    return _with_added(lambda o: _into(torch.bmm, x(o), w(o), out=y(o)), y, whole)
+
+
+def _with_added(multiply: Action, y: Place, box: Box) -> Action:
+    """Experts' products, and what a call adds to them, which lies as they do."""
+
+    def run(operands: Operands) -> None:
+        multiply(operands)
+        if "add" in operands:
+            product = y(operands)
+            product += operands["add"][box.r0 : box.r1].view_as(product)
+
+    return run
 
 
 def move(bound: BoundStep, part: Part, places: Places) -> Action:
@@ -97,6 +116,8 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     Or its all-reduce, or its all-to-all with the pass that puts rows in order.
     """
     source, target = places.of(part.reads[0]), places.of(part.write)
+    if bound.step.counted:
+        return counted.all_to_all(bound, places)
     if places.plan.problem.tables:
         return _exchange_columns(part, places)
     if bound.step.arg("collective") == "all_to_all":

@@ -18,6 +18,7 @@ class Code(Protocol):
     """A program compiled for one workspace."""
 
     program: Program
+    workspace: Workspace
 
     def run(self, operands: Operands) -> None:
         """Run one call in stream order.

@@ -22,7 +22,6 @@ from counterpoint.runtime import (
     launch_cuda,
 )
 from counterpoint.runtime.compute import Action, Calls
-from counterpoint.runtime.fused import in_turn
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.ranks import gather_object
@@ -93,9 +92,7 @@ class CudaCode:
             self.workspace.captured = True
         else:
             # calls of one group are in order whatever streams they are on
-            self.lanes.follow()
-            if self.spins:
-                in_turn(self.workspace.device)
+            self.lanes.follow(self.spins)
             # under a profiler step by step, so that it sees which step launched what
             if self.replayable and not traced:
                 given = operands.values()

@@ -37,19 +37,22 @@ class Grid:
     """How many programs a kernel has.
 
     Args:
-        work: items that programs share; a program each where all fit.
+        work: items that programs share; a program each where all fit. None: only the GPU knows how
+            many there are, and all programs that are resident take them in turn.
         senders: programs before those, that have none of them.
         reserve: SMs are left to other groups. A kernel that leaves none says why in its file.
         each: a program for each item, however many fit: of a kernel that waits for nobody.
     """
 
-    work: int
+    work: int | None
     senders: int = 0
     reserve: bool = True
     each: bool = False
 
     def programs(self, resident: int) -> int:
         """Programs of which `resident` can be at once: equal work for each, and never none."""
+        if self.work is None:
+            return max(resident, self.senders + 1)
         if self.each:
             return max(1, self.work)
         room = max(resident - self.senders, 1)
@@ -64,7 +67,7 @@ class Launch:
         kernel: Triton's.
         given: names of the arguments that each call passes, in its order.
         fixed: all other arguments by name.
-        grid: how many programs share what.
+        grid: how many programs share what; a number, of a kernel for which no peer waits.
         device: it runs on.
         name: of the operator, for errors.
         options: of Triton: num_warps, num_stages.
@@ -74,7 +77,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, given: Sequence[str], fixed: Mapping[str, Any], grid: Grid,
+        self, kernel: Any, given: Sequence[str], fixed: Mapping[str, Any], grid: Grid | int,
         device: torch.device, name: str, options: Mapping[str, int],
     ) -> None:  # fmt: skip
         names: list[str] = list(kernel.arg_names)
@@ -85,7 +88,7 @@ class Launch:
         self._places = [names.index(each) for each in given]
         self._template = [fixed.get(each) for each in names]
         self._run: Callable[..., None] | None = None
-        self.programs = grid.programs(INTERPRETED_BLOCKS)
+        self.programs = grid if isinstance(grid, int) else grid.programs(INTERPRETED_BLOCKS)
 
     def compile(self, *given: object) -> "Launch":
         """Compile and load for arguments like these, tensors or their dtypes; launches nothing.
@@ -100,26 +103,39 @@ class Launch:
         with driver.relaxed_capture() if capturing else nullcontext():
             try:
                 compiled = self._kernel.warmup(*arguments, grid=(1,), **self._options)
-                resident = resident_blocks(compiled, self._device, self._name, self._grid)
+                if isinstance(self._grid, Grid):
+                    resident = resident_blocks(compiled, self._device, self._name, self._grid)
+                    self.programs = self._grid.programs(resident)
             except (OutOfResources, CompilationError) as error:
                 raise UnsupportedError(f"{self._name}: its kernel does not fit: {error}") from error
-        self.programs = self._grid.programs(resident)
         self._run = compiled[(self.programs, 1, 1)]
         return self
 
     def __call__(self, *given: object) -> None:
         """Launch on the current stream; tensors lie as those that it was compiled for."""
-        arguments = self._template.copy()
-        for place, value in zip(self._places, given, strict=True):
-            arguments[place] = value
         if self._run is None:
             if not INTERPRETED:
                 self.compile(*given)
                 return self(*given)
-            self._kernel[(self.programs,)](*arguments, **self._options)
+            self._kernel[(self.programs,)](*self._arguments(given), **self._options)
             return None
+        arguments = self._template.copy()
+        for place, value in zip(self._places, given, strict=True):
+            arguments[place] = value
         self._run(*arguments, stream=raw_stream(self._device.index))
         return None
+
+    @staticmethod
+    def in_a_row(launches: "Sequence[tuple[Launch, tuple[object, ...]]]") -> None:
+        """Launch kernels, each with its arguments, one after another on the current stream."""
+        for launch, given in launches:
+            if launch._run is None:
+                launch(*given)
+                continue
+            arguments = launch._template.copy()
+            for place, value in zip(launch._places, given, strict=True):
+                arguments[place] = value
+            launch._run(*arguments, stream=raw_stream(launch._device.index))
 
     def _arguments(self, given: Sequence[object]) -> list[Any]:
         arguments = self._template.copy()
@@ -137,7 +153,7 @@ def resident_blocks(compiled: Any, device: torch.device, name: str, grid: Grid) 
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     sms -= RESERVED_SMS if grid.reserve else 0
     blocks = occupancy(triton_footprint(compiled), limits_here(device)).blocks * sms
-    if blocks < grid.senders + 1:
+    if blocks < (1 if grid.work is None else grid.senders + 1):
         beside = f" beside {RESERVED_SMS} reserved SMs" if grid.reserve else ""
         raise UnsupportedError(f"{name}: {grid.senders + 1} blocks do not fit{beside}")
     return blocks
