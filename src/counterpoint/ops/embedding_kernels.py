@@ -26,6 +26,7 @@ from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.launch import Grid, Launch, Site, register
 from counterpoint.runtime.workspace import Operands, refuse_capture
 
+MAX_KNOWN = 64  # sets of tables whose chunks are kept by where they lie
 COPY_BLOCK = 4096
 COPY_WARPS = 8
 LOOKUP = ("indices_ptr", "weights_ptr", "offsets_ptr", "chunks_ptr", "num_indices", "num_offsets",
@@ -59,7 +60,7 @@ class Bags(NamedTuple):
     weights: Tensor | None
     last: bool
     mean: bool
-    placed: dict[int, Chunks]
+    placed: dict[object, Chunks]
     into: tuple[Tensor, int, int] | None
 
 
@@ -122,6 +123,7 @@ class Pooling:
         }  # fmt: skip
         self._kernel, self._given, self._tasks = kernel, given, (owners, most, chunks)
         self._launches: dict[tuple[Any, ...], list[tuple[float, Launch]]] = {}
+        self._known: dict[tuple[Any, ...], Chunks] = {}
         self._on_gpu = self.workspace.device.type == "cuda"
 
     def chunks(self, bags: Bags) -> Chunks:
@@ -130,8 +132,18 @@ class Pooling:
         Raises:
             InputError: they have to be copied while a graph is captured.
         """
-        if self._on_gpu:
-            refuse_capture("tables that lie where none did in an earlier call")
+        key = (*map(Tensor.data_ptr, bags.tables), *map(Tensor.stride, bags.tables))
+        found = self._known.get(key)
+        if found is None:
+            if self._on_gpu:
+                refuse_capture("tables that lie where none did in an earlier call")
+            if len(self._known) >= MAX_KNOWN:
+                self._known.pop(next(iter(self._known)))
+            found = self._known[key] = self._cut(bags)
+        bags.placed[self] = found
+        return found
+
+    def _cut(self, bags: Bags) -> Chunks:
         placed = [t.data_ptr() // self.item_bytes for t in bags.tables]
         strides = [t.stride(0) for t in bags.tables]
         vec_in = vector_of((*placed, *strides, *self.dims), self.item_bytes)
@@ -146,26 +158,27 @@ class Pooling:
                           width // self.vec_out, column, table)  # fmt: skip
         # an empty tensor has no address
         host = torch.tensor(words or [0] * WORDS.value, dtype=torch.int64)
-        found = bags.placed[id(self)] = Chunks(host.to(self.workspace.device), vec_in)
-        return found
+        return Chunks(host.to(self.workspace.device), vec_in)
 
     def launch(self, bags: Bags, *target: object) -> None:
         """Launch on the current stream, as many indices in a bag on average want it."""
         indices, offsets, weights = bags.indices, bags.offsets, bags.weights
-        chunks = bags.placed.get(id(self)) or self.chunks(bags)
+        chunks = bags.placed.get(self) or self.chunks(bags)
         variant = (indices.dtype, offsets.dtype, weights is not None and weights.dtype, bags.mean,
                    chunks.vec_in)  # fmt: skip
         launches = self._launches.get(variant) or self.compile(bags, target)
         count = indices.numel()
         mean = count / (self.num_bags * len(self.dims) or 1)
-        launch = launches[-1][1]
-        for below, launch in launches:
-            if mean < below:
-                break
+        # of a few, in order: the first that is for so many
+        place = 0
+        while mean >= launches[place][0]:
+            place += 1
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             self.workspace.keep(self, chunks.words)
-        launch(indices, indices if weights is None else weights, offsets, chunks.words, count,
-               offsets.numel(), *target)  # fmt: skip
+        launches[place][1](
+            indices, indices if weights is None else weights, offsets, chunks.words, count,
+            offsets.numel(), *target,
+        )  # fmt: skip
 
     def compile(self, bags: Bags, target: Sequence[object]) -> list[tuple[float, Launch]]:
         """All settings for tensors like these; launches nothing.
@@ -174,7 +187,7 @@ class Pooling:
             InputError: a graph is captured.
         """
         self.workspace.refuse_growth("none: this is the first call of such bags and indices")
-        chunks = bags.placed.get(id(self)) or self.chunks(bags)
+        chunks = bags.placed.get(self) or self.chunks(bags)
         weights = bags.weights
         given = (bags.indices, bags.indices if weights is None else weights, bags.offsets,
                  chunks.words, bags.indices.numel(), bags.offsets.numel(), *target)  # fmt: skip

@@ -190,7 +190,7 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
 
 
 def packed(box: Box, places: Places) -> Tensor | None:
-    """Rows of own tables' columns, without gaps in memory for the widest rank's; None: an operand."""
+    """Own columns, which lie without gaps in memory for the widest rank's; None: an operand."""
     memory = places.fixed(box._replace(c0=0, c1=places.plan.buffer(box.buffer).shape[1]))
     if memory is None:
         return None
