@@ -1,5 +1,5 @@
 PYTHON ?= python3
-SUITE ?= full
+SUITE ?= short
 OUT ?= out/gpu
 ARGS ?=
 
@@ -25,11 +25,11 @@ test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded"
 	@echo "[4/4] pytest"
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
-gpu:  ## tests and benchmarks on the GPUs here, with the python3 at hand (SUITE=smoke OUT=folder)
-	PYTHONPATH=src python3 benchmarks/gpu_suite.py --suite $(SUITE) --out $(OUT)
+gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUITE=decode for one in full; OUT=folder)
+	PYTHONPATH=src:. python3 -m benchmarks.gpu_suite --suite $(SUITE) --out $(OUT)
 
 readme: $(VENV)/.ready-run  ## the README's tables, from the committed measurements
-	@PYTHONPATH=src $(VENV)/bin/python benchmarks/tables.py
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 
 clean:  ## remove all that make made
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis

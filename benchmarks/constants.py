@@ -1,6 +1,6 @@
 """The constants that come with the library, fitted again from committed rows.
 
-    python benchmarks/constants.py
+    python -m benchmarks.constants
 
 reads benchmarks/results/characterize-*.jsonl, and of evaluate-*.jsonl the library's collective
 alone at the layers of scenarios.FITTED with few tokens, since the rows of `characterize` began at
@@ -8,23 +8,21 @@ alone at the layers of scenarios.FITTED with few tokens, since the rows of `char
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
+from benchmarks.rows import RESULTS, Row
+from benchmarks.scenarios import FITTED
 from counterpoint.choose.known import SHIPPED, save_machine
 from counterpoint.measure import record
-from counterpoint.measure.scenarios import FITTED
 from counterpoint.model.calibrate import SMALL_BYTES, fit
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 
-RESULTS = Path(__file__).parent / "results"
 
-
-def small_collectives(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def small_collectives(rows: Sequence[Row]) -> list[Row]:
     """The library's collectives of few tokens, as rows of `characterize`."""
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for row in rows:
         if row["arm"] == "communication" and row["layer"].startswith(FITTED):
             p = Problem(row["op"], row["m"], row["n"], row["k"], row["ranks"], row["dtype"])
@@ -36,6 +34,7 @@ def small_collectives(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Fit and write."""
     for path in sorted(RESULTS.glob("characterize-*.jsonl")):
         rows = record.read(path)
         gpu, ranks = rows[0]["gpu"], rows[0]["ranks"]

@@ -1,65 +1,339 @@
-"""Copies between GPUs and the transports: the rows of docs/transports.md. Run by gpu_suite.py."""
+"""Copies between GPUs, by size, by number and by how they are submitted; and transports side by
+side.
 
-import argparse
-import faulthandler
-import os
-import time
+Each rank copies to, or from, its peers in ring order, slot by slot: no two copies of a case touch
+the same bytes. "Ahead": all is submitted before it starts, so that only the GPU counts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from counterpoint.cli.launch import nccl_group
-from counterpoint.measure import record
-from counterpoint.measure.copies import MIB, measure_copies
-from counterpoint.runtime.workspace import release_all
+import torch
+import torch.distributed as dist
 
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
+from benchmarks.pictures import curves
+from benchmarks.rows import Row
+from benchmarks.tables import grid, of_most, source, us
+from counterpoint.measure.timing import captured
+from counterpoint.runtime.driver import Copy, copy_async, copy_batch_async, no_batches
+from counterpoint.runtime.transports import ALIGN_BYTES, TRANSPORTS, missing, open_transport
 
-def main() -> None:
-    """Write the rows; rank 0 prints the rates, and what a batch saves."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    # captured collectives of NCCL hang on memory that is open to peers where they register it
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    faulthandler.dump_traceback_later(80, exit=True)
-    start_s = time.monotonic()
-    with nccl_group() as (group, device):
-
-        def say(text: str) -> None:
-            if group.rank() == 0:
-                print(f"[{time.monotonic() - start_s:4.0f} s] {text}", flush=True)
-
-        rows = measure_copies(group=group, device=device, progress=say)
-        if group.rank() == 0:
-            record.append(args.out, rows)
-            report(rows)
-        say(f"{len(rows)} rows")
-        release_all()
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+COUNTS = (1, 4, 8, 56)
+GATHERED = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)  # by a transport, on each rank
+DIRECTIONS: tuple[Literal["push", "pull"], ...] = ("push", "pull")
+WAYS = {"torch copy_": "`copy_` of torch, one by one", "driver": "calls of the driver, one by one",
+        "batch": "one batch", "graph": "a graph of single copies"}  # fmt: skip
+BARRED = (MIB, 56)  # size and number of the copies that a batch is judged by
+BARS = {"torch copy_": 0.40, "graph": 0.80}  # of each way, what a batch may take at most
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    """Print each row, and 56 copies of 1 MiB as one batch beside one by one."""
-    for row in rows:
-        told = {k: v for k, v in row.items() if k in SHOWN}
-        what = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in told.values())
-        if "refused" not in row:
-            moved = row["num_bytes"] * row.get("count", (row["ranks"] - 1) / row["ranks"])
-            rate = moved / row["seconds"] / 1e9
-            what += f": {row['seconds'] * 1e6:.1f} us, {rate:.0f} GB/s"
-        print(what)
-    for direction in ("push", "pull"):
+def cases(_: int) -> list[Case]:
+    """Copies of each size."""
+    return [
+        Case(f"submission {size(n)}", {"question": "submission", "num_bytes": n}) for n in SIZES
+    ]
+
+
+class Slots:
+    """Memory of all ranks that copies read and write, and a stream for them."""
+
+    def __init__(self, room: int, bench: Bench) -> None:
+        self.bench, self.room = bench, room
+        (self.source, sources), (self.target, targets) = (
+            bench.opened(room, torch.uint8) for _ in "ab"
+        )
+        self.source.random_()
+        self.sources, self.targets = (
+            [handle.get_buffer(r, (room,), torch.uint8) for r in range(bench.ranks)]
+            for handle in (sources, targets)
+        )
+        self.others = [(bench.rank + d) % bench.ranks for d in range(1, bench.ranks)]
+        # batches refuse the default stream
+        self.stream = torch.cuda.Stream(bench.device, priority=-1)
+
+    def ends(self, count: int, direction: str) -> list[tuple[int, int]]:
+        """Of each copy the rank that it reads, and that it writes."""
+        peers = [self.others[i % len(self.others)] for i in range(count)]
+        return [
+            (self.bench.rank, q) if direction == "push" else (q, self.bench.rank) for q in peers
+        ]
+
+    def sender(self, i: int, direction: str) -> int:
+        """Whose bytes the i-th copy brings here: who pushes to this rank, or is pulled from."""
+        step = 1 + i % (self.bench.ranks - 1)
+        return (self.bench.rank + (step if direction == "pull" else -step)) % self.bench.ranks
+
+    def ways(self, num_bytes: int, count: int, direction: str) -> dict[str, Call | str]:
+        """The ways to submit copies of slot i to, or from, the i-th peer."""
+        ends = self.ends(count, direction)
+        slots = [slice(i * num_bytes, (i + 1) * num_bytes) for i in range(count)]
+        pairs = [(self.targets[to][s], self.sources[at][s])
+                 for (at, to), s in zip(ends, slots, strict=True)]  # fmt: skip
+        copies = [
+            Copy(t.data_ptr(), num_bytes, s.data_ptr(), num_bytes, num_bytes, 1) for t, s in pairs
+        ]
+
+        def by_torch(_: int) -> None:
+            with torch.cuda.stream(self.stream):
+                for target, source_ in pairs:
+                    target.copy_(source_)
+
+        singly = partial(one_by_one, copies)
+        found: dict[str, Call | str] = {
+            "torch copy_": self.forked(by_torch),
+            "driver": self.forked(singly),
+        }
+        batch = partial(copy_batch_async, copies)
+        found["batch"] = no_batches() or self.forked(batch)
+        return found | {"graph": self.graph(singly)}
+
+    def forked(self, submit: Callable[[int], object]) -> Call:
+        """On the side stream, between what comes before and what comes after."""
+
+        def arm(_: int) -> None:
+            main = torch.cuda.current_stream()
+            self.stream.wait_stream(main)
+            submit(self.stream.cuda_stream)
+            main.wait_stream(self.stream)
+
+        return arm
+
+    def graph(self, submit: Callable[[int], object]) -> Call:
+        """The same, captured."""
+        replay, _ = captured(self.forked(submit), 1)
+        return lambda _: replay()
+
+
+def one_by_one(copies: Sequence[Copy], stream: int) -> None:
+    """One call of the driver for each."""
+    for copy in copies:
+        copy_async(copy, stream)
+
+
+def arms(case: Case, bench: Bench) -> Arms:
+    """Every number, direction and way."""
+    each = case["num_bytes"]
+    slots = Slots(each * max(COUNTS), bench)
+    calls: dict[str, Call | str] = {}
+    about: dict[str, Row] = {}
+    for count, direction in product(COUNTS, DIRECTIONS):
+        for way, call in slots.ways(each, count, direction).items():
+            name = f"{count} {direction} {way}"
+            calls[name] = call
+            about[name] = {"count": count, "direction": direction, "way": way}
+
+    def check(name: str, _: Any) -> list[float]:
+        count, direction, *_ = name.split()
+        bench.meet()
+        for i in range(int(count)):
+            place = slice(i * each, (i + 1) * each)
+            if not torch.equal(
+                slots.target[place], slots.sources[slots.sender(i, direction)][place]
+            ):
+                return [torch.inf]
+        return [0.0]
+
+    return Arms(calls, check, baseline="1 push driver", about=about,
+                outputs=(slots.target.view(torch.bfloat16),))  # fmt: skip
+
+
+def transport_cases(_: int) -> list[Case]:
+    """Both collectives at each size."""
+    return [Case(f"{op} {size(n)}", {"question": "transport", "op": op, "num_bytes": n})
+            for op, n in product(("all_gather", "all_to_all"), GATHERED)]  # fmt: skip
+
+
+def transport_arms(case: Case, bench: Bench) -> Arms:
+    """One collective by each transport that is here; NCCL's bytes are what the others have to
+    bring."""
+    part = case["num_bytes"] // bench.ranks // ALIGN_BYTES * ALIGN_BYTES
+    gathers, whole = case["op"] == "all_gather", part * bench.ranks
+    drawn = torch.randint(
+        0, 255, (whole,), dtype=torch.uint8, device=bench.device, generator=bench.draw
+    )
+    sent = drawn[:part] if gathers else drawn
+    want = torch.empty(whole, dtype=torch.uint8, device=bench.device)
+    if gathers:
+        all_gather(want, sent, group=bench.group)
+    else:
+        dist.all_to_all_single(want, sent, group=bench.group)
+    calls: dict[str, Call | str] = {}
+    opened: dict[str, Any] = {}
+    for name, way in TRANSPORTS.items():
+        if why := missing(name, bench.group, bench.device):
+            calls[way.label] = why
+            continue
+        opened[way.label] = transport = open_transport(name, bench.group, bench.device, whole)
+        transport.source[: len(sent)].copy_(sent)
+        move = getattr(transport, case["op"])(part)
+        calls[way.label] = lambda _, move=move: move()
+
+    def check(name: str, _: Any) -> list[float]:
+        bench.meet()
+        return [0.0 if torch.equal(opened[name].target[:whole], want) else torch.inf]
+
+    targets = [transport.target.view(torch.bfloat16) for transport in opened.values()]
+    about = {label: {"transport": label} for label in calls}
+
+    def close() -> None:
+        for transport in opened.values():
+            transport.check()
+            transport.close()
+
+    return Arms(
+        calls, check, baseline=next(iter(opened)), about=about, outputs=targets, close=close
+    )
+
+
+# ---- what is said of the rows
+
+
+def size(num_bytes: int) -> str:
+    """In MiB, or in KiB where it is less."""
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+def rate(row: Row) -> float:
+    """GB/s that a rank sends, and gets."""
+    return row["num_bytes"] * row.get("count", 1) / row["seconds"] / 1e9
+
+
+def asked(rows: Sequence[Row]) -> list[Row]:
+    """Rows of copies, each with `seconds` and whether all was submitted before it started."""
+    found: list[Row] = []
+    for row in (r for r in rows if r["question"] == "submission" and "refused" not in r):
+        if "ahead" in row:  # of before there was one runner
+            found.append(row)
+            continue
+        found.append(row | {"ahead": True, "seconds": row["median_s"]})
+        if row["way"] != "torch copy_" and "plain_eager_s" in row:
+            found.append(row | {"ahead": False, "seconds": row["plain_eager_s"]})
+        elif "plain_eager_s" in row:  # its host is never ahead
+            found[-1] |= {"ahead": False, "seconds": row["plain_eager_s"]}
+    return found
+
+
+def rates(rows: list[Row], *, ahead: bool) -> str:
+    """A line for each way, direction and number of copies, a column for each size."""
+    some = [row for row in asked(rows) if row["ahead"] == ahead]
+    found = {(r["way"], r["direction"], r["count"], r["num_bytes"]): rate(r) for r in some}
+    sizes = sorted({key[3] for key in found})
+    keys = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(WAYS).index(key[0]))
+    lines = [[WAYS[key[0]], key[1], str(key[2]), *(f"{found[(*key, n)]:.0f}" for n in sizes)]
+             for key in keys]  # fmt: skip
+    return grid(["submitted by", "direction", "copies", *map(size, sizes)], lines)
+
+
+def submission(rows: list[Row]) -> str:
+    """Eager."""
+    picture, where = "![rates of copies](images/copies.png)", source(rows[0])
+    return f"{picture}\n\n{rates(rows, ahead=False)}\n\nGB/s. {where}"
+
+
+def batch(rows: list[Row]) -> str:
+    """What a batch takes of the time of the other ways, and what it may."""
+    lines: list[list[str]] = []
+    for direction in DIRECTIONS:
         times = {
-            row["way"]: row["seconds"] for row in rows
-            if row["question"] == "submission" and (row["num_bytes"], row["count"]) == (MIB, 56)
-            and row["direction"] == direction and not row["ahead"]
-        }  # fmt: skip
-        if "batch" in times:
-            ratios = {way: times["batch"] / s for way, s in times.items() if way != "batch"}
-            text = ", ".join(f"{ratio:.0%} of {way}" for way, ratio in ratios.items())
-            print(f"56 copies of 1 MiB, {direction}: a batch takes {text}")
+            r["way"]: r["seconds"]
+            for r in asked(rows)
+            if (r["num_bytes"], r["count"], r["direction"], r["ahead"])
+            == (*BARRED, direction, False)
+        }
+        for way, seconds in times.items():
+            if way != "batch" and "batch" in times:
+                share, most = times["batch"] / seconds, BARS.get(way)
+                bar = f"{most:.0%}: {'met' if share <= most else 'missed'}" if most else "-"
+                lines.append([direction, WAYS[way], us(seconds, 0), us(times["batch"], 0),
+                              f"{share:.0%}", bar])  # fmt: skip
+    head = ["direction", "beside", "us", "the batch, us", "of it", "at most"]
+    return grid(head, lines) if lines else "This machine has no batches."
 
 
-SHOWN = ("question", "transport", "op", "order", "late_copies", "num_bytes", "count", "row_bytes",
-         "direction", "way", "ahead", "refused")  # fmt: skip
+def transports(rows: list[Row]) -> str:
+    """A line for each collective and transport."""
+    found = {(r["op"], r["transport"], r["num_bytes"]): r["median_s"] for r in rows
+             if r["question"] == "transport" and "refused" not in r}  # fmt: skip
+    sizes = sorted({n for *_, n in found})
+    keys = sorted(dict.fromkeys(key[:2] for key in found), key=lambda key: key[0])
+    lines = [[*key, *(us(found[(*key, n)], 0) for n in sizes)] for key in keys]
+    why = {r.get("transport", r.get("arm")): r["refused"] for r in rows if "refused" in r}
+    parts = ["![rates of transports](images/transports.png)",
+             grid(["op", "transport", *map(size, sizes)], lines),
+             *(f"{name} was missing: {reason}." for name, reason in why.items()),
+             f"Microseconds. {source(rows[0])}"]  # fmt: skip
+    return "\n\n".join(parts)
 
-if __name__ == "__main__":
-    main()
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Rates of pushes, of the most GPUs."""
+    rows = next(iter(found.values()))
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for r in asked(rows):
+        if r["direction"] == "push" and not r["ahead"]:
+            panel = panels.setdefault("one copy" if r["count"] == 1 else f"{r['count']} copies", {})
+            panel.setdefault(r["way"], []).append((r["num_bytes"] // KIB, rate(r)))
+    curves(panels, images / "copies.png", title="Pushes to all peers in turn, eager and in a graph",
+           source=source(rows[0]), x_label="KiB of each copy", y_label="GB/s")  # fmt: skip
+
+
+def transport_pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Rates of transports, of the most GPUs."""
+    rows = next(iter(found.values()))
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for r in (r for r in rows if r["question"] == "transport" and "refused" not in r):
+        received = r["num_bytes"] * (r["ranks"] - 1) / r["ranks"]
+        panel = panels.setdefault(r["op"], {}).setdefault(r["transport"], [])
+        panel.append((r["num_bytes"] // MIB, received / r["median_s"] / 1e9))
+    curves(
+        panels,
+        images / "transports.png",
+        title="Transports side by side",
+        source=source(rows[0]),
+        x_label="MiB on each rank",
+        y_label="GB/s",
+    )
+
+
+EVERY = [f"{c} {d} {w}" for c in COUNTS for d in DIRECTIONS for w in WAYS]
+COPIES = Benchmark(
+    "copies",
+    cases,
+    arms,
+    calls=0,
+    rounds=7,
+    every_eager=True,
+    eager=EVERY,
+    host=False,
+    soak_s=0.05,
+    backlog_cycles=2_000_000,
+    pictures=pictures,
+    short=lambda case: case.name == "submission 1 MiB",
+    moved=lambda case, _: case["num_bytes"],
+    sections=(
+        Section("docs/transports.md", "submission", of_most(submission)),
+        Section(
+            "docs/transports.md",
+            "ahead",
+            of_most(lambda rows: f"{rates(rows, ahead=True)}\n\nGB/s."),
+        ),
+        Section("docs/transports.md", "batch", of_most(batch)),
+    ),
+)
+TRANSPORT = Benchmark(
+    "transports",
+    transport_cases,
+    transport_arms,
+    calls=4,
+    rounds=7,
+    soak_s=0.05,
+    pictures=transport_pictures,
+    short=lambda case: case.name == "all_gather 16 MiB",
+    moved=lambda case, ranks: case["num_bytes"] * (ranks - 1) // ranks,
+    sections=(Section("docs/transports.md", "transports", of_most(transports)),),
+)

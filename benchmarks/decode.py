@@ -1,112 +1,213 @@
-"""The decode table: matmul_all_reduce of few rows against the libraries. Run by gpu_suite.py."""
+"""matmul_all_reduce of few rows against the libraries, weights from memory.
 
-import argparse
-import faulthandler
-import random
-import time
+Serial is torch.mm and the library's all-reduce; torch's one-shot and two-shot all-reduce stand
+behind the same matmul, whose result is in memory that peers reach."""
+
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from counterpoint.cli.launch import nccl_group
-from counterpoint.measure import record
-from counterpoint.measure.decode import TORCH, compare_decode
-from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
-from counterpoint.resources.order import Delay
-from counterpoint.runtime.capture import no_collector
+import counterpoint as cp
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.pictures import bars
+from benchmarks.rows import Row, Timed, taken
+from benchmarks.tables import Column, arm, by_machine, grid, of_most, sizes, source, table, us
+from counterpoint.errors import InputError
+from counterpoint.measure.timing import relative_error
 
 LAYERS = {"Llama-3-70B down": (8192, 3584), "Llama-3-70B O": (8192, 1024),
           "Llama-3.1-405B down": (16384, 6656), "DeepSeek-V3 dense down": (7168, 2304)}  # fmt: skip
-ROWS = (1, 8, 32, 64)
-MORE_ROWS = (128, 256, 1024)
-# of the first layer: ways to send, then tiles of other widths
-ABLATION = (
-    "fused one_shot 64x64x6 warps=4",
-    "fused two_shot 64x64x6 warps=4",
-    "fused two_shot 32x64x6 warps=4",
-    "fused two_shot 128x64x4 warps=4",
+ROWS = (1, 8, 32, 64)  # that means are of
+MORE_ROWS = (128, 256, 1024)  # of the first layer
+FUSED_ROWS = 256  # the tile of more does not fit
+TORCH = ("torch one_shot", "torch two_shot")
+
+
+def case_of(m: int, n: int, k: int, layer: str = "") -> Case:
+    """One shape: N and K of one rank."""
+    return Case(f"{layer} {m},{n},{k}".strip(), {"m": m, "n": n, "k": k, "layer": layer,
+                                                 "weight_bytes": 2 * n * k})  # fmt: skip
+
+
+def cases(_: int) -> list[Case]:
+    """All layers at few rows, the first one at more."""
+    return [case_of(m, n, k, layer) for i, (layer, (n, k)) in enumerate(LAYERS.items())
+            for m in (*ROWS, *(() if i else MORE_ROWS))]  # fmt: skip
+
+
+def arms(case: Case, bench: Bench) -> Arms:
+    """All arms of y[m, n] = sum over ranks of x[m, k] w[k, n]."""
+    m, n, k = case["m"], case["n"], case["k"]
+    weights = [bench.normal(n, k, scale=k**-0.5).t() for _ in range(bench.sets(2 * n * k))]
+    x, y = bench.normal(m, k), bench.empty(m, n)
+
+    def multiply(i: int) -> Tensor:
+        return torch.mm(x, weights[i % len(weights)], out=y)
+
+    def serial(i: int) -> Tensor:
+        dist.all_reduce(multiply(i), group=bench.group)
+        return y
+
+    def ours(plan: str) -> Call:
+        return lambda i: cp.matmul_all_reduce(
+            x, weights[i % len(weights)], group=bench.group, plan=plan
+        )
+
+    calls: dict[str, Call | str] = {"serial": serial, "matmul": multiply}
+    calls |= _torch(x, weights, bench)
+    calls |= {"auto": ours("auto"), "direct": ours("direct"), "fused": ours("fused")}
+    if m > FUSED_ROWS:
+        calls["fused"] = f"one kernel takes {FUSED_ROWS} rows at most"
+    want = bench.summed(x.double() @ weights[0].double())
+    return Arms(
+        calls,
+        lambda _, got: [relative_error(got, want)],
+        parts=("matmul",),
+        outputs=(y,),
+        sets=len(weights),
+        about={"auto": {"pick": _pick(m, n, k, bench.ranks)}},
+    )
+
+
+def _torch(x: Tensor, weights: Sequence[Tensor], bench: Bench) -> dict[str, Call | str]:
+    """The matmul into open memory, and torch's all-reduce of it."""
+    if not bench.on_gpu:
+        return dict.fromkeys(TORCH, "torch's symmetric memory needs GPUs")
+    m, n = len(x), weights[0].shape[1]
+    own, _ = bench.opened(m * n)
+    ops, group = torch.ops.symm_mem, bench.group.group_name
+
+    def behind(op: Callable[..., Tensor]) -> Call:
+        def run(i: int) -> Tensor:
+            torch.mm(x, weights[i % len(weights)], out=own.view(m, n))
+            return op(own, "sum", group).view(m, n)
+
+        return run
+
+    each = (ops.one_shot_all_reduce, ops.two_shot_all_reduce_)
+    return {name: behind(op) for name, op in zip(TORCH, each, strict=True)}
+
+
+def _pick(m: int, n: int, k: int, ranks: int) -> str:
+    """What auto takes, where the library says it without running."""
+    try:
+        return cp.choose(cp.Problem("matmul_all_reduce", m, n, k, ranks)).spec  # type: ignore[arg-type]
+    except InputError:
+        return ""
+
+
+# ---- what is said of the rows
+
+
+def shapes_of(rows: Sequence[Row]) -> list[Timed]:
+    """The cases of rows."""
+    return taken([row for row in rows if row["table"] == "decode"], "m", "n", "k")
+
+
+def peer_s(case: Timed) -> float:
+    """The better of torch's."""
+    return case.s(case.fastest(TORCH))
+
+
+def pick(case: Timed) -> str:
+    """What auto took, in two words."""
+    text = case.graph["auto"].get("pick") or case.head.get("pick", "")
+    return " ".join(text.split()[:3])
+
+
+COLUMNS = (
+    Column("layer", lambda c: c.head["layer"]), sizes("m", "n", "k"), arm("matmul"),
+    arm("serial", head="+ NCCL (serial)"), arm("torch one_shot", head="+ torch one-shot"),
+    arm("torch two_shot", head="+ torch two-shot"), arm("direct"), arm("fused"),
+    arm("auto", bold=True), Column("/ serial", lambda c: f"{c.s('auto') / c.s('serial'):.2f}"),
+    Column("/ torch's better", lambda c: f"{c.s('auto') / peer_s(c):.2f}"),
+    Column("its plan", pick),
+)  # fmt: skip
+NOTE = (
+    "Microseconds a call, N and K of one rank, in a graph with weights in rotation, all arms in "
+    "one randomised rotation."
 )
 
 
-def main() -> None:
-    """Time the layers, then call again and again under delays; rank 0 writes rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=("smoke", "full"), default="full")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--soak", type=int, default=0, help="calls under random delays")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(110, exit=True)
-    start_s = time.monotonic()
-    with nccl_group() as (group, device):
-        ratios: dict[str, list[float]] = {"serial": [], "torch": []}
-        for layer, (n, k) in LAYERS.items():
-            if args.suite == "smoke" and (n, k) != (8192, 3584):
-                continue
-            first = layer == next(iter(LAYERS))
-            for m in (*ROWS, *MORE_ROWS) if first else ROWS:
-                plans = [p for p in ABLATION if m <= 8 or "one_shot" not in p] if first else []
-                plans = plans if m <= 64 else []
-                rows = compare_decode(m, n, k, group=group, device=device, plans=plans)
-                if group.rank() == 0:
-                    record.append(args.out, [row | {"layer": layer} for row in rows])
-                    s = {r["arm"]: r["median_s"] for r in rows if r["mode"] == "graph"}
-                    if m in ROWS:
-                        ratios["serial"].append(s["auto"] / s["serial"])
-                        ratios["torch"].append(s["auto"] / min(s[arm] for arm in TORCH))
-                    text = ", ".join(f"{arm} {t * 1e6:.1f}" for arm, t in s.items())
-                    print(f"{time.monotonic() - start_s:4.0f} s  {m},{n},{k}: {text}", flush=True)
-        if group.rank() == 0:
-            means = {arm: round(geometric_mean(r), 3) for arm, r in ratios.items()}
-            print(f"auto over that of serial and of torch's better: {means}", flush=True)
-        if args.soak:
-            row = soak(args.soak, group, device)
-            if group.rank() == 0:
-                print(row, flush=True)
-                record.append(args.out, [row])
+def summary(rows: list[Row]) -> str:
+    """The means over layers and few rows."""
+    few = [case for case in shapes_of(rows) if case.head["m"] in ROWS]
+    serial = [c.s("auto") / c.s("serial") for c in few]
+    peer = [c.s("auto") / peer_s(c) for c in few]
+    return (
+        f"Geometric mean of {len(few)} shapes of 1 to 64 rows: *auto* takes "
+        f"{geometric_mean(serial):.2f} of the time of serial ({min(serial):.2f} to "
+        f"{max(serial):.2f}) and {geometric_mean(peer):.2f} of the better of torch's "
+        f"({min(peer):.2f} to {max(peer):.2f})."
+    )
 
 
-def soak(calls: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """Replays of graphs of calls, ranks late at random, each result compared on the device."""
-    draw, delay = random.Random(group.rank()), Delay(device)
-    generator = torch.Generator(device).manual_seed(group.rank())
-    in_graph, kinds = 64, (1, 4, 32)
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
-    graphs: list[torch.cuda.CUDAGraph] = []
-    kept: list[object] = []  # graphs point into them
-    for m in kinds:
-        cases = [
-            (torch.randn(m, 512, device=device, generator=generator).bfloat16(),
-             torch.randn(1024, 512, device=device, generator=generator).bfloat16().t())
-            for _ in range(8)
-        ]  # fmt: skip
-        want = [matmul_all_reduce(x, w, group=group, plan="fused") for x, w in cases]
-        for (x, w), y in zip(cases, want, strict=True):
-            exact = x.double() @ w.double()
-            dist.all_reduce(exact, group=group)
-            assert float((y - exact).norm() / exact.norm()) < 1e-2
-        graph = torch.cuda.CUDAGraph()
-        with no_collector(), torch.cuda.graph(graph):
-            for i in range(in_graph):
-                x, w = cases[i % 8]
-                y = matmul_all_reduce(x, w, group=group, plan="fused")
-                wrong += (y != want[i % 8]).any()
-        graphs.append(graph)
-        kept += [cases, want]
-    start_s, done = time.monotonic(), 0
-    while done < calls:
-        # the same on all ranks; how late is each rank's own
-        graphs[done // in_graph % len(graphs)].replay()
-        if draw.random() < 0.3:
-            delay(draw.choice((1e-5, 1e-4, 5e-4)))
-        done += in_graph
-    torch.cuda.synchronize()
-    dist.all_reduce(wrong, group=group)
-    return {"table": "decode soak", "calls": done, "wrong": int(wrong), "ranks": group.size(),
-            "seconds": time.monotonic() - start_s} | record.environment()  # fmt: skip
+def all_shapes(rows: list[Row]) -> str:
+    """Every layer and number of rows."""
+    return f"{table(COLUMNS, shapes_of(rows))}\n\n{summary(rows)}\n\n{source(rows[0], NOTE)}"
 
 
-if __name__ == "__main__":
-    main()
+def short_table(rows: list[Row]) -> str:
+    """The layers with one row and with 32."""
+    few = [case for case in shapes_of(rows) if case.head["m"] in (1, 32)]
+    return f"{table(COLUMNS, few)}\n\n{source(rows[0], NOTE)} {summary(rows)}"
+
+
+def eager(rows: list[Row]) -> str:
+    """Plain single calls: time with the host in it, and the host's own."""
+    lines: list[list[str]] = []
+    for case in shapes_of(rows):
+        serial, auto = (case.eager[name] for name in ("serial", "auto"))
+        ratio = serial["plain_eager_s"] / auto["plain_eager_s"]
+        lines.append([
+            sizes("m", "n", "k").cell(case), us(serial["plain_eager_s"], 0),
+            us(auto["plain_eager_s"], 0), f"{ratio:.2f}", us(serial["host_s"], 0),
+            us(auto["host_s"], 0),
+        ])  # fmt: skip
+    head = ["M, N, K", "serial", "auto", "serial / auto", "host of serial", "host of auto"]
+    note = "Microseconds of one eager call at a time, medians; the host's of calls in a row."
+    return f"{grid(head, lines)}\n\n{source(rows[0], note)}"
+
+
+def picture(_: Mapping[int, list[Row]]) -> str:
+    """Where it is."""
+    return "![time at each shape](images/decode.png)"
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Serial and ours at every shape of few rows, of the most GPUs."""
+    ranks, rows = next(iter(found.items()))
+    few = [case for case in shapes_of(rows) if case.head["m"] in ROWS]
+    alone = "our matmul" if "our matmul" in few[0] else "matmul"
+    bars(
+        {
+            f"{c.head['n']}, {c.head['k']}\n{c.head['m']} row{'s' * (c.head['m'] > 1)}": {
+                "serial": c.s("serial"),
+                "counterpoint": c.s("auto"),
+                "the matmul without communication": c.s(alone),
+            }
+            for c in few
+        },
+        images / "decode.png",
+        title="Matmul and all-reduce of few rows",
+        source=f"{ranks}x {rows[0]['gpu']}, bf16, {rows[0]['date']}; serial is cuBLAS + NCCL",
+    )
+
+
+DECODE = Benchmark(
+    "decode", cases, arms, rounds=15, soak_s=0.1, eager=("serial", "auto"),
+    short=lambda case: case["n"] == 8192 and case["k"] == 3584 and case["m"] in (1, 32),
+    moved=lambda case, ranks: 4 * case["m"] * case["n"] * (ranks - 1) // ranks,
+    own=lambda shape, _: [case_of(*shape)],
+    sections=(
+        Section("README.md", "decode", of_most(short_table)),
+        Section("docs/fused.md", "decode", by_machine(all_shapes)),
+        Section("docs/fused.md", "decode-eager", by_machine(eager)),
+        Section("docs/fused.md", "decode-picture", picture),
+    ),
+    pictures=pictures,
+)  # fmt: skip

@@ -1,40 +1,29 @@
-"""Embedding bags and their all-to-all in one kernel, against lookups and NCCL.
+"""Embedding bags and their all-to-all in one kernel, against lookups and the library's all-to-all.
 
-    torchrun --nproc-per-node=4 benchmarks/embedding.py --out FILE.jsonl
-
-The baseline is the faster of torch.nn.EmbeddingBag for each table and of our own batched lookup,
-each with all_to_all_single and the faster of torch.cat and a permute. It is not FBGEMM, which is
-not installed here.
+Baselines: a torch.nn.EmbeddingBag for each table ("bags"), or our own lookup of all tables at once
+(`plan="serial"`), each with all_to_all_single and torch.cat or a permute. It is not FBGEMM, which
+is not installed here. "fused" has outputs of its own, "fused copy" copies its result. The floors,
+"gather" and "store", only read the same rows and only store as many bytes: see embedding_floors.py.
 """
 
-import argparse
-import faulthandler
-import math
 import random
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from embedding_floors import gathers, stores
 from torch import Tensor
 from torch.nn import functional
 
-from counterpoint.cli.launch import nccl_group
-from counterpoint.errors import CounterpointError
-from counterpoint.measure import record
-from counterpoint.measure.timing import host_s, relative_error, rotate
-from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
-from counterpoint.ops.embedding_check import OP
-from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.resources.order import Delay
-from counterpoint.runtime.embedding_layout import Facts, Layout, Way, way_for
-from counterpoint.runtime.launch_embedding import Lookup
-from counterpoint.runtime.workspace import workspace_of
+import counterpoint as cp
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.embedding_floors import gathers, stores
+from benchmarks.pictures import bars
+from benchmarks.rows import Row, Timed, taken
+from benchmarks.tables import Column, by_machine, grid, ms, of_most, source, table, us
+from counterpoint.measure.timing import relative_error
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
 MLPERF_ROWS = (40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282,
@@ -43,355 +32,335 @@ MLPERF_ROWS = (40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000,
 MLPERF_POOLING = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 MLPERF_D = 128
 BATCHES = (4096, 16384, 65536)
-# tables of a GPU, their columns, pooling: tables of a million rows
-UNIFORM = [(t, d, pooling) for t, d in ((8, 128), (16, 256), (64, 64))
-           for pooling in (1, 5, 20, 100)]  # fmt: skip
-ROWS = 1_000_000
-COLD_BYTES = 120 << 20  # of rows, between two uses of one set of indices
+LARGE = 16384  # bags of a batch from which on the share of the floor is meant
+ROWS = 1_000_000  # of a uniform table
 MAX_SETS = 8
 CHECKED = 64  # bags that are compared with fp64, beside all bits with those of the lookup
-ROUNDS = 11
-SOAKED = ("fused copy", "fused", "fused", "ours serial", "fused", "ours serial", "fused copy")
-BACKLOG_CYCLES = 4_000_000  # the host has 64 bags to launch
+ROUNDING = 4e-3  # of bf16, rounded once
+HOST = ("bags cat", "lookup cat", "ours serial", "fused", "fused copy", "auto")
 
 
-@dataclass
-class Case:
-    """One rank's tables and sets of indices."""
+def case_of(tables: int, d: int, pooling: int, batch: int) -> Case:
+    """As many tables of a million rows on each GPU."""
+    name = f"{tables} tables, D {d}, pooling {pooling}, batch {batch}"
+    return Case(name, {"batch": batch, "d": d, "each": tables, "pooling": pooling})
 
-    name: str
-    layout: Layout
-    pooling: tuple[int, ...]  # of own tables
-    tables: list[Tensor]
-    sets: list[Tensor]
-    offsets: Tensor
+
+def cases(_: int) -> list[Case]:
+    """The grid, and MLPerf's tables."""
+    grid_ = [case_of(t, d, pooling, batch) for t, d in ((8, 128), (16, 256), (64, 64))
+             for pooling in (1, 5, 20, 100) for batch in BATCHES]  # fmt: skip
+    return grid_ + [
+        Case(
+            f"MLPerf DCNv2, batch {batch}", {"batch": batch, "d": MLPERF_D, "each": 0, "pooling": 0}
+        )
+        for batch in BATCHES
+    ]
 
 
 def shards(ranks: int) -> list[list[int]]:
     """MLPerf's tables by rank: the one with most work to the rank that has least so far."""
     found: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
-    for table in sorted(range(len(MLPERF_POOLING)), key=lambda t: -MLPERF_POOLING[t]):
+    for number in sorted(range(len(MLPERF_POOLING)), key=lambda t: -MLPERF_POOLING[t]):
         rank = load.index(min(load))
-        found[rank].append(table)
-        load[rank] += MLPERF_POOLING[table]
-    return [sorted(tables) for tables in found]
+        found[rank].append(number)
+        load[rank] += MLPERF_POOLING[number]
+    return [sorted(numbers) for numbers in found]
 
 
-def made(
-    name: str, dims: list[tuple[int, ...]], batch: int, tables: list[Tensor],
-    pooling: tuple[int, ...], group: dist.ProcessGroup, seed: int,
-) -> Case:  # fmt: skip
+class Bags(NamedTuple):
+    """One rank's tables and sets of indices."""
+
+    batch: int  # of all ranks
+    dims: list[tuple[int, ...]]  # columns of the tables of each rank
+    pooling: tuple[int, ...]  # of own tables
+    tables: list[Tensor]
+    sets: list[Tensor]
+    offsets: Tensor
+
+
+def made(case: Case, bench: Bench) -> Bags:
     """Indices at random, uniform over the rows, as many in each bag of a table."""
-    device, ranks = tables[0].device, group.size()
-    layout = Layout(tuple(dims), (batch // ranks,) * ranks, tables[0].dtype)
-    draw = torch.Generator(device).manual_seed(1000 * seed + group.rank())
-    touched = sum(batch * p * t.shape[1] * 2 for p, t in zip(pooling, tables, strict=True))
+    d, batch, device = case["d"], case["batch"], bench.device
+    if case["each"]:
+        rows, pooling = [ROWS] * case["each"], (case["pooling"],) * case["each"]
+        dims = [(d,) * case["each"]] * bench.ranks
+    else:
+        owners = shards(bench.ranks)
+        rows = [MLPERF_ROWS[t] for t in owners[bench.rank]]
+        pooling = tuple(MLPERF_POOLING[t] for t in owners[bench.rank])
+        dims = [(d,) * len(own) for own in owners]
+    tables = [bench.empty(n if bench.on_gpu else min(n, 100), d).uniform_(-1, 1) for n in rows]
+    touched = 2 * batch * d * sum(pooling)
     sets = [
-        torch.cat([torch.randint(0, len(t), (batch * p,), generator=draw, device=device)
+        torch.cat([torch.randint(0, len(t), (batch * p,), generator=bench.draw, device=device)
                    for p, t in zip(pooling, tables, strict=True)])
-        for _ in range(max(2, min(MAX_SETS, math.ceil(COLD_BYTES / touched))))
+        for _ in range(max(2, bench.sets(touched, MAX_SETS)))
     ]  # fmt: skip
     counts = torch.tensor(pooling, device=device).repeat_interleave(batch)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Case(name, layout, pooling, tables, sets, offsets)
-
-
-def arms_of(
-    case: Case, group: dist.ProcessGroup, out: PooledOutputs
-) -> dict[str, Callable[[int], Tensor]]:
-    """All ways to the output, by the number of the set."""
-    layout, tables, rank, ranks = case.layout, case.tables, group.rank(), group.size()
-    device, batch = tables[0].device, layout.num_bags
-    own, each = layout.batch[rank], [sum(d) for d in layout.dims]
-    sent = torch.empty(batch, each[rank], dtype=layout.dtype, device=device)
-    got = torch.empty(own * layout.columns, dtype=layout.dtype, device=device)
-    sizes = [own * c for c in each]
-    facts = Facts(layout, False, None, torch.int64, torch.int64)
-    lookup = Lookup(facts, rank, device, way_of(case))
-    edges = case.offsets[::batch].tolist()
-    starts = [torch.arange(batch + 1, device=device) * p for p in case.pooling]
-
-    def bags(i: int) -> Tensor:
-        indices = case.sets[i % len(case.sets)]
-        pooled = [
-            functional.embedding_bag(
-                indices[edges[t] : edges[t + 1]], table, starts[t], mode="sum",
-                include_last_offset=True,
-            )
-            for t, table in enumerate(tables)
-        ]  # fmt: skip
-        return torch.cat(pooled, 1, out=sent)
-
-    def looked_up(i: int) -> Tensor:
-        lookup(tables, case.sets[i % len(case.sets)], case.offsets, None, sent)
-        return sent
-
-    def exchange() -> None:
-        splits = [b * each[rank] for b in layout.batch]
-        dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
-
-    def cat() -> Tensor:
-        parts = zip(got.split(sizes), each, strict=True)
-        return torch.cat([part.view(own, c) for part, c in parts], 1)
-
-    def permute() -> Tensor:
-        return got.view(ranks, own, each[0]).permute(1, 0, 2).reshape(own, -1)
-
-    def serial(
-        pool: Callable[[int], Tensor], join: Callable[[], Tensor]
-    ) -> Callable[[int], Tensor]:
-        def run(i: int) -> Tensor:
-            pool(i)
-            exchange()
-            return join()
-
-        return run
-
-    def ours(plan: str, into: PooledOutputs | None) -> Callable[[int], Tensor]:
-        def run(i: int) -> Tensor:
-            return embedding_bag_all_to_all(
-                tables, case.sets[i % len(case.sets)], case.offsets, group=group, out=into,
-                include_last_offset=True, batch=layout.batch, dims=layout.dims, plan=plan,
-            )  # fmt: skip
-
-        return run
-
-    arms = {"bags cat": serial(bags, cat), "lookup cat": serial(looked_up, cat)}
-    if len(set(each)) == 1:
-        arms |= {
-            "bags permute": serial(bags, permute),
-            "lookup permute": serial(looked_up, permute),
-        }
-    arms |= {"fused": ours("fused", out), "fused copy": ours("fused", None)}
-    # as a user has them
-    arms |= {"ours serial": ours("serial", out), "ours auto": ours("auto", out)}
-    return arms | {"lookup": looked_up}
-
-
-def emptied(out: PooledOutputs, group: dist.ProcessGroup) -> None:
-    """NaN in all turns: what a kernel does not write is seen. All ranks call it."""
-    for turn in range(out.turns):
-        out.view(turn).fill_(torch.nan)
-    torch.cuda.empty_cache()
-    torch.full((out.turn_bytes // 2,), torch.nan, dtype=torch.bfloat16, device=out.device)
-    torch.cuda.synchronize(out.device)
-    dist.barrier(group)  # before a peer writes
-
-
-def checked(
-    case: Case, arms: dict[str, Callable[[int], Tensor]], group: dist.ProcessGroup,
-    out: PooledOutputs,
-) -> dict[str, float]:  # fmt: skip
-    """Errors of some bags against fp64; all bits of ours against those of our lookup.
-
-    Raises:
-        CounterpointError: one is off; nothing is timed.
-    """
-    layout, rank, device = case.layout, group.rank(), case.tables[0].device
-    draw, batch = random.Random(0), layout.num_bags
-    some = torch.tensor(sorted(draw.sample(range(batch), min(CHECKED, batch))), device=device)
-    parts: list[Tensor] = []
-    for t, (table, pooling) in enumerate(zip(case.tables, case.pooling, strict=True)):
-        first = case.offsets[t * batch + some]
-        places = first[:, None] + torch.arange(pooling, device=device)
-        parts.append(table[case.sets[0][places]].double().sum(1))
-    mine = torch.cat(parts, 1)
-    everyone = [mine.new_empty(len(some), sum(d)) for d in layout.dims]
-    # of other widths: each in turn
-    for r, want in enumerate(everyone):
-        if r == rank:
-            want.copy_(mine)
-        dist.broadcast(want, dist.get_global_rank(group, r), group=group)
-    start, stop = layout.starts[rank : rank + 2]
-    own = (some >= start) & (some < stop)
-    want = torch.cat(everyone, 1)[own]
-    errors: dict[str, float] = {}
-    same = True
-    bits = arms["lookup cat"](0).clone()
-    for name, arm in arms.items():
-        if name != "lookup":
-            emptied(out, group)
-            y = arm(0)
-            errors[name] = relative_error(y[some[own] - start], want) if len(want) else 0.0
-            same = same and (
-                not name.startswith(("lookup", "fused", "ours")) or torch.equal(y, bits)
-            )
-    worst = torch.tensor([*errors.values(), float(not same)], device=device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    *found, differ = worst.tolist()
-    errors = dict(zip(errors, found, strict=True))
-    for name, error in errors.items():
-        if differ or not error <= 4e-3:  # of bf16, rounded once
-            raise CounterpointError(f"{case.name}, {name}: error {error:.1e}, {differ=}")
-    return errors
-
-
-def measured(case: Case, group: dist.ProcessGroup, *, host: bool) -> list[dict[str, Any]]:
-    """Rows of all arms and floors, in one rotation; equal on all ranks."""
-    device, rank = case.tables[0].device, group.rank()
-    layout = case.layout
-    out = PooledOutputs(layout.columns, layout.dtype, layout.batch, group=group)
-    arms = arms_of(case, group, out)
-    errors = checked(case, arms, group, out)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    edges = case.offsets[:: layout.num_bags].contiguous()
-    timed: dict[str, Callable[[int], object]] = dict(arms)
-    timed |= gathers(case.tables, case.sets, edges, sms)
-    starts = torch.tensor(layout.starts, dtype=torch.int32, device=device)
-    timed |= stores(layout, rank, out.bases, starts, sms)
-    calls = dict.fromkeys(timed, 0)
-
-    def turn(name: str) -> Callable[[], object]:
-        def run() -> object:
-            calls[name] += 1
-            return timed[name](calls[name])
-
-        return run
-
-    times = rotate(
-        {name: turn(name) for name in timed}, group=group, device=device, rounds=ROUNDS,
-        soak_s=0.1, backlog_cycles=BACKLOG_CYCLES,
-    )  # fmt: skip
-    serial = min((n for n in times if n.endswith((" cat", " permute"))),
-                 key=lambda n: times[n].median_s)  # fmt: skip
-    spread = torch.tensor([max(case.pooling), -min(case.pooling)], device=device)
-    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
-    most, least = spread.tolist()
-    work = torch.tensor(
-        sum(layout.num_bags * p * t.shape[1] * 2
-            for p, t in zip(case.pooling, case.tables, strict=True)), device=device,
-    )  # fmt: skip
-    dist.all_reduce(work, op=dist.ReduceOp.MAX, group=group)
-    indices = [0] * group.size()
-    dist.all_gather_object(indices, case.sets[0].numel(), group=group)
-    facts = {
-        "table": "embedding", "case": case.name, "batch": layout.num_bags, "ranks": group.size(),
-        "d": case.tables[0].shape[1], "tables": [len(d) for d in layout.dims],
-        "pooling": most if most == -least else 0, "sets": len(case.sets),
-        "indices": indices, "row_bytes": int(work), "best_serial": serial,
-    } | record.environment()  # fmt: skip
-    taken = kernel_of(case, group)
-    rows: list[dict[str, Any]] = []
-    for name, t in times.items():
-        row: dict[str, Any] = (taken if name == "fused" else {}) | {
-            "arm": name, "median_s": t.median_s, "p20_s": t.quantile_s(2), "p80_s": t.quantile_s(8),
-            "skew_s": t.skew_s, "serial_over_arm": t.ratio_of(times[serial]),
-            "error": errors.get(name),
-        }  # fmt: skip
-        if host and name in ("bags cat", "lookup cat", "fused", "fused copy", "ours serial"):
-            row["host_s"] = host_s(turn(name), group=group)
-        rows.append(row | facts)
-    torch.cuda.synchronize(device)
-    dist.barrier(group)  # no rank frees what another one still writes to
-    return rows
-
-
-def way_of(case: Case) -> Way:
-    """What this rank takes."""
-    return way_for(case.sets[0].numel(), case.layout.num_bags * len(case.tables))
-
-
-def kernel_of(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The fused kernel that this rank has launched: way, programs, registers, spills."""
-    facts = Facts(case.layout, False, None, torch.int64, torch.int64)
-    way = way_of(case)
-    ready = workspace_of(group, case.tables[0].device).code[OP, facts, True]
-    (launched,) = ready.senders[way].launches.values()
-    return {"way": f"{way.tile_bytes}x{way.unroll}x{way.num_warps}", "programs": launched.programs,
-            "registers": launched.registers, "spills": launched.spills}  # fmt: skip
-
-
-def tables_of(rows: list[int], d: int, device: torch.device) -> list[Tensor]:
-    return [torch.empty(n, d, dtype=torch.bfloat16, device=device).uniform_(-1, 1) for n in rows]
-
-
-def said(rows: list[dict[str, Any]]) -> str:
-    """One line: the best serial, ours, the floors."""
-    s = {r["arm"]: r["median_s"] * 1e3 for r in rows}
-    best, gather = rows[0]["best_serial"], min(s[a] for a in s if a.startswith("gather"))
-    store = min(s[a] for a in s if a.startswith("store"))
-    return (
-        f"{best} {s[best]:.3f} ms, fused {s['fused']:.3f} ({1 - s['fused'] / s[best]:.0%} less), "
-        f"with a copy {s['fused copy']:.3f}; lookup {s['lookup']:.3f}, gather {gather:.3f}, "
-        f"store {store:.3f}: {max(gather, store) / s['fused']:.0%} of the floor"
+    return Bags(
+        batch, dims, pooling, tables, sets, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     )
 
 
-def soak(calls: int, case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Calls under random delays, both ways by turns, each compared on the device."""
-    device, draw = case.tables[0].device, random.Random(group.rank())
-    layout, delay = case.layout, Delay(device)
-    out = PooledOutputs(layout.columns, layout.dtype, layout.batch, group=group)
-    arms = arms_of(case, group, out)
-    want = [arms["lookup cat"](i).clone() for i in range(len(case.sets))]
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
-    start_s = time.monotonic()
-    for i in range(calls):
-        if draw.random() < 0.05:
-            delay(draw.choice((1e-5, 1e-4, 5e-4)))
-        y = arms[SOAKED[i % len(SOAKED)]](i)
-        if draw.random() < 0.02:
-            delay(1e-4)
-        wrong += (y != want[i % len(want)]).any()
-        if i % 500 == 0:
-            torch.cuda.synchronize(device)  # the queue stays short
-    torch.cuda.synchronize(device)
-    dist.all_reduce(wrong, group=group)
-    return {"table": "embedding soak", "calls": calls, "wrong": int(wrong), "ranks": group.size(),
-            "seconds": time.monotonic() - start_s} | record.environment()  # fmt: skip
+def by_torch(b: Bags, bench: Bench) -> dict[str, Call | str]:
+    """An EmbeddingBag for each table, all_to_all_single, and the rows put side by side."""
+    own, columns = b.batch // bench.ranks, [sum(dims) for dims in b.dims]
+    sent = bench.empty(b.batch, columns[bench.rank])
+    got = bench.empty(own * sum(columns))
+    sizes = [own * c for c in columns]
+    edges = b.offsets[:: b.batch].tolist()
+    starts = [torch.arange(b.batch + 1, device=bench.device) * p for p in b.pooling]
+
+    def pooled(i: int) -> None:
+        indices = b.sets[i % len(b.sets)]
+        rows = [
+            functional.embedding_bag(
+                indices[edges[t] : edges[t + 1]],
+                weight,
+                starts[t],
+                mode="sum",
+                include_last_offset=True,
+            )
+            for t, weight in enumerate(b.tables)
+        ]
+        torch.cat(rows, 1, out=sent)
+        splits = [own * columns[bench.rank]] * bench.ranks
+        dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=bench.group)
+
+    def cat(i: int) -> Tensor:
+        pooled(i)
+        return torch.cat([part.view(own, -1) for part in got.split(sizes)], 1)
+
+    def permute(i: int) -> Tensor:
+        pooled(i)
+        return got.view(bench.ranks, own, -1).permute(1, 0, 2).reshape(own, -1)
+
+    if len(set(columns)) > 1:
+        return {"bags cat": cat, "bags permute": "a permute wants equal columns on all ranks"}
+    return {"bags cat": cat, "bags permute": permute}
 
 
-def main() -> None:
-    """Time the grid; rank 0 writes rows and says a line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=("smoke", "full"), default="full")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--soak", type=int, default=0, help="calls under random delays")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(200, exit=True)
-    start_s, less = time.monotonic(), list[float]()
-    smoke = args.suite == "smoke"
-    with nccl_group() as (group, device):
-        rank, ranks = group.rank(), group.size()
+def arms(case: Case, bench: Bench) -> Arms:
+    """All ways to the output, and the floors."""
+    b = made(case, bench)
+    columns = sum(sum(dims) for dims in b.dims)
+    out = cp.PooledOutputs(
+        columns, b.tables[0].dtype, b.batch, group=bench.group, device=bench.device
+    )
 
-        def go(case: Case, *, host: bool = False) -> None:
-            rows = measured(case, group, host=host)
-            if rank == 0:
-                record.append(args.out, rows)
-                s = {r["arm"]: r["median_s"] for r in rows}
-                less.append(s["fused"] / s[rows[0]["best_serial"]])
-                print(f"{time.monotonic() - start_s:4.0f} s  {case.name}: {said(rows)}", flush=True)
+    def ours(plan: str, into: cp.PooledOutputs | None) -> Call:
+        return lambda i: cp.embedding_bag_all_to_all(
+            b.tables, b.sets[i % len(b.sets)], b.offsets, group=bench.group, out=into, plan=plan,
+            include_last_offset=True, batch=[b.batch // bench.ranks] * bench.ranks, dims=b.dims,
+        )  # fmt: skip
 
-        kept: tuple[tuple[int, int], list[Tensor]] | None = None
-        for t, d, pooling in UNIFORM[:2] if smoke else UNIFORM:
-            if kept is None or kept[0] != (t, d):
-                kept = None  # before there are others
-                kept = (t, d), tables_of([ROWS] * t, d, device)
-            for batch in BATCHES[:1] if smoke else BATCHES:
-                name = f"{t} tables, D {d}, pooling {pooling}, batch {batch}"
-                dims = [(d,) * t] * ranks
-                case = made(name, dims, batch, kept[1], (pooling,) * t, group, len(less))
-                go(case, host=pooling == 5 and batch == 4096)
-                if args.soak and pooling == 5 and batch == 4096 and t == 8:
-                    row = soak(args.soak, case, group)
-                    if rank == 0:
-                        print(row, flush=True)
-                        record.append(args.out, [row])
-        kept = None
-        if not smoke:
-            owners = shards(ranks)
-            tables = tables_of([MLPERF_ROWS[t] for t in owners[rank]], MLPERF_D, device)
-            pooling = tuple(MLPERF_POOLING[t] for t in owners[rank])
-            dims = [(MLPERF_D,) * len(o) for o in owners]
-            for batch in BATCHES:
-                name = f"MLPerf DCNv2, batch {batch}"
-                go(made(name, dims, batch, tables, pooling, group, 99))
-        if rank == 0:
-            mean = geometric_mean(less)
-            text = f"{1 - mean:.1%} less time on average, {1 - min(less):.1%} at best"
-            print(f"{len(less)} cases: {text}, {1 - max(less):.1%} at worst", flush=True)
+    calls = by_torch(b, bench) | {"ours serial": ours("serial", None), "auto": ours("auto", out)}
+    calls |= {"fused": ours("fused", out), "fused copy": ours("fused", None)}
+    floors = gathers(b.tables, b.sets, b.offsets[:: b.batch].contiguous(), bench)
+    floors |= stores(b.dims, b.batch // bench.ranks, bench)
+    first = b.batch // bench.ranks * bench.rank
+    some, want = wanted(b, bench)
+    bits = ours("serial", None)(0).clone()
+
+    def check(name: str, y: Tensor) -> list[float]:
+        off = relative_error(y[some - first], want) if len(want) else 0.0
+        differs = not name.startswith("bags") and not torch.equal(y, bits)
+        return [off, float(differs)]
+
+    work = bench.gathered(2 * b.batch * case["d"] * sum(b.pooling))
+    return Arms(calls | floors, check, baseline="ours serial", parts=tuple(floors), floor=ROUNDING,
+                outputs=[out.view(turn) for turn in range(out.turns)], sets=len(b.sets),
+                nan_bytes=out.turn_bytes,
+                facts={"tables": [len(dims) for dims in b.dims], "row_bytes": max(work),
+                       "indices": bench.gathered(b.sets[0].numel())})  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def wanted(b: Bags, bench: Bench) -> tuple[Tensor, Tensor]:
+    """Some of this rank's bags, and their rows of all tables in fp64."""
+    chosen = random.Random(0).sample(range(b.batch), min(CHECKED, b.batch))
+    some = torch.tensor(sorted(chosen), device=bench.device)
+    parts: list[Tensor] = []
+    for t, (weight, pooling) in enumerate(zip(b.tables, b.pooling, strict=True)):
+        places = b.offsets[t * b.batch + some][:, None] + torch.arange(pooling, device=bench.device)
+        parts.append(weight[b.sets[0][places]].double().sum(1))
+    mine = torch.cat(parts, 1)
+    everyone = [mine if r == bench.rank else mine.new_empty(len(some), sum(b.dims[r]))
+                for r in range(bench.ranks)]  # fmt: skip
+    for r, rows in enumerate(everyone):  # of other widths: each in turn
+        dist.broadcast(rows, dist.get_global_rank(bench.group, r), group=bench.group)
+    own = some // (b.batch // bench.ranks) == bench.rank
+    return some[own], torch.cat(everyone, 1)[own]
+
+
+# ---- what is said of the rows
+
+
+class Said(NamedTuple):
+    """One case of a table, in seconds: the fastest baseline, ours, and the floors."""
+
+    case: Timed
+    serial: str
+    serial_s: float
+    fused_s: float
+    copy_s: float
+    gather_s: float
+    store_s: float
+
+    @property
+    def floor_s(self) -> float:
+        """The longer of the two."""
+        return max(self.gather_s, self.store_s)
+
+
+def said(rows: Sequence[Row]) -> list[Said]:
+    """The cases of rows."""
+    found: list[Said] = []
+    for case in taken([row for row in rows if row["table"] == "embedding"], "case"):
+        names = list(case.main)
+        serial = case.fastest(n for n in names if n.endswith((" cat", " permute", " serial")))
+        # what a lookup reads it also writes: where it takes less, only reading does too
+        gather = case.fastest(n for n in names if n.startswith("gather") or n == "lookup")
+        store = case.fastest(n for n in names if n.startswith("store"))
+        times = (case.s(name) for name in (serial, "fused", "fused copy", gather, store))
+        found.append(Said(case, serial, *times))
+    return found
+
+
+def _less(ours_s: float, theirs_s: float) -> str:
+    return f"{1 - ours_s / theirs_s:.0%}"
+
+
+def summary(found: Sequence[Said]) -> str:
+    """Means over all cases, and where the floor is meant."""
+    ours, copy = [c.fused_s / c.serial_s for c in found], [c.copy_s / c.serial_s for c in found]
+    large = [c.floor_s / c.fused_s for c in found if c.case.head["batch"] >= LARGE]
+    floor = (
+        f", and is at {sum(large) / len(large):.0%} of the floor from {LARGE} bags on"
+        if large
+        else ""
+    )
+    return (
+        f"Geometric mean of {len(found)} cases: without a copy the kernel takes "
+        f"{1 - geometric_mean(ours):.1%} less time than the fastest baseline (at best "
+        f"{1 - min(ours):.1%}, at worst {1 - max(ours):.1%}){floor}. With a copy "
+        f"{1 - geometric_mean(copy):.1%} less ({1 - max(copy):.1%} at worst)."
+    )
+
+
+def by_pooling(found: Sequence[Said]) -> str:
+    """The mean of each pooling: what of the time is communication differs with it."""
+    ratios: dict[int, list[float]] = {}
+    for c in found:
+        ratios.setdefault(c.case.head["pooling"], []).append(c.fused_s / c.serial_s)
+    lines = [
+        [
+            f"{pooling or 'MLPerf'}",
+            f"{len(r)}",
+            f"{1 - geometric_mean(r):.0%}",
+            f"{1 - max(r):.0%}",
+            f"{1 - min(r):.0%}",
+        ]
+        for pooling, r in sorted(ratios.items(), key=lambda item: item[0] or 1 << 30)
+    ]
+    return grid(["pooling", "cases", "less time, mean", "at worst", "at best"], lines)
+
+
+def every_case(rows: list[Row]) -> str:
+    """Milliseconds."""
+    found = said(rows)
+    lines = [
+        [
+            c.case.head["case"],
+            ms(c.case.s(c.case.fastest(("bags cat", "bags permute")))),
+            ms(c.serial_s),
+            c.serial,
+            f"**{ms(c.fused_s)}**",
+            _less(c.fused_s, c.serial_s),
+            ms(c.copy_s),
+            ms(c.gather_s),
+            ms(c.store_s),
+            f"{c.floor_s / c.fused_s:.0%}",
+        ]
+        for c in found
+    ]
+    head = ["case", "torch bags", "best baseline", "which", "fused", "less", "with a copy",
+            "only reading", "only storing", "of the floor"]  # fmt: skip
+    note = (
+        "Int64 indices. Milliseconds of the slowest rank, tables of a GPU, indices in rotation, "
+        "all arms in one randomised rotation."
+    )
+    parts = (summary(found), by_pooling(found), grid(head, lines), source(rows[0], note))
+    return "\n\n".join(parts)
+
+
+def host(rows: list[Row]) -> str:
+    """Microseconds of the host for a call."""
+
+    def column(name: str) -> Column:
+        return Column(name, lambda c: us(c.main[name]["host_s"], 0) if _has_host(c, name) else "-")
+
+    some = [case for case in taken(rows, "case") if _has_host(case, "fused")]
+    text = table([Column("case", lambda c: c.head["case"]), *map(column, HOST)], some)
+    return f"Microseconds of the host for an eager call:\n\n{text}" if text else ""
+
+
+def _has_host(case: Timed, name: str) -> bool:
+    return bool(name in case and case.main[name].get("host_s"))
+
+
+def readme(rows: list[Row]) -> str:
+    """One paragraph."""
+    found = said(rows)
+    ratios = [c.fused_s / c.serial_s for c in found]
+    copied = [c.copy_s / c.serial_s for c in found]
+    slower, most = sum(r > 1 for r in ratios), max(ratios)
+    worst = f"slower in {slower} (by {most - 1:.0%})" if slower else f"{1 - most:.0%} at least"
+    return (
+        "[Embedding bags](docs/embedding.md) and their all-to-all in one kernel, rows stored "
+        "where they belong on their owners: with outputs of their own (`out=`) "
+        f"{1 - geometric_mean(ratios):.0%} less time than the fastest of lookup, all-to-all and "
+        f"concat in the mean of {len(found)} cases on {rows[0]['ranks']}x {rows[0]['gpu']}, "
+        f"{1 - min(ratios):.0%} at best, {worst}; by default, with a copy of the result, "
+        f"{1 - geometric_mean(copied):.0%}."
+    )
+
+
+def pictures(measured: Mapping[int, list[Row]], images: Path) -> None:
+    """Serial, ours and the floor of each large case, of the most GPUs."""
+    ranks, rows = next(iter(measured.items()))
+    bars(
+        {
+            c.case.head["case"].replace(", batch", "\nbatch"): {
+                "fastest baseline": c.serial_s,
+                "counterpoint": c.fused_s,
+                "floor: only reading rows, or only storing them": c.floor_s,
+            }
+            for c in said(rows)
+            if c.case.head["batch"] >= LARGE
+        },
+        images / "embedding.png",
+        title="Embedding bags and their all-to-all",
+        source=f"{ranks}x {rows[0]['gpu']}, bf16, {rows[0]['date']}; {LARGE} bags or more",
+    )
+
+
+def _picture(_: Mapping[int, list[Row]]) -> str:
+    return "![time of each case](images/embedding.png)"
+
+
+EMBEDDING = Benchmark(
+    "embedding", cases, arms, unit="ms", calls=0, rounds=11, every_eager=True, eager=HOST,
+    soak_s=0.1, backlog_cycles=4_000_000,  # the host has 64 bags to launch
+    short=lambda case: case.name in ("8 tables, D 128, pooling 5, batch 4096",
+                                     "8 tables, D 128, pooling 20, batch 16384"),
+    moved=lambda case, ranks: 2 * case["d"] * case["each"] * case["batch"] * (ranks - 1) // ranks,
+    pictures=pictures,
+    sections=(
+        Section("docs/embedding.md", "embedding", by_machine(every_case)),
+        Section("docs/embedding.md", "embedding-host", by_machine(host)),
+        Section("docs/embedding.md", "embedding-picture", _picture),
+        Section("README.md", "embedding", of_most(readme)),
+    ),
+)  # fmt: skip

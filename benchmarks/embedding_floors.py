@@ -1,10 +1,10 @@
 """Two floors of embedding bags and their all-to-all: only reading rows, and only storing results.
 
 Neither knows of bags. The first streams through the same indices and reads the same rows, as fast
-as several tiles allow; the second stores as many bytes to the same places, from registers.
+as two tiles allow; the second stores as many bytes to the same places, from registers.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from counterpoint.kernels.peer import peer_ptr
-from counterpoint.runtime.embedding_layout import DTYPES, Layout
+from benchmarks.declare import Bench, Call
 
-GATHERS = ((4096, 4, 4), (8192, 2, 4), (8192, 4, 8), (2048, 8, 4))  # bytes, unroll, warps
-STORES = ((4096, 4, True), (8192, 4, True), (4096, 4, False))  # bytes, warps, one rank at a time
+GATHERS = ((4096, 4, 4), (8192, 2, 4), (8192, 4, 8))  # bytes, unroll, warps
+STORES = ((4096, True), (8192, True), (4096, False))  # bytes, one rank at a time
+MISSING = "the floors are kernels for GPUs"
 
 
 @triton.jit
@@ -27,7 +27,6 @@ def gather_kernel(
     one_ptr,  # [1] fp32: 1.0
     sink_ptr,  # [programs, ROWS, D] fp32
     num_tables,
-    DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -39,14 +38,14 @@ def gather_kernel(
     for table in range(num_tables):
         start = tl.load(edges_ptr + table)
         blocks = ((tl.load(edges_ptr + table + 1) - start) // (ROWS * UNROLL)).to(tl.int32)
-        base = tl.multiple_of(tl.load(tables_ptr + table).to(tl.pointer_type(DTYPE)), 16)
+        base = tl.multiple_of(tl.load(tables_ptr + table).to(tl.pointer_type(tl.bfloat16)), 16)
         for block in range((program + programs - done % programs) % programs, blocks, programs):
             first = start + block.to(tl.int64) * (ROWS * UNROLL)
             rows = ()
             for i in tl.static_range(UNROLL):
                 index = tl.load(indices_ptr + (first + i * ROWS + lanes)).to(tl.int64)
                 row = tl.load(base + index * D + cols)
-                rows = rows + (row,)  # noqa: RUF005  (the compiler knows no other way)
+                rows = rows + (row,)  # noqa: RUF005  (the compiler knows no other form)
             # all loads before all sums, as in the kernel that is measured
             tl.debug_barrier()
             one = tl.load(one_ptr)
@@ -59,78 +58,77 @@ def gather_kernel(
 @triton.jit
 def store_kernel(
     outs_ptr,  # [WORLD] int64: where each rank's output begins
-    starts_ptr,  # [WORLD + 1] int32: the first bag of each rank
+    bags_of_each,
     stride,  # columns of the output
     first,  # own column
     columns,  # own columns
     rank,
     WORLD: tl.constexpr,
-    DTYPE: tl.constexpr,
     BAGS: tl.constexpr,
     D: tl.constexpr,
     ONE_AT_A_TIME: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, D)[None, :]
-    values = tl.full((BAGS, D), 1.0, tl.float32).to(DTYPE)
-    pieces = columns // D
+    values = tl.full((BAGS, D), 1.0, tl.float32).to(tl.bfloat16)
+    blocks = tl.cdiv(bags_of_each, BAGS)
     for step in range(WORLD):
         to = (rank + 1 + (step if ONE_AT_A_TIME else step + program)) % WORLD
-        bags = tl.load(starts_ptr + to + 1) - tl.load(starts_ptr + to)
-        blocks = tl.cdiv(bags, BAGS)
-        base = peer_ptr(outs_ptr, to, 0, DTYPE)
-        for task in range(program, blocks * pieces, programs):
+        base = tl.multiple_of(tl.load(outs_ptr + to).to(tl.pointer_type(tl.bfloat16)), 16)
+        for task in range(program, blocks * (columns // D), programs):
             own = (task % blocks) * BAGS + tl.arange(0, BAGS)[:, None]
             column = tl.multiple_of(first + (task // blocks) * D, 16)
             place = base + (own.to(tl.int64) * stride + column)
-            tl.store(place + cols, values, mask=(own < bags) & (cols >= 0))
+            tl.store(place + cols, values, mask=(own < bags_of_each) & (cols >= 0))
 
 
 def gathers(
-    tables: list[Tensor], sets: list[Tensor], edges: Tensor, sms: int
-) -> dict[str, Callable[[int], object]]:
+    tables: Sequence[Tensor], sets: Sequence[Tensor], edges: Tensor, bench: Bench
+) -> dict[str, Call | str]:
     """Arms that read all rows of a set of indices; tables of one width, a power of 2."""
-    d, dtype, device = tables[0].shape[1], tables[0].dtype, tables[0].device
-    places = torch.tensor([t.data_ptr() for t in tables], dtype=torch.int64, device=device)
-    one = torch.ones(1, device=device)
-    arms: dict[str, Callable[[int], object]] = {}
-    kernel: Any = gather_kernel
+    if not bench.on_gpu:
+        return {"gather": MISSING}
+    d, sms = tables[0].shape[1], _sms(bench)
+    places = torch.tensor([t.data_ptr() for t in tables], dtype=torch.int64, device=bench.device)
+    one, kernel, found = torch.ones(1, device=bench.device), gather_kernel, dict[str, Call | str]()
     for num_bytes, unroll, warps in GATHERS:
-        rows, programs = max(1, num_bytes // dtype.itemsize // d), sms * 32 // warps
-        sink = torch.empty(programs * rows * d, device=device)
+        rows, programs = max(1, num_bytes // 2 // d), sms * 32 // warps
+        sink = bench.empty(programs * rows * d, dtype=torch.float32)
 
-        def arm(
-            i: int, rows: int = rows, unroll: int = unroll, warps: int = warps,
-            programs: int = programs, sink: Tensor = sink,
-        ) -> None:  # fmt: skip
-            kernel[(programs,)](
-                sets[i % len(sets)], edges, places, one, sink, len(tables), DTYPES[dtype], rows, d,
-                unroll, num_warps=warps,
-            )  # fmt: skip
+        def arm(i: int, launch: Any = kernel[(programs,)], rows: int = rows, unroll: int = unroll,
+                warps: int = warps, sink: Tensor = sink) -> None:  # fmt: skip
+            launch(sets[i % len(sets)], edges, places, one, sink, len(tables), rows, d, unroll,
+                   num_warps=warps)  # fmt: skip
 
-        arms[f"gather {num_bytes}x{unroll}x{warps}"] = arm
-    return arms
+        found[f"gather {num_bytes}x{unroll}x{warps}"] = arm
+    return found
 
 
-def stores(
-    layout: Layout, rank: int, outs: Tensor, starts: Tensor, sms: int
-) -> dict[str, Callable[[int], object]]:
-    """Arms that store the own columns of all bags, in pieces of a table's width."""
-    d, ranks = layout.dims[rank][0], len(layout.batch)
-    first, columns = layout.first_columns(rank)[0], sum(layout.dims[rank])
-    arms: dict[str, Callable[[int], object]] = {}
-    kernel: Any = store_kernel
-    for num_bytes, warps, one_at_a_time in STORES:
-        bags = max(1, num_bytes // layout.dtype.itemsize // d)
+def stores(dims: Sequence[Sequence[int]], own: int, bench: Bench) -> dict[str, Call | str]:
+    """Arms that store the own columns of all bags, a table's width at a time.
 
-        def arm(
-            i: int, bags: int = bags, warps: int = warps, one_at_a_time: bool = one_at_a_time
-        ) -> None:
-            kernel[(sms * 32 // warps,)](
-                outs, starts, layout.columns, first, columns, rank, ranks, DTYPES[layout.dtype],
-                bags, d, one_at_a_time, num_warps=warps,
-            )  # fmt: skip
+    Args:
+        dims: columns of the tables of each rank, all alike.
+        own: bags of each rank.
+    """
+    if not bench.on_gpu:
+        return {"store": MISSING}
+    d, each = dims[bench.rank][0], [sum(columns) for columns in dims]
+    memory, handle = bench.opened(own * sum(each))
+    outs = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=bench.device)
+    launcher: Any = store_kernel[(_sms(bench) * 8,)]
+    found: dict[str, Call | str] = {}
+    for num_bytes, in_turn in STORES:
+        bags = max(1, num_bytes // 2 // d)
 
-        name = "in turn" if one_at_a_time else "at once"
-        arms[f"store {num_bytes} {name}"] = arm
-    return arms
+        # peers' memory is open as long as own is
+        def arm(_: int, bags: int = bags, in_turn: bool = in_turn, kept: Tensor = memory) -> None:
+            launcher(outs, own, sum(each), sum(each[: bench.rank]), each[bench.rank], bench.rank,
+                   bench.ranks, bags, d, in_turn, num_warps=4)  # fmt: skip
+
+        found[f"store {num_bytes} {'in turn' if in_turn else 'at once'}"] = arm
+    return found
+
+
+def _sms(bench: Bench) -> int:
+    return torch.cuda.get_device_properties(bench.device).multi_processor_count

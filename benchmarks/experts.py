@@ -1,230 +1,402 @@
-"""Mixtures of experts: all-to-all and the experts' matmuls, one after the other and in one kernel.
+"""Mixtures of experts: all-to-all and the experts' matmuls, by the libraries and by ours.
 
 Expert counts of a rank are those of 8-way expert parallelism, whatever the number of ranks here.
 Uniform: each expert gets as many rows from each rank. Skewed: the experts of rank 0 get 3 times the
-mean, and counts are drawn. Counts of ours are on the device; the libraries' are on the host, which
-has waited for them before.
+mean, and counts are drawn. "One kernel" has its counts on the device, as it must in a graph; those
+of the libraries and of plans are on the host, which has waited for them before. What auto would
+take where counts are host-known is predicted.
 
-Arms: the grouped matmul and a loop of matmuls, the library's all-to-all, the two one after the
-other ("pair"), the pair with a pass that puts rows where ours puts them ("in place"), and that with
-the weighted sum of a token's rows behind it, where rows come back.
+Parts: the grouped matmul and a loop of matmuls, the library's all-to-all, and "pair", the two one
+after the other. "In place" is the pair with a pass that puts rows where ours puts them; ", sum"
+with the weighted sum of a token's rows behind it, where rows come back."""
 
-    torchrun --nproc-per-node=4 benchmarks/experts.py --out FILE.jsonl --soak 100000
-
-Plans are of copies on copy engines, of uniform routing alone; host-known counts.
-"""
-
-import argparse
-import faulthandler
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import fmean, geometric_mean
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from experts_ablation import Other, ablations, by_hand
-from experts_layer import DIRECTIONS, MODELS, ROUTINGS, TOKENS, Case, Layer
-from experts_soak import soak
 from torch import Tensor
+from torch.nn import functional
 
 import counterpoint as cp
-from counterpoint.cli.launch import nccl_group
-from counterpoint.measure import record
-from counterpoint.measure.timing import captured, nan_behind, relative_error, rotate
-from counterpoint.model.experts import predict
-from counterpoint.ops.auto import knowledge_of
-from counterpoint.plan.families import build
+from benchmarks.choice import candidates, choice_of
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.pictures import dots
+from benchmarks.rows import Row, Timed, taken
+from benchmarks.tables import grid, source, us
+from counterpoint.choose.known import shipped
+from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import Workspace, workspace_of
 
-CALLS, ROUNDS = 4, 9  # of one graph, and how often it is replayed
-SAMPLE_ROWS = 64
-LOOPED = 32  # experts of a rank, up to which a loop of matmuls is an arm
-
-
-# plans of copies, of equal counts alone; named by the experts of a rank, "" fits all
-PLANS = {
-    "": ("grouped",),
-    32: ("grouped 16/16", "grouped 8/8/8/8", "grouped 4/4/8/16", "grouped 16/8/4/4"),
-    16: ("grouped 8/8", "grouped 4/4/4/4", "grouped 2/2/4/8", "grouped 8/4/2/2"),
-}
+HBM_BYTES_PER_S = 4.3e12  # at which weights are read once
+NAMES = {"all_to_all_matmul": "to the experts", "matmul_all_to_all": "back"}
+TOKENS = (4096, 1024, 256)  # of a rank
 
 
-def arms_of(layer: Layer) -> dict[str, Callable[[int], object]]:
-    """What the libraries do."""
-    there = layer.there
-    ways: dict[str, Callable[[Tensor, Tensor], None]] = {"grouped": layer.grouped}
-    if layer.local <= LOOPED:
-        ways["looped"] = layer.looped
-    x = layer.arrived if there else layer.x
-    arms: dict[str, Callable[[int], object]] = {}
-    for name, way in ways.items():
+class Model(NamedTuple):
+    """Sizes of a model's experts; those of a rank are as on 8 ranks."""
 
-        def multiply(_: int, way: Any = way) -> None:
-            way(x, layer.product)
-
-        def pair(_: int, way: Any = way) -> None:
-            if there:
-                layer.exchange(layer.x, layer.arrived, there=True)
-                way(layer.arrived, layer.product)
-            else:
-                way(layer.x, layer.product)
-                layer.exchange(layer.result, layer.y, there=False)
-
-        def in_place(_: int, way: Any = way) -> None:
-            if there:
-                layer.exchange(layer.x, layer.arrived, there=True)
-                torch.index_select(layer.arrived, 0, layer.order, out=layer.sorted)
-                way(layer.sorted, layer.product)
-            else:
-                way(layer.x, layer.product)
-                torch.index_select(layer.result, 0, layer.back, out=layer.sorted)
-                layer.exchange(layer.sorted, layer.y, there=False)
-
-        def summed(_: int, in_place: Any = in_place) -> Tensor:
-            in_place(_)
-            rows = layer.y.index_select(0, layer.index.view(-1)).view(*layer.index.shape, -1)
-            return torch.bmm(layer.weights.bfloat16()[:, None], rows)[:, 0]
-
-        arms |= {f"matmul {name}": multiply, f"pair {name}": pair, f"in place {name}": in_place}
-        if not there:
-            arms[f"in place {name}, sum"] = summed
-    source, target = (layer.x, layer.arrived) if there else (layer.product, layer.y)
-    arms["communication"] = lambda _: layer.exchange(source, target, there=there)
-    return arms
+    name: str
+    experts: int  # of a rank
+    hidden: int
+    ffn: int
+    top: int
 
 
-def ours(layer: Layer, group: dist.ProcessGroup) -> dict[str, Callable[[int], Tensor]]:
-    """The operator, counts on the device."""
-    more: Any = {"counts": layer.on_device, "max_rows": layer.limit, "group": group}
-    op: Callable[..., Tensor] = cp.all_to_all_matmul if layer.there else cp.matmul_all_to_all
-
-    def run(_: int, **sums: Any) -> Tensor:
-        return op(layer.given, layer.w, **more, **sums)
-
-    found: dict[str, Callable[[int], Tensor]] = {"one kernel": run}
-    if not layer.there:
-        found["one kernel, sum"] = partial(run, sum_of=(layer.index, layer.weights))
-    return found
+MODELS = (Model("DeepSeek-V3", 32, 7168, 2048, 8), Model("Qwen3-235B", 16, 4096, 1536, 8),
+          Model("Mixtral-8x7B", 1, 4096, 14336, 2))  # fmt: skip
 
 
-def planned(layer: Layer, spec: str) -> Callable[[int], Tensor]:
-    """An operator by a plan, which makes its result."""
-    op = getattr(cp, layer.case.op)
-    return lambda _: op(layer.x, layer.w, counts=layer.counts, plan=spec, group=layer.group)
+def case_of(op: str, model: Model, tokens: int, routing: str) -> Case:
+    """One layer: gate and up are one weight behind the all-to-all, down is before it."""
+    to = op == "all_to_all_matmul"
+    n, k = (2 * model.ffn, model.hidden) if to else (model.hidden, model.ffn)
+    return Case(f"{op} {model.name} {tokens} {routing}", {
+        "op": op, "model": model.name, "tokens": tokens, "routing": routing, "n": n, "k": k,
+        "experts": model.experts, "top": model.top, "weight_bytes": 2 * model.experts * n * k,
+    })  # fmt: skip
 
 
-def spec_of(layer: Layer, spec: str, workspace: Workspace) -> str:
-    """A spec with the sizes that it leaves out."""
-    case, ranks = layer.case, layer.group.size()
-    op: Any = case.op
-    problem = Problem(op, layer.sent, case.n, case.k, ranks, experts=layer.local)
-    return build(problem, spec, knowledge_of(workspace).machine).spec
+def cases(_: int) -> list[Case]:
+    """Both directions of all models, with uniform and with skewed counts."""
+    return [case_of(*v) for v in product(NAMES, MODELS, TOKENS, ("uniform", "skewed"))]
 
 
-def wanted(layer: Layer) -> tuple[Tensor, Tensor]:
-    """Some rows of the result, and what they are: in fp64, or another rank's by the library."""
-    arms_of(layer)["in place grouped"](0)
-    got = layer.result if layer.there else layer.y
-    rows = torch.randint(0, len(got), (SAMPLE_ROWS,), device=got.device)
-    if not layer.there:
-        return rows, got[rows].double()
-    experts = torch.bucketize(rows, layer.offs.long(), right=True)
-    pairs = zip(rows.tolist(), experts.tolist(), strict=True)
-    return rows, torch.stack([layer.sorted[i].double() @ layer.w[e].double() for i, e in pairs])
+def counts_of(case: Case, ranks: int) -> Tensor:
+    """[ranks, experts], equal on all ranks; each rank sends tokens * top rows."""
+    rows, experts = case["tokens"] * case["top"], ranks * case["experts"]
+    if case["routing"] == "uniform":
+        return torch.full((ranks, experts), rows // experts, dtype=torch.int64)
+    busy = min(3.0, 0.9 * ranks) / ranks
+    share = torch.full((ranks,), (1 - busy) / max(ranks - 1, 1))
+    share[0] = busy
+    draw = torch.Generator().manual_seed(case["tokens"])
+    each = share.repeat_interleave(case["experts"]).expand(ranks, -1)
+    found = torch.multinomial(each, rows, True, generator=draw)
+    return torch.stack([row.bincount(minlength=experts) for row in found])
 
 
-def measure(
-    case: Case, group: dist.ProcessGroup, device: torch.device,
-    ways: dict[str, Other] | None = None, rounds: int = ROUNDS,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of one case; each of our arms is checked first.
+class Layer:
+    """The tensors of a case on this rank, and what the libraries do with them."""
 
-    Args:
-        ways: ablations, timed too.
-    """
-    layer = Layer(case, group, device)
-    mine: dict[str, Callable[[int], Tensor]] = dict(ours(layer, group))
-    for name, other in (ways or {}).items():
-        mine[name] = by_hand(layer, group, device, other)
-    specs = PLANS[""] + PLANS.get(layer.local, ()) if case.routing == "uniform" else ()
-    built = {f"plan {spec}": spec_of(layer, spec, workspace_of(group, device)) for spec in specs}
-    mine |= {name: planned(layer, name.removeprefix("plan ")) for name in built}
-    rows, want = wanted(layer)
-    errors = {name: torch.zeros((), device=device) for name in mine}
-    for name, call in mine.items():
-        nan_behind(device, 4 * layer.limit * max(case.n, case.k))
-        got = call(0)
-        if name.endswith("sum"):
-            exact = layer.y[layer.index[:SAMPLE_ROWS]].double()
-            exact = (layer.weights[:SAMPLE_ROWS, :, None].double() * exact).sum(1)
-            errors[name] += relative_error(got[:SAMPLE_ROWS], exact)
-        else:
-            errors[name] += relative_error(got[rows], want)
-        dist.all_reduce(errors[name], op=dist.ReduceOp.MAX, group=group)
-        if not errors[name] <= 1e-2:
-            raise AssertionError(f"{case} {name}: error {errors[name].item():.1e}")
-    graphs = {n: captured(call, CALLS) for n, call in (arms_of(layer) | mine).items()}
-    times = rotate({name: replay for name, (replay, _) in graphs.items()}, group=group,
-                   device=device, rounds=rounds, soak_s=0.2)  # fmt: skip
-    cp.check(group)
-    machine = knowledge_of(workspace_of(group, device)).machine
-    assert machine is not None
-    guess = predict(layer.busiest, case.k, case.n, layer.local, "bfloat16", group.size(), machine,
-                    back=not layer.there)  # fmt: skip
-    facts = {
-        "op": case.op, "model": case.model.name, "tokens": case.tokens, "routing": case.routing,
-        "n": case.n, "k": case.k, "experts": layer.local, "rows": layer.limit,
-        "weight_bytes": 2 * layer.w.numel(), "sm_clock_mhz": record.sm_clock_mhz(),
-        "predicted": {"serial_s": guess.serial_s, "fused_s": guess.fused_s},
-    }  # fmt: skip
-    found = [
-        facts | {"arm": name, "median_s": t.median_s / CALLS, "p20_s": t.quantile_s(2) / CALLS,
-                 "p80_s": t.quantile_s(8) / CALLS, "skew_s": t.skew_s / CALLS,
-                 "error": errors[name].item() if name in errors else None,
-                 "spec": built.get(name), "rounds": len(t.rounds_s)}
-        for name, t in times.items()
+    def __init__(self, case: Case, bench: Bench, counts: Tensor | None = None) -> None:
+        self.case, self.bench, ranks, rank = case, bench, bench.ranks, bench.rank
+        self.counts = counts_of(case, ranks) if counts is None else counts
+        self.local = case["experts"]
+        own = self.counts[:, rank * self.local : (rank + 1) * self.local]
+        self.sent, self.come = int(self.counts[rank].sum()), int(own.sum())
+        owners = self.counts.view(ranks, ranks, self.local).sum(2)
+        self.dispatches = case["op"] == "all_to_all_matmul"
+        self.limit = int(owners.sum(0 if self.dispatches else 1).max())
+        self.to, self.of = owners[rank].tolist(), owners[:, rank].tolist()
+        # each weight by columns, as a Linear stores it
+        self.w = bench.normal(self.local, case["n"], case["k"]).transpose(1, 2)
+        self.x = bench.normal(self.sent if self.dispatches else self.come, case["k"])
+        # what ours takes with counts on the device: equally many rows on all ranks
+        most = int(owners.sum(1 if self.dispatches else 0).max())
+        self.given = torch.cat((self.x, bench.normal(most - len(self.x), case["k"])))
+        # rows lie by rank where they arrive, and by expert where they are multiplied
+        sizes = own.flatten().tolist()
+        blocks = torch.arange(self.come).split(sizes)
+        by_expert = [blocks[s * self.local + e] for e in range(self.local) for s in range(ranks)]
+        self.order = torch.cat(by_expert).to(bench.device)
+        self.back = self.order.argsort()
+        sums = own.sum(0).cumsum(0)
+        self.ends, self.edges = sums.int().to(bench.device), [0, *sums.tolist()]
+        self.on_device = self.counts.int().to(bench.device)
+        self.arrived, self.product = (
+            bench.empty(self.come, case["k"]),
+            bench.empty(self.come, case["n"]),
+        )
+        self.sorted = torch.empty_like(self.arrived if self.dispatches else self.product)
+        self.y = bench.empty(self.come if self.dispatches else self.sent, case["n"])
+        # a token is the sum of `top` of the rows that come back, wherever they are
+        top = case["top"]
+        rows = torch.randperm(self.sent, device=bench.device, generator=bench.draw)
+        self.index = rows[: self.sent // top * top].view(-1, top)
+        self.weights = torch.rand(self.index.shape, device=bench.device, generator=bench.draw)
+
+    def exchange(self, source: Tensor, target: Tensor) -> Tensor:
+        """The library's all-to-all, of rows sorted by rank on both sides."""
+        splits = (self.of, self.to) if self.dispatches else (self.to, self.of)
+        dist.all_to_all_single(target, source, *splits, group=self.bench.group)
+        return target
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """The library's grouped matmul, which makes its result."""
+        return functional.grouped_mm(x, self.w, offs=self.ends)
+
+    def looped(self, x: Tensor) -> Tensor:
+        """A matmul of the library for each expert."""
+        for e in range(self.local):
+            first, last = self.edges[e : e + 2]
+            if first < last:
+                torch.mm(x[first:last], self.w[e], out=self.product[first:last])
+        return self.product
+
+    def exact(self) -> Tensor:
+        """Every row of the result, in fp64."""
+        rows = self.x
+        if self.dispatches:
+            rows = self.exchange(self.x, self.arrived)[self.order]
+        product = torch.empty(self.come, self.case["n"], dtype=torch.float64, device=rows.device)
+        for e in range(self.local):
+            first, last = self.edges[e : e + 2]
+            product[first:last] = rows[first:last].double() @ self.w[e].double()
+        if self.dispatches:
+            return product
+        return self.exchange(product[self.back], product.new_empty(self.sent, self.case["n"]))
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The weighted sum of a token's rows, by the library."""
+        rows = y.index_select(0, self.index.view(-1)).view(*self.index.shape, -1)
+        return torch.bmm(self.weights.to(y.dtype)[:, None], rows)[:, 0]
+
+
+def by_libraries(layer: Layer) -> dict[str, Call | str]:
+    """What the libraries do, each way that they multiply."""
+    calls: dict[str, Call | str] = {}
+    rows = layer.arrived if layer.dispatches else layer.x
+    for name, multiply in (("looped", layer.looped), ("grouped", layer.grouped)):
+
+        def pair(_: int, multiply: Callable[[Tensor], Tensor] = multiply) -> Tensor:
+            if layer.dispatches:
+                return multiply(layer.exchange(layer.x, layer.arrived))
+            return layer.exchange(multiply(layer.x), layer.y)
+
+        def in_place(_: int, multiply: Callable[[Tensor], Tensor] = multiply) -> Tensor:
+            if layer.dispatches:
+                arrived = layer.exchange(layer.x, layer.arrived)
+                return multiply(torch.index_select(arrived, 0, layer.order, out=layer.sorted))
+            back = torch.index_select(multiply(layer.x), 0, layer.back, out=layer.sorted)
+            return layer.exchange(back, layer.y)
+
+        calls |= {f"matmul {name}": lambda _, multiply=multiply: multiply(rows),
+                  f"pair {name}": pair, f"in place {name}": in_place}  # fmt: skip
+        if not layer.dispatches:
+            calls[f"in place {name}, sum"] = lambda i, run=in_place: layer.summed(run(i))
+        if not layer.bench.on_gpu and name == "grouped":
+            calls |= {
+                arm: "the library's grouped matmul needs GPUs" for arm in calls if name in arm
+            }
+    source, target = (layer.x, layer.arrived) if layer.dispatches else (layer.product, layer.y)
+    return calls | {"communication": lambda _: layer.exchange(source, target)}
+
+
+def problem_of(layer: Layer) -> Problem | None:
+    """The problem of equal counts; others are known at run time."""
+    case = layer.case
+    if case["routing"] != "uniform":
+        return None
+    return Problem(case["op"], layer.sent, case["n"], case["k"], layer.bench.ranks,
+                   experts=layer.local)  # fmt: skip
+
+
+def arms(case: Case, bench: Bench) -> Arms:
+    """All arms of one layer."""
+    layer = Layer(case, bench)
+    op: Callable[..., Tensor] = getattr(cp, case["op"])
+
+    def one_kernel(_: int, **more: Any) -> Tensor:
+        return op(layer.given, layer.w, counts=layer.on_device, max_rows=layer.limit,
+                  group=bench.group, **more)  # fmt: skip
+
+    def on_host(plan: str) -> Call:
+        return lambda _: op(layer.x, layer.w, counts=layer.counts, plan=plan, group=bench.group)
+
+    calls = by_libraries(layer) | {"one kernel": one_kernel}
+    if not bench.on_gpu:
+        calls["one kernel"] = "counts on the device need GPUs"
+    elif not layer.dispatches:
+        calls["one kernel, sum"] = partial(one_kernel, sum_of=(layer.index, layer.weights))
+    problem, about, facts = problem_of(layer), dict[str, Row](), dict[str, Any]()
+    if problem is not None:
+        specs = [spec for spec in candidates(problem, bench) if "fused" not in spec]
+        calls |= {f"plan {spec}": on_host(spec) for spec in specs}
+        if choice := choice_of(problem, bench):
+            about = {f"plan {c.spec}": {"predicted_s": c.seconds} for c in choice.table
+                     if c.spec in specs}  # fmt: skip
+            facts = {"pick": choice.spec, "bounds_s": [choice.compute_s, choice.comm_s]}
+    want = layer.exact()
+    of_tokens = layer.summed(want) if not layer.dispatches else want
+
+    def check(name: str, got: Tensor) -> list[float]:
+        exact = of_tokens if name.endswith("sum") else want
+        return [relative_error(got[: len(exact)], exact) if len(exact) else 0.0]
+
+    parts = [name for name in calls if name.startswith(("matmul", "pair", "communication"))]
+    return Arms(calls, check, baseline="in place looped", parts=parts, floor=4e-3,
+                outputs=(layer.y, layer.product, layer.sorted), about=about,
+                nan_bytes=4 * layer.limit * max(case["n"], case["k"]),
+                facts=facts | {"rows": layer.limit})  # fmt: skip
+
+
+# ---- what is said of the rows
+
+
+class Said:
+    """One case of a table."""
+
+    def __init__(self, case: Timed) -> None:
+        self.case, self.head, self.s = case, case.head, case.s
+        self.combines = self.head["op"] == "matmul_all_to_all"
+        self.matmul_s = self.least("matmul ")
+        self.pair_s = self.least("pair ")
+        # of one expert rows lie as they have to
+        several = self.head["experts"] > 1
+        self.in_place_s = self.least("in place", without=",") if several else self.pair_s
+        self.ideal_s = max(self.matmul_s, self.s("communication"))
+        self.ours_s = self.s("one kernel")
+        self.planned_s = self.least("plan ")
+
+    def least(self, start: str, end: str = "", without: str = "\0") -> float:
+        """Seconds of the fastest arm of such a name; inf where there is none."""
+        return min((row["median_s"] for arm, row in self.case.graph.items()
+                    if arm.startswith(start) and arm.endswith(end) and without not in arm),
+                   default=torch.inf)  # fmt: skip
+
+    @property
+    def auto(self) -> tuple[str, float]:
+        """What auto takes of equal counts, by the predictions of this version, and its time."""
+        if self.head["routing"] != "uniform":
+            return "", torch.nan
+        h = self.head
+        machine = shipped(h["gpu"], h["ranks"])
+        problem = Problem(h["op"], h["rows"], h["n"], h["k"], h["ranks"], experts=h["experts"])
+        spec = cp.choose(problem, machine).spec
+        if "fused" in spec:
+            return "one kernel", self.ours_s
+        return spec, self.in_place_s if spec.startswith("serial") else self.planned_s
+
+
+def said(rows: Sequence[Row]) -> list[Said]:
+    """The cases of rows."""
+    some = [row for row in rows if row["table"] == "experts"]
+    return [Said(case) for case in taken(some, "op", "model", "tokens", "routing")]
+
+
+def _us(seconds: float) -> str:
+    return us(seconds, 0) if seconds < torch.inf else "-"
+
+
+def _less(ours_s: float, theirs_s: float) -> str:
+    return f"{1 - ours_s / theirs_s:.0%}"
+
+
+def times(cases: Sequence[Said]) -> str:
+    """One direction on one machine."""
+    head = ["model, tokens of a rank", "matmul", "all-to-all", "weights once", "pair", "in place",
+            "ideal, less", "one kernel", "less than pair", "than in place", "hidden", "plan",
+            "auto"]  # fmt: skip
+    if cases[0].combines:
+        head += ["in place, sum", "one kernel, sum", "less"]
+    lines: list[list[str]] = []
+    for c in cases:
+        h, (pick, auto_s) = c.head, c.auto
+        share = (c.in_place_s - c.ours_s) / (c.in_place_s - c.ideal_s)
+        line = [f"{h['model']}, {h['tokens']}, {h['routing']}", _us(c.matmul_s),
+                _us(c.s("communication")), _us(h["weight_bytes"] / HBM_BYTES_PER_S), _us(c.pair_s),
+                _us(c.in_place_s), f"{_us(c.ideal_s)}, {_less(c.ideal_s, c.pair_s)}", _us(c.ours_s),
+                _less(c.ours_s, c.pair_s), _less(c.ours_s, c.in_place_s), f"{share:.0%}",
+                _us(c.planned_s), f"{_us(auto_s)} {pick}".strip()]  # fmt: skip
+        if c.combines:
+            theirs, ours = c.least("in place", ", sum"), c.s("one kernel, sum")
+            line += [_us(theirs), _us(ours), _less(ours, theirs)]
+        lines.append(line)
+    return grid(head, lines)
+
+
+def means(cases: Sequence[Said]) -> str:
+    """Speedups by the number of tokens, and what the ideal has."""
+    texts: list[str] = []
+    for tokens in dict.fromkeys(c.head["tokens"] for c in cases):
+        some = [c for c in cases if c.head["tokens"] == tokens]
+        pair = geometric_mean(c.pair_s / _best_s(c) for c in some)
+        aim = " (aim, of 8 GPUs: 1.25)" if tokens == 4096 else ""
+        texts.append(f"{tokens} tokens: pair / the fastest {pair:.2f}{aim}")
+    less = [1 - _best_s(c) / c.pair_s for c in cases]
+    ideal = [1 - c.ideal_s / c.pair_s for c in cases]
+    texts.append(
+        f"less time than the pair, {len(cases)} cases: mean {fmean(less):.0%}, most "
+        f"{max(less):.0%}; the ideal has {fmean(ideal):.0%} and {max(ideal):.0%}"
+    )
+    return "; ".join(texts) + "."
+
+
+def _best_s(c: Said) -> float:
+    return min(c.ours_s, c.planned_s, c.pair_s)
+
+
+def experts_section(found: Mapping[int, list[Row]]) -> str:
+    """Both directions on each machine."""
+    parts = ["![experts in one kernel](images/experts.png)"]
+    for ranks, rows in found.items():
+        for op, name in NAMES.items():
+            if some := [c for c in said(rows) if c.head["op"] == op]:
+                parts.append(f"{ranks} GPUs, rows {name}:\n\n{times(some)}\n\n{means(some)}")
+        parts.append(source(rows[0], "Microseconds, CUDA graphs, one rotation a case."))
+    return "\n\n".join(parts)
+
+
+def readme(found: Mapping[int, list[Row]]) -> str:
+    """The uniform cases of the most GPUs."""
+    rows = next(iter(found.values()))
+    every = said(rows)
+    shown = [c for c in every if c.head["routing"] == "uniform" and c.head["tokens"] != 1024]
+    columns = [
+        ("rows", lambda c: NAMES[c.head["op"]]),
+        ("model, tokens of a rank", lambda c: f"{c.head['model']}, {c.head['tokens']}"),
+        ("matmul", lambda c: _us(c.matmul_s)), ("all-to-all", lambda c: _us(c.s("communication"))),
+        ("libraries", lambda c: _us(c.pair_s)),
+        ("libraries, rows in place", lambda c: _us(c.in_place_s)),
+        ("one kernel", lambda c: _us(c.ours_s)), ("plan of copies", lambda c: _us(c.planned_s)),
+        ("**auto**", lambda c: f"**{_us(c.auto[1])}**"),
+        ("in place / auto", lambda c: f"{c.in_place_s / c.auto[1]:.2f}"),
+        ("its plan", lambda c: c.auto[0]),
     ]  # fmt: skip
-    del graphs
-    torch.cuda.empty_cache()
-    return found
+    lines = [[cell(c) for _, cell in columns] for c in shown]
+    combines = [c for c in every if c.combines]
+    sums = [c.least("in place", ", sum") / c.s("one kernel, sum") for c in combines]
+    less = [1 - _best_s(c) / c.pair_s for c in every]
+    note = (
+        f"Microseconds, CUDA graphs, one rotation a case. Over all {len(every)} cases, half of "
+        f"them skewed: {fmean(less):.0%} less time than the libraries' grouped matmul and "
+        f"all-to-all alone, {max(less):.0%} at most; back with the weighted sum of a token's rows "
+        f"({len(combines)} cases) {geometric_mean(sums):.2f}x. *Auto* where counts are "
+        "host-known, by the predictions of this version."
+    )
+    return f"{grid([head for head, _ in columns], lines)}\n\n{source(rows[0], note)}"
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """One line: parts, pairs and ours, in microseconds."""
-    return ", ".join(f"{row['arm']} {row['median_s'] * 1e6:.0f}" for row in rows)
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Speedups over the libraries with rows in place, of the most GPUs."""
+    ranks, rows = next(iter(found.items()))
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    ideals: dict[str, dict[str, float]] = {}
+    for op, name in NAMES.items():
+        panel, ideal = panels.setdefault(f"rows {name}", {}), ideals.setdefault(f"rows {name}", {})
+        for c in (c for c in said(rows) if c.head["op"] == op):
+            label = f"{c.head['model']}, {c.head['tokens']}, {c.head['routing']}"
+            kinds = {"one kernel": c.ours_s, "libraries, rows not in place": c.pair_s,
+                     "plan of copies": c.planned_s, "auto": c.auto[1]}  # fmt: skip
+            panel[label] = {kind: c.in_place_s / t for kind, t in kinds.items() if t < torch.inf}
+            ideal[label] = c.in_place_s / c.ideal_s
+    dots(panels, ideals, images / "experts.png", source=source(rows[0]),
+         title=f"Experts on {ranks} GPUs: speedup over the libraries with rows in place",
+         label="libraries in place / plan (higher is better)")  # fmt: skip
 
 
-def main() -> None:
-    """Time all cases; rank 0 writes rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="cases whose text has this in it")
-    parser.add_argument("--soak", type=int, default=0, help="calls of each under random delays")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(300, exit=True)
-    start_s = time.monotonic()
-    with nccl_group() as (group, device):
-        for op in DIRECTIONS if args.soak else ():
-            row = soak(args.soak, op, group, device)
-            if group.rank() == 0:
-                record.append(args.out, [row])
-                print(f"{time.monotonic() - start_s:4.0f} s  soak of {op}: {row['calls']} calls, "
-                      f"{row['wrong']} wrong", flush=True)  # fmt: skip
-        for values in product(DIRECTIONS, MODELS, TOKENS, ROUTINGS):
-            case = Case(*values)
-            if args.only not in case.text:
-                continue
-            rows = measure(case, group, device, ablations(case, group.size()))
-            if group.rank() == 0:
-                facts = {"table": "experts", "ranks": group.size()} | record.environment()
-                record.append(args.out, [row | facts for row in rows])
-                text = f"{case.text}: {summary(rows)}"
-                print(f"{time.monotonic() - start_s:4.0f} s  {text}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+EXPERTS = Benchmark(
+    "experts", cases, arms, calls=4, soak_s=0.2, pictures=pictures,
+    short=lambda case: case["model"] == "Qwen3-235B" and case["tokens"] == 1024,
+    moved=lambda case, ranks: 2 * case["tokens"] * case["top"] * (
+        case["k"] if case["op"] == "all_to_all_matmul" else case["n"]) * (ranks - 1) // ranks,
+    sections=(
+        Section("docs/experts.md", "experts", experts_section),
+        Section("README.md", "experts", readme),
+    ),
+)  # fmt: skip

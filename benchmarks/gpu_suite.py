@@ -1,15 +1,12 @@
-"""`make gpu`: the hardware, its constants, tests, benchmarks, on whatever GPUs are there.
+"""`make gpu`: tests and benchmarks on whatever GPUs are there, each part with its own time limit.
 
 Rows as JSONL; installs nothing.
 
-    SUITE=smoke   the tests, and two shapes with few plans: 6 minutes on 2 GPUs
-    SUITE=full    the tests, and every published shape with every plan: under 9 minutes
-    SUITE=study   what decomposition, contention, copies and one kernel for a gather cost; decoding,
-                  few rows, experts and embedding bags: 7 minutes; whole steps: at most 3
-    SUITE=loops, SUITE=slow    the rest of the resource experiment, its rows appended: what takes
-                  four minutes more, and what takes as long as full again
+    SUITE=short   all GPU tests, and each table in short form: under 9 minutes on 2 GPUs SUITE=NAME
+one table in full, by the name that `counterpoint bench` has for it; rows are added SUITE=tests
+the tests alone SUITE=characterize   the constants of this machine, and rows of them
 
-Each part starts one process for each GPU; pytest runs tests/gpu in step on all ranks. A hang ends
+A part that fails does not stop those behind it; the exit code says that there was one. A hang ends
 in the stacks of all ranks.
 """
 
@@ -19,117 +16,108 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# of tests and of the benchmark
-LIMITS_S = {"smoke": (420, 60), "full": (420, 210), "study": (0, 0), "loops": (0, 0),
-            "slow": (0, 0)}  # fmt: skip
-LOOPS_S = 520  # of the resource experiment: slow takes about 500 s with 4 GPUs
-REST = ("loops", "slow")  # of that experiment alone
-STUDY = ("losses", "copies", "few_rows", "decode", "experts", "embedding", "steps")
-EMBEDDING_S, EXPERTS_S, STEPS_S = 150, 310, 180
-DECODE_S = 120
-LOSSES_S = 100
-SHORT_S = 60  # of each other part
-PARTS = ("hardware", "characterize", "losses", "copies", "tests", "bench", "training", "few_rows",
-         "decode", "experts", "embedding", "steps", "sharing", "resources")  # fmt: skip
+TESTS, CHARACTERIZE = "tests", "characterize"
+TESTS_S, CHARACTERIZE_S, LONG_S = 330, 25, 560
+START_S = 15  # of the processes of all tables
+# of a table in short form; with those above at most 540 where nothing hangs
+SHORT_S = {
+    "overlap": 20, "few_rows": 10, "decode": 10, "experts": 15, "embedding": 15, "steps": 20,
+    "training": 10, "resources": 20, "copies": 10, "transports": 10, "losses": 10, "evaluate": 10,
+    "soak": 10,
+}  # fmt: skip
 
 
-def main() -> int:
-    """Run the suite; exit code 0 when the tests pass and the rows are written."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=tuple(LIMITS_S), default="full")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
-    parser.add_argument(
-        "--only", nargs="*", choices=PARTS, default=PARTS, help="some parts of the suite"
-    )
-    parser.add_argument("--gpus", type=int, default=0, help="how many; 0: all that are there")
-    args = parser.parse_args()
+def separate(suite: str, out: Path, gpus: int) -> dict[str, tuple[list[str], int]]:
+    """Arguments of python and seconds of the parts that are no tables, by name.
 
-    import torch
-
-    num_gpus = args.gpus or torch.cuda.device_count()
-    if num_gpus < 2:
-        print(f"make gpu: needs 2 GPUs or more, torch sees {num_gpus}; `counterpoint doctor` helps")
-        return 2
-    # groups of 2, 4 and 8 ranks are measured
-    num_gpus = 8 if num_gpus >= 8 else 4 if num_gpus >= 4 else 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
-    rows = {part: args.out / f"{file}-{num_gpus}x-{gpu}.jsonl" for part, file in (
-        ("hardware", "hardware"), ("characterize", "characterize"),
-        ("losses", "losses"), ("copies", "copies"), ("bench", "overlap"),
-        ("training", "training"), ("few_rows", "few-rows"),
-        ("decode", "decode"), ("experts", "experts"), ("embedding", "embedding"),
-        ("steps", "steps"), ("sharing", "sharing"), ("resources", "resources"),
-    )}  # fmt: skip
-    test_s, bench_s = LIMITS_S[args.suite]
+    Args:
+        suite: as in the command line.
+        out: folder of rows.
+        gpus: how many.
+    """
     # another torch than CI's may warn: warnings are printed here, not errors
-    tests = ["-m", "pytest", "tests/gpu", "-q", "-x", "-p", "no:cacheprovider", "-W", "default",
-             "-o", f"faulthandler_timeout={test_s - 10}", "--durations=8"]  # fmt: skip
-    suite = ["--suite", "full" if args.suite == "study" else args.suite]
-    parts = {
-        "hardware": (["benchmarks/ask_hardware.py"], SHORT_S),
-        "characterize": (["benchmarks/characterize.py"], SHORT_S),
-        "losses": (["benchmarks/losses.py"], LOSSES_S),
-        "copies": (["benchmarks/copies.py"], SHORT_S),
-        "tests": (tests, test_s),
-        "bench": (["benchmarks/overlap.py", *suite], bench_s),
-        "training": (["benchmarks/training.py", *suite], SHORT_S),
-        "few_rows": (["benchmarks/few_rows.py", *suite], DECODE_S),
-        "experts": (["benchmarks/experts.py", "--soak", "100000"], EXPERTS_S),
-        "decode": (["benchmarks/decode.py", *suite, "--soak", "1000000"], DECODE_S),
-        "embedding": (["benchmarks/embedding.py", "--soak", "100000"], EMBEDDING_S),
-        "steps": (["benchmarks/steps.py", *suite], STEPS_S),
-        "sharing": (["benchmarks/ask_sharing.py"], SHORT_S),
-        "resources": (["benchmarks/resources.py", *suite], LOOPS_S),
+    tests = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={gpus}",
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        "-o",
+        f"faulthandler_timeout={TESTS_S - 10}",
+        "--durations=8",
+    ]
+    rows = str(out / f"characterize-{gpus}x.jsonl")
+    constants = ["-m", "counterpoint", "characterize", "--ranks", str(gpus), "--rows", rows]
+    if suite == "short":
+        return {TESTS: (tests, TESTS_S), CHARACTERIZE: ([*constants, "--quick"], CHARACTERIZE_S)}
+    found = {TESTS: (tests, LONG_S), CHARACTERIZE: (constants, LONG_S)}
+    return {name: part for name, part in found.items() if name == suite}
+
+
+def run_separate(found: Mapping[str, tuple[Sequence[str], int]], cache: Path) -> list[str]:
+    """Run the parts one after another; names of those that failed."""
+    failed: list[str] = []
+    for name, (arguments, limit_s) in found.items():
+        print(f"make gpu: {name}, at most {limit_s} s", flush=True)
+        start_s = time.monotonic()
+        code = run([sys.executable, *arguments], limit_s, cache)
+        print(
+            f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s", flush=True
+        )
+        failed += [name] if code else []
+    return failed
+
+
+def run_tables(
+    limits_s: Mapping[str, int], more: Sequence[str], out: Path, cache: Path,
+    module: str = "benchmarks.runner",
+) -> list[str]:  # fmt: skip
+    """Run tables in one set of processes, in a new one behind each that fails; names of those."""
+    done, failed, left = out / "done.txt", list[str](), list(limits_s)
+    done.unlink(missing_ok=True)
+    while left:
+        limit_s = max(limits_s[name] for name in left)
+        arguments = [*left, *more, "--out", str(out), "--done", str(done), "--limit", str(limit_s)]
+        total_s = START_S + sum(limits_s[name] for name in left)
+        print(f"make gpu: {', '.join(left)}, at most {total_s} s", flush=True)
+        code = run([sys.executable, "-m", module, *arguments], total_s, cache)
+        ended = done.read_text().split() if done.exists() else []
+        left = [name for name in left if name not in ended]
+        if left and code:
+            print(f"make gpu: {left[0]} ended with {code}", flush=True)
+            failed.append(left.pop(0))
+        elif left:
+            return [*failed, *left]  # a runner that says that all is well has not run them
+    return failed
+
+
+def run(command: Sequence[str], limit_s: float, cache: Path) -> int:
+    """Exit code of a command; 124 where it was not done in time."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests", ROOT))),
+        "OMP_NUM_THREADS": "4",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # captured collectives of NCCL hang on memory that is open to peers where they register it
+        "NCCL_GRAPH_REGISTER": "0",
+        # what is measured here stays here, and nothing measured before is used
+        "COUNTERPOINT_CACHE": str(cache),
     }
-    # what is measured here stays here, and nothing measured before is used
-    os.environ["COUNTERPOINT_CACHE"] = str(args.out / "cache")
-    if args.suite == "smoke":
-        del parts["hardware"]
-    if args.suite == "study":
-        parts = {name: parts[name] for name in STUDY}
-    else:
-        parts = {name: part for name, part in parts.items() if name not in STUDY}
-    if args.suite in REST:
-        parts = {"resources": parts["resources"]}
-    for name, (command, limit_s) in parts.items():
-        if name in args.only:
-            if name in rows:
-                if args.suite not in REST:
-                    rows[name].unlink(missing_ok=True)  # rows are appended
-                command = [*command, "--out", str(rows[name])]
-            start_s = time.monotonic()
-            code = _torchrun(num_gpus, command, limit_s, name in ("tests", "sharing", "resources"))
-            print(f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s")
-            if code:
-                return code
-    return 0
-
-
-def _torchrun(num_gpus: int, command: list[str], limit_s: int, sharing: bool) -> int:
-    # captured collectives of NCCL hang on memory that is open to peers where they register it
-    register = {"NCCL_GRAPH_REGISTER": "0"} if sharing else {}
-    environment = (
-        os.environ
-        | register
-        | {
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}:{ROOT / 'benchmarks'}",
-            "OMP_NUM_THREADS": "4",
-            "PYTHONUNBUFFERED": "1",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        }
-    )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher.append(f"--nproc-per-node={num_gpus}")
-    if command[0] == "-m":
-        launcher, command = [*launcher, "-m"], command[1:]
     # a session of its own, so that no rank outlives the launcher
-    process = subprocess.Popen([*launcher, *command], cwd=ROOT, env=environment,
-                               start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -138,6 +126,38 @@ def _torchrun(num_gpus: int, command: list[str], limit_s: int, sharing: bool) ->
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def main() -> int:
+    """0 where all parts passed, 1 where one did not, 2 where there are too few GPUs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--suite", choices=("short", TESTS, CHARACTERIZE, *SHORT_S), default="short"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
+    parser.add_argument("--gpus", type=int, default=0, help="how many; 0: all that are there")
+    args = parser.parse_args()
+
+    import torch
+
+    gpus = args.gpus or torch.cuda.device_count()
+    if gpus < 2:
+        print(f"make gpu: needs 2 GPUs or more, torch sees {gpus}; `counterpoint doctor` helps")
+        return 2
+    gpus = 8 if gpus >= 8 else 4 if gpus >= 4 else 2  # groups of 2, 4 and 8 ranks are measured
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    start_s, suite = time.monotonic(), args.suite
+    failed = run_separate(separate(suite, out, gpus), out / "cache")
+    more = ["--ranks", str(gpus), *(["--short"] if suite == "short" else [])]
+    tables = SHORT_S if suite == "short" else {suite: LONG_S} if suite in SHORT_S else {}
+    failed += run_tables(tables, more, out, out / "cache")
+    said = f"failed: {', '.join(failed)}" if failed else "all parts passed"
+    print(f"make gpu: {said}, in {time.monotonic() - start_s:.0f} s", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,94 +1,379 @@
-"""The overlap table: every plan of benchmarks/plans.py at every shape of benchmarks/shapes.py.
+"""Plans of all_gather_matmul and matmul_reduce_scatter against the libraries, at many rows and few.
 
-Run under torchrun, or by `make gpu`.
+Parts: compute (the matmul alone), communication (the library's collective alone), copy_engine (the
+same bytes as bare copies). Serial is the library's collective and torch.mm(out=), none of our code;
+torch_symm_mem is torch's fused operator. The others are ours: auto, every plan that it weighs, and
+"plan serial", what our host code costs around the libraries. All start from an ordinary tensor.
 """
 
-import argparse
-import faulthandler
-import os
-import time
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, geometric_mean, median
 
 import torch
-import torch.distributed as dist
-from plans import PLANS
+from torch import Tensor
 
-from counterpoint.measure import record
-from counterpoint.measure.compare import FIXED, Case, compare, profile_best
+import counterpoint as cp
+from benchmarks.choice import candidates, choice_of
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
+from benchmarks.pictures import Point, bars, scatter
+from benchmarks.rows import RESULTS, Row, Timed, taken
+from benchmarks.tables import Column, arm, by_machine, grid, ms, of_most, sizes, source, table, us
+from counterpoint.choose.known import SHIPPED, shipped
+from counterpoint.errors import InputError
+from counterpoint.machine import Machine
+from counterpoint.measure.draw import draw_timeline
 from counterpoint.measure.shapes import SHAPES
-from counterpoint.plan.direct import SPECS, refusal
-from counterpoint.plan.finer import FINER
+from counterpoint.measure.timing import relative_error
+from counterpoint.model.estimate import estimate, predicted_s
+from counterpoint.plan.families import build
+from counterpoint.plan.finer import NAMES as FINER
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import release_all
+from counterpoint.timeline import Timeline
 
-SMOKE = ("70B gate+up, 2048 tokens", "70B down, 2048 tokens")
-PICTURED = ("70B qkv", "70B down")
-FINELY = ("70B qkv", "70B gate+up", "70B o", "70B down")
-
-
-def main() -> None:
-    """Write the rows; rank 0 prints a line for each shape."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=("smoke", "full"), default="full")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ops", nargs="*", default=list(SHAPES))
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(290, exit=True)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    start_s = time.monotonic()
-    for op in args.ops:
-        for layer, (m, n, k) in SHAPES[op].items():
-            if args.suite == "smoke" and layer not in SMOKE:
-                continue
-            # those finer than shards are timed where four shapes show what they cost
-            chosen = tuple(spec for spec in PLANS[op, ranks][1:]
-                           if layer in FINELY or spec.split()[0] not in FINER)  # fmt: skip
-            chosen = chosen[:6] if args.suite == "smoke" else chosen
-            problem = Problem(op, m, n, k, ranks)
-            chosen += tuple(spec for spec in SPECS if not refusal(problem, spec))
-            case = Case(op, m, n, k, layer)
-            rows = compare(case, chosen, group=group, device=device)
-            if rank == 0:
-                record.append(args.out, rows)
-                print(_line(rows), f"[{time.monotonic() - start_s:.0f} s]", flush=True)
-            if layer in PICTURED and args.suite == "full":
-                timeline = profile_best(case, rows, group=group, device=device)
-                if rank == 0:
-                    path = args.out.parent / f"timeline-{ranks}x-{op}.json"
-                    path.write_text(timeline.to_json())
-            torch.cuda.empty_cache()
-    release_all()
-    dist.destroy_process_group()
+PARTS = ("compute", "communication", "copy_engine")
+PEER = "torch_symm_mem"
+# arms that are not one of the plans compared
+FIXED = (*PARTS, "serial", PEER, "auto", "plan serial")
+TOKENS = (64, 128, 256, 512, 1024)  # of few rows
+LAYERS = {"all_gather_matmul": {"70B qkv": (1280, 8192), "70B gate+up": (7168, 8192)},
+          "matmul_reduce_scatter": {"70B o": (8192, 1024), "70B down": (8192, 3584)}}  # fmt: skip
+SHORT = ("2048,7168,8192", "2048,8192,3584", "64,7168,8192", "64,8192,3584")
 
 
-def _line(rows: list[dict]) -> str:
-    graph = {r["arm"]: r["median_s"] for r in rows if r["mode"] == "graph"}
-    eager = {r["arm"]: r for r in rows if r["mode"] == "eager"}
-    ours = sorted((arm for arm in graph if arm not in FIXED), key=graph.__getitem__)
-    first = rows[0]
-    known = "  ".join(f"{arm} {graph[arm] * 1e3:.3f}" for arm in FIXED if arm in graph)
-    best = ", ".join(f"{arm} {graph[arm] * 1e3:.3f}" for arm in ours[:4])
-    hosts = ", ".join(
-        f"{arm} {r['median_s'] * 1e3:.3f}/{r['plain_eager_s'] * 1e3:.3f} "
-        f"host {r['host_s'] * 1e6:.0f}us"
-        for arm, r in eager.items()
+def case_of(op: str, m: int, n: int, k: int, layer: str = "") -> Case:
+    """One shape: M over all ranks, N and K of one rank."""
+    return Case(f"{op} {m},{n},{k}", {"op": op, "m": m, "n": n, "k": k, "layer": layer,
+                                      "dtype": "bfloat16"})  # fmt: skip
+
+
+def problem_of(facts: Case | Row, ranks: int) -> Problem:
+    """The problem of a case, or of a row."""
+    return Problem(facts["op"], facts["m"], facts["n"], facts["k"], ranks)
+
+
+def published(_: int) -> list[Case]:
+    """The shapes that we publish."""
+    return [case_of(op, *shape, layer) for op, layers in SHAPES.items()
+            for layer, shape in layers.items()]  # fmt: skip
+
+
+def few_rows(_: int) -> list[Case]:
+    """Layers of Llama-3-70B at few tokens."""
+    return [case_of(op, m, n, k, layer) for op, layers in LAYERS.items()
+            for layer, (n, k) in layers.items() for m in TOKENS]  # fmt: skip
+
+
+def own(shape: tuple[int, ...], _: int) -> list[Case]:
+    """Sizes of one's own, for both operators."""
+    m, n, k = shape
+    return [case_of(op, m, n, k) for op in ("all_gather_matmul", "matmul_reduce_scatter")]
+
+
+def arms(case: Case, bench: Bench) -> Arms:
+    """All arms of one shape."""
+    problem = problem_of(case, bench.ranks)
+    m, n, k, gathers = problem.m, problem.n, problem.k, problem.op == "all_gather_matmul"
+    weights = [bench.normal(n, k).t() for _ in range(bench.sets(2 * n * k))]
+    shard = m // bench.ranks
+    x = bench.normal(shard if gathers else m, k)
+    full = bench.empty(m, k if gathers else n)
+    y = bench.empty(m if gathers else shard, n)
+
+    def communicate(_: int) -> None:
+        if gathers:
+            all_gather(full, x, group=bench.group)
+        else:
+            bench.reduce_scatter(y, full)
+
+    def multiply(i: int) -> None:
+        left, product = (full, y) if gathers else (x, full)
+        torch.mm(left, weights[i % len(weights)], out=product)
+
+    def serial(i: int) -> Tensor:
+        for part in (communicate, multiply) if gathers else (multiply, communicate):
+            part(i)
+        return y
+
+    def ours(plan: str) -> Call:
+        op: Callable[..., Tensor] = getattr(cp, problem.op)
+        return lambda i: op(x, weights[i % len(weights)], group=bench.group, plan=plan)
+
+    choice, specs = choice_of(problem, bench), candidates(problem, bench)
+    calls: dict[str, Call | str] = {
+        "compute": multiply, "communication": communicate,
+        "copy_engine": bench.pushes(x if gathers else y), "serial": serial,
+        PEER: _torch_fused(gathers, x, weights, bench), "plan serial": ours("serial"),
+    }  # fmt: skip
+    calls |= {plan: ours(plan) for plan in ("auto", *specs)}
+    about: dict[str, Row] = {}
+    if choice is not None:
+        about = {c.spec: {"predicted_s": c.seconds} for c in choice.table if c.spec in calls}
+        tiles = [[*sizes_, *tile] for sizes_, tile in choice.tiles.items()]
+        about["auto"] = {"pick": choice.spec, "bounds_s": [choice.compute_s, choice.comm_s],
+                         "predicted_s": choice.seconds, "tiles": tiles}  # fmt: skip
+    sample = bench.sample(m)
+    left = bench.whole(x) if gathers else x
+    want = left[sample].double() @ weights[0].double()
+    if not gathers:
+        bench.summed(want)
+        mine = (sample // shard) == bench.rank
+        want, sample = want[mine], sample[mine] - bench.rank * shard
+
+    def check(_: str, got: Tensor) -> list[float]:
+        return [relative_error(got[sample], want) if len(want) else 0.0]
+
+    return Arms(calls, check, parts=PARTS, outputs=(y,), sets=len(weights), about=about,
+                nan_bytes=4 * y.numel())  # fmt: skip
+
+
+def _torch_fused(gathers: bool, x: Tensor, weights: Sequence[Tensor], bench: Bench) -> Call | str:
+    if not bench.on_gpu:
+        return "torch's fused operators need GPUs"
+    ops, name = torch.ops.symm_mem, bench.group.group_name
+    if gathers:
+        return lambda i: ops.fused_all_gather_matmul(
+            x, [weights[i % len(weights)]], 0, name, return_A=False
+        )[1][0]  # fmt: skip
+    return lambda i: ops.fused_matmul_reduce_scatter(
+        x, weights[i % len(weights)], "sum", 0, name
+    )  # fmt: skip
+
+
+def moved(case: Case, ranks: int) -> int:
+    """Bytes that a rank gets."""
+    return problem_of(case, ranks).link_bytes
+
+
+# ---- what is said of the rows
+
+
+def shapes_of(rows: Sequence[Row]) -> list[Timed]:
+    """The cases of rows."""
+    return taken(rows, "op", "m", "n", "k")
+
+
+def ideal_s(case: Timed) -> float:
+    """The longer of compute and the faster of both transports, each alone."""
+    return max(case.s("compute"), case.s(case.fastest(("communication", "copy_engine"))))
+
+
+def best(case: Timed) -> str:
+    """The fastest of our plans."""
+    return case.fastest(name for name in case.main if name not in FIXED)
+
+
+def hidden(case: Timed) -> str:
+    """The share of what could be hidden that is, by auto."""
+    serial_s, auto_s = case.s("serial"), case.s("auto")
+    if case.graph["auto"]["pick"] == "serial":
+        return "-"
+    share = (serial_s - auto_s) / (serial_s - ideal_s(case))
+    return f"{share:.0%}" if serial_s > auto_s else "loses"
+
+
+HEAD = (Column("op", lambda c: c.head["op"]), sizes("m", "n", "k"))
+
+
+def columns(unit: Callable[[float], str]) -> list[Column]:
+    """Of graph replays."""
+    return [
+        *HEAD, arm("compute", unit, "matmul"), arm("communication", unit, "NCCL"),
+        arm("serial", unit), arm(PEER, unit, "torch symm_mem"), arm("auto", unit, bold=True),
+        Column("its plan", lambda c: c.graph["auto"]["pick"]),
+        Column("serial / auto", lambda c: f"**{c.s('serial') / c.s('auto'):.2f}**"),
+        Column("hidden", hidden),
+        Column("best plan measured", lambda c: f"{unit(c.s(best(c)))} {best(c)}"),
+    ]  # fmt: skip
+
+
+def main_table(rows: list[Row]) -> str:
+    """Every published shape."""
+    shapes = shapes_of(rows)
+    clocks = sorted(row["sm_clock_mhz"] for row in rows)
+    note = (
+        f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz. M over all ranks, N and K of one rank. "
+        "Milliseconds, medians of the slowest rank, graphs of several calls with weights in "
+        "rotation, all arms in one randomised rotation."
     )
-    ratio = graph["serial"] / graph[ours[0]]
-    shape = f"{first['op']} {first['m']},{first['n']},{first['k']}"
-    worst = f"worst {ours[-1]} {graph[ours[-1]] * 1e3:.3f}"
-    auto = next(r for r in rows if r["arm"] == "auto" and r["mode"] == "graph")
-    regret = graph["auto"] / graph[ours[0]] - 1
-    off = [r["predicted_s"] / r["median_s"] - 1 for r in rows
-           if r["mode"] == "graph" and r.get("predicted_s")]  # fmt: skip
-    pick = f"auto {auto['pick']} +{regret:.1%}, pairs {auto['serial_over_auto']}, predictions off "
-    pick += f"{sorted(map(abs, off))[len(off) // 2]:.1%}, worst {max(off, key=abs):+.1%}"
-    return f"{shape}: {known} | {ratio:.3f}x {best}\n    {worst} | {pick}\n    eager {hosts}"
+    return f"{table(columns(ms), shapes)}\n\n{source(rows[0], note)}"
 
 
-if __name__ == "__main__":
-    main()
+def points(shapes: Sequence[Timed], machine: Machine) -> list[Point]:
+    """Predicted by the constants as they are against measured, of serial and every plan."""
+    found: list[Point] = []
+    for case in shapes:
+        for name, row in case.graph.items():
+            if name == "serial" or name not in FIXED:
+                try:
+                    plan = build(problem_of(case.head, case.head["ranks"]), name, machine)
+                except InputError:  # the library has it no longer
+                    continue
+                label = f"{name}, {case.head['m']},{case.head['n']},{case.head['k']}"
+                found.append(Point(label, case.head["op"], predicted_s(plan, machine),
+                                   row["median_s"]))  # fmt: skip
+    return found
+
+
+def summary(rows: list[Row]) -> str:
+    """What the rows say together: against the peer, against the best, of the model."""
+    shapes, machine = shapes_of(rows), shipped(rows[0]["gpu"], rows[0]["ranks"])
+    assert machine is not None, "the library has measured costs of H200s"
+    plain = [{a: c.eager[a]["plain_eager_s"] for a in ("serial", PEER, "auto")} for c in shapes]
+    ratios = {
+        "serial / auto": [c.s("serial") / c.s("auto") for c in shapes],
+        "serial / auto, plain eager": [t["serial"] / t["auto"] for t in plain],
+        "torch symm_mem / auto": [c.s(PEER) / c.s("auto") for c in shapes],
+        "torch symm_mem / auto, plain eager": [t[PEER] / t["auto"] for t in plain],
+    }
+    lines = [f"- {name}: geometric mean {geometric_mean(each):.2f}, least {min(each):.2f}"
+             for name, each in ratios.items()]  # fmt: skip
+    regret = [c.s("auto") / c.s(best(c)) - 1 for c in shapes]
+    found = points(shapes, machine)
+    worst = max(found, key=lambda p: abs(p.error))
+    return "\n".join([
+        *lines,
+        f"- auto against the best plan measured beside it: {max(regret):.1%} slower at worst, "
+        f"{fmean(regret):.1%} in the mean",
+        f"- {len(found)} predictions: median error {median(abs(p.error) for p in found):.1%}, "
+        f"worst {worst.error:+.1%} ({worst.label})",
+    ])  # fmt: skip
+
+
+def eager_table(rows: list[Row]) -> str:
+    """Single calls: GPU time behind a backlog, with the host's time in it, and the host's alone."""
+    lines = [
+        [case.head["op"], sizes("m", "n", "k").cell(case), name, ms(row["median_s"]),
+         ms(row["plain_eager_s"]), us(row["host_s"], 0)]
+        for case in shapes_of(rows) for name, row in case.eager.items()
+    ]  # fmt: skip
+    return grid(
+        ["op", "M, N, K", "arm", "behind a backlog", "plain eager", "host us a call"], lines
+    )
+
+
+def all_results(found: Mapping[int, list[Row]]) -> str:
+    """docs/results.md."""
+    return "\n\n".join(
+        f"## {ranks} GPUs\n\n{main_table(rows)}\n\n{summary(rows)}\n\nEager, milliseconds:\n\n"
+        f"{eager_table(rows)}" for ranks, rows in found.items()
+    )  # fmt: skip
+
+
+def finer(rows: list[Row]) -> str:
+    """The families finer than shards beside the best of the others."""
+    shapes = [c for c in shapes_of(rows) if all(f"{family} ring" in c for family in FINER)]
+    others = [
+        Column(
+            kind, lambda c, kind=kind: ms(c.s(c.fastest(a for a in c.main if a.startswith(kind))))
+        )
+        for kind in ("shard_p2p", "graded")
+    ]
+    some = [
+        *HEAD,
+        arm("serial", ms),
+        *others,
+        *(arm(f"{f} ring", ms, f"`{f}`") for f in FINER),
+    ]
+    note = "Milliseconds, in a graph, all in one rotation."
+    return f"{table(some, shapes)}\n\n{source(rows[0], note)}" if shapes else ""
+
+
+def few_rows_table(rows: list[Row]) -> str:
+    """64 to 1024 tokens."""
+    shapes = shapes_of(rows)
+    more = [
+        Column(
+            "eager behind a backlog", lambda c: f"{_eager(c, 'serial') / _eager(c, 'auto'):.2f}"
+        ),
+        Column("plain eager", lambda c: f"{_plain(c):.2f}"),
+    ]
+    some = [column for column in columns(us) if column.head != "hidden"]
+    graph, eager = [c.s("serial") / c.s("auto") for c in shapes], [_plain(c) for c in shapes]
+    note = (
+        f"serial / auto, geometric mean of {len(shapes)} shapes: {geometric_mean(graph):.2f} in a "
+        f"graph (least {min(graph):.2f}), {geometric_mean(eager):.2f} plain eager (least "
+        f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
+        "in rotation."
+    )
+    return f"{table([*some, *more], shapes)}\n\n{source(rows[0], note)}"
+
+
+def few_rows_line(rows: list[Row]) -> str:
+    """One sentence for the README."""
+    shapes = shapes_of(rows)
+    graph = geometric_mean(c.s("auto") / c.s("serial") for c in shapes)
+    eager = 1 / geometric_mean(_plain(c) for c in shapes)
+    return (
+        f"At 64 to 1024 tokens ({rows[0]['ranks']}x H200, Llama-3-70B layers) the other two "
+        f"operators take {graph:.2f} of the time of serial in a graph, {eager:.2f} eagerly with "
+        "the host's time in it."
+    )
+
+
+def _eager(case: Timed, name: str) -> float:
+    return case.eager[name]["median_s"]
+
+
+def _plain(case: Timed) -> float:
+    """serial / auto of single calls with the host's time in them."""
+    if pair := case.eager["auto"].get("baseline_over_arm"):
+        return pair[0] if case.head["table"] == "few rows" else _ratio(case)
+    return _ratio(case)
+
+
+def _ratio(case: Timed) -> float:
+    return case.eager["serial"]["plain_eager_s"] / case.eager["auto"]["plain_eager_s"]
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Bars, predictions, and timelines, of the most GPUs."""
+    ranks, rows = next(iter(found.items()))
+    shapes, machine, h = shapes_of(rows), shipped(rows[0]["gpu"], ranks), rows[0]
+    assert machine is not None, "the library has measured costs of H200s"
+    where = f"{ranks}x {h['gpu']}, bf16, {h['date']}"
+    bars({f"{c.head['op']}\n{sizes('m', 'n', 'k').cell(c)}":
+          {"serial": c.s("serial"), "counterpoint": c.s("auto"),
+           "ideal: the longer of compute and communication": ideal_s(c)} for c in shapes},
+         images / "overlap.png", title='Time of one call, serial against plan="auto"',
+         source=f"{where}; serial is NCCL + cuBLAS")  # fmt: skip
+    scatter(points(shapes, machine), images / "model.png", title="Predicted against measured",
+            source=f"{where}, graphs; constants fitted to other shapes")  # fmt: skip
+    for path in sorted(RESULTS.glob("timeline-*.json")):
+        measured = Timeline.from_json(path.read_text())
+        match = re.fullmatch(r"(\w+) ([\d, ]+): (.+)", measured.title)
+        assert match is not None, f"{path}: its title names no plan"
+        op, shape, spec = match.groups()
+        m, n, k = map(int, shape.split(","))
+        (file,) = SHIPPED.glob(f"*-{path.stem.split('-')[1][:-1]}.json")
+        there = Machine.from_json(json.dumps(json.loads(file.read_text())["machine"]))
+        plan = build(problem_of({"op": op, "m": m, "n": n, "k": k}, there.num_devices), spec, there)
+        draw_timeline(
+            measured, images / f"{path.stem}.png", beside=estimate(plan, there), width_in=9
+        )
+
+
+COMMON = {
+    "arms": arms,
+    "moved": moved,
+    "own": own,
+    "eager": ("serial", PEER, "auto", "plan serial"),
+    "short": lambda case: case.name.split()[1] in SHORT,
+}
+OVERLAP = Benchmark(
+    "overlap", published, unit="ms", soak_s=0.7, pictures=pictures,
+    sections=(
+        Section("README.md", "table", of_most(main_table)),
+        Section("docs/results.md", "results", all_results),
+        Section("docs/losses.md", "finer", of_most(finer)),
+    ), **COMMON,
+)  # fmt: skip
+FEW_ROWS = Benchmark(
+    "few_rows", few_rows, rounds=25, soak_s=0.1,
+    sections=(
+        Section("docs/fused.md", "few-rows", by_machine(few_rows_table)),
+        Section("README.md", "few-rows", of_most(few_rows_line)),
+    ), **COMMON,
+)  # fmt: skip

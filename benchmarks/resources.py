@@ -1,91 +1,223 @@
-"""The paper's experiment on all pairs: rows for docs/sharing.md. Run by gpu_suite.py.
+"""How a GEMM and a collective in a loop share the GPU: each control by itself, and all as tuned.
 
-`counterpoint bench resources` is the same for a user's own look.
+Every arm is checked, searched for and timed; loop.py has the loop. The bounds, the GEMM and the
+collective alone, are of the same rotation. `counterpoint.resources.tune` is what users call.
 """
 
-import argparse
 import os
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from benchmarks.declare import Bench, Benchmark, Case
+from benchmarks.energy import energy_of
+from benchmarks.loop import (
+    COLLECTIVE_BYTES,
+    KERNELS,
+    NUM_ITERATIONS,
+    Loop,
+    Pair,
+    build,
+    ideal_s,
+    pairs,
+)
+from benchmarks.rows import Row
+from benchmarks.sharing import SECTIONS, TUNED, TUNED_SM, pictures
+from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.measure import settings
+from counterpoint.measure.timing import Times, rotate
+from counterpoint.resources import Controls, Space, tune
+from counterpoint.resources.controls import OFF, SEQUENTIAL, Mode
+from counterpoint.resources.stages import Compute
+from counterpoint.resources.transport import carriers
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import triton_footprint
+from counterpoint.runtime.occupancy import occupancy
 
-from counterpoint.cli.launch import nccl_group
-from counterpoint.measure import record
-from counterpoint.measure.loop import Pair, build, pairs
-from counterpoint.measure.loop_arms import measure
-from counterpoint.measure.tune_resources import tune
-from counterpoint.resources.controls import Mode
-
-GRAPH: tuple[Mode, ...] = ("graph",)
-BOTH: tuple[Mode, ...] = ("graph", "eager")
-QUICK = pairs(["cuBLAS", "64x64x32"], ["cb"])
-LONG = pairs(["cuBLAS"], ["mb"])  # 50 ms a loop
-REST = [pair for kernel in ("64x64x32", "128x256x64", "64x64x64", "128x128x64")
-        for pair in pairs([kernel]) if pair not in QUICK]  # fmt: skip
-SUITES: dict[str, list[tuple[Pair, tuple[Mode, ...]]]] = {
-    "smoke": [(pair, BOTH) for pair in pairs(["cuBLAS"], ["cb"])],
-    "full": [(pair, GRAPH) for pair in QUICK],
-    # with those of full, all pairs that have bars
-    "loops": [*((pair, ("eager",)) for pair in QUICK), *((pair, GRAPH) for pair in LONG)],
-    # memory-bound ones of Triton last: 100 ms a loop
-    "slow": [*((pair, ("eager",)) for pair in LONG),
-             *((pair, GRAPH) for pair in sorted(REST, key=lambda pair: pair.gemm))],
-}  # fmt: skip
+SHORT_SCALE = 8  # of M and of the collective
+SWEEP_ROUNDS = 3
 
 
-def main() -> None:
-    """Time the pairs; rank 0 writes rows and prints what was tuned."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=SUITES, default="full")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--decisions", type=int, default=0, help="searches of the first pair")
-    args = parser.parse_args()
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    wanted = SUITES[args.suite]
+def cases(_: int) -> list[Case]:
+    """The paper's pairs in a graph, those of cuBLAS also call by call."""
+    found: list[Case] = []
+    for pair in pairs(KERNELS):
+        modes: tuple[Mode, ...] = ("graph", "eager") if pair.kernel == "cuBLAS" else ("graph",)
+        found += [Case(f"{pair.label}, {mode}", {
+            "pair": pair.label, "gemm": pair.gemm, "kernel": pair.kernel,
+            "collective": pair.collective, "mode": mode}) for mode in modes]  # fmt: skip
+    return found
+
+
+def rows_of(case: Case, bench: Bench) -> list[Row]:
+    """Every arm of a pair in one mode; seconds are for all iterations."""
+    scale = SHORT_SCALE if bench.short else 1
+    pair, mode = Pair(case["gemm"], case["kernel"], case["collective"], scale), case["mode"]
+    bench.say("setting up")
+    loop = build(pair, bench)
+    heavy = pair.gemm == "mb" and pair.kernel != "cuBLAS"  # 100 ms and more
+    rounds = bench.rounds or (5 if heavy or bench.short else 15)
+    space = settings.space_of(loop.pipeline, mode)
+    arms, search_s = searched(loop, mode, space, 5.0 if bench.short else 20.0, bench)
+    rows: list[Row] = []
+    with settings.Bench(loop.pipeline, mode) as able:
+        shaped: dict[str, Controls] = {}
+        if mode == "graph" and space.blocks_per_sm and not bench.short:
+            bench.say("shapes")
+            rows, shaped = sweep(able, space.blocks_per_sm, unshaped(loop))
+        arms = fixed_arms(pair, space.blocks_per_sm) | shaped | arms
+        bench.say(f"{len(arms)} arms")
+        rows += timed(pair.label, loop, able, arms, rounds, bench)
+        if mode == "graph" and pair.kernel == "cuBLAS":
+            add_energy(able, rows, bench)
+        rows += [{"arm": spec, "refused": why} for spec, why in able.refused.items()]
+    facts = {"iterations": NUM_ITERATIONS, "scale": scale, "search_s": search_s,
+             "collective_bytes": COLLECTIVE_BYTES // scale,
+             "nccl_graph_register": os.environ.get("NCCL_GRAPH_REGISTER") != "0"}  # fmt: skip
+    return [row | facts for row in rows]
+
+
+def fixed_arms(pair: Pair, blocks_per_sm: Sequence[int]) -> dict[str, Controls]:
+    """Each control by itself; those of shaping need a kernel that can be shaped."""
+    wide = pair.gemm == "mb"
+    arms = {
+        "sequential": SEQUENTIAL,
+        "plain overlap": OFF,
+        "priority": Controls(priority=True),
+        "order": Controls(delay_s=5e-6),
+        "transport": Controls(transport="copy_engine"),
+    }
+    if pair.kernel == "cuBLAS":
+        arms["granularity"] = Controls(pieces=14 if wide else 4, along="n" if wide else "m")
+        arms["budget"] = Controls(max_ctas=16)
+        arms["budget of the matmul"] = Controls(num_sms=112)
+    if blocks_per_sm:
+        arms["carve-out only"] = Controls(carve_out=True)
+        arms["carve-out, priority"] = Controls(carve_out=True, priority=True)
+    return arms
+
+
+def searched(
+    loop: Loop, mode: Mode, space: Space, budget_s: float, bench: Bench
+) -> tuple[dict[str, Controls], float]:
+    """What a search finds, and another one that keeps the library's collectives; its seconds."""
+
+    def find(name: str, some: Space) -> Controls:
+        with tune(loop.pipeline, mode=mode, budget_s=budget_s, space=some, remember=False) as tuned:
+            bench.say(f"{name}: {tuned.explain()}")
+            return tuned.controls
+
     start_s = time.monotonic()
-    with nccl_group() as (group, device):
-
-        def progress(text: str) -> None:
-            if group.rank() == 0:
-                print(f"{time.monotonic() - start_s:5.0f} s  {text}", flush=True)
-
-        if args.decisions:
-            rows = decisions(wanted[0][0], args.decisions, group, device)
-            if group.rank() == 0:
-                record.append(args.out, rows)
-        for pair, modes in wanted:
-            heavy = pair.gemm == "mb" and pair.kernel != "cuBLAS"  # 100 ms and more
-            rows, text = measure(
-                pair, group=group, device=device, rounds=5 if heavy else 15,
-                budget_s=12.0 if heavy else 20.0, soak_s=1.0,
-                modes=modes,
-                energy=pair.kernel == "cuBLAS",
-                progress=lambda text, pair=pair: progress(f"{pair.label}: {text}"),
-            )  # fmt: skip
-            if group.rank() == 0:
-                print(text, flush=True)
-                record.append(args.out, rows)
+    best = find(TUNED, space)
+    search_s = time.monotonic() - start_s
+    if mode == "eager":
+        return {TUNED: best}, search_s
+    kept = best if best.transport == "sm" else find(TUNED_SM, replace(space, transports=()))
+    return {TUNED: best, TUNED_SM: kept}, search_s
 
 
-def decisions(
-    pair: Pair, count: int, group: dist.ProcessGroup, device: torch.device
-) -> list[dict[str, Any]]:
-    """What that many searches decide, one after the other, and how long each takes."""
-    facts = {"table": "decisions", "pair": pair.label, "ranks": group.size()}
-    facts |= record.environment()
-    pipeline = build(pair, group, device).pipeline
-    rows: list[dict[str, Any]] = []
-    for _ in range(count):
-        start_s = time.monotonic()
-        with tune(pipeline, remember=False) as tuned:
-            seconds = tuned.found.arm(tuned.controls).seconds
-            row = {"controls": tuned.controls.spec, "why": tuned.found.why, "median_s": seconds}
-        rows.append(row | {"search_s": time.monotonic() - start_s} | facts)
-    return rows
+def timed(
+    label: str,
+    loop: Loop,
+    able: settings.Bench,
+    arms: dict[str, Controls],
+    rounds: int,
+    bench: Bench,
+) -> list[Row]:
+    """Arms and parts in one rotation, each arm with its error and the bounds of the same rounds.
+
+    Raises:
+        CounterpointError: an arm is off by more than twice what the sequential one is.
+    """
+    had = {name: controls for name, controls in arms.items() if able.able(controls)}
+    some = {controls.spec: controls for controls in had.values()}
+    errors: dict[str, float] = {}
+    for spec, controls in sorted(some.items(), key=lambda item: item[0] != SEQUENTIAL.spec):
+        with able.holding(spec):
+            errors[spec] = loop.check(able.call(controls))
+        if not errors[spec] <= min(2 * errors[SEQUENTIAL.spec], 1e-2):
+            raise CounterpointError(
+                f"{label}, {spec} ({able.mode}): off by {errors[spec]:.2e} against fp64"
+            )
+    parts: dict[str, Callable[[], object]] = {"gemm": loop.gemm}
+    parts |= {by: carriers(loop.pipeline, by)[0] for by in ("sm", "copy_engine")}
+
+    def around(name: str) -> AbstractContextManager[object]:
+        return able.holding(name) if name in some else nullcontext()
+
+    times = rotate({spec: able.call(controls) for spec, controls in some.items()} | parts,
+                   group=bench.group, device=bench.device, rounds=rounds,
+                   soak_s=0.2 if bench.short else 1.0, around=around)  # fmt: skip
+    gemm_s, sm_s, copies_s = (times[name].median_s for name in parts)
+    bounds = {
+        "gemm_s": gemm_s, "comm_sm_s": sm_s, "comm_copy_engine_s": copies_s,
+        "ideal_s": ideal_s(gemm_s, min(sm_s, copies_s)), "ideal_sm_s": ideal_s(gemm_s, sm_s),
+    }  # fmt: skip
+    return [
+        _row(name, controls, times, errors[controls.spec]) | bounds
+        for name, controls in had.items()
+    ]
 
 
-if __name__ == "__main__":
-    main()
+def _row(name: str, controls: Controls, times: dict[str, Times], error: float) -> Row:
+    t = times[controls.spec]
+    return {
+        "arm": name, "controls": controls.spec, "median_s": t.median_s, "p20_s": t.quantile_s(2),
+        "p80_s": t.quantile_s(8), "skew_s": t.skew_s, "rounds": len(t.rounds_s), "error": error,
+        "sm_clock_mhz": t.clock_mhz, "baseline_over_arm": t.ratio_of(times[OFF.spec]),
+    }  # fmt: skip
+
+
+def add_energy(able: settings.Bench, rows: list[Row], bench: Bench) -> None:
+    """Energy and clock of each arm, where NVML is there; arms may have the same setting."""
+    used: dict[str, Row] = {}
+    for row in (row for row in rows if "controls" in row and row["arm"] != "shapes"):
+        spec = row["controls"]
+        try:
+            with able.holding(spec):
+                call = able.call(Controls.parse(spec))
+                found = used.get(spec) or energy_of(call, row["median_s"], bench)
+        except UnsupportedError as error:
+            bench.say(f"without energy: {error}")
+            return
+        row |= used.setdefault(spec, found)
+
+
+def unshaped(loop: Loop) -> int:
+    """Resident blocks per SM of the loop's kernel as it is."""
+    (kernel,) = {k for s in loop.pipeline.stages if isinstance(s, Compute) for k in s.kernels}
+    return occupancy(triton_footprint(kernel), limits_here(loop.pipeline.device)).blocks
+
+
+def sweep(
+    able: settings.Bench, blocks_per_sm: Sequence[int], most: int
+) -> tuple[list[Row], dict[str, Controls]]:
+    """Times at every number of blocks per SM, and the best of them as arms; 0: as many as fit."""
+    some = {(blocks, urgent): Controls(blocks_per_sm=blocks or None, priority=urgent)
+            for urgent in (False, True) for blocks in (0, *blocks_per_sm)}  # fmt: skip
+    rounds = able.rounds([SEQUENTIAL, *some.values()], SWEEP_ROUNDS, soak_s=1.0)
+    found = {key: Times(rounds[controls], 0.0) for key, controls in some.items()}
+    sequential, rows = Times(rounds[SEQUENTIAL], 0.0), list[dict[str, Any]]()
+    for (blocks, urgent), times in found.items():
+        rows.append({
+            "arm": "shapes", "controls": some[blocks, urgent].spec, "priority": urgent,
+            "blocks_per_sm": blocks or most, "unshaped": not blocks,
+            "median_s": times.median_s, "time_ratio": 1 / times.ratio_of(sequential)[0],
+            "rounds": SWEEP_ROUNDS,
+        })  # fmt: skip
+    arms: dict[str, Controls] = {}
+    for name, urgent in (("shaping", False), ("shaping, priority", True)):
+        best = min(
+            (key for key in some if key[0] and key[1] == urgent), key=lambda k: found[k].median_s
+        )
+        arms[name] = some[best]
+    return rows, arms
+
+
+RESOURCES = Benchmark(
+    "resources", cases, rows=rows_of, unit="ms", sections=SECTIONS, pictures=pictures,
+    short=lambda case: case.name == "cb cuBLAS + all-to-all, graph",
+    moved=lambda *_: COLLECTIVE_BYTES,
+)  # fmt: skip

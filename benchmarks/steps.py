@@ -1,122 +1,292 @@
-"""Whole steps: a DLRM and layers of experts, forward and backward, fused and unfused.
+"""Whole steps, forward and backward: a DLRM and layers of experts, fused and unfused.
 
-    torchrun --nproc-per-node=2 benchmarks/steps.py --out FILE.jsonl
+DLRM, the model of examples/05_dlrm.py (all but its tables is the same code; no optimizer):
 
-steps_dlrm.py and steps_experts.py say what each way is. Every way is checked against fp64 first:
-losses, results and gradients. Calls are eager, batches in rotation; the host is some 15 ms ahead
-when an arm begins, so that what it takes to enqueue a step shows only where an arm waits for the
-GPU. Beside each: its compute alone and its communication alone, the shorter of which is what hiding
-can save at most.
-"""
+    fused    bags and their all-to-all in one kernel, into outputs of their own
+    torch    a torch.nn.EmbeddingBag for each table, all_to_all_single, cat
+    lookup   our batched lookup and its gradient (`plan="serial"`), all_to_all_single, cat
 
-import argparse
-import faulthandler
-import gc
-import time
-from collections.abc import Callable
-from functools import partial
+Experts, of tokens whose experts are known:
+
+    fused          cnn.ExpertParallelMLP, counts on the device: the host waits for nothing
+    fused, host    the same, counts that the host waits for at each call, as plan="auto" has it
+    serial         the same with plan="serial": the libraries, and our passes between them
+    torch          all_to_all_single, grouped matmuls, permutations by index_select, bmm
+    torch, counts  the same, counts that the host has known before: no wait, no exchange of them
+
+Calls are single, batches take turns; the host is some 15 ms ahead when an arm begins, so that what
+it takes to enqueue a step shows only where an arm waits for the GPU. Beside each: its compute alone
+and its communication alone, the shorter of which is what hiding can save at most."""
+
+import copy
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
-import steps_dlrm
-import steps_experts
 import torch
-import torch.distributed as dist
-from experts_layer import MODELS
-from steps_dlrm import Steps, dlrm
+from torch import Tensor, nn
 
-import counterpoint as cp
-from counterpoint.cli.launch import nccl_group
-from counterpoint.measure import record
-from counterpoint.measure.timing import Times, rotate
+import counterpoint.nn as cnn
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.experts import MODELS, Model
+from benchmarks.pictures import dots
+from benchmarks.rows import Row, Timed, taken
+from benchmarks.steps_experts import experts_arms
+from benchmarks.tables import grid, ms, source
+from counterpoint.measure.timing import relative_error
 
-BATCHES = (16384, 65536)  # samples of all ranks
-TOKENS = (1024, 4096)  # of a rank
-ROUNDS = 11
-BACKLOG_CYCLES = 30_000_000
-LIMIT_S = 170
-
-
-def cases(
-    device: torch.device, group: dist.ProcessGroup, *, smoke: bool
-) -> dict[str, Callable[[], Steps]]:
-    """What makes each case, by the name of its line."""
-    found: dict[str, Callable[[], Steps]] = {}
-    for batch in BATCHES[:1] if smoke else BATCHES:
-        sizes = dlrm.LARGE._replace(batch=batch)
-        found[f"DLRM, {batch} samples"] = partial(
-            steps_dlrm.made, sizes, torch.bfloat16, device, group
-        )
-    for model in MODELS[1:2] if smoke else MODELS:
-        for tokens in TOKENS[:1] if smoke else TOKENS:
-            found[f"{model.name}, {tokens} tokens a rank"] = partial(
-                steps_experts.made, model, tokens, torch.bfloat16, device, group
-            )
-    return found
+DLRM, BOTH = "DLRM-DCNv2", "forward + backward"
+SETS = 3  # batches in rotation
+EXACT = 2**-9  # a relative error as small as that is of rounding to bf16 alone
+# in the order of columns; those that are not ours
+UNFUSED = {DLRM: ("torch", "lookup"), "experts": ("torch", "torch, counts", "serial")}
+OURS = {DLRM: ("fused",), "experts": ("fused, host", "fused")}
 
 
-def measured(steps: Steps, group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of all arms, in one rotation; equal on all ranks."""
-    calls = dict.fromkeys(steps.arms, 0)
-
-    def turn(arm: tuple[str, str]) -> Callable[[], object]:
-        def run() -> object:
-            calls[arm] += 1
-            return steps.arms[arm](calls[arm])
-
-        return run
-
-    names = {", by ".join(arm): arm for arm in steps.arms}
-    times = rotate({name: turn(arm) for name, arm in names.items()}, group=group, device=device,
-                   rounds=ROUNDS, soak_s=0.2, backlog_cycles=BACKLOG_CYCLES)  # fmt: skip
-    cp.check(group)
-    clock = record.sm_clock_mhz()
-    return rows_of(steps, {arm: times[name] for name, arm in names.items()}, group.size(), clock)
+def loaded() -> Any:
+    """The example as a module: its name begins with a digit."""
+    path = Path(__file__).resolve().parent.parent / "examples" / "05_dlrm.py"
+    spec = importlib.util.spec_from_file_location("dlrm", path)
+    assert spec is not None and spec.loader is not None, f"no {path}"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def rows_of(
-    steps: Steps, times: dict[tuple[str, str], Times], ranks: int, clock_mhz: int
-) -> list[dict[str, Any]]:
-    """A row for each arm."""
-    facts = {"table": "steps", "ranks": ranks, "dtype": "bfloat16", "sm_clock_mhz": clock_mhz}
-    facts |= steps.facts | record.environment()
-    return [
-        {"what": what, "way": way, "median_s": t.median_s, "p20_s": t.quantile_s(2),
-         "p80_s": t.quantile_s(8), "skew_s": t.skew_s, "rounds": len(t.rounds_s),
-         "error": steps.errors.get(way), **facts}
-        for (what, way), t in times.items()
+def cases(_: int) -> list[Case]:
+    """Samples of all ranks; tokens of a rank."""
+    samples = [Case(f"DLRM, {n} samples", {"model": DLRM, "size": n}) for n in (16384, 65536)]
+    return samples + [
+        Case(f"{model.name}, {tokens} tokens a rank",
+             {"model": model.name, "size": tokens, **model._asdict()} | {"model": model.name})
+        for model in MODELS for tokens in (1024, 4096)
     ]  # fmt: skip
 
 
-def said(rows: list[dict[str, Any]]) -> str:
-    """One line: milliseconds of all arms."""
-    parts: dict[str, list[str]] = {}
-    for row in rows:
-        name = f"{row['way']} " if row["way"] else ""
-        parts.setdefault(row["what"], []).append(f"{name}{row['median_s'] * 1e3:.3f}")
-    return "; ".join(f"{what}: {', '.join(each)}" for what, each in parts.items())
+def arms(case: Case, bench: Bench) -> Arms:
+    """What is timed, each by the number of a batch, by "what, by way"."""
+    if case["model"] != DLRM:
+        model = Model(*(case[field] for field in ("name", *Model._fields[1:])))
+        return experts_arms(model, case["size"], torch.bfloat16, bench)
+    dlrm = loaded()
+    return dlrm_arms(dlrm, dlrm.LARGE._replace(batch=case["size"]), torch.bfloat16, bench)
 
 
-def main() -> None:
-    """Time all cases; rank 0 writes rows and says a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=("smoke", "full"), default="full")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="cases whose line begins so")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    start_s = time.monotonic()
-    with nccl_group() as (group, device):
-        for name, make in cases(device, group, smoke=args.suite == "smoke").items():
-            if not name.startswith(args.only):
-                continue
-            rows = measured(make(), group, device)
-            if group.rank() == 0:
-                record.append(args.out, rows)
-                print(f"{time.monotonic() - start_s:4.0f} s  {name}: {said(rows)}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
+def dlrm_tables(
+    dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench
+) -> tuple[cnn.ShardedEmbeddingBags, dict[str, nn.Module]]:
+    """The tables of this rank each way, with equal weights."""
+    owners, _ = dlrm.balanced(bench.ranks)
+    rows = [(min(n, s.rows), s.dim) for n in dlrm.ROWS]
+    plans = ("fused" if bench.on_gpu else "auto", "serial")
+    bags, serial = (
+        cnn.ShardedEmbeddingBags(rows, owners=owners, plan=plan, device=bench.device, dtype=dtype)
+        for plan in plans
+    )
+    for weight, other in zip(bags.weights, serial.weights, strict=True):
+        nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
+        other.data.copy_(weight.data)
+    return bags, {
+        "fused": dlrm.InOneCall(s, bags, bench.device),
+        "torch": dlrm.InThree(s, bags, bench.device),
+        "lookup": dlrm.InOneCall(s, serial, bench.device),
+    }
 
 
-if __name__ == "__main__":
-    main()
+def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
+    """The model three times, with equal weights.
+
+    Args:
+        dlrm: the example.
+        s: sizes, of its class.
+        dtype: of tables, and of activations by autocast.
+        bench: this rank.
+    """
+    torch.manual_seed(bench.rank)
+    bags, tables = dlrm_tables(dlrm, s, dtype, bench)
+    dense = dlrm.Dense(s).to(bench.device)
+    ways = {n: dlrm.Training(s, t, copy.deepcopy(dense), dtype) for n, t in tables.items()}
+    batches = [dlrm.batch_of(s, bags.own, seed, bench.device) for seed in range(SETS)]
+    first, torch_s = batches[0], dlrm.InThree(s, bags, bench.device)
+    exact = dlrm.Training(s, copy.deepcopy(torch_s).double(), copy.deepcopy(dense).double(),
+                          torch.float32)  # fmt: skip
+    exact.forward_backward(first._replace(features=first.features.double()))
+    want = gradients(exact)
+    with torch.no_grad():
+        pooled = torch_s.pooled(first.indices)
+
+    def alone(call: Callable[[Any], Tensor]) -> Call:
+        return torch.no_grad()(lambda i: call(batches[i % SETS]))
+
+    calls: dict[str, Call] = {
+        "pooling, by torch": alone(lambda b: torch_s.pooled(b.indices)),
+        "exchange": alone(lambda _: torch_s.exchanged(pooled)),
+    }
+    for name, way in ways.items():
+        calls |= {
+            f"tables, by {name}": alone(lambda b, way=way: way.tables(b.indices)),
+            f"forward, by {name}": alone(way.forward),
+            f"{BOTH}, by {name}": lambda i, way=way: way.forward_backward(batches[i % SETS]),
+        }
+
+    def check(name: str, _: Tensor) -> list[float]:
+        # each table by itself: one of few rows is little of the norm of all
+        found = gradients(ways[name.partition(", by ")[2]])
+        return [relative_error(a, b) for a, b in zip(found, want, strict=True)]
+
+    facts = {"batch": s.batch, "dim": s.dim, "rows": s.rows,
+             "pooled": dlrm.balanced(bench.ranks)[1],
+             "bottom": s.bottom, "cross": s.cross, "top": s.top, "sets": SETS}  # fmt: skip
+    return Arms(calls, check, baseline=f"{BOTH}, by torch", floor=2 * EXACT, limit=0.2, facts=facts,
+                parts=[name for name in calls if not name.startswith(BOTH)])  # fmt: skip
+
+
+def gradients(training: Any) -> list[Tensor]:
+    """Of each table, as many on all ranks, and of all else as one vector."""
+    dense = torch.cat([p.grad.flatten() for p in training.dense.parameters()])
+    tables = [p.grad for p in training.tables.parameters()]
+    # ranks have other numbers of tables; what they lack is not off
+    return [*tables, *[torch.ones(1, device=dense.device)] * (MOST_TABLES - len(tables)), dense]
+
+
+MOST_TABLES = 26
+
+
+# ---- what is said of the rows
+
+
+class Step:
+    """One step of one model at one size: what its ways take, and its two sides alone."""
+
+    def __init__(self, case: Timed, what: str) -> None:
+        self.head, self.what = case.head, what
+        self.kind = DLRM if case.head["model"] == DLRM else "experts"
+        split = {arm: arm.partition(", by ")[::2] for arm in case.main}
+        self.seconds = {way: case.s(arm) for arm, (w, way) in split.items() if w == what}
+        if self.kind == DLRM:
+            # the backward's all-to-all is not hidden: the bound is that of the forward
+            pooling = case.fastest(arm for arm, (w, _) in split.items() if w == "pooling")
+            sides = case.s(pooling), case.s("exchange")
+        else:
+            sides = case.s(f"matmuls, by {what}"), case.s(f"exchanges, by {what}")
+        self.compute_s, self.communication_s = sides
+        self.label = f"{case.head['model']}, {case.head['size']}, {what}"
+        self.bound_s = min(sides)  # what hiding saves at most
+        self.unfused_s = min(self.seconds[way] for way in UNFUSED[self.kind])
+        self.fused_s = self.seconds["fused"]
+
+    def over(self, way: str) -> float:
+        """Time of ours / time of that way, or of the fastest that is not ours."""
+        return self.fused_s / (self.seconds[way] if way else self.unfused_s)
+
+
+def steps_of(rows: Sequence[Row]) -> list[Step]:
+    """Their steps, in the order of the rows."""
+    return [
+        Step(case, what)
+        for case in taken(rows, "model", "size")
+        for what in ("tables", "forward", BOTH)
+        if f"{what}, by fused" in case
+    ]
+
+
+def _than(steps: Sequence[Step], way: str = "") -> str:
+    less = 1 - geometric_mean(s.over(way) for s in steps)
+    return f"{abs(less):.0%} {'less' if less >= 0 else 'more'}"
+
+
+def step_table(steps: Sequence[Step], kind: str) -> str:
+    """Milliseconds of every step."""
+    sides = ("pooling", "all-to-all, concat") if kind == DLRM else ("matmuls", "all-to-alls")
+    others = (*UNFUSED[kind], *OURS[kind][:-1])
+    head = [
+        f"model, {'samples' if kind == DLRM else 'tokens of a rank'}, step",
+        *others,
+        "**fused**",
+        "less than torch",
+        "than the fastest",
+        "saved",
+        *sides,
+        "saved / shorter",
+    ]
+    lines: list[list[str]] = []
+    for s in steps:
+        saved_s = s.unfused_s - s.fused_s
+        lines.append([
+            s.label, *(ms(s.seconds[way]) for way in others), f"**{ms(s.fused_s)}**",
+            f"{1 - s.over('torch'):.0%}", f"{1 - s.over(''):.0%}", ms(saved_s), ms(s.compute_s),
+            ms(s.communication_s), f"{saved_s / s.bound_s:.0%}",
+        ])  # fmt: skip
+    texts: list[str] = []
+    for what in dict.fromkeys(s.what for s in steps):
+        some = [s for s in steps if s.what == what]
+        worst = 1 - max(s.over("") for s in some)
+        texts.append(
+            f"{what} {_than(some, 'torch')} time than torch, {_than(some)} than the fastest "
+            f"that is not fused ({worst:.0%} less at worst)"
+        )
+    return f"{grid(head, lines)}\n\nGeometric means: {'; '.join(texts)}."
+
+
+def section(found: Mapping[int, list[Row]]) -> str:
+    """docs/training.md."""
+    parts = ["![whole steps](images/steps.png)"]
+    for ranks, rows in found.items():
+        parts.append(f"**{ranks} GPUs**")
+        steps = steps_of(rows)
+        for kind in UNFUSED:
+            if some := [s for s in steps if s.kind == kind]:
+                parts.append(step_table(some, kind))
+        note = (
+            "Milliseconds of the slowest rank, eager calls, all ways of a size in one randomised "
+            "rotation."
+        )
+        parts.append(source(rows[0], note))
+    return "\n\n".join(parts)
+
+
+def readme(found: Mapping[int, list[Row]]) -> str:
+    """A line, of the most GPUs."""
+    ranks, rows = next(iter(found.items()))
+    texts: list[str] = []
+    for kind, name in ((DLRM, "a DLRM"), ("experts", "a layer of experts with `max_rows=`")):
+        if some := [s for s in steps_of(rows) if s.kind == kind and s.what == BOTH]:
+            texts.append(
+                f"{name} {_than(some, 'torch')} time than with torch's own operators, "
+                f"{_than(some)} than the fastest that is not fused ({len(some)} sizes)"
+            )
+    return (f"[Whole steps](docs/training.md#whole-steps), forward and backward, on {ranks}x "
+            f"{rows[0]['gpu']}, in the mean: {'; '.join(texts)}.")  # fmt: skip
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """How much faster than the fastest that is not fused."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    ideals: dict[str, dict[str, float]] = {}
+    for ranks, rows in list(found.items())[:2]:
+        steps = [s for s in steps_of(rows) if s.what != "tables"]
+        panels[f"{ranks} GPUs"] = {
+            s.label: {"fused": 1 / s.over(""), "torch": s.unfused_s / s.seconds["torch"]}
+            for s in steps
+        }
+        ideals[f"{ranks} GPUs"] = {s.label: s.unfused_s / (s.unfused_s - s.bound_s) for s in steps}
+    h = next(iter(found.values()))[0]
+    dots(
+        panels,
+        ideals,
+        images / "steps.png",
+        title="Whole steps",
+        source=f"{h['gpu']}, bf16, {h['date']}; 1 is the fastest not fused, ideal hides the "
+        "shorter side",
+        label="fastest unfused / this (higher is better)",
+    )
+
+
+STEPS = Benchmark(
+    "steps", cases, arms, unit="ms", calls=0, rounds=11, every_eager=True, soak_s=0.2,
+    backlog_cycles=30_000_000, pictures=pictures,
+    short=lambda case: case.name in ("DLRM, 16384 samples", "Qwen3-235B, 1024 tokens a rank"),
+    sections=(Section("docs/training.md", "steps", section), Section("README.md", "steps", readme)),
+)  # fmt: skip

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel
-from counterpoint.runtime.embedding_layout import Facts, Layout, Way
+from counterpoint.problem import Problem
+
+OP = "embedding_bag_all_to_all"
 
 
 @dataclass
@@ -62,24 +63,13 @@ def pooled(bags: Bags, num_bags: int, *, mean: bool) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def expected(everyone: list[Bags], layout: Layout, rank: int, *, mean: bool) -> Tensor:
+def expected(everyone: list[Bags], p: Problem, rank: int, *, mean: bool) -> Tensor:
     """What `rank` gets of all ranks' bags, in fp64."""
-    start, stop = layout.starts[rank : rank + 2]
-    parts = [pooled(b, layout.num_bags, mean=mean)[start:stop] for b in everyone]
+    start, stop = p.row_starts[rank : rank + 2]
+    parts = [pooled(b, p.m, mean=mean)[start:stop] for b in everyone]
     return torch.cat(parts, 1)
 
 
-def facts_of(layout: Layout, bags: Bags, *, mean: bool) -> Facts:
-    weights = None if bags.weights is None else bags.weights.dtype
-    return Facts(layout, mean, weights, bags.indices.dtype, bags.offsets.dtype)
-
-
-def in_programs(num: int, launch: tuple[tuple[Any, ...], int, int], way: Way) -> None:
-    """Interpret the fused kernel in a grid of `num` programs, which have several tasks each.
-
-    Args:
-        launch: of `Sender.launch_of`.
-        way: the sender's.
-    """
-    kernel: Any = embedding_all_to_all_kernel
-    kernel[(num,)](*launch[0], num_warps=way.num_warps)
+def problem_of(dims: Any, batch: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Problem:
+    """Of tables with those columns on each rank, and so many bags of each."""
+    return Problem(OP, sum(batch), dtype=dtype, rows=batch, tables=dims, **more)  # type: ignore[arg-type]

@@ -1,9 +1,12 @@
 """What a launch of a fused kernel needs of each rank, in one process, between guards."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from counterpoint.plan.steps import Plan
 
 GUARD = 64  # elements on both sides that nobody may write to
 CANARY = 1234.0  # also in fp16
@@ -14,7 +17,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
     """As `FusedMemory`, of `num_bytes` of each kind: the ranks' memory is a tensor each."""
     kept = {
         name: [guarded(num_bytes // 4, fill) for _ in range(ranks)]
-        for name, fill in (("words", -0.0), ("tiles", 0.0), ("flags", 0.0))
+        for name, fill in (("words", -0.0), ("turns", 0.0), ("flags", 0.0))
     }
 
     def shared(rank: int) -> dict[str, Any]:
@@ -29,9 +32,12 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
 
     def workspace(rank: int) -> Any:
         group = SimpleNamespace(size=lambda: ranks)
-        return SimpleNamespace(group=group, rank=rank, timeout_s=1e6, device=torch.device("cpu"))
+        return SimpleNamespace(
+            group=group, rank=rank, timeout_s=1e6, device=torch.device("cpu"),
+            refuse_growth=lambda _: None,
+        )  # fmt: skip
 
-    return [
+    made = [
         SimpleNamespace(
             **shared(rank), kept=kept, workspace=workspace(rank),
             state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
@@ -39,6 +45,28 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
         )
         for rank in range(ranks)
     ]  # fmt: skip
+    for memory in made:
+        memory.workspace.fused = memory
+    return made
+
+
+def places_of(memory: Any, plan: Plan) -> Any:
+    """As `Places`, where each box is the operand of its buffer's name."""
+    return SimpleNamespace(
+        workspace=memory.workspace, plan=plan, of=lambda box: lambda operands: operands[box.buffer]
+    )
+
+
+def site_of(memory: Any, plan: Plan, **settings: int) -> Any:
+    """The one step of a fused plan on this rank, with other settings where they are given.
+
+    Args:
+        memory: of `memories`.
+    """
+    (step,) = plan.steps
+    args = tuple((name, settings.get(name, value)) for name, value in step.args)
+    bound = SimpleNamespace(step=replace(step, args=args))
+    return SimpleNamespace(bound=bound, places=places_of(memory, plan), tag=0)
 
 
 def guarded(count: int, fill: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,17 +7,20 @@ Legend: K and N of one rank, `rows` per rank, `inner` the dims between of a 3-D 
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.plan.steps import Plan
+from counterpoint.runtime import execute, launch
 
 NUM_ROUNDS = 6  # calls of one case on one workspace: reuse and epoch bugs show from the second on
 LATE_S = 2e-3
@@ -30,6 +33,18 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+@contextmanager
+def by_reference() -> Iterator[None]:
+    """What stands in for kernels runs, as on a user's CPU ranks; in the pool they are interpreted.
+
+    The interpreter multiplies no bf16.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch, execute):
+            patch.setattr(module, "INTERPRETED", False)
+        yield
+
+
 def world(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     group = group if group is not None else dist.group.WORLD
     assert group is not None
@@ -38,7 +53,10 @@ def world(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Case:
-    """One op, one plan, one shape. `rows` is of x's dim 0; `bits` must come out as they say."""
+    """One op, one plan, one shape. `rows` is of x's dim 0; `bits` must come out as they say.
+
+    Of matmul_all_reduce all ranks have all rows, and the same bias.
+    """
 
     op: str
     plan: str | Plan
@@ -62,6 +80,12 @@ class Case:
     def even(self) -> bool:
         return len(set(self.rows)) == 1
 
+    def kept_by(self, rank: int) -> slice:
+        """The rows of a sum over ranks that `rank` gets."""
+        if self.op == "matmul_all_reduce":
+            return slice(None)
+        return slice(self.starts[rank], self.starts[rank + 1])
+
     def __str__(self) -> str:
         plan = self.plan if isinstance(self.plan, str) else f"Plan({self.plan.spec})"
         dims = f"rows {self.rows} inner {self.inner} K {self.k} N {self.n}"
@@ -79,7 +103,7 @@ def operands(case: Case, rank: int, seed: int, dev: torch.device) -> Operands:
     """The arguments of `rank`, which any rank can make: random, of this rank and this seed."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
         values = torch.randn(*shape, generator=generator)
         if case.integers:
             values = torch.randint(-15, 16, shape, generator=generator).float()
@@ -93,7 +117,9 @@ def operands(case: Case, rank: int, seed: int, dev: torch.device) -> Operands:
         w = w.t().contiguous().t()
     if case.layout == "strided":
         x, w = with_gaps(x), with_gaps(w)
-    return Operands(x, w, normal(case.n) if case.bias else None)
+    if case.op == "matmul_all_reduce":
+        generator = torch.Generator().manual_seed(1000 * seed)
+    return Operands(x, w, normal(case.n, generator=generator) if case.bias else None)
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
@@ -105,9 +131,9 @@ def with_gaps(tensor: Tensor) -> Tensor:
 
 def call(case: Case, given: Operands, group: dist.ProcessGroup | None = None) -> Tensor:
     """The op under test."""
-    rows = None if case.even else case.rows
+    rows = {} if case.even or case.op == "matmul_all_reduce" else {"rows": case.rows}
     op = getattr(cp, case.op)
-    return op(given.x, given.w, bias=given.bias, plan=case.plan, rows=rows, group=group)
+    return op(given.x, given.w, bias=given.bias, plan=case.plan, group=group, **rows)
 
 
 def exact(case: Case, rank: int, everyone: Sequence[Operands]) -> Tensor:
@@ -118,7 +144,7 @@ def exact(case: Case, rank: int, everyone: Sequence[Operands]) -> Tensor:
     else:
         whole = sum(o.x.double() @ o.w.double() for o in everyone)
         assert isinstance(whole, Tensor)
-        want = whole[case.starts[rank] : case.starts[rank + 1]]
+        want = whole[case.kept_by(rank)]
     return want if mine.bias is None else want + mine.bias.double()
 
 
@@ -135,7 +161,7 @@ def serially(
     sums = torch.stack([plain_matmul(everyone[rank].x, everyone[rank].w, None)
                         for everyone in given])  # fmt: skip
     dist.all_reduce(sums, group=group)
-    rows = sums[:, case.starts[rank] : case.starts[rank + 1]]
+    rows = sums[:, case.kept_by(rank)]
     biases = [everyone[rank].bias for everyone in given]
     return [y if bias is None else y + bias for y, bias in zip(rows, biases, strict=True)]
 
@@ -202,6 +228,11 @@ def wrong(case: Case, group: dist.ProcessGroup | None = None, seed: int = 0) -> 
                 problems.append(f"call {turn}: not the bits of {case.bits} matmuls")
     if not torch.equal(results[0], results[-1]):
         problems.append("other bits at the second run")
+    if case.op == "matmul_all_reduce":
+        theirs = [torch.empty_like(results[0]) for _ in range(ranks)]
+        dist.all_gather(theirs, results[0], group=group)
+        if not all(torch.equal(results[0], other) for other in theirs):
+            problems.append("other bits than another rank")
     # over all calls and ranks, and with the rounding of the result that nobody is spared on top:
     # of a result of one cell, either can be lucky
     dist.all_reduce(squares, group=group)

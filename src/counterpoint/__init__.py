@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from counterpoint.choose.choice import Choice
     from counterpoint.choose.choose import choose
-    from counterpoint.choose.embedding import EmbeddingChoice
     from counterpoint.costs import Costs
-    from counterpoint.embedding_problem import EmbeddingProblem
     from counterpoint.errors import (
         CounterpointError,
         CounterpointWarning,
@@ -51,8 +49,6 @@ _HOME = {
     "Costs": "costs",
     "CounterpointError": "errors",
     "CounterpointWarning": "errors",
-    "EmbeddingChoice": "choose.embedding",
-    "EmbeddingProblem": "embedding_problem",
     "InputError": "errors",
     "Machine": "machine",
     "PeerTimeoutError": "errors",
@@ -87,8 +83,6 @@ __all__ = [
     "Costs",
     "CounterpointError",
     "CounterpointWarning",
-    "EmbeddingChoice",
-    "EmbeddingProblem",
     "InputError",
     "Machine",
     "PeerTimeoutError",

@@ -16,7 +16,10 @@ from typing import Any, Literal, Protocol, get_args
 from counterpoint.errors import InputError
 
 DType = Literal["bfloat16", "float16", "float32"]
-ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
+Counts = Literal["equal", "host", "device"]
+ITEM_BYTES: Mapping[str, int] = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
+}  # fmt: skip
 
 
 class Sizes(Protocol):
@@ -34,6 +37,14 @@ class Sizes(Protocol):
 
     def matmuls(self, problem: "Problem") -> tuple[tuple[int, int, int], ...]:
         """(rows, columns, contracted) of each matmul of one rank, in one piece."""
+        ...
+
+    def filled(self, problem: "Problem") -> Mapping[str, object]:
+        """Fields that follow from others, or that are kept in another form."""
+        ...
+
+    def described(self, problem: "Problem") -> str:
+        """What text says of the problem beside its sizes."""
         ...
 
 
@@ -93,12 +104,21 @@ class Problem:
                        rank 0 first, times its weight[K, N]
     matmul_all_to_all: the combine: x lies as that y does, and rows go to where they were in x
 
+    Where counts differ they are an operand, `counts`[ranks, ranks * experts], rows of each rank for
+    each expert, and M is the most rows that a rank has on either side.
+
+    With `tables` of each rank, whose rows are pooled for the M bags of all ranks:
+
+    embedding_bag_all_to_all: y_r[rows[r], N] = the pooled rows of all ranks' tables for the bags of
+                              this rank, those of rank 0's tables first
+
     A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
         op: the operator.
-        m: rows over all ranks; with experts, and of matmul_all_reduce, rows of x on each.
-        n: columns of one rank's weight.
+        m: rows over all ranks; with experts, and of matmul_all_reduce, rows of x on each; with
+            tables the bags of all ranks.
+        n: columns of one rank's weight; with tables those of all tables, filled in.
         k: contracted size on one rank.
         ranks: number of ranks of the group.
         dtype: of x, w and y, or torch's of that name; products are accumulated in fp32.
@@ -108,6 +128,11 @@ class Problem:
             rank; 0 means no limit.
         splits: columns of each weight of an all_gather_matmul of several; empty means one weight.
         experts: of one rank; 0 for ops without.
+        counts: of rows for each expert: all "equal", or an operand that differs from call to call,
+            known to the "host" before a call, or to the "device" alone.
+        tables: columns of each rank's tables; empty for ops without.
+        indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
+        out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
 
     Raises:
         InputError: there is no such op, a size is negative, `rows` does not add up to `m` or
@@ -115,16 +140,20 @@ class Problem:
     """
 
     op: str
-    m: int
-    n: int
-    k: int
-    ranks: int
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    ranks: int = 0
     dtype: DType = "bfloat16"
     rows: tuple[int, ...] = ()
     bias: bool = False
     scratch_bytes_limit: int = 0
     splits: tuple[int, ...] = ()
     experts: int = 0
+    counts: Counts = "equal"
+    tables: tuple[tuple[int, ...], ...] = ()
+    indices: tuple[int, ...] = ()
+    out: bool = False
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -133,6 +162,8 @@ class Problem:
             want = f"one of {', '.join(op_names())}"
             raise InputError("Problem", "op", want=want, got=repr(self.op), fix=fix)
         object.__setattr__(self, "dtype", dtype_of(self.op, self.dtype))
+        for name, value in self.sizes.filled(self).items():
+            object.__setattr__(self, name, value)
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
         for name in ("m", "n", "k", "scratch_bytes_limit"):
@@ -140,6 +171,9 @@ class Problem:
                 raise InputError(self.op, name, want="0 or more", got=getattr(self, name))
         object.__setattr__(self, "rows", self._rows())
         object.__setattr__(self, "splits", tuple(self.splits))
+        if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
+            want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
+            raise InputError(self.op, "counts", want=want, got=repr(self.counts))
         self.sizes.check(self)
 
     def _rows(self) -> tuple[int, ...]:
@@ -166,6 +200,16 @@ class Problem:
     def row_starts(self) -> tuple[int, ...]:
         """First row of each rank's block, and M at the end: [ranks + 1]."""
         return tuple(accumulate(self.rows, initial=0))
+
+    @property
+    def column_starts(self) -> tuple[int, ...]:
+        """First column of each rank's tables, and their number at the end: [ranks + 1]."""
+        return tuple(accumulate(map(sum, self.tables), initial=0))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no result has a cell that anything is computed for."""
+        return not (self.m and self.n and (self.k or self.tables))
 
     @property
     def equal_rows(self) -> bool:
@@ -198,6 +242,8 @@ class Problem:
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
         columns = "+".join(map(str, self.splits or (self.n,)))
-        shape = f"M{self.m} N{columns} K{self.k}"
+        shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not self.tables)
         shape += f" experts {self.experts}" if self.experts else ""
+        shape += f" counts of the {self.counts}" if self.counts != "equal" else ""
+        shape += self.sizes.described(self)
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"

@@ -143,42 +143,6 @@ def test_a_damaged_file_is_replaced(
     assert load(GPU, 4, "2.11").machine == MACHINE
 
 
-LOSSES = [
-    {"question": "matmul in pieces", "rows": 64, "n": 32, "k": 16, "along": along, "pieces": pieces,
-     "seconds": seconds, "whole_s": 1e-4}
-    for along, pieces, seconds in (("rows", 1, 1e-4), ("rows", 4, 1.25e-4), ("K", 4, 3e-4))
-] + [
-    {"question": "communication in pieces", "transport": "NCCL", "num_bytes": 1 << 24,
-     "pieces": pieces, "seconds": pieces * 1e-4, "whole_s": 1e-4} for pieces in (1, 4)
-] + [
-    {"question": "beside", "matmul": "compute-bound", "transport": "copy engine", "which": which,
-     "seconds": seconds, "alone_s": 1e-3, "other_s": 8e-4}
-    for which, seconds in (("matmul", 1.02e-3), ("transport", 1.3e-3))
-]  # fmt: skip
-
-
-def test_losses_are_tables_and_rows_and_no_machine(
-    rank_0: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(characterize, "measure_losses", lambda **_: LOSSES)
-    text = run("--losses", "--rows", str(tmp_path / "rows.jsonl")).stdout
-    lines = {" ".join(line.split()) for line in text.splitlines()}
-    assert "matmul 64,32,16 by rows 100.0 1.25" in lines
-    assert "matmul 64,32,16 by K 100.0 3.00" in lines
-    assert "all-gather of 16 MiB by NCCL 100.0 4.00" in lines
-    assert "compute-bound copy engine 1.02 1.30" in lines
-    assert record.read(tmp_path / "rows.jsonl") == LOSSES
-    assert not rank_0 and not (tmp_path / "cache").exists()
-    message = "--out must be left out with --losses, got x.json; --rows keeps what is measured"
-    assert message in run("--losses", "--out", "x.json", code=1).stderr
-
-
-def test_losses_are_asked_of_all_ranks(four_gpus: list[list[str]]):
-    run("--losses", "--quick")
-    assert four_gpus == [["4", "characterize", "--quick", "--losses"]]
-
-
 def test_every_constant_has_a_meaning_and_a_unit():
     names = [field.name for field in fields(cp.Costs)]
     assert list(characterize.meanings()) == names

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import counterpoint
 from counterpoint.choose.known import save_machine, save_tuned
 from counterpoint.cli import demo, doctor, main
-from counterpoint.measure.shapes import SHAPES
 from counterpoint.presets import preset
 from counterpoint.problem import Problem, op_names
 
@@ -30,7 +29,7 @@ def run(*arguments: str) -> str:
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, "-m", "counterpoint", *arguments],
-        capture_output=True, text=True, env=environment, timeout=600,
+        capture_output=True, text=True, env=environment, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -61,35 +60,18 @@ def test_every_command_stands_in_the_docs():
     ] == []
 
 
-def test_bench_help_names_the_operators():
-    text = run("bench", "--help")
-    assert all(op in text for op in SHAPES)
-    assert not any(op in text for op in set(op_names()) - set(SHAPES)), "others have no such arms"
-
-
 def test_version():
     assert run("--version") == f"{counterpoint.__version__}\n"
 
 
 def test_our_own_errors_are_one_line_and_no_traceback():
-    result = CliRunner().invoke(main.app, ["bench", "--op", "all_reduce"])
+    result = CliRunner().invoke(main.app, ["tune", "--op", "all_reduce", "--ranks", "2", "--shape",
+                                           "8,8,8"])  # fmt: skip
     assert result.exit_code == 1
-    wanted = f"--op must be one of {', '.join(SHAPES)}, got 'all_reduce'"
-    assert result.output == f"Error: bench: {wanted}\n"
-
-
-def test_bench_without_two_gpus(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
-    result = CliRunner().invoke(main.app, ["bench"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("counterpoint bench: needs 2 GPUs or more; torch sees 1 here")
-
-
-def test_bench_refuses_shapes_that_are_none():
-    result = CliRunner().invoke(main.app, ["bench", "--shapes", "64,64,64:64,64"])
-    assert result.exit_code == 1
-    wanted = "--shapes must be M,N,K of numbers above 0, got '64,64'"
-    assert result.output == f"Error: bench: {wanted}\n"
+    assert result.output.startswith(
+        f"Error: tune: --op must be one of {', '.join(op_names())}, got"
+    )
+    assert len(result.output.splitlines()) == 1
 
 
 def test_one_rank_is_not_ranks(tmp_path: Path):
@@ -101,7 +83,7 @@ def test_one_rank_is_not_ranks(tmp_path: Path):
 
 def test_demo_checks_every_family_and_leaves_a_picture_and_a_trace(tmp_path: Path):
     text = run(*SMALL, "--out", str(tmp_path))
-    assert "40 of 40 checks hold" in text
+    assert "36 of 36 checks hold" in text
     assert "CPU ms says nothing about a GPU" in " ".join(text.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-cpu.json", "demo-cpu.png"]
     assert (tmp_path / "demo-cpu.png").read_bytes().startswith(b"\x89PNG")

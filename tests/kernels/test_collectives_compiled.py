@@ -45,7 +45,6 @@ def test_words_arrive_whole_in_few_registers(
     assert polls and all(name.endswith("v4.b32") for name in polls), polls
     assert len(lines_with(found.ptx, r"\bst\.global\.v4\.b32")) >= 2
     assert not lines_with(found.ptx, RELEASE) and not lines_with(found.ptx, ACQUIRE)
-    # some keep two values in memory, stored before all loops and loaded behind them
     # what is spilled is stored before all loops and loaded behind them
     assert found.spills <= 12 and found.registers <= (128 if capability == 80 else 96)
     polled = re.findall(r"tt\.load .*isVolatile = true.*: tensor<([0-9x]+)x!tt\.ptr<i32>",

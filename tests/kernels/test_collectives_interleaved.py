@@ -4,17 +4,29 @@ from typing import Any
 
 import pytest
 import torch
-from memories import GUARD, guarded, left, memories
+from memories import GUARD, guarded, left, memories, places_of
 from planted import take_and_leave
 from rankpool import RankPool
 
 from counterpoint.kernels import collectives as kernels
-from counterpoint.runtime.launch_collective import Collective
+from counterpoint.plan.bind import bind
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
+from counterpoint.runtime import launch_collective
 
+# whether a tensor has a part for each rank before, and after
 KINDS = {"reduce_scatter": (True, False), "all_gather": (False, True), "all_reduce": (True, True)}
 # elements of a part, call after call: of one size, and of sizes that differ
 SAME, MIXED = (70,) * 5, (40, 300, 20, 300, 70)
-PROGRAMS = 2
+BLOCK = 32  # words: several for each of two programs
+
+
+def plan_of(kind: str, part: int, ranks: int, dtype: torch.dtype) -> Plan:
+    """The plan with the collective of ours of so many elements a rank."""
+    op = f"{kind}_matmul" if kind == "all_gather" else f"matmul_{kind}"
+    name = str(dtype).removeprefix("torch.")
+    return build(Problem(op, ranks, part, part, ranks, name), "direct")  # type: ignore[arg-type]
 
 
 def want_of(kind: str, x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -35,6 +47,7 @@ def errors_of(
     scatter, gather = KINDS[kind]
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_collective, "BLOCKS", (BLOCK,))
         if fault == "leave":
             patch.setattr(kernels, "take_words", take_and_leave)
         for seed in seeds:
@@ -48,12 +61,14 @@ def errors_of(
 
             def run(r: int, each: Any = each, xs: Any = xs, ys: Any = ys) -> None:
                 for x, y, part in zip(xs, ys, parts, strict=True):
+                    plan = plan_of(kind, part, ranks, dtype)
                     if fault == "halves":  # as large as the call, not as the memory
                         each[r].words.half_bytes = 2 * ranks * part * x.element_size()
-                    call = Collective(each[r], 0, part * x.element_size(), scatter=scatter,
-                                      gather=gather, dtype=dtype, name=kind)  # fmt: skip
-                    call.block, call.programs = 32, PROGRAMS
-                    call(x[r], y[r][GUARD:-GUARD])
+                    (bound,) = (b for b in bind(plan, r).steps if b.step.kind == "collective")
+                    source, target = (box.buffer for box in (bound.parts[0].reads[0],
+                                                             bound.parts[0].write))  # fmt: skip
+                    call = launch_collective.action(bound, places_of(each[r], plan), 0)
+                    call({source: x[r], target: y[r][GUARD:-GUARD]})
 
             try:
                 Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
@@ -93,7 +108,7 @@ def test_planted_faults_show(pool: RankPool, kind: str, fault: str, parts: tuple
 
 
 def test_what_is_left_behind_shows():
-    for name, place, what in (("tiles", GUARD - 1, "guard"), ("flags", -1, "guard"),
+    for name, place, what in (("turns", GUARD - 1, "guard"), ("flags", -1, "guard"),
                               ("words", GUARD, "word")):  # fmt: skip
         (memory,) = memories(1, 256)
         assert left(memory, [guarded(3, 0.0)]) == ""

@@ -1,119 +1,85 @@
-"""matmul_all_reduce in one kernel: interpreted on ranks that share memory, against fp64."""
-
-import time
-import warnings
-from typing import Any
+"""matmul and sum over ranks in one kernel: interpreted on ranks that share memory, against fp64."""
 
 import pytest
 import torch
-import torch.distributed as dist
-from counterpoint.runtime.launch_fused import Fused, launch_of, reserve, where
-from rank_bodies import world
+from late import GIVES_UP, TIMEOUT_S, looks_of
+from rank_bodies import Case, world, wrong_cases
 from rankpool import RankPool
 
-from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.ops.fused_sum import prepare
+from counterpoint.plan.bind import bind
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
+from counterpoint.runtime.execute import compile_plan
+from counterpoint.runtime.fused import FusedMemory, fused_memory
+from counterpoint.runtime.launch import Site
+from counterpoint.runtime.workspace import Places, workspace_of
 
-SHOTS = (1, 2, 0)
-PROGRAMS = 2  # fewer than tiles: each has several
+CPU = torch.device("cpu")
+SUM, SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"
+TILE = "16x32x1 warps=4"  # small: programs are two, so that each has several
+KINDS = [(SUM, "one_shot"), (SUM, "two_shot"), (SCATTER, "scatter")]
 
 
-def way(shots: int) -> Fused:
-    """0 shots: scattered."""
-    return Fused(shots or 1, 16, 32, 1, 4, not shots)  # type: ignore[arg-type]
+def case(op: str, shots: str, rows: tuple[int, ...], k: int, n: int, *rest: object) -> Case:
+    return Case(op, f"fused {shots} {TILE}", rows, k, n, *rest)  # type: ignore[arg-type]
 
 
-def wrong_sums(rank: int, ranks: int, cases: list[tuple[Any, ...]], epoch: int = 0) -> list[str]:
-    """Every case twice, on one memory: errors beyond twice torch's, and ranks that differ."""
-    memory = FusedMemory(workspace_of(world(), torch.device("cpu")))
+def wrong_from(rank: int, ranks: int, cases: list[Case], epoch: int) -> list[str]:
+    """Every case on one memory, whose calls are counted from `epoch`."""
+    memory = fused_memory(workspace_of(world(), CPU))
     memory.state[0] = epoch
-    found: list[str] = []
-    for how, m, n, k, dtype, has_bias, transposed in cases:
-        reserve(how, memory, m * (ranks if how.scatter else 1), n, dtype.itemsize)
-        for call in range(3):
-            x = torch.randn(m * (ranks if how.scatter else 1), k).to(dtype)
-            w = torch.randn(n, k).to(dtype).t() if transposed else torch.randn(k, n).to(dtype)
-            bias = torch.randn(n).to(dtype) if has_bias else None
-            if bias is not None:
-                dist.broadcast(bias, 0)
-            y = torch.full((m, n), torch.nan, dtype=dtype)
-            with warnings.catch_warnings():
-                # the interpreter's own: it takes the bound of a loop from an array of one element
-                warnings.simplefilter("ignore", DeprecationWarning)
-                launch = launch_of(how, memory, where(memory), 0, x, w, bias)
-                launch.programs = min(launch.programs, PROGRAMS)
-                launch(x, w, bias, y)
-            want = x.double() @ w.double()
-            partial = (x @ w).float()
-            dist.all_reduce(want)
-            dist.all_reduce(partial)
-            if bias is not None:
-                want, partial = want + bias, partial + bias
-            if how.scatter:
-                want, partial = (t.chunk(ranks)[rank] for t in (want, partial))
-            error, plain = (
-                (t.double() - want).norm() / want.norm() for t in (y, partial.to(dtype))
-            )
-            everyone = [torch.empty_like(y) for _ in range(ranks)]
-            dist.all_gather(everyone, y)
-            same = how.scatter or all(torch.equal(y, other) for other in everyone)
-            if not error <= 2 * plain + 1e-7 or not same:
-                found.append(f"{how.spec} {m},{n},{k} {dtype} call {call}: {error:.1e}, {same=}")
+    found = wrong_cases(rank, ranks, cases)
+    assert memory.state[0] != epoch, "the kernel has not run"
     assert not memory.fault.any() and memory.state.tolist()[1:] == [0, 0]
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("shots", SHOTS)
-def test_the_sum_over_ranks(pool: RankPool, shots: int, ranks: int):
-    cases = [
-        (way(shots), m, n, k, dtype, has_bias, transposed)
-        for (m, n, k), dtype, has_bias, transposed in [
-            ((1, 64, 64), torch.float16, False, True),
-            ((3, 56, 40), torch.float32, True, False),  # nothing divides
-            ((17, 16, 32), torch.float32, False, True),
+# as 32-bit words: -2 is 2^32 - 2
+@pytest.mark.parametrize(("ranks", "epoch"), [(2, -2), (2, 2**31 - 2), (4, 0)])
+@pytest.mark.parametrize(("op", "shots"), KINDS)
+def test_the_sum_over_ranks(pool: RankPool, op: str, shots: str, ranks: int, epoch: int):
+    """Sizes and dtypes in turn, and no meeting of ranks but that of their own words."""
+    if op == SCATTER:
+        cases = [
+            case(op, shots, (1,) * ranks, 64, 64, torch.float16, False, "transposed"),
+            case(op, shots, (3,) * ranks, 40, 56, torch.float16, True, "strided"),
         ]
-    ]
-    assert pool.run(wrong_sums, ranks, cases) == [[]] * ranks
+    else:
+        cases = [
+            case(op, shots, (1,), 64, 64, torch.float16, False, "transposed"),
+            case(op, shots, (3,), 40, 56, torch.float32, True),  # nothing divides
+            case(op, shots, (17,), 32, 16, torch.float32, False, "transposed"),
+        ]
+    cases = cases if ranks == 2 else cases[1:2]
+    assert pool.run(wrong_from, ranks, cases, epoch) == [[]] * ranks
 
 
-@pytest.mark.parametrize("epoch", [-2, 2**31 - 2])
-@pytest.mark.parametrize("shots", SHOTS)
-def test_epochs_wrap(pool: RankPool, shots: int, epoch: int):
-    cases = [(way(shots), m, 32, 32, torch.float32, False, True) for m in (1, 2, 1)]
-    assert pool.run(wrong_sums, 2, cases, epoch) == [[]] * 2
-
-
-def late_by_a_call(rank: int, ranks: int, how: Fused) -> list[bool]:
+def late_by_a_call(rank: int, ranks: int) -> tuple[list[bool], int]:
     """Rank 0 gives up before rank 1 comes; neither takes what the other has for a sum."""
-    workspace = workspace_of(world(), torch.device("cpu"))
-    workspace.timeout_s = 0.3
-    memory = FusedMemory(workspace)
-    reserve(how, memory, 2, 32, 4)
+    workspace = workspace_of(world(), CPU)
+    workspace.timeout_s = TIMEOUT_S
+    plan = build(Problem(SUM, 2, 32, 16, ranks, "float32"), f"fused two_shot {TILE}")
+    compile_plan(plan, workspace)  # there is memory
+    action = prepare(Site(bind(plan, rank).steps[0], Places(workspace, plan), 6))
     x, w, y = torch.randn(2, 16), torch.randn(16, 32), torch.full((2, 32), torch.nan)
-    dist.barrier()
-    if rank == 1:
-        time.sleep(1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        launch = launch_of(how, memory, where(memory), 6, x, w, None)
-        start_s = time.monotonic()
-        launch(x, w, None, y)
-        took_s = time.monotonic() - start_s
-        launch(x, w, None, y)  # waits no more
+    looks = looks_of(rank, lambda: [action({"x": x, "w": w, "y": y}) for _ in range(2)])
+    memory = fused_memory(workspace)
     fault = int(memory.fault[0])
-    dist.barrier()
-    return [memory.state.tolist()[2] == 2, fault & 0xFFFFFFFF == 7, bool(fault >> 32 & 3),
-            took_s < 1.5]  # fmt: skip
+    return [memory.state.tolist()[2] == 2, fault & 0xFFFFFFFF == 7, bool(fault >> 32 & 3)], looks
 
 
 def test_a_rank_that_has_given_up_sends_no_sums(pool: RankPool):
-    assert pool.run(late_by_a_call, 2, way(2)) == [[True] * 4] * 2
+    (first, looks), (second, others) = pool.run(late_by_a_call, 2)
+    assert first == second == [True] * 3
+    # of two calls of two tiles: what comes behind a wait in vain does not wait
+    assert looks == GIVES_UP + 2 + 2 + 4
+    assert others == looks - 1  # rank 0 had sent its parts, and no sums
 
 
 def grown(rank: int, ranks: int) -> list[int]:
     """Sizes of a memory that calls of more and more make grow."""
-    words, found = FusedMemory(workspace_of(world(), torch.device("cpu"))).words, list[int]()
+    words, found = FusedMemory(workspace_of(world(), CPU)).words, list[int]()
     for num_bytes in range(1, 9):
         words.reserve(num_bytes << 20)
         assert words.half_bytes >= num_bytes << 20

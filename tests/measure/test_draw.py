@@ -286,7 +286,7 @@ def test_import_is_light_and_drawing_leaves_pyplot_alone(tmp_path):
     code = f"""
 import sys
 import counterpoint.machine, counterpoint.measure.trace
-import counterpoint.measure.bars, counterpoint.measure.draw
+import counterpoint.measure.draw
 from counterpoint.timeline import Span, Timeline
 heavy = {{"torch", "triton", "matplotlib", "numpy"}} & set(sys.modules)
 assert not heavy, heavy

@@ -1,21 +1,25 @@
 """embedding_bag_all_to_all as an operator, on CPU ranks: rows, gradients, what it refuses."""
 
 import random
+import re
+import sys
+import tempfile
 import time
-import warnings
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_cases import Bags, expected, facts_of, random_bags
+from embedding_cases import Bags, expected, problem_of, random_bags
 from rank_bodies import world
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.runtime.embedding_layout import Layout, Way, way_for
+from counterpoint.ops.embedding_call import Known, Ready, ready_for
+from counterpoint.problem import Problem
+from counterpoint.runtime import execute_cpu, launch
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
@@ -30,18 +34,23 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def everyones(ranks: int, name: str) -> tuple[dict[str, Any], Layout, list[Bags]]:
-    """Arguments, layout and all ranks' bags of a case."""
+def everyones(ranks: int, name: str) -> tuple[dict[str, Any], Problem, list[Bags]]:
+    """Arguments, p and all ranks' bags of a case."""
     case = dict(CASES[name])
     own = {k: case.pop(k) for k in OWN if k in case}
-    layout = Layout(DIMS[:ranks], case.get("batch", BATCH)[:ranks], own.get("dtype", torch.float32))
-    bags = [random_bags(d, layout.num_bags, seed=r, **own) for r, d in enumerate(layout.dims)]
-    case["batch"] = layout.batch
-    if name == "equal" and () not in layout.dims:
+    dtype = own.get("dtype", torch.float32)
+    p = problem_of(DIMS[:ranks], case.get("batch", BATCH)[:ranks], dtype)
+    bags = [random_bags(d, p.m, seed=r, **own) for r, d in enumerate(p.tables)]
+    case["batch"] = p.rows
+    if name == "equal" and () not in p.tables:
         case["batch"] = None
-    if () in layout.dims:
-        case |= {"dims": layout.dims, "dtype": layout.dtype}
-    return case, layout, bags
+    if () in p.tables:
+        case |= {"dims": p.tables, "dtype": dtype_of(p)}
+    return case, p, bags
+
+
+def dtype_of(p: Problem) -> torch.dtype:
+    return getattr(torch, p.dtype)
 
 
 def called(bags: Bags, **case: Any) -> torch.Tensor:
@@ -51,58 +60,69 @@ def called(bags: Bags, **case: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
-def wrong_rows(rank: int, ranks: int) -> list[str]:
+def wrong_rows(rank: int, ranks: int, kernels: bool) -> list[str]:
     found: list[str] = []
-    for name in CASES:
-        case, layout, everyone = everyones(ranks, name)
-        bags = everyone[rank]
-        y = called(bags, **case)
-        without = cp.embedding_bag_all_to_all(
-            bags.tables, bags.indices, bags.offsets[:-1], per_sample_weights=bags.weights, **case
-        )
-        want = expected(everyone, layout, rank, mean=case.get("mode") == "mean")
-        bound = 1e-5 + torch.finfo(y.dtype).eps * want.abs()
-        if y.shape != want.shape or y.dtype != layout.dtype:
-            found.append(f"{name}: {y.shape} of {y.dtype}")
-        elif not bool(((y - want).abs() <= bound).all()) or not torch.equal(y, without):
-            found.append(f"{name}: off by {(y - want).abs().max()}")
+    with pytest.MonkeyPatch.context() as patch:
+        if not kernels:
+            patch.setattr(launch, "INTERPRETED", False)
+        for name in CASES:
+            found += wrong_rows_of(rank, ranks, name)
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_rows_of_all_tables_for_own_bags(pool: RankPool, ranks: int):
-    assert pool.run(wrong_rows, ranks) == [[]] * ranks
+def wrong_rows_of(rank: int, ranks: int, name: str) -> list[str]:
+    case, p, everyone = everyones(ranks, name)
+    bags = everyone[rank]
+    y = called(bags, **case)
+    without = cp.embedding_bag_all_to_all(
+        bags.tables, bags.indices, bags.offsets[:-1], per_sample_weights=bags.weights, **case
+    )
+    want = expected(everyone, p, rank, mean=case.get("mode") == "mean")
+    bound = 1e-5 + torch.finfo(y.dtype).eps * want.abs()
+    if y.shape != want.shape or y.dtype != dtype_of(p):
+        return [f"{name}: {y.shape} of {y.dtype}"]
+    if not bool(((y - want).abs() <= bound).all()) or not torch.equal(y, without):
+        return [f"{name}: off by {(y - want).abs().max()}"]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kernels"), [(1, False), (2, False), (3, False), (4, False), (1, True), (3, True)]
+)
+def test_rows_of_all_tables_for_own_bags(pool: RankPool, ranks: int, kernels: bool):
+    """By torch and gloo, and by the kernels, interpreted."""
+    assert pool.run(wrong_rows, ranks, kernels, timeout_s=60) == [[]] * ranks
 
 
 def wrong_gradients(rank: int, ranks: int, into: bool) -> list[str]:
     """Against those of fp64: of all ranks' outputs, each times its own random numbers."""
     found: list[str] = []
     for name in CASES:
-        case, layout, everyone = everyones(ranks, name)
+        case, p, everyone = everyones(ranks, name)
         mean = case.get("mode") == "mean"
         for bags in everyone:
             bags.tables = [t.double().requires_grad_() for t in bags.tables]
             if bags.weights is not None:
                 bags.weights = bags.weights.double().requires_grad_()
         exact = [
-            torch.randn(n, layout.columns, dtype=torch.float64,
-                        generator=torch.Generator().manual_seed(r)).to(layout.dtype).double()
-            for r, n in enumerate(layout.batch)
+            torch.randn(n, p.n, dtype=torch.float64,
+                        generator=torch.Generator().manual_seed(r)).to(dtype_of(p)).double()
+            for r, n in enumerate(p.rows)
         ]  # fmt: skip
         for r, dy in enumerate(exact):
-            expected(everyone, layout, r, mean=mean).backward(dy)
+            expected(everyone, p, r, mean=mean).backward(dy)
         own = everyone[rank]
         mine = random_bags(
-            layout.dims[rank], layout.num_bags, seed=rank,
+            p.tables[rank], p.m, seed=rank,
             **{k: v for k, v in CASES[name].items() if k in OWN},
         )  # fmt: skip
         leaves = [*mine.tables, *([] if mine.weights is None else [mine.weights])]
         for t in leaves:
             t.requires_grad_()
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+        out = cp.PooledOutputs(p.n, dtype_of(p), p.rows) if into else None
         y = called(mine, out=out, **case)
         assert y.requires_grad
-        y.backward(exact[rank].to(layout.dtype))
+        y.backward(exact[rank].to(dtype_of(p)))
         wants = [*own.tables, *([] if own.weights is None else [own.weights])]
         for i, (leaf, want) in enumerate(zip(leaves, wants, strict=True)):
             grad = leaf.grad
@@ -126,17 +146,17 @@ def test_gradients_of_tables_and_weights(pool: RankPool, ranks: int, into: bool)
 
 
 def checked(rank: int, ranks: int, plan: str) -> list[bool]:
-    case, layout, everyone = everyones(ranks, "weights")
+    case, p, everyone = everyones(ranks, "weights")
     bags = everyone[rank]
     for t in bags.tables:
         t.requires_grad_()
     assert bags.weights is not None
     bags.weights.requires_grad_()
     y = called(bags, **case)
-    dims = [n for each in layout.dims for n in (len(each), *each)]
+    dims = [n for each in p.tables for n in (len(each), *each)]
     anchor = torch.empty(0, requires_grad=True)
     arguments = (bags.tables, bags.indices, bags.offsets, bags.weights, anchor, False, True, False,
-                 dims, list(layout.batch), torch.float32, rank, plan,
+                 dims, list(p.rows), torch.float32, rank, plan,
                  world().group_name)  # fmt: skip
     op = torch.ops.counterpoint.embedding_bag_all_to_all
     results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
@@ -152,52 +172,15 @@ def test_the_dispatcher(pool: RankPool, plan: str):
     assert pool.run(checked, 2, plan) == [[True] * 3] * 2
 
 
-def nothing(*_: object) -> int:
-    return 0
+def ready_of(bags: Bags, p: Problem, plan: str, out: Any = None, mode: str = "sum") -> Ready:
+    """What such calls run with: no rank meets another one before it does."""
+    given = (bags.tables, bags.indices, bags.offsets, bags.weights, mode, True, p.rows, p.tables,
+             dtype_of(p), out, plan)  # fmt: skip
+    return ready_for(given, world()).ready
 
 
-def lanes(*_: object) -> Any:
-    """A GPU's executor as far as it is asked here."""
-    return SimpleNamespace(register=nothing, follow=nothing)
-
-
-def in_one_kernel(rank: int, ranks: int, into: bool) -> list[bool]:
-    """What a GPU runs, interpreted: calls of several means, so of several ways, in one memory."""
-    from counterpoint.ops import embedding_run as runs
-    from counterpoint.ops.embedding_run import Given, How
-
-    found: list[bool] = []
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # the interpreter's own: it takes the bound of a loop from an array of one element
-        warnings.simplefilter("ignore", DeprecationWarning)
-        patch.setattr(runs, "lanes_of", lanes)
-        patch.setattr(runs, "in_turn", nothing)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        layout = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[:ranks], torch.float32)
-        workspace = workspace_of(world(), torch.device("cpu"))
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
-        how = How(False, True, False, layout, rank)
-        runner: Any = None
-        ways: set[Way] = set()
-        for call, longest in enumerate((2, 80, 200, 0, 80)):
-            everyone = [random_bags(d, layout.num_bags, seed=9 * call + r, longest=longest)
-                        for r, d in enumerate(layout.dims)]  # fmt: skip
-            bags = everyone[rank]
-            runner = runner or runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
-                facts_of(layout, bags, mean=False), workspace, own_outputs=into
-            )
-            ways.add(way_for(bags.indices.numel(), len(bags.tables) * layout.num_bags))
-            y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
-            want = expected(everyone, layout, rank, mean=False)
-            found.append(torch.allclose(y.double(), want, atol=1e-5))
-        found.append(len(ways) == (3 if layout.dims[rank] else 1))
-    return found
-
-
-@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_a_gpu_runs(pool: RankPool, ranks: int, into: bool):
-    assert pool.run(in_one_kernel, ranks, into) == [[True] * 6] * ranks
+def by_ready(ready: Ready, bags: Bags, out: Any = None) -> torch.Tensor:
+    return ready(bags.tables, bags.indices, bags.offsets, bags.weights, True, {}, out)
 
 
 def as_nccl(
@@ -215,53 +198,45 @@ def as_nccl(
         work.wait()
 
 
+def nothing(*_: object) -> None:
+    pass
+
+
 def in_alternation(rank: int, ranks: int, into: bool) -> list[bool]:
-    """One kernel and three passes by turns, a rank late at random: each output holds while it may.
+    """Both plans by turns, a rank late at random: each output holds while it may.
 
-    Of the last rank, which has no tables, nobody gets a row: others hear of it all the same.
+    Of the last rank, which has no tables, nobody gets a row: others hear of it all the same. Bags
+    are of several means, so that all settings of the kernels are taken.
     """
-    from counterpoint.ops import embedding_run as runs
-    from counterpoint.ops import embedding_serial as serial
-    from counterpoint.ops.embedding_run import Given, How
-
     found: list[bool] = []
     draw = random.Random(rank)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for module in (runs, serial):
-            patch.setattr(module, "lanes_of", lanes)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", as_nccl)
-        patch.setattr(runs, "in_turn", nothing)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        layout = Layout(((8, 3), (20,), ())[:ranks], (3, 0, 4)[-ranks:], torch.float32)
-        workspace = workspace_of(world(), torch.device("cpu"))
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
-        how = How(False, True, False, layout, rank)
-        everyone = [random_bags(d, layout.num_bags, seed=r) for r, d in enumerate(layout.dims)]
-        facts = facts_of(layout, everyone[rank], mean=False)
-        fused: Any = runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
-            facts, workspace, own_outputs=into
-        )
-        three = serial.Serial(facts, workspace)
-        ways = [fused, three, three, fused, fused, three, fused, three, three, fused]
-        for call, way in enumerate(ways):
-            everyone = [random_bags(d, layout.num_bags, seed=9 * call + r)
-                        for r, d in enumerate(layout.dims)]  # fmt: skip
-            bags = everyone[rank]
+        patch.setattr(execute_cpu._Call, "_meet", nothing)  # pyright: ignore[reportPrivateUsage]
+        p = problem_of(((8, 3), (20,), ())[:ranks], (3, 0, 4)[-ranks:])
+        out = cp.PooledOutputs(p.n, torch.float32, p.rows) if into else None
+        first = [random_bags(d, p.m, seed=r) for r, d in enumerate(p.tables)][rank]
+        fused, serial = (ready_of(first, p, plan, out) for plan in ("fused", "serial"))
+        plans = [fused, serial, serial, fused, fused, serial, fused, serial, serial, fused]
+        for call, ready in enumerate(plans):
+            longest = (2, 80, 0, 200)[call % 4]
+            everyone = [random_bags(d, p.m, seed=9 * call + r, longest=longest)
+                        for r, d in enumerate(p.tables)]  # fmt: skip
             if draw.random() < 0.4:
                 time.sleep(0.01)
-            y = way(Given(bags.tables, bags.indices, bags.offsets, None), how, out)
+            y = by_ready(ready, everyone[rank], out)
             if draw.random() < 0.4:
                 time.sleep(0.01)  # and is read late
-            want = expected(everyone, layout, rank, mean=False)
-            found.append(y.shape == want.shape and torch.allclose(y.double(), want, atol=1e-5))
+            want = expected(everyone, p, rank, mean=False)
+            found.append(y.shape == want.shape and torch.allclose(y.double(), want, atol=1e-4))
     return found
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_both_ways_by_turns(pool: RankPool, ranks: int, into: bool):
-    assert pool.run(in_alternation, ranks, into) == [[True] * 10] * ranks
+def test_both_plans_by_turns(pool: RankPool, ranks: int, into: bool):
+    """What a GPU runs, interpreted."""
+    assert pool.run(in_alternation, ranks, into, timeout_s=60) == [[True] * 10] * ranks
 
 
 def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
@@ -269,19 +244,13 @@ def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
 
     The one that is there has waited for the one that comes late.
     """
-    from counterpoint.ops import embedding_serial as serial
-    from counterpoint.ops.embedding_run import Given, How
-
-    layout = Layout(((8,), ()), (3, 0), torch.float32)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        patch.setattr(serial, "lanes_of", lanes)
+    p = problem_of(((8,), ()), (3, 0))
+    bags = random_bags(p.tables[rank], 3)
+    out = cp.PooledOutputs(p.n, torch.float32, p.rows)
+    ready = ready_of(bags, p, "serial", out)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", as_nccl)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        workspace = workspace_of(world(), torch.device("cpu"))
-        out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
-        bags = random_bags(layout.dims[rank], 3)
-        way = serial.Serial(facts_of(layout, bags, mean=False), workspace)
+        patch.setattr(execute_cpu._Call, "_meet", nothing)  # pyright: ignore[reportPrivateUsage]
         waits, meet = Path(folder, "waits"), dist.all_reduce
 
         def waiting(*given: Any, **named: Any) -> None:
@@ -293,8 +262,7 @@ def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
             while not waits.exists():
                 time.sleep(0.01)
             Path(folder, "comes").touch()
-        way(Given(bags.tables, bags.indices, bags.offsets, None), How(False, True, False, layout,
-            rank), out)  # fmt: skip
+        by_ready(ready, bags, out)
         has_waited = Path(folder, "comes").exists()
         waits.touch()  # if it has not, the other one need not either
     return has_waited
@@ -302,50 +270,6 @@ def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
 
 def test_a_rank_without_rows_is_waited_for(pool: RankPool, tmp_path: Path):
     assert pool.run(met_where_nothing_is_sent, 2, str(tmp_path)) == [True] * 2
-
-
-def prepared(rank: int, ranks: int, into: bool) -> list[int]:
-    """Ways compiled, and meetings behind them: at the first call, and of a rank's new dtypes."""
-    from counterpoint.ops import embedding_run as runs
-    from counterpoint.ops.embedding_run import Given, How
-
-    layout = Layout(((8, 3), (20,)), (3, 4), torch.float32)
-    workspace = workspace_of(world(), torch.device("cpu"))
-    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
-    met: list[str] = []
-    ways: list[Way] = []
-    meet = runs.agreement.meet
-
-    def meets(op: str, here: Any, group: Any) -> Any:
-        met.append(op)
-        return meet(op, here, group)
-
-    def compiles(sender: Any, *given: Any) -> None:
-        assert (given[-1] is None) == into  # the copy is compiled too
-        ways.append(sender.way)
-
-    found: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "lanes_of", lanes)
-        patch.setattr(runs.agreement, "meet", meets)
-        patch.setattr(runs.Sender, "prepare", compiles)
-        # at the second call dtypes are new on rank 1 alone
-        for index in (torch.int64, *([torch.int32] if rank else [])):
-            bags = random_bags(layout.dims[rank], 7, index=index)
-            runner: Any = runs._InOneKernel(  # pyright: ignore[reportPrivateUsage]
-                facts_of(layout, bags, mean=False), workspace, own_outputs=into
-            )
-            given = Given(bags.tables, bags.indices, bags.offsets, None)
-            runner.prepare(given, How(False, True, False, layout, rank), out)
-            found += [len(set(ways)), len(ways), len(met)]
-            # one rank forgets what it has compiled: where peers write to stays
-            workspace.code.clear()
-    return found
-
-
-@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
-def test_all_ways_are_compiled_at_the_first_call(pool: RankPool, into: bool):
-    assert pool.run(prepared, 2, into) == [[3, 3, 1], [3, 3, 1, 3, 6, 1]]
 
 
 def compiled(rank: int, ranks: int) -> list[bool]:
@@ -451,7 +375,7 @@ def test_what_is_refused(pool: RankPool):
         "dims must be columns of each rank's tables, got (4, 8)",
         "mode must be 'sum' or 'mean', got 'max'", "indices must be int32 or int64",
         "tables must be a list of Tensors, got int",
-        "plan must be 'auto', 'fused' or 'serial', got 'graded'",
+        "plan must be auto or one of serial, fused, got 'graded'",
         "plan must be equal on all ranks, fused as on rank 0, got serial on rank 1",
     ]  # fmt: skip
     for texts in pool.run(refusals, 2):
@@ -615,39 +539,128 @@ def test_outputs_made_under_inference_mode(pool: RankPool):
 
 def in_a_capture(rank: int, ranks: int) -> list[bool]:
     """A call that a graph would record makes nothing that an eager one would have to find."""
-    from counterpoint.ops import embedding_run as runs
-    from counterpoint.ops.embedding_run import Given, How
-
-    layout = Layout(((8, 3),), (4,), torch.float32)
-    workspace = workspace_of(world(), torch.device("cpu"))
+    p = problem_of(((8, 3),), (4,))
+    short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
+    long.tables = short.tables
+    placed: dict[int, Any] = {}
+    ready = ready_of(short, p, "auto")
     found: list[bool] = []
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("made in a capture")
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
-        long.tables = short.tables
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        runner: Any = runs.Serial(facts_of(layout, short, mean=False), workspace)
-        how = How(False, True, False, layout, 0)
+    with pytest.MonkeyPatch.context() as patch:
         for capturing, bags in ((False, short), (True, long)):
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
             if capturing:
                 patch.setattr(torch, "ones", refused)
                 patch.setattr(torch, "tensor", refused)
-            y = runner(Given(bags.tables, bags.indices, bags.offsets, None), how, None)
+                patch.setattr(Workspace, "refuse_growth", refused)
+            y = ready(bags.tables, bags.indices, bags.offsets, None, True, placed)
             patch.undo()
-            want = expected([bags], layout, 0, mean=False)
+            want = expected([bags], p, 0, mean=False)
             found.append(torch.allclose(y.double(), want, atol=1e-4))
         patch.setattr(Workspace, "refuse_growth", refused)
-        patch.setattr(runs, "_OnCpuRanks", list)  # nothing that could run
         with pytest.raises(AssertionError, match="made in a capture"):
-            runs.run(Given(short.tables, short.indices, short.offsets, None), how,
-                     world().group_name)  # fmt: skip
+            ready_of(short, p, "auto", mode="mean")
     return found
 
 
 def test_a_capture_makes_nothing(pool: RankPool):
-    assert pool.run(in_a_capture, 1) == [[True] * 2]
+    assert pool.run(in_a_capture, 1, timeout_s=60) == [[True] * 2]
+
+
+def by_all_plans(rank: int, ranks: int) -> list[bool]:
+    """Text, a Plan of other indices, its file; one that is of other tables is refused."""
+    p = problem_of(((4, 8), (4, 8)), (3, 3), indices=(7, 9))
+    bags = random_bags((4, 8), 6, seed=rank)
+    want = called(bags, dims=p.tables)
+    found: list[bool] = []
+    for spec in ("serial", "fused"):
+        plan = cp.build(p, spec)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "plan.json")
+            path.write_text(plan.to_json())
+            ys = [
+                called(bags, dims=p.tables, plan=given) for given in (spec, plan, path, str(path))
+            ]
+        found.append(all(torch.equal(y, want) for y in ys))
+    try:
+        called(bags, dims=p.tables, plan=cp.build(problem_of(((4, 9), (4, 8)), (3, 3)), "fused"))
+        found.append(False)
+    except cp.InputError as error:
+        found.append("plan must be for" in str(error))
+    _, timeline = cp.profile(lambda: called(bags, dims=p.tables, plan="serial"))
+    found.append({span.label for span in timeline.spans} == {"lookup", "exchange"})
+    tuned = cp.tune(problem_of(((4, 8), (4,)), (3, 3), indices=(20, 5)), rounds=1)
+    found.append({c.spec for c in tuned.table} == {"serial", "fused"})
+    return found
+
+
+def test_plans_are_texts_objects_and_files(pool: RankPool):
+    assert pool.run(by_all_plans, 2, timeout_s=60) == [[True] * 5] * 2
+
+
+NOT_COUNTED = re.compile("/kernels/|/execute_cpu")
+
+
+def own_functions(fn: Any) -> tuple[int, int]:
+    """How many functions of ours a call runs, and of how many modules.
+
+    Kernels are left out, which are interpreted, and the executor of CPU ranks, which stands for a
+    GPU's.
+    """
+    calls: list[str] = []
+    home = str(Path(cp.__file__).parent)
+
+    def seen(frame: Any, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(home) and not NOT_COUNTED.search(name):
+            calls.append(name)
+
+    sys.setprofile(seen)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return len(calls), len(set(calls))
+
+
+class Remembered(dict[Any, Any]):
+    """What a GPU's workspace knows of each call: CPU ranks compare each one."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__()
+        self.known = known
+
+    def get(self, key: Any, default: Any = None) -> Known:
+        hash(key)
+        return self.known
+
+
+def counted(rank: int, ranks: int, tables: int, plan: str) -> tuple[int, int]:
+    """Of a warm call, of which each rank knows the columns of all."""
+    p = problem_of(((4,) * tables,) * ranks, (3,) * ranks)
+    bags = random_bags(p.tables[rank], p.m, longest=1, seed=rank)
+    ready, workspace = ready_of(bags, p, plan), workspace_of(world(), torch.device("cpu"))
+    workspace.known = Remembered(Known(ready, {}))
+    call = partial(called, bags, dims=p.tables, plan=plan, group=world())
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute_cpu._Call, "_act", act)  # pyright: ignore[reportPrivateUsage]
+        call()
+        return own_functions(call)
+
+
+def act(call: Any, bound: Any, actions: list[Any]) -> None:
+    """What of a step is left without a meeting of CPU ranks."""
+    for action in actions:
+        action(call.operands)
+
+
+@pytest.mark.parametrize("plan", ["serial", "fused"])
+def test_a_warm_call_runs_few_functions(pool: RankPool, plan: str):
+    """As many with any number of tables; on GPUs run, follow and, of fused, in_turn are more."""
+    few, many = (pool.run(counted, 2, n, plan, timeout_s=60) for n in (2, 24))
+    assert few == many
+    for calls, modules in few:
+        executor = 2 + (plan == "fused")
+        assert calls + executor <= 12 and modules + executor <= 8

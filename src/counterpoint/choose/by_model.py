@@ -58,13 +58,16 @@ def by_model(
         spec: min(serial_s / margin, serial_s - (0.0 if spec in in_a_row else MIN_GAIN_S))
         for spec in weighed.times
     }
-    chosen = _chosen(weighed, enough_s, in_a_row)
+    instead, why_not_serial = operation_of(problem.op).without_serial(problem)
+    chosen = instead if instead in weighed.times else _chosen(weighed, enough_s, in_a_row)
 
     def verdict(spec: str, seconds: float) -> str:
         if spec == chosen:
             return "chosen"
         if spec == "serial":
-            return "slower"
+            return why_not_serial if chosen == instead else "slower"
+        if chosen == instead:
+            return f"{instead} is taken whatever it costs"
         if seconds > enough_s[spec]:
             least = f" and {MIN_GAIN_S * 1e6:.0f} us" if spec not in in_a_row else ""
             return f"not {margin - 1:.0%}{least} faster than serial"
@@ -168,7 +171,7 @@ def refusal(plan: Plan) -> str:
 
 
 def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tuple[float, float]:
-    """Seconds of the matmuls alone, each in one piece, and of the communication alone.
+    """Seconds of the matmuls (or lookups) alone, each in one piece, and of the communication alone.
 
     Lower bounds of every plan: the communication is that of copies without overhead or of the
     library, whichever is faster.
@@ -181,6 +184,8 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
         compute_s += costs.matmul_s(
             rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
         )
+    if computed_s := operation_of(problem.op).computed_s:
+        compute_s += computed_s(problem, machine)
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
     return compute_s * costs.settling(compute_s), problem.link_bytes / rate
 

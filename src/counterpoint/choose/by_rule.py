@@ -47,11 +47,16 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
     spec = operation.overlapped(problem, copy_longer)
     if shorter_s < WORTHWHILE_S:
         spec = operation.rule(problem, machine)
+    instead, why_not_serial = operation.without_serial(problem)
+    spec = instead or spec
     if problem.ranks > 1 and spec:
         plan = build(problem, spec, machine)
         seconds = predicted_s(plan, machine, eager=eager)
         if why := refusal(plan):
             other = Candidate(plan.spec, float("nan"), "refused", why)
+        elif instead:
+            other = replace(chosen, verdict=why_not_serial)
+            chosen = Candidate(plan.spec, seconds, "simulated", "chosen")
         elif seconds >= serial_s:
             other = Candidate(plan.spec, seconds, "simulated", "not faster than serial")
         else:

@@ -77,6 +77,11 @@ class Choice:
         return next(c.seconds for c in self.table if c.spec == "serial")
 
     @property
+    def computed(self) -> str:
+        """What `compute_s` is the time of."""
+        return "lookup" if self.problem.tables else "matmuls"
+
+    @property
     def ideal_s(self) -> float:
         """What no plan can be faster than: the longer of matmuls and communication."""
         return max(self.compute_s, self.comm_s)
@@ -103,7 +108,7 @@ class Choice:
             # not timed beside the plans
             basis = "predicted: " if self.basis == "measurement" else ""
             lines.append(
-                f"{basis}matmuls alone {self.compute_s * us:.0f} us, communication alone "
+                f"{basis}{self.computed} alone {self.compute_s * us:.0f} us, communication alone "
                 f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us"
             )
             hidden = f", {self.hidden:.0%} hidden"

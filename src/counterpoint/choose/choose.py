@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.by_rule import by_rule
 from counterpoint.choose.choice import Choice
-from counterpoint.choose.embedding import EmbeddingChoice, choose_embedding
 from counterpoint.choose.known import shipped
-from counterpoint.embedding_problem import EmbeddingProblem
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.presets import preset
@@ -18,47 +16,31 @@ from counterpoint.problem import Problem
 Level = Literal["model", "rule"]
 
 
-@overload
 def choose(
-    problem: Problem, machine: Machine | str | Path | None = None, *, by: Level = "model",
-    eager: bool = False,
-) -> Choice: ...  # fmt: skip
-
-
-@overload
-def choose(
-    problem: EmbeddingProblem, machine: Machine | str | Path | None = None, *,
-    by: Level = "model", eager: bool = False,
-) -> EmbeddingChoice: ...  # fmt: skip
-
-
-def choose(
-    problem: Problem | EmbeddingProblem,
+    problem: Problem,
     machine: Machine | str | Path | None = None,
     *,
     by: Level = "model",
     eager: bool = False,
-) -> Choice | EmbeddingChoice:
+) -> Choice:
     """Choose a plan for `problem` without running anything.
 
     What an operator with `plan="auto"` does, but that there the matmul library's tiles are asked
     for, and a plan that was tuned by measurement goes before.
 
     Args:
-        problem: what is computed, on how many ranks; embedding bags are an `EmbeddingProblem`.
+        problem: what is computed, on how many ranks.
         machine: a `Machine`, a preset such as "h200-8" (with the costs measured on such a machine
             where the library has them), or a file that `counterpoint characterize` wrote; None for
             H200s, as many as there are ranks.
         by: "model" weighs every family by simulation, "rule" compares two sizes.
-        eager: count the host's time, as outside of a CUDA graph; not predicted of embedding bags.
+        eager: count the host's time, as outside of a CUDA graph.
 
     Returns:
-        The choice: `plan`, `table` of all candidates, `timeline`, `explain()`. Of embedding bags
-        `plan` is a word, and there is no timeline.
+        The choice: `plan`, `table` of all candidates, `timeline`, `explain()`.
 
     Raises:
-        InputError: no such machine or level, or the machine has fewer GPUs than there are ranks;
-            of embedding bags a level other than the model, or `eager`.
+        InputError: no such machine or level, or the machine has fewer GPUs than there are ranks.
 
     Example:
         >>> problem = Problem("all_gather_matmul", m=8192, n=7168, k=8192, ranks=8)
@@ -71,11 +53,6 @@ def choose(
     if where.num_devices < problem.ranks:
         want = f"a machine of {problem.ranks} GPUs or more, as the problem has ranks"
         raise InputError("choose", "machine", want=want, got=f"{where.name}")
-    if isinstance(problem, EmbeddingProblem):
-        if by != "model" or eager:
-            want = "by='model' and eager=False of embedding bags: nothing else is predicted"
-            raise InputError("choose", "problem", want=want, got=f"by={by!r}, eager={eager}")
-        return choose_embedding(problem, where)
     level = by_model if by == "model" else by_rule
     return level(problem, where, eager=eager)
 

@@ -46,8 +46,8 @@ def slug(gpu: str, ranks: int) -> str:
 
 
 def problem_key(problem: Problem) -> str:
-    """The problem as text, the same for equal problems; the memory limit is left out."""
-    return str(replace(problem, scratch_bytes_limit=0))
+    """The problem as text, the same for equal problems, whatever indices or memory they have."""
+    return str(replace(problem, scratch_bytes_limit=0, indices=()))
 
 
 def load(

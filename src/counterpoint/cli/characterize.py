@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -21,25 +20,21 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.characterize import characterize as measure
-from counterpoint.measure.losses import measure_losses
 
 ROUNDS = {True: 7, False: 3}  # of a full and of a quick run
 
 
-def characterize(
-    *, full: bool, ranks: int, out: Path | None, rows: Path | None, losses: bool = False
-) -> int:
+def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None) -> int:
     """Measure, print and save; 0, or 2 where there are no GPUs.
 
     Args:
         full: more rounds.
-        losses: what decomposition and contention cost instead of the model's constants.
         ranks: how many GPUs; 0 for all.
         out: file of the machine; None for the cache folder, where "auto" looks.
         rows: JSONL file that what was measured is added to.
 
     Raises:
-        InputError: there are fewer GPUs than `ranks`, or that is one; or losses have no machine.
+        InputError: there are fewer GPUs than `ranks`, or that is one.
         UnsupportedError: no preset describes this GPU.
     """
     gpus = torch.cuda.device_count()
@@ -48,14 +43,10 @@ def characterize(
         return too_few_gpus("characterize", instead)
     if ranks and not 2 <= ranks <= gpus:
         raise InputError("characterize", "--ranks", want=f"from 2 to the {gpus} here", got=ranks)
-    if losses and out is not None:
-        raise InputError("characterize", "--out", want="left out with --losses", got=str(out),
-                         fix="--rows keeps what is measured")  # fmt: skip
     if not under_torchrun():
         given = {"--ranks": ranks, "--out": out, "--rows": rows}
         options = [str(word) for name, value in given.items() if value for word in (name, value)]
         arguments = ["characterize", "--full" if full else "--quick", *options]
-        arguments += ["--losses"] if losses else []
         return torchrun(ranks or gpus, arguments)
     with nccl_group() as (group, device):
         first = group.rank() == 0
@@ -69,56 +60,17 @@ def characterize(
                 console.print(f"{time.monotonic() - start_s:4.0f} s: {question}")
 
         with console.status("measuring") as status:
-            asked: dict[str, Any] = {"group": group, "device": device, "rounds": ROUNDS[full]}
-            if losses:
-                machine, measured = None, measure_losses(**asked, progress=say)
-                console.print(*tables_of_losses(measured))
-            else:
-                machine, measured = measure(**asked, progress=say)
-                console.print(table_of(machine))
-                console.print(f"{machine.source}, in {time.monotonic() - start_s:.0f} s")
+            machine, measured = measure(
+                group=group, device=device, rounds=ROUNDS[full], progress=say
+            )
+            console.print(table_of(machine))
+            console.print(f"{machine.source}, in {time.monotonic() - start_s:.0f} s")
         if first:
-            if machine is not None:
-                gpu = torch.cuda.get_device_name(device)
-                _save(console, machine, gpu, group.size(), out)
+            _save(console, machine, torch.cuda.get_device_name(device), group.size(), out)
             if rows is not None:
                 record.append(rows, measured)
                 console.print(f"{len(measured)} rows added to {rows}", soft_wrap=True)
     return 0
-
-
-def tables_of_losses(rows: list[dict[str, Any]]) -> list[Table]:
-    """Pieces over whole, by their number; and beside over alone."""
-    style: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD, "padding": 0,
-                             "show_edge": False}  # fmt: skip
-    pieces = sorted({row["pieces"] for row in rows if "pieces" in row})
-    dil = Table(title="DIL: the pieces one after another / the whole", **style)
-    for name in ("operation", "whole, us", *map(str, pieces[1:])):
-        dil.add_column(name, justify="left" if name == "operation" else "right")
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        if row["question"] == "matmul in pieces":
-            name = f"matmul {row['rows']},{row['n']},{row['k']} by {row['along']}"
-        elif row["question"] == "communication in pieces":
-            name = f"all-gather of {row['num_bytes'] >> 20} MiB by {row['transport']}"
-        else:
-            continue
-        found.setdefault(name, {})[row["pieces"]] = row
-    for name, mine in found.items():
-        cells = [f"{mine[n]['seconds'] / mine[n]['whole_s']:.2f}" if n in mine else "-"
-                 for n in pieces[1:]]  # fmt: skip
-        dil.add_row(name, f"{next(iter(mine.values()))['whole_s'] * 1e6:.1f}", *cells)
-    cil = Table(title="CIL: beside each other / alone", **style)
-    for name in ("matmul", "transport", "of the matmul", "of the transport"):
-        cil.add_column(name, justify="left" if "of" not in name else "right")
-    beside: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        if row["question"] == "beside":
-            times = beside.setdefault((row["matmul"], row["transport"]), {})
-            times[row["which"]] = row["seconds"] / max(row["alone_s"], row["other_s"])
-    for (matmul, transport), times in beside.items():
-        cil.add_row(matmul, transport, f"{times['matmul']:.2f}", f"{times['transport']:.2f}")
-    return [dil, cil]
 
 
 def table_of(machine: Machine) -> Table:

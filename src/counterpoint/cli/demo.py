@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.cli.launch import torchrun, under_torchrun
+from counterpoint.cli import checkout
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import spawn
@@ -62,16 +62,14 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
     """
     gpus = torch.cuda.device_count()
     if gpus >= 2:
-        return _on_gpus(ranks or gpus, out)
+        return _on_gpus(out)
     return _on_cpu(ranks or 4, seed, out, scale)
 
 
-def _on_gpus(ranks: int, out: Path) -> int:
-    if not under_torchrun():
-        return torchrun(ranks, ["demo", "--out", str(out)])
-    from counterpoint.cli.bench import bench
-
-    return bench(op="", shapes="", suite="smoke", out=out / "demo.jsonl", pictures=out)
+def _on_gpus(out: Path) -> int:
+    """The short table of the matmuls: every plan beside the libraries, from a checkout."""
+    arguments = ["overlap", "--short", "--out", str(out / "demo.jsonl")]
+    return checkout.run("demo", "benchmarks.runner", arguments)
 
 
 def _on_cpu(ranks: int, seed: int, out: Path, scale: int) -> int:

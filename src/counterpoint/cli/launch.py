@@ -19,10 +19,11 @@ def under_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def torchrun(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `counterpoint ARGUMENTS` on `ranks` GPUs of this node; its exit code."""
+def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "counterpoint.cli.main") -> int:
+    """Run `counterpoint ARGUMENTS`, or another module, on `ranks` GPUs of this node; its exit
+    code."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = ["-m", "counterpoint.cli.main", *arguments]
+    command = ["-m", module, *arguments]
     return subprocess.run([*launcher, f"--nproc-per-node={ranks}", *command]).returncode
 
 

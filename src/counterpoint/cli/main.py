@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from counterpoint import __version__
-from counterpoint.cli.measuring import bench, characterize, evaluate, tune
+from counterpoint.cli.measuring import PASSED_ON, bench, characterize, evaluate, tune
 from counterpoint.cli.options import Dtype
 from counterpoint.cli.predicting import occupancy, plan
 from counterpoint.errors import CounterpointError, InputError
@@ -135,7 +135,7 @@ def doctor(
 
 
 for command in (demo, bench, plan, occupancy, tune, characterize, evaluate, warmup, doctor):
-    app.command()(command)
+    app.command(context_settings=PASSED_ON if command in (bench, evaluate) else None)(command)
 
 if __name__ == "__main__":
     app(prog_name="counterpoint")

@@ -1,149 +1,30 @@
 """The options of the commands that measure: bench, tune, characterize, evaluate."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from counterpoint.cli.options import M_N_K, Dtype
-from counterpoint.errors import InputError
-from counterpoint.measure.shapes import SHAPES
 from counterpoint.problem import op_names
 
-
-class Suite(StrEnum):
-    """How much is measured."""
-
-    smoke = "smoke"
-    full = "full"
+# what is behind the name goes to the benchmarks as it stands
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-class BenchTable(StrEnum):
-    """What is compared."""
+def bench(context: typer.Context) -> None:
+    """Time plans, or other tables, against the libraries on this node's GPUs; from a checkout.
 
-    overlap = "overlap"
-    resources = "resources"
+    `counterpoint bench overlap` (the default) times every plan of the matmuls, `decode`, `experts`,
+    `embedding`, `resources`, ... what their names say. `-h` lists all names and options.
 
+    **Example:** `counterpoint bench overlap --cases all_gather_matmul --shapes 2048,7168,8192`
 
-# where `bench --help` lists options that only one table has
-OVERLAP, RESOURCES = (f"Options of bench {table}" for table in BenchTable)
-
-
-class Gemm(StrEnum):
-    """What the GEMM of a loop is bound by."""
-
-    cb = "cb"
-    mb = "mb"
-    all = "all"
-
-
-class Collective(StrEnum):
-    """What is done to the result of a loop's GEMM."""
-
-    all_reduce = "all_reduce"
-    all_to_all = "all_to_all"
-    all = "all"
-
-
-class Launch(StrEnum):
-    """How a loop is run."""
-
-    graph = "graph"
-    eager = "eager"
-    all = "all"
-
-
-def bench(
-    context: typer.Context,
-    table: Annotated[
-        BenchTable, typer.Argument(help="Plans of operators, or how a loop shares the GPU.")
-    ] = BenchTable.overlap,
-    op: Annotated[
-        str,
-        typer.Option(
-            help=f"One operator: {' or '.join(SHAPES)}. Both if left out.", rich_help_panel=OVERLAP
-        ),
-    ] = "",
-    shapes: Annotated[
-        str,
-        typer.Option(
-            help="M,N,K triples as 8192,7168,8192:512,7168,8192.", rich_help_panel=OVERLAP
-        ),
-    ] = "",
-    gemm: Annotated[
-        Gemm, typer.Option(help="Bound by compute, or by memory.", rich_help_panel=RESOURCES)
-    ] = Gemm.all,
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="Of the GEMM, with commas: cuBLAS, or tiles of a Triton kernel as 64x64x32.",
-            rich_help_panel=RESOURCES,
-        ),
-    ] = "cuBLAS",
-    collective: Annotated[
-        Collective, typer.Option(help="Of its result.", rich_help_panel=RESOURCES)
-    ] = Collective.all,
-    mode: Annotated[
-        Launch, typer.Option(help="In one CUDA graph, or call by call.", rich_help_panel=RESOURCES)
-    ] = Launch.all,
-    budget: Annotated[
-        float, typer.Option(min=1, help="Seconds of each search.", rich_help_panel=RESOURCES)
-    ] = 60.0,
-    rounds: Annotated[
-        int, typer.Option(min=3, help="How often each arm is timed.", rich_help_panel=RESOURCES)
-    ] = 7,
-    pictures: Annotated[
-        Path | None, typer.Option(help="Folder for pictures.", rich_help_panel=RESOURCES)
-    ] = None,
-    energy: Annotated[
-        bool,
-        typer.Option(
-            "--energy/--no-energy",
-            help="Read energy and clock, with nvidia-ml-py.",
-            rich_help_panel=RESOURCES,
-        ),
-    ] = True,
-    suite: Annotated[
-        Suite, typer.Option(help="The published shapes, or less: a few, or an eighth of the size.")
-    ] = Suite.smoke,
-    out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
-) -> None:
-    """Time plans against the serial way, or controls against plain overlap, on this node's GPUs.
-
-    `counterpoint bench` times every plan of the operators. `counterpoint bench resources` times a
-    loop of GEMMs and collectives: each control of how they share the GPU by itself, and the
-    setting that a search finds.
-
-    **Example:** `counterpoint bench --op all_gather_matmul --shapes 2048,7168,8192`
-
-    **Example:** `counterpoint bench resources --gemm cb --collective all_to_all --pictures out`
+    **Example:** `counterpoint bench resources --cases "cb cuBLAS" --out rows.jsonl`
     """
-    _refuse_options_of_others(context, table)
-    if table == BenchTable.resources:
-        from counterpoint.cli.bench_resources import bench_resources
+    from counterpoint.cli.checkout import run
 
-        raise typer.Exit(
-            bench_resources(gemm=gemm.value, kernels=kernels, collective=collective.value,
-                            mode=mode.value, budget_s=budget, rounds=rounds, suite=suite.value,
-                            out=out, pictures=pictures, energy=energy)
-        )  # fmt: skip
-    from counterpoint.cli.bench import bench as run
-
-    raise typer.Exit(run(op=op, shapes=shapes, suite=suite.value, out=out))
-
-
-def _refuse_options_of_others(context: typer.Context, table: BenchTable) -> None:
-    own = {BenchTable.overlap: ("op", "shapes"),
-           BenchTable.resources: ("gemm", "kernels", "collective", "mode", "budget", "rounds",
-                                  "pictures", "energy")}  # fmt: skip
-    for other in set(BenchTable) - {table}:
-        for name in own[other]:
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                want, got = f"left out with table {table}", repr(str(context.params[name]))
-                fix = f"it is an option of `counterpoint bench {other}`"
-                raise InputError("bench", f"--{name}", want=want, got=got, fix=fix)
+    raise typer.Exit(run("bench", "benchmarks.runner", context.args))
 
 
 def tune(
@@ -163,7 +44,9 @@ def tune(
     ranks: Annotated[
         int, typer.Option(min=0, help="GPUs, 0 for all; CPU ranks where there are no GPUs.")
     ] = 0,
-    experts: Annotated[int, typer.Option(min=0, help="Of one GPU, of all-to-alls.")] = 0,
+    experts: Annotated[
+        int, typer.Option(min=0, help="Of one GPU, of all-to-alls; M: rows that each GPU sends.")
+    ] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
     out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
 ) -> None:
@@ -193,9 +76,6 @@ def characterize(
     rows: Annotated[
         Path | None, typer.Option(help="JSONL file that what was measured is added to.")
     ] = None,
-    losses: Annotated[
-        bool, typer.Option("--losses", help="What decomposition and contention cost, instead.")
-    ] = False,
 ) -> None:
     """Measure this machine's constants, by which plans are predicted: about a minute.
 
@@ -205,36 +85,17 @@ def characterize(
     """
     from counterpoint.cli.characterize import characterize as run
 
-    raise typer.Exit(run(full=full, ranks=ranks, out=out, rows=rows, losses=losses))
+    raise typer.Exit(run(full=full, ranks=ranks, out=out, rows=rows))
 
 
-def evaluate(
-    rows: Annotated[
-        list[Path] | None, typer.Option(help="Score a file of rows; may be repeated.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="JSONL file that what is measured is added to.")] = Path(
-        "evaluate.jsonl"
-    ),
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the speedup of each scenario: .png, .svg or .pdf.")
-    ] = None,
-    errors: Annotated[
-        Path | None, typer.Option(help="Draw predicted against measured times, likewise.")
-    ] = None,
-    part: Annotated[
-        str, typer.Option(help='"1/4": every fourth scenario, from the first on.')
-    ] = "1/1",
-    only: Annotated[str, typer.Option(help="Scenarios with this in their name.")] = "",
-) -> None:
-    """Score the choice of plans at layers of real models: how often right, and how far off.
+def evaluate(context: typer.Context) -> None:
+    """Score the choice of plans at layers of real models: how often right; from a checkout.
 
     Measures every candidate of 72 scenarios, and of 18 with experts (`--only experts`), on the GPUs
-    here, or reads rows that were measured.
-    Rows of the matmul library's tiles (`--rows tiles-h200.jsonl`) may stand beside those of times.
+    here, or reads rows that were measured. `-h` lists the options.
 
     **Example:** `counterpoint evaluate --rows benchmarks/results/evaluate-4x-h200.jsonl`
     """
-    from counterpoint.cli.evaluate import evaluate as run
+    from counterpoint.cli.checkout import run
 
-    raise typer.Exit(run(rows=rows or [], out=out, picture=picture, errors=errors, part=part,
-                         only=only))  # fmt: skip
+    raise typer.Exit(run("evaluate", "benchmarks.evaluate", context.args))

@@ -16,7 +16,7 @@ from rich.table import Table
 from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose, machine_of
-from counterpoint.cli.problems import op_of, problem_of, shape_of
+from counterpoint.cli.problems import BAGS, bags_of, op_of, problem_of, shape_of
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
@@ -31,13 +31,13 @@ CLOSED = "closed form: a first guess, by which those to simulate are sorted out"
 
 def plan(
     *, op: str, shape: str, machine: str, ranks: int, experts: int, dtype: str, spec: str,
-    by: Level, eager: bool, show: bool, out: Path | None, as_json: bool,
+    by: Level, eager: bool, show: bool, out: Path | None, as_json: bool, into: bool = False,
 ) -> int:  # fmt: skip
     """Print the choice and why, or a plan that is asked for beside serial; 0.
 
     Args:
         op: an operator or the gradients of one.
-        shape: M,N,K.
+        shape: M,N,K; of embedding bags TABLES,D,POOLING,BATCH.
         machine: a preset, or a file that `counterpoint characterize` wrote.
         ranks: how many GPUs take part; 0 for all of the machine.
         experts: of one GPU, of ops that have some; M is then the rows that each sends.
@@ -47,6 +47,7 @@ def plan(
         show: the plan's steps too.
         out: where the timelines go.
         as_json: facts in SI units instead of tables.
+        into: of embedding bags, peers write to outputs that the caller keeps.
 
     Raises:
         InputError: there is no such op, machine or plan, `shape` is not three numbers, or its rows
@@ -54,8 +55,13 @@ def plan(
     """
     where = machine_of(machine)
     name = op_of("plan", "OP", op, op_names())
-    sizes = shape_of("plan", "--shape", shape)
-    problem = problem_of("plan", name, sizes, ranks or where.num_devices, dtype, experts)
+    ranks = ranks or where.num_devices
+    if name == BAGS:
+        problem = bags_of("plan", shape, ranks, dtype, experts, out=into)
+    else:
+        problem = problem_of(
+            "plan", name, shape_of("plan", "--shape", shape), ranks, dtype, experts
+        )
     # of "auto" too: it refuses more ranks than GPUs
     choice = choose(problem, where, by=by, eager=eager)
     if spec != AUTO:
@@ -106,8 +112,9 @@ def _head(choice: Choice, spec: str) -> Table:
     head.add_row("problem", f"{choice.problem}, {mode}")
     head.add_row("machine", f"{machine.name}: {machine.source}")
     head.add_row("rates", rates)
-    head.add_row("ideal", f"{choice.ideal_s * us:.0f} us: matmuls alone {choice.compute_s * us:.0f}"
-                 f" us, communication alone {choice.comm_s * us:.0f} us")  # fmt: skip
+    parts = f"{choice.computed} alone {choice.compute_s * us:.0f} us, communication alone"
+    ideal = f"{choice.ideal_s * us:.0f} us: {parts} {choice.comm_s * us:.0f} us"
+    head.add_row("ideal", ideal)
     hidden = f"{choice.hidden:.0%} hidden" if choice.hidden >= 0 else "slower than serial"
     took = f"{choice.seconds * us:.0f} us, serial / {_ratio(choice, choice.seconds)}, {hidden}"
     how = ASKED if spec != AUTO else f"by {choice.basis}"

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from counterpoint.cli.options import M_N_K, Dtype
-from counterpoint.embedding_problem import EMBEDDING
 from counterpoint.problem import op_names
 
 TABLES = "tables of a GPU, their columns, indices of a bag, bags of all GPUs"
@@ -23,7 +22,7 @@ class By(StrEnum):
 def plan(
     op: Annotated[
         str,
-        typer.Argument(show_default=False, help=f"One of {', '.join((*op_names(), EMBEDDING))}."),
+        typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}."),
     ],
     shape: Annotated[
         str,
@@ -55,6 +54,9 @@ def plan(
         typer.Option(help="Draw what runs when: .png, .svg or .pdf; .json for ui.perfetto.dev."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
+    into: Annotated[
+        bool, typer.Option("--into", help="Of embedding bags: into PooledOutputs, without a copy.")
+    ] = False,
 ) -> None:
     """Predict which plan is fastest on a machine, and say why. Needs no GPU.
 
@@ -62,19 +64,11 @@ def plan(
 
     **Example:** `counterpoint plan embedding_bag_all_to_all --shape 8,128,5,65536`
     """
-    if op == EMBEDDING:
-        from counterpoint.cli.plan_embedding import plan_embedding
-
-        raise typer.Exit(
-            plan_embedding(shape=shape, machine=machine, ranks=ranks, experts=experts,
-                           dtype=dtype.value, spec=spec, by=by.value, eager=eager, show=show,
-                           out=out, as_json=as_json)
-        )  # fmt: skip
     from counterpoint.cli.plan import plan as run
 
     raise typer.Exit(
         run(op=op, shape=shape, machine=machine, ranks=ranks, experts=experts, dtype=dtype.value,
-            spec=spec, by=by.value, eager=eager, show=show, out=out, as_json=as_json)
+            spec=spec, by=by.value, eager=eager, show=show, out=out, as_json=as_json, into=into)
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from counterpoint.plan.operation import operation_of
 from counterpoint.problem import DType, Problem
 
 Shape = tuple[int, int, int]  # M, N, K
+BAGS = "embedding_bag_all_to_all"
 
 
 def op_of(command: str, option: str, text: str, among: Sequence[str]) -> str:
@@ -71,3 +72,22 @@ def problem_of(
         want = f"of an M that {ranks} ranks share evenly"
         raise InputError(command, "--shape", want=want, got=f"M {m}", fix=fix)
     return Problem(op, m, n, k, ranks, cast(DType, dtype), experts=experts)
+
+
+def bags_of(
+    command: str, text: str, ranks: int, dtype: str, experts: int = 0, *, out: bool = False
+) -> Problem:
+    """Embedding bags of "8,128,5,65536": tables of each GPU, columns, indices of a bag, all bags.
+
+    Raises:
+        InputError: not four numbers above 0, or bags that the ranks do not share evenly.
+    """
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        want = "TABLES,D,POOLING,BATCH of numbers above 0"
+        raise InputError(command, "--shape", want=want, got=repr(text))
+    tables, columns, pooling, batch = map(int, parts)
+    return Problem(
+        BAGS, batch, ranks=ranks, dtype=cast(DType, dtype), tables=((columns,) * tables,) * ranks,
+        indices=(tables * batch * pooling,) * ranks, out=out, experts=experts,
+    )  # fmt: skip

@@ -3,10 +3,8 @@
 matplotlib is imported on the first drawing; no pyplot, so no global figure and no window.
 """
 
-from collections.abc import Iterable, Sequence
-from math import inf
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from counterpoint.errors import InputError
@@ -28,11 +26,6 @@ def checked(op: str, path: str | Path) -> Path:
         want = f"a file name that ends in {', '.join(SUFFIXES)}"
         raise InputError(op, "path", want=want, got=str(path))
     return path
-
-
-def check_positive(op: str, arg: str, value: float, whose: str) -> None:
-    if not 0 < value < inf:
-        raise InputError(op, arg, want=f"above 0 and finite ({whose!r})", got=value)
 
 
 def new_figure(
@@ -131,11 +124,6 @@ def fitting_pt(text: str, size_pt: float, room_in: float) -> float:
     return min(size_pt, room_in * 72 * 0.85 / max(text_width_pt(text, 1.0), 1e-9))
 
 
-def widest_in(texts: Iterable[str], size_pt: float) -> float:
-    """Return the inches in which `fitting_pt` leaves each of the texts its size."""
-    return max(text_width_pt(text, size_pt) for text in texts) / 72 / 0.85
-
-
 def text_width_pt(text: str, size_pt: float) -> float:
     from matplotlib.textpath import TextPath
 
@@ -144,21 +132,6 @@ def text_width_pt(text: str, size_pt: float) -> float:
     # a dollar would start a formula
     path = TextPath((0, 0), text.replace("$", r"\$"), size=size_pt)
     return float(path.get_extents().width)
-
-
-def set_apart(wanted: Sequence[float], step: float, room: float) -> list[float]:
-    """Return the places nearest to the ascending wanted ones, at least a step apart.
-
-    Least squares, then moved into 0 to `room`: the max-min formula of isotonic regression.
-    """
-    num = len(wanted)
-    free = [at - i * step for i, at in enumerate(wanted)]
-    means = (
-        max(min(fmean(free[j:k]) for k in range(i + 1, num + 1)) for j in range(i + 1))
-        for i in range(num)
-    )
-    most = room - (num - 1) * step
-    return [min(max(at, 0.0), most) + i * step for i, at in enumerate(means)]
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:

@@ -35,12 +35,6 @@ def environment() -> dict[str, Any]:
     return facts
 
 
-def sm_clock_mhz() -> int:
-    """SM clock of GPU 0 now, 0 where it cannot be read."""
-    text = _nvidia_smi("clocks.sm").split()
-    return int(text[0]) if text and text[0].isdigit() else 0
-
-
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add rows to a JSONL file."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,16 +63,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _nvidia_smi(field: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "-i", "0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    return _said("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "-i", "0")
 
 
 def _commit() -> str:
+    """Of the checkout that this file is of, marked where files differ; "" of an installed
+    package."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    if not _said(*git, "ls-files", "."):
+        return ""
+    return _said(*git, "describe", "--always", "--dirty", "--exclude=*")
+
+
+def _said(*command: str) -> str:
+    """What a program writes; "" where there is none."""
     try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,16 +1,17 @@
-"""Time several implementations fairly on GPUs: one randomised rotation at settled clocks.
+"""Time several implementations fairly: one randomised rotation at settled clocks.
 
 The same all-gather and matmul took 1.58 ms called singly and 1.81 ms a call in graphs of eight,
 which leave the chip less time to cool (4xH200, bf16, 8192,7168,8192, 2026-11): arms that are not
 interleaved in one run mislead. Every round runs every arm once, in a random order that
 is the same on all ranks; before each, a backlog and a device-side barrier, so that neither host
-time nor late ranks count. A round's time is that of the slowest rank.
+time nor late ranks count. A round's time is that of the slowest rank. A round whose SM clock is far
+from that of the others is dropped. CPU ranks go by the host's clock.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -25,14 +26,22 @@ from counterpoint.runtime.symmetric import allocate
 Arm = Callable[[], object]
 Around = Callable[[str], AbstractContextManager[object]]
 BACKLOG_CYCLES = 600_000  # about 0.3 ms: the host enqueues an arm meanwhile
+CLOCK_OFF = 0.10  # from the median, beyond which a round does not count
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one arm: of the slowest rank, one for each round."""
+    """Seconds of one arm: of the slowest rank, one for each round that counts.
+
+    Args:
+        rounds_s: equally many for all arms of a rotation; those of one round stand together.
+        skew_s: median over rounds of slowest minus fastest rank.
+        clock_mhz: median SM clock of the slowest rank's GPU; 0 where it cannot be read.
+    """
 
     rounds_s: tuple[float, ...]
-    skew_s: float  # median over rounds of slowest minus fastest rank
+    skew_s: float
+    clock_mhz: float = 0.0
 
     @property
     def median_s(self) -> float:
@@ -97,25 +106,61 @@ def rotate(
     """
     if rounds < 2 or not arms:
         raise InputError("rotate", "rounds", want=">= 2, with one arm or more", got=rounds)
-    meeting = allocate(1 << 16, group, device)
-    order, shuffle = list(arms), random.Random(seed)
+    on_gpu = device.type == "cuda"
+    meeting = allocate(1 << 16, group, device) if on_gpu else None
+    order, shuffle, index = list(arms), random.Random(seed), list(arms).index
     times = torch.zeros(len(order), rounds, dtype=torch.float64)
+    clocks = torch.zeros(rounds, dtype=torch.float64)
     for name, arm in arms.items():
         with around(name):
             arm()
-            torch.cuda.synchronize(device)
-    soak(soak_s, device)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+    if on_gpu:
+        soak(soak_s, device)
     for i in range(rounds):
         shuffle.shuffle(order)
         for name in order:
             with around(name):
-                seconds = _time_once(arms[name], meeting, group, backlog_cycles)
-            times[list(arms).index(name), i] = seconds
-    slowest, fastest = times.to(device), times.to(device)
+                if on_gpu:
+                    seconds = _time_once(arms[name], meeting, group, backlog_cycles)
+                else:
+                    seconds = _time_on_host(arms[name], group)
+            times[index(name), i] = seconds
+        clocks[i] = sm_clock_mhz(device)
+    slowest, fastest, clocks = times.to(device), times.to(device, copy=True), clocks.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(fastest, op=dist.ReduceOp.MIN, group=group)
-    skew = (slowest - fastest).median(dim=1).values
-    return {name: Times(tuple(slowest[i].tolist()), float(skew[i])) for i, name in enumerate(arms)}
+    dist.all_reduce(clocks, op=dist.ReduceOp.MIN, group=group)
+    kept = settled(clocks.tolist())
+    clock = statistics.median(clocks.tolist())
+    skew = (slowest - fastest)[:, kept].median(dim=1).values
+    return {
+        name: Times(tuple(slowest[i, kept].tolist()), float(skew[i]), clock)
+        for i, name in enumerate(arms)
+    }
+
+
+def settled(clocks_mhz: Sequence[float]) -> list[int]:
+    """The rounds whose clock is near the median; all where clocks are not known, or are all over.
+
+    Args:
+        clocks_mhz: the SM clock of each round, equal on all ranks; 0 where it cannot be read.
+    """
+    every = list(range(len(clocks_mhz)))
+    usual = statistics.median(clocks_mhz)
+    kept = [i for i in every if abs(clocks_mhz[i] - usual) <= CLOCK_OFF * usual]
+    return every if min(clocks_mhz) == 0 or len(kept) < max(2, len(every) / 2) else kept
+
+
+def sm_clock_mhz(device: torch.device) -> int:
+    """SM clock of a GPU now, by NVML; 0 on CPUs and where nvidia-ml-py is not installed."""
+    if device.type != "cuda":
+        return 0
+    try:
+        return torch.cuda.clock_rate(device)
+    except (ModuleNotFoundError, RuntimeError):
+        return 0
 
 
 def _time_once(arm: Arm, meeting: object, group: dist.ProcessGroup, backlog_cycles: int) -> float:
@@ -129,6 +174,13 @@ def _time_once(arm: Arm, meeting: object, group: dist.ProcessGroup, backlog_cycl
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) * 1e-3
+
+
+def _time_on_host(arm: Arm, group: dist.ProcessGroup) -> float:
+    dist.barrier(group)
+    start_s = time.perf_counter()
+    arm()
+    return time.perf_counter() - start_s
 
 
 def nan_behind(device: torch.device, num_bytes: int) -> None:

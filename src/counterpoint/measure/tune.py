@@ -23,7 +23,7 @@ from counterpoint.measure import record
 from counterpoint.measure.timing import captured, rotate
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.call import Operator, prepare
-from counterpoint.ops.operators import OPERATORS, operands
+from counterpoint.ops.operators import OPERATORS, bags_call, operands
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspace_of
@@ -76,6 +76,9 @@ def tune(
     if problem.splits:
         fix = "tune it as one weight of all columns"
         raise InputError("tune", "problem", want="of one weight", got=f"{problem}", fix=fix)
+    if problem.out:
+        fix = "tune it with out=False: a graph would use one output at each replay"
+        raise InputError("tune", "problem", want="without out", got=f"{problem}", fix=fix)
     if device is None:
         cuda = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -83,13 +86,11 @@ def tune(
     machine = knowledge_of(workspace).machine or preset(f"h200-{min(problem.ranks, 8)}")
     # each once, also where serial is among those asked for
     candidates = list(dict.fromkeys(["serial", *(specs or _candidates(problem, machine))]))
-    operator, rows = OPERATORS[problem.op], _rows(problem)
-    sets = _operands(problem, workspace.rank, device)
     progress(f"preparing {len(candidates)} plans")
-    calls = {spec: _call(operator, sets, spec, rows, group) for spec in candidates}
+    num_sets, calls = _calls(problem, candidates, group, workspace.rank, device)
     progress(f"timing {len(candidates)} plans")
     timed = _on_gpu if device.type == "cuda" else _on_cpu
-    times = timed(calls, len(sets), group, device, rounds)
+    times = timed(calls, num_sets, group, device, rounds)
 
     best = min(candidates, key=times.__getitem__)
     chosen = best if times[best] * MIN_GAIN <= times["serial"] else "serial"
@@ -118,7 +119,20 @@ def tune(
     known = knowledge_of(workspace)
     workspace.knowledge = Knowledge(known.machine, {**known.tuned, problem_key(problem): chosen})
     workspace.drop_code()
+    workspace.agreed.clear()
     return choice
+
+
+def _calls(
+    problem: Problem, specs: Sequence[str], group: dist.ProcessGroup, rank: int,
+    device: torch.device,
+) -> tuple[int, dict[str, Callable[[int], object]]]:  # fmt: skip
+    """How many sets of operands there are, and a call of each plan on the set of a number."""
+    if problem.tables:
+        return 1, {spec: bags_call(problem, rank, device, spec, group) for spec in specs}
+    operator, rows = OPERATORS[problem.op], _rows(problem)
+    sets = _operands(problem, rank, device)
+    return len(sets), {spec: _call(operator, sets, spec, rows, group) for spec in specs}
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[str]:

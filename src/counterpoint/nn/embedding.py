@@ -1,6 +1,7 @@
 """Embedding tables of a model, each whole on one rank, by `embedding_bag_all_to_all`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch.nn import Module, Parameter
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops.check import check_group
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
-from counterpoint.ops.embedding_call import AUTO, PLANS
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.plan.families import families
+from counterpoint.plan.steps import Plan
 from counterpoint.runtime.ranks import group_of
+
+PLANS = ("auto", *families("embedding_bag_all_to_all"))
 
 
 class ShardedEmbeddingBags(Module):
@@ -60,7 +64,7 @@ class ShardedEmbeddingBags(Module):
     def __init__(
         self, tables: Sequence[tuple[int, int]], *, owners: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None, mode: str = "sum", sparse: bool = False,
-        plan: str = AUTO, device: torch.device | str | None = None,
+        plan: str | Path | Plan = "auto", device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -76,8 +80,8 @@ class ShardedEmbeddingBags(Module):
             raise InputError(name, "owners", want=want, got=owners)
         if mode not in ("sum", "mean"):
             raise InputError(name, "mode", want="'sum' or 'mean'", got=repr(mode))
-        if plan not in PLANS:
-            raise InputError(name, "plan", want="'auto', 'fused' or 'serial'", got=repr(plan))
+        if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
+            raise InputError(name, "plan", want=f"one of {', '.join(PLANS)}", got=repr(plan))
         self.mode, self.sparse, self.plan, self.owners = mode, sparse, plan, tuple(owners)
         self.order = sorted(range(len(sizes)), key=lambda t: owners[t])  # of the output's columns
         self.own = tuple(t for t in self.order if owners[t] == rank)

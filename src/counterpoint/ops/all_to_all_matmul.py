@@ -1,5 +1,6 @@
 """Rows go to their experts, and each expert multiplies: the first half of a layer of experts."""
 
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -8,16 +9,19 @@ from torch import Tensor
 
 from counterpoint.ops import call, matmul_all_to_all
 from counterpoint.ops.check import autocast, check_group
+from counterpoint.ops.expert_gradients import weight_gradient
 from counterpoint.ops.experts import (
-    Counts,
-    Exchange,
-    backward_plan,
-    check_counts,
+    Table,
     check_operands,
-    num_rows,
+    host_known,
+    operator_of,
+    room_of,
+    run,
+    seen,
+    table_of,
 )
-from counterpoint.ops.experts_choice import ready_for
-from counterpoint.ops.experts_serial import grown, weight_gradient
+from counterpoint.ops.plans import backward_plan, plan_key
+from counterpoint.plan.steps import Plan
 
 OP = "all_to_all_matmul"
 
@@ -29,22 +33,23 @@ call.LIBRARY.define(
 
 @overload
 def all_to_all_matmul(
-    x: Tensor, w: Tensor, *, counts: Counts, group: dist.ProcessGroup | None = None,
-    max_rows: int | None = None, plan: str = "auto", return_rows: Literal[False] = False,
+    x: Tensor, w: Tensor, *, counts: Table, group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None, plan: str | Path | Plan = "auto",
+    return_rows: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def all_to_all_matmul(
-    x: Tensor, w: Tensor, *, counts: Counts, group: dist.ProcessGroup | None = None,
-    max_rows: int | None = None, plan: str = "auto", return_rows: Literal[True],
+    x: Tensor, w: Tensor, *, counts: Table, group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None, plan: str | Path | Plan = "auto", return_rows: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def all_to_all_matmul(
     x: Tensor,
     w: Tensor,
     *,
-    counts: Counts,
+    counts: Table,
     group: dist.ProcessGroup | None = None,
     max_rows: int | None = None,
-    plan: str = "auto",
+    plan: str | Path | Plan = "auto",
     return_rows: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows to their experts and multiply: y[rows of e] = concat over s of x_s[rows for e] w_e.
@@ -63,13 +68,14 @@ def all_to_all_matmul(
         group: whose ranks take part; the default group if None.
         max_rows: rows that a rank may get at most; needed, and the rows of y, where counts is
             device-known. Give all ranks the same.
-        plan: "serial": the libraries; "fused": one kernel, which CPU ranks do by torch; "auto": one
-            kernel where counts are device-known, or where it is predicted to be faster, and the
-            kernel takes w: 16-bit, its sizes and strides multiples of 16 bytes. Serial copies
-            device-known counts to the host, which waits for them; it does not run while a graph is
-            captured. In one kernel, with device-known counts, x has equally many rows on all ranks.
-            "grouped", or with sizes of groups of experts "grouped 8/8/16": a plan on copy engines,
-            where counts are host-known and all equal; the backward is "grouped" then.
+        plan: "auto": chosen by the model, and one kernel where counts are device-known and it takes
+            the problem; "serial": the libraries; "fused": one kernel, of 16-bit numbers, K and N
+            multiples of 8, and a number of ranks that is a power of 2; "grouped", or with sizes of
+            groups of experts "grouped 8/8/16 ring": copy engines, where counts are host-known and
+            all equal; a Plan; or a JSON file of one. The backward takes the same family. Serial
+            copies device-known counts to the host, which waits for them; it does not run while a
+            graph is captured. In one kernel, with device-known counts, x has equally many rows on
+            all ranks.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:
@@ -81,24 +87,35 @@ def all_to_all_matmul(
     Raises:
         InputError: an argument is wrong, or ranks differ (compared at the first call with these
             sizes of w, and at each call under COUNTERPOINT_CHECK=1); nothing was launched.
-        UnsupportedError: `plan` is fused, and this machine has no kernel for it.
+        PlanError: `plan` is a Plan that is wrong; nothing was launched.
+        UnsupportedError: `plan` is fused, and the kernel does not fit this GPU.
         PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
 
     Example:
         >>> y = counterpoint.all_to_all_matmul(x, w, counts=counts, group=ep)  # doctest: +SKIP
     """
-    group = check_group(OP, group)
+    if not isinstance(group, dist.ProcessGroup):
+        group = check_group(OP, group)
+    known, key = seen(OP, x, counts, max_rows, group), None
+    if known is not None and known.good:
+        rows = (*known.facts, int(return_rows))
+        found, key, _ = call.repeated(OP, (x, w, counts), group, plan, rows, 0, known.room)  # type: ignore[arg-type]
+        if found is not None:
+            return (found[0], found[1]) if return_rows else found[0]
     x, w = autocast(x, w)  # type: ignore[assignment]
-    plan = check_operands(OP, x, w, plan)
-    table, host = check_counts(OP, counts, x, w, group)
-    rows = num_rows(OP, table, host, max_rows, out=True, rank=group.rank())
+    check_operands(OP, x, w)
+    table, spec = table_of(OP, counts, x, w, group.size()), plan_key(OP, plan)
+    host = host_known(table)
+    room = room_of(OP, table, host, max_rows, group)
+    if key is not None and known is not None:
+        tensors, given = (x, w, table), call.Given(room)
+        operator = operator_of(OP, return_rows)
+        y, *rest = call.first(operator, tensors, spec, known.facts, group, key, given)
+        return (y, rest[0]) if return_rows else y
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
-    where = (plan, group.group_name, group.size())
-    if call.key_of(OP, (x, w), group, plan, None, 0) is None:
-        run: Any = torch.ops.counterpoint.all_to_all_matmul
-    else:
-        run = _run  # nothing watches this call
-    y, kept = run(x, w, table, rows, host, keep, return_rows, False, *where)
+    run: Any = torch.ops.counterpoint.all_to_all_matmul
+    where = (spec, group.group_name, group.size())
+    y, kept = run(x, w, table, room, host, keep, return_rows, False, *where)
     return (y, kept) if return_rows else y
 
 
@@ -111,14 +128,9 @@ def _run(
     x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, keep: bool, shown: bool,
     clear: bool, plan: str, group_name: str, group_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return _run(x, w, counts, rows, host, keep, shown, clear, plan, group_name, group_size)
-    given = Exchange(OP, x, w, counts, rows, True, host, plan, keep)
-
-    given, ready = ready_for(given, group_name)
-    y, kept = ready(given, None, clear)
-    return y, grown(kept, rows) if keep else x.new_empty(0, x.shape[1])
+    operator = operator_of(OP, keep, clear)
+    y, *kept = run(operator, (x, w, counts), plan, group_name, rows, host)
+    return y, kept[0] if keep else x.new_empty(0, x.shape[1])
 
 
 def _fake(
@@ -150,14 +162,14 @@ def _backward(ctx: Any, dy: Tensor | None, drows: Tensor | None) -> tuple[Tensor
         dy = drows.new_zeros(drows.shape[0], w.shape[2])
     dy = dy.contiguous()  # autograd hands over expanded tensors
     if drows is None and ctx.shown and ctx.host:
-        # whether there is one may differ between ranks, what runs may not: see experts_plans
+        # whether there is one may differ between ranks, what runs may not
         drows = dy.new_zeros(dy.shape[0], w.shape[1])
     dx = dw = None
     if need_x:
         clear = not ctx.host
         dx = matmul_all_to_all.returned(
-            dy, w.transpose(1, 2), counts, drows, ctx.rows, ctx.host, clear, backward_plan(plan),
-            name, size,
+            dy, w.transpose(1, 2), counts, drows, ctx.rows, ctx.host, clear,
+            backward_plan(OP, plan), name, size,
         )  # fmt: skip
     if need_w:
         dw = weight_gradient(rows, dy, counts, w, name, size)

@@ -35,7 +35,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
             what = f"the plan tuned for {problem} is ignored: {error}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
     if known.machine is None:
-        return "serial"
+        return operation_of(problem.op).without_serial(problem)[0] or "serial"
     capturing = torch.cuda.is_current_stream_capturing()
     tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
     # memory for words cannot be made in a capture; what there is of it is equal on all ranks

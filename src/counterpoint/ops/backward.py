@@ -168,7 +168,12 @@ def _like(w: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(w.shape[::-1]).t() if _transposed(w) else x.new_empty(w.shape)
 
 
-def _refuse_double(ctx: object, *grads: object) -> tuple[None, ...]:
+def refuse_double(ctx: object, *grads: object) -> tuple[None, ...]:
+    """The gradient of a gradient.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(
         "counterpoint: double backward (a gradient of a gradient) is not supported; "
         "call backward without create_graph=True, or take torch's own operators there"
@@ -182,7 +187,7 @@ for _op, _impl, _meta in (
 ):
     call.LIBRARY.impl(_op, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"counterpoint::{_op}", _meta, lib=call.LIBRARY)
-    torch.library.register_autograd(f"counterpoint::{_op}", _refuse_double, lib=call.LIBRARY)
+    torch.library.register_autograd(f"counterpoint::{_op}", refuse_double, lib=call.LIBRARY)
 
 
 def gradients(

@@ -8,38 +8,64 @@ call looks itself up, allocates its results and runs.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from counterpoint.errors import UnsupportedError
-from counterpoint.ops.agreement import Input, checking, compare
+from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.ops.agreement import Input, agree, checking, compare
 from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
-from counterpoint.runtime.ranks import gather_object, group_of
-from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspace_of
+from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import Operands, Workspace, workspace_if_any, workspace_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 # both private, and asked at each call: a feature test holds them
-_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
 Shape = tuple[int, ...]
+Words = tuple[dict[str, str], CounterpointError | None]
+
+
+class Given(NamedTuple):
+    """What the values of an operand say of one call: no facts.
+
+    Args:
+        room: rows of results.
+        refused: what is wrong with them.
+    """
+
+    room: int = 0
+    refused: CounterpointError | None = None
+
+
+NOTHING = Given()
 
 
 @dataclass(frozen=True)
 class Output:
-    """One result: its buffer, its shape, and whether it is stored transposed."""
+    """One result.
+
+    Args:
+        name: of its buffer.
+        shape: -1 rows are as many as a call says, see `Ready`; such results are the last ones.
+        transposed: whether it is stored so.
+        spare: a fused step may leave it out; it has no columns then.
+    """
 
     name: str
     shape: Shape
     transposed: bool = False
+    spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,12 +77,19 @@ class Operator:
         inputs: its tensors in order; those whose argument is None are left out of the plan.
         problem: from the tensors, rows (one count a rank, of dim 0) and the number of ranks.
         outputs: from the tensors, rows, the number of ranks and this rank.
+        words: facts in words that ranks compare, where they are not the shapes; and what is wrong
+            with values that the host can read. From the tensors, rows and this rank.
+        ends: what remains to be done when the plan has run, on its operands; None: nothing.
+        clears: rows of results that are none have to be zero.
     """
 
     op: str
     inputs: tuple[Input, ...]
     problem: Callable[[Sequence[Tensor | None], Sequence[int], int], Problem]
     outputs: Callable[[Sequence[Tensor | None], Sequence[int], int, int], tuple[Output, ...]]
+    words: Callable[[Sequence[Tensor | None], Sequence[int], int], Words] | None = None
+    ends: Callable[[Code | None], Action | None] | None = None
+    clears: bool = False
 
 
 class Runnable(Protocol):
@@ -64,8 +97,8 @@ class Runnable(Protocol):
 
     workspace: Workspace
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Run on the current stream; the results are new tensors."""
+    def __call__(self, tensors: Sequence[Tensor | None], room: int = 0) -> list[Tensor]:
+        """Run on the current stream; the results are new tensors, of `room` rows if counted."""
         ...
 
 
@@ -85,29 +118,47 @@ class Ready:
         given = [(i, x, t) for i, (x, t) in enumerate(zip(operator.inputs, tensors, strict=True))]
         # positions of the tensors that are there, their buffers, and how they become operands
         self.inputs = [(i, x.name, _form(x, t)) for i, x, t in given if t is not None]
-        self.outputs = [(out.name, out.shape, out.transposed) for out in outputs]
+        fused = code is not None and any(s.kind == "fused" for s in code.program.plan.steps)
+        self.outputs = [
+            (out.name, (*out.shape[:-1], 0) if fused and out.spare else out.shape, out.transposed)
+            for out in outputs
+        ]
+        self.counted = [out.name for out in outputs if out.shape[0] < 0]
+        self.ends = operator.ends(code) if operator.ends else None
+        self.clears = operator.clears
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor | None], room: int = 0) -> list[Tensor]:
         """Run on the current stream; the results are new tensors.
+
+        Args:
+            room: rows of results whose rows the counts of a call say.
 
         Raises:
             PeerTimeoutError: a peer did not answer; the group is unusable.
         """
         self.workspace.check()
         operands: dict[str, Tensor] = {}
-        like: Any = None
         for i, name, form in self.inputs:
-            like = tensors[i]
-            operands[name] = form(like) if form else like
+            tensor: Any = tensors[i]
+            operands[name] = form(tensor) if form else tensor
+        like: Any = tensors[self.inputs[0][0]]
         results: list[Tensor] = []
         for name, shape, transposed in self.outputs:
+            if shape[0] < 0:  # a step may put another tensor in its place
+                operands[name] = like.new_empty(room, shape[1])
+                continue
             y: Tensor = like.new_empty(shape[::-1]).t() if transposed else like.new_empty(shape)
             operands[name] = y if len(shape) == 2 else y.view(-1, shape[-1])
             results.append(y)
         if self.code is not None:
+            if self.clears:
+                operands["clear"] = like
             self.code.run(operands)
-            return results
+            if self.ends is not None:
+                self.ends(operands)
+            return results + [operands[name] for name in self.counted]
         bias = operands.get("bias")
+        results += [operands[name] for name in self.counted]
         for y in results:
             y.zero_() if bias is None else y.copy_(bias.expand_as(y))
         return results
@@ -115,25 +166,29 @@ class Ready:
 
 def watched() -> bool:
     """Whether operators have to be seen: by a compiler, or a dispatch mode."""
-    return torch.compiler.is_compiling() or bool(_num_dispatch_modes())
+    return torch.compiler.is_compiling() or bool(num_dispatch_modes())
 
 
 def key_of(
     op: str, tensors: Sequence[Tensor | None], group: dist.ProcessGroup, plan: object,
-    rows: object, dim: object,
+    rows: object, dim: object, counted: bool = False,
 ) -> tuple[object, ...] | None:  # fmt: skip
     """What a call that nothing watches is remembered by; None: it goes through the dispatcher.
 
     That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
     subclass, or one of which a gradient is asked for.
+
+    Args:
+        counted: how many rows the first tensor has is nothing to remember.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or _num_dispatch_modes() or _any_autocast():
+    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast():
         return None
     if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
-    key: list[object] = [op, plan if isinstance(plan, str) else id(plan), dim]
+    # a Plan by its identity, as its hash walks all of it; plan_key keeps it
+    key: list[object] = [op, plan if isinstance(plan, str | Path) else id(plan), dim]
     for t in tensors:
         if t is None:
             key.append(None)
@@ -143,6 +198,8 @@ def key_of(
             return None
         key += (t.shape, t.stride(), t.dtype, t.device)
     first: Any = tensors[0]
+    if counted:
+        key[3] = first.shape[1:]
     # another GPU than the current one has to be made that first
     if not ((first.is_cuda and first.device.index == torch.cuda.current_device()) or first.is_cpu):
         return None
@@ -155,15 +212,16 @@ def key_of(
 
 def repeated(
     op: str, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], group: dist.ProcessGroup | None,
-    plan: object, rows: object = None, dim: int = 0,
-) -> tuple[Tensor | None, tuple[object, ...] | None, dist.ProcessGroup]:  # fmt: skip
+    plan: object, rows: object = None, dim: int = 0, room: int | None = None,
+) -> tuple[Any, tuple[object, ...] | None, dist.ProcessGroup]:  # fmt: skip
     """Run a call whose facts are known: its result, or else None and what to remember it by.
 
     Args:
         dim: of the first tensor and of the result, which is first in the plan.
+        room: rows of the results, where counts say them and those of the first tensor.
 
     Returns:
-        The result, the key, and the group.
+        The result, or with `room` the list of all; the key; and the group.
 
     Raises:
         InputError: there is no group, or this rank is not in it.
@@ -173,7 +231,7 @@ def repeated(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(op, group)
-    key = key_of(op, tensors, group, plan, rows, dim)
+    key = key_of(op, tensors, group, plan, rows, dim, room is not None)
     if key is None:
         return None, None, group
     x, *rest = tensors
@@ -183,6 +241,8 @@ def repeated(
     ready: Runnable | None = workspace.known.get(key)
     if ready is None:
         return None, key, group
+    if room is not None:
+        return ready(tensors, room), key, group
     if not dim:
         return ready(tensors)[0], key, group
     dim %= x.dim()
@@ -191,17 +251,17 @@ def repeated(
 
 def first(
     operator: Operator, tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int],
-    group: dist.ProcessGroup, key: tuple[object, ...],
+    group: dist.ProcessGroup, key: tuple[object, ...], given: Given = NOTHING,
 ) -> list[Tensor]:  # fmt: skip
     """Prepare and run a call that has passed its checks, and keep what it is ready with.
 
     CPU ranks compare each call of a plan that gloo takes part in: gloo ends the process of a rank
     whose peer sends another size, and does not say which.
     """
-    ready = prepare(operator, tensors, plan, rows, group)
+    ready = prepare(operator, tensors, plan, rows, group, given.refused)
     if not (ready.workspace.device.type == "cpu" and uses_library(ready.code)):
-        ready.workspace.known[key] = ready
-    return ready(tensors)
+        ready.workspace.know(key, ready)
+    return ready(tensors, given.room)
 
 
 def prepare(
@@ -210,11 +270,15 @@ def prepare(
     plan: str,
     rows: Sequence[int],
     group: dist.ProcessGroup,
+    refused: CounterpointError | None = None,
 ) -> Ready:
     """Check, choose and compile; collective at the first call with these facts.
 
     Facts are what all ranks must have alike: operator, sizes, dtype, plan, rows. They alone decide
     whether ranks meet. How a rank's own tensors lie only decides how they become operands.
+
+    Args:
+        refused: what this rank alone has found wrong; where ranks meet, all of them hear of it.
 
     Raises:
         InputError: the plan is not for these sizes, the ranks disagree, or a graph is captured
@@ -225,24 +289,25 @@ def prepare(
     first = next(t for t in tensors if t is not None)
     workspace = workspace_of(group, first.device)
     workspace.check()
-    sizes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
-    facts = (operator.op, plan, tuple(rows), sizes)
-    layout = (operator, facts, tuple(None if t is None else t.stride() for t in tensors))
+    facts = (operator.op, plan, tuple(rows), _sizes(operator, tensors))
+    layout = (operator, facts, tuple(t if t is None else (t.shape, t.stride()) for t in tensors))
     ready: Ready | None = workspace.known.get(layout)
-    if ready is not None and not checking():
+    if ready is not None and refused is None and not checking():
         return ready
     known: tuple[Code | None] | None = workspace.code.get(facts)
     # ranks that disagree would wait for one another, or compute something else: compared at the
     # first call with these facts, and at each call where that is asked for, or gloo takes part
     by_library = known is not None and first.is_cpu and uses_library(known[0])
     if known is None or by_library or checking():
-        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
+        _compare(operator, tensors, plan, rows, workspace, refused)
+    elif refused is not None:
+        raise refused
     ranks, rank = group.size(), workspace.rank
     if known is None:
         problem = operator.problem(tensors, rows, ranks)
         chosen = plan_of(problem, plan, workspace, tensors)
         code: Code | None = None
-        if problem.m * problem.n * problem.k:
+        if not problem.empty:
             # memory and views of it that calls in any mode may write to
             with torch.inference_mode(False), torch.enable_grad():
                 code = compiled(chosen, plan, workspace)
@@ -251,8 +316,31 @@ def prepare(
     outputs = operator.outputs(tensors, rows, ranks, rank)
     ready = Ready(workspace, known[0], operator, tensors, outputs)
     if not (first.is_cpu and uses_library(known[0])):
-        workspace.known[layout] = ready
+        workspace.know(layout, ready)
     return ready
+
+
+def _sizes(operator: Operator, tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
+    """Shapes and dtypes, as far as they are facts."""
+    return tuple(
+        None if t is None
+        else (t.shape if given.fact == "shape" else t.shape[1:], t.dtype)
+        for given, t in zip(operator.inputs, tensors, strict=True)
+        if given.fact
+    )  # fmt: skip
+
+
+def _compare(
+    operator: Operator, tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int],
+    workspace: Workspace, refused: CounterpointError | None,
+) -> None:  # fmt: skip
+    """Refuse a call whose facts differ between ranks, or that one of them refuses."""
+    if operator.words is None:
+        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
+        return
+    here, wrong = operator.words(tensors, rows, workspace.rank)
+    here = {"op": operator.op, "plan": plan} | here
+    agree(operator.op, here, workspace, refused or wrong)
 
 
 def uses_library(code: Code | None) -> bool:
@@ -261,23 +349,24 @@ def uses_library(code: Code | None) -> bool:
     return any(step.kind in ("collective", "fused") for step in steps)
 
 
-def compiled(plan: Plan, asked: str, workspace: Workspace) -> Code:
+def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None = None) -> Code:
     """The plan compiled on all ranks; of "auto", serial on all of them where one rank cannot.
 
+    Args:
+        like: operands of the first call, for kernels that are compiled for what lies how.
+
     Raises:
-        UnsupportedError: the plan was asked for, and does not run on this GPU.
+        UnsupportedError: the plan was asked for, and does not run on the GPU of a rank.
     """
-    waits = any(step.spins for step in plan.steps) and workspace.device.type == "cuda"
-    if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
-        return compile_plan(plan, workspace)
-    problem, code = "", None
     try:
-        code = compile_plan(plan, workspace)
-    except UnsupportedError as error:
-        problem = str(error)
-    if code is None or any(gather_object(problem, workspace.group)):
-        return compile_plan(build(plan.problem, "serial"), workspace)
-    return code
+        return compile_plan(plan, workspace, like=like)
+    except UnsupportedError:
+        # of a plan that waits in a kernel all ranks are here then, see CudaCode; in a capture each
+        # would be by itself
+        waits = any(step.spins for step in plan.steps)
+        if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
+            raise
+    return compile_plan(build(plan.problem, "serial"), workspace, like=like)
 
 
 def run(
@@ -286,6 +375,7 @@ def run(
     plan: str,
     rows: Sequence[int],
     group_name: str,
+    given: Given = NOTHING,
 ) -> list[Tensor]:
     """Prepare and run: what torch's dispatcher calls.
 
@@ -296,12 +386,17 @@ def run(
     first = next(t for t in tensors if t is not None)
     if first.is_cuda and first.device.index != torch.cuda.current_device():
         with torch.cuda.device(first.device):
-            return run(operator, tensors, plan, rows, group_name)
-    return prepare(operator, tensors, plan, rows, group_of(group_name))(tensors)
+            return run(operator, tensors, plan, rows, group_name, given)
+    ready = prepare(operator, tensors, plan, rows, group_of(group_name), given.refused)
+    return ready(tensors, given.room)
 
 
 def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
     """How the tensor becomes the 2-D operand of the plan; None: it is one already."""
+    if given.form == "given":
+        return None
+    if given.form == "plain":
+        return None if tensor.is_contiguous() else Tensor.contiguous
     if given.form == "row":
         return lambda t: t.contiguous().view(1, -1)
     if given.form == "rows":

@@ -1,6 +1,8 @@
 """Embedding bags of table-wise shards, and the all-to-all that gives each rank its bags' rows."""
 
 from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,15 +11,18 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call
+from counterpoint.ops.call import num_dispatch_modes
 from counterpoint.ops.check import check_group
-from counterpoint.ops.embedding_agreement import layout_of
-from counterpoint.ops.embedding_call import AUTO, Given, How
-from counterpoint.ops.embedding_check import OP, check_bags, check_limits
-from counterpoint.ops.embedding_gradients import layout_from, table_gradients
-from counterpoint.ops.embedding_run import run
+from counterpoint.ops.embedding_call import PLAIN, Ready, ready_for
+from counterpoint.ops.embedding_check import check_bags, check_limits
+from counterpoint.ops.embedding_gradients import problem_from, table_gradients
+from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.plan.embedding_bag_all_to_all import OP
+from counterpoint.plan.steps import Plan
+from counterpoint.runtime.ranks import group_of
 
+TRAINED = attrgetter("requires_grad")
 # asks for a gradient on behalf of tables of other ranks
 with torch.inference_mode(False):
     ANCHOR = torch.empty(0, requires_grad=True)
@@ -43,7 +48,7 @@ def embedding_bag_all_to_all(
     dtype: torch.dtype | None = None,
     sparse: bool = False,
     out: PooledOutputs | None = None,
-    plan: str = AUTO,
+    plan: str | Path | Plan = "auto",
 ) -> Tensor:
     """Pool the bags of own tables for all ranks, and get the own bags of all tables.
 
@@ -78,9 +83,10 @@ def embedding_bag_all_to_all(
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
         out: where peers write to; else there, and one more copy.
-        plan: "fused", "serial", or "auto": the faster one as predicted at the first call with such
-            dims, batch, dtype, mode and kind of `out`, from all ranks' number of indices there; all
-            later ones take it too. On all ranks alike.
+        plan: "fused": one kernel; "serial": a lookup, the library's all-to-all and a concat;
+            "auto": the faster one as predicted at the first call with such dims, batch, dtype, mode
+            and kind of `out`, from all ranks' number of indices there, which all later calls take
+            too; a Plan, of any number of indices; or a JSON file of one. On all ranks alike.
 
     Returns:
         dtype of the tables, [own bags, D of all tables of all ranks]: a new tensor, or the next
@@ -96,40 +102,58 @@ def embedding_bag_all_to_all(
         ...     [t.weight for t in tables], indices, offsets
         ... )
     """
-    group = check_group(OP, group)
-    weights = per_sample_weights
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        group = check_group(OP, group)
+    weights, last = per_sample_weights, include_last_offset
     if torch.compiler.is_compiling():
-        check_bags(tables, indices, offsets, weights, mode, include_last_offset, plan)
-        if out is not None:
-            raise InputError(OP, "out", want="None while compiling", got=type(out).__name__)
-        flat = described(
-            tables, offsets, mode, include_last_offset, sparse, batch, dims, dtype, group
-        )
+        return _compiling(tables, indices, offsets, weights, mode, last, sparse, batch, dims, dtype,
+                          out, plan, group)  # fmt: skip
+    if type(indices) is Tensor and indices.is_cuda and (
+        indices.device.index != torch.cuda.current_device()
+    ):  # fmt: skip
+        with torch.cuda.device(indices.device):
+            return embedding_bag_all_to_all(
+                tables, indices, offsets, group=group, mode=mode, per_sample_weights=weights,
+                include_last_offset=last, batch=batch, dims=dims, dtype=dtype, sparse=sparse,
+                out=out, plan=plan,
+            )  # fmt: skip
+    given = tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, plan
+    ready, placed = ready_for(given, group)
+    if out is None and (num_dispatch_modes() or not (
+        PLAIN.issuperset(map(type, tables))
+        and PLAIN.issuperset((type(indices), type(offsets), type(weights)))
+    )):  # fmt: skip
+        flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], ready.dtype
         anchor = ANCHOR if torch.is_grad_enabled() else None
         return torch.ops.counterpoint.embedding_bag_all_to_all(
-            list(tables), indices, offsets, weights, anchor, *flat, plan, group.group_name
-        )
-    if not isinstance(indices, Tensor) or indices.device.type not in ("cpu", "cuda"):
-        # of no device on which other ranks could be told
-        check_bags(tables, indices, offsets, weights, mode, include_last_offset, plan)
-    workspace = workspace_of(group, indices.device)
-    workspace.check()
-    layout = layout_of(
-        tables, indices, offsets, weights, mode, include_last_offset, batch, dims, dtype, out,
-        workspace, plan,
-    )  # fmt: skip
+            list(tables), indices, offsets, weights, anchor, *flat, ready.workspace.rank,
+            plan_key(OP, plan), group.group_name,
+        )  # fmt: skip
+    if not torch.is_grad_enabled():
+        return ready(tables, indices, offsets, weights, last, placed, out)
     # of all ranks or of none, whatever they train: the backward has an all-to-all too
+    return _Eager.apply(ready, placed, out, tables, indices, offsets, last, sparse, weights, ANCHOR,  # pyright: ignore[reportReturnType]
+                        *filter(TRAINED, tables))  # fmt: skip
+
+
+def _compiling(
+    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
+    last: bool, sparse: bool, batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype | None, out: PooledOutputs | None, plan: str | Path | Plan,
+    group: dist.ProcessGroup,
+) -> Tensor:  # fmt: skip
+    """The operator in a graph that is compiled: nothing of it asks other ranks."""
+    check_bags(tables, indices, offsets, weights, mode, last)
+    if out is not None:
+        raise InputError(OP, "out", want="None while compiling", got=type(out).__name__)
+    flat = described(tables, offsets, mode, last, sparse, batch, dims, dtype, group)
     anchor = ANCHOR if torch.is_grad_enabled() else None
-    given = Given(list(tables), indices, offsets, weights)
-    how = How(mode == "mean", include_last_offset, sparse, layout, workspace.rank, plan)
-    if out is None and (call.watched() or not given.plain()):
-        return torch.ops.counterpoint.embedding_bag_all_to_all(
-            given.tables, indices, offsets, weights, anchor, *how.flat(), group.group_name
-        )
-    if anchor is None:
-        return run(given, how, group.group_name, out)
-    trained = [t for t in tables if t.requires_grad]
-    return _Eager.apply(out, given, how, group.group_name, weights, anchor, *trained)  # pyright: ignore[reportReturnType]
+    return torch.ops.counterpoint.embedding_bag_all_to_all(
+        list(tables), indices, offsets, weights, anchor, *flat, plan_key(OP, plan),
+        group.group_name,
+    )  # fmt: skip
 
 
 def described(
@@ -164,8 +188,15 @@ def _run(
     batch: Sequence[int], dtype: torch.dtype, rank: int, plan: str,
     group_name: str,
 ) -> Tensor:  # fmt: skip
-    how = How(mean, last, sparse, layout_from(dims, batch, dtype), rank, plan)
-    return run(Given(tables, indices, offsets, weights), how, group_name)
+    if indices.is_cuda and indices.device.index != torch.cuda.current_device():
+        with torch.cuda.device(indices.device):
+            return _run(tables, indices, offsets, weights, anchor, mean, last, sparse, dims, batch,
+                        dtype, rank, plan, group_name)  # fmt: skip
+    p = problem_from(dims, batch, dtype)
+    given = (tables, indices, offsets, weights, "mean" if mean else "sum", last, p.rows, p.tables,
+             dtype, None, plan)  # fmt: skip
+    ready, placed = ready_for(given, group_of(group_name))
+    return ready(tables, indices, offsets, weights, last, placed)
 
 
 def _fake(
@@ -174,21 +205,23 @@ def _fake(
     batch: Sequence[int], dtype: torch.dtype, rank: int, plan: str,
     group_name: str,
 ) -> Tensor:  # fmt: skip
-    return indices.new_empty(batch[rank], layout_from(dims, batch, dtype).columns, dtype=dtype)
+    return indices.new_empty(batch[rank], problem_from(dims, batch, dtype).n, dtype=dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     tables, indices, offsets, weights, anchor, mean, last, sparse, dims, batch, *rest = inputs
     ctx.save_for_backward(indices, offsets, weights, anchor, *tables)
-    ctx.flat = mean, last, sparse, list(dims), list(batch), *rest
+    _, rank, _, group_name = rest
+    ctx.flat = mean, last, sparse, list(dims), list(batch), rank, group_name
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, need: Sequence[bool], need_weights: bool, need_anchor: bool
-) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+    ctx: Any, dy: Tensor, given: tuple[Any, ...], tables: Sequence[Tensor], need: Sequence[bool],
+    need_weights: bool, need_anchor: bool,
+) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:  # fmt: skip
     """Those of own tables, weights and anchor; all ranks take part, whatever they need."""
-    indices, offsets, weights, anchor, *tables = ctx.saved_tensors
-    mean, last, sparse, dims, batch, _, rank, _, group_name = ctx.flat
+    indices, offsets, weights, anchor = given
+    mean, last, sparse, dims, batch, rank, group_name = ctx.flat
     ops: Any = torch.ops.counterpoint
     dy = ops.pooled_gradient_all_to_all(dy, dims, batch, rank, group_name)
     found: list[Tensor | None] = [None] * len(tables)
@@ -211,7 +244,11 @@ def _gradients(
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     need, _, _, need_weights, need_anchor, *_ = ctx.needs_input_grad
-    grads, dw, nothing = _gradients(ctx, dy, need, need_weights, need_anchor)
+    (*given,) = ctx.saved_tensors[:4]
+    found = _gradients(
+        ctx, dy, tuple(given), ctx.saved_tensors[4:], need, need_weights, need_anchor
+    )
+    grads, dw, nothing = found
     return grads, None, None, dw, nothing, *[None] * 9
 
 
@@ -219,28 +256,36 @@ class _Eager(torch.autograd.Function):
     """The same without the dispatcher, which takes many tensors longer than the GPU takes some.
 
     And into the memory of `out`: no operator may return what it did not make. Tables that are not
-    trained are none of its inputs: each costs.
+    trained are none of its inputs: each costs. Values of tables are saved where gradients of
+    weights ask for them; those of tables ask for their sizes alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, out: PooledOutputs | None, given: Given, how: How, group_name: str,
+        ctx: Any, ready: Ready, placed: dict[object, Any], out: PooledOutputs | None,
+        tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, last: bool, sparse: bool,
         weights: Tensor | None, anchor: Tensor, *trained: Tensor,
     ) -> Tensor:  # fmt: skip
-        y = run(given, how, group_name, out)
-        inputs = (given.tables, given.indices, given.offsets, weights, anchor)
-        _save(ctx, (*inputs, *how.flat(), group_name), y)
-        ctx.trained = [t.requires_grad for t in given.tables]
+        y = ready(tables, indices, offsets, weights, last, placed, out)
+        saved = tables if weights is not None else ()
+        ctx.save_for_backward(indices, offsets, weights, anchor, *saved)
+        ctx.tables = None if saved else tuple(tables)
+        ctx.trained = list(map(TRAINED, tables))
+        rank, group = ready.workspace.rank, ready.workspace.group.group_name
+        ctx.flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], rank, group
         return y
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
-        *_, need_weights, need_anchor = ctx.needs_input_grad[:6]
-        asked = iter(ctx.needs_input_grad[6:])
-        need = [trained and next(asked) for trained in ctx.trained]
-        grads, dw, nothing = _gradients(ctx, dy[0], need, need_weights, need_anchor)
+        need_weights, need_anchor, *asked = ctx.needs_input_grad[8:]
+        given, tables = ctx.saved_tensors[:4], ctx.tables
+        if tables is None:
+            tables = ctx.saved_tensors[4:]
+        each = iter(asked)
+        need = [trained and next(each) for trained in ctx.trained]
+        grads, dw, nothing = _gradients(ctx, dy[0], given, tables, need, need_weights, need_anchor)
         own = [g for g, trained in zip(grads, ctx.trained, strict=True) if trained]
-        return None, None, None, None, dw, nothing, *own
+        return *[None] * 8, dw, nothing, *own
 
 
 call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")

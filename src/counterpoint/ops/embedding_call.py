@@ -1,56 +1,156 @@
-"""A call of embedding_bag_all_to_all, as what runs it takes it."""
+"""A call of embedding bags: looked up by what is seen of it, or checked, agreed on and compiled.
 
-from typing import Any, NamedTuple, TypeVar
+Checks of many tables take the host longer than the GPU takes some calls. What they have let pass
+is remembered by what is seen of tensors, none of it which object one is: a table that was resized,
+converted, moved or replaced looks other. How many indices there are changes from call to call, and
+is looked at each time.
+"""
+
+import os
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from counterpoint.runtime.embedding_layout import Layout, Way, way_for
-from counterpoint.runtime.launch_embedding import Pooling
+from counterpoint.ops.call import compiled
+from counterpoint.ops.embedding_facts import Asked, agreed
+from counterpoint.ops.embedding_kernels import OP, Bags, Chunks
+from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
+from counterpoint.runtime.embedding_layout import MAX_INDICES, VECTOR_BYTES
+from counterpoint.runtime.execute import Code
+from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspace_of
 
-AUTO, FUSED, SERIAL = PLANS = "auto", "fused", "serial"
+MAX_KNOWN = 1024  # calls that are remembered
+SHAPE, DTYPE = attrgetter("shape"), attrgetter("dtype")
 PLAIN = {Tensor, Parameter, type(None)}
 
 
-class Given(NamedTuple):
-    """The tensors of a call."""
+class Ready:
+    """Calls whose facts have been checked, compiled.
 
-    tables: list[Tensor]
-    indices: Tensor
-    offsets: Tensor
-    weights: Tensor | None
+    Args:
+        workspace: of the group on the device.
+        problem: what is computed.
+        mean: of bags, not their sums.
+    """
 
-    def plain(self) -> bool:
-        """Whether all are what they seem: no subclass, which has to see its operators."""
-        tables, *others = self
-        return PLAIN.issuperset(map(type, tables)) and PLAIN.issuperset(map(type, others))
+    code: Code | None = None
+
+    def __init__(self, workspace: Workspace, problem: Problem, *, mean: bool) -> None:
+        self.workspace, self.problem, self.mean = workspace, problem, mean
+        self.shape = problem.rows[workspace.rank], problem.n
+        self.dtype: torch.dtype = getattr(torch, problem.dtype)
+        # as the dispatcher takes them: of each rank how many tables, and their columns
+        self.flat = [n for each in problem.tables for n in (len(each), *each)]
+
+    def __call__(
+        self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
+        last: bool, placed: dict[object, Chunks], out: PooledOutputs | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run on the current stream.
+
+        Args:
+            tables, indices, offsets, weights, last, placed: see `Bags`.
+            out: whose next turn is the result; None: a new tensor.
+
+        Raises:
+            InputError: a graph is captured, with `out`.
+            PeerTimeoutError: a peer did not answer; the group is unusable.
+        """
+        self.workspace.check()
+        into = None
+        if out is None:
+            y = indices.new_empty(self.shape, dtype=self.dtype)
+        else:
+            turn = out.take()
+            y, into = out.view(turn), (out.bases, out.turn_bytes // VECTOR_BYTES, turn)
+        if self.code is not None:
+            bags: Any = Bags(tables, indices, offsets, weights, last, self.mean, placed, into)
+            self.code.run({"bags": bags, "y": y})
+        return y
+
+    def compile(self, plan: Plan, asked: Asked, placed: dict[object, Chunks]) -> None:
+        """Compile for tensors like these; collective."""
+        out, into = asked.out, None
+        if out is not None:
+            into = out.bases, out.turn_bytes // VECTOR_BYTES, 0
+        given = asked.tables, asked.indices, asked.offsets, asked.weights
+        bags: Any = Bags(*given, asked.last, self.mean, placed, into)
+        # memory that calls in any mode may write to
+        with torch.inference_mode(False):
+            y = asked.indices.new_empty(self.shape, dtype=self.dtype)
+            self.code = compiled(plan, str(asked.plan), self.workspace, {"bags": bags, "y": y})
 
 
-class How(NamedTuple):
-    """All else of a call, but its group."""
+class Known(NamedTuple):
+    """What a call is ready with, and what kernels know of its tables."""
 
-    mean: bool
-    last: bool
-    sparse: bool
-    layout: Layout
-    rank: int
-    plan: str = AUTO
-
-    def flat(self) -> tuple[Any, ...]:
-        """As the dispatcher takes it."""
-        layout = self.layout
-        return (self.mean, self.last, self.sparse, layout.flat_dims, [*layout.batch], layout.dtype,
-                self.rank, self.plan)  # fmt: skip
+    ready: Ready
+    placed: dict[object, Chunks]
 
 
-P = TypeVar("P", bound=Pooling)
+def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
+    """What a call runs with; collective where its facts are new.
+
+    Args:
+        given: the fields of `Asked`.
+
+    Raises:
+        InputError: an argument is wrong, or ranks differ; nothing was launched.
+        PeerTimeoutError: a rank did not come.
+    """
+    tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, plan = given
+    key = None
+    try:
+        if (
+            indices.dim() == 1 and indices.is_contiguous() and indices.numel() <= MAX_INDICES
+            and (weights is None or (weights.shape == indices.shape and weights.is_contiguous()))
+            and PLAIN.issuperset(map(type, tables)) and type(tables) in (list, tuple)
+            and "COUNTERPOINT_CHECK" not in os.environ
+        ):  # fmt: skip
+            # of every table: in C, not in a loop. An address says on which device it is
+            key = (
+                OP, *map(SHAPE, tables), *map(Tensor.stride, tables), *map(DTYPE, tables),
+                *map(Tensor.data_ptr, tables), indices.dtype, offsets.shape, offsets.stride(),
+                offsets.dtype, offsets.device, weights is None or (weights.dtype, weights.device),
+                mode, last, batch and tuple(batch), dims and tuple(map(tuple, dims)), dtype,
+                out and out.facts, plan if isinstance(plan, str | Path) else id(plan),
+            )  # fmt: skip
+            workspace = workspace_if_any(group, indices.device)
+            found: Known | None = workspace.known.get(key) if workspace is not None else None
+            if found is not None:
+                return found
+    except (AttributeError, TypeError, RuntimeError):  # refused below, where it is wrong
+        key = None
+    return _first(Asked._make(given), group, key)
 
 
-def taken(ways: dict[Way, P], given: Given, layout: Layout) -> P:
-    """The way for so many indices; while a graph is captured, one that is compiled."""
-    found = ways[way_for(given.indices.numel(), len(given.tables) * layout.num_bags)]
-    if not torch.cuda.is_current_stream_capturing():
-        return found
-    vec_in = found.chunks(given.tables).vec_in
-    return next((w for w in (found, *ways.values()) if vec_in in w.launches), found)
+def _first(asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None) -> Known:
+    """Check, agree with all ranks, choose and compile; and remember it by `key`."""
+    device = asked.device
+    workspace = workspace_of(group, device)
+    workspace.check()
+    problem, plan = agreed(asked, workspace)
+    placed: dict[object, Chunks] = {}
+    facts = (OP, plan.problem, plan.spec, asked.mode)
+    ready: Ready | None = workspace.code.get(facts)
+    if ready is None:
+        # what is made while a graph is captured is empty until its first replay
+        workspace.refuse_growth("none: this is the first call of such bags")
+        ready = Ready(workspace, problem, mean=asked.mode == "mean")
+        if not problem.empty:
+            ready.compile(plan, asked, placed)
+        workspace.remember(facts, ready)
+    # others than those meet, or are compared, at each call
+    if key is not None and asked.dims is not None and device.type == "cuda" and asked.frozen():
+        if len(workspace.known) >= MAX_KNOWN:
+            workspace.known.clear()
+        workspace.known[key] = Known(ready, placed)
+    return Known(ready, placed)

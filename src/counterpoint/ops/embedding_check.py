@@ -7,16 +7,15 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops.check import DTYPES
-from counterpoint.ops.embedding_call import AUTO, PLANS
+from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_INDICES, MAX_RANKS, block_of
 
-OP = "embedding_bag_all_to_all"
 INDEX = (torch.int32, torch.int64)
 
 
 def check_bags(
     tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
-    last: bool, plan: str = AUTO,
+    last: bool,
 ) -> None:  # fmt: skip
     """Refuse what is wrong on its own, whatever other ranks pass.
 
@@ -30,8 +29,6 @@ def check_bags(
         raise InputError(OP, "tables", want="a list of Tensors", got=got)
     if mode not in ("sum", "mean"):
         raise InputError(OP, "mode", want="'sum' or 'mean'", got=repr(mode))
-    if plan not in PLANS:
-        raise InputError(OP, "plan", want="'auto', 'fused' or 'serial'", got=repr(plan))
     given = [("indices", indices), ("offsets", offsets)]
     given += [("per_sample_weights", weights)] if weights is not None else []
     for name, tensor in given:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.ops.call import LIBRARY
-from counterpoint.runtime.embedding_layout import Layout
+from counterpoint.plan.embedding_bag_all_to_all import OP
+from counterpoint.problem import Problem
 from counterpoint.runtime.launch_embedding_gradient import (
     beside,
     sorted_entries,
@@ -34,20 +35,20 @@ class Entries(NamedTuple):
     sizes: Tensor  # int64 [tables * bags]
 
 
-def layout_from(dims: Sequence[int], batch: Sequence[int], dtype: torch.dtype) -> Layout:
-    """The layout that has these `flat_dims`, the same object each time."""
-    return _layout_from(tuple(dims), tuple(batch), dtype)
+def problem_from(dims: Sequence[int], batch: Sequence[int], dtype: torch.dtype) -> Problem:
+    """The problem of flat dims: of each rank how many tables, and their columns; made once."""
+    return _problem_from(tuple(dims), tuple(batch), dtype)
 
 
 @lru_cache(maxsize=256)
-def _layout_from(dims: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype) -> Layout:
+def _problem_from(dims: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype) -> Problem:
     each: list[tuple[int, ...]] = []
     start = 0
     while start < len(dims):
         stop = start + 1 + dims[start]
         each.append(dims[start + 1 : stop])
         start = stop
-    return Layout(tuple(each), batch, dtype)
+    return Problem(OP, sum(batch), dtype=dtype, rows=batch, tables=tuple(each))  # type: ignore[arg-type]
 
 
 def refuse(ctx: Any, *grads: Tensor) -> None:
@@ -98,22 +99,22 @@ def pooled_on_cpu(
     return y.to(dtype)
 
 
-def exchange(dy: Tensor, layout: Layout, rank: int, group_name: str) -> Tensor:
+def exchange(dy: Tensor, p: Problem, rank: int, group_name: str) -> Tensor:
     """Gradients of own tables' columns for the global batch, from those of own bags for all tables.
 
     Returns:
         dtype of dy, [bags of all ranks, columns of own tables]: rows arrive at their place.
     """
-    columns = [sum(dims) for dims in layout.dims]
+    columns = [sum(each) for each in p.tables]
     if len(columns) == 1:
         return dy.contiguous()
     sent = torch.cat([part.reshape(-1) for part in dy.split(columns, 1)])
-    got = dy.new_empty(layout.num_bags * columns[rank])
+    got = dy.new_empty(p.m * columns[rank])
     dist.all_to_all_single(
-        got, sent, [b * columns[rank] for b in layout.batch],
-        [layout.batch[rank] * c for c in columns], group=group_of(group_name),
+        got, sent, [b * columns[rank] for b in p.rows],
+        [p.rows[rank] * c for c in columns], group=group_of(group_name),
     )  # fmt: skip
-    return got.view(layout.num_bags, columns[rank])
+    return got.view(p.m, columns[rank])
 
 
 def table_gradients(
@@ -212,14 +213,14 @@ def weight_gradient(
 def _exchange(
     dy: Tensor, dims: Sequence[int], batch: Sequence[int], rank: int, group_name: str
 ) -> Tensor:
-    return exchange(dy, layout_from(dims, batch, dy.dtype), rank, group_name)
+    return exchange(dy, problem_from(dims, batch, dy.dtype), rank, group_name)
 
 
 def _fake_exchange(
     dy: Tensor, dims: Sequence[int], batch: Sequence[int], rank: int, group_name: str
 ) -> Tensor:
-    layout = layout_from(dims, batch, dy.dtype)
-    return dy.new_empty(layout.num_bags, sum(layout.dims[rank]))
+    p = problem_from(dims, batch, dy.dtype)
+    return dy.new_empty(p.m, sum(p.tables[rank]))
 
 
 def _dense(

@@ -1,80 +1,72 @@
-"""What both operators of experts share: the table of counts, its checks, the ranks' agreement.
+"""What both operators of experts share: the table of counts, its checks, the facts of a call.
 
 E experts in all, E_local = E / ranks of them on each rank: expert e is on rank e // E_local.
-`counts[s, e]` is how many rows rank s sends to expert e; every rank has the whole table. Rows are
-laid out in two ways:
-
-    by owner    on rank s, sorted by expert, all E of them in order: counts[s, 0], counts[s, 1], ...
-    by expert   on rank d, sorted by local expert, then by source: counts[0, e], counts[1, e], ...
+`counts[s, e]` is how many rows rank s sends to expert e; every rank has the whole table. Rows lie
+by owner or by expert: see runtime/counted.py.
 
 A table on the CPU is host-known: it sizes what is returned. One on a GPU is device-known: what is
 returned has `max_rows` rows, the rows beyond the table's sum are not written, and rows of x beyond
-it are not read. Tables change with every step of a layer, so nothing is kept by their values.
+it are not read. Tables change with every step of a layer, so nothing is kept by their values: plans
+are for as many rows as there may be, in steps.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cache, partial
 from operator import index
-from typing import Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops import agreement
+from counterpoint.errors import InputError
+from counterpoint.ops import call
+from counterpoint.ops.agreement import Input
+from counterpoint.ops.backward import dtype_of
+from counterpoint.ops.call import Operator, Output, Words
 from counterpoint.ops.check import DTYPES
-from counterpoint.plan import direct
-from counterpoint.runtime.workspace import Workspace, workspace_of
+from counterpoint.ops.fused_experts import COMBINE, DISPATCH, sum_of_rows
+from counterpoint.plan.bind import Box
+from counterpoint.plan.families import families
+from counterpoint.problem import Counts, Problem
+from counterpoint.runtime.compute import Action
+from counterpoint.runtime.counted import refusal, rows_by_rank
+from counterpoint.runtime.execute import Code
+from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import Operands, Places
 
-Counts = Tensor | Sequence[Sequence[int]]
-PLANS = ("auto", "serial", "fused")
+Table = Tensor | Sequence[Sequence[int]]
+Tensors = Sequence[Tensor | None]
+KINDS: tuple[Counts, ...] = ("equal", "host", "device")
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """One call of an operator of experts, as the dispatcher has it.
+class Facts(NamedTuple):
+    """What all ranks must have alike of a table and of sizes; the `rows` of a call.
 
     Args:
-        op: its name.
-        x: [rows, K], by owner where `out`, else by expert.
-        w: [E_local, K, N].
-        counts: int32 or int64 [ranks, E].
-        rows: of the result.
-        out: rows go to their experts; else they come back.
-        host: `counts` is host-known.
-        plan: "auto", "serial", "fused", or a spec such as "grouped 8/8/16".
-        keep: also return the rows that come, where `out`; no fact that ranks must have alike.
+        kind: which of KINDS.
+        m: of the Problem.
+        has, room: rows of x and of the result, where the table is device-known.
     """
 
-    op: str
-    x: Tensor
-    w: Tensor
-    counts: Tensor
-    rows: int
-    out: bool
-    host: bool
-    plan: str
-    keep: bool = False
+    kind: int
+    m: int
+    has: int = 0
+    room: int = 0
 
 
-class Ready(Protocol):
-    """A call whose facts have been checked."""
+class Seen(NamedTuple):
+    """What is seen of a call at once.
 
-    workspace: Workspace
+    Args:
+        facts: of all ranks.
+        room: rows of the result on this rank.
+        good: the values of the table fit the rows of x and of the result, as far as they are known.
+    """
 
-    def __call__(self, given: Exchange, add: Tensor | None, clear: bool) -> tuple[Tensor, Tensor]:
-        """Run on the current stream: (the result, the rows that were multiplied).
-
-        Args:
-            given: the call, any rows and table.
-            add: of the products' shape, added to them before they go back.
-            clear: the rows beyond the table's sum are zero.
-        """
-        ...
-
-
-R = TypeVar("R", bound=Ready)
+    facts: Facts
+    room: int
+    good: bool
 
 
 def host_known(counts: Tensor) -> bool:
@@ -82,18 +74,8 @@ def host_known(counts: Tensor) -> bool:
     return not counts.is_cuda
 
 
-def is_grouped(plan: str) -> bool:
-    """Whether `plan` is a spec of the family "grouped"."""
-    return plan.split()[:1] == ["grouped"]
-
-
-def backward_plan(plan: str) -> str:
-    """The plan of an operator's backward, the other operator: sizes of groups are chosen anew."""
-    return "grouped" if is_grouped(plan) else plan
-
-
-def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> str:
-    """Refuse operands that do not fit one another; the plan, by the name that it has here.
+def check_operands(op: str, x: Tensor, w: Tensor) -> None:
+    """Refuse operands that do not fit one another.
 
     Raises:
         InputError: names the argument, what it must be, and what it is.
@@ -123,31 +105,26 @@ def check_operands(op: str, x: Tensor, w: Tensor, plan: str) -> str:
         fix = "pass w.contiguous()"
         want = "with a unit stride in K or N"
         raise InputError(op, "w", want=want, got=f"strides {w.stride()}", fix=fix)
-    return check_plan(op, plan)
 
 
-def check_plan(op: str, plan: str) -> str:
-    """The plan, by the name that it has here; sizes of groups are looked at when experts are known.
+def check_plan(op: str, plan: str) -> None:
+    """Refuse what names no plan of experts; a spec is read when the experts are known.
 
     Raises:
-        InputError: there is no such plan.
+        InputError: there is no such family.
     """
-    if plan == direct.FUSED:  # as choosers and plans call it
-        return "fused"
-    if not isinstance(plan, str) or not (plan in PLANS or is_grouped(plan)):
-        raise InputError(op, "plan", want="auto, serial, fused or grouped", got=repr(plan))
-    return plan
+    names = ("auto", *families(DISPATCH))
+    if not isinstance(plan, str) or plan.split()[:1] not in [[name] for name in names]:
+        raise InputError(op, "plan", want=f"one of {', '.join(names)}", got=repr(plan))
 
 
-def check_counts(
-    op: str, counts: Counts, x: Tensor, w: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, bool]:
-    """The table as a tensor, and whether it is host-known. Its values are not looked at.
+def table_of(op: str, counts: Table, x: Tensor, w: Tensor, ranks: int) -> Tensor:
+    """The table as a tensor. Its values are not looked at.
 
     Raises:
         InputError: no whole numbers, another shape than [ranks, E], or on another device.
     """
-    ranks, experts = group.size(), group.size() * w.shape[0]
+    experts = ranks * w.shape[0]
     want = f"int32 or int64 [{ranks}, {experts}], rows of each rank for each expert"
     if not isinstance(counts, Tensor):
         try:
@@ -164,11 +141,11 @@ def check_counts(
         raise InputError(op, "counts", want=want, got=got, fix=fix)
     if counts.device not in (torch.device("cpu"), x.device):
         raise InputError(op, "counts", want=f"on cpu or on {x.device} as x", got=counts.device)
-    return counts.contiguous(), host_known(counts)
+    return counts
 
 
-def num_rows(
-    op: str, counts: Tensor, host: bool, max_rows: int | None, out: bool, rank: int
+def room_of(
+    op: str, counts: Tensor, host: bool, max_rows: int | None, group: dist.ProcessGroup
 ) -> int:
     """Rows of the result on this rank.
 
@@ -188,93 +165,172 @@ def num_rows(
             raise InputError(op, "max_rows", want=">= 0", got=max_rows)
         if not host:
             return max_rows
-    totals = rows_by_rank(counts, out).tolist()
+    totals = rows_by_rank(counts, op == DISPATCH).tolist()
     if max_rows is not None and max(totals) > max_rows:
         who = totals.index(max(totals))
         want = f">= {max(totals)}, what rank {who} gets"
         raise InputError(op, "max_rows", want=want, got=max_rows)
-    return totals[rank]
+    return totals[group.rank()]
 
 
-def rows_by_rank(counts: Tensor, out: bool) -> Tensor:
-    """What each rank gets: its experts' rows where `out`, else its own rows back."""
-    if not out:
-        return counts.sum(1)
-    return counts.view(counts.shape[0], counts.shape[0], -1).sum((0, 2))
+def seen(
+    op: str, x: Tensor, counts: object, max_rows: object, group: dist.ProcessGroup
+) -> Seen | None:
+    """What a call is that may be known already; None: its arguments have to be checked first."""
+    if torch.compiler.is_compiling() or type(counts) is not Tensor:
+        return None
+    ranks, host = group.size(), host_known(counts)
+    if counts.dim() != 2 or counts.shape[0] != ranks or counts.shape[1] % ranks or not x.dim():
+        return None
+    if not host:
+        return facts_of(op, counts, host, x.shape[0], max_rows, group.rank()) if (
+            type(max_rows) is int and max_rows >= 0) else None  # fmt: skip
+    return facts_of(op, counts, host, x.shape[0], -1, group.rank()) if max_rows is None else None
 
 
-def prepare(
-    given: Exchange, group: dist.ProcessGroup, key: Hashable, make: Callable[[Workspace], R],
-    refused: CounterpointError | None = None, alike: dict[str, str] | None = None,
-) -> R:  # fmt: skip
-    """Check the values, agree with the other ranks at the first call, and make what runs.
-
-    The ranks are asked at the first call with these facts, which sizes and tables are none of, and
-    at each call of CPU ranks (gloo ends the process of a rank whose peer sends another size) or
-    under COUNTERPOINT_CHECK=1. A device-known table is read by the host then, and at no other time.
+def facts_of(op: str, counts: Tensor, host: bool, rows: int, room: int, rank: int) -> Seen:
+    """The facts of a call, from its table if that is host-known.
 
     Args:
-        key: what else than the facts of `given` decides how it runs.
-        make: what runs it; collective.
+        rows: of x.
+        room: rows of the result; below 0: as the table says.
+    """
+    ranks, experts = counts.shape
+    if not host:
+        return Seen(Facts(2, _most(max(rows, room), experts), rows, room), room, True)
+    if not experts:
+        return Seen(Facts(0, 0), max(room, 0), rows == 0)
+    low, high = map(int, counts.aminmax())
+    pairs = counts.reshape(ranks, ranks, -1).sum(2)  # rows from each rank to each rank
+    sent, come = pairs.sum(1).tolist(), pairs.sum(0).tolist()
+    has, gets = (sent, come) if op == DISPATCH else (come, sent)
+    same = low == high and low >= 0
+    facts = Facts(0, low * experts) if same else Facts(1, _most(max(*sent, *come), experts))
+    room = gets[rank] if room < 0 else room
+    return Seen(facts, max(room, 0), low >= 0 and (rows, room) == (has[rank], gets[rank]))
+
+
+def _most(rows: int, experts: int) -> int:
+    """Somewhat more, equal for all experts: tables change from call to call, but plans seldom."""
+    step = max(256, 1 << max(rows.bit_length() - 3, 0))
+    rows = max(-(-rows // step), 1) * step
+    return -(-rows // max(experts, 1)) * experts
+
+
+def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    facts, (x, w) = Facts(*rows), tensors[:2]
+    assert x is not None
+    assert w is not None
+    experts, k, n = w.shape
+    kind = KINDS[facts.kind]
+    return Problem(op, facts.m, n, k, ranks, dtype_of(x), experts=experts, counts=kind)
+
+
+def _outputs(
+    op: str, keep: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
+) -> tuple[Output, ...]:
+    w, last = tensors[1], tensors[-1]
+    assert w is not None
+    k, n = w.shape[1:]
+    y = Output("y", (-1, n))
+    if op == DISPATCH:
+        return (y, Output("rows", (-1, k))) if keep else (y,)
+    if last is None:
+        return (y,)
+    return Output("sums", (last.shape[0], n)), Output("y", (-1, n), spare=not keep)
+
+
+def _words(op: str, tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
+    """The facts in words. A device-known table is read by the host here, and at no other time."""
+    x, w, counts = tensors[:3]
+    assert x is not None
+    assert w is not None
+    assert counts is not None
+    facts = Facts(*rows)
+    host = KINDS[facts.kind] != "device"
+    here = {
+        "w.shape": str(tuple(w.shape)), "x.dtype": str(x.dtype),
+        "counts' place": "the host" if host else "the device",
+    }  # fmt: skip
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        return here, None
+    table = counts.cpu()
+    here |= {f"counts[{source}]": str(row) for source, row in enumerate(table.tolist())}
+    if host:
+        return here, None
+    here |= {"max_rows": str(facts.room), "rows of x": str(facts.has)}
+    return here, refusal(op, table, x, facts.room, rank, host=False)
+
+
+def _ends(keep: bool, code: Code | None) -> Action | None:
+    """What plans leave that are not one kernel: sums of rows, and rows that are kept."""
+    plan = code.program.plan if code else None
+    if code is None or plan is None or any(step.kind == "fused" for step in plan.steps):
+        return None
+    if plan.problem.op == COMBINE:
+        return _sum
+    if not keep or any(buffer.name == "rows" for buffer in plan.buffers):
+        return None
+    if not any(buffer.name == "received" for buffer in plan.buffers):  # of one rank
+        return _copy_own
+    p, workspace = plan.problem, code.workspace
+    rows = Places(workspace, plan).fixed(Box(workspace.rank, "received", 0, 0, p.m, 0, p.k))
+    assert rows is not None, "symmetric"
+    return lambda o: o["rows"].copy_(rows)  # the next call writes over them
+
+
+def _copy_own(operands: Operands) -> None:
+    x, rows = operands["x"], operands["rows"]
+    rows[: len(x)] = x[: len(rows)]
+
+
+def _sum(operands: Operands) -> None:
+    if "sums" in operands:
+        sums = sum_of_rows(operands["y"], operands["index"], operands["weights"])
+        operands["sums"].copy_(sums)
+
+
+@cache
+def operator_of(op: str, keep: bool = False, clears: bool = False) -> Operator:
+    """How call.py sees a call.
+
+    Args:
+        keep: of a dispatch, the rows that come; of sums, the rows that are summed.
+        clears: the rows beyond those of the table are zero.
+    """
+    inputs = (
+        Input("x", "rows", fact="columns"), Input("w", "given"), Input("counts", "plain", fact=""),
+    )  # fmt: skip
+    if op == COMBINE:
+        aside = (("add", "rows"), ("index", "plain"), ("weights", "plain"))
+        inputs += tuple(Input(name, form, fact="") for name, form in aside)  # type: ignore[arg-type]
+    return Operator(
+        op, inputs,
+        partial(_problem, op), partial(_outputs, op, keep), partial(_words, op),
+        partial(_ends, keep),
+        clears,
+    )  # fmt: skip
+
+
+def run(
+    operator: Operator, tensors: tuple[Tensor | None, ...], plan: str, group_name: str, rows: int,
+    host: bool, refused: InputError | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Run a call as torch's dispatcher has it.
+
+    Args:
+        rows: of the result.
+        host: the table is host-known.
         refused: what this rank has found wrong already.
-        alike: what else all ranks must have alike, by name; compared where it is new.
 
     Raises:
-        InputError: the table is wrong or differs between ranks, or rows do not fit it.
-        PeerTimeoutError: a rank did not come; the group is unusable.
+        InputError, UnsupportedError, PeerTimeoutError: as the operators.
     """
-    x, w = given.x, given.w
-    workspace = workspace_of(group, x.device)
-    workspace.check()
-    facts = (x.shape[1], x.dtype, w.shape, w.stride(), given.counts.dtype, given.host)
-    whole = (given.op, given.plan, facts, key)
-    agreed = (whole, *alike.values()) if alike else whole
-    ready: R | None = workspace.code.get(whole)
-    first = ready is None or agreed not in workspace.code or agreement.checking() or not x.is_cuda
-    talks = first and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    table = given.counts.cpu() if given.host or talks else None
-    if refused is None and table is not None:
-        refused = refusal(given, table, workspace.rank)
-    if first:
-        words = _words(given, table) | {"what runs": str(key)} | (alike or {})
-        agreement.agree(given.op, words, workspace, refused)
-    elif refused is not None:
-        raise refused
-    if ready is None:
-        with torch.inference_mode(False):
-            ready = make(workspace)
-        workspace.remember(whole, ready)
-    if talks and agreed not in workspace.code:
-        workspace.remember(agreed, True)
-    return ready
-
-
-def refusal(given: Exchange, table: Tensor, rank: int) -> InputError | None:
-    """What is wrong with the values of the table, or with rows that do not fit it."""
-    low = int(table.min()) if table.numel() else 0
-    if low < 0:
-        return InputError(given.op, "counts", want=">= 0", got=low)
-    has, gets = (int(rows_by_rank(table, out)[rank]) for out in (not given.out, given.out))
-    rows, where = given.x.shape[0], f"on rank {rank}"
-    what = f"counts[{rank}]" if given.out else f"what counts has for experts of rank {rank}"
-    if given.host and rows != has:
-        want = f"[{has}, K] {where}, the sum of {what}"
-        return InputError(given.op, "x", want=want, got=tuple(given.x.shape))
-    if rows < has:
-        want = f"[{has}, K] or more {where}, the sum of {what}"
-        return InputError(given.op, "x", want=want, got=tuple(given.x.shape))
-    if gets > given.rows:
-        want = f">= {gets} {where}, as counts says"
-        return InputError(given.op, "max_rows", want=want, got=given.rows)
-    return None
-
-
-def _words(given: Exchange, table: Tensor | None) -> dict[str, str]:
-    here = {
-        "op": given.op, "w.shape": str(tuple(given.w.shape)),
-        "w.stride()": str(given.w.stride()), "x.dtype": str(given.x.dtype),
-        "plan": given.plan, "counts' place": "the host" if given.host else "the device",
-    }  # fmt: skip
-    for source, row in enumerate([] if table is None else table.tolist()):
-        here[f"counts[{source}]"] = str(row)
-    return here
+    op, (x, _, counts, *_) = operator.op, tensors
+    assert x is not None
+    assert counts is not None
+    rank = group_of(group_name).rank()
+    facts, room, good = facts_of(op, counts, host, x.shape[0], rows, rank)
+    if not good and refused is None:
+        refused = refusal(op, counts, x, rows, rank, host=True)
+    return call.run(operator, tensors, plan, facts, group_name, call.Given(room, refused))

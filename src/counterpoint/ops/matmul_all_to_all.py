@@ -1,5 +1,6 @@
 """Each expert multiplies, and rows go back to their owners: the second half of a layer."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,16 +10,19 @@ from torch import Tensor
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops import all_to_all_matmul, call, token_sums
 from counterpoint.ops.check import autocast, check_group
+from counterpoint.ops.expert_gradients import weight_gradient
 from counterpoint.ops.experts import (
-    Counts,
-    Exchange,
-    backward_plan,
-    check_counts,
+    Table,
     check_operands,
-    num_rows,
+    host_known,
+    operator_of,
+    room_of,
+    run,
+    seen,
+    table_of,
 )
-from counterpoint.ops.experts_choice import ready_for
-from counterpoint.ops.experts_serial import weight_gradient
+from counterpoint.ops.plans import backward_plan, plan_key
+from counterpoint.plan.steps import Plan
 
 OP = "matmul_all_to_all"
 SUM = f"{OP}_sum"
@@ -38,10 +42,10 @@ def matmul_all_to_all(
     x: Tensor,
     w: Tensor,
     *,
-    counts: Counts,
+    counts: Table,
     group: dist.ProcessGroup | None = None,
     max_rows: int | None = None,
-    plan: str = "auto",
+    plan: str | Path | Plan = "auto",
     sum_of: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Multiply by experts and send rows back: the inverse of `all_to_all_matmul`.
@@ -70,27 +74,38 @@ def matmul_all_to_all(
         sum_of [tokens, N].
 
     Raises:
-        InputError, UnsupportedError, PeerTimeoutError: as for `all_to_all_matmul`.
+        InputError, PlanError, UnsupportedError, PeerTimeoutError: as for `all_to_all_matmul`.
 
     Example:
         >>> y = counterpoint.matmul_all_to_all(h, w, counts=counts, group=ep)  # doctest: +SKIP
     """
-    group = check_group(OP, group)
+    if not isinstance(group, dist.ProcessGroup):
+        group = check_group(OP, group)
+    known, key = seen(OP, x, counts, max_rows, group), None
+    index, weights = sum_of if type(sum_of) is tuple and len(sum_of) == 2 else (None, None)
+    readable = sum_of is not None and not (type(index) is Tensor and index.is_cuda)
+    tensors = (x, w, counts, None, index, weights)
+    if known is not None and known.good and not readable:
+        found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
+        if found is not None:
+            return found[0]
     x, w = autocast(x, w)  # type: ignore[assignment]
-    plan = check_operands(OP, x, w, plan)
-    table, host = check_counts(OP, counts, x, w, group)
-    rows = num_rows(OP, table, host, max_rows, out=False, rank=group.rank())
-    where = (plan, group.group_name, group.size())
+    check_operands(OP, x, w)
+    table, spec = table_of(OP, counts, x, w, group.size()), plan_key(OP, plan)
+    host = host_known(table)
+    room = room_of(OP, table, host, max_rows, group)
+    if sum_of is not None:
+        index, weights = _check_sum(sum_of, x)
+    if key is not None and known is not None:
+        tensors = (x, w, table, None, index, weights)
+        given = call.Given(room)
+        return call.first(operator_of(OP), tensors, spec, known.facts, group, key, given)[0]
+    where = (spec, group.group_name, group.size())
     ops: Any = torch.ops.counterpoint
-    if sum_of is None:
-        alone = call.key_of(OP, (x, w), group, plan, None, 0) is not None
-        run: Any = _run if alone else ops.matmul_all_to_all
-        return run(x, w, table, None, rows, host, False, *where)
-    index, weights = _check_sum(sum_of, x)
+    if index is None or weights is None:
+        return ops.matmul_all_to_all(x, w, table, None, room, host, False, *where)
     keep = torch.is_grad_enabled() and weights.requires_grad
-    alone = call.key_of(OP, (x, w, weights), group, plan, None, 0) is not None
-    run = _run_sum if alone else ops.matmul_all_to_all_sum
-    return run(x, w, table, index, weights, rows, host, keep, *where)[0]
+    return ops.matmul_all_to_all_sum(x, w, table, index, weights, room, host, keep, *where)[0]
 
 
 def _check_sum(sum_of: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,26 +139,18 @@ def _run(
     x: Tensor, w: Tensor, counts: Tensor, add: Tensor | None, rows: int, host: bool, clear: bool,
     plan: str, group_name: str, group_size: int,
 ) -> Tensor:  # fmt: skip
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return _run(x, w, counts, add, rows, host, clear, plan, group_name, group_size)
-    given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    given, ready = ready_for(given, group_name)
-    return ready(given, add, clear)[0]
+    operator = operator_of(OP, False, clear)
+    return run(operator, (x, w, counts, add, None, None), plan, group_name, rows, host)[0]
 
 
 def _run_sum(
     x: Tensor, w: Tensor, counts: Tensor, index: Tensor, weights: Tensor, rows: int,
     host: bool, keep: bool, plan: str, group_name: str, group_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return _run_sum(
-                x, w, counts, index, weights, rows, host, keep, plan, group_name, group_size
-            )
-    given = Exchange(OP, x, w, counts, rows, False, host, plan)
-    given, ready = ready_for(given, group_name, _outside(index, rows))
-    return ready.summed(given, index, weights, keep)
+    tensors = (x, w, counts, None, index, weights)
+    refused = _outside(index, rows)
+    sums, y = run(operator_of(OP, keep), tensors, plan, group_name, rows, host, refused)
+    return sums, y if keep else x.new_empty(0, w.shape[2])
 
 
 def _outside(index: Tensor, rows: int) -> InputError | None:
@@ -185,7 +192,7 @@ def _gradients(ctx: Any, dy: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tu
     clear, (plan, *group) = not ctx.host, ctx.where
     dx, rows = all_to_all_matmul.received(
         dy.contiguous(), w.transpose(1, 2), counts, x.shape[0], ctx.host, need_w, False, clear,
-        backward_plan(plan), *group,
+        backward_plan(OP, plan), *group,
     )  # fmt: skip
     dw = weight_gradient(x, rows, counts, w, *group) if need_w else None
     return dx if need_x else None, dw

@@ -1,11 +1,17 @@
 """All operators by name, and random tensors for a problem: what is tuned and characterized."""
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.ops import all_gather_matmul, backward, matmul_all_reduce, matmul_reduce_scatter
 from counterpoint.ops.call import Operator
+from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from counterpoint.problem import Problem
+
+TABLE_BYTES = 2 << 30  # of a rank's tables: no cache holds what is read of them
 
 OPERATORS: dict[str, Operator] = {
     "all_gather_matmul": all_gather_matmul.OPERATOR,
@@ -42,3 +48,28 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
             return [normal(mine, p.k), normal(p.m, p.n)]
         case _:
             raise AssertionError(f"{p.op} is none of OPERATORS")
+
+
+def bags_call(
+    problem: Problem, rank: int, device: torch.device, plan: str, group: dist.ProcessGroup
+) -> Callable[[int], object]:
+    """A call of embedding bags on random tables and indices, run once; bags are of one size."""
+    p, own = problem, problem.tables[rank]
+    count = p.indices[rank] if p.indices else 0
+    room = TABLE_BYTES if device.type == "cuda" else 1 << 20
+    rows = max(1, min(1 << 20, room // (sum(own) * p.item_bytes or 1)))
+    dtype = getattr(torch, p.dtype)
+    tables = [torch.empty(rows, d, dtype=dtype, device=device).uniform_(-1, 1) for d in own]
+    indices = torch.randint(0, rows, (count,), device=device)
+    bags = p.m * len(own)
+    offsets = torch.arange(bags + bool(own), device=device) * count // max(bags, 1)
+
+    @torch.no_grad()
+    def call(_: int) -> object:
+        return embedding_bag_all_to_all(
+            tables, indices, offsets, group=group, include_last_offset=bool(own), batch=p.rows,
+            dims=p.tables, dtype=dtype, plan=plan,
+        )  # fmt: skip
+
+    call(0)
+    return call

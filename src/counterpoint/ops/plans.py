@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -27,6 +28,7 @@ def plan_key(op: str, plan: str | Path | Plan) -> str:
 
     Args:
         plan: text, a Plan, or a file that has one as JSON: a Path, or text that ends in ".json".
+            A call of known facts does not read it again.
 
     Raises:
         InputError: something else, or a file that cannot be read.
@@ -71,7 +73,7 @@ def plan_of(
         if own is None:
             fix = "pass the Plan itself to the function"
             raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
-        if own.problem != problem:
+        if not _fits(own.problem, problem):
             raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
         return own
     if plan == "auto":
@@ -79,6 +81,20 @@ def plan_of(
     return build(problem, plan, knowledge_of(workspace).machine)
 
 
+def _fits(planned: Problem, problem: Problem) -> bool:
+    """Whether a plan for `planned` is one for `problem`: what differs from call to call may differ.
+
+    That is how many indices there are, and of counts that differ how many rows, up to the planned.
+    """
+    wanted = replace(problem, indices=planned.indices)
+    if problem.counts != "equal" and planned.m >= problem.m:
+        wanted = replace(wanted, m=planned.m, rows=())
+    return planned == wanted
+
+
 def backward_plan(op: str, plan: str) -> str:
     """The plan of a backward operator whose forward was asked for with `plan`."""
-    return plan if plan in ("auto", "serial") else operation_of(op).gradient
+    if plan in ("auto", "serial"):
+        return plan
+    own = _plans.get(plan)
+    return operation_of(op).gradient or (own.family if own else plan.split()[0])

@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
+from counterpoint.ops.backward import refuse_double
 from counterpoint.ops.call import LIBRARY
-from counterpoint.ops.experts_serial import refuse_double
 
 BLOCK_N = 2048  # columns at a time
 NUM_WARPS = 4

@@ -20,7 +20,7 @@ from counterpoint.problem import Problem
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: x by owner, y by expert."""
     x = rows_of(p, "x", p.k, "input", by_expert=False)
-    return x, experts.weights(p), rows_of(p, "y", p.n, "output", by_expert=True)
+    return x, *experts.weights_and_counts(p), rows_of(p, "y", p.n, "output", by_expert=True)
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
@@ -35,8 +35,8 @@ def alone(p: Problem) -> tuple[Step, ...]:
 
 def serial(p: Problem) -> Plan:
     """The library's all-to-all with a pass that puts rows in order, then the matmuls."""
-    between = rows_of(p, "sorted", p.k, "scratch", by_expert=True)
-    steps = (experts.all_to_all("x", "sorted"), *matmuls(p, 0, range(p.experts), "sorted", "y"))
+    between = rows_of(p, "rows", p.k, "scratch", by_expert=True)
+    steps = (experts.all_to_all(p, "x", "rows"), *matmuls(p, 0, range(p.experts), "rows", "y"))
     return Plan(p, "serial", "", "ring", (*operands(p), between), (COMPUTE,), steps)
 
 
@@ -77,15 +77,17 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         fused_experts.family(operands),
-        Family(name="grouped", takes=("peers", "sizes"), build=grouped),
+        Family(name="grouped", takes=("peers", "sizes"), build=grouped,
+               refusal=experts.wants_equal_counts),
     ),
     candidates=experts.candidates,
     collectives=("all_to_all",),
     check=check_experts,
     moved=lambda p: (0, p.k),
     matmuls=lambda p: ((p.m, p.n, p.k),),
-    overlapped=lambda p, copy_longer: "grouped",
-    gradient="grouped",
+    overlapped=fused_experts.overlapped,
+    gradient="",
+    without_serial=fused_experts.without_serial,
     fused_s=fused_experts.seconds,
-    rule=lambda p, machine: "" if fused_experts.refusal(p) else "fused",
+    rule=lambda p, machine: fused_experts.or_serial(p),
 )  # fmt: skip

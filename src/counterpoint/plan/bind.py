@@ -1,12 +1,12 @@
 """From a Plan to the Program of one rank: concrete boxes, peers and slots. Pure and cached."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan, Region, Step
+from counterpoint.plan.steps import COUNTS, Buffer, Plan, Region, Step
 
 
 class Box(NamedTuple):
@@ -104,7 +104,11 @@ class _Binder:
         if step.kind == "barrier":
             return ()
         whole = step.kind in ("collective", "fused")
-        reads = [self.cells(region, rank, whole=whole) for region in step.reads]
+        reads = [
+            self.cells(region, rank, whole=whole)
+            for region in step.reads
+            if region.buffer != COUNTS or step.kind == "fused"
+        ]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
         if step.kind in ("fused", "opaque"):
             boxes = tuple(box for cells in reads for box in cells)
@@ -179,7 +183,7 @@ class _Binder:
         """
         buffer = self.plan.buffer(region.buffer)
         holder = self.plan.resolve(region.at, rank)
-        cols = self.interval(region.cols, buffer.shape[1], "cols")
+        cols = self.columns(region, buffer, rank)
         if not buffer.split:
             if region.shards or region.piece != (0, 1):
                 self.fail(f"{region.buffer} is not split: it has no shards and no pieces")
@@ -187,6 +191,9 @@ class _Binder:
             return [Box(holder, buffer.name, 0, *rows, *cols)]
         if whole and region == Region(buffer.name) and buffer.pieces > 1:
             return [Box(holder, buffer.name, 0, 0, sum(self.block_rows(buffer, holder)), *cols)]
+        if whole and region.piece == (0, 1) and buffer.pieces > 1:
+            pieces = (replace(region, piece=(i, buffer.pieces)) for i in range(buffer.pieces))
+            return [box for piece in pieces for box in self.cells(piece, rank)]
         if region.rows is not None:
             self.fail(f"{region.buffer} is split: name blocks by shards and piece, not rows")
         i, of = region.piece
@@ -226,11 +233,23 @@ class _Binder:
     def block_rows(self, buffer: Buffer, holder: int) -> Sequence[int]:
         """Rows of each block of a split buffer, as `holder` stores it."""
         problem = self.plan.problem
-        each = buffer.space in OWN_PROTOCOL
-        want = problem.ranks if each else problem.m
-        if buffer.shape[0] != want:
-            self.fail(f"{buffer.name} is split, so it needs {want} rows")
-        return (1,) * problem.ranks if each else problem.rows
+        rows, shares = buffer.shape[0], problem.rows
+        if buffer.space in ("words", "flags") or (buffer.space == "turns" and rows != problem.m):
+            if rows % problem.ranks:
+                self.fail(f"{buffer.name} is split, so it needs equally many rows for each rank")
+            shares = (rows // problem.ranks,) * problem.ranks
+        elif rows != problem.m:
+            self.fail(f"{buffer.name} is split, so it needs {problem.m} rows")
+        return shares
+
+    def columns(self, region: Region, buffer: Buffer, rank: int) -> tuple[int, int]:
+        if region.cols != "own":
+            return self.interval(region.cols, buffer.shape[1], "cols")
+        starts = self.plan.problem.column_starts
+        first, last = starts[rank], starts[rank + 1]
+        if buffer.shape[1] == starts[-1]:
+            return first, last
+        return self.interval((0, last - first), buffer.shape[1], "cols")
 
     def interval(self, interval: tuple[int, int] | None, size: int, name: str) -> tuple[int, int]:
         if interval is None:

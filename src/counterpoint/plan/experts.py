@@ -5,6 +5,12 @@ copies carry what all ranks have for these experts, or what these have made for 
 weight is read once. The rows of one expert for one rank are few; those of a group lie equally far
 apart on both sides, so the copy engine takes them as one strided copy for each peer.
 
+Where counts differ they are an operand, and only plans whose steps read it are possible: the boxes
+of such a plan, and so its proof, are those of equal counts. A call may pass, beside the operands of
+its plan: `rows`, where to put the rows that come to this rank's experts; `add`, what is added to
+the products of a combine; `index`, `weights` and `sums`, see ops/matmul_all_to_all.py; and `clear`,
+if rows of the results that are none have to be zero.
+
 Rows lie by owner or by expert. By owner: block d is of rank d, and in it part e of the e-th expert
 of that rank. By expert: part e of every block, one after the other, which is a buffer in pieces.
 """
@@ -19,7 +25,7 @@ from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL
 from counterpoint.plan.operation import Options
 from counterpoint.plan.peers import Order
 from counterpoint.plan.sizes import is_power
-from counterpoint.plan.steps import Buffer, Lane, Region, Space, Step
+from counterpoint.plan.steps import COUNTS, Buffer, Lane, Region, Space, Step
 from counterpoint.plan.values import Product, Value
 from counterpoint.problem import Problem
 
@@ -28,9 +34,21 @@ LOCAL = Lane("local", "copy", priority=-1)
 LANES = (COMPUTE, SIGNAL, COPY, LOCAL)
 
 
-def weights(p: Problem) -> Buffer:
-    """The experts of a rank, one under the other."""
-    return Buffer("w", (p.experts * p.k, p.n), p.dtype, "input")
+def weights_and_counts(p: Problem) -> tuple[Buffer, ...]:
+    """The experts of a rank, one under the other; and how many rows they have, where it varies."""
+    table = Buffer(COUNTS, (p.ranks, p.ranks * p.experts), "int64", "input")
+    weights = Buffer("w", (p.experts * p.k, p.n), p.dtype, "input")
+    return (weights,) if p.counts == "equal" else (weights, table)
+
+
+def counts_of(p: Problem) -> tuple[Region, ...]:
+    """What a step reads that has as many rows as the counts say."""
+    return () if p.counts == "equal" else (Region(COUNTS),)
+
+
+def wants_equal_counts(p: Problem) -> str:
+    """What a family wants whose steps are laid out before a call."""
+    return "" if p.counts == "equal" else "equal counts known to the host"
 
 
 def push(
@@ -53,7 +71,8 @@ def matmuls(p: Problem, g: int, span: range, x: str, y: str) -> tuple[Step, ...]
     """A matmul for each expert of a group, of one launch where there is one for several."""
     return tuple(
         Step(f"matmul_{e}", "compute", "matmul",
-             (Region(x, piece=(e, p.experts)), Region("w", rows=(e * p.k, (e + 1) * p.k))),
+             (Region(x, piece=(e, p.experts)), Region("w", rows=(e * p.k, (e + 1) * p.k)),
+              *counts_of(p)),
              (Region(y, piece=(e, p.experts)),), args=(("batch", g),))
         for e in span
     )  # fmt: skip
@@ -65,12 +84,11 @@ def rows_of(p: Problem, name: str, cols: int, space: Space, *, by_expert: bool) 
     return Buffer(name, (p.m, cols), p.dtype, space, split=True, pieces=pieces)
 
 
-def all_to_all(source: str, target: str) -> Step:
+def all_to_all(p: Problem, source: str, target: str) -> Step:
     """The library's all-to-all, with the pass that puts rows in order."""
+    reads = (Region(source), *counts_of(p))
     args = (("collective", "all_to_all"),)
-    return Step(
-        "all_to_all", "compute", "collective", (Region(source),), (Region(target),), args=args
-    )
+    return Step("all_to_all", "compute", "collective", reads, (Region(target),), args=args)
 
 
 def spans_of(

@@ -38,7 +38,7 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
         InputError: the op has no such family, or the spec does not fit the problem.
     """
     family, options = parse(problem, spec)
-    if problem.ranks == 1:
+    if problem.ranks == 1 and not family.alone:
         return alone(problem)
     if options.peers == "xor" and problem.ranks & (problem.ranks - 1):
         want = "for a power of two of ranks where it says xor"

@@ -3,7 +3,7 @@
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build
 from counterpoint.plan.operation import operation_of
-from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
+from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
 from counterpoint.problem import ITEM_BYTES, Problem
 
 
@@ -101,13 +101,16 @@ def _misuse(plan: Plan, step: Step) -> str:
             return "an opaque step stands in a pipeline, on this rank, and signals nobody"
         return ""
     engine = plan.lane(step.lane).engine
-    reads = [plan.buffer(r.buffer) for r in step.reads]
+    sources = [region for region in step.reads if region.buffer != COUNTS]
+    reads = [plan.buffer(r.buffer) for r in sources]
     writes = [plan.buffer(r.buffer) for r in step.writes]
+    if step.counted and step.kind not in ("matmul", "collective", "fused"):
+        return f"a {step.kind} has boxes: it takes no counts"
     if (engine == "copy") != (step.kind == "copy"):
         return f"a {step.kind} cannot run on lane {step.lane!r}, whose engine is {engine}"
     if (step.kind == "barrier") == bool(step.writes):
         return "a barrier moves no data, every other kind writes"
-    for region, buffer in zip(step.reads + step.writes, reads + writes, strict=True):
+    for region, buffer in zip((*sources, *step.writes), reads + writes, strict=True):
         if buffer.space in OWN_PROTOCOL and step.kind != "fused" and not step.arg("transport"):
             return f"uses {region.buffer!r}, which only kernels of ours keep in order"
         if buffer.space in OWN_PROTOCOL or step.kind == "fused":
@@ -158,11 +161,14 @@ def _misuse(plan: Plan, step: Step) -> str:
 
 def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     want = step.arg("collective")
+    sources = tuple(region for region in step.reads if region.buffer != COUNTS)
     if want not in operation_of(plan.problem.op).collectives:
         return f"has no collective {want!r}"
+    if plan.problem.tables:
+        return ""  # it stands behind a kernel of ours, and so only as its family has it
     if want == "all_reduce":
         return _misuse_of_all_reduce(plan, step, buffers)
-    regions, buffers = step.reads + step.writes[:1], buffers[: len(step.reads) + 1]
+    regions, buffers = sources + step.writes[:1], buffers[: len(sources) + 1]
     # by owner or by expert: the library's has a pass beside it that puts rows in order
     pieces = (1, plan.problem.experts) if want == "all_to_all" else (1,)
     whole = all(

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from counterpoint.machine import Machine
-from counterpoint.plan.direct import MAX_RANKS
+from counterpoint.plan.direct import MAX_RANKS, to_everyone
+from counterpoint.plan.experts import counts_of
 from counterpoint.plan.names import COMPUTE, W, X, Y
 from counterpoint.plan.operation import Family
-from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.problem import Problem
 
 MAX_EXPERTS = 1024  # of all ranks, in one kernel: see kernels/routes.py
@@ -40,21 +41,48 @@ class Tile:
     num_warps: int = 8
     group_m: int = 8
 
-    @property
-    def constants(self) -> tuple[int, ...]:
-        """As the kernels take them."""
-        return self.block_m, self.block_n, self.block_k, self.group_m, self.stages
+
+@dataclass(frozen=True)
+class Sending:
+    """How rows are sent to their experts.
+
+    Args:
+        senders: programs that send.
+        parts: of the rows of an (expert, rank), a flag behind each; a power of 2.
+        words: of 4 bytes, that a program sends at a time.
+    """
+
+    senders: int = 16
+    parts: int = 8
+    words: int = 8192
 
 
-def tile_of(rows: int, k: int, n: int, experts: int, *, back: bool) -> Tile:
+def tile_of(rows: int, k: int, n: int, experts: int, *, combines: bool) -> Tile:
     """The tile for `rows` in all of so many experts on a rank, by measurements on 4 H200."""
     each = rows / max(experts, 1)
     if each <= FEW_ROWS:
         return Tile(64, 256, 64, 4, 4)
     few = rows * n < 132 * 128 * 256
-    if back and (k < LONG_K or few):
+    if combines and (k < LONG_K or few):
         return Tile(128, 128, 64, 4, 4)
-    return Tile(stages=4 if back or each < MANY_ROWS else 3)
+    return Tile(stages=4 if combines or each < MANY_ROWS else 3)
+
+
+def sending_of(rows: int, experts: int, ranks: int) -> Sending:
+    """How to send `rows` in all to so many experts on each of `ranks` ranks."""
+    senders = 16 if rows >= MANY_ROWS * experts else 32
+    # all senders are at one expert at a time, so that it is there soon; a single one is in parts
+    return Sending(senders, max(1, senders // ranks) * (1 if experts > 4 else 8))
+
+
+def settings_in(step: Step) -> tuple[Tile, Sending]:
+    """Those of a step of a plan; a combine has no senders of its own."""
+    args = dict(step.args)
+    tile, sending = (
+        kind(**{name: int(args[name]) for name in kind.__dataclass_fields__ if name in args})
+        for kind in (Tile, Sending)
+    )
+    return tile, sending  # type: ignore[return-value]
 
 
 # 4xH200, bf16, 2026-11: our grouped matmul over the library's, of a combine and of a dispatch
@@ -72,19 +100,51 @@ def refusal(p: Problem) -> str:
     return "" if p.experts * p.ranks <= MAX_EXPERTS else f"at most {MAX_EXPERTS} experts"
 
 
+def or_serial(p: Problem) -> str:
+    """The family where a rule takes kernels in a row; "" is serial."""
+    return "" if refusal(p) else "fused"
+
+
+def overlapped(p: Problem, copy_longer: bool) -> str:
+    """The family that a rule takes where both sides are long enough."""
+    return "grouped" if p.counts == "equal" else or_serial(p)
+
+
+def without_serial(p: Problem) -> tuple[str, str]:
+    """One kernel where only the GPU knows the counts, if it takes the problem."""
+    if p.counts != "device" or not or_serial(p):
+        return "", ""
+    return "fused", "waits for the host, which has to read the counts"
+
+
 def family(operands: Callable[[Problem], tuple[Buffer, ...]]) -> Family:
     """The family for an operator of those operands."""
 
     def build(p: Problem, *_: object) -> Plan:
-        tile = tile_of(p.m, p.k, p.n, p.experts, back=_combines(p))
-        args = tuple((name, getattr(tile, name)) for name in Tile.__dataclass_fields__)
-        moved = Buffer("moved", (p.m, sum(p.sizes.moved(p))), p.dtype, "turns")
-        everyone = (Region("moved", (d,) if d else ()) for d in range(p.ranks))
-        step = Step("experts", "compute", "fused", (X, W), (Y, *everyone),
-                    args=(("kernel", p.op), *args), spins=True)  # fmt: skip
-        return Plan(p, "fused", "", "ring", (*operands(p), moved), (COMPUTE,), (step,))
+        tile = tile_of(p.m, p.k, p.n, p.experts, combines=_combines(p))
+        sending = None if _combines(p) else sending_of(p.m, p.experts, p.ranks)
+        own = received(p, sending)
+        args = [(name, getattr(kind, name)) for kind in (tile, sending) if kind
+                for name in kind.__dataclass_fields__]  # fmt: skip
+        step = Step(
+            "experts", "compute", "fused", (X, W, *counts_of(p)), (Y, *to_everyone(p.ranks, own)),
+            args=(("kernel", p.op), *args), spins=True,
+        )  # fmt: skip
+        return Plan(p, "fused", "", "ring", (*operands(p), *own), (COMPUTE,), (step,))
 
-    return Family(name="fused", build=build, refusal=refusal, in_a_row=True)
+    return Family(name="fused", build=build, refusal=refusal, in_a_row=True, alone=True)
+
+
+def received(p: Problem, sending: Sending | None) -> tuple[Buffer, Buffer]:
+    """Rows that come to a rank, and the flags behind them; a block of each rank that stores them.
+
+    Of a dispatch, rows by expert, and a flag for each part of what a rank has for an expert, in
+    that order; of a combine, rows by owner and a flag of each rank.
+    """
+    rows = Buffer("moved", (p.m, sum(p.sizes.moved(p))), p.dtype, "turns", split=True,
+                  pieces=1 if sending is None else p.experts)  # fmt: skip
+    flags = 1 if sending is None else p.experts * sending.parts
+    return rows, Buffer("arrived", (p.ranks * flags, 1), "int32", "flags", split=True, pieces=flags)
 
 
 def _combines(p: Problem) -> bool:
@@ -112,8 +172,10 @@ def seconds(p: Problem, step: Step, machine: Machine) -> float:
 
 def _rounds(p: Problem, sms: int, *, combines: bool) -> float:
     """Rounds of tiles over the SMs, over those that the products alone would need."""
-    tile = tile_of(p.m, p.k, p.n, p.experts, back=combines)
+    tile = tile_of(p.m, p.k, p.n, p.experts, combines=combines)
     tile_m, tile_n = tile.block_m, tile.block_n
-    blocks = p.experts * ceil(p.m / max(p.experts, 1) / tile_m)
+    each = p.m / max(p.experts, 1) / tile_m
+    # of counts that differ, an expert's last tile is half full in the mean
+    blocks = p.experts * (ceil(each) if p.counts == "equal" else each + 0.5)
     needed = p.m * p.n / (tile_m * tile_n * sms)
     return max(ceil(blocks * ceil(p.n / tile_n) / sms) / needed, 1.0) if needed else 1.0

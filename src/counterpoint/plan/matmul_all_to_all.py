@@ -19,7 +19,7 @@ from counterpoint.problem import Problem
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: x by expert, y by owner."""
     x = rows_of(p, "x", p.k, "input", by_expert=True)
-    return x, experts.weights(p), rows_of(p, "y", p.n, "output", by_expert=False)
+    return x, *experts.weights_and_counts(p), rows_of(p, "y", p.n, "output", by_expert=False)
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
@@ -35,7 +35,10 @@ def alone(p: Problem) -> tuple[Step, ...]:
 def serial(p: Problem) -> Plan:
     """The matmuls, then the library's all-to-all behind a pass that puts rows in order."""
     between = rows_of(p, "product", p.n, "scratch", by_expert=True)
-    steps = (*matmuls(p, 0, range(p.experts), "x", "product"), experts.all_to_all("product", "y"))
+    steps = (
+        *matmuls(p, 0, range(p.experts), "x", "product"),
+        experts.all_to_all(p, "product", "y"),
+    )
     return Plan(p, "serial", "", "ring", (*operands(p), between), (COMPUTE,), steps)
 
 
@@ -101,15 +104,17 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         fused_experts.family(operands),
-        Family(name="grouped", takes=("peers", "sizes"), build=grouped),
+        Family(name="grouped", takes=("peers", "sizes"), build=grouped,
+               refusal=experts.wants_equal_counts),
     ),
     candidates=experts.candidates,
     collectives=("all_to_all",),
     check=check_experts,
     moved=lambda p: (0, p.n),
     matmuls=lambda p: ((p.m, p.n, p.k),),
-    overlapped=lambda p, copy_longer: "grouped",
-    gradient="grouped",
+    overlapped=fused_experts.overlapped,
+    gradient="",
+    without_serial=fused_experts.without_serial,
     fused_s=fused_experts.seconds,
-    rule=lambda p, machine: "" if fused_experts.refusal(p) else "fused",
+    rule=lambda p, machine: fused_experts.or_serial(p),
 )  # fmt: skip

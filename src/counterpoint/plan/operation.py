@@ -4,11 +4,12 @@
 plan asks the declaration, and no other file knows which operators there are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from counterpoint.costs import Tiles
+from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
 from counterpoint.plan.steps import Buffer, Plan, Step
@@ -58,6 +59,7 @@ class Family:
         refusal: what it wants of a problem that it does not have, or "". Such a plan is an error.
         guess_s: seconds by a closed form, where there is one.
         in_a_row: its plans are kernels one after another, with no side stream.
+        alone: has plans for one rank, too. Of other families that is plain matmuls.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Family:
     refusal: Callable[[Problem], str] = takes_all
     guess_s: Callable[[Problem, Options, Machine, Tiles], float] | None = None
     in_a_row: bool = False
+    alone: bool = False
 
 
 def in_a_row(
@@ -79,6 +82,18 @@ def in_a_row(
     return Family(name=name, build=only, refusal=refusal, in_a_row=True)
 
 
+def no_tables(problem: Problem) -> Mapping[str, object]:
+    """Of most operators nothing is filled in, and they have no tables.
+
+    Raises:
+        InputError: the problem has some.
+    """
+    for name in ("tables", "indices", "out"):
+        if given := getattr(problem, name):
+            raise InputError(problem.op, name, want="left out: the op has no tables", got=given)
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """What an operator is.
@@ -86,7 +101,8 @@ class Operation:
     Args:
         name: of the operator, and of the file that declares it.
         operands: the user's tensors as buffers.
-        definition: the boxes of the outputs on a rank, and what each cell of them has to hold.
+        definition: the boxes of the outputs on a rank, and what each cell of them has to hold; and
+            of other buffers that a kernel fills.
         alone: the steps of a group of one rank.
         families: of its plans, serial first.
         candidates: specs worth weighing, or timing, for a problem; serial first.
@@ -98,10 +114,16 @@ class Operation:
         overlapped: the spec of the plan that overlaps which a rule takes; where none overlaps, what
             is faster than serial, or "". The second argument: a shard's copy takes longer than its
             matmul.
-        gradient: the family that it takes as a gradient whose forward was asked for by name.
+        gradient: the family that it takes as a gradient whose forward was asked for by name; "":
+            that of the forward.
+        without_serial: the spec that is taken whatever it costs, and why serial is not; or "", "".
         fused_s: seconds of a step of kind "fused" whose kernel has the operator's name.
         rule: the spec that static sizes say, where the shorter side is not worth overlapping;
             "" is serial.
+        filled: fields of a problem that follow from others; refuses those that the op has none of.
+        described: what text says of a problem beside its sizes.
+        exchange_s: seconds of its library's all-to-all, where that is not of equal blocks.
+        computed_s: seconds of what is computed and is no matmul.
     """
 
     name: str
@@ -116,9 +138,14 @@ class Operation:
     matmuls: Callable[[Problem], tuple[tuple[int, int, int], ...]]
     overlapped: Callable[[Problem, bool], str]
     gradient: str = "graded"
+    without_serial: Callable[[Problem], tuple[str, str]] = lambda problem: ("", "")
     shares_rows: bool = True
     fused_s: Callable[[Problem, Step, Machine], float] | None = None
     rule: Callable[[Problem, Machine], str] = lambda problem, machine: ""
+    filled: Callable[[Problem], Mapping[str, object]] = no_tables
+    described: Callable[[Problem], str] = lambda problem: ""
+    exchange_s: Callable[[Problem, Machine], float] | None = None
+    computed_s: Callable[[Problem, Machine], float] | None = None
 
     def family(self, name: str) -> Family | None:
         """The family of that name, if it has one."""

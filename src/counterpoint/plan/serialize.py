@@ -79,6 +79,8 @@ def _fits(value: Any, want: Any) -> bool:
         return isinstance(value, Mapping)
     if get_origin(want) is tuple:
         return isinstance(value, list)
+    if get_origin(want) is Literal:
+        return value in get_args(want)
     if want is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, want)

@@ -16,6 +16,7 @@ ME: Peer = ()
 Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque"]
 Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
+COUNTS = "counts"  # the operand that says how many rows there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Buffer:
             the protocol of a fused kernel keeps in order: words are 4 bytes of data that are their
             own flag (low-latency words), flags say that what was stored before them is there, and
             turns hold what they speak of.
-        split: dim 0 is partitioned over the ranks, by `Problem.rows`; or each rank has one row.
+        split: dim 0 is partitioned over the ranks, by `Problem.rows`; what a fused kernel's
+            protocol keeps in order, equally, unless it has all M rows.
         holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
             or in "slots" one copy of its own block for each rank that may write there.
         pieces: of a split buffer that holds all or peers: stored piece-major, part 0 of every block
@@ -51,7 +53,9 @@ class Region:
 
     Of a split buffer: the blocks (or the slots) of ranks me + shards, all that there are where
     `shards` is empty; of each block part piece[0] of piece[1]. Of another buffer: rows
-    [start, stop). `cols` [start, stop) of either; None means all.
+    [start, stop). `cols` [start, stop) of either; None means all; "own" those of this rank's
+    tables: their place in a buffer that has all columns; another has room for the widest rank's,
+    and holds them without gaps.
     """
 
     buffer: str
@@ -59,7 +63,7 @@ class Region:
     shards: tuple[Peer, ...] = ()
     piece: tuple[int, int] = (0, 1)
     rows: tuple[int, int] | None = None
-    cols: tuple[int, int] | None = None
+    cols: tuple[int, int] | Literal["own"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ class Step:
                     the bytes that it writes
         opaque      a call of the user's own, by the step's name: what it reads and writes is known,
                     and not what it computes; any number of regions, of a "pipeline" only
-    Every other kind waits first and posts last.
+    Every other kind waits first and posts last. A step that reads the operand "counts" takes as
+    many rows as that says: its boxes are those of equal counts.
 
     Args:
         after: names of earlier steps of this rank that must have ended.
@@ -117,6 +122,11 @@ class Step:
     def arg(self, name: str, default: int | str = 0) -> int | str:
         """The value of argument `name`, or `default`."""
         return dict(self.args).get(name, default)
+
+    @property
+    def counted(self) -> bool:
+        """Whether the operand "counts" says how many rows the step has."""
+        return any(region.buffer == COUNTS for region in self.reads)
 
     @property
     def accumulates(self) -> bool:
@@ -297,7 +307,8 @@ def _regions(regions: tuple[Region, ...]) -> str:
         shards = f"[{','.join(map(_peer, r.shards))}]" if r.shards else ""
         piece = f" {r.piece[0]}/{r.piece[1]}" if r.piece != (0, 1) else ""
         rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
-        cols = f" cols {r.cols[0]}:{r.cols[1]}" if r.cols else ""
+        cols = f" cols {':'.join(map(str, r.cols))}" if isinstance(r.cols, tuple) else ""
+        cols = " own cols" if r.cols == "own" else cols
         return f"{r.buffer}{where}{shards}{piece}{rows}{cols}"
 
     return ", ".join(map(one, regions))

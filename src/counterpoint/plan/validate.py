@@ -82,6 +82,9 @@ def _check_opening(plan: Plan, programs: tuple[Program, ...], order: HappensBefo
 def _check_accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> None:
     by_buffer: dict[tuple[int, str, int], list[Access]] = {}
     own_protocol = {b.name for b in plan.buffers if b.space in OWN_PROTOCOL}
+    # so does it what it writes on peers, of the caller's memory
+    written = (r for s in plan.steps if s.kind == "fused" for r in s.writes)
+    own_protocol |= {r.buffer for r in written if r.at}
     for access in _accesses(plan, programs, order):
         box = access.box
         if not box.empty and box.buffer not in own_protocol:
@@ -231,6 +234,8 @@ def _collective(
             block = target._replace(r0=starts[s], r1=starts[s + 1])
             gathered += values.moved(pieces, whole, block)
         return gathered
+    if bound.step.arg("collective") == "all_to_all" and plan.problem.tables:
+        return _side_by_side(plan, bound, rank, everyone)
     if bound.step.arg("collective") == "all_to_all":
         return _exchanged(plan, bound, rank, everyone)
     if bound.step.arg("collective") == "all_reduce":
@@ -268,4 +273,20 @@ def _exchanged(
             inside = ((values.intersect(box, source), value) for box, value in pieces)
             kept = [(box, value) for box, value in inside if box is not None]
             arrived += values.moved(kept, source, block(target, s, e))
+    return arrived
+
+
+def _side_by_side(
+    plan: Plan, bound: BoundStep, rank: int, everyone: list[list[list[Piece]]]
+) -> list[Piece]:
+    """The rows of my bags of what each rank has pooled, rank 0's columns first."""
+    (part,), p = bound.parts, plan.problem
+    arrived: list[Piece] = []
+    for s, (pieces,) in enumerate(everyone):
+        start, stop = p.column_starts[s : s + 2]
+        source = part.reads[0]._replace(rank=s, r0=p.row_starts[rank], r1=p.row_starts[rank + 1],
+                                        c0=0, c1=stop - start)  # fmt: skip
+        inside = ((values.intersect(box, source), value) for box, value in pieces)
+        kept = [(box, value) for box, value in inside if box is not None]
+        arrived += values.moved(kept, source, part.write._replace(c0=start, c1=stop))
     return arrived

@@ -174,7 +174,8 @@ def _edges(earlier: Sequence[Step], step: Step) -> tuple[str, ...]:
 
 def _meet(some: Sequence[Region], others: Sequence[Region]) -> bool:
     def overlap(a: Region, b: Region) -> bool:
-        (start, stop), (first, last) = a.cols or (0, 0), b.cols or (0, 0)
-        return a.buffer == b.buffer and start < last and first < stop
+        if a.buffer != b.buffer or not isinstance(a.cols, tuple) or not isinstance(b.cols, tuple):
+            return False
+        return a.cols[0] < b.cols[1] and b.cols[0] < a.cols[1]
 
     return any(overlap(a, b) for a in some for b in others)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from counterpoint.plan.bind import BoundStep, Part
-from counterpoint.runtime import library
+from counterpoint.plan.bind import BoundStep, Box, Part
+from counterpoint.problem import Problem
+from counterpoint.runtime import counted, library
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], object]  # what it returns is nothing's
@@ -18,6 +20,8 @@ Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their nam
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate in fp32) (+ bias); y may have any strides."""
+    if bound.step.counted:
+        return counted.matmuls((bound,), places)
     if plain := _plain_matmul(bound, part, places):
         return plain
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -29,6 +33,8 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
         return lambda o: _into(torch.addmm, bias(o), x(o), w(o), out=y(o))
     target = places.plan.buffer(part.write.buffer)
     if target.dtype == places.plan.problem.dtype:
+        if places.plan.problem.experts and not bound.step.accumulates:
+            return _with_added(lambda o: _into(torch.mm, x(o), w(o), out=y(o)), y, part.write)
         if bound.step.accumulates:
             return lambda o: _into(torch.addmm, y(o), x(o), w(o), out=y(o))
         return lambda o: _into(torch.mm, x(o), w(o), out=y(o))
@@ -59,9 +65,24 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     Rows of all experts are equal, so the library's batched matmul does it, and writes where the
     plan wants it; its grouped one makes a result of its own.
     """
+    if bounds[0].step.counted:
+        return counted.matmuls(bounds, places)
     (part,) = bounds[0].parts
     x, w, y = (places.several(box, len(bounds)) for box in (*part.reads, part.write))
-    return lambda o: _into(torch.bmm, x(o), w(o), out=y(o))
+    whole = part.write._replace(r1=bounds[-1].parts[0].write.r1)
+    return _with_added(lambda o: _into(torch.bmm, x(o), w(o), out=y(o)), y, whole)
+
+
+def _with_added(multiply: Action, y: Place, box: Box) -> Action:
+    """Experts' products, and what a call adds to them, which lies as they do."""
+
+    def run(operands: Operands) -> None:
+        multiply(operands)
+        if "add" in operands:
+            product = y(operands)
+            product += operands["add"][box.r0 : box.r1].view_as(product)
+
+    return run
 
 
 def move(bound: BoundStep, part: Part, places: Places) -> Action:
@@ -95,6 +116,10 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     Or its all-reduce, or its all-to-all with the pass that puts rows in order.
     """
     source, target = places.of(part.reads[0]), places.of(part.write)
+    if bound.step.counted:
+        return counted.all_to_all(bound, places)
+    if places.plan.problem.tables:
+        return _exchange_columns(part, places)
     if bound.step.arg("collective") == "all_to_all":
         return _all_to_all(bound, source, target, places)
     if bound.step.arg("collective") == "all_reduce":
@@ -160,6 +185,57 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
         dist.all_to_all_single(come, sent, group=group)
         if by_expert[1]:
             got.copy_(turned(come, p.ranks, p.experts))
+
+    return run
+
+
+def packed(box: Box, places: Places) -> Tensor | None:
+    """Own columns, which lie without gaps in memory for the widest rank's; None: an operand."""
+    memory = places.fixed(box._replace(c0=0, c1=places.plan.buffer(box.buffer).shape[1]))
+    if memory is None:
+        return None
+    rows, cols = box.shape
+    return memory.flatten()[: rows * cols].view(rows, cols)
+
+
+def _exchange_columns(part: Part, places: Places) -> Action:
+    """The library's all-to-all of pooled rows, as wide as each rank's tables.
+
+    Into memory that peers may write to, a call promises more: when it has ended, in stream order,
+    every rank has begun it, and so has read what an earlier one had left.
+    """
+    source, target = packed(part.reads[0], places), part.write.buffer
+    p, workspace = places.plan.problem, places.workspace
+    exchange = side_by_side(p, workspace.rank, workspace.group)
+    assert source is not None, "a lookup writes to scratch"
+    if not p.out or (all(p.rows) and all(p.tables)):
+        return lambda operands: exchange(source, operands[target])
+    # of ranks that get nothing from one another, the library's all-to-all hears nothing
+    word = torch.zeros(1, dtype=torch.int32, device=workspace.device)
+
+    def run(operands: Operands) -> None:
+        dist.all_reduce(word, group=workspace.group)
+        exchange(source, operands[target])
+
+    return run
+
+
+def side_by_side(
+    p: Problem, rank: int, group: dist.ProcessGroup
+) -> Callable[[Tensor, Tensor], object]:
+    """Puts own bags' rows of all tables side by side.
+
+    It takes what this rank sends, [bags of all ranks, columns of own tables], and where the others'
+    go, [own bags, columns of all tables].
+    """
+    columns, own = [sum(each) for each in p.tables], p.rows[rank]
+    sizes, shapes = [own * c for c in columns], [(own, c) for c in columns]
+    splits, total = [bags * columns[rank] for bags in p.rows], own * p.n
+
+    def run(sent: Tensor, y: Tensor) -> None:
+        got = sent.new_empty(total)
+        dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
+        torch.cat(list(map(Tensor.view, got.split(sizes), shapes)), 1, out=y)
 
     return run
 

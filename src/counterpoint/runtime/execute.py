@@ -18,6 +18,7 @@ class Code(Protocol):
     """A program compiled for one workspace."""
 
     program: Program
+    workspace: Workspace
 
     def run(self, operands: Operands) -> None:
         """Run one call in stream order.
@@ -31,13 +32,17 @@ class Code(Protocol):
         ...
 
 
-def compile_plan(plan: Plan, workspace: Workspace, calls: Calls = MappingProxyType({})) -> Code:
+def compile_plan(
+    plan: Plan, workspace: Workspace, calls: Calls = MappingProxyType({}),
+    like: Operands | None = None,
+) -> Code:  # fmt: skip
     """Bind `plan` for this rank and compile it; collective when the workspace has to grow.
 
     Args:
         plan: proved, or built by this library.
         workspace: of its group, on the device that it is to run on.
         calls: of each opaque step, by its name: launches on the current stream.
+        like: operands of the first call, for kernels that are compiled for what lies how.
     """
     workspace.reserve(plan)
     kernels = workspace.device.type == "cuda" or INTERPRETED
@@ -48,7 +53,7 @@ def compile_plan(plan: Plan, workspace: Workspace, calls: Calls = MappingProxyTy
     if workspace.device.type == "cuda":
         from counterpoint.runtime.execute_cuda import CudaCode
 
-        return CudaCode(program, workspace, calls)
+        return CudaCode(program, workspace, calls, like)
     from counterpoint.runtime.execute_cpu import CpuCode
 
-    return CpuCode(program, workspace, calls)
+    return CpuCode(program, workspace, calls, like)

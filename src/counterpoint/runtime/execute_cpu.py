@@ -48,7 +48,9 @@ def _thread(lane: str) -> ThreadPoolExecutor:
 class CpuCode:
     """A program compiled for the shared memory of CPU ranks."""
 
-    def __init__(self, program: Program, workspace: Workspace, calls: Calls) -> None:
+    def __init__(
+        self, program: Program, workspace: Workspace, calls: Calls, like: Operands | None = None
+    ) -> None:
         self.program = program
         self.workspace = workspace
         self.pads = [
@@ -58,18 +60,22 @@ class CpuCode:
         places = Places(workspace, program.plan)
         self.calls = calls
         self.constants = places.constants
-        self.actions = [self._actions(bound, places, i) for i, bound in enumerate(program.steps)]
+        self.actions = [
+            self._actions(bound, places, i, like) for i, bound in enumerate(program.steps)
+        ]
         lanes = {lane.name: lane.engine for lane in program.plan.lanes}
         self.on_copy_lane = [lanes[bound.step.lane] == "copy" for bound in program.steps]
 
-    def _actions(self, bound: BoundStep, places: Places, index: int) -> list[Action]:
+    def _actions(
+        self, bound: BoundStep, places: Places, index: int, like: Operands | None
+    ) -> list[Action]:
         match bound.step.kind:
             case "barrier":
                 return []
             case "opaque":
                 return [compute.opaque(bound, self.calls)]
             case "fused":
-                return [fused_action(Site(bound, places, index))]
+                return [fused_action(Site(bound, places, index, like))]
             case "collective":  # also of a transport of ours, for which the library stands in
                 return [compute.collective(bound, bound.parts[0], places)]
             case "copy":

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan
-from counterpoint.runtime.lanes_cuda import lanes_of, raw_stream
+from counterpoint.problem import ITEM_BYTES
+from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory
 from counterpoint.runtime.workspace import Workspace
@@ -105,7 +106,10 @@ class FusedMemory:
         """
         for space in OWN_PROTOCOL:
             shared: Shared = getattr(self, space)
-            shared.reserve(plan.num_bytes(space) // 2)
+            held = [b for b in plan.buffers if b.space == space == "turns"]
+            # the second half of such a buffer begins at a whole row
+            row = max((b.shape[1] * ITEM_BYTES[b.dtype] for b in held), default=0)
+            shared.reserve(plan.num_bytes(space) // 2 + row)
 
     def dropped(self) -> InputError | None:
         """What a kernel of experts has found in its counts, or in the rows to sum."""
@@ -138,21 +142,3 @@ def fused_memory(workspace: Workspace) -> FusedMemory:
         workspace.open_pads()  # by them a late rank is looked at
         workspace.fused = FusedMemory(workspace)
     return workspace.fused
-
-
-_last: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}
-
-
-def in_turn(device: torch.device) -> None:
-    """Let the current stream wait for the last fused kernel, where that was on another one.
-
-    Two grids that wait for peers may not fit a GPU together. Ranks launch them in one order, as
-    they do collectives.
-    """
-    raw, last = raw_stream(device.index), _last.get(device)
-    if last is not None and last[0] == raw:
-        return
-    stream = torch.cuda.current_stream(device)
-    if last is not None:
-        stream.wait_stream(last[1])
-    _last[device] = raw, stream

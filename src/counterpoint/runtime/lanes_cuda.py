@@ -60,9 +60,15 @@ class CudaLanes:
         workspace.alarms.append(words)
         self.watchdog = Watchdog(words, self.describe)
 
-    def follow(self) -> None:
-        """Let the current stream wait for the last call, where that was on another one."""
+    def follow(self, spins: bool = False) -> None:
+        """Let the current stream wait for the last call, where that was on another one.
+
+        Args:
+            spins: for the last of any group, too, that has kernels that wait for their peers.
+        """
         raw = raw_stream(self.workspace.device.index)
+        if spins and _turns.get(self.workspace.device, _NOBODY)[0] != raw:
+            in_turn(self.workspace.device)
         if raw != self._last[0]:
             stream = torch.cuda.current_stream(self.workspace.device)
             stream.wait_stream(self._last[1])
@@ -130,6 +136,25 @@ class CudaLanes:
         """The addresses of those slots, on the own pad."""
         pad = self.workspace.pads.buffer_ptrs[self.workspace.rank]
         return self.table([pad + 4 * slot for slot, _ in waits])
+
+
+_NOBODY: tuple[int, None] = (-1, None)
+_turns: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}
+
+
+def in_turn(device: torch.device) -> None:
+    """Let the current stream wait for the last fused kernel, where that was on another one.
+
+    Two grids that wait for peers may not fit a GPU together. Ranks launch them in one order, as
+    they do collectives.
+    """
+    raw, last = raw_stream(device.index), _turns.get(device)
+    if last is not None and last[0] == raw:
+        return
+    stream = torch.cuda.current_stream(device)
+    if last is not None:
+        stream.wait_stream(last[1])
+    _turns[device] = raw, stream
 
 
 def lanes_of(workspace: Workspace) -> CudaLanes:

@@ -24,7 +24,7 @@ from counterpoint.runtime.device_limits import limits_here
 from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.lanes_cuda import raw_stream
 from counterpoint.runtime.occupancy import occupancy
-from counterpoint.runtime.workspace import Places
+from counterpoint.runtime.workspace import Operands, Places
 
 RESERVED_SMS = 32  # left to collectives of other groups, should they be there
 ALIGN = 16  # bytes: what Triton compiles for, if an address is a multiple of it
@@ -37,17 +37,24 @@ class Grid:
     """How many programs a kernel has.
 
     Args:
-        work: items that programs share; a program each where all fit.
+        work: items that programs share; a program each where all fit. None: only the GPU knows how
+            many there are, and all programs that are resident take them in turn.
         senders: programs before those, that have none of them.
         reserve: SMs are left to other groups. A kernel that leaves none says why in its file.
+        each: a program for each item, however many fit: of a kernel that waits for nobody.
     """
 
-    work: int
+    work: int | None
     senders: int = 0
     reserve: bool = True
+    each: bool = False
 
     def programs(self, resident: int) -> int:
         """Programs of which `resident` can be at once: equal work for each, and never none."""
+        if self.work is None:
+            return max(resident, self.senders + 1)
+        if self.each:
+            return max(1, self.work)
         room = max(resident - self.senders, 1)
         rounds = -(-self.work // room)
         return self.senders + max(1, -(-self.work // max(rounds, 1)))
@@ -105,17 +112,29 @@ class Launch:
 
     def __call__(self, *given: object) -> None:
         """Launch on the current stream; tensors lie as those that it was compiled for."""
-        arguments = self._template.copy()
-        for place, value in zip(self._places, given, strict=True):
-            arguments[place] = value
         if self._run is None:
             if not INTERPRETED:
                 self.compile(*given)
                 return self(*given)
-            self._kernel[(self.programs,)](*arguments, **self._options)
+            self._kernel[(self.programs,)](*self._arguments(given), **self._options)
             return None
+        arguments = self._template.copy()
+        for place, value in zip(self._places, given, strict=True):
+            arguments[place] = value
         self._run(*arguments, stream=raw_stream(self._device.index))
         return None
+
+    @staticmethod
+    def in_a_row(launches: "Sequence[tuple[Launch, tuple[object, ...]]]") -> None:
+        """Launch kernels, each with its arguments, one after another on the current stream."""
+        for launch, given in launches:
+            if launch._run is None:
+                launch(*given)
+                continue
+            arguments = launch._template.copy()
+            for place, value in zip(launch._places, given, strict=True):
+                arguments[place] = value
+            launch._run(*arguments, stream=raw_stream(launch._device.index))
 
     def _arguments(self, given: Sequence[object]) -> list[Any]:
         arguments = self._template.copy()
@@ -133,7 +152,7 @@ def resident_blocks(compiled: Any, device: torch.device, name: str, grid: Grid) 
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     sms -= RESERVED_SMS if grid.reserve else 0
     blocks = occupancy(triton_footprint(compiled), limits_here(device)).blocks * sms
-    if blocks < grid.senders + 1:
+    if blocks < (1 if grid.work is None else grid.senders + 1):
         beside = f" beside {RESERVED_SMS} reserved SMs" if grid.reserve else ""
         raise UnsupportedError(f"{name}: {grid.senders + 1} blocks do not fit{beside}")
     return blocks
@@ -151,11 +170,13 @@ class Site(NamedTuple):
         bound: the step.
         places: of the boxes that it reads and writes.
         tag: that a fault word names it by.
+        like: the operands of the first call, which kernels are compiled for; None: not known yet.
     """
 
     bound: BoundStep
     places: Places
     tag: int
+    like: Operands | None = None
 
 
 class Kernel(NamedTuple):

@@ -25,6 +25,7 @@ from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 NUM_SLOTS = 4096  # words of a signal pad
 MAX_CODE = 1024  # compiled programs that a workspace remembers
+MAX_KNOWN = 8 * MAX_CODE  # ways in which tensors of their calls lie
 ALIGN_BYTES = 256
 GRANULE_BYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 30.0
@@ -166,6 +167,12 @@ class Workspace:
             self.known.clear()
         self.code[key] = code
 
+    def know(self, key: Hashable, ready: Any) -> None:
+        """Keep what an eager call finds by how its tensors lie; all is forgotten if it is much."""
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        self.known[key] = ready
+
     def keep(self, *held: object) -> None:
         """Hold on, as long as the workspace lives, to what a graph in capture points into."""
         self._kept += [new for new in held if not any(new is old for old in self._kept)]
@@ -248,9 +255,12 @@ class Places:
     def of(self, box: Box) -> Place:
         """The box as a function of the operands."""
         fixed = self.fixed(box)
-        if fixed is not None:
-            return lambda _: fixed
         name, rows, cols = box.buffer, slice(box.r0, box.r1), slice(box.c0, box.c1)
+        if fixed is not None:
+            if name != "rows":
+                return lambda _: fixed
+            # of experts: a call that keeps the rows that come passes where to put them
+            return lambda operands: operands[name][rows, cols] if name in operands else fixed
         if self._stacked(name):
             expert, start = divmod(box.r0, self.plan.problem.k)
             inside = slice(start, start + box.r1 - box.r0)

@@ -1,0 +1,312 @@
+"""How often the choice of plans is right, and how far off, at layers of real models.
+
+    counterpoint evaluate                      # measures every candidate of all scenarios, and
+scores counterpoint evaluate --rows FILE.jsonl    # scores what was measured
+
+Without experts the arms are those of overlap.py, with experts those of experts.py at equal counts.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks import experts, overlap
+from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
+from benchmarks.evaluated import Found, parts_of, points_of, read, speedups_of, ways_of
+from benchmarks.pictures import dots, scatter
+from benchmarks.rows import RESULTS, Row
+from benchmarks.scenarios import expert_scenarios, scenarios
+from benchmarks.score import RIGHT
+from benchmarks.tables import grid
+from counterpoint.choose.by_rule import RULE
+from counterpoint.choose.known import shipped
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.machine import Machine
+from counterpoint.problem import Problem
+
+MANY_TOKENS = 2048  # from which on plans that overlap are worth it
+MISSES, OFF = (
+    8,
+    0.2,
+)  # that are listed, the worst first; a prediction that is off by more is counted
+HEAD = ("chosen by", "scenarios", "right", "regret", "worst", "least", "serial /", "shard_p2p /",
+        "torch /", "worst at")  # fmt: skip
+# whose pick is drawn: the first of these that there is
+DRAWN = ("the model now", "the model now, tiles not known", "auto, as it was measured")
+
+
+def cases(ranks: int) -> list[Case]:
+    """Every scenario, those with experts last."""
+    found: list[Case] = []
+    for each in (*scenarios(ranks), *expert_scenarios(ranks)):
+        p, layer = each.problem, f"{each.model} {each.layer}"
+        case = overlap.case_of(p.op, p.m, p.n, p.k, layer)
+        if p.experts:
+            model = next(m for m in experts.MODELS if m.name == each.model)
+            case = experts.case_of(p.op, model, each.tokens, "uniform")
+        facts = {"m": p.m, "layer": layer, "tokens": each.tokens, "dtype": p.dtype}
+        found.append(Case(each.name, {**case.facts, **facts}))
+    return found
+
+
+def arms(case: Case, bench: Bench) -> Arms:
+    """Every candidate, and what it is compared with."""
+    if "experts" in case.facts:
+        return experts.arms(case, bench)
+    made = overlap.arms(case, bench)
+    calls = {name: call for name, call in made.calls.items() if name != "plan serial"}
+    made.calls = calls
+    return made
+
+
+# ---- what is said of it
+
+
+def cells_of(
+    part: Sequence[Found], machine: Machine | None, least_m: int = 0
+) -> list[tuple[str, ...]]:
+    """A row for each way to choose; with `least_m` its speedups at so many tokens alone."""
+    rows: list[tuple[str, ...]] = []
+    for way in ways_of(part, machine):
+        means = speedups_of(way, part, least_m)
+        ratios = tuple(
+            f"{means[k]:.2f}" if k in means else "-" for k in ("serial", "shard_p2p", "torch")
+        )
+        s = way.score
+        if least_m:
+            rows += [(way.name, *ratios)] if means else []
+        elif s is None:
+            rows.append((way.name, f"{len(part)}", "-", "-", "-", "-", *ratios, ""))
+        else:
+            of = f"{s.scenarios}" if s.scenarios == s.asked else f"{s.scenarios} of {s.asked}"
+            serial = (f"{s.speedup:.2f}", *ratios[1:])  # of luck too, whose time is none
+            rows.append(
+                (
+                    s.way,
+                    of,
+                    f"{s.right:.0%}",
+                    f"{s.mean_regret:.1%}",
+                    f"{s.worst_regret:.1%}",
+                    f"{s.least_speedup:.2f}",
+                    *serial,
+                    s.worst,
+                )
+            )
+    return rows
+
+
+def errors_of(part: Sequence[Found], machine: Machine) -> str:
+    """How far predictions of all candidates are off."""
+    points = points_of(part, machine)
+    worst = max(points, key=lambda point: abs(point.error))
+    off = sum(abs(point.error) > OFF for point in points)
+    return (
+        f"Predictions of {len(points)} times: off by {median(abs(p.error) for p in points):.1%} in "
+        f"the median, {off} by more than {OFF:.0%}, at worst {worst.error:+.0%} ({worst.label})."
+    )
+
+
+def misses_of(found: Sequence[Found]) -> str:
+    """The picks of auto that were not right, the worst first."""
+    lines: list[tuple[float, str]] = []
+    for each in found:
+        m = each.measured
+        if each.picked in m.times and m.times[each.picked] > RIGHT * m.best_s:
+            best = min(m.times, key=m.times.__getitem__)
+            loss = m.times[each.picked] / m.best_s - 1
+            lines.append((loss, f"{m.name}: {each.picked}, {loss:.1%} behind {best}"))
+    text = "\n".join(line for _, line in sorted(lines, reverse=True)[:MISSES])
+    return f"what auto missed, as it was measured:\n{text}" if text else "auto was right everywhere"
+
+
+def report(found: Sequence[Found], machine: Machine | None) -> str:
+    """Scores of all scenarios and of parts of them, how far predictions are off, and misses."""
+    lines = [
+        f"{found[0].measured.problem.ranks} GPUs: right is within {RIGHT - 1:.0%} of the fastest "
+        "candidate"
+    ]
+    for name, part in parts_of(found).items():
+        lines += ["", f"{name}: {len(part)}", *aligned([HEAD, *cells_of(part, machine)])]
+        many = cells_of(part, machine, MANY_TOKENS)
+        if many:
+            lines += [
+                "",
+                f"{name}, {MANY_TOKENS} tokens or more",
+                *aligned([HEAD[:1] + HEAD[6:9], *many]),
+            ]
+        if machine is not None:
+            lines += ["", errors_of(part, machine)]
+    return "\n".join([*lines, "", misses_of(found), ""])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns as wide as their widest cell: longer than a narrow terminal, never cut."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = [name in ("chosen by", "worst at") for name in rows[0]]
+    return [
+        "  ".join(cell.ljust(width) if is_left else cell.rjust(width)
+                  for cell, width, is_left in zip(row, widths, left, strict=True)).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def committed() -> dict[int, list[Found]]:
+    """The scenarios of committed rows."""
+    return read(sorted((*RESULTS.glob("evaluate-*.jsonl"), *RESULTS.glob("tiles-*.jsonl"))))
+
+
+def scores(_: Mapping[int, list[Row]]) -> str:
+    """docs/choosing.md."""
+    text: list[str] = []
+    for ranks, found in committed().items():
+        machine = shipped(found[0].gpu, ranks)
+        assert machine is not None, "the library has measured costs of H200s"
+        for name, part in parts_of(found).items():
+            if not name.startswith("all "):
+                text += [f"**{ranks} GPUs, {name}: {len(part)} scenarios**",
+                         grid(HEAD, cells_of(part, machine))]  # fmt: skip
+        unseen = parts_of(found)["models not fitted to"]
+        text += [f"**{ranks} GPUs, models not fitted to, {MANY_TOKENS} tokens or more**",
+                 grid(HEAD[:1] + HEAD[6:9], cells_of(unseen, machine, MANY_TOKENS)),
+                 errors_of(unseen, machine)]  # fmt: skip
+    return "\n\n".join(text)
+
+
+def short_scores(_: Mapping[int, list[Row]]) -> str:
+    """The model at what it was not made with, in a sentence for each number of GPUs."""
+    lines: list[str] = []
+    for ranks, found in committed().items():
+        unseen = parts_of(found)["models not fitted to"]
+        way = next(w for w in ways_of(unseen, shipped(found[0].gpu, ranks)) if w.name == DRAWN[0])
+        means, s = speedups_of(way, unseen, MANY_TOKENS), way.score
+        assert s is not None, "a way to choose has a score"
+        lines.append(
+            f"  {ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % "
+            f"of the fastest candidate in {s.right:.0%}, {s.mean_regret:.1%} slower in the mean, "
+            f"{s.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on {means['serial']:.2f}x "
+            f"serial, {means['torch']:.2f}x torch's fused operators."
+        )
+    return "\n".join(lines)
+
+
+def draw(parts: Mapping[int, Sequence[Found]], path: Path) -> Path:
+    """Serial over the model's pick, the fastest candidate and torch's fused operator, by
+    scenario."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    ideals: dict[str, dict[str, float]] = {}
+    shared = set.intersection(*({each.measured.name for each in part} for part in parts.values()))
+    for ranks, part in parts.items():
+        ways = {way.name: way.seconds for way in ways_of(part, shipped(part[0].gpu, ranks))}
+        picks = next((ways[name] for name in DRAWN if name in ways), {})
+        panel, ideal = (
+            panels.setdefault(f"{ranks} GPUs", {}),
+            ideals.setdefault(f"{ranks} GPUs", {}),
+        )
+        for each in sorted(
+            part, key=lambda e: (e.measured.name.partition(",")[0], e.measured.problem.m)
+        ):
+            m, serial_s = each.measured, each.measured.times["serial"]
+            if m.name in shared:
+                times = {
+                    "fastest candidate": m.best_s,
+                    "the model's pick": picks.get(m.problem, 0.0),
+                    "torch symm_mem": each.torch_s,
+                }
+                panel[m.name] = {kind: serial_s / t for kind, t in times.items() if t}
+                ideal[m.name] = serial_s / each.ideal_s
+    return dots(panels, ideals, path, title="Speedup over serial by scenario",
+                source="NCCL + cuBLAS is serial; CUDA graphs, one rotation a scenario")  # fmt: skip
+
+
+def draw_errors(found: Sequence[Found], machine: Machine, path: Path) -> Path:
+    """Predicted against measured times, of the models not fitted to where there are any."""
+    name, part = list(parts_of(found).items())[-1]
+    ranks, gpu = part[0].measured.problem.ranks, part[0].gpu
+    source = f"{ranks}x {gpu}, CUDA graphs; {name}, {len(part)} scenarios"
+    return scatter(
+        points_of(part, machine), path, title="Predicted against measured", source=source
+    )
+
+
+def pictures(_: Mapping[int, list[Row]], images: Path) -> None:
+    """Speedups, and errors for each number of GPUs."""
+    found = committed()
+    draw(found, images / "evaluate-speedups.png")
+    for ranks, part in found.items():
+        machine = shipped(part[0].gpu, ranks)
+        assert machine is not None, "the library has measured costs of H200s"
+        draw_errors(part, machine, images / f"evaluate-errors-{ranks}x.png")
+
+
+def main() -> int:
+    """Measure, or read what was measured, and print scores; 2 where there are no GPUs."""
+    parser = argparse.ArgumentParser(
+        prog="counterpoint evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", type=Path, nargs="+", action="extend", help="score files of rows")
+    parser.add_argument("--out", type=Path, default=Path("evaluate.jsonl"),
+                        help="JSONL file that what is measured is added to")  # fmt: skip
+    parser.add_argument("--picture", type=Path, help="draw the speedup of each scenario")
+    parser.add_argument("--errors", type=Path, help="draw predicted against measured times")
+    parser.add_argument(
+        "--part", default="1/1", help='"1/4": every fourth scenario, from the first on'
+    )
+    parser.add_argument("--only", default="", help="scenarios with this in their name")
+    args = parser.parse_args()
+    if args.rows and args.part != "1/1":
+        raise InputError("evaluate", "--part", want="left out with --rows", got=args.part)
+    if not args.rows:
+        from benchmarks.runner import main as measure
+
+        given = ["evaluate", "--out", str(args.out), "--part", args.part, "--cases", args.only]
+        if code := measure(given):
+            return code
+    found = read(args.rows or [args.out], args.only)
+    if not found:
+        got = ", ".join(map(str, args.rows or [args.out]))
+        raise InputError(
+            "evaluate", "--rows", want=f"rows of scenarios with {args.only!r}", got=got
+        )
+    machines = {ranks: shipped(part[0].gpu, ranks) for ranks, part in found.items()}
+    for ranks, part in found.items():
+        print(report(part, machines[ranks]))
+    print(f"the static rule:{RULE.rstrip()}")
+    if args.picture is not None:
+        print(f"drawn: {draw(found, args.picture)}")
+    most = next(iter(found))
+    machine = machines[most]
+    if args.errors is not None and machine is not None:
+        print(f"drawn: {draw_errors(found[most], machine, args.errors)}")
+    return 0
+
+
+EVALUATE = Benchmark(
+    "evaluate",
+    cases,
+    arms,
+    rounds=7,
+    soak_s=0.2,
+    pictures=pictures,
+    short=lambda case: (
+        case.name in ("Qwen3-32B gate+up, 2048 tokens", "Qwen3-235B experts down, 1024 tokens")
+    ),
+    moved=lambda case, ranks: (
+        Problem(
+            case["op"], case["m"], case["n"], case["k"], ranks, experts=case.facts.get("experts", 0)
+        ).link_bytes
+    ),
+    sections=(
+        Section("docs/choosing.md", "scores", scores),
+        Section("README.md", "chooser", short_scores),
+    ),
+)
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except CounterpointError as error:
+        sys.exit(f"counterpoint evaluate: {error}")

@@ -1,0 +1,129 @@
+"""Committed rows: read, put into one form, and taken together by case."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from counterpoint.measure import record
+
+Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The rows of one case.
+
+    Args:
+        head: any row: for what they have in common.
+        modes: mode -> arm -> row.
+    """
+
+    head: Row
+    modes: Mapping[str, Mapping[str, Row]]
+
+    @property
+    def graph(self) -> Mapping[str, Row]:
+        """Arms in a CUDA graph."""
+        return self.modes.get("graph", {})
+
+    @property
+    def eager(self) -> Mapping[str, Row]:
+        """Arms as single calls."""
+        return self.modes.get("eager", {})
+
+    @property
+    def main(self) -> Mapping[str, Row]:
+        """Arms in a graph, or as single calls where nothing is captured."""
+        return self.graph or self.eager
+
+    def __contains__(self, arm: str) -> bool:
+        return arm in self.main
+
+    def s(self, arm: str) -> float:
+        """Median seconds of an arm."""
+        return self.main[arm]["median_s"]
+
+    def fastest(self, arms: Iterable[str]) -> str:
+        """The arm that took least, of those that there are."""
+        return min((arm for arm in arms if arm in self.main), key=self.s)
+
+
+def taken(rows: Sequence[Row], *keys: str) -> list[Timed]:
+    """Rows by case, in their order; of an arm measured once more the last rotation counts.
+
+    Args:
+        keys: fields that tell cases apart.
+    """
+    cases: dict[tuple[Any, ...], dict[str, dict[str, Row]]] = {}
+    heads: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if "median_s" in row and "arm" in row:
+            key = tuple(_hashable(row.get(name)) for name in keys)
+            heads.setdefault(key, row)
+            arms = cases.setdefault(key, {}).setdefault(row.get("mode", "graph"), {})
+            if row["arm"] in arms:  # times of two rotations do not compare
+                arms.clear()
+            arms[row["arm"]] = row
+    return [Timed(heads[key], modes) for key, modes in cases.items()]
+
+
+def results(name: str, folder: Path = RESULTS) -> dict[int, list[Row]]:
+    """Number of GPUs -> committed rows of a benchmark in one form, from the most GPUs down."""
+    files = {int(p.name.split("-")[-2][:-1]): p for old in (*OLDER.get(name, ()), name)
+             for p in folder.glob(f"{old.replace('_', '-')}-*x-*.jsonl")}  # fmt: skip
+    found = {ranks: one_form(record.read(files[ranks])) for ranks in sorted(files, reverse=True)}
+    return {ranks: rows for ranks, rows in found.items() if rows}
+
+
+OLDER = {"transports": ("copies",)}  # whose file had these rows before
+
+
+def one_form(rows: Sequence[Row]) -> list[Row]:
+    """Rows as the runner writes them, of rows that were written before there was one."""
+    hosts = {_key(r): r["host_s"] for r in rows if r.get("host_s") and r.get("mode") == "graph"}
+    found: list[Row] = []
+    for old in rows:
+        row = dict(old)
+        for before, now in RENAMED.items():
+            if before in row and row[before] is not None:
+                row.setdefault(now, row[before])
+        if "what" in row and "arm" not in row:
+            row["arm"] = ", by ".join(filter(None, (row["what"], row["way"])))
+        if row.get("table") in ("embedding", "steps") and "mode" not in row:
+            row["mode"] = "eager"
+        for name in ("arm", "spec", "plan", "chosen"):
+            if isinstance(row.get(name), str):
+                row[name] = plan_word(row[name])
+        if row.get("mode") == "plain eager":
+            row |= {"mode": "eager", "plain_eager_s": row["median_s"], "host_s": hosts[_key(row)]}
+        found.append(row)
+    return found
+
+
+def plan_word(text: str) -> str:
+    """The spec of a plan as it is written now: rows of before 2026-11-22 have other words."""
+    for before, now in WORDS.items():
+        text = re.sub(before, now, text)
+    return text
+
+
+WORDS = {
+    r"\bserial (direct|fused)\b": r"\1",
+    r"\b(ring|xor) push\b": r"\1",
+    r"\b(one_shot|two_shot) words\b": r"\1",
+}
+RENAMED = {
+    "seconds": "median_s", "serial_over_auto": "baseline_over_arm", "pieces": "chunks",
+    "serial_over_arm": "baseline_over_arm", "plain_over_arm": "baseline_over_arm",
+}  # fmt: skip
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("arm", "m", "n", "k"))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

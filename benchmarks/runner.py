@@ -1,0 +1,323 @@
+"""The one runner: checks every arm of a declared benchmark against fp64, then times all of them.
+
+    python -m benchmarks.runner overlap --out rows.jsonl      # or: counterpoint bench overlap
+    python -m benchmarks.runner decode experts --short --out folder
+
+Inputs are random and differ by rank; weights take turns, so that none is in the L2. An arm is a
+CUDA graph of several calls; all arms of a case share one randomised rotation at settled clocks.
+Single calls stand beside: behind a backlog, where only the GPU counts, and plain, where the host
+does too."""
+
+import argparse
+import faulthandler
+import gc
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.choice import forget_tuned
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
+from benchmarks.rows import Row
+from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.measure import record
+from counterpoint.measure.timing import Arm, Times, captured, host_s, nan_behind, rotate
+
+NAMES = (
+    "overlap", "few_rows", "decode", "experts", "embedding", "steps", "training", "resources",
+    "copies", "transports", "losses", "evaluate", "soak",
+)  # fmt: skip
+SHORT_ROUNDS = 5
+LIMIT_S = 560  # of one benchmark
+
+
+def declared(name: str) -> Benchmark:
+    """A benchmark by its name; it is in a file of its own, or of the one whose arms it has."""
+    module = importlib.import_module(f"benchmarks.{HOMES.get(name, name)}")
+    return next(b for b in vars(module).values() if isinstance(b, Benchmark) and b.name == name)
+
+
+HOMES = {"few_rows": "overlap", "transports": "copies"}
+
+
+def measured(benchmark: Benchmark, case: Case, bench: Bench) -> list[Row]:
+    """Check and time one case; all ranks call this, and all get its rows.
+
+    Raises:
+        CounterpointError: an arm computed something else than fp64 says; nothing was timed.
+    """
+    bench.seeded(sum(case.name.encode()))
+    if benchmark.rows is not None:
+        rows = benchmark.rows(case, bench)
+        facts: Mapping[str, Any] = {}
+    else:
+        assert benchmark.arms is not None, f"{benchmark.name} has neither arms nor rows"
+        arms = benchmark.arms(case, bench)
+        calls, rows = _had(arms, bench)
+        errors = checked(f"{benchmark.name} {case.name}", arms, calls, bench)
+        rows += _timed(benchmark, arms, calls, errors, bench)
+        bench.meet()
+        arms.close()
+        facts = {"bytes": benchmark.moved(case, bench.ranks)} | dict(arms.facts)
+    facts = {"table": benchmark.name, "case": case.name, "ranks": bench.ranks} | dict(facts)
+    facts |= record.environment()
+    return [{**row, **case.facts, **facts} for row in rows]
+
+
+def _had(arms: Arms, bench: Bench) -> tuple[dict[str, Call], list[Row]]:
+    """The arms that all ranks have; and rows of the others, with the reason of some rank."""
+    here = {name: call if isinstance(call, str) else "" for name, call in arms.calls.items()}
+    why: dict[str, str] = {}
+    for reasons in bench.gathered(here):
+        why |= {name: reason for name, reason in reasons.items() if reason}
+    for name, reason in why.items():
+        bench.say(f"without {name}: {reason}")
+    calls = {n: c for n, c in arms.calls.items() if n not in why and not isinstance(c, str)}
+    return calls, [{"arm": name, "refused": reason} for name, reason in why.items()]
+
+
+def checked(
+    what: str, arms: Arms, calls: Mapping[str, Call], bench: Bench
+) -> dict[str, list[float]]:
+    """Errors of all arms with a result, of the worst rank; memory is full of NaN before each.
+
+    Raises:
+        CounterpointError: the baseline is off by more than rounding, or another arm by more than
+            twice as much.
+    """
+    names = sorted((n for n in calls if n not in arms.parts), key=lambda n: n != arms.baseline)
+    found: dict[str, list[float]] = {}
+    for name in names:
+        for output in arms.outputs:
+            output.fill_(torch.nan)
+        nan_behind(bench.device, arms.nan_bytes)
+        bench.meet()
+        errors = found[name] = bench.most(arms.check(name, calls[name](0)))
+        limits = [arms.limit] * len(errors)
+        if name != arms.baseline:
+            limits = [max(2 * error, arms.floor) for error in found[arms.baseline]]
+        if any(not error <= limit for error, limit in zip(errors, limits, strict=True)):
+            told = [", ".join(f"{e:.1e}" for e in each) for each in (errors, limits)]
+            raise CounterpointError(
+                f"{what}, {name}: off by {told[0]} against fp64, at most {told[1]}"
+            )
+    return found
+
+
+def _timed(
+    benchmark: Benchmark, arms: Arms, calls: Mapping[str, Call], errors: dict[str, list[float]],
+    bench: Bench,
+) -> list[Row]:  # fmt: skip
+    """Rows of graphs, then of single calls."""
+    more: dict[str, Any] = {
+        "group": bench.group,
+        "device": bench.device,
+        "rounds": _rounds(benchmark, bench),
+    }
+    soak_s = 0.05 if bench.short else benchmark.soak_s
+
+    def row(name: str, mode: str, times: Mapping[str, Times], per: int = 1) -> Row:
+        t = times[name]
+        found: Row = {
+            "arm": name, "mode": mode, "median_s": t.median_s / per, "p20_s": t.quantile_s(2) / per,
+            "p80_s": t.quantile_s(8) / per, "skew_s": t.skew_s / per, "rounds": len(t.rounds_s),
+            "calls_per_graph": per if mode == "graph" else 0, "sm_clock_mhz": t.clock_mhz,
+        }  # fmt: skip
+        if arms.baseline in times:
+            found["baseline_over_arm"] = t.ratio_of(times[arms.baseline])
+        if name in errors:
+            found["error"] = max(errors[name])
+        return found | dict(arms.about.get(name, {}))
+
+    rows: list[Row] = []
+    if benchmark.calls and bench.on_gpu:
+        per = max(benchmark.calls, arms.sets)
+        bench.say("capturing")
+        graphs = {name: captured(call, per) for name, call in calls.items()}
+        bench.say(f"timing {len(graphs)} graphs")
+        replays = {name: replay for name, (replay, _) in graphs.items()}
+        times = rotate(replays, soak_s=soak_s, **more)
+        rows += [row(name, "graph", times, per) for name in times]
+        del graphs, replays
+    every = benchmark.every_eager or not bench.on_gpu
+    single = {n: _turning(c) for n, c in calls.items() if every or n in benchmark.eager}
+    if not single:
+        return rows
+    bench.say(f"timing {len(single)} single calls")
+    behind = rotate(single, soak_s=soak_s, backlog_cycles=benchmark.backlog_cycles, **more)
+    some = {name: arm for name, arm in single.items() if name in benchmark.eager}
+    plain = rotate(some, soak_s=0.05, backlog_cycles=1, **more) if some else {}
+    for name, arm in single.items():
+        beside: Row = {}
+        if name in some:
+            beside["plain_eager_s"] = plain[name].median_s
+            if benchmark.host and bench.on_gpu:
+                beside["host_s"] = host_s(arm, group=bench.group)
+        rows.append(row(name, "eager", behind) | beside)
+    return rows
+
+
+def _rounds(benchmark: Benchmark, bench: Bench) -> int:
+    return bench.rounds or (
+        min(SHORT_ROUNDS, benchmark.rounds) if bench.short else benchmark.rounds
+    )
+
+
+def _turning(call: Call) -> Arm:
+    """Each call has the next operands; on all ranks alike, since all call as often."""
+    numbers = count()
+    return lambda: call(next(numbers))
+
+
+def said(benchmark: Benchmark, case: Case, rows: Sequence[Row]) -> str:
+    """One line: what each arm took."""
+    scale = {"us": 1e6, "ms": 1e3}[benchmark.unit]
+    parts: dict[str, list[str]] = {}
+    for row in rows:
+        if "median_s" in row:
+            text = f"{row['arm']} {row['median_s'] * scale:.{1 if scale > 1e3 else 3}f}"
+            parts.setdefault(row.get("mode", ""), []).append(text)
+    text = "; ".join(f"{mode}: {', '.join(each)}" for mode, each in parts.items())
+    return f"{case.name}: {text or rows} [{benchmark.unit}]"
+
+
+def run(
+    benchmark: Benchmark, cases: Sequence[Case], bench: Bench, out: Path | None,
+    say: Callable[[str], None],
+) -> list[Row]:  # fmt: skip
+    """Measure the cases one after another; rank 0 writes the rows of each as soon as it has
+    them."""
+    found: list[Row] = []
+    for i, case in enumerate(cases, 1):
+        rows = measured(benchmark, case, bench)
+        bench.meet()  # no rank frees what another one still writes to
+        if bench.rank == 0 and out is not None:
+            record.append(out, rows)
+        say(f"{i}/{len(cases)}  {said(benchmark, case, rows)}")
+        found += rows
+        gc.collect()  # graphs, and what they point into
+        if bench.on_gpu:
+            torch.cuda.empty_cache()
+    return found
+
+
+def chosen(
+    benchmark: Benchmark, ranks: int, *, short: bool = False, only: str = "", shapes: str = "",
+    part: str = "1/1",
+) -> list[Case]:  # fmt: skip
+    """The cases that the command line asks for.
+
+    Raises:
+        InputError: there are none, the benchmark has no sizes of one's own, or `part` is not "I/N".
+    """
+    if shapes and benchmark.own is None:
+        raise InputError("bench", "--shapes", want=f"left out with {benchmark.name}", got=shapes)
+    if shapes and benchmark.own is not None:
+        try:
+            sizes = [tuple(map(int, text.split(","))) for text in shapes.split(":")]
+            cases = [case for each in sizes for case in benchmark.own(each, ranks)]
+        except ValueError as error:
+            want = "numbers such as 2048,7168,8192:512,7168,8192"
+            raise InputError("bench", "--shapes", want=want, got=repr(shapes)) from error
+    else:
+        cases = list(benchmark.cases(ranks))
+    found = [
+        c for c in cases if only.lower() in c.name.lower() and (benchmark.short(c) or not short)
+    ]
+    if not found:
+        names = ", ".join(case.name for case in cases)
+        raise InputError("bench", "--cases", want=f"part of one of: {names}", got=repr(only))
+    number, _, of = part.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise InputError("bench", "--part", want='such as "1/4"', got=repr(part))
+    return found[int(number) - 1 :: int(of)]
+
+
+def options() -> argparse.ArgumentParser:
+    """Of `counterpoint bench`."""
+    parser = argparse.ArgumentParser(
+        prog="counterpoint bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--short", action="store_true", help="few cases, few rounds")
+    parser.add_argument("--cases", default="", help="those whose name has this in it")
+    parser.add_argument("--shapes", default="", help="M,N,K of your own, with colons between")
+    parser.add_argument("--part", default="1/1", help='"1/4": every fourth case, from the first on')
+    parser.add_argument("--rounds", type=int, default=0, help="how often each arm is timed")
+    parser.add_argument("--ranks", type=int, default=0, help="GPUs; 0: all")
+    parser.add_argument("--out", type=Path, help="JSONL file that rows are added to, or a folder")
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="most seconds of a benchmark")
+    parser.add_argument("--done", type=Path, help="file that names are added to when they are done")
+    parser.add_argument("--list", action="store_true", help="names of the cases, and no more")
+    return parser
+
+
+def file_of(name: str, out: Path | None, ranks: int) -> Path | None:
+    """Where rows go: a file of its own for each benchmark, if `out` is a folder."""
+    if out is None or out.suffix == ".jsonl":
+        return out
+    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "cpu"
+    return out / f"{name.replace('_', '-')}-{ranks}x-{gpu}.jsonl"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run benchmarks on the GPUs here; 2 where there are too few."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = options().parse_args(given)
+    names = args.names or ["overlap"]
+    for name in names:
+        if name not in NAMES:
+            raise InputError("bench", "NAME", want=f"one of {', '.join(NAMES)}", got=repr(name))
+
+    def pick(name: str, ranks: int) -> list[Case]:
+        return chosen(declared(name), ranks, short=args.short, only=args.cases, shapes=args.shapes,
+                      part=args.part)  # fmt: skip
+
+    gpus = args.ranks or torch.cuda.device_count()
+    if args.list:
+        print("\n".join(case.name for name in names for case in pick(name, max(gpus, 2))))
+        return 0
+    if gpus < 2:
+        return too_few_gpus("bench", "`counterpoint demo` runs without")
+    # captured collectives of NCCL hang on memory that is open to peers where they register it
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if not under_torchrun():
+        for name in names:
+            pick(name, gpus)  # a wrong option is said before ranks start
+        return torchrun(gpus, given, module="benchmarks.runner")
+    start_s = time.monotonic()
+    with nccl_group() as (group, device):
+
+        def say(text: str) -> None:
+            if group.rank() == 0:
+                print(f"{time.monotonic() - start_s:4.0f} s  {text}", flush=True)
+
+        bench = Bench(group, device, short=args.short, rounds=args.rounds, say=say)
+        forget_tuned(bench)
+        for name in names:
+            say(f"{name}, at most {args.limit} s")
+            # a hang shows the stacks of all ranks
+            faulthandler.dump_traceback_later(args.limit, exit=True)
+            out = file_of(name, args.out, bench.ranks)
+            run(declared(name), pick(name, bench.ranks), bench, out, say)
+            if bench.rank == 0 and args.done is not None:
+                with args.done.open("a") as file:
+                    file.write(f"{name}\n")
+        faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except CounterpointError as error:
+        sys.exit(f"counterpoint bench: {error}")

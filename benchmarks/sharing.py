@@ -1,0 +1,323 @@
+"""What docs/sharing.md says of the rows of resources.py. Ratios that miss their bar stand beside
+others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import NamedTuple
+
+from benchmarks.declare import Section
+from benchmarks.pictures import curves, dots
+from benchmarks.rows import Row, Timed, taken
+from benchmarks.tables import grid, source
+
+PLAIN, TUNED, TUNED_SM = "plain overlap", "tuned", "tuned, SM collectives"
+ARMS = ("sequential", PLAIN, "priority", "order", "granularity", "carve-out only", "shaping",
+        "shaping, priority", "transport", TUNED)  # fmt: skip
+ENERGY_ARMS = ("sequential", PLAIN, "transport", TUNED)
+
+
+class Bar(NamedTuple):
+    """What a pair has to reach on 8 GPUs: at most so many times the ideal."""
+
+    pair: str
+    arm: str
+    at_most: float
+
+
+BARS = (
+    Bar("cb cuBLAS + all-to-all", TUNED, 1.06),
+    Bar("cb cuBLAS + all-to-all", TUNED_SM, 1.08),
+    Bar("cb cuBLAS + all-reduce", TUNED, 1.03),
+    Bar("mb cuBLAS + all-reduce", TUNED, 1.04),
+    Bar("mb cuBLAS + all-to-all", TUNED, 1.02),
+    Bar("cb Triton 64x64x32 + all-reduce", TUNED, 1.06),
+    Bar("cb Triton 64x64x32 + all-to-all", TUNED, 1.04),
+    Bar("cb Triton 64x64x32 + all-to-all", TUNED_SM, 1.08),
+)
+
+
+def pairs_of(rows: Sequence[Row]) -> list[Timed]:
+    """The pairs of rows, each with its arms by mode."""
+    own = [row for row in rows if row["table"] == "resources" and row.get("arm") != "shapes"]
+    return taken(own, "pair")
+
+
+def sweep_of(rows: Sequence[Row]) -> list[Row]:
+    """Times by the number of resident blocks."""
+    return [row for row in rows if row.get("arm") == "shapes"]
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds."""
+    return f"{seconds * 1e3:.2f}"
+
+
+def percent(share: float) -> str:
+    """With one digit."""
+    return f"{share * 100:.1f} %"
+
+
+def bold(text: str, wanted: bool) -> str:
+    """What stands out."""
+    return f"**{text}**" if wanted else text
+
+
+def less(case: Timed, name: str) -> float:
+    """The share of plain overlap's time that an arm saves in a graph."""
+    return 1 - case.s(name) / case.s(PLAIN)
+
+
+def was_taken(row: Row) -> str:
+    """A setting in short."""
+    return row["controls"].removeprefix("overlap ")
+
+
+def where(row: Row) -> str:
+    """What stands under a table."""
+    registers = "on" if row["nccl_graph_register"] else "off"
+    return source(row, f"Graph registration {registers}.")
+
+
+def in_graph(rows: Sequence[Row]) -> list[Timed]:
+    """Pairs that were captured and tuned."""
+    return [case for case in pairs_of(rows) if TUNED in case.graph]
+
+
+def bars(rows: Sequence[Row]) -> str:
+    """How near to the ideal the pairs come that have a bar."""
+    found, lines = {c.head["pair"]: c for c in in_graph(rows)}, list[list[str]]()
+    for bar in BARS:
+        case = found.get(bar.pair)
+        if case is None or bar.arm not in case:
+            continue
+        row = case.graph[bar.arm]
+        ideal_s = row["ideal_sm_s" if bar.arm == TUNED_SM else "ideal_s"]
+        _, low, high = row["baseline_over_arm"]
+        lines.append([
+            bar.pair + (", SM collectives kept" if bar.arm == TUNED_SM else ""), ms(ideal_s),
+            bold(f"{row['median_s'] / ideal_s:.3f}", row["median_s"] <= bar.at_most * ideal_s),
+            f"{bar.at_most:.2f}", was_taken(row), f"{case.s(PLAIN) / ideal_s:.3f}",
+            f"{percent(less(case, bar.arm))} ({percent(1 - 1 / low)} to {percent(1 - 1 / high)})",
+            f"{row['p20_s'] / ideal_s:.3f}..{row['p80_s'] / ideal_s:.3f}",
+        ])  # fmt: skip
+    head = [
+        "pair",
+        "ideal ms",
+        "tuned / ideal",
+        "bar on 8 GPUs",
+        "what was taken",
+        "plain overlap / ideal",
+        "less time than plain overlap",
+        "p20..p80 of tuned / ideal",
+    ]
+    return grid(head, lines) if lines else ""
+
+
+def by_mode(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """Arms in both modes."""
+    parts: list[str] = []
+    for mode in ("graph", "eager"):
+        lines: list[list[str]] = []
+        for case in pairs_of(rows):
+            arms = case.modes.get(mode, {})
+            times = {name: arms[name]["median_s"] for name in names if name in arms}
+            if times:
+                fastest, ideal = min(times.values()), next(iter(arms.values()))["ideal_s"]
+                cells = [
+                    bold(ms(times[n]), times[n] == fastest) if n in times else "-" for n in names
+                ]
+                lines.append([case.head["pair"], *cells, ms(ideal)])
+        if lines:
+            parts.append(grid([f"{mode}: pair", *names, "ideal"], lines))
+    return "\n\n".join(parts)
+
+
+def others(rows: Sequence[Row]) -> str:
+    """The arms that the main table has no room for."""
+    every = (arm for case in pairs_of(rows) for arms in case.modes.values() for arm in arms)
+    names = dict.fromkeys(arm for arm in every if arm not in ARMS)
+    return by_mode(rows, (PLAIN, *names, TUNED)) if names else ""
+
+
+def energy(rows: Sequence[Row]) -> str:
+    """Joules, watts and clock of some arms, and what the copy engines save."""
+    lines, ratios = list[list[str]](), dict[str, float]()
+    for case in in_graph(rows):
+        # 0 J: the counter did not move while the arm ran
+        used = {n: case.graph[n] for n in ENERGY_ARMS if case.graph.get(n, {}).get("energy_j")}
+        if used:
+            cells = [
+                f"{row['energy_j']:.3g} J, {row['power_w']:.0f} W, {row['arm_sm_clock_mhz']:.0f} "
+                f"MHz"
+                if (row := used.get(n))
+                else "-"
+                for n in ENERGY_ARMS
+            ]
+            lines.append([case.head["pair"], *cells])
+        if PLAIN in used and "transport" in used:
+            ratios[case.head["pair"]] = used["transport"]["energy_j"] / used[PLAIN]["energy_j"]
+    if not ratios:
+        return ""
+    least, most = (pick(ratios, key=ratios.__getitem__) for pick in (min, max))
+    return f"{grid(['pair', *ENERGY_ARMS], lines)}\n\n" + (
+        f"Energy of a loop by copy engines / that of plain overlap: geometric mean "
+        f"{geometric_mean(ratios.values()):.2f} of {len(ratios)} pairs, from {ratios[least]:.2f} "
+        f"({least}) to {ratios[most]:.2f} ({most})."
+    )
+
+
+def shaping(rows: Sequence[Row]) -> str:
+    """Per Triton kernel and collective: shaped at best against unshaped, and the carve-out."""
+    sweep, lines = sweep_of(rows), list[list[str]]()
+    arms = {case.head["pair"]: case for case in in_graph(rows)}
+    for label in dict.fromkeys(row["pair"] for row in sweep):
+        case, cells = arms.get(label), list[tuple[float, str]]()
+        for urgent, carve_out in ((False, "carve-out only"), (True, "carve-out, priority")):
+            own = [row for row in sweep if row["pair"] == label and row["priority"] == urgent]
+            cells += [
+                (row["time_ratio"], f"{row['time_ratio']:.3f}") for row in own if row["unshaped"]
+            ]
+            best = min((r for r in own if not r["unshaped"]), key=lambda r: r["time_ratio"])
+            cells.append(
+                (best["time_ratio"], f"{best['time_ratio']:.3f} ({best['blocks_per_sm']})")
+            )
+            known = case is not None and carve_out in case
+            ratio = case.s(carve_out) / case.s("sequential") if case and known else float("inf")
+            cells.append((ratio, f"{ratio:.3f}" if known else "-"))
+        least = min(ratio for ratio, _ in cells)
+        ideal = f"{ideal_ratio(case):.3f}" if case else "-"
+        lines.append([label, *(bold(text, ratio == least) for ratio, text in cells), ideal])
+    head = ["pair", "unshaped", "shaped (blocks per SM)", "carve-out only", "unshaped, priority",
+            "shaped, priority", "carve-out, priority", "ideal"]  # fmt: skip
+    return grid(head, lines) if lines else ""
+
+
+def ideal_ratio(case: Timed) -> float:
+    """TimeRatio of the ideal pipeline whose collectives are the library's, on SMs."""
+    return case.graph[PLAIN]["ideal_sm_s"] / case.s("sequential")
+
+
+def summary(found: Mapping[int, list[Row]]) -> str:
+    """What tuning wins over all pairs, at best and at worst, a line for each number of GPUs."""
+    lines: list[str] = []
+    for ranks, rows in found.items():
+        cases = in_graph(rows)
+        mean = 1 - geometric_mean([1 - less(case, TUNED) for case in cases])
+        best, worst = (pick(cases, key=lambda c: less(c, TUNED)) for pick in (max, min))
+        texts = [
+            f"{percent(less(c, TUNED))} with {c.head['pair']} (the ideal pipeline "
+            f"{percent(1 - c.graph[TUNED]['ideal_s'] / c.s(PLAIN))})"
+            for c in (best, worst)
+        ]
+        lines.append(
+            f"- {ranks} GPUs: tuned takes {percent(mean)} less time than plain overlap, geometric "
+            f"mean of {len(cases)} pair{'s' * (len(cases) > 1)} in a graph; at best {texts[0]}, "
+            f"at worst {texts[1]}."
+        )
+    return "\n".join(lines)
+
+
+def short_table(found: Mapping[int, list[Row]]) -> str:
+    """The pairs of cuBLAS on the most GPUs, for the README."""
+    rows = next(iter(found.values()))
+    lines = [
+        [c.head["pair"].replace("cuBLAS ", ""), ms(c.s("sequential")), ms(c.s(PLAIN)),
+         bold(ms(c.s(TUNED)), True), ms(c.graph[TUNED]["ideal_s"]), percent(less(c, TUNED)),
+         was_taken(c.graph[TUNED])]
+        for c in in_graph(rows) if c.graph[TUNED]["kernel"] == "cuBLAS"
+    ]  # fmt: skip
+    head = ["GEMM + collective", "one after the other", "plain overlap", "**tuned**", "ideal",
+            "less than plain", "what was taken"]  # fmt: skip
+    text = (
+        "Four iterations of a cuBLAS GEMM (cb: 8192 x 8192 x 8192, mb: 8192 x 57344 x 8192) and a "
+        "collective of 896 MiB, ms, in one CUDA graph."
+    )
+    return f"{grid(head, lines)}\n\n{text} {where(in_graph(rows)[0].head)}"
+
+
+def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Section:
+    """A part of docs/sharing.md: the note, and a table for each number of GPUs."""
+
+    def text(found: Mapping[int, list[Row]]) -> str:
+        parts = {ranks: write(rows) for ranks, rows in found.items()}
+        made = [f"**{ranks} GPUs**\n\n{part}\n\n{where(pairs_of(found[ranks])[0].head)}"
+                for ranks, part in parts.items() if part]  # fmt: skip
+        return "\n\n".join([note, *made]) if made else ""
+
+    return Section("docs/sharing.md", marker, text)
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Each control by itself, and what shaping does, of the most GPUs."""
+    rows = next(iter(found.values()))
+    place = where(pairs_of(rows)[0].head)
+    some = [c for c in in_graph(rows) if c.head["kernel"] == "cuBLAS"]
+    speedups = {c.head["pair"]: {n: c.s(PLAIN) / c.s(n) for n in ARMS if n in c and n != PLAIN}
+                for c in some}  # fmt: skip
+    ideals = {c.head["pair"]: c.s(PLAIN) / c.graph[PLAIN]["ideal_s"] for c in some}
+    dots({"cuBLAS": speedups}, {"cuBLAS": ideals}, images / "sharing-arms.png",
+         title="Each control by itself, and tuned, in a CUDA graph", source=place,
+         label="plain overlap / this (higher is better)")  # fmt: skip
+    shapes: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in sweep_of(rows):
+        panel = shapes.setdefault(f"{row['gemm']} + {row['collective'].replace('_', '-')}", {})
+        name = f"{row['kernel']}, priority" if row["priority"] else row["kernel"]
+        panel.setdefault(name, []).append((row["blocks_per_sm"], row["time_ratio"]))
+    if shapes:
+        curves(
+            shapes,
+            images / "sharing-ratios.png",
+            title="What shaping a GEMM does to its overlap",
+            source=f"{place} SM collectives",
+            x_label="resident blocks per SM",
+            y_label="overlapped / sequential (lower is better)",
+            log_y=False,
+        )
+
+
+SECTIONS = (
+    Section("README.md", "sharing", short_table),
+    Section("docs/sharing.md", "summary", summary),
+    Section(
+        "docs/sharing.md",
+        "arms-picture",
+        lambda _: "![the arms of each pair](images/sharing-arms.png)",
+    ),
+    Section(
+        "docs/sharing.md",
+        "shaping-picture",
+        lambda _: "![what shaping does, by blocks per SM](images/sharing-ratios.png)",
+    ),
+    section(
+        "bars",
+        bars,
+        "CUDA graphs, medians of the slowest rank in one randomised rotation; the bar is what we "
+        "set out to reach on 8 GPUs, which have not been measured; bold meets it. Ideal: by the "
+        "faster transport, with SM collectives kept by the library's kernels. In parentheses the "
+        "95 % interval of the rounds' own ratios.",
+    ),
+    section(
+        "arms",
+        lambda rows: by_mode(rows, ARMS),
+        "Milliseconds, medians of the slowest rank in one randomised rotation; bold is the "
+        "fastest of these; -: no such arm.",
+    ),
+    section(
+        "others",
+        others,
+        "Milliseconds, of the same rotation as the other arms; bold is the fastest of these.",
+    ),
+    section(
+        "energy",
+        energy,
+        "CUDA graphs, back to back: joules of one GPU per loop, its mean power and SM clock.",
+    ),
+    section(
+        "shaping",
+        shaping,
+        "TimeRatio: overlapped / sequential, CUDA graphs; bold is the lowest. Shaped and unshaped "
+        "are of the sweep, of which the best is shown; the carve-out is of the rotation of arms. "
+        "All with SM collectives, the ideal too.",
+    ),
+)

@@ -1,0 +1,298 @@
+"""How steps of kernel "embedding_bag_all_to_all" run: a lookup of own tables, alone or to peers.
+
+A kernel has a launch for each setting of its step and for each alignment and dtype that a rank's
+tensors have. All that a call may take is compiled at the first one like it, before ranks meet.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoint.kernels.embedding_all_to_all import (
+    WORDS,
+    copy_out_kernel,
+    embedding_all_to_all_kernel,
+    lookup_kernel,
+)
+from counterpoint.ops.embedding_gradients import pooled_on_cpu
+from counterpoint.plan.embedding_bag_all_to_all import OP
+from counterpoint.plan.steps import Step
+from counterpoint.runtime.compute import Action, packed, side_by_side
+from counterpoint.runtime.embedding_layout import DTYPES, VECTOR_BYTES, block_of, vector_of
+from counterpoint.runtime.fused import FusedMemory, fused_memory
+from counterpoint.runtime.launch import Grid, Launch, Site, register
+from counterpoint.runtime.workspace import Operands, refuse_capture
+
+MAX_KNOWN = 64  # sets of tables whose chunks are kept by where they lie
+COPY_BLOCK = 4096
+COPY_WARPS = 8
+LOOKUP = ("indices_ptr", "weights_ptr", "offsets_ptr", "chunks_ptr", "num_indices", "num_offsets",
+          "out_ptr")  # fmt: skip
+FUSED = (*LOOKUP[:-1], "outs_ptr", "half", "turn")
+
+
+class Chunks(NamedTuple):
+    """Tables as a kernel takes them: see kernels/embedding_all_to_all.py."""
+
+    words: Tensor
+    vec_in: int
+
+
+class Bags(NamedTuple):
+    """The operand "bags" of a call.
+
+    Args:
+        tables: own ones, each [rows, columns] with the elements of a row side by side.
+        indices, offsets, weights: 1-D, without gaps.
+        last: offsets have one more, the end of the last bag.
+        mean: of a bag, not its sum.
+        placed: what kernels know of tables that lie where these do, by kernel.
+        into: addresses of each rank's outputs, where a turn begins behind another in VECTOR_BYTES,
+            and the turn; None: in the memory of the group.
+    """
+
+    tables: Sequence[Tensor]
+    indices: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    last: bool
+    mean: bool
+    placed: dict[object, Chunks]
+    into: tuple[Tensor, int, int] | None
+
+
+class Setting(NamedTuple):
+    """A way to launch a kernel: any sums in the same order, and without weights gives one result.
+
+    Args:
+        below: of a mean number of indices in a bag, for which it is taken.
+        tile_bytes: of the rows that a program loads at a time, of one index of each bag.
+        unroll: indices of a bag at a time.
+        num_warps: of a program.
+    """
+
+    below: float
+    tile_bytes: int
+    unroll: int
+    num_warps: int
+
+
+def settings_of(step: Step) -> tuple[Setting, ...]:
+    """Those of a step of a plan: "under_15" is "4096x2x4"; the last of them is for all others."""
+    found: list[Setting] = []
+    for name, value in step.args:
+        if name != "kernel":
+            below = float(name.removeprefix("under_")) if name != "else" else float("inf")
+            found.append(Setting(below, *map(int, str(value).split("x"))))
+    return tuple(found)
+
+
+class Pooling:
+    """What a lookup and the fused kernel have in common: chunks of tables, launches by variant.
+
+    Args:
+        site: of the step.
+        kernel: Triton's.
+        given: names of what each call passes.
+        fixed: the kernel's own arguments that do not change.
+        firsts: the first column of each own table in a row of the output, and where they end.
+        columns: of the output.
+        owners: how many ranks' blocks of bags are tasks of their own.
+        most: bags of the owner that has most.
+    """
+
+    def __init__(
+        self, site: Site, kernel: Any, given: Sequence[str], fixed: dict[str, Any],
+        firsts: Sequence[int], columns: int, owners: int, most: int,
+    ) -> None:  # fmt: skip
+        p, self.workspace = site.places.plan.problem, site.places.workspace
+        dtype = getattr(torch, p.dtype)
+        self.dims, self.firsts, self.num_bags = p.tables[self.workspace.rank], firsts, p.m
+        self.item_bytes, self.settings = dtype.itemsize, settings_of(site.bound.step)
+        self.block_d = block_of(self.dims)
+        self.vec_out = vector_of((columns, *self.dims, *firsts[:-1]), self.item_bytes)
+        chunks = sum(-(-d // self.block_d) for d in self.dims)
+        self.fixed = fixed | {
+            "one_ptr": torch.ones(1, device=self.workspace.device), "num_bags": p.m,
+            "num_chunks": chunks, "stride": columns // self.vec_out, "DTYPE": DTYPES[dtype],
+            "BLOCK_D": self.block_d, "EVEN_D": all(d % self.block_d == 0 for d in self.dims),
+            "VEC_OUT": self.vec_out,
+        }  # fmt: skip
+        self._kernel, self._given, self._tasks = kernel, given, (owners, most, chunks)
+        self._launches: dict[tuple[Any, ...], list[tuple[float, Launch]]] = {}
+        self._known: dict[tuple[Any, ...], Chunks] = {}
+        self._on_gpu = self.workspace.device.type == "cuda"
+
+    def chunks(self, bags: Bags) -> Chunks:
+        """The tables' chunks in device memory; a copy to it when none has been where they lie.
+
+        Raises:
+            InputError: they have to be copied while a graph is captured.
+        """
+        key = (*map(Tensor.data_ptr, bags.tables), *map(Tensor.stride, bags.tables))
+        found = self._known.get(key)
+        if found is None:
+            if self._on_gpu:
+                refuse_capture("tables that lie where none did in an earlier call")
+            if len(self._known) >= MAX_KNOWN:
+                self._known.pop(next(iter(self._known)))
+            found = self._known[key] = self._cut(bags)
+        bags.placed[self] = found
+        return found
+
+    def _cut(self, bags: Bags) -> Chunks:
+        placed = [t.data_ptr() // self.item_bytes for t in bags.tables]
+        strides = [t.stride(0) for t in bags.tables]
+        vec_in = vector_of((*placed, *strides, *self.dims), self.item_bytes)
+        words: list[int] = []
+        for table, (place, stride, dim, first) in enumerate(
+            zip(placed, strides, self.dims, self.firsts, strict=False)
+        ):
+            for start in range(0, dim, self.block_d):
+                width = min(self.block_d, dim - start)
+                column = (first + start) // self.vec_out
+                words += ((place + start) * self.item_bytes, stride // vec_in, width // vec_in,
+                          width // self.vec_out, column, table)  # fmt: skip
+        # an empty tensor has no address
+        host = torch.tensor(words or [0] * WORDS.value, dtype=torch.int64)
+        return Chunks(host.to(self.workspace.device), vec_in)
+
+    def launch(self, bags: Bags, *target: object) -> None:
+        """Launch on the current stream, as many indices in a bag on average want it."""
+        indices, offsets, weights = bags.indices, bags.offsets, bags.weights
+        chunks = bags.placed.get(self) or self.chunks(bags)
+        variant = (indices.dtype, offsets.dtype, weights is not None and weights.dtype, bags.mean,
+                   chunks.vec_in)  # fmt: skip
+        launches = self._launches.get(variant) or self.compile(bags, target)
+        count = indices.numel()
+        mean = count / (self.num_bags * len(self.dims) or 1)
+        # of a few, in order: the first that is for so many
+        place = 0
+        while mean >= launches[place][0]:
+            place += 1
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            self.workspace.keep(self, chunks.words)
+        launches[place][1](
+            indices, indices if weights is None else weights, offsets, chunks.words, count,
+            offsets.numel(), *target,
+        )  # fmt: skip
+
+    def compile(self, bags: Bags, target: Sequence[object]) -> list[tuple[float, Launch]]:
+        """All settings for tensors like these; launches nothing.
+
+        Raises:
+            InputError: a graph is captured.
+        """
+        self.workspace.refuse_growth("none: this is the first call of such bags and indices")
+        chunks = bags.placed.get(self) or self.chunks(bags)
+        weights = bags.weights
+        given = (bags.indices, bags.indices if weights is None else weights, bags.offsets,
+                 chunks.words, bags.indices.numel(), bags.offsets.numel(), *target)  # fmt: skip
+        owners, most, num_chunks = self._tasks
+        found: list[tuple[float, Launch]] = []
+        for setting in self.settings:
+            rows = max(1, setting.tile_bytes // self.item_bytes // self.block_d)
+            blocks = -(-most // rows)
+            fixed = self.fixed | {
+                "MEAN": bags.mean, "WEIGHTED": weights is not None, "BAGS": rows,
+                "VEC_IN": chunks.vec_in, "UNROLL": setting.unroll,
+            }  # fmt: skip
+            if "blocks" in self._kernel.arg_names:
+                fixed["blocks"] = blocks
+            # why nothing is reserved: see kernels/embedding_all_to_all.py
+            grid = Grid(owners * blocks * num_chunks, reserve=False)
+            launch = Launch(self._kernel, self._given, fixed, grid, self.workspace.device, OP,
+                            {"num_warps": setting.num_warps})  # fmt: skip
+            found.append((setting.below, launch.compile(*given)))
+        variant = (bags.indices.dtype, bags.offsets.dtype, weights is not None and weights.dtype,
+                   bags.mean, chunks.vec_in)  # fmt: skip
+        self._launches[variant] = found
+        return found
+
+
+def lookup(site: Site) -> Action:
+    """The launch of a step without peers: bags of own tables side by side."""
+    p, rank = site.places.plan.problem, site.places.workspace.rank
+    firsts = list(accumulate(p.tables[rank], initial=0))
+    pooling = Pooling(site, lookup_kernel, LOOKUP, {}, firsts, firsts[-1], 1, p.m)
+    place = packed(site.bound.parts[0].write, site.places)
+    if site.like:
+        like: Bags = site.like["bags"]  # type: ignore[assignment]
+        pooling.compile(like, (site.like["y"] if place is None else place,))
+
+    def run(operands: Operands) -> None:
+        bags: Bags = operands["bags"]  # type: ignore[assignment]
+        pooling.launch(bags, operands["y"] if place is None else place)
+
+    return run
+
+
+def fused(site: Site) -> Action:
+    """The launch of the step that stores rows to their owners, and the copy of own ones to y."""
+    p, workspace = site.places.plan.problem, site.places.workspace
+    memory, rank = fused_memory(workspace), workspace.rank
+    firsts = list(accumulate(p.tables[rank], initial=p.column_starts[rank]))
+    pooling = Pooling(site, embedding_all_to_all_kernel, FUSED, _fixed(site, memory), firsts, p.n,
+                      p.ranks, max(p.rows))  # fmt: skip
+    # where peers write to is kept as it is now: it may grow later, and then on all ranks
+    own = memory.turns.bases, memory.turns.half_bytes // VECTOR_BYTES, -1
+    copy: Launch | None = None
+    if p.rows[rank] and not p.out:
+        count, dtype = p.rows[rank] * p.n, getattr(torch, p.dtype)
+        fixed = {"outs_ptr": own[0], "state_ptr": memory.state, "count": count, "half": own[1],
+                 "rank": rank, "BLOCK": COPY_BLOCK}  # fmt: skip
+        grid = Grid(-(-count // COPY_BLOCK), reserve=False, each=True)
+        copy = Launch(copy_out_kernel, ("target_ptr",), fixed, grid, workspace.device, OP,
+                      {"num_warps": COPY_WARPS}).compile(dtype)  # fmt: skip
+    if site.like:
+        like: Bags = site.like["bags"]  # type: ignore[assignment]
+        pooling.compile(like, like.into or own)
+
+    def run(operands: Operands) -> None:
+        bags: Bags = operands["bags"]  # type: ignore[assignment]
+        pooling.launch(bags, *(bags.into or own))
+        if copy is not None:
+            copy(operands["y"])
+
+    return run
+
+
+def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
+    p, workspace = site.places.plan.problem, site.places.workspace
+    starts = torch.tensor(p.row_starts, dtype=torch.int32, device=workspace.device)
+    return {
+        "starts_ptr": starts, "flags_ptr": memory.flags.bases, "state_ptr": memory.state,
+        "fault_ptr": memory.fault, "half_flags": memory.flags.half_bytes // 4,
+        "rank": workspace.rank, "tag": site.tag, "timeout_ns": int(workspace.timeout_s * 1e9),
+        "WORLD": p.ranks, "LANES": 1 << (p.ranks - 1).bit_length(),
+    }  # fmt: skip
+
+
+def prepare(site: Site) -> Action:
+    """The launch of a step of either kind."""
+    return (fused if site.bound.step.spins else lookup)(site)
+
+
+def reference(site: Site) -> Action:
+    """What the kernels compute, by torch and gloo."""
+    p, workspace, spins = site.places.plan.problem, site.places.workspace, site.bound.step.spins
+    exchange = side_by_side(p, workspace.rank, workspace.group)
+    place = None if spins else packed(site.bound.parts[0].write, site.places)
+    dtype = getattr(torch, p.dtype)
+
+    def run(operands: Operands) -> None:
+        bags: Bags = operands["bags"]  # type: ignore[assignment]
+        own = pooled_on_cpu(bags.tables, bags.indices, bags.offsets, bags.weights, p.m,
+                            last=bags.last, mean=bags.mean, dtype=dtype)  # fmt: skip
+        if spins:
+            exchange(own, operands["y"])
+        else:
+            (operands["y"] if place is None else place).copy_(own)
+
+    return run
+
+
+register(OP, prepare, reference)

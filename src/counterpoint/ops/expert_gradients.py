@@ -1,0 +1,66 @@
+"""The gradient of the weights of experts: a product for each, of rows by expert on both sides."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.ops.backward import refuse_double
+from counterpoint.ops.call import LIBRARY
+from counterpoint.runtime import counted
+from counterpoint.runtime.ranks import group_of
+
+OP = "experts_weight_gradient"
+LIBRARY.define(
+    f"{OP}(Tensor x, Tensor dy, Tensor counts, bool transposed, str group_name, int group_size) "
+    "-> Tensor"
+)
+
+
+def weight_gradient(
+    x: Tensor, dy: Tensor, counts: Tensor, w: Tensor, group_name: str, group_size: int
+) -> Tensor:
+    """dw [E_local, K, N], stored as w is, of rows by expert on both sides."""
+    op: Any = torch.ops.counterpoint.experts_weight_gradient
+    transposed = w.stride(1) == 1 and w.shape[1] > 1
+    return op(x, dy, counts, transposed, group_name, group_size)
+
+
+def _run(
+    x: Tensor, dy: Tensor, counts: Tensor, transposed: bool, group_name: str, group_size: int
+) -> Tensor:
+    """dw[e] = x[rows of e]^T dy[rows of e], [E_local, K, N], zero where there are none."""
+    if transposed:
+        return _run(dy, x, counts, False, group_name, group_size).transpose(1, 2)
+    rank = dist.get_rank(group_of(group_name))
+    experts = counts.view(group_size, group_size, -1)[:, rank].sum(0)
+    dw = counted.weight_gradient(x, dy, experts)
+    if dw is not None:
+        return dw
+    dw, start = x.new_zeros(len(experts), x.shape[1], dy.shape[1]), 0
+    if not len(x) or not len(dy):
+        return dw
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        want, got = "bf16 on Hopper or later where a graph is captured", str(x.dtype)
+        raise InputError("gradient of experts", "w", want=want, got=got)
+    for e, rows in enumerate(experts.tolist()):
+        if rows and dw.numel():
+            torch.mm(x[start : start + rows].t(), dy[start : start + rows], out=dw[e])
+        start += rows
+    return dw
+
+
+def _fake(
+    x: Tensor, dy: Tensor, counts: Tensor, transposed: bool, group_name: str, group_size: int
+) -> Tensor:
+    experts, k, n = counts.shape[1] // group_size, x.shape[1], dy.shape[1]
+    if transposed:
+        return x.new_empty(experts, n, k).transpose(1, 2)
+    return x.new_empty(experts, k, n)
+
+
+LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=LIBRARY)
+torch.library.register_autograd(f"counterpoint::{OP}", refuse_double, lib=LIBRARY)

@@ -1,0 +1,91 @@
+"""What embedding bags and their all-to-all take: in one kernel, and as lookup and all-to-all.
+
+In one kernel the shorter one of the lookup and the stores to peers hides behind the other; nothing
+is put side by side, but the output is copied where it is not the caller's own memory. How long
+single bags are is not known: a rank's mean stands for it.
+"""
+
+from dataclasses import dataclass
+
+from counterpoint.machine import Machine
+from counterpoint.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Constants of both plans, fitted to what benchmarks have measured.
+
+    H200, 2026-11, 39 cases: those of one kernel on 2 GPUs, the others on 2 and on 4.
+
+    Args:
+        read_rate: rows that are read, against the machine's rate of memory.
+        written_cost: of a byte that a lookup writes, in bytes read.
+        start_s: of a lookup, beside its bytes; first and last bags leave SMs idle.
+        row_s: of each row of the longest mean bag, one after another: no lookup is shorter.
+        exchange_s: of the library's all-to-all beside its bytes.
+        fused_s: of the fused kernel beside its longer side: a start with nothing to hide, flags.
+    """
+
+    read_rate: float = 1.07
+    written_cost: float = 1.62
+    start_s: float = 7e-6
+    row_s: float = 0.31e-6
+    exchange_s: float = 16e-6
+    fused_s: float = 16e-6
+
+
+FITTED = Fitted()
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one call until the last rank has its rows, and of its parts on the busiest rank."""
+
+    serial_s: float
+    fused_s: float
+    lookup_s: float
+    exchange_s: float  # the library's all-to-all, and the copy that puts columns side by side
+
+
+def seconds(p: Problem, machine: Machine, fitted: Fitted = FITTED) -> Seconds:
+    """Predict both plans; of one rank there is nothing to exchange, and both are the lookup."""
+    f, costs, ranks = fitted, machine.costs, range(p.ranks)
+    bytes_s = 1 / (f.read_rate * costs.hbm_bytes_per_s)
+    columns = [sum(each) for each in p.tables]
+    pooled_s = [
+        max((_read_bytes(p, r) + f.written_cost * p.m * columns[r] * p.item_bytes) * bytes_s,
+            f.row_s * mean_bag(p, r))
+        for r in ranks
+    ]  # fmt: skip
+    lookups_s = [f.start_s + each for each in pooled_s]
+    if p.ranks == 1:
+        return Seconds(lookups_s[0], lookups_s[0], lookups_s[0], 0.0)
+
+    sent = [(p.m - p.rows[r]) * columns[r] * p.item_bytes for r in ranks]
+    received = [p.rows[r] * (p.n - columns[r]) * p.item_bytes for r in ranks]
+    rate = costs.collective_bytes_per_s
+    # a rank sends when it has pooled: to one that is late too, which then finds its rows there
+    last_s = max(s + each / rate for s, each in zip(lookups_s, sent, strict=True))
+    last_s = max(last_s, min(lookups_s) + max(received) / rate)
+    copy_s = costs.memory_s(2 * max(p.rows) * p.n * p.item_bytes)
+    serial_s = last_s + f.exchange_s + copy_s
+
+    # out of one GPU, or into one
+    stores_s = max(*sent, *received) / costs.copy_bytes_per_s
+    fused_s = f.fused_s + max(*pooled_s, stores_s) + (0.0 if p.out else copy_s)
+    return Seconds(serial_s, fused_s, max(lookups_s), serial_s - max(lookups_s))
+
+
+def mean_bag(p: Problem, rank: int) -> float:
+    """Indices of a bag, in the mean of a rank's tables; 0 where they are not known."""
+    return (p.indices[rank] if p.indices else 0) / max(p.m * len(p.tables[rank]), 1)
+
+
+def _read_bytes(p: Problem, rank: int) -> float:
+    """What a rank's tables are read for: rows, as wide as its tables in the mean, and indices.
+
+    Int64 indices, and where each bag begins.
+    """
+    tables, count = len(p.tables[rank]), p.indices[rank] if p.indices else 0
+    row = sum(p.tables[rank]) / tables * p.item_bytes if tables else 0.0
+    return count * (row + 8) + p.m * tables * 8

@@ -1,0 +1,210 @@
+"""Steps that read the operand "counts": an all-to-all and matmuls of as many rows as it says.
+
+The library lays them out on the host. Counts that only a GPU knows are copied to the host, once in
+a call, and the host waits for them.
+
+    by owner    on rank s, sorted by expert, all E of them in order: counts[s, 0], counts[s, 1], ...
+    by expert   on rank d, sorted by local expert, then by source: counts[0, e], counts[1, e], ...
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.plan.bind import BoundStep, Box
+from counterpoint.plan.steps import COUNTS
+from counterpoint.runtime.workspace import Operands, Places
+
+# public since torch 2.10
+_GROUPED: Callable[..., Tensor] | None = getattr(
+    F, "grouped_mm", getattr(torch, "_grouped_mm", None)
+)
+Action = Callable[[Operands], object]
+
+
+def all_to_all(bound: BoundStep, places: Places) -> Action:
+    """The library's all-to-all of rows, and the pass that puts them in order by expert."""
+    source, target = bound.step.reads[0].buffer, bound.step.writes[0].buffer
+    dispatches = places.plan.problem.op == "all_to_all_matmul"
+    group, rank = places.workspace.group, places.workspace.rank
+
+    def run(operands: Operands) -> None:
+        table = _table_of(operands, places)
+        mine = table.view(len(table), len(table), -1)[:, rank]  # [sources, local experts]
+        owned = table[rank].view(len(table), -1).sum(1).tolist()  # my rows, by the rank they go to
+        sources = mine.sum(1).tolist()
+        x, y = _rows_of(source, operands, places), _rows_of(target, operands, places)
+        if dispatches:
+            x, y = x[: sum(owned)], y[: sum(sources)]
+            in_order = 1 in mine.shape or not len(y)
+            come = y if in_order else torch.empty_like(y)
+            dist.all_to_all_single(come, x.contiguous(), sources, owned, group=group)
+            if not in_order:
+                torch.index_select(come, 0, _order(mine, come), out=y)
+            return
+        x = x[: sum(sources)]
+        if not (1 in mine.shape or not len(x)):
+            x = x.index_select(0, _order(mine.t(), x))
+        dist.all_to_all_single(y[: sum(owned)], x, owned, sources, group=group)
+        if "clear" in operands:
+            y[sum(owned) :].zero_()
+
+    return run
+
+
+def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
+    """y[rows of e] = x[rows of e] w[e] (+ the same rows of the operand "add")."""
+    p, rank = places.plan.problem, places.workspace.rank
+    (part,) = bounds[0].parts
+    source, target = part.reads[0].buffer, part.write.buffer
+    first = part.reads[1].r0 // p.k
+    every = len(bounds) == p.experts
+
+    def run(operands: Operands) -> None:
+        table = _table_of(operands, places)
+        rows = table.view(len(table), len(table), -1)[:, rank].sum(0)  # of each local expert
+        x, y = (_rows_of(name, operands, places) for name in (source, target))
+        total, w = int(rows.sum()), operands["w"]
+        if every and grouped(x, p.k, p.n) and _lies_on_words(w) and total:
+            assert _GROUPED is not None
+            ends = _on_device(rows.cumsum(0), x)
+            if len(y) == total or places.plan.buffer(target).space == "scratch":
+                # it makes a result of its own, which takes the place of the one that is there
+                del y
+                operands.pop(target, None)
+                operands[target] = y = _GROUPED(x[:total], w, offs=ends)
+            else:
+                y[:total] = _GROUPED(x[:total], w, offs=ends)
+        else:
+            start = int(rows[:first].sum())
+            for e, count in enumerate(rows[first : first + len(bounds)].tolist(), first):
+                if count:
+                    here = slice(start, start + count)
+                    torch.mm(x[here], w[e], out=y[here])
+                start += count
+        if first + len(bounds) < p.experts:
+            return
+        if "add" in operands:
+            y[:total] += operands["add"][:total]
+        if "clear" in operands and target == "y":
+            y[total:].zero_()
+
+    return run
+
+
+def _rows_of(name: str, operands: Operands, places: Places) -> Tensor:
+    """A whole buffer: of the operands, or else what this rank has of the workspace."""
+    if name in operands:
+        return operands[name]
+    buffer = places.plan.buffer(name)
+    whole = places.fixed(
+        Box(places.workspace.rank, name, 0, 0, buffer.shape[0], 0, buffer.shape[1])
+    )
+    assert whole is not None, "an operand that a call lacks"
+    return whole
+
+
+def _table_of(operands: Operands, places: Places) -> Tensor:
+    """The counts on the host.
+
+    Raises:
+        InputError: a graph is being captured, or the rows do not fit counts of the device.
+    """
+    table, p = operands[COUNTS], places.plan.problem
+    if p.counts == "host" or not table.is_cuda:
+        return table
+    if torch.cuda.is_current_stream_capturing():
+        fix = "pass counts on the GPU and plan='fused'"
+        got = "serial while a graph is captured, which lays rows out on the host"
+        raise InputError(p.op, "plan", want="fused", got=got, fix=fix)
+    table = operands[COUNTS] = table.cpu()
+    x, room = operands["x"], len(operands["y"])
+    refused = refusal(p.op, table, x, room, places.workspace.rank, host=False)
+    if refused is not None:
+        raise refused
+    return table
+
+
+def refusal(
+    op: str, table: Tensor, x: Tensor, room: int, rank: int, *, host: bool
+) -> InputError | None:
+    """What is wrong with the values of a table, or with rows that do not fit it.
+
+    Args:
+        room: rows of the result.
+        host: the table is known to the host.
+    """
+    low = int(table.min()) if table.numel() else 0
+    if low < 0:
+        return InputError(op, "counts", want=">= 0", got=low)
+    dispatches = op == "all_to_all_matmul"
+    has, gets = (int(rows_by_rank(table, out)[rank]) for out in (not dispatches, dispatches))
+    where, rows = f"on rank {rank}", x.shape[0]
+    what = f"counts[{rank}]" if dispatches else f"what counts has for experts of rank {rank}"
+    if rows != has if host else rows < has:
+        more = "" if host else " or more"
+        want = f"[{has}, K]{more} {where}, the sum of {what}"
+        return InputError(op, "x", want=want, got=tuple(x.shape))
+    if gets > room:
+        return InputError(op, "max_rows", want=f">= {gets} {where}, as counts says", got=room)
+    return None
+
+
+def rows_by_rank(counts: Tensor, dispatches: bool) -> Tensor:
+    """What each rank gets: its experts' rows, else its own rows back."""
+    if not dispatches:
+        return counts.sum(1)
+    return counts.view(counts.shape[0], counts.shape[0], -1).sum((0, 2))
+
+
+def _order(blocks: Tensor, rows: Tensor) -> Tensor:
+    """The order of rows that lie in blocks [a, b], a by a, laid out b by b; `blocks` has sizes."""
+    sizes = blocks.t().flatten()
+    ends = blocks.flatten().cumsum(0).view(blocks.shape).t().flatten()
+    # a block's rows keep their order: one shift for each
+    shift = torch.stack((ends - sizes.cumsum(0), sizes)).to(rows.device, non_blocking=True)
+    order = torch.arange(len(rows), device=rows.device)
+    order += torch.repeat_interleave(shift[0], shift[1], output_size=len(rows))
+    return order
+
+
+def _on_device(ends: Tensor, like: Tensor) -> Tensor:
+    """A few numbers beside `like`; the driver takes them at once, and the host does not wait."""
+    return ends.to(torch.int32).to(like.device, non_blocking=True)
+
+
+def grouped(x: Tensor, k: int, n: int) -> bool:
+    """Whether the library has one kernel for all experts: bf16 on Hopper and later, of 16 bytes."""
+    if _GROUPED is None or not x.is_cuda or x.dtype != torch.bfloat16 or (k | n) % 8:
+        return False
+    return k * n > 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def weight_gradient(x: Tensor, dy: Tensor, experts: Tensor) -> Tensor | None:
+    """dw[e] = x[rows of e]^T dy[rows of e] by the library's one kernel; None where it has none.
+
+    Args:
+        experts: rows of each. Neither they nor where they end are read by the host; where they are
+            more than there are, a kernel has dropped the rest, and says so.
+    """
+    if not (grouped(x, x.shape[1], dy.shape[1]) and len(x) and len(dy)):
+        return None
+    assert _GROUPED is not None
+    ends = experts.cumsum(0, dtype=torch.int32).clamp_max(min(len(x), len(dy)))
+    dw = _GROUPED(x.contiguous().t(), dy.contiguous(), offs=_on_device(ends, x))
+    # pytorch issue 172439: on Blackwell an expert without rows gets another's numbers
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        none: Any = (experts == 0).to(x.device, non_blocking=True)
+        dw.masked_fill_(none[:, None, None], 0)
+    return dw
+
+
+def _lies_on_words(w: Tensor) -> bool:
+    """Whether each row or column, as it is stored, starts at a multiple of 16 bytes."""
+    strides = [s for s in w.stride() if s != 1]
+    return not w.data_ptr() % 16 and all(s % 8 == 0 for s in strides)

@@ -1,0 +1,135 @@
+"""The arms of each benchmark on CPU ranks, at small sizes: all are right, and give rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from rank_bodies import world
+from rankpool import RankError, RankPool
+
+from benchmarks import decode, embedding, evaluate, experts, overlap, soak, steps, training
+from benchmarks.declare import Arms, Bench, Benchmark, Case
+from benchmarks.runner import measured
+from benchmarks.steps_experts import experts_arms
+
+SMALL = experts.Model("small", 3, 24, 16, 2)
+CASES: dict[str, tuple[Benchmark, Case]] = {
+    "all_gather_matmul": (overlap.OVERLAP, overlap.case_of("all_gather_matmul", 64, 16, 32)),
+    "matmul_reduce_scatter": (overlap.OVERLAP,
+                              overlap.case_of("matmul_reduce_scatter", 64, 16, 32)),
+    "decode": (decode.DECODE, decode.case_of(4, 32, 16)),
+    "training": (training.TRAINING, training.case_of(32, 16, 24)),
+    "dispatch": (experts.EXPERTS, experts.case_of("all_to_all_matmul", SMALL, 48, "uniform")),
+    "dispatch, skewed": (experts.EXPERTS,
+                         experts.case_of("all_to_all_matmul", SMALL, 48, "skewed")),
+    "combine": (experts.EXPERTS, experts.case_of("matmul_all_to_all", SMALL, 48, "skewed")),
+    "embedding": (embedding.EMBEDDING, embedding.case_of(3, 8, 5, 32)),
+    "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
+}  # fmt: skip
+ARMS = {
+    "all_gather_matmul": {"compute", "communication", "serial", "auto", "plan serial"},
+    "matmul_reduce_scatter": {"compute", "communication", "serial", "auto", "plan serial"},
+    "decode": {"serial", "matmul", "auto", "direct", "fused"},
+    "training": {"serial", "async", "ours"},
+    "dispatch": {"matmul looped", "pair looped", "in place looped", "communication"},
+    "dispatch, skewed": {"matmul looped", "pair looped", "in place looped", "communication"},
+    "combine": {"matmul looped", "pair looped", "in place looped", "in place looped, sum",
+                "communication"},
+    "embedding": {"bags cat", "bags permute", "ours serial", "fused", "fused copy", "auto"},
+    "evaluate": {"compute", "communication", "serial", "auto"},
+}  # fmt: skip
+
+
+def rows_of(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
+    benchmark, case = CASES[name]
+    return measured(benchmark, case, Bench(world(), torch.device("cpu"), rounds=2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arms_are_right_and_give_rows(pool: RankPool, name: str):
+    rows, *_ = pool.run(rows_of, 2, name, timeout_s=90)
+    timed = {row["arm"]: row for row in rows if "refused" not in row}
+    assert ARMS[name] <= set(timed)
+    assert all(row["median_s"] > 0 and row["ranks"] == 2 for row in timed.values())
+    errors = {arm: row["error"] for arm, row in timed.items() if "error" in row}
+    assert len(errors) >= 1 and all(0 <= error < 2e-2 for error in errors.values())
+    refused = [row["refused"] for row in rows if "refused" in row]
+    assert all("GPU" in reason for reason in refused)
+
+
+def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, Any]]:
+    def arms(_: Case, bench: Bench) -> Arms:
+        if which == "dlrm":
+            dlrm = steps.loaded()
+            made = steps.dlrm_arms(dlrm, dlrm.SMALL, torch.float32, bench)
+        else:
+            made = experts_arms(SMALL._replace(experts=int(which)), 96, torch.float32, bench)
+        if planted:  # on one rank alone
+            check = made.check
+            off = 1e-2 * rank
+            made.check = lambda name, got: [
+                e + off * name.endswith(f" {planted}") for e in check(name, got)
+            ]
+        return made
+
+    benchmark = Benchmark("steps", lambda _: [], arms, calls=0, rounds=2)
+    return measured(benchmark, Case("small", {}), Bench(world(), torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("which", "ranks"), [("dlrm", 2), ("3", 2), ("1", 3)])
+def test_steps(pool: RankPool, which: str, ranks: int):
+    rows, *_ = pool.run(steps_of, ranks, which, "", timeout_s=120)
+    found = {row["arm"]: row for row in rows}
+    ways = ("fused", "torch", "lookup") if which == "dlrm" else (
+        "fused", "fused, host", "serial", "torch", "torch, counts")  # fmt: skip
+    for way in ways:
+        assert 0 <= found[f"forward + backward, by {way}"]["error"] < 1e-5
+        assert f"forward, by {way}" in found
+    sides = ("pooling, by torch", "exchange") if which == "dlrm" else (
+        "matmuls, by forward", "exchanges, by forward + backward")  # fmt: skip
+    assert set(sides) <= set(found)
+
+
+@pytest.mark.parametrize(("which", "way"), [("dlrm", "lookup"), ("3", "fused")])
+def test_steps_that_are_off_on_one_rank_are_refused(pool: RankPool, which: str, way: str):
+    with pytest.raises(RankError) as raised:
+        pool.run(steps_of, 2, which, way, timeout_s=120)
+    assert str(raised.value).count(f"small, forward + backward, by {way}: off by") >= 1
+
+
+def test_mlperf_tables_are_shared_by_their_work():
+    for ranks in (2, 4, 8):
+        owners = embedding.shards(ranks)
+        assert sorted(t for own in owners for t in own) == list(range(26))
+        work = [sum(embedding.MLPERF_POOLING[t] for t in own) for own in owners]
+        assert max(work) <= max(100, 1.1 * sum(work) / ranks)
+
+
+def compared(rank: int, ranks: int, op: str) -> tuple[list[bool], list[bool], str]:
+    """Whether calls differ: as they are, with other bits wanted; and a quiet call that is off."""
+    bench = Bench(world(), torch.device("cpu"))
+    sets = soak.sets_of(op, bench)
+    found = soak.Soaked(op, sets, bench)
+    quiet = [bool(found.differs(i)) for i in range(2 * len(sets))]
+    found.bits = [bits + 1 for bits in found.bits]
+    off = [bool(found.differs(i)) for i in range(len(sets))]
+    shifted = [each._replace(exact=each.exact.roll(1, 0) + rank) for each in sets]
+    try:
+        soak.Soaked(op, shifted, bench)
+    except soak.CounterpointError as error:
+        return quiet, [d for d, s in zip(off, sets, strict=True) if len(s.exact)], str(error)
+    return quiet, off, ""
+
+
+@pytest.mark.parametrize("op", soak.CALLS)
+def test_a_soak_counts_what_is_wrong(pool: RankPool, op: str):
+    for quiet, off, error in pool.run(compared, 2, op, timeout_s=90):
+        assert not any(quiet) and off and all(off)
+        assert error.startswith(f"soak of {op}: a quiet call is off by")
+
+
+def test_soaked_tables_differ_and_give_each_rank_a_row_to_sum():
+    for ranks in (2, 4, 8):
+        found = soak.tables(ranks)
+        assert all(not torch.equal(a, b) for a, b in zip(found, found[1:], strict=False))
+        assert found[soak.SUMMED].sum(1).min() > 0

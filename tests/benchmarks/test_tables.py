@@ -1,0 +1,120 @@
+"""The one writer: sections of pages, columns, and what committed rows say."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import copies, decode, embedding, losses, resources, steps, training
+from benchmarks.declare import Benchmark, Section
+from benchmarks.rows import Row, one_form, results, taken
+from benchmarks.runner import NAMES, declared
+from benchmarks.tables import (
+    ROOT,
+    arm,
+    by_machine,
+    grid,
+    of_most,
+    replace,
+    sizes,
+    source,
+    table,
+    write,
+)
+
+HEAD: Row = {"ranks": 2, "gpu": "H200", "driver": "1", "torch": "2", "triton": "3", "nccl": "4",
+             "multicast": False, "date": "2026-11-22", "commit": "abc"}  # fmt: skip
+ROWS: list[Row] = [
+    HEAD | {"m": m, "arm": name, "mode": "graph", "median_s": seconds}
+    for m, times in ((64, {"serial": 2e-6, "ours": 1e-6}), (8, {"serial": 4e-6}))
+    for name, seconds in times.items()
+]
+# quick to write: no predictions
+QUICK = (decode.DECODE, training.TRAINING, embedding.EMBEDDING, steps.STEPS, resources.RESOURCES,
+         copies.COPIES, copies.TRANSPORT, losses.LOSSES)  # fmt: skip
+
+
+def test_columns_are_of_arms_and_facts():
+    columns = [sizes("m", head="M"), arm("serial"), arm("ours", bold=True)]
+    assert table(columns, taken(ROWS, "m")).splitlines() == [
+        "| M | serial | **ours** |", "| --- | --- | --- |", "| 64 | 2.0 | **1.0** |",
+        "| 8 | 4.0 | **-** |",
+    ]  # fmt: skip
+    assert table(columns, []) == ""
+
+
+def test_a_case_measured_again_counts_as_it_was_last():
+    again = [row | {"median_s": 2 * row["median_s"]} for row in ROWS[:2]]
+    first, other = taken([*ROWS, *again], "m")
+    assert (first.s("ours"), other.s("serial")) == (2e-6, 4e-6)
+    assert first.fastest(("serial", "ours", "none")) == "ours" and "none" not in first
+
+
+def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- a:start -->\nold\n<!-- a:end -->\n<!-- b:start -->\nold\n<!-- b:end -->\n"
+    )
+    wrote = Section("page.md", "a", of_most(lambda rows: f"{len(rows)} rows"))
+    silent = Section("page.md", "b", by_machine(lambda _: ""))
+    write([wrote, silent], {4: ROWS, 2: []}, tmp_path)
+    assert page.read_text() == (
+        "<!-- a:start -->\n3 rows\n<!-- a:end -->\n<!-- b:start -->\nold\n<!-- b:end -->\n"
+    )
+    write([wrote], {}, tmp_path)
+    assert "3 rows" in page.read_text()
+    with pytest.raises(ValueError, match="no markers c:start and c:end"):
+        replace(page, "c", "")
+
+
+def test_what_stands_under_a_table():
+    text = "2x H200, bf16, driver 1, torch 2, Triton 3, NCCL 4, NVLink multicast off, 2026-11-22,"
+    assert source(HEAD, "More.") == f"{text} commit abc. More."
+    assert grid(["a"], [["1"]]) == "| a |\n| --- |\n| 1 |"
+
+
+def test_older_rows_are_put_into_one_form(tmp_path: Path):
+    key = {"m": 1, "n": 2, "k": 3, "table": "decode"}
+    rows = one_form([
+        key | {"arm": "auto", "mode": "graph", "median_s": 1.0, "host_s": 3.0,
+               "serial_over_arm": [2.0, 1.0, 3.0]},
+        key | {"arm": "auto", "mode": "plain eager", "median_s": 5.0},
+        {"table": "steps", "what": "forward", "way": "fused", "median_s": 1.0},
+        {"table": "steps", "what": "exchange", "way": "", "median_s": 1.0},
+        {"table": "losses", "pieces": 4, "seconds": 2.0},
+    ])  # fmt: skip
+    assert rows[0]["baseline_over_arm"] == [2.0, 1.0, 3.0]
+    assert (rows[1]["mode"], rows[1]["plain_eager_s"], rows[1]["host_s"]) == ("eager", 5.0, 3.0)
+    assert [row["arm"] for row in rows[2:4]] == ["forward, by fused", "exchange"]
+    assert rows[2]["mode"] == "eager" and (rows[4]["chunks"], rows[4]["median_s"]) == (4, 2.0)
+    for name in ("decode-2x-h200", "decode-8x-h200", "transports-2x-h200", "copies-4x-h200"):
+        (tmp_path / f"{name}.jsonl").write_text('{"arm": "a", "ranks": 1}\n')
+    assert list(results("decode", tmp_path)) == [8, 2]
+    assert list(results("transports", tmp_path)) == [4, 2]
+
+
+def test_every_marker_is_one_of_a_page_and_has_one_writer():
+    sections = [(s.page, s.marker) for name in NAMES for s in declared(name).sections]
+    assert len(set(sections)) == len(sections)
+    for page, marker in sections:
+        text = (ROOT / page).read_text()
+        assert text.count(f"<!-- {marker}:start -->") == text.count(f"<!-- {marker}:end -->") == 1
+    own = {("docs/results.md", "constants"), ("docs/sharing.md", "controls"),
+           ("docs/choosing.md", "rule"), ("docs/plans.md", "mesh")}  # fmt: skip
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    marked = {
+        (str(page.relative_to(ROOT)), line.split()[1].removesuffix(":start"))
+        for page in pages for line in page.read_text().splitlines() if ":start -->" in line
+    }  # fmt: skip
+    assert marked == own.union(sections)
+
+
+@pytest.mark.parametrize("benchmark", QUICK, ids=lambda benchmark: benchmark.name)
+def test_pages_say_what_the_committed_rows_say(benchmark: Benchmark):
+    found = results(benchmark.name)
+    assert found
+    for section in benchmark.sections:
+        text = section.write(found)
+        assert (
+            text
+            and f"<!-- {section.marker}:start -->\n{text}\n" in (ROOT / section.page).read_text()
+        ), f"run `make readme`: {section.page}, {section.marker}"
