@@ -52,7 +52,7 @@ class Ready:
 
     def __call__(
         self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
-        last: bool, placed: dict[int, Chunks], out: PooledOutputs | None = None,
+        last: bool, placed: dict[object, Chunks], out: PooledOutputs | None = None,
     ) -> Tensor:  # fmt: skip
         """Run on the current stream.
 
@@ -76,7 +76,7 @@ class Ready:
             self.code.run({"bags": bags, "y": y})
         return y
 
-    def compile(self, plan: Plan, asked: Asked, placed: dict[int, Chunks]) -> None:
+    def compile(self, plan: Plan, asked: Asked, placed: dict[object, Chunks]) -> None:
         """Compile for tensors like these; collective."""
         out, into = asked.out, None
         if out is not None:
@@ -93,7 +93,7 @@ class Known(NamedTuple):
     """What a call is ready with, and what kernels know of its tables."""
 
     ready: Ready
-    placed: dict[int, Chunks]
+    placed: dict[object, Chunks]
 
 
 def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
@@ -138,7 +138,7 @@ def _first(asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None) 
     workspace = workspace_of(group, device)
     workspace.check()
     problem, plan = agreed(asked, workspace)
-    placed: dict[int, Chunks] = {}
+    placed: dict[object, Chunks] = {}
     facts = (OP, plan.problem, plan.spec, asked.mode)
     ready: Ready | None = workspace.code.get(facts)
     if ready is None:
