@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from counterpoint.runtime.launch_embedding import Sender, place_of
 from embedding_cases import expected, facts_of, in_programs, random_bags
 from memories import GUARD, guarded, left, memories
 from planted import is_last_always, is_last_relaxed, same_epoch
@@ -12,6 +11,7 @@ from rankpool import RankPool
 
 from counterpoint.kernels import embedding_all_to_all as kernels
 from counterpoint.runtime.embedding_layout import Layout, Way
+from counterpoint.runtime.launch_embedding import Sender, place_of
 
 DIMS = ((16, 20), (16,), (), (8,))
 # bags of each rank, call after call: of one size, and of sizes that differ

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from counterpoint.runtime.launch_embedding import Lookup, Sender, place_of
 from embedding_cases import expected, facts_of, in_programs, pooled, random_bags
 from late import GIVES_UP, TIMEOUT_S, looks_of
 from rank_bodies import world
@@ -13,6 +12,7 @@ from rankpool import RankPool
 
 from counterpoint.runtime.embedding_layout import Layout, Way
 from counterpoint.runtime.fused import FusedMemory
+from counterpoint.runtime.launch_embedding import Lookup, Sender, place_of
 from counterpoint.runtime.workspace import workspace_of
 
 DIMS = ((32, 16), (), (48, 20, 16), (10,))  # of each rank; vectors of 4 divide not all

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from counterpoint.ops.embedding_choice import way_of
 
 import counterpoint as cp
 from counterpoint.choose.known import Knowledge
 from counterpoint.ops import agreement, embedding_choice
 from counterpoint.ops.embedding_call import Given, How
+from counterpoint.ops.embedding_choice import way_of
 from counterpoint.runtime.embedding_layout import Layout
 
 BAGS = 4096

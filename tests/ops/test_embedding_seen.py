@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from counterpoint.ops.embedding_seen import facts_seen
 from embedding_cases import random_bags
 from rank_bodies import world
 from rankpool import RankPool
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
 from counterpoint.ops import embedding_agreement
+from counterpoint.ops.embedding_seen import facts_seen
 
 DIMS = ((4, 8), (4, 8))
 
