@@ -32,7 +32,10 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
 
     def workspace(rank: int) -> Any:
         group = SimpleNamespace(size=lambda: ranks)
-        return SimpleNamespace(group=group, rank=rank, timeout_s=1e6, device=torch.device("cpu"))
+        return SimpleNamespace(
+            group=group, rank=rank, timeout_s=1e6, device=torch.device("cpu"),
+            refuse_growth=lambda _: None,
+        )  # fmt: skip
 
     made = [
         SimpleNamespace(

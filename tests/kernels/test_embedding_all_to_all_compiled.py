@@ -8,12 +8,16 @@ import triton.language as tl
 from ptx import ACQUIRE, BARRIER, CAPABILITIES, PAYLOAD, RELEASE, Compiled, compiled
 
 from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel
-from counterpoint.runtime.embedding_layout import VECTOR_BYTES, WAYS, Way, way_for
+from counterpoint.ops.embedding_kernels import Setting, settings_of
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
+from counterpoint.runtime.embedding_layout import VECTOR_BYTES
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
 
 ARRIVAL = r"\batom\.global\.gpu\.acq_rel\.add|\batom\.global\.acq_rel\.gpu"
-FEW, SOME, MANY = (way for _, way in WAYS)
+PROBLEM = Problem("embedding_bag_all_to_all", 8, tables=((8,), (8,)))
+FEW, SOME, MANY = settings_of(build(PROBLEM, "fused").steps[0])
 ROW = r"\bld\.global\.v4\.b32"
 OWN = ("chunks_ptr", "starts_ptr", "outs_ptr", "flags_ptr", "state_ptr",
        "fault_ptr", "one_ptr")  # fmt: skip
@@ -23,7 +27,7 @@ NUMBERS = ("num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "bl
 
 @cache
 def kernel(
-    capability: int, block_d: int, dtype: tl.dtype = tl.bfloat16, way: Way = MANY, *,
+    capability: int, block_d: int, dtype: tl.dtype = tl.bfloat16, setting: Setting = MANY, *,
     weighted: bool = False, even: bool = True, vec: int = 0, ranks: int = 4,
 ) -> Compiled:  # fmt: skip
     item_bytes = dtype.primitive_bitwidth // 8
@@ -35,11 +39,11 @@ def kernel(
     vec = vec or VECTOR_BYTES // item_bytes
     constants = {
         "WORLD": ranks, "LANES": ranks, "DTYPE": dtype, "MEAN": False, "WEIGHTED": weighted,
-        "BAGS": way.tile_bytes // item_bytes // block_d, "BLOCK_D": block_d, "EVEN_D": even,
-        "VEC_IN": vec, "VEC_OUT": vec, "UNROLL": way.unroll,
+        "BAGS": setting.tile_bytes // item_bytes // block_d, "BLOCK_D": block_d, "EVEN_D": even,
+        "VEC_IN": vec, "VEC_OUT": vec, "UNROLL": setting.unroll,
     }  # fmt: skip
     return compiled(
-        embedding_all_to_all_kernel, capability, types, constants, num_warps=way.num_warps,
+        embedding_all_to_all_kernel, capability, types, constants, num_warps=setting.num_warps,
         aligned=OWN,
     )  # fmt: skip
 
@@ -67,11 +71,11 @@ def wrong_order(ptx: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("way", [FEW, SOME, MANY], ids=["few", "some", "many"])
+@pytest.mark.parametrize("setting", [FEW, SOME, MANY], ids=["few", "some", "many"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_flag_publishes_the_rows_of_all_programs(capability: int, way: Way):
+def test_a_flag_publishes_the_rows_of_all_programs(capability: int, setting: Setting):
     """The arrival of each program releases its rows and acquires those of the ones before it."""
-    ptx = kernel(capability, 128, way=way, weighted=way == SOME).ptx
+    ptx = kernel(capability, 128, setting=setting, weighted=setting == SOME).ptx
     assert not wrong_order(ptx)
     # of GPU scope is what stays on the rank: who is done, whether to stop, who says so, who has
     # ended
@@ -92,21 +96,23 @@ def test_planted_faults_show():
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16, tl.float32], ids=str)
 @pytest.mark.parametrize("block_d", [64, 128, 256])
-@pytest.mark.parametrize("way", [FEW, SOME, MANY], ids=["few", "some", "many"])
-def test_rows_are_loaded_and_stored_16_bytes_at_a_time(way: Way, block_d: int, dtype: tl.dtype):
+@pytest.mark.parametrize("setting", [FEW, SOME, MANY], ids=["few", "some", "many"])
+def test_rows_are_loaded_and_stored_16_bytes_at_a_time(
+    setting: Setting, block_d: int, dtype: tl.dtype
+):
     """Whatever the width; all loads of a turn stand before its sums, and nothing spills."""
     for even in (True, False):
-        found = kernel(90, block_d, dtype, way, even=even)
+        found = kernel(90, block_d, dtype, setting, even=even)
         assert not re.search(r"\bld\.global(\.v2)?\.b(16|32) \{[^}]*,", found.ptx)
         loads, stores = at(found.ptx, ROW), at(found.ptx, PAYLOAD)
-        each = way.tile_bytes // VECTOR_BYTES // (32 * way.num_warps)
-        assert len(stores) == each and len(loads) >= each * (way.unroll + 1)
+        each = setting.tile_bytes // VECTOR_BYTES // (32 * setting.num_warps)
+        assert len(stores) == each and len(loads) >= each * (setting.unroll + 1)
         # of the machine code: the assembler would put each sum behind its load, if it could
         names = re.findall(r"\b(FADD|FFMA|FMUL|LDG\.E\.128)\b", found.sass)
         order = "".join("l" if name.startswith("LDG") else "s" for name in names)
-        assert order.startswith("l" * each * way.unroll + "s"), order
+        assert order.startswith("l" * each * setting.unroll + "s"), order
         # some numbers of a task are kept in memory, but not among the loads of a turn
-        turn = slice(*(at(found.sass, r"LDG\.E\.128")[i] for i in (0, each * way.unroll - 1)))
+        turn = slice(*(at(found.sass, r"LDG\.E\.128")[i] for i in (0, each * setting.unroll - 1)))
         assert not at(found.sass[turn], r"\b(STL|LDL)\b") and found.spills <= 8
 
 
@@ -114,17 +120,20 @@ def test_rows_are_loaded_and_stored_16_bytes_at_a_time(way: Way, block_d: int, d
 @pytest.mark.parametrize("block_d", [64, 128, 256])
 def test_enough_rows_are_on_their_way(capability: int, block_d: int):
     """Of an SM: what covers a microsecond of 4.8 TB/s over 132 SMs, twice where bags are long."""
-    for way, times in ((FEW, 1.5), (SOME, 2), (MANY, 2)):
-        found = kernel(capability, block_d, way=way)
-        block = Kernel(32 * way.num_warps, found.registers, found.shared_bytes, found.dynamic_bytes)
+    for setting, times in ((FEW, 1.5), (SOME, 2), (MANY, 2)):
+        found = kernel(capability, block_d, setting=setting)
+        block = Kernel(
+            32 * setting.num_warps, found.registers, found.shared_bytes, found.dynamic_bytes
+        )
         blocks = occupancy(block, LIMITS[f"sm_{capability}"]).blocks
-        assert blocks * way.tile_bytes * way.unroll >= times * 1e-6 * 4.8e12 / 132, found[1:5]
+        assert blocks * setting.tile_bytes * setting.unroll >= times * 1e-6 * 4.8e12 / 132, found[
+            1:5
+        ]
 
 
-def test_ways_go_by_the_mean_of_bags():
-    for mean, way in ((0, FEW), (14, FEW), (15, SOME), (49, SOME), (50, MANY), (100, MANY)):
-        assert way_for(mean * 40, 40) == way
-    assert way_for(0, 0) == FEW  # a rank without tables
+def test_settings_go_by_the_mean_of_bags():
+    assert [each.below for each in (FEW, SOME, MANY)] == [15, 50, float("inf")]
+    assert settings_of(build(PROBLEM, "serial").steps[0]) == (FEW, SOME, MANY)
 
 
 @pytest.mark.parametrize(("vec", "width"), [(4, "b64"), (1, "b16")])

@@ -4,14 +4,28 @@ from typing import Any
 
 import pytest
 import torch
+<<<<<<< HEAD
 from embedding_cases import expected, facts_of, in_programs, random_bags
 from memories import GUARD, guarded, left, memories
+=======
+from embedding_cases import expected, problem_of, random_bags
+from memories import GUARD, guarded, left, memories, places_of
+>>>>>>> road
 from planted import is_last_always, is_last_relaxed, same_epoch
 from rankpool import RankPool
 
 from counterpoint.kernels import embedding_all_to_all as kernels
+<<<<<<< HEAD
 from counterpoint.runtime.embedding_layout import Layout, Way
 from counterpoint.runtime.launch_embedding import Sender, place_of
+=======
+from counterpoint.ops.embedding_kernels import Bags, prepare
+from counterpoint.plan import embedding_bag_all_to_all as plans
+from counterpoint.plan.bind import bind
+from counterpoint.plan.families import build
+from counterpoint.runtime import launch
+from counterpoint.runtime.launch import Site
+>>>>>>> road
 
 DIMS = ((16, 20), (16,), (), (8,))
 # bags of each rank, call after call: of one size, and of sizes that differ
@@ -37,43 +51,42 @@ def errors_of(
 
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "INTERPRETED_BLOCKS", programs)
+        patch.setattr(plans, "POOLING", (("else", "256x2x4"),))
         if fault in FAULTS:
             patch.setattr(kernels, *FAULTS[fault])
         for seed in seeds:
             if fault and any(found):
                 break  # it shows
             each = memories(ranks, 1 << 14)
-            layouts = [Layout(DIMS[:ranks], b[:ranks], torch.float32) for b in batches]
+            problems = [problem_of(DIMS[:ranks], b[:ranks], out=own) for b in batches]
             calls = [
-                [random_bags(d, lay.num_bags, seed=100 * seed + 10 * i + r, longest=3)
-                 for r, d in enumerate(DIMS[:ranks])] for i, lay in enumerate(layouts)
+                [random_bags(d, p.m, seed=100 * seed + 10 * i + r, longest=3)
+                 for r, d in enumerate(p.tables)] for i, p in enumerate(problems)
             ]  # fmt: skip
             outs = [guarded(1 << 12, torch.nan) for _ in range(ranks)]
             bases = torch.tensor([out[GUARD:].data_ptr() for out in outs])
-            half_bytes = 1 << 13
-            ys = [[guarded(lay.batch[r] * lay.columns, torch.nan) for r in range(ranks)]
-                  for lay in layouts]  # fmt: skip
+            half = 1 << 9  # of 16 bytes
+            ys = [[guarded(p.rows[r] * p.n, torch.nan) for r in range(ranks)]
+                  for p in problems]  # fmt: skip
 
             def run(
-                r: int, each: Any = each, layouts: Any = layouts, calls: Any = calls,
-                outs: Any = outs, bases: Any = bases, half_bytes: int = half_bytes, ys: Any = ys,
+                r: int, each: Any = each, problems: Any = problems, calls: Any = calls,
+                outs: Any = outs, bases: Any = bases, half: int = half, ys: Any = ys,
             ) -> None:  # fmt: skip
-                for i, (layout, bags) in enumerate(zip(layouts, calls, strict=True)):
-                    facts = facts_of(layout, bags[r], mean=False)
+                for i, (p, bags) in enumerate(zip(problems, calls, strict=True)):
+                    plan, b = build(p, "fused"), bags[r]
                     if fault == "half":  # as large as the call, not as the memory
-                        each[r].tiles.half_bytes = layout.half_bytes
-                    place = place_of(each[r], layout, own_outputs=own)
-                    sender = Sender(facts, each[r], place, 0, Way(256, 2))
+                        each[r].turns.half_bytes = plan.num_bytes("turns") // 2
                     turn = 0 if fault == "turn" else i % 2
-                    where = (bases, half_bytes, turn) if own else None
-                    given = (bags[r].tables, bags[r].indices, bags[r].offsets, None, where)
-                    in_programs(programs, sender.launch_of(*given), sender.way)
+                    into = (bases, half, turn) if own else None
                     y = ys[i][r][GUARD:-GUARD]
+                    site = Site(bind(plan, r).steps[0], places_of(each[r], plan), 0)
+                    given: Any = Bags(b.tables, b.indices, b.offsets, None, True, False, {}, into)
+                    prepare(site)({"bags": given, "y": y})
                     if own:
-                        start = GUARD + turn * half_bytes // 4
+                        start = GUARD + turn * half * 4
                         y.copy_(outs[r][start : start + y.numel()])
-                    else:
-                        sender.copy_out(y)
 
             try:
                 Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
@@ -81,10 +94,10 @@ def errors_of(
                 found.append(f"deadlock: {error}")
                 continue
             off = [
-                (i, r) for i, layout in enumerate(layouts) for r in range(ranks)
+                (i, r) for i, p in enumerate(problems) for r in range(ranks)
                 if not torch.allclose(
-                    ys[i][r][GUARD:-GUARD].view(-1, layout.columns).double(),
-                    expected(calls[i], layout, r, mean=False), atol=1e-5, rtol=0,
+                    ys[i][r][GUARD:-GUARD].view(-1, p.n).double(),
+                    expected(calls[i], p, r, mean=False), atol=1e-5, rtol=0,
                 )
             ]  # fmt: skip
             wrong = f"calls {off} are off" if off else ""

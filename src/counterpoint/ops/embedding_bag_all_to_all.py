@@ -262,7 +262,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ready: Ready, placed: dict[int, Any], out: PooledOutputs | None,
+        ctx: Any, ready: Ready, placed: dict[object, Any], out: PooledOutputs | None,
         tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, last: bool, sparse: bool,
         weights: Tensor | None, anchor: Tensor, *trained: Tensor,
     ) -> Tensor:  # fmt: skip

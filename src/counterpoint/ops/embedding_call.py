@@ -9,6 +9,7 @@ is looked at each time.
 import os
 from collections.abc import Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class Ready:
 
     def __call__(
         self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
-        last: bool, placed: dict[int, Chunks], out: PooledOutputs | None = None,
+        last: bool, placed: dict[object, Chunks], out: PooledOutputs | None = None,
     ) -> Tensor:  # fmt: skip
         """Run on the current stream.
 
@@ -75,7 +76,7 @@ class Ready:
             self.code.run({"bags": bags, "y": y})
         return y
 
-    def compile(self, plan: Plan, asked: Asked, placed: dict[int, Chunks]) -> None:
+    def compile(self, plan: Plan, asked: Asked, placed: dict[object, Chunks]) -> None:
         """Compile for tensors like these; collective."""
         out, into = asked.out, None
         if out is not None:
@@ -92,7 +93,7 @@ class Known(NamedTuple):
     """What a call is ready with, and what kernels know of its tables."""
 
     ready: Ready
-    placed: dict[int, Chunks]
+    placed: dict[object, Chunks]
 
 
 def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
@@ -120,7 +121,7 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
                 *map(Tensor.data_ptr, tables), indices.dtype, offsets.shape, offsets.stride(),
                 offsets.dtype, offsets.device, weights is None or (weights.dtype, weights.device),
                 mode, last, batch and tuple(batch), dims and tuple(map(tuple, dims)), dtype,
-                out and out.facts, plan if isinstance(plan, str) else id(plan),
+                out and out.facts, plan if isinstance(plan, str | Path) else id(plan),
             )  # fmt: skip
             workspace = workspace_if_any(group, indices.device)
             found: Known | None = workspace.known.get(key) if workspace is not None else None
@@ -137,7 +138,7 @@ def _first(asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None) 
     workspace = workspace_of(group, device)
     workspace.check()
     problem, plan = agreed(asked, workspace)
-    placed: dict[int, Chunks] = {}
+    placed: dict[object, Chunks] = {}
     facts = (OP, plan.problem, plan.spec, asked.mode)
     ready: Ready | None = workspace.code.get(facts)
     if ready is None:

@@ -24,8 +24,9 @@ from counterpoint.runtime.compute import Action, packed, side_by_side
 from counterpoint.runtime.embedding_layout import DTYPES, VECTOR_BYTES, block_of, vector_of
 from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.launch import Grid, Launch, Site, register
-from counterpoint.runtime.workspace import Operands, Place, refuse_capture
+from counterpoint.runtime.workspace import Operands, refuse_capture
 
+MAX_KNOWN = 64  # sets of tables whose chunks are kept by where they lie
 COPY_BLOCK = 4096
 COPY_WARPS = 8
 LOOKUP = ("indices_ptr", "weights_ptr", "offsets_ptr", "chunks_ptr", "num_indices", "num_offsets",
@@ -59,7 +60,7 @@ class Bags(NamedTuple):
     weights: Tensor | None
     last: bool
     mean: bool
-    placed: dict[int, Chunks]
+    placed: dict[object, Chunks]
     into: tuple[Tensor, int, int] | None
 
 
@@ -122,6 +123,7 @@ class Pooling:
         }  # fmt: skip
         self._kernel, self._given, self._tasks = kernel, given, (owners, most, chunks)
         self._launches: dict[tuple[Any, ...], list[tuple[float, Launch]]] = {}
+        self._known: dict[tuple[Any, ...], Chunks] = {}
         self._on_gpu = self.workspace.device.type == "cuda"
 
     def chunks(self, bags: Bags) -> Chunks:
@@ -130,8 +132,18 @@ class Pooling:
         Raises:
             InputError: they have to be copied while a graph is captured.
         """
-        if self._on_gpu:
-            refuse_capture("tables that lie where none did in an earlier call")
+        key = (*map(Tensor.data_ptr, bags.tables), *map(Tensor.stride, bags.tables))
+        found = self._known.get(key)
+        if found is None:
+            if self._on_gpu:
+                refuse_capture("tables that lie where none did in an earlier call")
+            if len(self._known) >= MAX_KNOWN:
+                self._known.pop(next(iter(self._known)))
+            found = self._known[key] = self._cut(bags)
+        bags.placed[self] = found
+        return found
+
+    def _cut(self, bags: Bags) -> Chunks:
         placed = [t.data_ptr() // self.item_bytes for t in bags.tables]
         strides = [t.stride(0) for t in bags.tables]
         vec_in = vector_of((*placed, *strides, *self.dims), self.item_bytes)
@@ -146,23 +158,27 @@ class Pooling:
                           width // self.vec_out, column, table)  # fmt: skip
         # an empty tensor has no address
         host = torch.tensor(words or [0] * WORDS.value, dtype=torch.int64)
-        found = bags.placed[id(self)] = Chunks(host.to(self.workspace.device), vec_in)
-        return found
+        return Chunks(host.to(self.workspace.device), vec_in)
 
     def launch(self, bags: Bags, *target: object) -> None:
         """Launch on the current stream, as many indices in a bag on average want it."""
         indices, offsets, weights = bags.indices, bags.offsets, bags.weights
-        chunks = bags.placed.get(id(self)) or self.chunks(bags)
+        chunks = bags.placed.get(self) or self.chunks(bags)
         variant = (indices.dtype, offsets.dtype, weights is not None and weights.dtype, bags.mean,
                    chunks.vec_in)  # fmt: skip
         launches = self._launches.get(variant) or self.compile(bags, target)
         count = indices.numel()
         mean = count / (self.num_bags * len(self.dims) or 1)
-        launch = next(launch for below, launch in launches if mean < below)
+        # of a few, in order: the first that is for so many
+        place = 0
+        while mean >= launches[place][0]:
+            place += 1
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             self.workspace.keep(self, chunks.words)
-        launch(indices, indices if weights is None else weights, offsets, chunks.words, count,
-               offsets.numel(), *target)  # fmt: skip
+        launches[place][1](
+            indices, indices if weights is None else weights, offsets, chunks.words, count,
+            offsets.numel(), *target,
+        )  # fmt: skip
 
     def compile(self, bags: Bags, target: Sequence[object]) -> list[tuple[float, Launch]]:
         """All settings for tensors like these; launches nothing.
@@ -171,7 +187,7 @@ class Pooling:
             InputError: a graph is captured.
         """
         self.workspace.refuse_growth("none: this is the first call of such bags and indices")
-        chunks = bags.placed.get(id(self)) or self.chunks(bags)
+        chunks = bags.placed.get(self) or self.chunks(bags)
         weights = bags.weights
         given = (bags.indices, bags.indices if weights is None else weights, bags.offsets,
                  chunks.words, bags.indices.numel(), bags.offsets.numel(), *target)  # fmt: skip
@@ -202,12 +218,14 @@ def lookup(site: Site) -> Action:
     p, rank = site.places.plan.problem, site.places.workspace.rank
     firsts = list(accumulate(p.tables[rank], initial=0))
     pooling = Pooling(site, lookup_kernel, LOOKUP, {}, firsts, firsts[-1], 1, p.m)
-    target = _target(site)
+    place = packed(site.bound.parts[0].write, site.places)
     if site.like:
-        pooling.compile(site.like["bags"], (target(site.like),))  # type: ignore[arg-type]
+        like: Bags = site.like["bags"]  # type: ignore[assignment]
+        pooling.compile(like, (site.like["y"] if place is None else place,))
 
     def run(operands: Operands) -> None:
-        pooling.launch(operands["bags"], target(operands))  # type: ignore[arg-type]
+        bags: Bags = operands["bags"]  # type: ignore[assignment]
+        pooling.launch(bags, operands["y"] if place is None else place)
 
     return run
 
@@ -253,11 +271,6 @@ def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _target(site: Site) -> Place:
-    """Where a lookup writes: y, or what the all-to-all sends."""
-    return packed(site.bound.parts[0].write, site.places)
-
-
 def prepare(site: Site) -> Action:
     """The launch of a step of either kind."""
     return (fused if site.bound.step.spins else lookup)(site)
@@ -266,17 +279,18 @@ def prepare(site: Site) -> Action:
 def reference(site: Site) -> Action:
     """What the kernels compute, by torch and gloo."""
     p, workspace, spins = site.places.plan.problem, site.places.workspace, site.bound.step.spins
-    target = None if spins else _target(site)
+    exchange = side_by_side(p, workspace.rank, workspace.group)
+    place = None if spins else packed(site.bound.parts[0].write, site.places)
     dtype = getattr(torch, p.dtype)
 
     def run(operands: Operands) -> None:
         bags: Bags = operands["bags"]  # type: ignore[assignment]
         own = pooled_on_cpu(bags.tables, bags.indices, bags.offsets, bags.weights, p.m,
                             last=bags.last, mean=bags.mean, dtype=dtype)  # fmt: skip
-        if target is not None:
-            target(operands).copy_(own)
-            return
-        side_by_side(own, p, workspace.rank, workspace.group, operands["y"])
+        if spins:
+            exchange(own, operands["y"])
+        else:
+            (operands["y"] if place is None else place).copy_(own)
 
     return run
 

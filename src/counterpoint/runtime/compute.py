@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.problem import Problem
@@ -188,14 +189,13 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
     return run
 
 
-def packed(box: Box, places: Places) -> Place:
-    """All rows of own tables' columns: without gaps, also in memory for the widest rank's."""
+def packed(box: Box, places: Places) -> Tensor | None:
+    """Own columns, which lie without gaps in memory for the widest rank's; None: an operand."""
     memory = places.fixed(box._replace(c0=0, c1=places.plan.buffer(box.buffer).shape[1]))
     if memory is None:
-        return places.of(box)
+        return None
     rows, cols = box.shape
-    place = memory.flatten()[: rows * cols].view(rows, cols)
-    return lambda _: place
+    return memory.flatten()[: rows * cols].view(rows, cols)
 
 
 def _exchange_columns(part: Part, places: Places) -> Action:
@@ -204,37 +204,40 @@ def _exchange_columns(part: Part, places: Places) -> Action:
     Into memory that peers may write to, a call promises more: when it has ended, in stream order,
     every rank has begun it, and so has read what an earlier one had left.
     """
-    source, target = packed(part.reads[0], places), places.of(part.write)
+    source, target = packed(part.reads[0], places), part.write.buffer
     p, workspace = places.plan.problem, places.workspace
+    exchange = side_by_side(p, workspace.rank, workspace.group)
+    assert source is not None, "a lookup writes to scratch"
+    if not p.out or (all(p.rows) and all(p.tables)):
+        return lambda operands: exchange(source, operands[target])
     # of ranks that get nothing from one another, the library's all-to-all hears nothing
-    word: torch.Tensor | None = None
-    if p.out and not (all(p.rows) and all(p.tables)):
-        word = torch.zeros(1, dtype=torch.int32, device=workspace.device)
+    word = torch.zeros(1, dtype=torch.int32, device=workspace.device)
 
     def run(operands: Operands) -> None:
-        if word is not None:
-            dist.all_reduce(word, group=workspace.group)
-        side_by_side(source(operands), p, workspace.rank, workspace.group, target(operands))
+        dist.all_reduce(word, group=workspace.group)
+        exchange(source, operands[target])
 
     return run
 
 
 def side_by_side(
-    sent: torch.Tensor, p: Problem, rank: int, group: dist.ProcessGroup, y: torch.Tensor
-) -> None:
-    """Own bags' rows of all tables, side by side.
+    p: Problem, rank: int, group: dist.ProcessGroup
+) -> Callable[[Tensor, Tensor], object]:
+    """Puts own bags' rows of all tables side by side.
 
-    Args:
-        sent: [bags of all ranks, columns of own tables], of this rank.
-        y: where they go, [own bags, columns of all tables].
+    It takes what this rank sends, [bags of all ranks, columns of own tables], and where the others'
+    go, [own bags, columns of all tables].
     """
     columns, own = [sum(each) for each in p.tables], p.rows[rank]
-    got = sent.new_empty(own * p.n)
-    sizes = [own * c for c in columns]
-    splits = [bags * columns[rank] for bags in p.rows]
-    dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
-    parts = [x.view(own, c) for x, c in zip(got.split(sizes), columns, strict=True) if c]
-    torch.cat(parts, 1, out=y)
+    sizes, shapes = [own * c for c in columns], [(own, c) for c in columns]
+    splits, total = [bags * columns[rank] for bags in p.rows], own * p.n
+
+    def run(sent: Tensor, y: Tensor) -> None:
+        got = sent.new_empty(total)
+        dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
+        torch.cat(list(map(Tensor.view, got.split(sizes), shapes)), 1, out=y)
+
+    return run
 
 
 def opaque(bound: BoundStep, calls: Calls) -> Action:

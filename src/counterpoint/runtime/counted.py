@@ -33,7 +33,7 @@ def all_to_all(bound: BoundStep, places: Places) -> Action:
     group, rank = places.workspace.group, places.workspace.rank
 
     def run(operands: Operands) -> None:
-        table = operands[COUNTS]
+        table = operands[COUNTS].cpu()  # no copy where the host has it
         mine = table.view(len(table), len(table), -1)[:, rank]  # [sources, local experts]
         owned = table[rank].view(len(table), -1).sum(1).tolist()  # my rows, by the rank they go to
         sources = mine.sum(1).tolist()
@@ -65,7 +65,7 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     every = len(bounds) == p.experts
 
     def run(operands: Operands) -> None:
-        table = operands[COUNTS]
+        table = operands[COUNTS].cpu()  # no copy where the host has it
         rows = table.view(len(table), len(table), -1)[:, rank].sum(0)  # of each local expert
         x, y = (_rows_of(name, operands, places) for name in (source, target))
         total, w = int(rows.sum()), operands["w"]
