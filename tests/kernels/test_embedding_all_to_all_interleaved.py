@@ -4,28 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-<<<<<<< HEAD
-from embedding_cases import expected, facts_of, in_programs, random_bags
-from memories import GUARD, guarded, left, memories
-=======
 from embedding_cases import expected, problem_of, random_bags
 from memories import GUARD, guarded, left, memories, places_of
->>>>>>> road
 from planted import is_last_always, is_last_relaxed, same_epoch
 from rankpool import RankPool
 
 from counterpoint.kernels import embedding_all_to_all as kernels
-<<<<<<< HEAD
-from counterpoint.runtime.embedding_layout import Layout, Way
-from counterpoint.runtime.launch_embedding import Sender, place_of
-=======
 from counterpoint.ops.embedding_kernels import Bags, prepare
 from counterpoint.plan import embedding_bag_all_to_all as plans
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.runtime import launch
 from counterpoint.runtime.launch import Site
->>>>>>> road
 
 DIMS = ((16, 20), (16,), (), (8,))
 # bags of each rank, call after call: of one size, and of sizes that differ

@@ -4,20 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-<<<<<<< HEAD
-from embedding_cases import expected, facts_of, in_programs, pooled, random_bags
-=======
 from embedding_cases import expected, problem_of, random_bags
->>>>>>> road
 from late import GIVES_UP, TIMEOUT_S, looks_of
 from rank_bodies import world
 from rankpool import RankPool
 
-<<<<<<< HEAD
-from counterpoint.runtime.embedding_layout import Layout, Way
-from counterpoint.runtime.fused import FusedMemory
-from counterpoint.runtime.launch_embedding import Lookup, Sender, place_of
-=======
 from counterpoint.ops.embedding_kernels import Bags, Pooling
 from counterpoint.plan import embedding_bag_all_to_all as plans
 from counterpoint.plan.families import build
@@ -25,7 +16,6 @@ from counterpoint.problem import Problem
 from counterpoint.runtime import launch
 from counterpoint.runtime.execute import compile_plan
 from counterpoint.runtime.fused import fused_memory
->>>>>>> road
 from counterpoint.runtime.workspace import workspace_of
 
 CPU = torch.device("cpu")

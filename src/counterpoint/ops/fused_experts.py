@@ -228,14 +228,8 @@ def combine(site: Site) -> Action:
             multiply[columns, adds] = launch.compile(*samples)
     waiting = {"flags_ptr", "state_ptr", "half_flags", "rank", "WORLD"}
     waits = {name: value for name, value in each.shared().items() if name in waiting}
-<<<<<<< HEAD
-    arrive = each.launch(
-        arrival_kernel, (), waits | each.waiting(), ONE, {"num_warps": 1}
-    ).compile()
-=======
     waits |= each.waiting()
     arrive = each.launch(arrival_kernel, (), waits, ONE, {"num_warps": 1}).compile()
->>>>>>> road
     count = each.workspace.rank * (each.experts + 1) + each.experts  # own rows: see routes.py
     collect = each.collect(p.n, count, each.dtype, each.dtype)
     summing: dict[object, Launch] = {}
