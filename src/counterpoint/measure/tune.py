@@ -70,6 +70,9 @@ def tune(
     if group is None or group.size() != problem.ranks:
         got = "no group" if group is None else f"{group.size()} ranks"
         raise InputError("tune", "group", want=f"of {problem.ranks} ranks as the problem", got=got)
+    if problem.op not in OPERATORS:
+        want = f"of one of {', '.join(OPERATORS)}"
+        raise InputError("tune", "problem", want=want, got=f"{problem}")
     if problem.splits:
         fix = "tune it as one weight of all columns"
         raise InputError("tune", "problem", want="of one weight", got=f"{problem}", fix=fix)
