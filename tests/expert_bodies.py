@@ -4,10 +4,15 @@ Every rank makes the whole problem from a seed. Small integers: products and sum
 fp32 and fp64, so results are compared bit by bit. The reference is differentiable.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
+
+from counterpoint.ops import experts
 
 Lists = list[list[int]]
 
@@ -33,6 +38,25 @@ def tables(ranks: int, local: int) -> dict[str, Lists]:
         "nothing": torch.zeros_like(uneven),
     }  # fmt: skip
     return {name: table.tolist() for name, table in found.items()}
+
+
+@contextmanager
+def by_torch(known: str = "host") -> Iterator[None]:
+    """CPU ranks as a user has them: torch stands for kernels, which tests/kernels interprets.
+
+    Args:
+        known: where counts are: all are taken for such that only a "device" knows, or none is.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("launch", "execute"):
+            patch.setattr(f"counterpoint.runtime.{module}.INTERPRETED", False)
+        if known == "device":
+            patch.setattr(experts, "host_known", on_no_host)
+        yield
+
+
+def on_no_host(counts: Tensor) -> bool:
+    return False
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Gradients of both ops against fp64, on CPU ranks and on GPUs alike.
+"""Gradients of the operators against fp64, on CPU ranks and on GPUs alike.
 
 Any rank can make the operands of any other from their seed, so each computes what it must get.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from rank_bodies import Case, Operands, device, exact, operands, world
+from rank_bodies import Case, Operands, call, device, exact, operands, world
 from torch import Tensor
 
 import counterpoint as cp
@@ -32,9 +32,10 @@ class Grads(list[Tensor | None]):
 
 
 def outer(case: Case, rank: int, seed: int, dev: torch.device) -> Tensor:
-    """The gradient that arrives at y of `rank`."""
+    """The gradient that arrives at y of `rank`; of matmul_all_reduce that of all ranks."""
     rows = case.rows[rank] if case.op == "matmul_reduce_scatter" else sum(case.rows)
-    generator = torch.Generator().manual_seed(7_000_000 + 1000 * seed + rank)
+    alike = case.op == "matmul_all_reduce"
+    generator = torch.Generator().manual_seed(7_000_000 + 1000 * seed + (0 if alike else rank))
     values = torch.randn(rows, *case.inner, case.n, generator=generator)
     return values.to(case.dtype).to(dev)
 
@@ -57,7 +58,8 @@ def wanted(
         dx = sum(parts[1:], parts[0])[start:stop]
         dw = torch.cat([flat(o.x) for o in everyone]).t() @ flat(dys[rank])
     else:
-        whole = torch.cat([flat(dy) for dy in dys])
+        alike = case.op == "matmul_all_reduce"
+        whole = flat(dys[rank]) if alike else torch.cat([flat(dy) for dy in dys])
         dx = whole @ mine.w.to(dtype).t()
         dw = flat(mine.x).t() @ whole
     db = flat(dys[rank]).sum(0) if mine.bias is not None else None
@@ -69,8 +71,6 @@ def wrong_grads(case: GradCase, group: dist.ProcessGroup | None = None) -> list[
     group = world(group)
     rank, ranks, dev = group.rank(), group.size(), device()
     forward = case.forward
-    op = getattr(cp, forward.op)
-    rows = None if forward.even else forward.rows
     problems: list[str] = []
     for seed in range(NUM_ROUNDS):
         everyone = [operands(forward, r, seed, dev) for r in range(ranks)]
@@ -82,7 +82,7 @@ def wrong_grads(case: GradCase, group: dist.ProcessGroup | None = None) -> list[
         mine.w.requires_grad_(case.needs[1])
         if mine.bias is not None:
             mine.bias.requires_grad_()
-        y = op(mine.x, mine.w, bias=mine.bias, plan=forward.plan, rows=rows, group=group)
+        y = call(forward, mine, group)
         want_y = exact(forward, rank, everyone)
         y.backward(dys[rank])
         got = [mine.x.grad, mine.w.grad, mine.bias.grad if mine.bias is not None else None]

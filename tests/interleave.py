@@ -52,6 +52,11 @@ class Program:
     ended: bool = False
     thread: Any = None
 
+    @property
+    def rank(self) -> str:
+        """The rank that has launched it."""
+        return self.name.partition(",")[0]
+
 
 class Interleaved:
     """One run of some ranks.
@@ -60,18 +65,28 @@ class Interleaved:
         seed: of the order.
         buffered: plain stores land late and out of order.
         landing: how likely one lands at each turn.
+        slots: programs that a GPU has at once; others wait, in the order of launches. 0: any.
     """
 
-    def __init__(self, seed: int, *, buffered: bool = True, landing: float = 0.4) -> None:
+    def __init__(
+        self, seed: int, *, buffered: bool = True, landing: float = 0.4, slots: int = 0
+    ) -> None:
+        self.slots, self.queues = slots, dict[str, list[Program]]()
         self.draw = random.Random(seed)
         self.buffered, self.landing = buffered, landing
         self.left: list[Program] = []
         self.idle = 0
         self.turns = 0
+        self.launched = set[str]()
+        self.gpu_of = dict[str, str]()
         self.fast = ""
 
-    def run(self, ranks: Sequence[Callable[[], None]]) -> None:
+    def run(self, ranks: Sequence[Callable[[], None]], gpus: Sequence[int] = ()) -> None:
         """Run all ranks to their end.
+
+        Args:
+            gpus: of each of `ranks`, where several of them are streams of one GPU, that launch in
+                their order here.
 
         Raises:
             DeadlockError: nobody can go on.
@@ -97,9 +112,29 @@ class Interleaved:
             ahead = self.draw.randrange(2 * len(ranks))
             self.fast = f"rank {ahead}" if ahead < len(ranks) else ""
             for i, body in enumerate(ranks):
-                self._start(Program(f"rank {i}", body))
+                before = [f"rank {j}" for j in range(i) if gpus and gpus[j] == gpus[i]]
+                self._start(Program(f"rank {i}", self._behind(body, before)))
+            self.gpu_of = {f"rank {i}": f"{gpus[i] if gpus else i}" for i in range(len(ranks))}
             while self.left:
                 self._turn()
+
+    def _behind(self, body: Callable[[], None], before: Sequence[str]) -> Callable[[], None]:
+        """`body`, once all of `before` have launched something."""
+
+        def run() -> None:
+            while not self.launched.issuperset(before):
+                self._give_way()
+            body()
+
+        return run
+
+    def _room(self, gpu: str) -> None:
+        """Start the programs that have room on a GPU, in order."""
+        queue = self.queues.setdefault(gpu, [])
+        running = sum(p.place is not None and self.gpu_of[p.rank] == gpu for p in self.left)
+        while queue and (not self.slots or running < self.slots):
+            self._start(queue.pop(0))
+            running, self.idle = running + 1, 0
 
     def _start(self, program: Program) -> Program:
         def run() -> None:
@@ -109,6 +144,8 @@ class Interleaved:
             program.ended = True
             self.left.remove(program)
             self.idle = 0
+            if program.place is not None:
+                self._room(self.gpu_of[program.rank])
 
         program.thread = greenlet.greenlet(run, parent=self.main)
         program.thread.program = program
@@ -160,12 +197,13 @@ class Interleaved:
         grid = (*executor.grid, 1, 1)[:3]
         caller = _current()
         programs = [
-            self._start(
-                Program(f"{caller.name}, program {place}", lambda: executor.fn(**values),
-                        (place, grid))
-            )
+            Program(f"{caller.name}, program {place}", lambda: executor.fn(**values), (place, grid))
             for place in np.ndindex(*grid)
-        ]  # fmt: skip
+        ]
+        gpu = self.gpu_of[caller.rank]
+        self.queues.setdefault(gpu, []).extend(programs)
+        self.launched.add(caller.rank)
+        self._room(gpu)
         while not all(program.ended for program in programs):
             self._give_way()
 

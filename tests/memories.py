@@ -1,5 +1,6 @@
 """What a launch of a fused kernel needs of each rank, in one process, between guards."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,18 @@ def places_of(memory: Any, plan: Plan) -> Any:
     return SimpleNamespace(
         workspace=memory.workspace, plan=plan, of=lambda box: lambda operands: operands[box.buffer]
     )
+
+
+def site_of(memory: Any, plan: Plan, **settings: int) -> Any:
+    """The one step of a fused plan on this rank, with other settings where they are given.
+
+    Args:
+        memory: of `memories`.
+    """
+    (step,) = plan.steps
+    args = tuple((name, settings.get(name, value)) for name, value in step.args)
+    bound = SimpleNamespace(step=replace(step, args=args))
+    return SimpleNamespace(bound=bound, places=places_of(memory, plan), tag=0)
 
 
 def guarded(count: int, fill: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

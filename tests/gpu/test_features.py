@@ -107,9 +107,9 @@ def test_what_every_eager_call_asks_torch(gpus):
     assert call.num_dispatch_modes() == 0
     with Mode():
         assert call.num_dispatch_modes() == 1
-    assert not call._autocast()
+    assert not call._any_autocast()
     with torch.autocast("cuda", torch.bfloat16):
-        assert call._autocast()
+        assert call._any_autocast()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         assert raw_stream(gpus.index) == side.cuda_stream

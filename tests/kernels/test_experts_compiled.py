@@ -4,6 +4,7 @@ import re
 
 import pytest
 from counterpoint.plan.expert_tiles import Tile, tile_of
+from counterpoint.runtime.launch_experts import Sending, sending_of
 from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order, lines_with
 
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
@@ -12,7 +13,6 @@ from counterpoint.kernels.matmul_all_to_all import (
     collect_kernel,
     matmul_all_to_all_kernel,
 )
-from counterpoint.runtime.launch_experts import Sending, sending_of
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
 

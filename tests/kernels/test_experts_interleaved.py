@@ -1,26 +1,45 @@
-"""Experts behind and before an all-to-all: all orders, uneven counts, planted faults."""
+"""Experts behind and before an all-to-all: all orders, uneven counts, planted faults, few slots."""
 
 from typing import Any
 
 import pytest
 import torch
-from counterpoint.plan.expert_tiles import Tile
-from memories import GUARD, guarded, left, memories
+import triton
+import triton.language as tl
+from memories import GUARD, guarded, left, memories, site_of
 from planted import is_last_relaxed, post_relaxed, post_too_few, same_epoch
 from rankpool import RankPool
 
 from counterpoint.kernels import all_to_all_matmul as dispatch
 from counterpoint.kernels import matmul_all_to_all as combine
 from counterpoint.kernels import peer
-from counterpoint.runtime.launch_experts import AllToAllMatmul, MatmulAllToAll, Sending
+from counterpoint.ops.fused_experts import COMBINE, DISPATCH
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
+from counterpoint.runtime.launch import Grid
 
-TILE = Tile(16, 16, 16, 1, 4, 2)
+SETTINGS = {"block_m": 16, "block_n": 16, "block_k": 16, "stages": 1, "num_warps": 4, "group_m": 2,
+            "senders": 2, "parts": 2, "words": 64}  # fmt: skip
 N, K = 24, 32
 LIMIT = 96
 FAULTS = {
     "relaxed": ("post", post_relaxed), "few": ("post", post_too_few),
     "epoch": ("next_epoch", same_epoch), "uncounted": ("is_last", is_last_relaxed),
 }  # fmt: skip
+
+
+def plan_of(op: str, ranks: int, local: int, m: int) -> Plan:
+    problem = Problem(op, m, N, K, ranks, "float16", experts=local, counts="device")
+    return build(problem, "fused")
+
+
+def action_of(memory: Any, op: str, ranks: int, local: int, m: int, **settings: int) -> Any:
+    """One kernel of `op` as a step of a plan runs it, of small tiles."""
+    from counterpoint.ops import fused_experts
+
+    prepare = fused_experts.combine if op == COMBINE else fused_experts.dispatch
+    return prepare(site_of(memory, plan_of(op, ranks, local, m), **(SETTINGS | settings)))
 
 
 def table(seed: int, ranks: int, experts: int) -> torch.Tensor:
@@ -33,6 +52,11 @@ def table(seed: int, ranks: int, experts: int) -> torch.Tensor:
     if seed % 3 == 2:
         counts[:, : experts // ranks] = 0  # and one whose experts have none
     return counts
+
+
+def integers(*shape: int) -> torch.Tensor:
+    """Products of these are exact in every dtype."""
+    return torch.randint(-4, 5, shape).half()
 
 
 def by_hand(
@@ -49,14 +73,17 @@ def by_hand(
     return arrive, there, back
 
 
-def rooms_of(limit: int, back: bool) -> list[torch.Tensor]:
+def rooms_of(limit: int, op: str) -> list[torch.Tensor]:
     """Where a rank's results go, full of NaN, between guards: y, and there the rows that come."""
-    return [guarded(limit * width, torch.nan) for width in ((N,) if back else (N, K))]
+    widths = (N,) if op == COMBINE else (N, K)
+    return [guarded(limit * width, torch.nan, torch.float16) for width in widths]
 
 
-def between(room: torch.Tensor, limit: int) -> torch.Tensor:
-    """[limit, N or K]: what lies between the guards."""
-    return room[GUARD:-GUARD].view(limit, -1)
+def operands(rooms: list[torch.Tensor], limit: int, clear: bool, **given: torch.Tensor) -> Any:
+    """Those of a call, its results between guards."""
+    results = [room[GUARD:-GUARD].view(limit, -1) for room in rooms]
+    found = given | dict(zip(("y", "rows"), results, strict=False))
+    return found | ({"clear": results[0]} if clear else {})
 
 
 def tail_is(tail: torch.Tensor, clear: bool) -> bool:
@@ -65,7 +92,7 @@ def tail_is(tail: torch.Tensor, clear: bool) -> bool:
 
 
 def errors_of(
-    rank: int, world: int, ranks: int, experts: int, seeds: range, fault: str, back: bool
+    rank: int, world: int, ranks: int, experts: int, seeds: range, fault: str, op: str
 ) -> list[str]:
     """What went wrong for each seed: a deadlock, or calls whose product is off; "" if nothing."""
     from interleave import DeadlockError, Interleaved
@@ -73,39 +100,31 @@ def errors_of(
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         if fault in FAULTS:
-            patch.setattr(combine if back else dispatch, *FAULTS[fault])
+            patch.setattr(combine if op == COMBINE else dispatch, *FAULTS[fault])
             patch.setattr(peer, *FAULTS[fault])
         for seed in seeds:
             if fault and any(found):
                 break  # it shows
             torch.manual_seed(seed)
-            each = memories(ranks, 2 * 4 * (LIMIT + 1) * K + 4096)
+            each = memories(ranks, 2 * 2 * (LIMIT + 1) * K + 4096)
             calls: list[Any] = []
             for call in range(3):
                 counts = table(3 * seed + call, ranks, experts)
-                ws = torch.randn(experts, K, N)
-                xs = [torch.randn(LIMIT, K) for _ in range(ranks)]
-                rooms = [rooms_of(LIMIT, back) for _ in range(ranks)]
+                ws, xs = integers(experts, K, N), [integers(LIMIT, K) for _ in range(ranks)]
+                rooms = [rooms_of(LIMIT, op) for _ in range(ranks)]
                 calls.append((counts, ws, xs, rooms, (seed + call) % 2 == 1))
+            local = experts // ranks
+            actions = [action_of(memory, op, ranks, local, LIMIT) for memory in each]
 
-            def run(r: int, each: Any = each, calls: Any = calls) -> None:
-                if back:
-                    op: Any = MatmulAllToAll(each[r], 0, experts, LIMIT, K, N, torch.float32,
-                                             TILE)  # fmt: skip
-                else:
-                    op = AllToAllMatmul(each[r], 0, experts, LIMIT, K, N, torch.float32, TILE,
-                                        Sending(2, 2, 64))  # fmt: skip
-                op.sms = 2
-                local = experts // ranks
+            def run(r: int, actions: Any = actions, calls: Any = calls, local: int = local) -> None:
                 for counts, ws, xs, rooms, clear in calls:
                     arrive, _, _ = by_hand(xs, ws, counts)
                     x = xs[r]
-                    if back:
-                        x = torch.full((LIMIT, K), torch.nan)
+                    if op == COMBINE:
+                        x = torch.full((LIMIT, K), torch.nan, dtype=torch.float16)
                         x[: len(arrive[r])] = arrive[r]
                     own = ws[r * local : (r + 1) * local]
-                    results = (between(room, LIMIT) for room in rooms[r])
-                    op(x, own, counts, LIMIT, *results, clear=clear)
+                    actions[r](operands(rooms[r], LIMIT, clear, x=x, w=own, counts=counts))
 
             try:
                 Interleaved(seed, landing=0.4 if seed % 2 else 0.05).run(
@@ -118,10 +137,10 @@ def errors_of(
             for i, (counts, ws, xs, rooms, clear) in enumerate(calls):
                 arrive, there, came = by_hand(xs, ws, counts)
                 for r, own in enumerate(rooms):
-                    for room, want in zip(own, [came[r]] if back else [there[r], arrive[r]],
-                                          strict=True):  # fmt: skip
-                        y = between(room, LIMIT)
-                        if not torch.allclose(y[: len(want)], want, atol=1e-4):
+                    wants = [came[r]] if op == COMBINE else [there[r], arrive[r]]
+                    for room, want in zip(own, wants, strict=True):
+                        y = room[GUARD:-GUARD].view(LIMIT, -1)
+                        if not torch.equal(y[: len(want)], want):
                             off.append((i, r))
                         if not tail_is(y[len(want) :], clear):
                             off.append((i, r, "rows that are none"))
@@ -132,11 +151,11 @@ def errors_of(
     return found
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+@pytest.mark.parametrize("op", [DISPATCH, COMBINE])
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 2), (2, 6), (4, 8)])
-def test_every_order_gives_the_product(pool: RankPool, ranks: int, experts: int, back: bool):
+def test_every_order_gives_the_product(pool: RankPool, ranks: int, experts: int, op: str):
     seeds = range(1 if ranks == 4 else 3)
-    run = pool.run(errors_of, 1, ranks, experts, seeds, "", back, group=False)
+    run = pool.run(errors_of, 1, ranks, experts, seeds, "", op, group=False, timeout_s=200)
     assert run == [[""] * len(seeds)]
 
 
@@ -144,34 +163,32 @@ STUCK = "deadlock: nobody can go on"
 
 
 @pytest.mark.parametrize(
-    ("fault", "text", "back"),
-    [("relaxed", "are off", False), ("uncounted", "are off", True), ("few", STUCK, False),
-     ("few", STUCK, True), ("epoch", "are off", False), ("epoch", "are off", True)],
+    ("fault", "text", "op"),
+    [("relaxed", "are off", DISPATCH), ("uncounted", "are off", COMBINE), ("few", STUCK, DISPATCH),
+     ("few", STUCK, COMBINE), ("epoch", "are off", DISPATCH), ("epoch", "are off", COMBINE)],
 )  # fmt: skip
-def test_planted_faults_show(pool: RankPool, fault: str, text: str, back: bool):
-    arguments = (2, 4, range(30), fault, back)
-    (found,) = pool.run(errors_of, 1, *arguments, group=False)
+def test_planted_faults_show(pool: RankPool, fault: str, text: str, op: str):
+    arguments = (2, 4, range(30), fault, op)
+    (found,) = pool.run(errors_of, 1, *arguments, group=False, timeout_s=200)
     assert any(text in problem for problem in found), found
 
 
-def edges(rank: int, world: int, back: bool, clear: bool) -> list[str]:
+def edges(rank: int, world: int, op: str, clear: bool) -> list[str]:
     """What is wrong where all rows that there is room for are none, where none are, and beyond."""
     from interleave import Interleaved
 
     limit, found = 16, []
     for own in ([0, 0], [3, 13], [15, 0], [10, 10]):
-        (memory,) = memories(1, 2 * 4 * (limit + 1) * K + 4096)
-        sizes = (memory, 0, 2, limit, K, N, torch.float32, TILE)
-        op: Any = MatmulAllToAll(*sizes) if back else AllToAllMatmul(*sizes, Sending(2, 2, 64))
-        op.sms, rooms = 2, rooms_of(limit, back)
-        x, w, counts = torch.randn(20, K), torch.randn(2, K, N), torch.tensor([own])
-        results = [between(room, limit) for room in rooms]
-        Interleaved(0).run([lambda: op(x, w, counts, 20, *results, clear=clear)])  # noqa: B023
+        (memory,) = memories(1, 2 * 2 * (limit + 1) * K + 4096)
+        rooms, action = rooms_of(limit, op), action_of(memory, op, 1, 2, limit)
+        x, w, counts = integers(20, K), integers(2, K, N), torch.tensor([own])
+        given = operands(rooms, limit, clear, x=x, w=w, counts=counts)
+        Interleaved(0).run([lambda: action(given)])  # noqa: B023
         rows = min(sum(own), limit)
         wants = [torch.cat([each @ m for each, m in zip(x[: sum(own)].split(own), w, strict=True)])]
-        wants += [] if back else [x]
-        for want, y in zip(wants, results, strict=True):
-            if not torch.allclose(y[:rows], want[:rows], atol=1e-4):
+        wants += [] if op == COMBINE else [x]
+        for want, y in zip(wants, (given["y"], given.get("rows")), strict=False):
+            if not torch.equal(y[:rows], want[:rows]):
                 found.append(f"{own}: rows are off")
             if not tail_is(y[rows:], clear):
                 found.append(f"{own}: rows that are none are off")
@@ -182,30 +199,116 @@ def edges(rank: int, world: int, back: bool, clear: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("clear", [False, True])
-@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
-def test_rows_that_are_none_are_zeroed_or_left(pool: RankPool, back: bool, clear: bool):
-    assert pool.run(edges, 1, back, clear, group=False) == [[]]
+@pytest.mark.parametrize("op", [DISPATCH, COMBINE])
+def test_rows_that_are_none_are_zeroed_or_left(pool: RankPool, op: str, clear: bool):
+    assert pool.run(edges, 1, op, clear, group=False, timeout_s=100) == [[]]
 
 
 def named_beyond(rank: int, world: int) -> list[Any]:
     """Sums of rows of which one is none, though there is room for it: (what is said, the sums)."""
     from interleave import Interleaved
 
-    (memory,) = memories(1, 2 * 4 * 17 * N + 4096)
-    op: Any = MatmulAllToAll(memory, 0, 2, 16, K, N, torch.float32, TILE)
-    op.sms = 2
+    (memory,) = memories(1, 2 * 2 * 17 * N + 4096)
+    action = action_of(memory, COMBINE, 1, 2, 16)
     found: list[Any] = []
-    x, w, counts = torch.randn(16, K), torch.randn(2, K, N), torch.tensor([[3, 4]])
+    x, w, counts = integers(16, K), integers(2, K, N), torch.tensor([[3, 4]])
     for last in (6, 7):
-        index = torch.tensor([[0, last]])
-        out, weights = torch.full((1, N), torch.nan), torch.ones(1, 2)
+        given = {
+            "x": x, "w": w, "counts": counts, "index": torch.tensor([[0, last]]),
+            "weights": torch.ones(1, 2), "y": x.new_empty(16, 0),
+            "sums": torch.full((1, N), torch.nan, dtype=torch.float16),
+        }  # fmt: skip
         memory.over.zero_()
-        sums = index, weights, out
-        Interleaved(0).run([lambda: op(x, w, counts, 16, None, sums=sums)])  # noqa: B023
+        Interleaved(0).run([lambda: action(given)])  # noqa: B023
         want = x[:1] @ w[0] + (x[last : last + 1] @ w[1] if last < 7 else 0)
-        found.append((int(memory.over), torch.allclose(out, want, atol=1e-4)))
+        found.append((int(memory.over), torch.equal(given["sums"], want)))
     return found
 
 
 def test_a_row_that_is_none_is_said_and_left_out(pool: RankPool):
-    assert pool.run(named_beyond, 1, group=False) == [[(0, True), (3, True)]]
+    assert pool.run(named_beyond, 1, group=False, timeout_s=60) == [[(0, True), (3, True)]]
+
+
+SLOTS = 4  # of a GPU
+RESERVED = 2  # of them, that another group's collective takes
+
+
+@triton.jit
+def meet_kernel(flags_ptr, rank, WORLD: tl.constexpr):
+    """As a library's collective: each program waits for the same one of all ranks."""
+    program = tl.program_id(0)
+    ranks = tl.arange(0, WORLD)
+    for to in tl.static_range(WORLD):
+        tl.atomic_xchg(flags_ptr + (program * WORLD + to) * WORLD + rank, 1, sem="release")
+    own = flags_ptr + (program * WORLD + rank) * WORLD + ranks
+    while tl.sum(tl.atomic_add(own, 0, sem="acquire")) < WORLD:
+        pass
+
+
+def turned(rank: int, world: int, op: str, senders: int, seeds: range) -> list[str]:
+    """Two groups of the same two ranks, whose kernels each rank launches in another order.
+
+    Args:
+        op: of the first group; "": another collective, which takes the whole GPU.
+    """
+    from interleave import DeadlockError, Interleaved
+
+    found: list[str] = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        each, meetings = memories(2, 2 * 2 * (LIMIT + 1) * K + 4096), torch.zeros(2, 16).int()
+        counts, ws = table(seed, 2, 4), integers(4, K, N)
+        xs = [integers(LIMIT, K) for _ in range(2)]
+        arrive, there, came = by_hand(xs, ws, counts)
+        givens: list[Any] = []
+        for r in range(2):
+            x = arrive[r] if op == COMBINE else xs[r]
+            x = torch.cat((x, x.new_zeros(LIMIT - len(x), K)))
+            y = x.new_empty(LIMIT, N)
+            givens.append({"x": x, "w": ws[2 * r : 2 * r + 2], "counts": counts, "y": y})
+
+        def ours(r: int, each: Any = each, givens: Any = givens, meetings: Any = meetings) -> None:
+            if not op:
+                meet_kernel[(SLOTS,)](meetings[0], r, 2)
+                return
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("counterpoint.runtime.launch.INTERPRETED_BLOCKS", SLOTS)
+                action = action_of(each[r], op, 2, 2, LIMIT, senders=senders)
+            action(givens[r])
+
+        def theirs(r: int, meetings: Any = meetings) -> None:
+            meet_kernel[(RESERVED if op else SLOTS,)](meetings[1], r, 2)
+
+        bodies = [lambda: ours(0), lambda: theirs(0), lambda: theirs(1), lambda: ours(1)]
+        try:
+            Interleaved(seed, slots=SLOTS).run(bodies, gpus=(0, 0, 1, 1))
+        except DeadlockError:
+            found.append("deadlock")
+            continue
+        wants = came if op == COMBINE else there
+        same = (torch.equal(g["y"][: len(t)], t) for g, t in zip(givens, wants, strict=True))
+        found.append("" if not op or all(same) else "off")
+    return found
+
+
+@pytest.mark.parametrize(("op", "senders"), [(DISPATCH, 2), (DISPATCH, 4), (COMBINE, 2)])
+def test_two_groups_in_turned_order(pool: RankPool, op: str, senders: int):
+    """Our kernels take all SMs, and yet no rank waits for what another group keeps from running.
+
+    Also where fewer senders fit beside the other group's collective than there are.
+    """
+    seeds = range(4)
+    run = pool.run(turned, 1, op, senders, seeds, group=False, timeout_s=200)
+    assert run == [[""] * len(seeds)]
+
+
+def test_a_deadlock_of_two_groups_would_show(pool: RankPool):
+    run = pool.run(turned, 1, "", 0, range(2), group=False, timeout_s=60)
+    assert run == [["deadlock"] * 2]
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3, 40, 132])
+def test_a_gpu_with_few_sms(resident: int):
+    """All programs that are resident, and never fewer than the senders and one that multiplies."""
+    assert Grid(None, 16, reserve=False).programs(resident) == max(resident, 17)
+    assert Grid(None, reserve=False).programs(resident) == resident

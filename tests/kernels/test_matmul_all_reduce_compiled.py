@@ -8,7 +8,10 @@ from functools import cache
 from math import prod
 
 import pytest
+from ptx import ACQUIRE, RELEASE, Compiled, all_stop_alike, compiled, lines_with
 
+from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.ops.fused_sum import SHOTS
 from counterpoint.plan.families import parse
 from counterpoint.plan.fused_sum import Settings, padded, rows_of_tile, settings_of
 from counterpoint.problem import Problem

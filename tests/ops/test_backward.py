@@ -4,24 +4,31 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from counterpoint.plan.variants import variants
 from grad_bodies import GradCase, several_weights, wrong_grad_cases
-from rank_bodies import Case, device
+from rank_bodies import Case, device, world
 from rankpool import RankPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import counterpoint as cp
 from counterpoint.errors import UnsupportedError
+from counterpoint.ops.call import prepare
 from counterpoint.ops.operators import OPERATORS, operands
+from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
+GRADIENTS = [op for op in OPERATORS if op not in (*OPS, "matmul_all_reduce")]
 
 
 def cases(op: str, ranks: int) -> list[GradCase]:
     even, uneven = (5,) * ranks, (3, 0, 7, 1)[:ranks]
+    if op == "matmul_all_reduce":
+        return [
+            GradCase(Case(op, "auto", even, 17, 12, torch.bfloat16, True, "transposed")),
+            GradCase(Case(op, "serial" if ranks == 3 else "fused", (3,), 9, 6, inner=(2,))),
+            GradCase(Case(op, "auto", (3,), 9, 6, bias=True), (True, False)),
+        ]
     found = [
         GradCase(Case(op, plan, even, 17, 12, dtype, bias=True, layout=layout))
         for plan in ("auto", "graded", "shard_p2p")
@@ -37,7 +44,7 @@ def cases(op: str, ranks: int) -> list[GradCase]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "matmul_all_reduce"])
 def test_gradients_are_those_of_fp64(pool: RankPool, op: str, ranks: int):
     problems = sum(pool.run(wrong_grad_cases, ranks, cases(op, ranks)), [])
     assert not problems, "\n".join(problems)
@@ -51,28 +58,23 @@ def test_a_list_of_weights(pool: RankPool, plan: str):
 
 
 def every_backward_plan(rank: int, world_size: int, op: str) -> list[str]:
-    """Each variant computes the same as serial, bit for bit where it sums in the same order."""
+    """Each plan computes the same as serial."""
     problem = Problem(op, 8 * world_size, 12, 20, world_size, "float32")  # type: ignore[arg-type]
     torch.manual_seed(rank)
     given = operands(problem, rank, device())
-    tail = [] if op.endswith("wgrad") else None
     problems: list[str] = []
     want: list[Tensor] = []
-    for spec in variants(problem.op, world_size):
-        from counterpoint.ops.call import prepare
-
-        group = dist.group.WORLD
-        assert group is not None
-        got = prepare(OPERATORS[problem.op], given, spec, [], group)(given)
+    for spec in operation_of(op).candidates(problem):
+        got = prepare(OPERATORS[op], given, spec, [], world())(given)
         want = want or got
         for a, b in zip(got, want, strict=True):
             if not torch.allclose(a, b, rtol=1e-4, atol=1e-4):
                 problems.append(f"{op} {spec}: off by {(a - b).abs().max()}")
-    assert tail is None or len(want) == 1
+    assert len(want) == 1 + (not op.endswith("wgrad"))
     return problems
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATORS if op not in OPS])
+@pytest.mark.parametrize("op", GRADIENTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_backward_plan(pool: RankPool, op: str, ranks: int):
     problems = sum(pool.run(every_backward_plan, ranks, op), [])
@@ -178,9 +180,7 @@ def test_autocast(pool: RankPool):
 
 def opcheck(rank: int, world_size: int, op: str) -> dict[str, str]:
     problem = Problem(op, 4 * world_size, 6, 10, world_size, "float32")  # type: ignore[arg-type]
-    group = dist.group.WORLD
-    assert group is not None
-    where = ["serial", [], group.group_name, world_size, rank]
+    where = ["serial", [], world().group_name, world_size, rank]
     given = [t for t in operands(problem, rank, device()) if t is not None]
     if op.endswith("wgrad"):
         args = [*given, True, *where]
@@ -193,7 +193,7 @@ def opcheck(rank: int, world_size: int, op: str) -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATORS if op not in OPS])
+@pytest.mark.parametrize("op", GRADIENTS)
 def test_opcheck_of_the_gradients(pool: RankPool, op: str):
     for report in pool.run(opcheck, 2, op):
         assert set(report.values()) == {"SUCCESS"}, report

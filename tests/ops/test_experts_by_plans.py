@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from expert_bodies import Lists, by_expert, by_owner, integers, multiplied, summed, whole
+from expert_bodies import Lists, by_expert, by_owner, by_torch, integers, multiplied, summed, whole
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.ops import experts
 
 K, N = 5, 7
 
@@ -119,11 +118,6 @@ def test_gradients_of_rows_that_are_kept(pool: RankPool):
     assert pool.run(wrong_kept_gradient, 3) == [True] * 3
 
 
-def unknown(_: torch.Tensor) -> bool:
-    """Every table is as if it were on a GPU."""
-    return False
-
-
 def texts(rank: int, ranks: int) -> list[str]:
     found: list[str] = []
     counts = even(ranks, 3, 2)
@@ -143,8 +137,7 @@ def texts(rank: int, ranks: int) -> list[str]:
                 found.append("accepted")
             except cp.InputError as error:
                 found.append(str(error))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "host_known", unknown)
+        with by_torch("device"):
             given = whole(counts, K, N, torch.float32, back=back)
             try:
                 op(given.xs[rank], given.ws[rank], counts=torch.tensor(counts), max_rows=99,
@@ -157,14 +150,12 @@ def texts(rank: int, ranks: int) -> list[str]:
 
 def test_what_is_refused(pool: RankPool):
     wants = [
-        "counts must be equal for all ranks and experts with plan 'grouped', got 2 to 3; pad each "
-        "pair to a capacity, or take plan='auto'",
+        "plan must be for equal counts known to the host, got 'grouped'",
         "plan must be a spec whose sizes add up to 3; '2/2' do not, got 'grouped 2/2'",
         "plan must be a spec of words that grouped knows; 'pull' is none, got 'grouped 3 pull'",
-        "plan must be auto, serial, fused or grouped, got 'graded'",
+        "plan must be auto or one of serial, fused, grouped, got 'graded'",
         "plan must be a spec whose sizes add up to 3; '4' do not, got 'grouped 4'",
-        "counts must be on the CPU, or lists, with plan 'grouped', got on the GPU; take "
-        "plan='auto'",
+        "plan must be for equal counts known to the host, got 'grouped'",
     ]  # fmt: skip
     want = [f"{op}: {text}" for op in ("all_to_all_matmul", "matmul_all_to_all") for text in wants]
     assert pool.run(texts, 2) == [want] * 2

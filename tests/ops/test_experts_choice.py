@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from counterpoint.model.experts import predict
+from counterpoint.ops.experts_choice import _predicted
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import shipped
 from counterpoint.ops.experts import Exchange, check_operands
-from counterpoint.ops.experts_choice import _predicted
 from counterpoint.plan import direct
 from counterpoint.plan.families import build
 from counterpoint.plan.validate import validate

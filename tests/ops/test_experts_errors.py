@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from expert_bodies import whole
+from expert_bodies import by_torch, whole
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.ops import experts
 
 COUNTS = [[1, 0, 2, 3], [2, 2, 0, 1]]  # of two ranks with two experts each
 K, N = 4, 3
@@ -64,8 +63,8 @@ def test_arguments(pool: RankPool):
         "got [[1.5, 1.5", "got 3", "counts must be >= 0, got -1",
         "max_rows must be >= 6, what rank ", "max_rows must be >= 0, got -1",
         "max_rows must be a count, got 'all'",
-        "plan must be auto, serial, fused or grouped, got 'fast'",
-        "plan must be auto, serial, fused or grouped, got 1",
+        "plan must be auto or one of serial, fused, grouped, got 'fast'",
+        "plan must be a family's name or a Plan, got int",
     ]  # fmt: skip
     for both in pool.run(of_arguments, 2):
         for op, texts in zip(("all_to_all_matmul", "matmul_all_to_all"), both, strict=True):
@@ -109,8 +108,7 @@ def test_ranks_that_differ(pool: RankPool):
 
 
 def of_device_known(rank: int, ranks: int) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "host_known", lambda _: False)
+    with by_torch("device"):
         given = whole(COUNTS, K, N, torch.float32)
         x = given.xs[rank]
         cases: list[dict[str, Any]] = [

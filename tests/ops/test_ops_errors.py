@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,12 +14,14 @@ from rankpool import RankPool
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError, PlanError
-from counterpoint.plan.families import FAMILIES, build
+from counterpoint.plan.families import build, families
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspaces_of
 
-GATHER, SCATTER = OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+GATHER, SCATTER = SHARING = ("all_gather_matmul", "matmul_reduce_scatter")
+REDUCE = "matmul_all_reduce"
+OPS = (*SHARING, REDUCE)
 RANKS, M, K, N = 3, 6, 5, 4
 
 
@@ -84,12 +87,16 @@ BAD = [
         (GATHER,),
     ),
     Bad(lambda: {"group": "tp"}, "group must be a ProcessGroup that has this rank, got tp"),
-    Bad(lambda: {"rows": [M]}, "rows must be 3 counts >= 0, got [6]"),
-    Bad(lambda: {"rows": []}, "rows must be 3 counts >= 0, got []"),
-    Bad(lambda: {"rows": [8, -1, -1]}, "rows must be 3 counts >= 0, got [8, -1, -1]"),
-    Bad(lambda: {"rows": 6}, "rows must be 3 counts >= 0, got 6"),
-    Bad(lambda: {"rows": (2.5, 2.5, 1.0)}, "rows must be 3 counts >= 0, got (2.5, 2.5, 1.0)"),
-    Bad(lambda: {"rows": "222"}, "rows must be 3 counts >= 0, got 222"),
+    Bad(lambda: {"rows": [M]}, "rows must be 3 counts >= 0, got [6]", SHARING),
+    Bad(lambda: {"rows": []}, "rows must be 3 counts >= 0, got []", SHARING),
+    Bad(lambda: {"rows": [8, -1, -1]}, "rows must be 3 counts >= 0, got [8, -1, -1]", SHARING),
+    Bad(lambda: {"rows": 6}, "rows must be 3 counts >= 0, got 6", SHARING),
+    Bad(
+        lambda: {"rows": (2.5, 2.5, 1.0)},
+        "rows must be 3 counts >= 0, got (2.5, 2.5, 1.0)",
+        SHARING,
+    ),
+    Bad(lambda: {"rows": "222"}, "rows must be 3 counts >= 0, got 222", SHARING),
     Bad(
         lambda: {"rows": [5, 7, 8]},
         "x must be [{rows}, ..., K] as rows[{rank}] says, got (6, 5)",
@@ -110,37 +117,32 @@ BAD = [
     Bad(lambda: {"plan": "fast"}, "plan must be auto or one of {families}, got 'fast'"),
     Bad(lambda: {"plan": ""}, "plan must be auto or one of {families}, got ''"),
     Bad(
-        lambda: {"plan": "uniform_unfused_2d"},
-        "plan must be auto or one of {families}, got 'uniform_unfused_2d'",
+        lambda: {"plan": "serail"},
+        "plan must be auto or one of {families}, got 'serail'; did you mean 'serial'?",
     ),
     Bad(
         lambda: {"plan": "shard_p2p xor"},
         "plan must be for a power of two of ranks where it says xor, got 'shard_p2p xor'; use ring",
+        SHARING,
     ),
-    Bad(lambda: {"plan": "graded 1/1"}, GROUPS.format("'1/1'", "'graded 1/1'")),
-    Bad(lambda: {"plan": "graded 4 ring"}, GROUPS.format("'4'", "'graded 4 ring'")),
-    Bad(
-        lambda: {"plan": "graded 1/0/2"},
-        "plan must be a spec with sizes like 1/1/2; '1/0/2' are none, got 'graded 1/0/2'",
-    ),
+    Bad(lambda: {"plan": "graded 1/1"}, GROUPS.format("'1/1'", "'graded 1/1'"), SHARING),
     Bad(
         lambda: {"plan": "graded 1/²"},
         "plan must be a spec with sizes like 1/1/2; '1/²' are none, got 'graded 1/²'",
+        SHARING,
     ),
     Bad(
         lambda: {"plan": "serial ring"},
         "plan must be a spec of words that serial knows; 'ring' is none, got 'serial ring'",
     ),
     Bad(
-        lambda: {"plan": "uniform_fused_1d pieces=2"},
-        "plan must be a spec of words that uniform_fused_1d knows; 'pieces=2' is none, "
-        "got 'uniform_fused_1d pieces=2'",
-        (GATHER,),
+        lambda: {"plan": "direct"},
+        "plan must be for a number of ranks that is a power of two up to 32, got 'direct'",
     ),
     Bad(
-        lambda: {"plan": "shard_p2p push"},
-        "plan must be a spec of words that shard_p2p knows; 'push' is none, got 'shard_p2p push'",
-        (SCATTER,),
+        lambda: {"plan": "fused"},
+        "plan must be for a number of ranks that is a power of two up to 32, got 'fused'",
+        (SCATTER, REDUCE),
     ),
     Bad(
         lambda: {"plan": "plan:of another process"},
@@ -153,11 +155,19 @@ BAD = [
         "got for matmul_reduce_scatter M6 N4 K9 float32 on 3 ranks",
         (SCATTER,),
     ),
+    *(
+        Bad(
+            lambda: {"plan": own_plan(SCATTER)},
+            f"plan must be for {op} M{m} N4 K5 float32 on 3 ranks, "
+            "got for matmul_reduce_scatter M6 N4 K5 float32 on 3 ranks",
+            (op,),
+        )
+        for op, m in ((GATHER, 18), (REDUCE, 6))
+    ),
     Bad(
-        lambda: {"plan": own_plan(SCATTER)},
-        "plan must be for all_gather_matmul M18 N4 K5 float32 on 3 ranks, "
-        "got for matmul_reduce_scatter M6 N4 K5 float32 on 3 ranks",
-        (GATHER,),
+        lambda: {"plan": "/of/no/plan.json"},
+        "plan must be a file that can be read, got [Errno 2] No such file or directory: "
+        "'/of/no/plan.json'",
     ),
 ]
 
@@ -174,7 +184,7 @@ def refuse_all(rank: int, world_size: int, op: str) -> list[str]:
         text = bad.text
         if "{" in text:
             mine = rows[rank] if isinstance(rows, list) else ""
-            text = text.format(families=", ".join(FAMILIES[op]), rank=rank, rows=mine)
+            text = text.format(families=", ".join(families(op)), rank=rank, rows=mine)
         try:
             getattr(cp, op)(**args)
         except CounterpointError as error:
@@ -183,7 +193,7 @@ def refuse_all(rank: int, world_size: int, op: str) -> list[str]:
         else:
             problems.append(f"not refused: {text}")
     assert not any(w.epoch or w.code for w in workspaces_of(dist.group.WORLD)), "a launch"
-    return problems + wrong(Case(op, "shard_p2p", (2, 2, 2), K, N))
+    return problems + wrong(Case(op, "serial", (2, 2, 2), K, N))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -206,7 +216,8 @@ def test_a_wrong_plan_is_refused(pool: RankPool):
 def refuse_groups(rank: int, world_size: int) -> None:
     x, w = normal(2, K), normal(K, N)
     others = dist.new_group([0])
-    for op in (cp.all_gather_matmul, cp.matmul_reduce_scatter):
+    calls = (cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce)
+    for op in calls:
         if rank == 0:
             assert op(x, w, group=others).shape == (2, N)
         else:
@@ -218,7 +229,7 @@ def refuse_groups(rank: int, world_size: int) -> None:
         "group must be an initialised process group, got None; "
         "start ranks with torchrun and call torch.distributed.init_process_group"
     )
-    for op in (cp.all_gather_matmul, cp.matmul_reduce_scatter):
+    for op in calls:
         with pytest.raises(InputError) as info:
             op(x, w)
         assert str(info.value) == f"{op.__name__}: {want}"
@@ -233,6 +244,7 @@ def without_gradients(rank: int, world_size: int) -> None:
     with torch.no_grad():
         assert cp.all_gather_matmul(x, w).shape == (4, N)
         assert not cp.matmul_reduce_scatter(x, w).requires_grad
+        assert not cp.matmul_all_reduce(x, w).requires_grad
 
 
 def test_parameters_are_taken_without_gradients(pool: RankPool):
@@ -240,18 +252,20 @@ def test_parameters_are_taken_without_gradients(pool: RankPool):
 
 
 def empty_sizes(rank: int, world_size: int) -> None:
-    for plan in ("auto", "graded", "serial"):
-        for bias in (None, normal(N)):
-            for op, rows in ((cp.all_gather_matmul, 2 * M), (cp.matmul_reduce_scatter, M // 2)):
-                with_bias = {"bias": bias, "plan": plan}
-                assert op(normal(0, K), normal(K, N), **with_bias).shape == (0, N)
-                assert op(normal(0, 3, K), normal(K, N), **with_bias).shape == (0, 3, N)
-                assert op(normal(M, 0, K), normal(K, N), **with_bias).shape == (rows, 0, N)
-                # a sum over nothing is zero
-                y = op(normal(M, 0), normal(0, N), **with_bias)
-                want = torch.zeros(rows, N, device=device()) + (0 if bias is None else bias)
-                assert torch.equal(y, want)
-                assert op(normal(M, K), normal(K, 0), plan=plan).shape == (rows, 0)
+    calls = [(cp.all_gather_matmul, 2 * M), (cp.matmul_reduce_scatter, M // 2)]
+    calls += [(cp.matmul_all_reduce, M)]
+    for op, rows in calls:
+        other = "fused" if op is cp.matmul_all_reduce else "graded"
+        for plan, bias in product(("auto", other, "serial"), (None, normal(N))):
+            with_bias = {"bias": bias, "plan": plan}
+            assert op(normal(0, K), normal(K, N), **with_bias).shape == (0, N)
+            assert op(normal(0, 3, K), normal(K, N), **with_bias).shape == (0, 3, N)
+            assert op(normal(M, 0, K), normal(K, N), **with_bias).shape == (rows, 0, N)
+            # a sum over nothing is zero
+            y = op(normal(M, 0), normal(0, N), **with_bias)
+            want = torch.zeros(rows, N, device=device()) + (0 if bias is None else bias)
+            assert torch.equal(y, want)
+            assert op(normal(M, K), normal(K, 0), plan=plan).shape == (rows, 0)
     assert cp.all_gather_matmul(normal(0, K), normal(K, N), rows=[0, 0]).shape == (0, N)
     # one rank without rows is no empty problem
     rows = [3, 0]
@@ -277,7 +291,7 @@ def disagree(rank: int, world_size: int) -> list[str]:
     """The texts of calls in which rank 1 differs from the others in one fact each."""
     odd = rank == 1
     x, w = normal(M, K), normal(K, N)
-    one, other = cp.all_gather_matmul, cp.matmul_reduce_scatter
+    one, other, third = cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce
     calls: list[Callable[[], object]] = [
         lambda: (other if odd else one)(x, w),
         lambda: one(normal(M + odd, K), w),
@@ -287,6 +301,7 @@ def disagree(rank: int, world_size: int) -> list[str]:
         lambda: one(x, w, bias=normal(N) if odd else None),
         lambda: one(x, w, plan="graded" if odd else "shard_p2p"),
         lambda: other(x, w, rows=[1, 2, 3] if odd else [2, 2, 2]),
+        lambda: third(x, w, plan="auto" if odd else "serial"),
     ]
     texts: list[str] = []
     # compared at the first call with new facts, and where it is asked for at each call
@@ -316,6 +331,7 @@ def test_ranks_that_disagree_are_named_on_all(pool: RankPool):
         f"{GATHER}: bias is None " + as_on.format("True", "False"),
         f"{GATHER}: plan " + as_on.format("shard_p2p", "graded"),
         f"{SCATTER}: rows " + as_on.format("(2, 2, 2)", "(1, 2, 3)"),
+        f"{REDUCE}: plan " + as_on.format("serial", "auto"),
     ]
     assert pool.run(disagree, RANKS) == [want] * RANKS
 

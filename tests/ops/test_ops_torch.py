@@ -16,6 +16,7 @@ from counterpoint.runtime.workspace import workspace_of
 
 GATHER = Case("all_gather_matmul", "graded", (3, 3), 5, 4, bias=True)
 SCATTER = Case("matmul_reduce_scatter", "graded", (3, 3), 5, 4, bias=True)
+REDUCE = Case("matmul_all_reduce", "fused", (3, 3), 5, 4, bias=True)
 
 
 def on_ranks(case: Case, ranks: int, **changes: object) -> Case:
@@ -25,15 +26,19 @@ def on_ranks(case: Case, ranks: int, **changes: object) -> Case:
 def run_opcheck(rank: int, world_size: int, case: Case) -> dict[str, str]:
     x, w, bias = operands(case, rank, 0, device())
     rows = [] if case.even else list(case.rows)
-    args = [x, w, bias, case.plan, rows, world().group_name, world_size]
-    if case.op == "matmul_reduce_scatter":
-        args.append(rank)
+    args = [x, w, bias, case.plan, rows, world().group_name, world_size, rank]
+    if case.op == "all_gather_matmul":
+        args = args[:-1]
+    if case.op == "matmul_all_reduce":
+        args = [*args[:4], world().group_name]
     op = getattr(torch.ops.counterpoint, case.op).default
     return torch.library.opcheck(op, tuple(args))
 
 
-@pytest.mark.parametrize("case", [GATHER, SCATTER], ids=lambda case: case.op)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(1, GATHER), (3, GATHER), (1, SCATTER), (3, SCATTER), (2, REDUCE)],
+    ids=lambda value: getattr(value, "op", value),
+)  # fmt: skip
 def test_opcheck(pool: RankPool, ranks: int, case: Case):
     uneven = on_ranks(case, ranks, inner=(2,), plan="serial", rows=(1, 4, 2)[:ranks], bias=False)
     for each in (on_ranks(case, ranks), uneven):
@@ -53,8 +58,8 @@ def fake_shapes(rank: int, world_size: int, cases: list[Case]) -> None:
 
 def test_fake_tensors_have_the_shapes_of_real_ones(pool: RankPool):
     cases = [
-        on_ranks(case, 3, rows=rows, inner=inner)
-        for case in (GATHER, SCATTER)
+        on_ranks(case, 3, rows=rows, inner=inner, plan=plan)
+        for case, plan in ((GATHER, "graded"), (SCATTER, "graded"), (REDUCE, "serial"))
         for rows in [(3, 3, 3), (0, 5, 2), (1, 1, 1)]
         for inner in [(), (2, 3)]
     ]
@@ -132,8 +137,10 @@ def look_for_aliases(rank: int, world_size: int, cases: list[Case]) -> None:
 def test_the_result_is_memory_of_its_own(pool: RankPool, ranks: int):
     cases = [
         on_ranks(case, ranks, plan=plan, inner=inner)
-        for case in (GATHER, SCATTER)
-        for plan in ("auto", "serial", "graded", "shard_p2p")
+        for case in (GATHER, SCATTER, REDUCE)
+        for plan in ("auto", "serial", "direct", "graded", "shard_p2p", "fused")
+        if case is REDUCE or plan != "fused"
+        if case is not REDUCE or plan not in ("graded", "shard_p2p")
         for inner in [(), (1,)]
     ]
     pool.run(look_for_aliases, ranks, cases)

@@ -7,6 +7,8 @@ made of are there; programs that have sent all they have take tiles as well.
 
 Only senders are waited for. None of them waits before it has sent, nor where another of this rank
 has not begun by then: they are the grid's first programs, and however few are resident, it ends.
+So it leaves no SMs to another group's collective: where that was launched first, and keeps most of
+this grid from running, the senders still end one after another, and no rank waits for more.
 
 Memory of each rank, one half for even and one for odd epochs: rows [limit, K], the second half from
 row `half_rows`; flags [E_local, PARTS, WORLD].

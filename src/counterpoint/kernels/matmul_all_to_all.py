@@ -3,7 +3,8 @@
 x is sorted by expert, and of one expert by rank: see routes.py. A tile's rows are stored at their
 final place on their owners as soon as they are computed; nothing waits in this kernel. The last of
 its programs posts one flag to each rank; `arrival_kernel`, of one program, waits for those of all,
-and `collect_kernel` takes the rows.
+and `collect_kernel` takes the rows. One program that waits keeps no collective of another group
+from running, so no SMs are left to those.
 
 Memory of each rank, one half for even and one for odd epochs: rows [limit, N]; flags [WORLD].
 """

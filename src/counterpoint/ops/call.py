@@ -8,6 +8,7 @@ call looks itself up, allocates its results and runs.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
-from counterpoint.runtime.ranks import gather_object, group_of
+from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Operands, Workspace, workspace_if_any, workspace_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
@@ -186,7 +187,8 @@ def key_of(
     if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
-    key: list[object] = [op, plan if isinstance(plan, str) else id(plan), dim]
+    # a Plan by its identity, as its hash walks all of it; plan_key keeps it
+    key: list[object] = [op, plan if isinstance(plan, str | Path) else id(plan), dim]
     for t in tensors:
         if t is None:
             key.append(None)
@@ -354,19 +356,17 @@ def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None
         like: operands of the first call, for kernels that are compiled for what lies how.
 
     Raises:
-        UnsupportedError: the plan was asked for, and does not run on this GPU.
+        UnsupportedError: the plan was asked for, and does not run on the GPU of a rank.
     """
-    waits = any(step.spins for step in plan.steps) and workspace.device.type == "cuda"
-    if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
-        return compile_plan(plan, workspace, like=like)
-    problem, code = "", None
     try:
-        code = compile_plan(plan, workspace, like=like)
-    except UnsupportedError as error:
-        problem = str(error)
-    if code is None or any(gather_object(problem, workspace.group)):
-        return compile_plan(build(plan.problem, "serial"), workspace, like=like)
-    return code
+        return compile_plan(plan, workspace, like=like)
+    except UnsupportedError:
+        # of a plan that waits in a kernel all ranks are here then, see CudaCode; in a capture each
+        # would be by itself
+        waits = any(step.spins for step in plan.steps)
+        if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
+            raise
+    return compile_plan(build(plan.problem, "serial"), workspace, like=like)
 
 
 def run(

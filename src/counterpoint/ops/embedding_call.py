@@ -9,6 +9,7 @@ is looked at each time.
 import os
 from collections.abc import Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +121,7 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
                 *map(Tensor.data_ptr, tables), indices.dtype, offsets.shape, offsets.stride(),
                 offsets.dtype, offsets.device, weights is None or (weights.dtype, weights.device),
                 mode, last, batch and tuple(batch), dims and tuple(map(tuple, dims)), dtype,
-                out and out.facts, plan if isinstance(plan, str) else id(plan),
+                out and out.facts, plan if isinstance(plan, str | Path) else id(plan),
             )  # fmt: skip
             workspace = workspace_if_any(group, indices.device)
             found: Known | None = workspace.known.get(key) if workspace is not None else None

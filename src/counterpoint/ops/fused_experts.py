@@ -31,6 +31,7 @@ from counterpoint.runtime.workspace import Operands, Places
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
+ONE = Grid(1, reserve=False, each=True)
 ANY = 2**31 - 1  # rows of x, where they are known to suffice
 COMBINE = "matmul_all_to_all"
 DISPATCH = "all_to_all_matmul"
@@ -65,7 +66,7 @@ class _Experts:
         self.find_routes = {dtype: self._routes(dtype) for dtype in (torch.int32, torch.int64)}
 
     def launch(
-        self, kernel: Any, given: tuple[str, ...], fixed: dict[str, Any], grid: Grid | int,
+        self, kernel: Any, given: tuple[str, ...], fixed: dict[str, Any], grid: Grid,
         options: dict[str, int],
     ) -> Launch:  # fmt: skip
         """One kernel of this step, not compiled yet."""
@@ -105,11 +106,12 @@ class _Experts:
         return launch.compile(torch.int32, index, weights, self.dtype, 0, 0, 0)
 
     @property
-    def collectors(self) -> int:
+    def collectors(self) -> Grid:
         """Programs that copy rows."""
         if self.device.type != "cuda":
-            return COLLECTORS
-        return COLLECTORS * torch.cuda.get_device_properties(self.device).multi_processor_count
+            return Grid(COLLECTORS, reserve=False, each=True)
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return Grid(COLLECTORS * sms, reserve=False, each=True)
 
     def _routes(self, dtype: torch.dtype) -> Launch:
         fixed = {
@@ -118,7 +120,7 @@ class _Experts:
             "BLOCK_M": self.tile.block_m, "BACK": self.combines,
         }  # fmt: skip
         given = ("counts_ptr", "routes_ptr", "limit", "has")
-        launch = self.launch(routes_kernel, given, fixed, 1, {"num_warps": 8})
+        launch = self.launch(routes_kernel, given, fixed, ONE, {"num_warps": 8})
         return launch.compile(dtype, torch.int32, 0, 0)
 
     def start(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, int, int, Any]:
@@ -226,7 +228,8 @@ def combine(site: Site) -> Action:
             multiply[columns, adds] = launch.compile(*samples)
     waiting = {"flags_ptr", "state_ptr", "half_flags", "rank", "WORLD"}
     waits = {name: value for name, value in each.shared().items() if name in waiting}
-    arrive = each.launch(arrival_kernel, (), waits | each.waiting(), 1, {"num_warps": 1}).compile()
+    waits |= each.waiting()
+    arrive = each.launch(arrival_kernel, (), waits, ONE, {"num_warps": 1}).compile()
     count = each.workspace.rank * (each.experts + 1) + each.experts  # own rows: see routes.py
     collect = each.collect(p.n, count, each.dtype, each.dtype)
     summing: dict[object, Launch] = {}

@@ -28,6 +28,7 @@ def plan_key(op: str, plan: str | Path | Plan) -> str:
 
     Args:
         plan: text, a Plan, or a file that has one as JSON: a Path, or text that ends in ".json".
+            A call of known facts does not read it again.
 
     Raises:
         InputError: something else, or a file that cannot be read.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from counterpoint.errors import UnsupportedError
 from counterpoint.plan.bind import BoundStep, Program
 from counterpoint.plan.launches import batches
 from counterpoint.runtime import (
@@ -72,17 +73,34 @@ class CudaCode:
         edges = {name for step in plan.steps for name in step.after if lane_of[name] != step.lane}
         self.events = {name: torch.cuda.Event() for name in edges}
         self.joins = {name: torch.cuda.Event() for name in self.side}
-        # a plan that is new while a graph is captured: its kernels are compiled and loaded now
-        with self._loading():
-            self.steps = [_CudaStep(self, launch, places) for launch in batches(program)]
+        self.steps = self._compiled_steps(places)
         self.like = None  # nothing is held on to
-        if self.spins and not torch.cuda.is_current_stream_capturing():
-            gather_object(None, workspace.group)  # a rank that still compiles is late for all
         # a plan of one lane without signals is a list of torch calls on the current stream
         signals = any(step.waits or step.posts for step in plan.steps)
         self.plain: list[Action] | None = None
         if not self.side and not signals:
             self.plain = [action for step in self.steps for action in step.actions]
+
+    def _compiled_steps(self, places: Places) -> list["_CudaStep"]:
+        """All steps. Ranks meet behind them where a kernel waits for its peers.
+
+        Raises:
+            UnsupportedError: a kernel does not fit the GPU of a rank; where ranks meet, on all.
+        """
+        meets = self.spins and not torch.cuda.is_current_stream_capturing()
+        problem, steps = "", list[_CudaStep]()
+        try:
+            # a plan that is new while a graph is captured: its kernels are loaded now
+            with self._loading():
+                steps = [_CudaStep(self, launch, places) for launch in batches(self.program)]
+        except UnsupportedError as error:
+            if not meets:
+                raise
+            problem = str(error)
+        # a rank that still compiles is late for all, and one that cannot must not be waited for
+        if meets and (problems := [p for p in gather_object(problem, self.workspace.group) if p]):
+            raise UnsupportedError(problems[0])
+        return steps
 
     def run(self, operands: Operands) -> None:
         """See `execute.Code.run`."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan
 from counterpoint.problem import ITEM_BYTES
-from counterpoint.runtime.lanes_cuda import in_turn as in_turn
 from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory

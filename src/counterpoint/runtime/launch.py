@@ -67,7 +67,7 @@ class Launch:
         kernel: Triton's.
         given: names of the arguments that each call passes, in its order.
         fixed: all other arguments by name.
-        grid: how many programs share what; a number, of a kernel for which no peer waits.
+        grid: how many programs share what.
         device: it runs on.
         name: of the operator, for errors.
         options: of Triton: num_warps, num_stages.
@@ -77,7 +77,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, given: Sequence[str], fixed: Mapping[str, Any], grid: Grid | int,
+        self, kernel: Any, given: Sequence[str], fixed: Mapping[str, Any], grid: Grid,
         device: torch.device, name: str, options: Mapping[str, int],
     ) -> None:  # fmt: skip
         names: list[str] = list(kernel.arg_names)
@@ -88,7 +88,7 @@ class Launch:
         self._places = [names.index(each) for each in given]
         self._template = [fixed.get(each) for each in names]
         self._run: Callable[..., None] | None = None
-        self.programs = grid if isinstance(grid, int) else grid.programs(INTERPRETED_BLOCKS)
+        self.programs = grid.programs(INTERPRETED_BLOCKS)
 
     def compile(self, *given: object) -> "Launch":
         """Compile and load for arguments like these, tensors or their dtypes; launches nothing.
@@ -103,11 +103,10 @@ class Launch:
         with driver.relaxed_capture() if capturing else nullcontext():
             try:
                 compiled = self._kernel.warmup(*arguments, grid=(1,), **self._options)
-                if isinstance(self._grid, Grid):
-                    resident = resident_blocks(compiled, self._device, self._name, self._grid)
-                    self.programs = self._grid.programs(resident)
+                resident = resident_blocks(compiled, self._device, self._name, self._grid)
             except (OutOfResources, CompilationError) as error:
                 raise UnsupportedError(f"{self._name}: its kernel does not fit: {error}") from error
+        self.programs = self._grid.programs(resident)
         self._run = compiled[(self.programs, 1, 1)]
         return self
 

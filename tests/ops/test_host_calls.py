@@ -1,0 +1,133 @@
+"""A warm eager call runs few functions of ours: counted with the executor of GPUs, on CPU ranks."""
+
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from own_calls import own_calls, too_many
+from rank_bodies import by_reference, world
+from rankpool import RankPool
+
+import counterpoint as cp
+from counterpoint.ops import call, fused_sum
+from counterpoint.plan.bind import Program
+from counterpoint.runtime import lanes_cuda, launch
+from counterpoint.runtime.execute_cuda import CudaCode
+from counterpoint.runtime.lanes_cuda import CudaLanes
+from counterpoint.runtime.launch import Site
+from counterpoint.runtime.replay import Replays
+from counterpoint.runtime.workspace import Places, Workspace, workspace_of
+
+RAW = "None"  # the handle of the only stream
+
+
+class Graphs(dict[object, Any]):
+    """Where each call has been captured."""
+
+    replayed = 0
+
+    def get(self, key: object, default: object = None) -> Any:
+        hash(key)
+        return self
+
+    def move_to_end(self, key: object) -> None:
+        pass
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+
+class Kernel:
+    """A kernel of Triton's that does nothing; counts its launches."""
+
+    __name__ = "some_kernel"
+    launches = 0
+
+    def __init__(self, names: list[str]) -> None:
+        self.arg_names = names
+
+    def warmup(self, *_: object, **__: object) -> "Kernel":
+        return self
+
+    def __getitem__(self, _: object) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *_: object, **__: object) -> None:
+        self.launches += 1
+
+
+def as_on_gpu(program: Program, workspace: Workspace, kernel: Kernel, graphs: Graphs) -> CudaCode:
+    """The program as a GPU's executor runs it once it is warm: one kernel, or a captured graph."""
+    code, lanes = object.__new__(CudaCode), object.__new__(CudaLanes)
+    lanes.workspace, lanes._last = workspace, (RAW, None)  # type: ignore[assignment]
+    lanes.replays = object.__new__(Replays)
+    lanes.replays.graphs, lanes.replays._used, lanes.replays._calls = graphs, {}, 0  # type: ignore[assignment]
+    code.program, code.workspace, code.lanes = program, workspace, lanes
+    code.tag, code.constants, code.ran = 0, {}, True
+    code.spins = any(step.spins for step in program.plan.steps)
+    code.replayable = len(program.steps) > 1
+    code.plain = None
+    if not code.replayable:
+        memory = SimpleNamespace(
+            words=SimpleNamespace(bases=None, half_bytes=0), state=None, fault=None
+        )
+        workspace.fused = workspace.fused or memory
+        action = fused_sum.prepare(Site(program.steps[0], Places(workspace, program.plan), 0))
+        code.plain = [action]
+    return code
+
+
+def counted(rank: int, ranks: int, op: str, plan: str, own: bool) -> list[str]:
+    """What is wrong with a warm call."""
+    x, w = torch.randn(2 * ranks, 16).half(), torch.randn(16, 32).half()
+    run, problems = getattr(cp, op), list[str]()
+    group = world() if own else None
+    with by_reference(), pytest.MonkeyPatch.context() as patch:
+        kernel, graphs = Kernel(list(fused_sum.matmul_all_reduce_kernel.arg_names)), Graphs()
+        # a GPU's rank remembers all plans
+        patch.setattr(call, "uses_library", lambda _: False)
+        run(x, w, plan=plan, group=group)
+        run(x, w, plan=plan, group=group)
+        workspace = workspace_of(world(), torch.device("cpu"))
+        patch.setattr(fused_sum, "matmul_all_reduce_kernel", kernel)
+        patch.setattr(launch, "resident_blocks", lambda *_: 100)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for module in (lanes_cuda, launch):
+            patch.setattr(module, "raw_stream", repr)  # in C, as torch's
+        patch.setitem(lanes_cuda._turns, workspace.device, (RAW, None))
+        for ready in workspace.known.values():
+            ready.code = as_on_gpu(ready.code.program, workspace, kernel, graphs)
+        done = kernel.launches + graphs.replayed
+        found = own_calls(lambda: run(x, w, plan=plan, group=group))
+        if kernel.launches + graphs.replayed != done + 1:
+            problems.append("it was not one launch")
+        if wrong := too_many(found):
+            problems.append(wrong)
+        if not {"ops/call.py key_of", "runtime/execute_cuda.py run"} < {*found}:
+            problems.append(f"it was not the warm road: {found}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("op", "plan"),
+    [
+        ("all_gather_matmul", "shard_p2p"), ("all_gather_matmul", "direct"),
+        ("matmul_reduce_scatter", "graded"), ("matmul_reduce_scatter", "fused"),
+        ("matmul_all_reduce", "direct"), ("matmul_all_reduce", "fused"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("own", [False, True], ids=["default_group", "group"])
+def test_a_warm_call_runs_few_functions_of_ours(pool: RankPool, op: str, plan: str, own: bool):
+    assert pool.run(counted, 2, op, plan, own) == [[], []]
+
+
+def test_what_is_counted():
+    """Functions of ours alone, those behind others of torch's too; and the bar can be broken."""
+    problem = cp.Problem("all_gather_matmul", 8, 4, 4, 2)
+    found = own_calls(lambda: list(map(operator.attrgetter("item_bytes"), [problem] * 2)))
+    assert found == ["problem.py item_bytes"] * 2
+    assert too_many(found) == "" and too_many([]) and too_many(found * 7)
+    assert too_many([f"{i}.py f" for i in range(9)])

@@ -1,0 +1,37 @@
+"""How many Python functions of ours a call runs, and in how many modules: what the host pays."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import counterpoint as cp
+
+HOME = str(Path(cp.__file__).parent)
+MOST_CALLS, MOST_MODULES = 12, 8
+
+
+def own_calls(call: Callable[[], object]) -> list[str]:
+    """The functions of ours that `call` runs, in order, as "ops/call.py key_of"."""
+    found: list[str] = []
+
+    def seen(frame: Any, event: str, _: object) -> None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        # what is inlined from Python 3.12 on is none
+        if event == "call" and file.startswith(HOME) and name not in ("<listcomp>", "<genexpr>"):
+            found.append(f"{file[len(HOME) + 1 :]} {name}")
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def too_many(found: list[str]) -> str:
+    """What is beyond the bar, or ""."""
+    modules = {each.split()[0] for each in found}
+    good = 0 < len(found) <= MOST_CALLS and len(modules) <= MOST_MODULES
+    return "" if good else f"{len(found)} calls in {len(modules)} modules: {found}"
