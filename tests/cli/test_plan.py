@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_cases import AR, EXPERTS, OPS, make_problem
+from plan_cases import AR, BAGS, EXPERTS, OPS, make_problem
 from typer.testing import CliRunner, Result
 
 import counterpoint as cp
@@ -64,7 +64,8 @@ def test_it_says_what_choose_says(op: str, machine: str, ranks: int):
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_is_planned_for(op: str, by: str):
     experts = ("--experts", "4") if op in EXPERTS else ()
-    given = (op, "--shape", "512,64,128", "--machine", "b200-2", "--by", by, *experts)
+    shape = "1,64,128,512" if op == BAGS else "512,64,128"
+    given = (op, "--shape", shape, "--machine", "b200-2", "--by", by, *experts)
     facts = json.loads(run(*given, "--json").stdout, parse_constant=strict)
     choice = cp.choose(make_problem(op, 512, 64, 128, 2), "b200-2", by=by)  # type: ignore[arg-type]
     assert (facts["plan"], facts["seconds"]) == (choice.spec, choice.seconds)

@@ -182,12 +182,12 @@ class Pooling:
             which += 1
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             self.workspace.keep(self, chunks.words)
-        launches[which][1](
-            indices, indices if weights is None else weights, offsets, chunks.words, count,
-            offsets.numel(), *target,
-        )  # fmt: skip
-        if self._copy is not None:
-            self._copy(operands["y"])
+        given = (indices, indices if weights is None else weights, offsets, chunks.words, count,
+                 offsets.numel(), *target)  # fmt: skip
+        if self._copy is None:
+            launches[which][1](*given)
+        else:
+            Launch.in_a_row(((launches[which][1], given), (self._copy, (operands["y"],))))
 
     def compile(self, operands: Operands) -> list[tuple[float, Launch]]:
         """All settings for tensors like these; launches nothing.
