@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, nan
 
 import torch
@@ -23,7 +24,7 @@ from counterpoint.measure import record
 from counterpoint.measure.timing import captured, rotate
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.call import Operator, prepare
-from counterpoint.ops.operators import OPERATORS, bags_call, operands
+from counterpoint.ops.operators import OPERATORS, bags_call, operands, rows_of
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspace_of
@@ -70,9 +71,13 @@ def tune(
     if group is None or group.size() != problem.ranks:
         got = "no group" if group is None else f"{group.size()} ranks"
         raise InputError("tune", "group", want=f"of {problem.ranks} ranks as the problem", got=got)
-    if problem.op not in OPERATORS:
+    if problem.op not in OPERATORS and not problem.tables:
         want = f"of one of {', '.join(OPERATORS)}"
         raise InputError("tune", "problem", want=want, got=f"{problem}")
+    if problem.counts == "device":
+        fix = "auto takes one kernel there, if that takes the problem"
+        want = "of counts that the host knows"
+        raise InputError("tune", "problem", want=want, got=f"{problem}", fix=fix)
     if problem.splits:
         fix = "tune it as one weight of all columns"
         raise InputError("tune", "problem", want="of one weight", got=f"{problem}", fix=fix)
@@ -89,7 +94,9 @@ def tune(
     progress(f"preparing {len(candidates)} plans")
     num_sets, calls = _calls(problem, candidates, group, workspace.rank, device)
     progress(f"timing {len(candidates)} plans")
-    timed = _on_gpu if device.type == "cuda" else _on_cpu
+    # counts that change from call to call are in no graph
+    one_by_one = _eagerly if device.type == "cuda" else _on_cpu
+    timed = one_by_one if problem.counts == "host" or device.type != "cuda" else _on_gpu
     times = timed(calls, num_sets, group, device, rounds)
 
     best = min(candidates, key=times.__getitem__)
@@ -130,7 +137,7 @@ def _calls(
     """How many sets of operands there are, and a call of each plan on the set of a number."""
     if problem.tables:
         return 1, {spec: bags_call(problem, rank, device, spec, group) for spec in specs}
-    operator, rows = OPERATORS[problem.op], _rows(problem)
+    operator, rows = OPERATORS[problem.op], rows_of(problem)
     sets = _operands(problem, rank, device)
     return len(sets), {spec: _call(operator, sets, spec, rows, group) for spec in specs}
 
@@ -141,18 +148,13 @@ def _candidates(problem: Problem, machine: Machine) -> list[str]:
     return found[:MAX_TIMED]
 
 
-def _rows(problem: Problem) -> list[int]:
-    """Rows of each rank where they differ."""
-    return list(problem.rows) if len(set(problem.rows)) > 1 else []
-
-
 def _operands(problem: Problem, rank: int, device: torch.device) -> list[list[Tensor | None]]:
     """One set of tensors for each call of a graph: weights take turns, other tensors do not."""
     first = operands(problem, rank, device)
     if device.type != "cuda":
         return [first]
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    weight_bytes = problem.n * problem.k * problem.item_bytes
+    weight_bytes = max(problem.experts, 1) * problem.n * problem.k * problem.item_bytes
     turns = max(1, min(MIN_CALLS, ceil(L2_ROTATIONS * l2_bytes / max(weight_bytes, 1))))
     sets = [first]
     for _ in range(turns - 1):
@@ -167,15 +169,15 @@ def _call(
     operator: Operator,
     sets: list[list[Tensor | None]],
     spec: str,
-    rows: list[int],
+    rows: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Callable[[int], object]:
-    ready = prepare(operator, sets[0], spec, rows, group)
-    ready(sets[0])
+    room = len(sets[0][0]) if sets[0][0] is not None else 0  # of experts: as many as x has
+    prepare(operator, sets[0], spec, rows, group)(sets[0], room)
 
     def call(i: int) -> object:
         tensors = sets[i % len(sets)]
-        return prepare(operator, tensors, spec, rows, group)(tensors)
+        return prepare(operator, tensors, spec, rows, group)(tensors, room)
 
     return call
 
@@ -189,6 +191,20 @@ def _on_gpu(
     arms = {spec: arm for spec, (arm, _) in pairs.items()}
     times = rotate(arms, group=group, device=device, rounds=rounds, soak_s=0.5)
     return {spec: t.median_s / per_graph for spec, t in times.items()}
+
+
+def _eagerly(
+    calls: dict[str, Callable[[int], object]], num_sets: int, group: dist.ProcessGroup,
+    device: torch.device, rounds: int,
+) -> dict[str, float]:  # fmt: skip
+    arms = {spec: partial(_each, call) for spec, call in calls.items()}
+    times = rotate(arms, group=group, device=device, rounds=rounds, soak_s=0.5)
+    return {spec: t.median_s / MIN_CALLS for spec, t in times.items()}
+
+
+def _each(call: Callable[[int], object]) -> None:
+    for i in range(MIN_CALLS):
+        call(i)
 
 
 def _on_cpu(

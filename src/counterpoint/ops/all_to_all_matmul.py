@@ -93,9 +93,11 @@ def all_to_all_matmul(
     Example:
         >>> y = counterpoint.all_to_all_matmul(x, w, counts=counts, group=ep)  # doctest: +SKIP
     """
+    if group is None:
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, w, counts, max_rows, plan, group), None
+    known, key = seen(OP, x, w, counts, max_rows, plan, group.rank(), group.size()), None
     if known is not None and known.good:
         rows = (*known.facts, int(return_rows))
         found, key, _ = call.repeated(OP, (x, w, counts), group, plan, rows, 0, known.room)  # type: ignore[arg-type]

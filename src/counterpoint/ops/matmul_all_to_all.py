@@ -1,5 +1,7 @@
 """Each expert multiplies, and rows go back to their owners: the second half of a layer."""
 
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from counterpoint.ops.plans import backward_plan, plan_key
 from counterpoint.plan.steps import Plan
 
 OP = "matmul_all_to_all"
+on_host: Callable[[Tensor], bool] = attrgetter("is_cpu")
 SUM = f"{OP}_sum"
 
 _SCHEMA = "str plan, str group_name, int group_size"
@@ -78,11 +81,13 @@ def matmul_all_to_all(
     Example:
         >>> y = counterpoint.matmul_all_to_all(h, w, counts=counts, group=ep)  # doctest: +SKIP
     """
+    if group is None:
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, w, counts, max_rows, plan, group), None
+    known, key = seen(OP, x, w, counts, max_rows, plan, group.rank(), group.size()), None
     index, weights = sum_of if type(sum_of) is tuple and len(sum_of) == 2 else (None, None)
-    readable = sum_of is not None and not (type(index) is Tensor and index.is_cuda)
+    readable = sum_of is not None and (not isinstance(index, Tensor) or on_host(index))
     if known is not None and known.good and not readable:
         tensors = (x, w, counts, None, index, weights)
         found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]

@@ -6,7 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.ops import all_gather_matmul, backward, matmul_all_reduce, matmul_reduce_scatter
+from counterpoint.ops import (
+    all_gather_matmul,
+    backward,
+    experts,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from counterpoint.ops.call import Operator
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from counterpoint.problem import Problem
@@ -17,6 +23,8 @@ OPERATORS: dict[str, Operator] = {
     "all_gather_matmul": all_gather_matmul.OPERATOR,
     "matmul_reduce_scatter": matmul_reduce_scatter.OPERATOR,
     "matmul_all_reduce": matmul_all_reduce.OPERATOR,
+    "all_to_all_matmul": experts.operator_of("all_to_all_matmul"),
+    "matmul_all_to_all": experts.operator_of("matmul_all_to_all"),
     "all_gather_matmul_backward": backward.GATHER,
     "matmul_reduce_scatter_backward": backward.SCATTER,
     "all_gather_matmul_wgrad": backward.WGRADS[True],
@@ -40,6 +48,13 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
             return [normal(mine, p.k), w, bias]
         case "matmul_reduce_scatter" | "matmul_all_reduce":
             return [normal(p.m, p.k), w, bias]
+        case "all_to_all_matmul" | "matmul_all_to_all":
+            w = torch.randn(p.experts, p.n, p.k, device=device).to(dtype).transpose(1, 2)
+            count = p.m // (p.ranks * p.experts)
+            where = device if p.counts == "device" else torch.device("cpu")
+            counts = torch.full((p.ranks, p.ranks * p.experts), count, device=where)
+            aside = [None] * 3 if p.op == "matmul_all_to_all" else []
+            return [normal(p.m, p.k), w, counts, *aside]
         case "all_gather_matmul_backward":
             return [normal(p.m, p.n), normal(mine, p.k), w.t()]
         case "matmul_reduce_scatter_backward":
@@ -48,6 +63,13 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
             return [normal(mine, p.k), normal(p.m, p.n)]
         case _:
             raise AssertionError(f"{p.op} is none of OPERATORS")
+
+
+def rows_of(problem: Problem) -> tuple[int, ...]:
+    """Rows of each rank where they differ; of experts, the facts of a call."""
+    if problem.experts:
+        return experts.example_facts(problem)
+    return problem.rows if len(set(problem.rows)) > 1 else ()
 
 
 def bags_call(
