@@ -49,17 +49,17 @@ def specs(problem: Problem) -> list[str]:
     for family in operation_of(problem.op).families:
         tails = [""]
         if "sizes" in family.takes:
-            tails = [f"{total}", "/".join("1" * total)]
+            tails = [f"{total}"]
             tails += [f"{(total + 1) // 2}/{total // 2}"] if total > 1 else []
             # the group that comes in pieces is the first of some operators, of others the last
             in_pieces = "pieces" in family.takes and total > 2
             tails += [f"1/{total - 2}/1 pieces=2"] if in_pieces else []
         elif "pieces" in family.takes:
-            tails += ["pieces=2", "pieces=3"]
+            tails += ["pieces=3"]
         if "shots" in family.takes:
             tile = f"{max(16, problem.ranks)}x16x3"
-            tails += [first, f"{first} {tile} warps=2"]
-            tails += ["two_shot", f"two_shot {tile}"] if first != "scatter" else []
+            tails += [f"{first} {tile} warps=2"]
+            tails += ["two_shot"] if first != "scatter" else []
         peers = peers_of(problem.ranks) if "peers" in family.takes else ("",)
         found += [" ".join(f"{family.name} {p} {tail}".split()) for p in peers for tail in tails]
     return found

@@ -25,7 +25,6 @@ from plan_cases import (
 from plan_simulator import simulate
 
 from counterpoint.errors import InputError
-from counterpoint.plan import finer
 from counterpoint.plan.families import build, families
 from counterpoint.plan.grading import compositions
 from counterpoint.plan.operation import operation_of
@@ -316,8 +315,3 @@ def test_a_plan_prints_its_steps_and_memory(op: str):
     assert "buffer full     symmetric [26, 19] bfloat16, split over ranks, holds all" in text
     assert "push_1" in text and "x -> full@1[0]" in text and "posts 3@1" in text
     assert "x, w -> y, slots[0], slots@1[0]" in str(build(problem_of(AR, "even", 2), "fused"))
-
-
-def test_the_finer_families_are_those_of_both_forward_operators():
-    for op in (AG, RS):
-        assert set(finer.NAMES) < set(families(op))
