@@ -30,7 +30,7 @@ def make_problem(op: str, m: int, n: int, k: int, ranks: int, **options: object)
     Of embedding bags, each rank has a table of `n` columns; `k` is the indices of a bag.
     """
     if op == BAGS:
-        given = {"tables": ((n,),) * ranks, "indices": (m * k,) * ranks} | options
+        given = {"tables": ((max(n, 1),),) * ranks, "indices": (m * k,) * ranks} | options
         return Problem(op, m, ranks=ranks, **given)  # type: ignore[arg-type]
     if op in EXPERTS:
         options.setdefault("experts", 4)

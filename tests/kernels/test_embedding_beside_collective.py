@@ -5,18 +5,17 @@ whichever of the two a rank launches first.
 """
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from embedding_cases import expected, problem_of, random_bags
 from memories import GUARD, guarded, memories, places_of
+from planted import is_last_when_all_are_there, waiting_kernel
 from rankpool import RankPool
 
 from counterpoint.kernels import embedding_all_to_all as kernels
-from counterpoint.kernels.peer import post, wait
 from counterpoint.ops.embedding_kernels import Bags, prepare
 from counterpoint.plan import embedding_bag_all_to_all as plans
 from counterpoint.plan.bind import bind
@@ -26,25 +25,6 @@ from counterpoint.runtime.launch import Site
 
 DIMS, BATCH = ((16,), (8,)), (5, 4)
 SLOTS = 3  # blocks that are on a GPU at once; the collective takes two and leaves one
-
-
-@triton.jit
-def waiting_kernel(mine_ptr, theirs_ptr, stop_ptr):
-    """Stands for a library's collective: each program tells its peer's, and waits for it."""
-    place = tl.program_id(0) + tl.arange(0, 1)
-    post(theirs_ptr + place, 1, place >= 0)
-    wait(mine_ptr + place, 1, stop_ptr, 1 << 60, place >= 0)
-
-
-@triton.jit
-def is_last_when_all_are_there(count_ptr, programs):
-    """`is_last` of a kernel whose programs all stay until the last one comes."""
-    tl.debug_barrier()
-    place = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
-    seen = tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu")
-    while seen < programs:
-        seen = tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu")
-    return place == programs - 1
 
 
 def errors_of(rank: int, world: int, seeds: range, resident: bool) -> list[str]:
@@ -102,8 +82,8 @@ def errors_of(rank: int, world: int, seeds: range, resident: bool) -> list[str]:
                 waiting_kernel[(SLOTS - 1,)](words[r], words[1 - r], stop[r])
 
             # two streams of each rank: rank 0 launches one of them first, rank 1 the other
-            bodies = [lambda p=pools: p(0), lambda c=collects: c(0), lambda c=collects: c(1),
-                      lambda p=pools: p(1)]  # fmt: skip
+            bodies = [partial(pools, 0), partial(collects, 0), partial(collects, 1),
+                      partial(pools, 1)]  # fmt: skip
             names = ["rank 0", "rank 0", "rank 1", "rank 1"]
             try:
                 together(FewSlots(seed), bodies, names)

@@ -173,7 +173,13 @@ def test_what_is_refused():
     assert "indices must be 2 counts >= 0" in refused(indices=(-1, 0))
     assert "indices must be 0 where a rank has no tables" in refused(indices=(1, 1))
     assert "n must be 8, columns of all tables, or 0, got 9" in refused(n=9)
-    for name, value in (("k", 3), ("bias", True), ("splits", (8,)), ("experts", 2)):
+    others: tuple[tuple[str, Any], ...] = (
+        ("k", 3),
+        ("bias", True),
+        ("splits", (8,)),
+        ("experts", 2),
+    )
+    for name, value in others:
         assert f"{name} must be" in refused(**{name: value})
     assert "dtype must be one of bfloat16, float16, float32, got torch.int8" in refused(
         dtype=torch.int8

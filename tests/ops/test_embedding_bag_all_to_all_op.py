@@ -541,7 +541,7 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
     p = problem_of(((8, 3),), (4,))
     short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
     long.tables = short.tables
-    placed: dict[int, Any] = {}
+    placed: dict[object, Any] = {}
     ready = ready_of(short, p, "auto")
     found: list[bool] = []
 

@@ -8,6 +8,7 @@ from plan_cases import (
     AG_BACKWARD,
     AG_WGRAD,
     AR,
+    BAGS,
     BIASED,
     BY_ROWS,
     EXPERTS,
@@ -52,7 +53,7 @@ def problem_of(op: str, shape: str, ranks: int, **options: object) -> Problem:
     mine = tuple(rows[:ranks])
     if op in EXPERTS:
         return make_problem(op, ranks * 3 * rows[0], n, k, ranks, experts=3, **options)
-    if op not in BY_ROWS:
+    if op not in (*BY_ROWS, BAGS):
         return make_problem(op, sum(mine), n, k, ranks, **options)
     return make_problem(op, sum(mine), n, k, ranks, rows=mine, **options)
 
@@ -123,7 +124,10 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
     if op in EXPERTS and draw(st.booleans()):
         n, k = n // 8 * 8, k // 8 * 8
     bias = draw(st.booleans()) and op in BIASED
-    case = Problem(op, sum(rows), n, k, ranks, dtype, rows, bias, experts=experts)
+    if op == BAGS:
+        case = make_problem(op, sum(rows), n, k, ranks, dtype=dtype, rows=rows)
+    else:
+        case = Problem(op, sum(rows), n, k, ranks, dtype, rows, bias, experts=experts)
     family = draw(st.sampled_from(operation_of(op).families))
     words = [family.name]
     if "sizes" in family.takes:
