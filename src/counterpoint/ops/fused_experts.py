@@ -307,11 +307,19 @@ def reference(site: Site) -> Action:
             operands = operands | {"y": y.new_empty(len(y), p.n)}
         for action in actions:
             action(operands)
+        if p.ranks == 1 and "rows" in operands:
+            copy_own(operands)
         if "sums" in operands:
             index, weights = operands["index"], operands["weights"]
             operands["sums"].copy_(sum_of_rows(operands["y"], index, weights))
 
     return run
+
+
+def copy_own(operands: Operands) -> None:
+    """The rows that come to the experts of a group of one rank."""
+    x, rows = operands["x"], operands["rows"]
+    rows[: len(x)] = x[: len(rows)]
 
 
 def sum_of_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from counterpoint.ops.expert_gradients import weight_gradient
 from counterpoint.ops.experts import (
     Table,
     check_operands,
-    host_known,
     operator_of,
     room_of,
     run,
@@ -81,19 +80,18 @@ def matmul_all_to_all(
     """
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, counts, max_rows, group), None
+    known, key = seen(OP, x, w, counts, max_rows, plan, group), None
     index, weights = sum_of if type(sum_of) is tuple and len(sum_of) == 2 else (None, None)
     readable = sum_of is not None and not (type(index) is Tensor and index.is_cuda)
-    tensors = (x, w, counts, None, index, weights)
     if known is not None and known.good and not readable:
+        tensors = (x, w, counts, None, index, weights)
         found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
         if found is not None:
             return found[0]
     x, w = autocast(x, w)  # type: ignore[assignment]
     check_operands(OP, x, w)
     table, spec = table_of(OP, counts, x, w, group.size()), plan_key(OP, plan)
-    host = host_known(table)
-    room = room_of(OP, table, host, max_rows, group)
+    room, host = room_of(OP, table, max_rows, group)
     if sum_of is not None:
         index, weights = _check_sum(sum_of, x)
     if key is not None and known is not None:
