@@ -6,6 +6,7 @@ batch by the library's batched one. And the serial plan, which operators do with
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
