@@ -13,15 +13,8 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops import all_to_all_matmul, call, token_sums
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.expert_gradients import weight_gradient
-from counterpoint.ops.experts import (
-    Table,
-    check_operands,
-    operator_of,
-    room_of,
-    run,
-    seen,
-    table_of,
-)
+from counterpoint.ops.experts import operator_of, run, seen
+from counterpoint.ops.experts_check import Table, check_operands, room_of, table_of
 from counterpoint.ops.plans import backward_plan, plan_key
 from counterpoint.plan.steps import Plan
 
@@ -85,7 +78,7 @@ def matmul_all_to_all(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, w, counts, max_rows, plan, group.rank(), group.size()), None
+    known, key = seen(OP, x, w, counts, max_rows, plan, group), None
     index, weights = sum_of if type(sum_of) is tuple and len(sum_of) == 2 else (None, None)
     readable = sum_of is not None and (not isinstance(index, Tensor) or on_host(index))
     if known is not None and known.good and not readable:
