@@ -18,13 +18,20 @@ AG_WGRAD = "all_gather_matmul_wgrad"
 AG_BACKWARD, RS_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
 DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 EXPERTS = (DISPATCH, COMBINE)
+BAGS = "embedding_bag_all_to_all"
 BIASED = (AG, RS, AR)
-PLAIN = tuple(op for op in OPS if op not in EXPERTS)
+PLAIN = tuple(op for op in OPS if op not in (*EXPERTS, BAGS))
 BY_ROWS = tuple(op for op in PLAIN if operation_of(op).shares_rows)
 
 
 def make_problem(op: str, m: int, n: int, k: int, ranks: int, **options: object) -> Problem:
-    """A problem of any operator; of experts, four on each rank unless it says how many."""
+    """A problem of any operator; of experts, four on each rank unless it says how many.
+
+    Of embedding bags, each rank has a table of `n` columns; `k` is the indices of a bag.
+    """
+    if op == BAGS:
+        given = {"tables": ((n,),) * ranks, "indices": (m * k,) * ranks} | options
+        return Problem(op, m, ranks=ranks, **given)  # type: ignore[arg-type]
     if op in EXPERTS:
         options.setdefault("experts", 4)
     return Problem(op, m, n, k, ranks, **options)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_cases import AR, EXPERTS, OPS, make_problem
+from plan_cases import AR, BAGS, EXPERTS, OPS, make_problem
 from typer.testing import CliRunner, Result
 
 import counterpoint as cp
@@ -64,7 +64,8 @@ def test_it_says_what_choose_says(op: str, machine: str, ranks: int):
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_is_planned_for(op: str, by: str):
     experts = ("--experts", "4") if op in EXPERTS else ()
-    given = (op, "--shape", "512,64,128", "--machine", "b200-2", "--by", by, *experts)
+    shape = "1,64,128,512" if op == BAGS else "512,64,128"
+    given = (op, "--shape", shape, "--machine", "b200-2", "--by", by, *experts)
     facts = json.loads(run(*given, "--json").stdout, parse_constant=strict)
     choice = cp.choose(make_problem(op, 512, 64, 128, 2), "b200-2", by=by)  # type: ignore[arg-type]
     assert (facts["plan"], facts["seconds"]) == (choice.spec, choice.seconds)
@@ -96,23 +97,19 @@ def test_experts_are_problems_too(op: str):
 
 
 def test_embedding_bags_are_problems_too():
-    given = ("embedding_bag_all_to_all", "--shape", "8,128,5,65536", "--machine", "h200-4")
-    facts = json.loads(run(*given, "--json").stdout, parse_constant=strict)
-    for own, found in zip((False, True), facts, strict=True):
-        pooled = (8 * 65536 * 5,) * 4
-        problem = cp.EmbeddingProblem(((128,) * 8,) * 4, 65536, pooled, out=own)
+    op = "embedding_bag_all_to_all"
+    given = (op, "--shape", "8,128,5,65536", "--machine", "h200-4")
+    for own in (False, True):
+        more = ("--into",) if own else ()
+        facts = json.loads(run(*given, *more, "--json").stdout, parse_constant=strict)
+        problem = cp.Problem(op, 65536, ranks=4, tables=((128,) * 8,) * 4,
+                             indices=(8 * 65536 * 5,) * 4, out=own)  # fmt: skip
         choice = cp.choose(problem, "h200-4")
-        assert found["plan"] == choice.plan and found["serial_s"] == choice.serial_s
-        assert choice.explain() in run(*given).stdout
-    for option, *value in (("--show",), ("--plan", "fused"), ("--out", "a.png")):
-        got = value[0] if value else "True"
-        want = (
-            f"{option} must be left out with embedding_bag_all_to_all, which has no plan of steps"
-        )
-        assert f"{want}, got {got}" in run(*given, option, *value, code=1).stderr
-    text = run(*given, "--experts", "8", code=1).stderr
-    assert "--experts must be left out with embedding_bag_all_to_all, which has none, got 8" in text
-    assert "TABLES,D,POOLING,BATCH of numbers" in run(given[0], "--shape", "8,8,8", code=1).stderr
+        assert facts["plan"] == choice.spec and facts["serial_s"] == choice.serial_s
+    text = run(*given, "--plan", "serial", "--show").stdout
+    assert "lookup alone" in text and "pooled own cols -> y" in text
+    assert "experts must be 0" in run(*given, "--experts", "8", code=1).stderr
+    assert "TABLES,D,POOLING,BATCH of numbers" in run(op, "--shape", "8,8,8", code=1).stderr
 
 
 def test_it_fits_80_columns():

@@ -11,6 +11,7 @@ from counterpoint.ops import call, matmul_all_to_all
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.expert_gradients import weight_gradient
 from counterpoint.ops.experts import operator_of, run, seen
+from counterpoint.ops.experts import sample as sample  # what is tuned and compared
 from counterpoint.ops.experts_check import Table, check_operands, room_of, table_of
 from counterpoint.ops.plans import backward_plan, plan_key
 from counterpoint.plan.steps import Plan

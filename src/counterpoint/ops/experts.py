@@ -11,7 +11,7 @@ change with every step of a layer, so nothing is kept by their values: plans are
 there may be, in steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from counterpoint.ops.call import Operator, Output, Words
 from counterpoint.ops.experts_check import Table
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH, copy_own, sum_of_rows
 from counterpoint.ops.plans import family_of
+from counterpoint.ops.samples import Sample, num_sets
 from counterpoint.plan.bind import Box
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Counts, Problem
@@ -154,12 +155,6 @@ def _on_host(op: str, counts: Tensor) -> Tensor:
     return counts.cpu()
 
 
-def example_facts(problem: Problem) -> Facts:
-    """The facts of a call of `problem`, with as many rows as it may have at most."""
-    kind, m = KINDS.index(problem.counts), problem.m
-    return Facts(kind, m, m, m) if problem.counts == "device" else Facts(kind, m)
-
-
 @lru_cache(maxsize=4096)
 def _most(rows: int, experts: int) -> int:
     """Somewhat more, equal for all experts: tables change from call to call, but plans seldom."""
@@ -284,3 +279,32 @@ def run(
         refused = refusal(op, counts, x, room, group.rank(), host=host)
     given = call.Given(room, refused)
     return call.run(operator, (x, w, counts, *rest), plan, facts, group_name, given)
+
+
+def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """Calls on random rows, equally many for each expert: see samples.py.
+
+    Counts that differ from call to call are in no graph, as serial lays rows out on the host.
+    """
+    p, dtype = problem, getattr(torch, problem.dtype)
+    facts = Facts(2, p.m, p.m, p.m) if p.counts == "device" else Facts(KINDS.index(p.counts), p.m)
+    where = device if p.counts == "device" else torch.device("cpu")
+    table = (p.ranks, p.ranks * p.experts)
+    counts = torch.full(table, p.m // (p.ranks * p.experts), device=where)
+    x = torch.randn(p.m, p.k, device=device).to(dtype)
+    ws = [
+        torch.randn(p.experts, p.n, p.k, device=device).to(dtype).transpose(1, 2)
+        for _ in range(num_sets(p.experts * p.n * p.k * p.item_bytes, device))
+    ]
+    operator = operator_of(p.op)
+    aside = [None] * (len(operator.inputs) - 3)
+
+    def call_of(spec: str) -> Callable[[int], object]:
+        def one(i: int) -> object:
+            tensors = (x, ws[i % len(ws)], counts, *aside)
+            return call.prepare(operator, tensors, spec, facts, group)(tensors, p.m)
+
+        one(0)
+        return one
+
+    return Sample(len(ws), call_of, captures=p.counts == "equal")
