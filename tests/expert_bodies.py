@@ -51,6 +51,7 @@ def by_torch(known: str = "host") -> Iterator[None]:
     with by_reference(), pytest.MonkeyPatch.context() as patch:
         if known == "device":
             patch.setattr(experts_check, "host_known", on_no_host)
+            patch.setattr(experts_check, "host_known_at_once", on_no_host)
         yield
 
 

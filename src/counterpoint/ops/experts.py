@@ -95,7 +95,7 @@ def seen(
             isinstance(counts, Tensor) and isinstance(x, Tensor) and isinstance(w, Tensor)
         ):
             return None
-        host = experts_check.host_known(counts)
+        host = experts_check.host_known_at_once(counts)
         good = w.dim() == 3 and x.dim() == 2 and counts.shape == (ranks, ranks * w.shape[0])
         good = good and not counts.is_floating_point()
         if not good or (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):

@@ -13,8 +13,13 @@ from counterpoint.plan.families import families
 from counterpoint.runtime.counted import DISPATCH, rows_by_rank
 
 Table = Tensor | Sequence[Sequence[int]]
-# whether the host may read a table at each call
-host_known: Callable[[Tensor], bool] = attrgetter("is_cpu")
+# `host_known` of a call that may be known already: no function of ours, but none for compilers
+host_known_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
+
+
+def host_known(counts: Tensor) -> bool:
+    """Whether the host may read the table at each call."""
+    return counts.is_cpu
 
 
 def check_operands(op: str, x: Tensor, w: Tensor) -> None:

@@ -80,9 +80,11 @@ def matmul_all_to_all(
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
     known, key = seen(OP, x, w, counts, max_rows, plan, group), None
-    index, weights = sum_of if type(sum_of) is tuple and len(sum_of) == 2 else (None, None)
-    readable = sum_of is not None and (not isinstance(index, Tensor) or on_host(index))
-    if known is not None and known.good and not readable:
+    index, weights = sum_of if isinstance(sum_of, tuple) and len(sum_of) == 2 else (None, None)
+    at_once = known is not None and known.good
+    if at_once and sum_of is not None:  # rows to sum that the host can read are looked at
+        at_once = isinstance(index, Tensor) and not on_host(index)
+    if known is not None and at_once:
         tensors = (x, w, counts, None, index, weights)
         found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
         if found is not None:
