@@ -285,7 +285,7 @@ def test_unequal_rows_are_chosen_for(op: str):
         assert choice.timeline.end_s == pytest.approx(choice.seconds)
 
 
-@pytest.mark.parametrize("op", (*PLAIN, *EXPERTS))
+@pytest.mark.parametrize("op", [*PLAIN, *EXPERTS])
 def test_tiles_that_are_known_are_used(op: str):
     machine, problem = measured("h200-4"), make_problem(op, 4096, 4096, 4096, 4)
     blind = by_model(problem, machine)
