@@ -17,5 +17,5 @@ def pool() -> Iterator[RankPool]:
     from rankpool import RankPool
 
     # the ranks have no GPU: their Triton kernels run under the interpreter; none is ever too late
-    with RankPool(env={"TRITON_INTERPRET": "1", "COUNTERPOINT_TIMEOUT_S": "200"}) as ranks:
+    with RankPool(env={"TRITON_INTERPRET": "1", "COUNTERPOINT_TIMEOUT_S": "600"}) as ranks:
         yield ranks

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from rank_bodies import by_reference
 from torch import Tensor
 
 from counterpoint.ops import experts
@@ -47,9 +48,7 @@ def by_torch(known: str = "host") -> Iterator[None]:
     Args:
         known: where counts are: all are taken for such that only a "device" knows, or none is.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("launch", "execute"):
-            patch.setattr(f"counterpoint.runtime.{module}.INTERPRETED", False)
+    with by_reference(), pytest.MonkeyPatch.context() as patch:
         if known == "device":
             patch.setattr(experts, "host_known", on_no_host)
         yield

@@ -42,7 +42,7 @@ Ts = TypeVarTuple("Ts")
 # module in each, inductor since use_deterministic_algorithms does (0.9 s)
 PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch._inductor.config"]
 
-TIMEOUT_S = 300.0  # only ends what hangs: no run takes as long, however slow the machine
+TIMEOUT_S = 900.0  # only ends what hangs: no run takes as long, however slow the machine
 
 
 class RankError(AssertionError):

@@ -60,7 +60,7 @@ def test_torchrun_script_runs_on_cpu_ranks(tmp_path: Path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launcher, "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, env=environment, timeout=600,
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(128, 512) -> (256, 256) -> (128, 512) on 2 ranks" in done.stdout

@@ -29,7 +29,7 @@ def run(*arguments: str) -> str:
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, "-m", "counterpoint", *arguments],
-        capture_output=True, text=True, env=environment, timeout=100,
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

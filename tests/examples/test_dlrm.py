@@ -25,7 +25,7 @@ def test_it_trains_as_plain_torch_does():
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(SCRIPT), "--ranks", "2"],
-        capture_output=True, text=True, env=environment, timeout=600,
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     losses = re.findall(r"^step +(\d+) of 30   loss ([\d.]+)   plain torch ([\d.]+)$",

@@ -20,7 +20,7 @@ def test_it_trains_as_plain_torch_does():
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--ranks", "2", "--steps", "12", "--plan", "serial"],
-        capture_output=True, text=True, env=environment, timeout=600,
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     losses = re.findall(r"^step +(\d+) of 12   loss ([\d.]+)   plain torch ([\d.]+)$",

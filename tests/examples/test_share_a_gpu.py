@@ -17,7 +17,7 @@ def test_it_exchanges_the_products():
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--ranks", "2", "--size", "48"],
-        capture_output=True, text=True, env=environment, timeout=600,
+        capture_output=True, text=True, env=environment, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the exchanged products on 2 ranks agree with fp32" in done.stdout

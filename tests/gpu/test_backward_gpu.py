@@ -10,11 +10,11 @@ from specs import specs
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.call import prepare
-from counterpoint.ops.operators import OPERATORS, operands
-from counterpoint.problem import Problem
+from counterpoint.ops.samples import operands, operator_of
+from counterpoint.problem import Problem, op_names
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
-BACKWARD = [op for op in OPERATORS if op not in OPS]
+BACKWARD = [op for op in op_names() if op.endswith(("_backward", "_wgrad"))]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -48,9 +48,9 @@ def test_every_backward_plan_eager_and_replayed(gpus, op):
         problem = Problem(op, rows * ranks, n, k, ranks)
         torch.manual_seed(rank)
         given = operands(problem, rank, gpus)
-        want = [t.double() for t in prepare(OPERATORS[op], given, "serial", [], group)(given)]
+        want = [t.double() for t in prepare(operator_of(op), given, "serial", [], group)(given)]
         for spec in specs(problem)[1:]:
-            ready = prepare(OPERATORS[op], given, spec, [], group)
+            ready = prepare(operator_of(op), given, spec, [], group)
             for _ in range(4):  # the last two are replays of what the third captured
                 got = ready(given)
             for a, b in zip(got, want, strict=True):

@@ -6,14 +6,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_cases import expected, pooled, random_bags
+from embedding_cases import expected, pooled, problem_of, random_bags
 
 import counterpoint as cp
 from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.embedding_layout import Facts, Layout
-from counterpoint.runtime.launch_embedding import Lookup
 from counterpoint.runtime.workspace import workspace_of
+
+
+def dtype_of(layout):
+    return getattr(torch, layout.dtype)
 
 
 def drawn(seed):
@@ -33,19 +35,19 @@ def drawn(seed):
         "rows": draw.choice((1, 50, 5000)),
         "weighted": mode == "weights",
     }
-    return Layout(dims, batch, own["dtype"]), own, "mean" if mode == "mean" else "sum"
+    return problem_of(dims, batch, own["dtype"]), own, "mean" if mode == "mean" else "sum"
 
 
 def everyones(layout, own, seed=0):
-    return [random_bags(d, layout.num_bags, seed=100 * seed + r, **own)
-            for r, d in enumerate(layout.dims)]  # fmt: skip
+    return [random_bags(d, layout.m, seed=100 * seed + r, **own)
+            for r, d in enumerate(layout.tables)]  # fmt: skip
 
 
 def called(bags, layout, mode="sum", last=True, plan="fused", **more):
     offsets = bags.offsets if last else bags.offsets[:-1]
     return cp.embedding_bag_all_to_all(
         bags.tables, bags.indices, offsets, per_sample_weights=bags.weights, mode=mode,
-        include_last_offset=last, batch=layout.batch, dims=layout.dims, dtype=layout.dtype,
+        include_last_offset=last, batch=layout.rows, dims=layout.tables, dtype=dtype_of(layout),
         plan=plan, **more,
     )  # fmt: skip
 
@@ -64,7 +66,7 @@ def off(y, want):
 def test_rows_of_all_tables_for_own_bags(gpus, seed):
     layout, own, mode = drawn(seed)
     rank = dist.get_rank()
-    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
+    out = cp.PooledOutputs(layout.n, dtype_of(layout), layout.rows)
     for call in range(3):
         everyone = everyones(layout, own, 10 * seed + call)
         bags = everyone[rank].to(gpus)
@@ -94,12 +96,14 @@ def test_a_rank_by_itself(gpus):
 def test_a_lookup_equals_the_fused_kernel(gpus, longest):
     """To the bit, with an all-to-all and a concat behind it."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    layout = Layout(((128, 64),) * ranks, (500,) * ranks, torch.bfloat16)
-    bags = random_bags((128, 64), layout.num_bags, dtype=torch.bfloat16, rows=999,
+    layout = problem_of(((128, 64),) * ranks, (500,) * ranks, torch.bfloat16)
+    bags = random_bags((128, 64), layout.m, dtype=torch.bfloat16, rows=999,
                        longest=longest, seed=rank).to(gpus)  # fmt: skip
-    facts = Facts(layout, False, None, torch.int64, torch.int64)
-    sent = torch.full((layout.num_bags, 192), torch.nan, dtype=torch.bfloat16, device=gpus)
-    Lookup(facts, rank, gpus)(bags.tables, bags.indices, bags.offsets, None, sent)
+    # a rank by itself has the lookup alone, into its output
+    alone = [dist.new_group([r]) for r in range(ranks)][rank]
+    sent = cp.embedding_bag_all_to_all(
+        bags.tables, bags.indices, bags.offsets, group=alone, include_last_offset=True
+    )
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent)
     want = got.view(ranks, 500, 192).permute(1, 0, 2).reshape(500, -1)
@@ -109,7 +113,8 @@ def test_a_lookup_equals_the_fused_kernel(gpus, longest):
 def agreed_ways(group):
     """What auto has decided in the group so far."""
     workspace = workspace_of(group, torch.device("cuda", torch.cuda.current_device()))
-    return [way for key, way in workspace.agreed.items() if key[1] == "auto"]
+    return [plan.spec for key, plan in workspace.agreed.items() if key[-1] == "auto"
+            and isinstance(plan, cp.Plan)]  # fmt: skip
 
 
 @pytest.mark.parametrize("longest", [1, 100])
@@ -117,11 +122,11 @@ def test_auto_is_one_way_on_all_ranks(gpus, longest):
     """Though each has another number of indices, and other numbers come later."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group()
-    layout = Layout(((128,),) + ((128, 64),) * (ranks - 1), (200,) * ranks, torch.bfloat16)
+    layout = problem_of(((128,),) + ((128, 64),) * (ranks - 1), (200,) * ranks, torch.bfloat16)
     for call, most in enumerate((longest, 3, 40)):
-        everyone = [random_bags(d, layout.num_bags, seed=9 * call + r, dtype=torch.bfloat16,
+        everyone = [random_bags(d, layout.m, seed=9 * call + r, dtype=torch.bfloat16,
                                 longest=most * (1 + 9 * (r == 0)))
-                    for r, d in enumerate(layout.dims)]  # fmt: skip
+                    for r, d in enumerate(layout.tables)]  # fmt: skip
         bags = everyone[rank].to(gpus)
         want = called(bags, layout, plan="serial", group=group)
         assert torch.equal(called(bags, layout, plan="auto", group=group), want)
@@ -155,14 +160,14 @@ def kinds(layout, own, device, count):
 def some_layout():
     ranks = dist.get_world_size()
     dims = tuple((128, 64) if r % 2 else (256,) for r in range(ranks))
-    return Layout(dims, tuple(300 + 70 * r for r in range(ranks)), torch.bfloat16)
+    return problem_of(dims, tuple(300 + 70 * r for r in range(ranks)), torch.bfloat16)
 
 
 def gaps():
     """Nobody gets a row of the last rank, and the first has no bags: little is sent at all."""
     ranks = dist.get_world_size()
     dims = (*((128, 64),) * (ranks - 1), ())
-    return Layout(dims, tuple(90 * r for r in range(ranks)), torch.bfloat16)
+    return problem_of(dims, tuple(90 * r for r in range(ranks)), torch.bfloat16)
 
 
 FUSED, SERIAL = "fused", "serial"
@@ -178,7 +183,7 @@ def test_late_ranks_change_no_bit(gpus, into, plans, some):
     layout, plans = some(), TURNS[plans]
     own = {"dtype": torch.bfloat16, "rows": 999, "longest": 9}
     cases = kinds(layout, own, gpus, 5)
-    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+    out = cp.PooledOutputs(layout.n, dtype_of(layout), layout.rows) if into else None
     delay, draw = Delay(gpus), random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device=gpus)
     for i in range(3000):
@@ -199,9 +204,9 @@ def test_graphs_of_calls(gpus, plan):
     """Replays among eager calls, of two layouts, and new indices in the memory of old ones."""
     cases = []
     ranks = dist.get_world_size()
-    small = Layout(((16,),) * ranks, (64,) * ranks, torch.float32)
+    small = problem_of(((16,),) * ranks, (64,) * ranks, torch.float32)
     for layout in (some_layout(), small):
-        own = {"dtype": layout.dtype, "rows": 99, "longest": 5}
+        own = {"dtype": dtype_of(layout), "rows": 99, "longest": 5}
         ((bags, want),) = kinds(layout, own, gpus, 1)
         called(bags, layout, plan=plan)
         graph = torch.cuda.CUDAGraph()
@@ -226,7 +231,7 @@ def test_graphs_of_calls(gpus, plan):
     bags.indices.zero_()
     graph.replay()
     assert not wrong and torch.equal(y, called(bags, layout)) and not torch.equal(y, want)
-    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch)
+    out = cp.PooledOutputs(layout.n, dtype_of(layout), layout.rows)
     called(bags, layout, out=out, plan=plan)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(cp.InputError, match="while a graph is captured"), torch.cuda.graph(graph):
@@ -265,8 +270,8 @@ def test_gradients(gpus, seed, into):
     layout, own, mode = drawn(100 + seed)
     own["rows"] = max(own["rows"], 50)  # sums of a few hundred rows
     rank, everyone = dist.get_rank(), everyones(layout, own, seed)
-    dys = [torch.randn(n, layout.columns, generator=torch.Generator().manual_seed(r))
-           .to(layout.dtype) for r, n in enumerate(layout.batch)]  # fmt: skip
+    dys = [torch.randn(n, layout.n, generator=torch.Generator().manual_seed(r))
+           .to(dtype_of(layout)) for r, n in enumerate(layout.rows)]  # fmt: skip
     exact = everyones(layout, own, seed)
     for bags in exact:
         bags.tables = [t.double().requires_grad_() for t in bags.tables]
@@ -277,7 +282,7 @@ def test_gradients(gpus, seed, into):
     bags = everyone[rank].to(gpus)
     leaves = [*bags.tables, *([] if bags.weights is None else [bags.weights])]
     wants = [*exact[rank].tables, *([] if exact[rank].weights is None else [exact[rank].weights])]
-    out = cp.PooledOutputs(layout.columns, layout.dtype, layout.batch) if into else None
+    out = cp.PooledOutputs(layout.n, dtype_of(layout), layout.rows) if into else None
     bits = []
     for sparse in (False, True, False):
         for leaf in leaves:
@@ -317,7 +322,7 @@ def test_other_tables_of_one_rank_without_dims(gpus):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for wide in (8, 24, 8):
         dims = ((16,),) * (ranks - 1) + ((wide,),)
-        layout = Layout(dims, (40,) * ranks, torch.float32)
+        layout = problem_of(dims, (40,) * ranks, torch.float32)
         everyone = everyones(layout, {"rows": 9}, wide)
         bags = everyone[rank].to(gpus)
         y = cp.embedding_bag_all_to_all(
@@ -331,8 +336,8 @@ def test_other_tables_of_one_rank_without_dims(gpus):
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 def test_no_bags(gpus, into, plan):
     group, ranks = dist.new_group(), dist.get_world_size()
-    layout = Layout(((64,),) * ranks, (0,) * ranks, torch.float32)
-    out = cp.PooledOutputs(64 * ranks, layout.dtype, layout.batch, group=group) if into else None
+    layout = problem_of(((64,),) * ranks, (0,) * ranks, torch.float32)
+    out = cp.PooledOutputs(64 * ranks, dtype_of(layout), layout.rows, group=group) if into else None
     bags = random_bags((64,), 0).to(gpus)
     assert called(bags, layout, group=group, out=out, plan=plan).shape == (0, 64 * ranks)
     torch.cuda.synchronize()
@@ -345,12 +350,12 @@ def test_captures_of_what_no_eager_call_had(gpus, monkeypatch, alone, plan):
     """New dtypes are refused, and leave nothing behind; another number of indices is taken."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     group = [dist.new_group([r]) for r in range(ranks)][rank] if alone else dist.new_group()
-    layout = Layout(((24, 8),) * group.size(), (30,) * group.size(), torch.float32)
+    layout = problem_of(((24, 8),) * group.size(), (30,) * group.size(), torch.float32)
 
     def some(longest, index=torch.int64):
         own = {"longest": longest, "index": index, "rows": 60}
-        everyone = [random_bags(d, layout.num_bags, seed=r, **own)
-                    for r, d in enumerate(layout.dims)]  # fmt: skip
+        everyone = [random_bags(d, layout.m, seed=r, **own)
+                    for r, d in enumerate(layout.tables)]  # fmt: skip
         bags = everyone[group.rank()].to(gpus)
         return bags, expected(everyone, layout, group.rank(), mean=False)
 

@@ -3,8 +3,6 @@
 import re
 
 import pytest
-from counterpoint.plan.expert_tiles import Tile, tile_of
-from counterpoint.runtime.launch_experts import Sending, sending_of
 from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order, lines_with
 
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
@@ -13,6 +11,7 @@ from counterpoint.kernels.matmul_all_to_all import (
     collect_kernel,
     matmul_all_to_all_kernel,
 )
+from counterpoint.plan.fused_experts import Sending, Tile, sending_of, tile_of
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
 
@@ -27,6 +26,10 @@ TMA = r"cp\.async\.bulk\.tensor"
 PROXY = r"fence\.proxy\.async\.global"
 
 
+def constants_of(tile: Tile) -> tuple[int, ...]:
+    return tile.block_m, tile.block_n, tile.block_k, tile.group_m, tile.stages
+
+
 def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> Compiled:
     """As a launch on a Hopper would compile it; TMA is there from capability 90 on."""
     block = [tile.block_n, tile.block_k] if columns else [tile.block_k, tile.block_n]
@@ -37,14 +40,14 @@ def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> C
     if back:
         names = ("R", "N", "K", "E", "half_bytes", "half_flags", "limit", "rank")
         types = {"x_desc": x, "w_desc": w, "add_ptr": "*bf16", **POINTERS}
-        fn, constants = matmul_all_to_all_kernel, (*shared, False, *tile.constants)
+        fn, constants = matmul_all_to_all_kernel, (*shared, False, *constants_of(tile))
     else:
         names = ("T", "N", "K", "E", "words", "half_rows", "half_flags", "limit", "rank",
                  "tag", "timeout_ns")  # fmt: skip
         types = {"x_ptr": "*bf16", "received_desc": x, "w_desc": w, "y_ptr": "*bf16", **POINTERS}
         types |= {"fault_ptr": "*i64"}
         fn = all_to_all_matmul_kernel
-        constants = (*shared, way.senders, way.parts, way.piece, *tile.constants)
+        constants = (*shared, way.senders, way.parts, way.words, *constants_of(tile))
     types |= dict.fromkeys(names, "i32")
     last = fn.arg_names[len(types) :]
     plain = ("R", "T", "rank", "limit", "tag", "timeout_ns", "E", "half_rows",
@@ -100,7 +103,7 @@ def test_what_it_is_compiled_to(model: str, tokens: int, columns: bool, ranks: i
     """
     experts, hidden, ffn = SIZES[model]
     k, n = (ffn, hidden) if back else (hidden, 2 * ffn)
-    tile = tile_of(8 * tokens, k, n, experts, back=back)
+    tile = tile_of(8 * tokens, k, n, experts, combines=back)
     found = kernel(tile, back=back, ranks=ranks, columns=columns)
     assert found.spills <= (24 if back and ranks == 2 else 0)
     assert re.search(r"wgmma\.mma_async", found.ptx) and re.search(TMA, found.ptx)

@@ -236,7 +236,7 @@ def test_what_is_refused(pool: RankPool):
         "tables must be (rows, columns) of each", "tables must be (rows, columns) of each",
         "owners must be one of 2 ranks for each of 5 tables",
         "owners must be one of 2 ranks for each of 5 tables", "mode must be 'sum' or 'mean'",
-        "plan must be 'auto', 'fused' or 'serial', got 'graded'",
+        "plan must be one of auto, serial, fused, got 'graded'",
         "keys must be a name for each of 5 tables",
     ]  # fmt: skip
     for texts in pool.run(refusals, 2):

@@ -1,8 +1,6 @@
 """embedding_bag_all_to_all as an operator, on CPU ranks: rows, gradients, what it refuses."""
 
 import random
-import re
-import sys
 import tempfile
 import time
 from functools import partial
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_cases import Bags, expected, problem_of, random_bags
+from own_calls import own_calls
 from rank_bodies import world
 from rankpool import RankPool
 
@@ -542,7 +541,7 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
     p = problem_of(((8, 3),), (4,))
     short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
     long.tables = short.tables
-    placed: dict[int, Any] = {}
+    placed: dict[object, Any] = {}
     ready = ready_of(short, p, "auto")
     found: list[bool] = []
 
@@ -600,29 +599,15 @@ def test_plans_are_texts_objects_and_files(pool: RankPool):
     assert pool.run(by_all_plans, 2, timeout_s=60) == [[True] * 5] * 2
 
 
-NOT_COUNTED = re.compile("/kernels/|/execute_cpu")
-
-
-def own_functions(fn: Any) -> tuple[int, int]:
+def host_calls(fn: Any) -> tuple[int, int]:
     """How many functions of ours a call runs, and of how many modules.
 
-    Kernels are left out, which are interpreted, and the executor of CPU ranks, which stands for a
-    GPU's.
+    Kernels are left out, and what launches one that is interpreted, and the executor of CPU ranks,
+    which stands for a GPU's.
     """
-    calls: list[str] = []
-    home = str(Path(cp.__file__).parent)
-
-    def seen(frame: Any, event: str, _: object) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(home) and not NOT_COUNTED.search(name):
-            calls.append(name)
-
-    sys.setprofile(seen)
-    try:
-        fn()
-    finally:
-        sys.setprofile(None)
-    return len(calls), len(set(calls))
+    beside = ("kernels/", "runtime/execute_cpu", "runtime/pads_cpu", "runtime/launch.py _arguments")
+    found = [c.split()[0] for c in own_calls(fn) if not c.startswith(beside)]
+    return len(found), len(set(found))
 
 
 class Remembered(dict[Any, Any]):
@@ -647,7 +632,7 @@ def counted(rank: int, ranks: int, tables: int, plan: str) -> tuple[int, int]:
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute_cpu._Call, "_act", act)  # pyright: ignore[reportPrivateUsage]
         call()
-        return own_functions(call)
+        return host_calls(call)
 
 
 def act(call: Any, bound: Any, actions: list[Any]) -> None:

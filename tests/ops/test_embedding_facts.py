@@ -53,14 +53,23 @@ class Ranks:
         self.machine: cp.Machine | None = None
         patch.setattr(agreement, "meet", self._meet)
         for module in (auto, plans):
-            patch.setattr(module, "knowledge_of", lambda _: Knowledge(self.machine, {}))
-        patch.setattr(auto, "gather_object", lambda spec, group: [spec])
+            patch.setattr(module, "knowledge_of", self._knowledge)
+        patch.setattr(auto, "gather_object", self._gathered)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(embedding_facts, "check_bags", self._check)
-        patch.setattr(embedding_call, "workspace_of", lambda *_: self.workspace)
-        patch.setattr(embedding_call, "workspace_if_any", lambda *_: self.workspace)
+        for name in ("workspace_of", "workspace_if_any"):
+            patch.setattr(embedding_call, name, self._workspace)
         patch.setattr(embedding_call, "compiled", self._compiled)
         patch.delenv("COUNTERPOINT_CHECK", raising=False)
+
+    def _knowledge(self, workspace: Any) -> Knowledge:
+        return Knowledge(self.machine, {})
+
+    def _gathered(self, spec: str, group: Any) -> list[str]:
+        return [spec]
+
+    def _workspace(self, *_: Any) -> Any:
+        return self.workspace
 
     @property
     def met(self) -> int:
@@ -97,11 +106,11 @@ class Ranks:
     def tables(self, bags: Any, **more: Any) -> Any:
         return self.agreed(bags, **more)[0].tables
 
-    def ready(self, bags: Any, device: str = "cuda:0", **more: Any) -> Any:
+    def ready(self, bags: Any, **more: Any) -> Any:
         """As on a GPU, of tensors that lie elsewhere."""
         asked = self.asked(bags, **more)
         with pytest.MonkeyPatch.context() as patch:
-            where = property(lambda _: torch.device(device))
+            where = property(lambda _: torch.device("cuda:0"))
             patch.setattr(embedding_facts.Asked, "device", where)
             return embedding_call.ready_for(tuple(asked), self.workspace.group).ready
 
@@ -119,7 +128,7 @@ class Ranks:
             out.group, out.device = self.workspace.group, self.workspace.device
             out.columns, out.dtype, out.batch = MLPERF.n, torch.bfloat16, MLPERF.rows
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedding_facts, "check_bags", lambda *_: None)
+            patch.setattr(embedding_facts, "check_bags", self._workspace)
             return self.agreed(bags, dims=MLPERF.tables, out=out, **more)[1].spec
 
 

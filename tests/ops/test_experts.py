@@ -106,7 +106,9 @@ def wrong_where_device_known(rank: int, ranks: int, plan: str, k: int, n: int) -
         rows = by_expert(exact.xs, counts)
         want = multiplied(rows, exact.ws, counts)[rank].to(dtype)
         room = 3 + max(len(r) for r in rows)
-        x = torch.cat((given.xs[rank], torch.full((2, k), float("nan"), dtype=dtype)))
+        # one kernel wants equally many rows of all ranks, of x too
+        more = 2 + (max(map(sum, counts)) - len(given.xs[rank])) * (plan == "fused")
+        x = torch.cat((given.xs[rank], torch.full((more, k), float("nan"), dtype=dtype)))
         y, kept = cp.all_to_all_matmul(
             x, given.ws[rank], counts=table, max_rows=room, return_rows=True, plan=plan
         )
@@ -162,25 +164,32 @@ def test_nothing_is_kept_by_the_values_of_a_table(pool: RankPool):
 @pytest.mark.parametrize("op", ["all_to_all_matmul", "matmul_all_to_all"])
 def test_the_facts_of_a_call(op: str):
     """Equal counts are exact; of others plans are for a few sizes, whatever the tables."""
+
+    def seen(table: torch.Tensor, rows: int, room: int | None, rank: int = 0, known: str = "host"):
+        x, w = torch.empty(rows, 8).half(), torch.empty(table.shape[1] // len(table), 8, 8)
+        return experts.seen(op, x, w, table, room, "auto", rank, len(table), known == "host")
+
     equal = torch.full((2, 4), 3)
-    assert experts.facts_of(op, equal, True, 12, -1, 0) == ((0, 12, 0, 0), 12, True)
-    assert experts.facts_of(op, equal, True, 11, -1, 0) == ((0, 12, 0, 0), 12, False)
-    assert not experts.facts_of(op, equal, True, 12, 13, 0).good
-    assert not experts.facts_of(op, equal - 4, True, -4, -4, 0).good
+    assert seen(equal, 12, None)[::2] == ((0, 12, 0, 0), 12)
+    assert seen(equal, 12, None).good and not seen(equal, 11, None).good
+    assert not seen(equal, 12, 13).good and not seen(equal - 4, 0, None).good
     generator, sizes = torch.Generator().manual_seed(0), set[int]()
     for _ in range(50):
         counts = torch.randint(90, 110, (4, 12), generator=generator)
         sent, come = counts.sum(1), counts.view(4, 4, 3).sum((0, 2))
         has, gets = (sent, come) if op == "all_to_all_matmul" else (come, sent)
         for rank in range(4):
-            facts, room, good = experts.facts_of(op, counts, True, int(has[rank]), -1, rank)
+            facts, _, room, good = seen(counts, int(has[rank]), None, rank)
             assert facts.kind == 1 and good and room == gets[rank]
             assert facts.m % 12 == 0 and facts.m >= max(int(sent.max()), int(come.max()))
             sizes.add(facts.m)
     assert len(sizes) <= 2 and max(sizes) < 1.3 * 12 * 110
-    facts, room, good = experts.facts_of(op, counts, False, 900, 2000, 1)
+    facts, _, room, good = seen(counts, 900, 2000, 1, "device")
     assert (facts.kind, facts.has, facts.room, room, good) == (2, 900, 2000, 2000, True)
     assert facts.m >= 2000 and facts.m % 12 == 0
+    # of three ranks one kernel takes nothing: the host reads the table
+    facts, _, room, good = seen(counts[:3, :9], 1500, 2000, 1, "device")
+    assert (facts.kind, facts.has, facts.room, room, good) == (1, 0, 0, 2000, True)
 
 
 def exchanged(rank: int, ranks: int) -> list[bool]:

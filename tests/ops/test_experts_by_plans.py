@@ -153,7 +153,7 @@ def test_what_is_refused(pool: RankPool):
         "plan must be for equal counts known to the host, got 'grouped'",
         "plan must be a spec whose sizes add up to 3; '2/2' do not, got 'grouped 2/2'",
         "plan must be a spec of words that grouped knows; 'pull' is none, got 'grouped 3 pull'",
-        "plan must be auto or one of serial, fused, grouped, got 'graded'",
+        "plan must be auto or one of serial, fused, grouped, got 'graded'; did you mean 'grouped'?",
         "plan must be a spec whose sizes add up to 3; '4' do not, got 'grouped 4'",
         "plan must be for equal counts known to the host, got 'grouped'",
     ]  # fmt: skip

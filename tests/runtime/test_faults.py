@@ -15,7 +15,7 @@ from rankpool import RankPool
 import counterpoint as cp
 from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import BoundStep
-from counterpoint.runtime import execute_cpu
+from counterpoint.runtime import execute_cpu, pads_cpu
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.workspace import workspace_of
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 2.0
 TICK_S = 0.25
 SLACK_S = 1.5
 VICTIM = 1
-GATHER = Case("all_gather_matmul", "graded 1/2 ring push", (2,) * 3, 5, 4)
+GATHER = Case("all_gather_matmul", "graded 1/2 ring", (2,) * 3, 5, 4)
 SCATTER = Case("matmul_reduce_scatter", "graded 1/2 ring", (2,) * 3, 5, 4)
 SERIAL_GATHER = Case("all_gather_matmul", "serial", (2,) * 3, 5, 4)
 SERIAL_SCATTER = Case("matmul_reduce_scatter", "serial", (2,) * 3, 5, 4)
@@ -78,7 +78,7 @@ def survive(rank: int, world_size: int, case: Case, fault: str, folder: str) -> 
             fail(case, fault, Path(folder), patch)
             return None
         clock = Clock(rank, fault, Path(folder))
-        patch.setattr(execute_cpu, "time", clock)
+        patch.setattr(pads_cpu, "time", clock)
         start_s = 0.0
         with pytest.raises(PeerTimeoutError) as info:
             # what the victim has sent before its end may be enough for one call
@@ -142,9 +142,11 @@ def reports_of(pool: RankPool, case: Case, fault: str, folder: Path) -> list[Rep
     reports = [report for report in found if report is not None]
     assert len(reports) == 2
     for report in reports:
-        assert report.step and repr(report.step) in report.text
-        assert report.text.startswith(case.op)
-        assert f"of plan {case.plan}" in report.text
+        at = f"step {report.step!r} of plan {case.plan}"
+        if report.step == "compare":  # CPU ranks meet before each call that gloo takes part in
+            assert case.plan == "serial"
+            at = "come to compare its arguments"
+        assert report.text.startswith(case.op) and at in report.text
     return reports
 
 
@@ -211,14 +213,13 @@ def meet_in_vain(rank: int, world_size: int, folder: str) -> Report | None:
     if rank == VICTIM:
         wait_for_survivors(Path(folder))
         return None
-    if rank == 0:  # who says whom it misses; gloo has a clock of its own
-        workspace_of(world(), CPU).timeout_s = TIMEOUT_S
-    while not all_said(Path(folder), "waits", rank):
-        time.sleep(0.001)
-    with pytest.raises(PeerTimeoutError) as info:
-        pooled(rank, world_size)
-    with pytest.raises(PeerTimeoutError, match="unusable"):
-        pooled(rank, world_size)
+    workspace_of(world(), CPU).timeout_s = TIMEOUT_S
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pads_cpu, "time", Clock(rank, "sleeps", Path(folder)))
+        with pytest.raises(PeerTimeoutError) as info:
+            pooled(rank, world_size)
+        with pytest.raises(PeerTimeoutError, match="unusable"):
+            pooled(rank, world_size)
     all_said(Path(folder), "done", rank)
     return Report(info.value.rank, info.value.step, str(info.value))
 
@@ -226,11 +227,12 @@ def meet_in_vain(rank: int, world_size: int, folder: str) -> Report | None:
 def test_a_rank_that_does_not_come_to_compare_is_named(pool: RankPool, tmp_path: Path):
     """Alive, and somewhere else: the wait ends by its own bound, not by that of the group."""
     found = pool.run(meet_in_vain, 3, str(tmp_path))
-    first, *others = [report for report in found if report is not None]
-    assert first.rank == VICTIM and f"rank {VICTIM} did not come" in first.text
-    assert f"in {1000 * TIMEOUT_S:.0f} ms" in first.text
-    for report in (first, *others):
-        assert report.step == "compare" and "embedding_bag_all_to_all" in report.text
+    reports = [report for report in found if report is not None]
+    assert len(reports) == 2
+    for report in reports:
+        assert (report.rank, report.step) == (VICTIM, "compare")
+        text = f"embedding_bag_all_to_all: rank {VICTIM} did not come to compare its arguments"
+        assert report.text.startswith(text) and "within 2." in report.text
 
 
 def start_at(rank: int, world_size: int, epoch: int, cases: list[Case]) -> list[str]:

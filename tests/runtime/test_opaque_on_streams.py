@@ -77,7 +77,7 @@ def launched(gpu: Gpu, controls: Controls) -> list[tuple[str, str]]:
     """What a call puts on the streams, in the order of launches."""
     plan = rewritten(plan_of(STAGES, 2), controls)
     lanes = SimpleNamespace(
-        stream=gpu.stream, fork=gpu.event(), register=lambda *_: 0, follow=lambda: None,
+        stream=gpu.stream, fork=gpu.event(), register=lambda *_: 0, follow=lambda _: None,
         replays=SimpleNamespace(run=lambda *_: pytest.fail("the user's calls are not captured")),
     )  # fmt: skip
     workspace: Any = SimpleNamespace(lanes=lanes, device=torch.device("cuda", 0))

@@ -31,7 +31,7 @@ def register(lanes: CudaLanes, plan: Plan) -> int:
 
 
 def test_a_fault_word_names_ranks_and_step(lanes: CudaLanes, capfd: pytest.CaptureFixture[str]):
-    plan = build(Problem("all_gather_matmul", 16, 8, 8, 4), "graded 1/3 ring push")
+    plan = build(Problem("all_gather_matmul", 16, 8, 8, 4), "graded 1/3 ring")
     register(lanes, build(plan.problem, "shard_p2p"))
     tag = register(lanes, plan)
     assert tag == 2 * MAX_STEPS
@@ -46,7 +46,7 @@ def test_a_fault_word_names_ranks_and_step(lanes: CudaLanes, capfd: pytest.Captu
     assert (fault.rank, fault.step) == (3, "matmul_1")
     want = (
         "all_gather_matmul: ranks [3, 2] did not signal step 'matmul_1' of plan graded 1/3 ring "
-        "push to rank 1 within 2 s (pid 1 is alive, pid 4194305 is dead); the group is unusable"
+        "to rank 1 within 2 s (pid 1 is alive, pid 4194305 is dead); the group is unusable"
     )
     assert str(fault).startswith(want)
     assert watchdog.look() is fault

@@ -30,7 +30,7 @@ def space() -> Workspace:
     return workspace_of(world(), CPU)
 
 
-def gather(rows: int, spec: str = "graded 1/1 ring pull") -> Case:
+def gather(rows: int, spec: str = "uniform_fused_1d ring") -> Case:
     return Case("all_gather_matmul", spec, (rows, rows), 512, 3)
 
 
@@ -41,10 +41,11 @@ def once(case: Case, rank: int, turn: int = 0) -> None:
 
 
 def grow(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """(symmetric, scratch) bytes after calls of these rows: pull has `full` in scratch."""
+    """(symmetric, scratch) bytes after calls of these rows: serial gathers in scratch."""
     sizes: list[tuple[int, int]] = []
     for rows in (8, 1024, 512, 1025, 1, 2048):
         once(gather(rows), rank)
+        once(gather(rows, "serial"), rank)
         sizes.append(space().num_bytes())
         gc.collect()
         with open("/proc/self/maps") as maps:
@@ -56,11 +57,10 @@ def grow(rank: int, world_size: int) -> list[tuple[int, int]]:
 def test_memory_grows_to_the_largest_plan_in_granules(pool: RankPool):
     found = pool.run(grow, 2)
     granule = GRANULE_BYTES
-    # rows x 512 x 4 bytes staged, twice that gathered
-    one, two, four = [(s * granule, f * granule) for s, f in [(1, 1), (2, 3), (2, 4)]]
+    # twice rows x 512 x 4 bytes, gathered in symmetric memory or in scratch
     assert granule == 2 << 20
     assert found[0] == found[1], "symmetric memory is equal on all ranks"
-    assert found[0] == [one, (granule, 2 * granule), (granule, 2 * granule), two, two, four]
+    assert found[0] == [(n * granule, n * granule) for n in (1, 2, 2, 3, 3, 4)]
 
 
 def reuse(rank: int, world_size: int) -> None:
@@ -71,7 +71,7 @@ def reuse(rank: int, world_size: int) -> None:
     arena, scratch, sizes = before.arena, before.scratch, before.num_bytes()
     for turn in range(100):
         rows = int(torch.randint(1, 1201, (), generator=generator))
-        case = gather(rows) if turn % 3 else replace(gather(rows, "uniform_fused_1d"), n=1)
+        case = gather(rows) if turn % 3 else replace(gather(rows, "serial"), n=1)
         once(case, rank, turn)
     after = space()
     assert after is before
@@ -116,14 +116,14 @@ def many_signals(rank: int, world_size: int) -> str:
 
 
 def test_more_signals_than_a_pad_has_are_refused(pool: RankPool):
-    text = "plan shard_p2p ring push: has 4095 signals, a pad holds 4094"
+    text = "plan shard_p2p ring: has 4095 signals, a pad holds 4094"
     assert pool.run(many_signals, 2) == [text] * 2
 
 
 def place(rank: int, world_size: int) -> None:
     workspace = space()
     ranks = [rank, 1 - rank]
-    for op, spec in [("all_gather_matmul", "graded 1/1 ring pull"),
+    for op, spec in [("all_gather_matmul", "graded 1/1 ring"),
                      ("all_gather_matmul", "uniform_fused_2d"),
                      ("matmul_reduce_scatter", "graded 1/1 xor")]:  # fmt: skip
         problem = Problem(op, 7, 5, 3, 2, "bfloat16", (3, 4))  # type: ignore[arg-type]

@@ -7,7 +7,10 @@ time and none of the links', so neither has a part of the kernel to itself.
 
 Nobody waits before all rows are sent. The program that is done last raises the flags on all ranks,
 and waits for theirs: when no other is left, so the grid may be of any size, and need not be
-resident.
+resident. Nor are SMs reserved for another group's collective. While it waits here, one block of one
+SM is all that is held; what it waits for comes from a peer's programs, of which each ends by itself
+but the last, and which get to run one after another on what a waiting collective leaves on that
+peer: whoever waits with many programs leaves SMs to others.
 
 A chunk is WORDS numbers of int64: address of its first element, row stride, columns, columns again,
 its first column of the output, table. The first two counts are in VEC_IN, the others in VEC_OUT

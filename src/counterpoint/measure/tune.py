@@ -8,11 +8,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil, nan
+from functools import partial
+from math import nan
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from counterpoint.choose.by_model import by_model, parts_s
 from counterpoint.choose.choice import Candidate, Choice
@@ -22,15 +22,13 @@ from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, rotate
 from counterpoint.ops.auto import knowledge_of
-from counterpoint.ops.call import Operator, prepare
-from counterpoint.ops.operators import OPERATORS, bags_call, operands
+from counterpoint.ops.samples import Sample, sample_of
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspace_of
 
 MAX_TIMED = 12  # besides serial
 MIN_GAIN = 1.01  # over serial, below which serial stays
-L2_ROTATIONS = 4
 MIN_CALLS = 8  # of one graph
 
 Progress = Callable[[str], None]
@@ -48,8 +46,8 @@ def tune(
 ) -> Choice:
     """Time the plans for `problem` on this group and remember the fastest; all ranks call this.
 
-    On GPUs as CUDA graphs in one rotation, weights in rotation; on CPU ranks call by call, which
-    says little about a GPU.
+    On GPUs as CUDA graphs in one rotation, weights in rotation; or call by call where counts of
+    rows are known to the host alone. On CPU ranks call by call, which says little about a GPU.
 
     Args:
         problem: what is computed; its `ranks` are those of the group.
@@ -70,9 +68,10 @@ def tune(
     if group is None or group.size() != problem.ranks:
         got = "no group" if group is None else f"{group.size()} ranks"
         raise InputError("tune", "group", want=f"of {problem.ranks} ranks as the problem", got=got)
-    if problem.op not in OPERATORS:
-        want = f"of one of {', '.join(OPERATORS)}"
-        raise InputError("tune", "problem", want=want, got=f"{problem}")
+    if problem.counts == "device":
+        fix = "auto takes one kernel there, if that takes the problem"
+        want = "of counts that the host knows"
+        raise InputError("tune", "problem", want=want, got=f"{problem}", fix=fix)
     if problem.splits:
         fix = "tune it as one weight of all columns"
         raise InputError("tune", "problem", want="of one weight", got=f"{problem}", fix=fix)
@@ -87,10 +86,11 @@ def tune(
     # each once, also where serial is among those asked for
     candidates = list(dict.fromkeys(["serial", *(specs or _candidates(problem, machine))]))
     progress(f"preparing {len(candidates)} plans")
-    num_sets, calls = _calls(problem, candidates, group, workspace.rank, device)
+    sample = sample_of(problem, group, device)
+    calls = {spec: sample.call(spec) for spec in candidates}
     progress(f"timing {len(candidates)} plans")
     timed = _on_gpu if device.type == "cuda" else _on_cpu
-    times = timed(calls, num_sets, group, device, rounds)
+    times = timed(calls, sample, group, device, rounds)
 
     best = min(candidates, key=times.__getitem__)
     chosen = best if times[best] * MIN_GAIN <= times["serial"] else "serial"
@@ -123,76 +123,34 @@ def tune(
     return choice
 
 
-def _calls(
-    problem: Problem, specs: Sequence[str], group: dist.ProcessGroup, rank: int,
-    device: torch.device,
-) -> tuple[int, dict[str, Callable[[int], object]]]:  # fmt: skip
-    """How many sets of operands there are, and a call of each plan on the set of a number."""
-    if problem.tables:
-        return 1, {spec: bags_call(problem, rank, device, spec, group) for spec in specs}
-    operator, rows = OPERATORS[problem.op], _rows(problem)
-    sets = _operands(problem, rank, device)
-    return len(sets), {spec: _call(operator, sets, spec, rows, group) for spec in specs}
-
-
 def _candidates(problem: Problem, machine: Machine) -> list[str]:
     weighed = by_model(replace(problem, scratch_bytes_limit=0), machine).table
     found = [c.spec for c in weighed if c.spec != "serial" and c.basis != "refused"]
     return found[:MAX_TIMED]
 
 
-def _rows(problem: Problem) -> list[int]:
-    """Rows of each rank where they differ."""
-    return list(problem.rows) if len(set(problem.rows)) > 1 else []
-
-
-def _operands(problem: Problem, rank: int, device: torch.device) -> list[list[Tensor | None]]:
-    """One set of tensors for each call of a graph: weights take turns, other tensors do not."""
-    first = operands(problem, rank, device)
-    if device.type != "cuda":
-        return [first]
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    weight_bytes = problem.n * problem.k * problem.item_bytes
-    turns = max(1, min(MIN_CALLS, ceil(L2_ROTATIONS * l2_bytes / max(weight_bytes, 1))))
-    sets = [first]
-    for _ in range(turns - 1):
-        fresh = operands(problem, rank, device)
-        names = [given.name for given in OPERATORS[problem.op].inputs]
-        weights = [name.startswith("w") for name in names]
-        sets.append([b if turn else a for a, b, turn in zip(first, fresh, weights, strict=True)])
-    return sets
-
-
-def _call(
-    operator: Operator,
-    sets: list[list[Tensor | None]],
-    spec: str,
-    rows: list[int],
-    group: dist.ProcessGroup,
-) -> Callable[[int], object]:
-    ready = prepare(operator, sets[0], spec, rows, group)
-    ready(sets[0])
-
-    def call(i: int) -> object:
-        tensors = sets[i % len(sets)]
-        return prepare(operator, tensors, spec, rows, group)(tensors)
-
-    return call
-
-
 def _on_gpu(
-    calls: dict[str, Callable[[int], object]], num_sets: int, group: dist.ProcessGroup,
+    calls: dict[str, Callable[[int], object]], sample: Sample, group: dist.ProcessGroup,
     device: torch.device, rounds: int,
 ) -> dict[str, float]:  # fmt: skip
-    per_graph = max(MIN_CALLS, num_sets)
-    pairs = {spec: captured(call, per_graph) for spec, call in calls.items()}
-    arms = {spec: arm for spec, (arm, _) in pairs.items()}
+    per_graph = max(MIN_CALLS, sample.num_sets)
+    arms: dict[str, Callable[[], object]] = {}
+    for spec, call in calls.items():
+        if sample.captures:
+            arms[spec] = captured(call, per_graph)[0]
+        else:
+            arms[spec] = partial(_in_turn, call, per_graph)
     times = rotate(arms, group=group, device=device, rounds=rounds, soak_s=0.5)
     return {spec: t.median_s / per_graph for spec, t in times.items()}
 
 
+def _in_turn(call: Callable[[int], object], count: int) -> None:
+    for i in range(count):
+        call(i)
+
+
 def _on_cpu(
-    calls: dict[str, Callable[[int], object]], num_sets: int, group: dist.ProcessGroup,
+    calls: dict[str, Callable[[int], object]], sample: Sample, group: dist.ProcessGroup,
     device: torch.device, rounds: int,
 ) -> dict[str, float]:  # fmt: skip
     times = torch.zeros(len(calls), rounds, dtype=torch.float64)

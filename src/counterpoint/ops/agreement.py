@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
+from counterpoint.runtime import pads_cpu
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
 
+COMPARE = "compare"  # the step at which ranks meet
 T = TypeVar("T")
 
 
@@ -118,7 +120,10 @@ def meet(op: str, here: T, workspace: Workspace) -> list[T]:
     """
     group = workspace.group
     try:
-        if workspace.device.type == "cpu" and dist.get_backend(group) == "gloo":
+        if workspace.device.type == "cpu" and workspace.has_pads:
+            pads_cpu.meet(workspace, pads_cpu.Awaited(op, "come to compare its arguments", COMPARE))
+        elif workspace.device.type == "cpu" and dist.get_backend(group) == "gloo":
+            # of ranks that are there, only rank 0 hears in time who is not
             bound = timedelta(seconds=workspace.timeout_s)
             dist.monitored_barrier(group, timeout=bound, wait_all_ranks=True)
         return gather_object(here, group)
@@ -134,6 +139,6 @@ def meet(op: str, here: T, workspace: Workspace) -> list[T]:
             f"{op}: {who} did not come to compare its arguments ({text}); the group is "
             "unusable, restart its ranks",
             rank=first,
-            step="compare",
+            step=COMPARE,
         )
         raise workspace.fault from error

@@ -13,15 +13,17 @@ from counterpoint.ops.expert_gradients import weight_gradient
 from counterpoint.ops.experts import (
     Table,
     check_operands,
-    host_known,
     operator_of,
     room_of,
     run,
+    sample_by,
     seen,
     table_of,
 )
 from counterpoint.ops.plans import backward_plan, plan_key
+from counterpoint.ops.samples import Sample
 from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
 
 OP = "all_to_all_matmul"
 
@@ -94,9 +96,11 @@ def all_to_all_matmul(
     Example:
         >>> y = counterpoint.all_to_all_matmul(x, w, counts=counts, group=ep)  # doctest: +SKIP
     """
+    if group is None:
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, counts, max_rows, group), None
+    known, key = seen(OP, x, w, counts, max_rows, plan, group.rank(), group.size()), None
     if known is not None and known.good:
         rows = (*known.facts, int(return_rows))
         found, key, _ = call.repeated(OP, (x, w, counts), group, plan, rows, 0, known.room)  # type: ignore[arg-type]
@@ -105,18 +109,22 @@ def all_to_all_matmul(
     x, w = autocast(x, w)  # type: ignore[assignment]
     check_operands(OP, x, w)
     table, spec = table_of(OP, counts, x, w, group.size()), plan_key(OP, plan)
-    host = host_known(table)
-    room = room_of(OP, table, host, max_rows, group)
+    room, host = room_of(OP, table, max_rows, group)
     if key is not None and known is not None:
         tensors, given = (x, w, table), call.Given(room)
         operator = operator_of(OP, return_rows)
         y, *rest = call.first(operator, tensors, spec, known.facts, group, key, given)
         return (y, rest[0]) if return_rows else y
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
-    run: Any = torch.ops.counterpoint.all_to_all_matmul
+    op: Any = torch.ops.counterpoint.all_to_all_matmul
     where = (spec, group.group_name, group.size())
-    y, kept = run(x, w, table, room, host, keep, return_rows, False, *where)
+    y, kept = op(x, w, table, room, host, keep, return_rows, False, *where)
     return (y, kept) if return_rows else y
+
+
+def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """Random calls of a problem."""
+    return sample_by(all_to_all_matmul, problem, group, device)
 
 
 def received(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,12 @@ class Operator:
             with values that the host can read. From the tensors, rows and this rank.
         ends: what remains to be done when the plan has run, on its operands; None: nothing.
         clears: rows of results that are none have to be zero.
+
+    Attributes:
+        known: those that have been declared, by op; of several of one op the last.
     """
+
+    known: ClassVar[dict[str, "Operator"]] = {}
 
     op: str
     inputs: tuple[Input, ...]
@@ -90,6 +95,9 @@ class Operator:
     words: Callable[[Sequence[Tensor | None], Sequence[int], int], Words] | None = None
     ends: Callable[[Code | None], Action | None] | None = None
     clears: bool = False
+
+    def __post_init__(self) -> None:
+        self.known[self.op] = self
 
 
 class Runnable(Protocol):

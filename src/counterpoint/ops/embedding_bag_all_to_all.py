@@ -1,6 +1,6 @@
 """Embedding bags of table-wise shards, and the all-to-all that gives each rank its bags' rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from counterpoint.ops.embedding_check import check_bags, check_limits
 from counterpoint.ops.embedding_gradients import problem_from, table_gradients
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.ops.samples import Sample
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import group_of
 
 TRAINED = attrgetter("requires_grad")
@@ -293,3 +295,32 @@ torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
 torch.library.register_autograd(
     f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
 )
+
+
+SAMPLE_TABLE_BYTES = 2 << 30  # of a rank's tables: no cache holds what is read of them
+
+
+def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """Calls on random tables and indices; bags are of one size."""
+    p, own, rank = problem, problem.tables[group.rank()], group.rank()
+    count = p.indices[rank] if p.indices else 0
+    room = SAMPLE_TABLE_BYTES if device.type == "cuda" else 1 << 20
+    rows = max(1, min(1 << 20, room // (sum(own) * p.item_bytes or 1)))
+    dtype = getattr(torch, p.dtype)
+    tables = [torch.empty(rows, d, dtype=dtype, device=device).uniform_(-1, 1) for d in own]
+    indices = torch.randint(0, rows, (count,), device=device)
+    bags = p.m * len(own)
+    offsets = torch.arange(bags + bool(own), device=device) * count // max(bags, 1)
+
+    def call_of(spec: str) -> Callable[[int], object]:
+        @torch.no_grad()
+        def call(_: int) -> object:
+            return embedding_bag_all_to_all(
+                tables, indices, offsets, group=group, include_last_offset=bool(own), batch=p.rows,
+                dims=p.tables, dtype=dtype, plan=spec,
+            )  # fmt: skip
+
+        call(0)
+        return call
+
+    return Sample(1, call_of)

@@ -127,7 +127,7 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
             found: Known | None = workspace.known.get(key) if workspace is not None else None
             if found is not None:
                 return found
-    except (AttributeError, TypeError, RuntimeError):  # refused below, where it is wrong
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # refused below, if it is wrong
         key = None
     return _first(Asked._make(given), group, key)
 

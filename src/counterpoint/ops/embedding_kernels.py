@@ -32,6 +32,7 @@ COPY_WARPS = 8
 LOOKUP = ("indices_ptr", "weights_ptr", "offsets_ptr", "chunks_ptr", "num_indices", "num_offsets",
           "out_ptr")  # fmt: skip
 FUSED = (*LOOKUP[:-1], "outs_ptr", "half", "turn")
+Own = tuple[Tensor] | tuple[Tensor, int, int]
 
 
 class Chunks(NamedTuple):
@@ -102,11 +103,14 @@ class Pooling:
         columns: of the output.
         owners: how many ranks' blocks of bags are tasks of their own.
         most: bags of the owner that has most.
+        own: what the kernel writes to, as its last arguments, if no call says it; None: y.
+        copy: of own rows to y, behind the kernel.
     """
 
     def __init__(
         self, site: Site, kernel: Any, given: Sequence[str], fixed: dict[str, Any],
-        firsts: Sequence[int], columns: int, owners: int, most: int,
+        firsts: Sequence[int], columns: int, owners: int, most: int, own: Own | None,
+        copy: Launch | None = None,
     ) -> None:  # fmt: skip
         p, self.workspace = site.places.plan.problem, site.places.workspace
         dtype = getattr(torch, p.dtype)
@@ -123,6 +127,7 @@ class Pooling:
         }  # fmt: skip
         self._kernel, self._given, self._tasks = kernel, given, (owners, most, chunks)
         self._launches: dict[tuple[Any, ...], list[tuple[float, Launch]]] = {}
+        self._own, self._copy, self._spins = own, copy, site.bound.step.spins
         self._known: dict[tuple[Any, ...], Chunks] = {}
         self._on_gpu = self.workspace.device.type == "cuda"
 
@@ -160,33 +165,39 @@ class Pooling:
         host = torch.tensor(words or [0] * WORDS.value, dtype=torch.int64)
         return Chunks(host.to(self.workspace.device), vec_in)
 
-    def launch(self, bags: Bags, *target: object) -> None:
+    def __call__(self, operands: Operands) -> None:
         """Launch on the current stream, as many indices in a bag on average want it."""
+        bags: Bags = operands["bags"]  # type: ignore[assignment]
+        target = (self._spins and bags.into) or self._own or (operands["y"],)
         indices, offsets, weights = bags.indices, bags.offsets, bags.weights
         chunks = bags.placed.get(self) or self.chunks(bags)
         variant = (indices.dtype, offsets.dtype, weights is not None and weights.dtype, bags.mean,
                    chunks.vec_in)  # fmt: skip
-        launches = self._launches.get(variant) or self.compile(bags, target)
+        launches = self._launches.get(variant) or self.compile(operands)
         count = indices.numel()
         mean = count / (self.num_bags * len(self.dims) or 1)
         # of a few, in order: the first that is for so many
-        place = 0
-        while mean >= launches[place][0]:
-            place += 1
+        which = 0
+        while mean >= launches[which][0]:
+            which += 1
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             self.workspace.keep(self, chunks.words)
-        launches[place][1](
-            indices, indices if weights is None else weights, offsets, chunks.words, count,
-            offsets.numel(), *target,
-        )  # fmt: skip
+        given = (indices, indices if weights is None else weights, offsets, chunks.words, count,
+                 offsets.numel(), *target)  # fmt: skip
+        if self._copy is None:
+            launches[which][1](*given)
+        else:
+            Launch.in_a_row(((launches[which][1], given), (self._copy, (operands["y"],))))
 
-    def compile(self, bags: Bags, target: Sequence[object]) -> list[tuple[float, Launch]]:
+    def compile(self, operands: Operands) -> list[tuple[float, Launch]]:
         """All settings for tensors like these; launches nothing.
 
         Raises:
             InputError: a graph is captured.
         """
         self.workspace.refuse_growth("none: this is the first call of such bags and indices")
+        bags: Bags = operands["bags"]  # type: ignore[assignment]
+        target = (self._spins and bags.into) or self._own or (operands["y"],)
         chunks = bags.placed.get(self) or self.chunks(bags)
         weights = bags.weights
         given = (bags.indices, bags.indices if weights is None else weights, bags.offsets,
@@ -213,30 +224,20 @@ class Pooling:
         return found
 
 
-def lookup(site: Site) -> Action:
-    """The launch of a step without peers: bags of own tables side by side."""
+def lookup(site: Site) -> Pooling:
+    """A step without peers: bags of own tables side by side."""
     p, rank = site.places.plan.problem, site.places.workspace.rank
     firsts = list(accumulate(p.tables[rank], initial=0))
-    pooling = Pooling(site, lookup_kernel, LOOKUP, {}, firsts, firsts[-1], 1, p.m)
     place = packed(site.bound.parts[0].write, site.places)
-    if site.like:
-        like: Bags = site.like["bags"]  # type: ignore[assignment]
-        pooling.compile(like, (site.like["y"] if place is None else place,))
-
-    def run(operands: Operands) -> None:
-        bags: Bags = operands["bags"]  # type: ignore[assignment]
-        pooling.launch(bags, operands["y"] if place is None else place)
-
-    return run
+    own = None if place is None else (place,)
+    return Pooling(site, lookup_kernel, LOOKUP, {}, firsts, firsts[-1], 1, p.m, own)
 
 
-def fused(site: Site) -> Action:
-    """The launch of the step that stores rows to their owners, and the copy of own ones to y."""
+def fused(site: Site) -> Pooling:
+    """A step that stores rows to their owners, and copies own ones to y."""
     p, workspace = site.places.plan.problem, site.places.workspace
     memory, rank = fused_memory(workspace), workspace.rank
     firsts = list(accumulate(p.tables[rank], initial=p.column_starts[rank]))
-    pooling = Pooling(site, embedding_all_to_all_kernel, FUSED, _fixed(site, memory), firsts, p.n,
-                      p.ranks, max(p.rows))  # fmt: skip
     # where peers write to is kept as it is now: it may grow later, and then on all ranks
     own = memory.turns.bases, memory.turns.half_bytes // VECTOR_BYTES, -1
     copy: Launch | None = None
@@ -247,17 +248,8 @@ def fused(site: Site) -> Action:
         grid = Grid(-(-count // COPY_BLOCK), reserve=False, each=True)
         copy = Launch(copy_out_kernel, ("target_ptr",), fixed, grid, workspace.device, OP,
                       {"num_warps": COPY_WARPS}).compile(dtype)  # fmt: skip
-    if site.like:
-        like: Bags = site.like["bags"]  # type: ignore[assignment]
-        pooling.compile(like, like.into or own)
-
-    def run(operands: Operands) -> None:
-        bags: Bags = operands["bags"]  # type: ignore[assignment]
-        pooling.launch(bags, *(bags.into or own))
-        if copy is not None:
-            copy(operands["y"])
-
-    return run
+    return Pooling(site, embedding_all_to_all_kernel, FUSED, _fixed(site, memory), firsts, p.n,
+                   p.ranks, max(p.rows), own, copy)  # fmt: skip
 
 
 def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
@@ -272,8 +264,11 @@ def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
 
 
 def prepare(site: Site) -> Action:
-    """The launch of a step of either kind."""
-    return (fused if site.bound.step.spins else lookup)(site)
+    """The launch of a step of either kind, compiled if it is known for what."""
+    pooling = (fused if site.bound.step.spins else lookup)(site)
+    if site.like:
+        pooling.compile(site.like)
+    return pooling
 
 
 def reference(site: Site) -> Action:

@@ -6,13 +6,15 @@ by owner or by expert: see runtime/counted.py.
 
 A table on the CPU is host-known: it sizes what is returned. One on a GPU is device-known: what is
 returned has `max_rows` rows, the rows beyond the table's sum are not written, and rows of x beyond
-it are not read. Tables change with every step of a layer, so nothing is kept by their values: plans
-are for as many rows as there may be, in steps.
+it are not read. Where no one kernel takes it the host reads it at each call, and waits. Tables
+change with every step of a layer, so nothing is kept by their values: plans are for as many rows as
+there may be, in steps.
 """
 
-from collections.abc import Sequence
-from functools import cache, partial
-from operator import index
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from math import prod
+from operator import attrgetter, index
 from typing import NamedTuple
 
 import torch
@@ -25,10 +27,14 @@ from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Words
 from counterpoint.ops.check import DTYPES
-from counterpoint.ops.fused_experts import COMBINE, DISPATCH, sum_of_rows
+from counterpoint.ops.fused_experts import COMBINE, DISPATCH, copy_own, sum_of_rows
+from counterpoint.ops.plans import family_of
+from counterpoint.ops.samples import Sample, num_sets
 from counterpoint.plan.bind import Box
 from counterpoint.plan.families import families
+from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Counts, Problem
+from counterpoint.problem import dtype_of as problem_dtype
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.counted import refusal, rows_by_rank
 from counterpoint.runtime.execute import Code
@@ -37,6 +43,8 @@ from counterpoint.runtime.workspace import Operands, Places
 
 Table = Tensor | Sequence[Sequence[int]]
 Tensors = Sequence[Tensor | None]
+# whether the host may read a table at each call
+host_known: Callable[[Tensor], bool] = attrgetter("is_cpu")
 KINDS: tuple[Counts, ...] = ("equal", "host", "device")
 
 
@@ -60,18 +68,15 @@ class Seen(NamedTuple):
 
     Args:
         facts: of all ranks.
+        counts: the table, on the host if that has read it.
         room: rows of the result on this rank.
         good: the values of the table fit the rows of x and of the result, as far as they are known.
     """
 
     facts: Facts
+    counts: Tensor
     room: int
     good: bool
-
-
-def host_known(counts: Tensor) -> bool:
-    """Whether the host may read the table at each call."""
-    return not counts.is_cuda
 
 
 def check_operands(op: str, x: Tensor, w: Tensor) -> None:
@@ -145,14 +150,15 @@ def table_of(op: str, counts: Table, x: Tensor, w: Tensor, ranks: int) -> Tensor
 
 
 def room_of(
-    op: str, counts: Tensor, host: bool, max_rows: int | None, group: dist.ProcessGroup
-) -> int:
-    """Rows of the result on this rank.
+    op: str, counts: Tensor, max_rows: int | None, group: dist.ProcessGroup
+) -> tuple[int, bool]:
+    """Rows of the result on this rank, and whether the table is host-known.
 
     Raises:
         InputError: `max_rows` is missing, not a count, or, where the table is host-known, less
             than what a rank gets.
     """
+    host = host_known(counts)
     if max_rows is None and not host:
         fix = "rows that a rank may get at most; its memory is that large"
         raise InputError(op, "max_rows", want="given with counts on a GPU", got=None, fix=fix)
@@ -164,52 +170,119 @@ def room_of(
         if max_rows < 0:
             raise InputError(op, "max_rows", want=">= 0", got=max_rows)
         if not host:
-            return max_rows
+            return max_rows, host
     totals = rows_by_rank(counts, op == DISPATCH).tolist()
     if max_rows is not None and max(totals) > max_rows:
         who = totals.index(max(totals))
         want = f">= {max(totals)}, what rank {who} gets"
         raise InputError(op, "max_rows", want=want, got=max_rows)
-    return totals[group.rank()]
+    return totals[group.rank()], host
 
 
 def seen(
-    op: str, x: Tensor, counts: object, max_rows: object, group: dist.ProcessGroup
-) -> Seen | None:
-    """What a call is that may be known already; None: its arguments have to be checked first."""
-    if torch.compiler.is_compiling() or type(counts) is not Tensor:
-        return None
-    ranks, host = group.size(), host_known(counts)
-    if counts.dim() != 2 or counts.shape[0] != ranks or counts.shape[1] % ranks or not x.dim():
-        return None
-    if not host:
-        return facts_of(op, counts, host, x.shape[0], max_rows, group.rank()) if (
-            type(max_rows) is int and max_rows >= 0) else None  # fmt: skip
-    return facts_of(op, counts, host, x.shape[0], -1, group.rank()) if max_rows is None else None
-
-
-def facts_of(op: str, counts: Tensor, host: bool, rows: int, room: int, rank: int) -> Seen:
-    """The facts of a call, from its table if that is host-known.
+    op: str, x: Tensor, w: Tensor, counts: Table, max_rows: int | None, plan: object,
+    rank: int, ranks: int, host: bool | None = None,
+) -> Seen | None:  # fmt: skip
+    """The facts of a call, from its table where the host reads that.
 
     Args:
-        rows: of x.
-        room: rows of the result; below 0: as the table says.
+        max_rows: rows of the result; None: as the table says.
+        host: whether the table is host-known; None: nothing has been checked yet.
+
+    Returns:
+        The facts; None, if nothing had been checked and this is no plain call.
+
+    Raises:
+        InputError: a graph is being captured, and the host would have to read the table.
     """
-    ranks, experts = counts.shape
+    if host is None:
+        if torch.compiler.is_compiling() or not (
+            isinstance(counts, Tensor) and isinstance(x, Tensor) and isinstance(w, Tensor)
+        ):
+            return None
+        host = host_known(counts)
+        good = w.dim() == 3 and x.dim() == 2 and counts.shape == (ranks, ranks * w.shape[0])
+        good = good and not counts.is_floating_point()
+        if not good or (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
+            return None
+        if host:
+            good = max_rows is None
+        elif type(max_rows) is int and max_rows >= 0 and isinstance(plan, str):
+            good = one_kernel(op, plan, x.dtype, w.shape[2], w.shape[1], w.shape[0], ranks)
+        else:
+            good = False
+        if not good:
+            return None
+    assert isinstance(counts, Tensor)
+    rows, experts, room = x.shape[0], counts.shape[1], max_rows
     if not host:
-        return Seen(Facts(2, _most(max(rows, room), experts), rows, room), room, True)
+        assert room is not None
+        if one_kernel(op, str(plan), x.dtype, w.shape[2], w.shape[1], w.shape[0], ranks):
+            facts = Facts(2, _most(max(rows, room), experts), rows, room)
+            return Seen(facts, counts, room, True)
+        counts = _on_host(op, counts)
     if not experts:
-        return Seen(Facts(0, 0), max(room, 0), rows == 0)
+        return Seen(Facts(0, 0), counts, room or 0, rows == 0)
     low, high = map(int, counts.aminmax())
     pairs = counts.reshape(ranks, ranks, -1).sum(2)  # rows from each rank to each rank
     sent, come = pairs.sum(1).tolist(), pairs.sum(0).tolist()
     has, gets = (sent, come) if op == DISPATCH else (come, sent)
-    same = low == high and low >= 0
+    same = host and low == high and low >= 0
     facts = Facts(0, low * experts) if same else Facts(1, _most(max(*sent, *come), experts))
-    room = gets[rank] if room < 0 else room
-    return Seen(facts, max(room, 0), low >= 0 and (rows, room) == (has[rank], gets[rank]))
+    room = max(gets[rank], 0) if room is None else room
+    fits = (rows, room) == (has[rank], gets[rank])
+    fits = fits or (not host and rows >= has[rank] and room >= gets[rank])
+    return Seen(facts, counts, room, low >= 0 and fits)
 
 
+@cache
+def one_kernel(
+    op: str, plan: str, dtype: torch.dtype, n: int, k: int, experts: int, ranks: int
+) -> bool:
+    """Whether a call of a device-known table leaves it there; else the host waits for it."""
+    if plan != "auto":
+        return family_of(plan) == "fused"
+    name = problem_dtype(op, dtype)
+    problem = Problem(op, 0, n, k, ranks, name, experts=experts, counts="device")
+    return ranks > 1 and operation_of(op).without_serial(problem)[0] == "fused"
+
+
+def _on_host(op: str, counts: Tensor) -> Tensor:
+    """A device-known table, read by the host, which waits for it.
+
+    Raises:
+        InputError: a graph is being captured.
+    """
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        fix = "pass counts on the GPU and plan='fused'"
+        got = "serial while a graph is captured, which lays rows out on the host"
+        raise InputError(op, "plan", want="fused", got=got, fix=fix)
+    return counts.cpu()
+
+
+def sample_by(
+    run: Callable[..., Tensor], problem: Problem, group: dist.ProcessGroup, device: torch.device
+) -> Sample:
+    """Calls of half a layer on random rows, as many for each expert; weights take turns."""
+    p, dtype = problem, getattr(torch, problem.dtype)
+    counts = torch.full((p.ranks, p.ranks * p.experts), p.m // (p.ranks * p.experts))
+    x = torch.randn(p.m, p.k, device=device).to(dtype)
+    shape = (p.experts, p.n, p.k)  # as a layer stores them
+    count = num_sets(prod(shape) * p.item_bytes, device)
+    weights = [torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(count)]
+
+    def call_of(spec: str) -> Callable[[int], object]:
+        @torch.no_grad()
+        def one(i: int) -> object:
+            return run(x, weights[i % count], counts=counts, group=group, plan=spec)
+
+        one(0)
+        return one
+
+    return Sample(count, call_of, captures=p.counts == "equal")
+
+
+@lru_cache(maxsize=4096)
 def _most(rows: int, experts: int) -> int:
     """Somewhat more, equal for all experts: tables change from call to call, but plans seldom."""
     step = max(256, 1 << max(rows.bit_length() - 3, 0))
@@ -272,16 +345,11 @@ def _ends(keep: bool, code: Code | None) -> Action | None:
     if not keep or any(buffer.name == "rows" for buffer in plan.buffers):
         return None
     if not any(buffer.name == "received" for buffer in plan.buffers):  # of one rank
-        return _copy_own
+        return copy_own
     p, workspace = plan.problem, code.workspace
     rows = Places(workspace, plan).fixed(Box(workspace.rank, "received", 0, 0, p.m, 0, p.k))
     assert rows is not None, "symmetric"
     return lambda o: o["rows"].copy_(rows)  # the next call writes over them
-
-
-def _copy_own(operands: Operands) -> None:
-    x, rows = operands["x"], operands["rows"]
-    rows[: len(x)] = x[: len(rows)]
 
 
 def _sum(operands: Operands) -> None:
@@ -326,11 +394,16 @@ def run(
     Raises:
         InputError, UnsupportedError, PeerTimeoutError: as the operators.
     """
-    op, (x, _, counts, *_) = operator.op, tensors
+    op, (x, w, counts, *rest) = operator.op, tensors
     assert x is not None
+    assert w is not None
     assert counts is not None
-    rank = group_of(group_name).rank()
-    facts, room, good = facts_of(op, counts, host, x.shape[0], rows, rank)
+    group = group_of(group_name)
+    rank = group.rank()
+    found = seen(op, x, w, counts, rows, plan, rank, group.size(), host)
+    assert found is not None, "checked"
+    facts, counts, room, good = found
     if not good and refused is None:
-        refused = refusal(op, counts, x, rows, rank, host=True)
-    return call.run(operator, tensors, plan, facts, group_name, call.Given(room, refused))
+        refused = refusal(op, counts, x, room, rank, host=host)
+    given = call.Given(room, refused)
+    return call.run(operator, (x, w, counts, *rest), plan, facts, group_name, given)

@@ -92,9 +92,14 @@ def _fits(planned: Problem, problem: Problem) -> bool:
     return planned == wanted
 
 
+def family_of(plan: str) -> str:
+    """The family of a plan as an operator's string argument."""
+    own = _plans.get(plan)
+    return own.family if own else (plan.split() or [""])[0]
+
+
 def backward_plan(op: str, plan: str) -> str:
     """The plan of a backward operator whose forward was asked for with `plan`."""
     if plan in ("auto", "serial"):
         return plan
-    own = _plans.get(plan)
-    return operation_of(op).gradient or (own.family if own else plan.split()[0])
+    return operation_of(op).gradient or family_of(plan)

@@ -1,7 +1,6 @@
 """Steps that read the operand "counts": an all-to-all and matmuls of as many rows as it says.
 
-The library lays them out on the host. Counts that only a GPU knows are copied to the host, once in
-a call, and the host waits for them.
+The library lays them out on the host, so the table is there.
 
     by owner    on rank s, sorted by expert, all E of them in order: counts[s, 0], counts[s, 1], ...
     by expert   on rank d, sorted by local expert, then by source: counts[0, e], counts[1, e], ...
@@ -34,7 +33,7 @@ def all_to_all(bound: BoundStep, places: Places) -> Action:
     group, rank = places.workspace.group, places.workspace.rank
 
     def run(operands: Operands) -> None:
-        table = _table_of(operands, places)
+        table = operands[COUNTS].cpu()  # no copy where the host has it
         mine = table.view(len(table), len(table), -1)[:, rank]  # [sources, local experts]
         owned = table[rank].view(len(table), -1).sum(1).tolist()  # my rows, by the rank they go to
         sources = mine.sum(1).tolist()
@@ -66,7 +65,7 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     every = len(bounds) == p.experts
 
     def run(operands: Operands) -> None:
-        table = _table_of(operands, places)
+        table = operands[COUNTS].cpu()  # no copy where the host has it
         rows = table.view(len(table), len(table), -1)[:, rank].sum(0)  # of each local expert
         x, y = (_rows_of(name, operands, places) for name in (source, target))
         total, w = int(rows.sum()), operands["w"]
@@ -107,27 +106,6 @@ def _rows_of(name: str, operands: Operands, places: Places) -> Tensor:
     )
     assert whole is not None, "an operand that a call lacks"
     return whole
-
-
-def _table_of(operands: Operands, places: Places) -> Tensor:
-    """The counts on the host.
-
-    Raises:
-        InputError: a graph is being captured, or the rows do not fit counts of the device.
-    """
-    table, p = operands[COUNTS], places.plan.problem
-    if p.counts == "host" or not table.is_cuda:
-        return table
-    if torch.cuda.is_current_stream_capturing():
-        fix = "pass counts on the GPU and plan='fused'"
-        got = "serial while a graph is captured, which lays rows out on the host"
-        raise InputError(p.op, "plan", want="fused", got=got, fix=fix)
-    table = operands[COUNTS] = table.cpu()
-    x, room = operands["x"], len(operands["y"])
-    refused = refusal(p.op, table, x, room, places.workspace.rank, host=False)
-    if refused is not None:
-        raise refused
-    return table
 
 
 def refusal(

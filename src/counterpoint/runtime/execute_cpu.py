@@ -4,27 +4,30 @@ Signals are words in shared memory. A release and an acquire are plain stores an
 their order. A wait yields, then sleeps, looks whether its peer is alive, and gives up in time.
 """
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
-import numpy as np
 import torch
 
 from counterpoint.errors import PeerTimeoutError
-from counterpoint.plan.bind import Arrival, BoundStep, Part, Program
+from counterpoint.plan.bind import BoundStep, Part, Program
 from counterpoint.runtime import compute
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.launch import Site, fused_action
-from counterpoint.runtime.ranks import describe_process
-from counterpoint.runtime.workspace import NUM_SLOTS, Operands, Places, Workspace
+from counterpoint.runtime.pads_cpu import (
+    LOOK_EVERY_S,
+    SLEEP_S,
+    Awaited,
+    await_words,
+    meet,
+    pads_of,
+    wrapped,
+)
+from counterpoint.runtime.workspace import Operands, Places, Workspace
 from counterpoint.spans import Span
 
-YIELDS = 20  # then sleep: ranks may outnumber cores
-SLEEP_S = 50e-6
-LOOK_EVERY_S = 0.05  # how often a late peer's process is looked at
 LOST_S = 0.2  # a dying process closes its connections before it shows as dead
 
 COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
@@ -53,10 +56,7 @@ class CpuCode:
     ) -> None:
         self.program = program
         self.workspace = workspace
-        self.pads = [
-            workspace.pads.peer(r).view(torch.int32).numpy()
-            for r in range(workspace.pads.world_size)
-        ]
+        self.pads = pads_of(workspace)
         places = Places(workspace, program.plan)
         self.calls = calls
         self.constants = places.constants
@@ -144,7 +144,7 @@ class _Call:
         start_s = time.perf_counter()
         if step.kind == "barrier":
             if i == self.code.program.opens:
-                self.workspace.epoch = _wrapped(self.workspace.epoch + 1)
+                self.workspace.epoch = wrapped(self.workspace.epoch + 1)
             self._post(bound)
             self._wait(bound)
         else:
@@ -176,18 +176,7 @@ class _Call:
 
     def _meet(self, bound: BoundStep) -> None:
         """Come together before a library's collective, which cannot say who is missing."""
-        self.workspace.meetings += 1
-        count, pads = self.workspace.meetings, self.code.pads
-        mine = NUM_SLOTS - 1 - self.workspace.rank
-        for pad in pads:
-            pad[mine] = count
-        try:
-            slots = [Arrival(NUM_SLOTS - 1 - r, r) for r in range(len(pads))]
-            self._await(bound, slots, count)
-        except PeerTimeoutError:
-            for pad in pads:  # who comes later must not wait inside the collective
-                pad[mine] = count - 1
-            raise
+        meet(self.workspace, self._awaited(bound), self.failed.is_set)
 
     def _lost(self, bound: BoundStep) -> PeerTimeoutError:
         """What a failed collective means: the group's timeout, or a peer that has gone."""
@@ -217,46 +206,11 @@ class _Call:
             self.code.pads[rank][slot] = self.workspace.epoch
 
     def _wait(self, bound: BoundStep) -> None:
-        self._await(bound, bound.waits, self.workspace.epoch)
+        if bound.waits:
+            epoch, awaited = self.workspace.epoch, self._awaited(bound)
+            await_words(self.workspace, bound.waits, epoch, awaited, self.failed.is_set)
 
-    def _await(self, bound: BoundStep, arrivals: Sequence[Arrival], count: int) -> None:
-        pad = self.code.pads[self.workspace.rank]
-        start_s = look_s = time.monotonic()
-        polls = 0
-        for arrival in arrivals:
-            while _wrapped(int(pad[arrival.slot]) - count) < 0:
-                if self.failed.is_set():
-                    return
-                polls += 1
-                if polls < YIELDS:
-                    os.sched_yield()
-                    continue
-                time.sleep(SLEEP_S)
-                now_s = time.monotonic()
-                if now_s - look_s > LOOK_EVERY_S:
-                    look_s = now_s
-                    self._look(bound, arrival, now_s - start_s)
-
-    def _look(self, bound: BoundStep, arrival: Arrival, waited_s: float) -> None:
-        """Raise once a late peer is dead, or too late."""
-        state = describe_process(self.workspace.pads.peer_pids[arrival.rank])
-        if waited_s < self.workspace.timeout_s and not state.endswith("dead"):
-            return
-        # the awaited rank may be alive, and have given up on one that is not
-        gone = [(r, theirs) for r, theirs in self.workspace.gone() if r != arrival.rank]
-        who = "".join(f", rank {r}: {theirs}" for r, theirs in gone)
-        step = bound.step.name
-        plan = self.code.program.plan
-        self.workspace.fault = PeerTimeoutError(
-            f"{plan.problem.op}: rank {arrival.rank} did not signal step {step!r} of plan "
-            f"{plan.spec} to rank {self.workspace.rank} within {waited_s:.2f} s ({state}{who}); "
-            "the group is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
-            rank=gone[0][0] if gone and state.endswith("alive") else arrival.rank,
-            step=step,
-        )
-        raise self.workspace.fault
-
-
-def _wrapped(word: int) -> int:
-    """As a signed 32-bit word: epochs wrap."""
-    return int(np.int64(word + 2**31) % 2**32 - 2**31)
+    def _awaited(self, bound: BoundStep) -> Awaited:
+        plan, step = self.code.program.plan, bound.step.name
+        deed = f"signal step {step!r} of plan {plan.spec} to rank {self.workspace.rank}"
+        return Awaited(plan.problem.op, deed, step)
