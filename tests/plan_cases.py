@@ -20,7 +20,8 @@ DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 EXPERTS = (DISPATCH, COMBINE)
 BAGS = "embedding_bag_all_to_all"
 BIASED = (AG, RS, AR)
-PLAIN = tuple(op for op in OPS if op not in (*EXPERTS, BAGS))
+MATMULS = tuple(op for op in OPS if op != BAGS)
+PLAIN = tuple(op for op in MATMULS if op not in EXPERTS)
 BY_ROWS = tuple(op for op in PLAIN if operation_of(op).shares_rows)
 
 

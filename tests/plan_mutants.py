@@ -144,7 +144,10 @@ def _changed(plan: Plan, region: Region) -> Iterator[tuple[str, Region]]:
     for piece in ((part - 1, of), (part + 1, of), (part, of - 1), (part, of + 1)):
         if buffer.split and 0 <= piece[0] < piece[1]:
             yield f"piece: {piece}", replace(region, piece=piece)
-    for cols in _shifted(region.cols, buffer.shape[1]):
+    if region.cols == "own":
+        yield "cols: all", replace(region, cols=None)
+    cols_now = None if region.cols == "own" else region.cols
+    for cols in _shifted(cols_now, buffer.shape[1]):
         yield f"cols: {cols}", replace(region, cols=cols)
     if not buffer.split:
         for shifted in _shifted(region.rows, buffer.shape[0]):

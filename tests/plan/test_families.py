@@ -233,7 +233,7 @@ def test_groups_of_a_backward_are_those_of_the_matmul_that_they_cut():
     assert build(backward, "graded").spec == build(forward, "graded").spec
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*PLAIN, *EXPERTS])
 def test_a_group_of_one_rank_is_plain_matmuls(op: str):
     for family in families(op):
         plan = build(problem_of(op, "primes", 1), family)

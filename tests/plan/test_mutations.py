@@ -19,7 +19,7 @@ from plan_cases import (
     AR,
     COMBINE,
     DISPATCH,
-    OPS,
+    MATMULS,
     RS,
     RS_BACKWARD,
 )
@@ -277,7 +277,7 @@ def test_a_kernel_of_ours_stands_only_as_its_family_has_it():
     """No mutant of a plan of one step is right; of a direct one, only what serial has as well."""
     ours = [r for r in results() if any(step.spins for step in r.plan.steps)]
     assert {(r.plan.problem.op, r.plan.family) for r in ours} == {
-        (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
+        (op, family) for op in MATMULS for family in families(op) if family in ("direct", "fused")
     }
     assert len(ours) > 1500
     assert [f"{r.case}: {r.what}" for r in ours if not r.refused] == []
@@ -338,6 +338,6 @@ def test_the_simulator_sees_what_is_wrong():
 
 def test_cases_hold_every_family_of_every_op():
     specs = {(case.op, case.spec.split()[0]) for case in CASES}
-    assert specs == {(op, family) for op in OPS for family in families(op)}
+    assert specs == {(op, family) for op in MATMULS for family in families(op)}
     assert {"ring", "xor"} <= {word for case in CASES for word in case.spec.split()}
     assert {len(case.rows) for case in CASES} == {2, 3, 4}
