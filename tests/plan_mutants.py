@@ -144,6 +144,8 @@ def _changed(plan: Plan, region: Region) -> Iterator[tuple[str, Region]]:
     for piece in ((part - 1, of), (part + 1, of), (part, of - 1), (part, of + 1)):
         if buffer.split and 0 <= piece[0] < piece[1]:
             yield f"piece: {piece}", replace(region, piece=piece)
+    if region.cols == "own":
+        yield "cols: all", replace(region, cols=None)
     for cols in _shifted(region.cols, buffer.shape[1]):
         yield f"cols: {cols}", replace(region, cols=cols)
     if not buffer.split:

@@ -83,7 +83,7 @@ def test_one_rank_is_not_ranks(tmp_path: Path):
 
 def test_demo_checks_every_family_and_leaves_a_picture_and_a_trace(tmp_path: Path):
     text = run(*SMALL, "--out", str(tmp_path))
-    assert "36 of 36 checks hold" in text
+    assert "40 of 40 checks hold" in text
     assert "CPU ms says nothing about a GPU" in " ".join(text.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-cpu.json", "demo-cpu.png"]
     assert (tmp_path / "demo-cpu.png").read_bytes().startswith(b"\x89PNG")

@@ -51,8 +51,9 @@ def check_form(plan: Plan) -> None:
         _check_batches(plan, [step for step in plan.steps if step.lane == lane.name])
     ours = [s.name for s in plan.steps
             if s.kind == "fused" or (s.arg("transport") and s.kind != "opaque")]  # fmt: skip
-    if ours and (problem := _not_as_built(plan)):
-        fail(problem, ours[0])
+    differ = plan.problem.counts != "equal"
+    if (ours or differ) and (problem := _not_as_built(plan)):
+        fail(problem, ours[0] if ours else "")
 
 
 def _check_batches(plan: Plan, steps: list[Step]) -> None:
@@ -79,17 +80,19 @@ def _check_batches(plan: Plan, steps: list[Step]) -> None:
 
 
 def _not_as_built(plan: Plan) -> str:
-    """Why steps that are a kernel of ours cannot run, or ''.
+    """Why steps that are a kernel of ours, or whose counts differ, cannot run, or ''.
 
     What such a kernel does is declared for the whole of the operator, for equal shares and the
-    memory of its group: so it stands only as its family has it.
+    memory of its group; and where counts differ, the proof is that of equal ones. So they stand
+    only as their family has them.
     """
     try:
         want = build(plan.problem, plan.spec)
     except InputError as error:
         return str(error)
     if (plan.steps, plan.buffers, plan.lanes) != (want.steps, want.buffers, want.lanes):
-        return f"a transport or kernel of ours stands only in the plan {want.spec!r} as it is built"
+        what = "a kernel of ours, or a step whose counts differ,"
+        return f"{what} stands only in the plan {want.spec!r} as it is built"
     return ""
 
 
