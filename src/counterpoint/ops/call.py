@@ -123,9 +123,14 @@ class Ready:
     ) -> None:
         self.workspace = workspace
         self.code = code
-        given = [(i, x, t) for i, (x, t) in enumerate(zip(operator.inputs, tensors, strict=True))]
-        # positions of the tensors that are there, their buffers, and how they become operands
-        self.inputs = [(i, x.name, _form(x, t)) for i, x, t in given if t is not None]
+        given = enumerate(zip(operator.inputs, tensors, strict=True))
+        named = {buffer.name for buffer in code.program.plan.buffers} if code else set[str]()
+        # positions of the tensors that are there, their buffers, and how they become operands; a
+        # table on the host that no step reads is left out: a replay would look for its address
+        self.inputs = [
+            (i, x.name, _form(x, t)) for i, (x, t) in given
+            if t is not None and (t.device == workspace.device or x.name in named)
+        ]  # fmt: skip
         fused = code is not None and any(s.kind == "fused" for s in code.program.plan.steps)
         self.outputs = [
             (out.name, (*out.shape[:-1], 0) if fused and out.spare else out.shape, out.transposed)
