@@ -13,7 +13,7 @@ import torch
 from rank_bodies import by_reference
 from torch import Tensor
 
-from counterpoint.ops import experts
+from counterpoint.ops import experts_check
 
 Lists = list[list[int]]
 
@@ -50,7 +50,8 @@ def by_torch(known: str = "host") -> Iterator[None]:
     """
     with by_reference(), pytest.MonkeyPatch.context() as patch:
         if known == "device":
-            patch.setattr(experts, "host_known", on_no_host)
+            patch.setattr(experts_check, "host_known", on_no_host)
+            patch.setattr(experts_check, "host_known_at_once", on_no_host)
         yield
 
 

@@ -10,8 +10,8 @@ from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
 import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.measure.timing import relative_error
-from counterpoint.ops.experts_serial import grouped
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.counted import grouped
 
 K, N, LOCAL = 64, 48, 3  # both are multiples of 8: the library's grouped matmul takes bf16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -153,10 +153,10 @@ def test_more_rows_than_there_is_room_for():
     table = torch.full((ranks, ranks * LOCAL), 2, device="cuda")
     x, w = torch.randn(2 * ranks * LOCAL, K, device="cuda"), torch.randn(LOCAL, K, N, device="cuda")
     needed = 2 * ranks * LOCAL
-    with pytest.raises(cp.InputError, match=f"max_rows must be >= {needed} on rank 0"):
+    with pytest.raises(cp.InputError, match=f"max_rows must be >= {needed} on rank"):
         cp.all_to_all_matmul(x, w, counts=table, max_rows=needed - 1, plan="serial")
     y = cp.all_to_all_matmul(x, w, counts=table, max_rows=needed, plan="serial")
-    # the second call of these facts looks at the table alone, and all ranks see the same
+    # a call of facts that are known looks at the table alone, and all ranks see the same
     with pytest.raises(cp.InputError, match="max_rows must be >="):
         cp.all_to_all_matmul(x, w, counts=table, max_rows=needed - 1, plan="serial")
     assert y.shape == (needed, N)

@@ -1,5 +1,8 @@
 """all_to_all_matmul and matmul_all_to_all: each row where the layouts say, on CPU ranks."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -167,7 +170,8 @@ def test_the_facts_of_a_call(op: str):
 
     def seen(table: torch.Tensor, rows: int, room: int | None, rank: int = 0, known: str = "host"):
         x, w = torch.empty(rows, 8).half(), torch.empty(table.shape[1] // len(table), 8, 8)
-        return experts.seen(op, x, w, table, room, "auto", rank, len(table), known == "host")
+        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: len(table))
+        return experts.seen(op, x, w, table, room, "auto", group, known == "host")
 
     equal = torch.full((2, 4), 3)
     assert seen(equal, 12, None)[::2] == ((0, 12, 0, 0), 12)

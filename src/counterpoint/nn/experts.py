@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
-from counterpoint.ops import agreement
-from counterpoint.ops import experts as experts_ops
+from counterpoint.ops import agreement, experts_check
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import check_group
 from counterpoint.ops.exchange_counts import exchange_counts
@@ -88,7 +87,7 @@ class ExpertParallelMLP(nn.Module):
         self.group = check_group(self._get_name(), group)
         self.features, self.hidden, self.num_experts = features, hidden, num_experts
         self.max_rows, self.plan = self._room(max_rows), plan
-        experts_ops.check_plan(self._get_name(), plan)
+        experts_check.check_plan(self._get_name(), plan)
         ranks = self.group.size()
         if num_experts % ranks or num_experts < 1:
             want, fix = f"a multiple of the {ranks} ranks", "take another number of ranks"
@@ -163,7 +162,7 @@ class ExpertParallelMLP(nn.Module):
         ).chunk(2, -1)  # fmt: skip
         y = matmul_all_to_all(
             F.silu(gate) * up, self.down.transpose(1, 2), counts=counts, group=self.group,
-            max_rows=None if experts_ops.host_known(counts) else len(rows), plan=self.plan,
+            max_rows=None if experts_check.host_known(counts) else len(rows), plan=self.plan,
             sum_of=(places, weights.reshape(-1, top_k)),
         )  # fmt: skip
         return y.view(x.shape)

@@ -13,8 +13,6 @@ there may be, in steps.
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from math import prod
-from operator import attrgetter, index
 from typing import NamedTuple
 
 import torch
@@ -22,29 +20,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
+from counterpoint.ops import call, experts_check
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Words
-from counterpoint.ops.check import DTYPES
+from counterpoint.ops.experts_check import Table
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH, copy_own, sum_of_rows
 from counterpoint.ops.plans import family_of
 from counterpoint.ops.samples import Sample, num_sets
 from counterpoint.plan.bind import Box
-from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Counts, Problem
 from counterpoint.problem import dtype_of as problem_dtype
 from counterpoint.runtime.compute import Action
-from counterpoint.runtime.counted import refusal, rows_by_rank
+from counterpoint.runtime.counted import refusal
 from counterpoint.runtime.execute import Code
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Operands, Places
 
-Table = Tensor | Sequence[Sequence[int]]
 Tensors = Sequence[Tensor | None]
-# whether the host may read a table at each call
-host_known: Callable[[Tensor], bool] = attrgetter("is_cpu")
 KINDS: tuple[Counts, ...] = ("equal", "host", "device")
 
 
@@ -79,109 +73,9 @@ class Seen(NamedTuple):
     good: bool
 
 
-def check_operands(op: str, x: Tensor, w: Tensor) -> None:
-    """Refuse operands that do not fit one another.
-
-    Raises:
-        InputError: names the argument, what it must be, and what it is.
-    """
-    for name, tensor in (("x", x), ("w", w)):
-        if not isinstance(tensor, Tensor):
-            raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
-        if tensor.layout != torch.strided:
-            raise InputError(op, name, want="a dense tensor", got=tensor.layout)
-    if x.dtype not in DTYPES:
-        raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
-    if x.device.type not in ("cpu", "cuda"):
-        raise InputError(op, "x", want="on cpu or cuda", got=x.device)
-    if x.dim() != 2:
-        raise InputError(op, "x", want="[rows, K] of 2 dims", got=f"{x.dim()}-D")
-    if w.dim() != 3:
-        raise InputError(op, "w", want="[E_local, K, N] of 3 dims", got=f"{w.dim()}-D")
-    if w.shape[1] != x.shape[1]:
-        fix = "pass w.transpose(1, 2) of weights that are stored as [E_local, N, K]"
-        want = f"[E_local, K={x.shape[1]}, N]"
-        raise InputError(op, "w", want=want, got=tuple(w.shape), fix=fix)
-    if w.dtype != x.dtype:
-        raise InputError(op, "w", want=f"{x.dtype} as x", got=w.dtype)
-    if w.device != x.device:
-        raise InputError(op, "w", want=f"on {x.device} as x", got=w.device)
-    if not any(w.stride(dim) == 1 or w.shape[dim] <= 1 for dim in (1, 2)):
-        fix = "pass w.contiguous()"
-        want = "with a unit stride in K or N"
-        raise InputError(op, "w", want=want, got=f"strides {w.stride()}", fix=fix)
-
-
-def check_plan(op: str, plan: str) -> None:
-    """Refuse what names no plan of experts; a spec is read when the experts are known.
-
-    Raises:
-        InputError: there is no such family.
-    """
-    names = ("auto", *families(DISPATCH))
-    if not isinstance(plan, str) or plan.split()[:1] not in [[name] for name in names]:
-        raise InputError(op, "plan", want=f"one of {', '.join(names)}", got=repr(plan))
-
-
-def table_of(op: str, counts: Table, x: Tensor, w: Tensor, ranks: int) -> Tensor:
-    """The table as a tensor. Its values are not looked at.
-
-    Raises:
-        InputError: no whole numbers, another shape than [ranks, E], or on another device.
-    """
-    experts = ranks * w.shape[0]
-    want = f"int32 or int64 [{ranks}, {experts}], rows of each rank for each expert"
-    if not isinstance(counts, Tensor):
-        try:
-            table = [[index(n) for n in row] for row in counts]
-        except TypeError:  # no sequences, or not of whole numbers
-            raise InputError(op, "counts", want=want, got=repr(counts)) from None
-        if len(table) != ranks or any(len(row) != experts for row in table):
-            got = f"{len(table)} rows of {sorted({len(row) for row in table})}"
-            raise InputError(op, "counts", want=want, got=got)
-        counts = torch.tensor(table, dtype=torch.int64, device="cpu")
-    if counts.dtype not in (torch.int32, torch.int64) or counts.shape != (ranks, experts):
-        fix = f"w has {w.shape[0]} experts on each of {ranks} ranks"
-        got = f"{counts.dtype} {list(counts.shape)}"
-        raise InputError(op, "counts", want=want, got=got, fix=fix)
-    if counts.device not in (torch.device("cpu"), x.device):
-        raise InputError(op, "counts", want=f"on cpu or on {x.device} as x", got=counts.device)
-    return counts
-
-
-def room_of(
-    op: str, counts: Tensor, max_rows: int | None, group: dist.ProcessGroup
-) -> tuple[int, bool]:
-    """Rows of the result on this rank, and whether the table is host-known.
-
-    Raises:
-        InputError: `max_rows` is missing, not a count, or, where the table is host-known, less
-            than what a rank gets.
-    """
-    host = host_known(counts)
-    if max_rows is None and not host:
-        fix = "rows that a rank may get at most; its memory is that large"
-        raise InputError(op, "max_rows", want="given with counts on a GPU", got=None, fix=fix)
-    if max_rows is not None:
-        try:
-            max_rows = index(max_rows)
-        except TypeError:
-            raise InputError(op, "max_rows", want="a count", got=repr(max_rows)) from None
-        if max_rows < 0:
-            raise InputError(op, "max_rows", want=">= 0", got=max_rows)
-        if not host:
-            return max_rows, host
-    totals = rows_by_rank(counts, op == DISPATCH).tolist()
-    if max_rows is not None and max(totals) > max_rows:
-        who = totals.index(max(totals))
-        want = f">= {max(totals)}, what rank {who} gets"
-        raise InputError(op, "max_rows", want=want, got=max_rows)
-    return totals[group.rank()], host
-
-
 def seen(
     op: str, x: Tensor, w: Tensor, counts: Table, max_rows: int | None, plan: object,
-    rank: int, ranks: int, host: bool | None = None,
+    group: dist.ProcessGroup, host: bool | None = None,
 ) -> Seen | None:  # fmt: skip
     """The facts of a call, from its table where the host reads that.
 
@@ -195,12 +89,13 @@ def seen(
     Raises:
         InputError: a graph is being captured, and the host would have to read the table.
     """
+    rank, ranks = group.rank(), group.size()
     if host is None:
         if torch.compiler.is_compiling() or not (
             isinstance(counts, Tensor) and isinstance(x, Tensor) and isinstance(w, Tensor)
         ):
             return None
-        host = host_known(counts)
+        host = experts_check.host_known_at_once(counts)
         good = w.dim() == 3 and x.dim() == 2 and counts.shape == (ranks, ranks * w.shape[0])
         good = good and not counts.is_floating_point()
         if not good or (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
@@ -258,28 +153,6 @@ def _on_host(op: str, counts: Tensor) -> Tensor:
         got = "serial while a graph is captured, which lays rows out on the host"
         raise InputError(op, "plan", want="fused", got=got, fix=fix)
     return counts.cpu()
-
-
-def sample_by(
-    run: Callable[..., Tensor], problem: Problem, group: dist.ProcessGroup, device: torch.device
-) -> Sample:
-    """Calls of half a layer on random rows, as many for each expert; weights take turns."""
-    p, dtype = problem, getattr(torch, problem.dtype)
-    counts = torch.full((p.ranks, p.ranks * p.experts), p.m // (p.ranks * p.experts))
-    x = torch.randn(p.m, p.k, device=device).to(dtype)
-    shape = (p.experts, p.n, p.k)  # as a layer stores them
-    count = num_sets(prod(shape) * p.item_bytes, device)
-    weights = [torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(count)]
-
-    def call_of(spec: str) -> Callable[[int], object]:
-        @torch.no_grad()
-        def one(i: int) -> object:
-            return run(x, weights[i % count], counts=counts, group=group, plan=spec)
-
-        one(0)
-        return one
-
-    return Sample(count, call_of, captures=p.counts == "equal")
 
 
 @lru_cache(maxsize=4096)
@@ -399,11 +272,37 @@ def run(
     assert w is not None
     assert counts is not None
     group = group_of(group_name)
-    rank = group.rank()
-    found = seen(op, x, w, counts, rows, plan, rank, group.size(), host)
+    found = seen(op, x, w, counts, rows, plan, group, host)
     assert found is not None, "checked"
     facts, counts, room, good = found
     if not good and refused is None:
-        refused = refusal(op, counts, x, room, rank, host=host)
+        refused = refusal(op, counts, x, room, group.rank(), host=host)
     given = call.Given(room, refused)
     return call.run(operator, (x, w, counts, *rest), plan, facts, group_name, given)
+
+
+def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """Calls on random rows, equally many for each expert: see samples.py.
+
+    Counts that differ from call to call are in no graph, as serial lays rows out on the host.
+    """
+    p, dtype = problem, getattr(torch, problem.dtype)
+    facts = Facts(KINDS.index(p.counts), p.m)
+    counts = torch.full((p.ranks, p.ranks * p.experts), p.m // (p.ranks * p.experts))
+    x = torch.randn(p.m, p.k, device=device).to(dtype)
+    ws = [
+        torch.randn(p.experts, p.n, p.k, device=device).to(dtype).transpose(1, 2)
+        for _ in range(num_sets(p.experts * p.n * p.k * p.item_bytes, device))
+    ]
+    operator = operator_of(p.op)
+    aside = [None] * (len(operator.inputs) - 3)
+
+    def call_of(spec: str) -> Callable[[int], object]:
+        def one(i: int) -> object:
+            tensors = (x, ws[i % len(ws)], counts, *aside)
+            return call.prepare(operator, tensors, spec, facts, group)(tensors, p.m)
+
+        one(0)
+        return one
+
+    return Sample(len(ws), call_of, captures=p.counts == "equal")

@@ -25,6 +25,7 @@ from counterpoint.plan.fused_sum import padded
 from counterpoint.plan.steps import COUNTS
 from counterpoint.runtime import compute
 from counterpoint.runtime.compute import Action
+from counterpoint.runtime.counted import DISPATCH
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, register
 from counterpoint.runtime.workspace import Operands, Places
@@ -34,7 +35,6 @@ COLLECTORS = 8  # programs for each SM
 ONE = Grid(1, reserve=False, each=True)
 ANY = 2**31 - 1  # rows of x, where they are known to suffice
 COMBINE = "matmul_all_to_all"
-DISPATCH = "all_to_all_matmul"
 
 
 class _Experts:
@@ -137,7 +137,7 @@ class _Experts:
             if not table.is_cuda:
                 fix, want = "they change from call to call", "on the GPU while a graph is captured"
                 raise InputError(p.op, "counts", want=want, got="on the host", fix=fix)
-            self.workspace.keep(table)
+            self.workspace.keep(self.table)
         if table.device != self.device:
             # a pinned table may be filled anew before an asynchronous copy has read it
             table = table.to(self.device, non_blocking=not table.is_pinned())

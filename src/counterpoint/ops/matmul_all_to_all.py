@@ -13,20 +13,11 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.ops import all_to_all_matmul, call, token_sums
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.expert_gradients import weight_gradient
-from counterpoint.ops.experts import (
-    Table,
-    check_operands,
-    operator_of,
-    room_of,
-    run,
-    sample_by,
-    seen,
-    table_of,
-)
+from counterpoint.ops.experts import operator_of, run, seen
+from counterpoint.ops.experts import sample as sample  # what is tuned and compared
+from counterpoint.ops.experts_check import Table, check_operands, room_of, table_of
 from counterpoint.ops.plans import backward_plan, plan_key
-from counterpoint.ops.samples import Sample
 from counterpoint.plan.steps import Plan
-from counterpoint.problem import Problem
 
 OP = "matmul_all_to_all"
 on_host: Callable[[Tensor], bool] = attrgetter("is_cpu")
@@ -88,10 +79,12 @@ def matmul_all_to_all(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, w, counts, max_rows, plan, group.rank(), group.size()), None
-    index, weights = sum_of if type(sum_of) is tuple and len(sum_of) == 2 else (None, None)
-    readable = sum_of is not None and (not isinstance(index, Tensor) or on_host(index))
-    if known is not None and known.good and not readable:
+    known, key = seen(OP, x, w, counts, max_rows, plan, group), None
+    index, weights = sum_of if isinstance(sum_of, tuple) and len(sum_of) == 2 else (None, None)
+    at_once = known is not None and known.good
+    if at_once and sum_of is not None:  # rows to sum that the host can read are looked at
+        at_once = isinstance(index, Tensor) and not on_host(index)
+    if known is not None and at_once:
         tensors = (x, w, counts, None, index, weights)
         found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
         if found is not None:
@@ -134,11 +127,6 @@ def _check_sum(sum_of: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor
         got = f"{index.device} and {weights.device}"
         raise InputError(OP, "sum_of", want=f"on {x.device} as x", got=got)
     return index, weights
-
-
-def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
-    """Random calls of a problem."""
-    return sample_by(matmul_all_to_all, problem, group, device)
 
 
 def returned(*arguments: Any) -> Tensor:

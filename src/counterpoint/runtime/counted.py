@@ -23,13 +23,14 @@ from counterpoint.runtime.workspace import Operands, Places
 _GROUPED: Callable[..., Tensor] | None = getattr(
     F, "grouped_mm", getattr(torch, "_grouped_mm", None)
 )
+DISPATCH = "all_to_all_matmul"
 Action = Callable[[Operands], object]
 
 
 def all_to_all(bound: BoundStep, places: Places) -> Action:
     """The library's all-to-all of rows, and the pass that puts them in order by expert."""
     source, target = bound.step.reads[0].buffer, bound.step.writes[0].buffer
-    dispatches = places.plan.problem.op == "all_to_all_matmul"
+    dispatches = places.plan.problem.op == DISPATCH
     group, rank = places.workspace.group, places.workspace.rank
 
     def run(operands: Operands) -> None:
@@ -120,7 +121,7 @@ def refusal(
     low = int(table.min()) if table.numel() else 0
     if low < 0:
         return InputError(op, "counts", want=">= 0", got=low)
-    dispatches = op == "all_to_all_matmul"
+    dispatches = op == DISPATCH
     has, gets = (int(rows_by_rank(table, out)[rank]) for out in (not dispatches, dispatches))
     where, rows = f"on rank {rank}", x.shape[0]
     what = f"counts[{rank}]" if dispatches else f"what counts has for experts of rank {rank}"

@@ -1,0 +1,122 @@
+"""Arguments that both operators of experts share, refused before anything is launched."""
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, index
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.ops.check import DTYPES
+from counterpoint.plan.families import families
+from counterpoint.runtime.counted import DISPATCH, rows_by_rank
+
+Table = Tensor | Sequence[Sequence[int]]
+# `host_known` of a call that may be known already: no function of ours, but none for compilers
+host_known_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
+
+
+def host_known(counts: Tensor) -> bool:
+    """Whether the host may read the table at each call."""
+    return counts.is_cpu
+
+
+def check_operands(op: str, x: Tensor, w: Tensor) -> None:
+    """Refuse operands that do not fit one another.
+
+    Raises:
+        InputError: names the argument, what it must be, and what it is.
+    """
+    for name, tensor in (("x", x), ("w", w)):
+        if not isinstance(tensor, Tensor):
+            raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
+        if tensor.layout != torch.strided:
+            raise InputError(op, name, want="a dense tensor", got=tensor.layout)
+    if x.dtype not in DTYPES:
+        raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
+    if x.device.type not in ("cpu", "cuda"):
+        raise InputError(op, "x", want="on cpu or cuda", got=x.device)
+    if x.dim() != 2:
+        raise InputError(op, "x", want="[rows, K] of 2 dims", got=f"{x.dim()}-D")
+    if w.dim() != 3:
+        raise InputError(op, "w", want="[E_local, K, N] of 3 dims", got=f"{w.dim()}-D")
+    if w.shape[1] != x.shape[1]:
+        fix = "pass w.transpose(1, 2) of weights that are stored as [E_local, N, K]"
+        want = f"[E_local, K={x.shape[1]}, N]"
+        raise InputError(op, "w", want=want, got=tuple(w.shape), fix=fix)
+    if w.dtype != x.dtype:
+        raise InputError(op, "w", want=f"{x.dtype} as x", got=w.dtype)
+    if w.device != x.device:
+        raise InputError(op, "w", want=f"on {x.device} as x", got=w.device)
+    if not any(w.stride(dim) == 1 or w.shape[dim] <= 1 for dim in (1, 2)):
+        fix = "pass w.contiguous()"
+        want = "with a unit stride in K or N"
+        raise InputError(op, "w", want=want, got=f"strides {w.stride()}", fix=fix)
+
+
+def check_plan(op: str, plan: str) -> None:
+    """Refuse what names no plan of experts; a spec is read when the experts are known.
+
+    Raises:
+        InputError: there is no such family.
+    """
+    names = ("auto", *families(DISPATCH))
+    if not isinstance(plan, str) or plan.split()[:1] not in [[name] for name in names]:
+        raise InputError(op, "plan", want=f"one of {', '.join(names)}", got=repr(plan))
+
+
+def table_of(op: str, counts: Table, x: Tensor, w: Tensor, ranks: int) -> Tensor:
+    """The table as a tensor. Its values are not looked at.
+
+    Raises:
+        InputError: no whole numbers, another shape than [ranks, E], or on another device.
+    """
+    experts = ranks * w.shape[0]
+    want = f"int32 or int64 [{ranks}, {experts}], rows of each rank for each expert"
+    if not isinstance(counts, Tensor):
+        try:
+            table = [[index(n) for n in row] for row in counts]
+        except TypeError:  # no sequences, or not of whole numbers
+            raise InputError(op, "counts", want=want, got=repr(counts)) from None
+        if len(table) != ranks or any(len(row) != experts for row in table):
+            got = f"{len(table)} rows of {sorted({len(row) for row in table})}"
+            raise InputError(op, "counts", want=want, got=got)
+        counts = torch.tensor(table, dtype=torch.int64, device="cpu")
+    if counts.dtype not in (torch.int32, torch.int64) or counts.shape != (ranks, experts):
+        fix = f"w has {w.shape[0]} experts on each of {ranks} ranks"
+        got = f"{counts.dtype} {list(counts.shape)}"
+        raise InputError(op, "counts", want=want, got=got, fix=fix)
+    if counts.device not in (torch.device("cpu"), x.device):
+        raise InputError(op, "counts", want=f"on cpu or on {x.device} as x", got=counts.device)
+    return counts
+
+
+def room_of(
+    op: str, counts: Tensor, max_rows: int | None, group: dist.ProcessGroup
+) -> tuple[int, bool]:
+    """Rows of the result on this rank, and whether the table is host-known.
+
+    Raises:
+        InputError: `max_rows` is missing, not a count, or, where the table is host-known, less
+            than what a rank gets.
+    """
+    host = host_known(counts)
+    if max_rows is None and not host:
+        fix = "rows that a rank may get at most; its memory is that large"
+        raise InputError(op, "max_rows", want="given with counts on a GPU", got=None, fix=fix)
+    if max_rows is not None:
+        try:
+            max_rows = index(max_rows)
+        except TypeError:
+            raise InputError(op, "max_rows", want="a count", got=repr(max_rows)) from None
+        if max_rows < 0:
+            raise InputError(op, "max_rows", want=">= 0", got=max_rows)
+        if not host:
+            return max_rows, host
+    totals = rows_by_rank(counts, op == DISPATCH).tolist()
+    if max_rows is not None and max(totals) > max_rows:
+        who = totals.index(max(totals))
+        want = f">= {max(totals)}, what rank {who} gets"
+        raise InputError(op, "max_rows", want=want, got=max_rows)
+    return totals[group.rank()], host
