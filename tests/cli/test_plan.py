@@ -256,7 +256,7 @@ def test_wrong_options_are_exit_code_2(arguments: list[str]):
     run(*arguments, code=2)
 
 
-def test_it_needs_no_torch():
+def test_it_needs_no_torch_and_is_cheap():
     # 84,000 calls of Python functions are a tenth of a second on a quiet machine
     code = (
         "import sys\n"
