@@ -157,15 +157,15 @@ def _changed(plan: Plan, region: Region) -> Iterator[tuple[str, Region]]:
             yield f"buffer: {other.name}", replace(region, buffer=other.name)
 
 
-def _shifted(interval: tuple[int, int] | None, size: int) -> list[tuple[int, int]]:
+def _shifted(interval: Any, size: int) -> list[tuple[int, int]]:
     """Either edge, or both, moved by one; not out of the buffer, which is plain to see."""
-    a, b = interval or (0, size)
+    a, b = interval if isinstance(interval, tuple) else (0, size)
     moved = [(a - 1, b), (a + 1, b), (a, b - 1), (a, b + 1), (a - 1, b - 1), (a + 1, b + 1)]
     return [(x, y) for x, y in moved if 0 <= x <= y <= size]
 
 
-def _shrunken(interval: tuple[int, int] | None, size: int) -> list[tuple[int, int]]:
-    a, b = interval or (0, size)
+def _shrunken(interval: Any, size: int) -> list[tuple[int, int]]:
+    a, b = interval if isinstance(interval, tuple) else (0, size)
     return [(a + 1, b), (a, b - 1)] if a < b else []
 
 

@@ -147,6 +147,10 @@ class _Simulation:
             case "matmul_reduce_scatter_backward":
                 dy = gathered("dy")
                 return {"dx": dy @ mine["wt"], "dw": mine["x"].T @ dy}
+            case "embedding_bag_all_to_all":
+                tables = self.plan.problem.tables
+                bags = zip(inputs, map(sum, tables), strict=True)
+                return {"y": np.concatenate([each["bags"][own, :n] for each, n in bags], axis=1)}
             case op:
                 raise AssertionError(f"what {op} computes is not written down here")
 
@@ -228,9 +232,13 @@ class _Simulation:
             region.buffer: self.memory[region.buffer, rank][0].copy() for region in bound.step.reads
         }
         yield True
-        while not all((call, r, name) in self.read for r in self.ranks):
+        peers = self.ranks if bound.step.spins else [rank]
+        while not all((call, r, name) in self.read for r in peers):
             yield False
-        values = self.wanted([self.read[call, r, name] for r in self.ranks], rank)
+        everyone = [self.read[call, r, name] for r in peers]
+        values = self.wanted(everyone, rank) if len(peers) == len(self.ranks) else {}
+        if "bags" in everyone[0]:  # a lookup leaves them as they are
+            values["pooled"] = self.read[call, rank, name]["bags"]
         for region in bound.step.writes:
             if region.buffer in values:
                 self.memory[region.buffer, rank][0] = values[region.buffer]
@@ -248,6 +256,10 @@ class _Simulation:
             self.at(part.write)[:] = np.concatenate(everyone)
         elif bound.step.arg("collective") == "all_reduce":
             self.at(part.write)[:] = sum(everyone)
+        elif self.plan.problem.tables:
+            mine = slice(self.starts[rank], self.starts[rank + 1])
+            columns = zip(everyone, map(sum, self.plan.problem.tables), strict=True)
+            self.at(part.write)[:] = np.concatenate([x[mine, :n] for x, n in columns], axis=1)
         elif bound.step.arg("collective") == "all_to_all":
             p = self.plan.problem
 

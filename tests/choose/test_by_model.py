@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import isfinite, isnan
 
 import pytest
-from plan_cases import AG, AR, BY_ROWS, EXPERTS, MATMULS, OPS, RS, make_problem
+from plan_cases import AG, AR, BAGS, BY_ROWS, EXPERTS, OPS, PLAIN, RS, make_problem
 
 from counterpoint.choose import by_model as module
 from counterpoint.choose.by_model import (
@@ -214,7 +214,7 @@ def test_a_tie_across_the_margin(monkeypatch: pytest.MonkeyPatch):
     assert len(verdicts) > 2
 
 
-@pytest.mark.parametrize("op", MATMULS)
+@pytest.mark.parametrize("op", OPS)
 def test_no_more_memory_than_allowed(op: str):
     m = 8192 if op != AR else 64
     machine, problem = measured("h200-4"), make_problem(op, m, 7168, 8192, 4)
@@ -264,12 +264,12 @@ def test_one_rank_is_serial(op: str):
         assert "1.00x serial" in choice.explain()
 
 
-@pytest.mark.parametrize("op", MATMULS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
 def test_nothing_to_multiply(op: str, ranks: int, shape: tuple[int, int, int]):
     for level in (by_model, by_rule):
-        problem = Problem(op, *shape, ranks, experts=int(op in EXPERTS))
+        problem = make_problem(op, *shape, ranks, **({"experts": 1} if op in EXPERTS else {}))
         choice = level(problem, preset(f"h200-{ranks}"))
         assert choice.seconds <= choice.serial_s
         assert f"chosen {'predicted' if level is by_model else 'by rule'}" in choice.explain()
@@ -285,7 +285,7 @@ def test_unequal_rows_are_chosen_for(op: str):
         assert choice.timeline.end_s == pytest.approx(choice.seconds)
 
 
-@pytest.mark.parametrize("op", MATMULS)
+@pytest.mark.parametrize("op", [*PLAIN, *EXPERTS])
 def test_tiles_that_are_known_are_used(op: str):
     machine, problem = measured("h200-4"), make_problem(op, 4096, 4096, 4096, 4)
     blind = by_model(problem, machine)
@@ -341,17 +341,18 @@ def test_the_rule_overlaps_where_both_sides_are_long():
             choice = by_rule(problem, machine)
             shorter_s = min(parts_s(problem, machine))
             ours = allowed(problem) & in_a_row(op)
-            if not ours and (shorter_s < WORTHWHILE_S or op == AR):
+            short = shorter_s < WORTHWHILE_S
+            if (op == AR and not ours) or (short and (op == BAGS or not ours)):
                 assert [c.spec for c in choice.table] == ["serial"]
             elif choice.spec == "serial":
                 assert [c.verdict for c in choice.table] == ["chosen", "not faster than serial"]
             else:
                 shorter = "matmuls" if choice.compute_s < choice.comm_s else "communication"
-                short = f"{shorter} of {shorter_s * 1e6:.0f} us"
+                why = f" for {shorter} of {shorter_s * 1e6:.0f} us"
                 verdicts = [c.verdict for c in choice.table]
-                assert verdicts[0] == "chosen" and verdicts[1].endswith(f" for {short}")
+                assert verdicts[0] == "chosen" and verdicts[1].endswith(why)
                 assert verdicts[1].startswith("the rule takes ")
-                assert (choice.plan.family in ours) == (shorter_s < WORTHWHILE_S or op == AR)
+                assert (choice.plan.family in ours) == (short or op in (AR, BAGS))
                 taken.append(op)
     assert set(taken) == set(OPS)
 

@@ -64,10 +64,13 @@ def test_it_says_what_choose_says(op: str, machine: str, ranks: int):
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_is_planned_for(op: str, by: str):
     experts = ("--experts", "4") if op in EXPERTS else ()
-    shape = "1,64,128,512" if op == BAGS else "512,64,128"
+    shape, problem = "512,64,128", make_problem(op, 512, 64, 128, 2)
+    if op == BAGS:
+        shape = "8,64,5,512"
+        problem = cp.Problem(op, 512, ranks=2, tables=((64,) * 8,) * 2, indices=(8 * 512 * 5,) * 2)
     given = (op, "--shape", shape, "--machine", "b200-2", "--by", by, *experts)
     facts = json.loads(run(*given, "--json").stdout, parse_constant=strict)
-    choice = cp.choose(make_problem(op, 512, 64, 128, 2), "b200-2", by=by)  # type: ignore[arg-type]
+    choice = cp.choose(problem, "b200-2", by=by)  # type: ignore[arg-type]
     assert (facts["plan"], facts["seconds"]) == (choice.spec, choice.seconds)
     assert facts["workspace_bytes"] == choice.plan.workspace_bytes
     assert "chosen" in run(*given).stdout

@@ -5,7 +5,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from plan_cases import AG, BY_ROWS, EXPERTS, MATMULS, OPS, PLAIN, RS, make_problem
+from plan_cases import AG, BAGS, BY_ROWS, EXPERTS, OPS, PLAIN, RS, make_problem
 
 from counterpoint.choose.by_model import parts_s
 from counterpoint.costs import NO_TILES, Costs
@@ -348,13 +348,13 @@ def test_a_plan_that_waits_for_ever_is_refused(eager: bool):
         predicted_s(replace(plan, steps=steps), preset("h200-2"), eager=eager)
 
 
-@pytest.mark.parametrize("op", MATMULS)
+@pytest.mark.parametrize("op", OPS)
 def test_one_rank_multiplies_and_no_more(op: str):
     machine = preset("h200-1")
     p = make_problem(op, 4096, 1024, 2048, 1)
     plan = build(p, "serial")
     timeline = estimate(plan, machine)
-    assert {s.kind for s in timeline.spans} == {"matmul"}
+    assert {s.kind for s in timeline.spans} == {"fused" if op == BAGS else "matmul"}
     compute_s, comm_s = parts_s(p, machine)
     assert comm_s == 0
     assert predicted_s(plan, machine) == timeline.end_s == pytest.approx(compute_s, rel=EXACTLY)

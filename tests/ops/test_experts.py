@@ -167,7 +167,7 @@ def test_the_facts_of_a_call(op: str):
 
     def seen(table: torch.Tensor, rows: int, room: int | None, rank: int = 0, known: str = "host"):
         x, w = torch.empty(rows, 8).half(), torch.empty(table.shape[1] // len(table), 8, 8)
-        return experts.facts_of(op, x, w, table, known == "host", room, "auto", rank)
+        return experts.seen(op, x, w, table, room, "auto", rank, len(table), known == "host")
 
     equal = torch.full((2, 4), 3)
     assert seen(equal, 12, None)[::2] == ((0, 12, 0, 0), 12)

@@ -1,99 +1,78 @@
-"""What auto takes for experts: by prediction, plans and one kernel alike, equally on all ranks."""
+"""What auto takes for experts: one table of the libraries, one kernel and plans of copies."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from counterpoint.model.experts import predict
-from counterpoint.ops.experts_choice import _predicted
+from rankpool import RankPool
 
+import counterpoint as cp
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import shipped
-from counterpoint.ops.experts import Exchange, check_operands
-from counterpoint.plan import direct
+from counterpoint.measure.tune import tune
 from counterpoint.plan.families import build
+from counterpoint.plan.fused_experts import refusal
 from counterpoint.plan.validate import validate
-from counterpoint.problem import EXPERTS, Problem
+from counterpoint.problem import Problem
 
 RANKS = 4
 MACHINE = shipped("NVIDIA H200", RANKS)
+OPS = ("all_to_all_matmul", "matmul_all_to_all")
 # rows of a rank, k, n and experts of a rank
 SIZES = [(32768, 7168, 4096, 32), (8192, 7168, 4096, 32), (2048, 7168, 4096, 32),
          (8192, 4096, 28672, 1), (64, 256, 256, 2)]  # fmt: skip
 
 
-def given(rows: int, k: int, n: int, experts: int, *, out: bool, equal: bool = True) -> Exchange:
-    """A call of host-known counts; nothing of its tensors is read."""
-    counts = torch.full((RANKS, RANKS * experts), rows // (RANKS * experts))
-    if not equal:
-        counts[0, 0] += 1
-        counts[0, 1] -= 1
-    x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
-    w = torch.empty(experts, n, k, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    op = "all_to_all_matmul" if out else "matmul_all_to_all"
-    return Exchange(op, x, w, counts, rows, out, True, "auto")
-
-
-def workspace() -> Any:
-    code: dict[Any, Any] = {}
-    group = SimpleNamespace(size=lambda: RANKS)
-    return SimpleNamespace(group=group, code=code, remember=code.__setitem__)
-
-
-@pytest.mark.parametrize("out", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_auto_takes_what_the_chooser_says(sizes: tuple[int, int, int, int], out: bool):
-    assert MACHINE is not None
+def problem_of(op: str, sizes: tuple[int, int, int, int], counts: Any = "equal") -> Problem:
     rows, k, n, experts = sizes
-    here = workspace()
-    way = _predicted(given(*sizes, out=out), here, MACHINE)
-    op = EXPERTS[0] if out else EXPERTS[1]
-    problem = Problem(op, rows, n, k, RANKS, experts=experts)
-    choice = by_model(problem, MACHINE)
-    assert choice.spec == {"fused": direct.FUSED}.get(way, way)
-    assert choice.plan.family == choice.spec.split()[0] and choice.timeline.spans
-    assert _predicted(given(*sizes, out=out), here, MACHINE) == way and len(here.code) == 1
+    return Problem(op, rows, n, k, RANKS, experts=experts, counts=counts)
 
 
-@pytest.mark.parametrize("out", [True, False])
+def test_all_families_are_taken_somewhere():
+    assert MACHINE is not None
+    found = {by_model(problem_of(op, sizes), MACHINE).plan.family for op in OPS for sizes in SIZES}
+    assert found == {"serial", "fused", "grouped"}
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_of_uneven_counts_one_kernel_is_weighed_alone(sizes: tuple[int, int, int, int], out: bool):
+def test_of_counts_that_differ_one_kernel_is_weighed_alone(op: str, sizes: Any):
+    """Its tiles are half full at the end of each expert, and so it takes as long or longer."""
     assert MACHINE is not None
-    rows, k, n, experts = sizes
-    # the second one is on another rank where each has one
-    guess = predict(rows + (experts == 1), k, n, experts, "bfloat16", RANKS, MACHINE,
-                    back=not out, equal=False)  # fmt: skip
-    way = _predicted(given(*sizes, out=out, equal=False), workspace(), MACHINE)
-    assert way == ("fused" if guess.fused else "serial")
+    choice = by_model(problem_of(op, sizes, "host"), MACHINE)
+    times = {c.spec: c.seconds for c in choice.table}
+    assert set(times) == {"serial", "fused"}
+    equal = {c.spec: c.seconds for c in by_model(problem_of(op, sizes), MACHINE).table}
+    assert times["fused"] >= equal["fused"] and times["serial"] == equal["serial"]
 
 
-def test_all_ways_are_taken_somewhere():
+@pytest.mark.parametrize("by", ["model", "rule"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_libraries_would_wait_for_the_host(op: str, by: Any):
+    for sizes in SIZES:
+        choice = cp.choose(problem_of(op, sizes, "device"), MACHINE, by=by)
+        assert choice.spec == "fused" and choice.plan.family == "fused"
+        (serial,) = (c for c in choice.table if c.spec == "serial")
+        assert serial.verdict == "waits for the host, which has to read the counts"
+        assert "waits for the host" in choice.explain() and choice.timeline.spans
+    rows, k, n, experts = SIZES[0]
+    wide = Problem(op, rows, n, k, RANKS, "float32", experts=experts, counts="device")
+    assert cp.choose(wide, MACHINE, by=by).spec == "serial"
+
+
+@pytest.mark.parametrize("counts", ["equal", "host", "device"])
+@pytest.mark.parametrize("op", OPS)
+def test_one_kernel_is_a_plan_that_is_proved_and_priced(op: str, counts: Any):
     assert MACHINE is not None
-    ways = {
-        _predicted(given(*sizes, out=out), workspace(), MACHINE).split()[0]
-        for sizes in SIZES for out in (True, False)
-    }  # fmt: skip
-    assert ways == {"serial", "fused", "grouped"}
-
-
-def test_nothing_to_multiply_is_serial():
-    assert MACHINE is not None
-    assert _predicted(given(0, 64, 64, 2, out=True), workspace(), MACHINE) == "serial"
-
-
-@pytest.mark.parametrize("op", EXPERTS)
-def test_one_kernel_is_a_plan_that_is_proved_and_priced(op: Any):
-    """It computes what the serial plan does, and its prediction is that of the kernel."""
-    assert MACHINE is not None
-    problem = Problem(op, 8192, 4096, 7168, RANKS, experts=32)
-    plan = build(problem, direct.FUSED)
-    validate(plan)
-    assert plan.spec == direct.FUSED and build(problem, plan.spec) == plan
-    back = op == "matmul_all_to_all"
-    guess = predict(8192, 7168, 4096, 32, "bfloat16", RANKS, MACHINE, back=back)
-    (one,) = (c for c in by_model(problem, MACHINE).table if c.spec == direct.FUSED)
-    assert one.seconds == pytest.approx(guess.fused_s, rel=1e-6)
+    problem = problem_of(op, SIZES[1], counts)
+    for family in ("serial", "fused"):
+        plan = build(problem, family)
+        validate(plan)
+        assert plan.spec == family and build(problem, plan.spec) == plan
+        assert cp.Plan.from_json(plan.to_json()) == plan
+        assert cp.estimate(plan, MACHINE).spans
+    with pytest.raises(cp.InputError, match="counts must be one of equal, got 'host'"):
+        Problem("all_gather_matmul", 8, 8, 8, 2, counts="host")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +83,34 @@ def test_one_kernel_is_a_plan_that_is_proved_and_priced(op: Any):
 def test_what_one_kernel_does_not_take(more: dict[str, Any], text: str):
     facts: dict[str, Any] = {"m": 256, "n": 64, "k": 64, "ranks": 4, "experts": 2} | more
     problem = Problem("all_to_all_matmul", **facts)
-    assert text in direct.refusal(problem, direct.FUSED)
+    assert text in refusal(problem)
+    with pytest.raises(cp.InputError, match=text):
+        build(problem, "fused")
     assert MACHINE is not None
-    assert direct.FUSED not in {c.spec for c in by_model(problem, MACHINE).table}
+    assert "fused" not in {c.spec for c in by_model(problem, MACHINE).table}
 
 
-def test_the_choosers_name_is_taken_by_the_operators():
-    x, w = torch.empty(4, 8), torch.empty(2, 8, 16)
-    assert check_operands("all_to_all_matmul", x, w, direct.FUSED) == "fused"
-    assert check_operands("all_to_all_matmul", x, w, "grouped 1/1") == "grouped 1/1"
+def by_a_plan(rank: int, ranks: int) -> list[bool]:
+    """A Plan, and what tuning finds, are taken as a spec is; a larger plan serves fewer rows."""
+    counts = torch.tensor([[3, 1, 2, 2], [0, 4, 1, 3]])
+    x, w = torch.randn(8, 6), torch.randn(2, 6, 5)
+    want = cp.all_to_all_matmul(x, w, counts=counts, plan="serial")
+    found: list[bool] = []
+    for m in (256, 4096):
+        problem = Problem("all_to_all_matmul", m, 5, 6, 2, "float32", experts=2, counts="host")
+        plan = build(problem, "serial")
+        found.append(torch.equal(cp.all_to_all_matmul(x, w, counts=counts, plan=plan), want))
+    even = torch.full((2, 4), 2)
+    plan = build(Problem("all_to_all_matmul", 8, 5, 6, 2, "float32", experts=2), "grouped 1/1")
+    want = cp.all_to_all_matmul(x, w, counts=even, plan="serial")
+    found.append(torch.equal(cp.all_to_all_matmul(x, w, counts=even, plan=plan), want))
+    for counted in ("equal", "host"):
+        for op in OPS:
+            problem = Problem(op, 64, 16, 8, 2, "float16", experts=2, counts=counted)  # type: ignore[arg-type]
+            choice = tune(problem, rounds=2, specs=("serial",))
+            found.append(choice.basis == "measurement" and choice.seconds > 0)
+    return found
+
+
+def test_plans_of_a_user_and_tuning(pool: RankPool):
+    assert pool.run(by_a_plan, 2, timeout_s=60) == [[True] * 7] * 2

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from expert_bodies import by_torch
 from own_calls import own_calls, too_many
 from rank_bodies import by_reference, world
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.ops import call, fused_sum
+from counterpoint.ops import call, fused_experts, fused_sum, matmul_all_to_all
 from counterpoint.plan.bind import Program
 from counterpoint.runtime import lanes_cuda, launch
 from counterpoint.runtime.execute_cuda import CudaCode
+from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.lanes_cuda import CudaLanes
 from counterpoint.runtime.launch import Site
 from counterpoint.runtime.replay import Replays
@@ -59,7 +61,9 @@ class Kernel:
         self.launches += 1
 
 
-def as_on_gpu(program: Program, workspace: Workspace, kernel: Kernel, graphs: Graphs) -> CudaCode:
+def as_on_gpu(
+    program: Program, workspace: Workspace, prepare: Callable[[Site], Any], graphs: Graphs
+) -> CudaCode:
     """The program as a GPU's executor runs it once it is warm: one kernel, or a captured graph."""
     code, lanes = object.__new__(CudaCode), object.__new__(CudaLanes)
     lanes.workspace, lanes._last = workspace, (RAW, None)  # type: ignore[assignment]
@@ -71,12 +75,7 @@ def as_on_gpu(program: Program, workspace: Workspace, kernel: Kernel, graphs: Gr
     code.replayable = len(program.steps) > 1
     code.plain = None
     if not code.replayable:
-        memory = SimpleNamespace(
-            words=SimpleNamespace(bases=None, half_bytes=0), state=None, fault=None
-        )
-        workspace.fused = workspace.fused or memory
-        action = fused_sum.prepare(Site(program.steps[0], Places(workspace, program.plan), 0))
-        code.plain = [action]
+        code.plain = [prepare(Site(program.steps[0], Places(workspace, program.plan), 0))]
     return code
 
 
@@ -99,7 +98,11 @@ def counted(rank: int, ranks: int, op: str, plan: str, own: bool) -> list[str]:
             patch.setattr(module, "raw_stream", repr)  # in C, as torch's
         patch.setitem(lanes_cuda._turns, workspace.device, (RAW, None))
         for ready in workspace.known.values():
-            ready.code = as_on_gpu(ready.code.program, workspace, kernel, graphs)
+            workspace.fused = workspace.fused or SimpleNamespace(
+                words=SimpleNamespace(bases=None, half_bytes=0), state=None, fault=None
+            )
+            program = ready.code.program
+            ready.code = as_on_gpu(program, workspace, fused_sum.prepare, graphs)
         done = kernel.launches + graphs.replayed
         found = own_calls(lambda: run(x, w, plan=plan, group=group))
         if kernel.launches + graphs.replayed != done + 1:
@@ -109,6 +112,56 @@ def counted(rank: int, ranks: int, op: str, plan: str, own: bool) -> list[str]:
         if not {"ops/call.py key_of", "runtime/execute_cuda.py run"} < {*found}:
             problems.append(f"it was not the warm road: {found}")
     return problems
+
+
+def counted_of_experts(rank: int, ranks: int, op: str, known: str, sums: bool) -> list[str]:
+    """What is wrong with a warm call of one kernel."""
+    counts = torch.tensor([[3, 1, 2, 2], [0, 4, 1, 3]])
+    rows = counts.view(2, 2, 2).sum((0, 2)) if op == "matmul_all_to_all" else counts.sum(1)
+    x, w = torch.randn(int(rows[rank]), 16).half(), torch.randn(2, 16, 32).half()
+    options: dict[str, Any] = {"counts": counts, "plan": "fused"}
+    if known == "device":
+        x, options["max_rows"] = torch.cat((x, x.new_zeros(12 - len(x), 16))), 12
+    if sums:
+        options["sum_of"] = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    run, problems, kernels = getattr(cp, op), list[str](), dict[str, Kernel]()
+    small = ("arrival_kernel", "collect_kernel") if op == "matmul_all_to_all" else None
+    with by_torch(known), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call, "uses_library", lambda _: False)
+        # indices on a GPU are not read
+        patch.setattr(matmul_all_to_all, "on_host", lambda _: False)
+        run(x, w, **options)
+        workspace = workspace_of(world(), torch.device("cpu"))
+        for name in [name for name in vars(fused_experts) if name.endswith("_kernel")]:
+            kernels[name] = Kernel(list(getattr(fused_experts, name).arg_names))
+            patch.setattr(fused_experts, name, kernels[name])
+        patch.setattr(launch, "resident_blocks", lambda *_: 100)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        for module in (lanes_cuda, launch):
+            patch.setattr(module, "raw_stream", repr)
+        patch.setitem(lanes_cuda._turns, workspace.device, (RAW, None))
+        for ready in workspace.known.values():
+            fused_memory(workspace).reserve(ready.code.program.plan)
+            prepare = fused_experts.dispatch if small is None else fused_experts.combine
+            ready.code = as_on_gpu(ready.code.program, workspace, prepare, Graphs())
+        run(x, w, **options)
+        done = {name: kernel.launches for name, kernel in kernels.items()}
+        found = own_calls(lambda: run(x, w, **options))
+        launched = {name for name, kernel in kernels.items() if kernel.launches > done[name]}
+        if launched != {"routes_kernel", f"{op}_kernel", *(small or ())}:
+            problems.append(f"it was not the warm road: {launched}")
+        if wrong := too_many(found):
+            problems.append(wrong)
+    return problems
+
+
+@pytest.mark.parametrize("known", ["host", "device"])
+@pytest.mark.parametrize(
+    ("op", "sums"),
+    [("all_to_all_matmul", False), ("matmul_all_to_all", False), ("matmul_all_to_all", True)],
+)
+def test_a_warm_call_of_experts_runs_few(pool: RankPool, op: str, known: str, sums: bool):
+    assert pool.run(counted_of_experts, 2, op, known, sums) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from plan_cases import (
     AG_BACKWARD,
     AG_WGRAD,
     AR,
+    BAGS,
     COMBINE,
     DISPATCH,
     MATMULS,
     RS,
     RS_BACKWARD,
+    make_problem,
 )
 from plan_mutants import mutants
 from plan_simulator import Stuck, simulate
@@ -33,7 +35,6 @@ from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
-from counterpoint.problem import Problem
 
 SCHEDULES = 8
 
@@ -49,6 +50,8 @@ class Case(NamedTuple):
     n: int = 5
     experts: int = 0
     k: int = 7
+    counts: str = "equal"
+    out: bool = False
 
     def __str__(self) -> str:
         return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
@@ -119,7 +122,14 @@ CASES = [
     Case(COMBINE, "serial", (3, 3), experts=3),
     Case(COMBINE, "grouped 2/1 ring", (6, 6, 6), experts=3),
     Case(COMBINE, "grouped 1/1 xor", (4, 4), experts=2),
+    Case(DISPATCH, "serial", (4, 4), experts=2, counts="host"),
+    Case(COMBINE, "serial", (4, 4), experts=2, counts="device"),
     Case(DISPATCH, "fused", (2, 2), experts=2, n=8, k=8),
+    Case(DISPATCH, "fused", (2, 2), experts=2, n=8, k=8, counts="host"),
+    Case(BAGS, "serial", (3, 2)),
+    Case(BAGS, "serial", (2, 2, 2)),
+    Case(BAGS, "fused", (3, 2)),
+    Case(BAGS, "fused", (2, 2), out=True),
     Case(COMBINE, "fused", (2, 2, 2, 2), experts=2, n=8, k=8),
 ]
 
@@ -159,9 +169,11 @@ class Result:
 
 def plan_of(case: Case) -> Plan:
     options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
-                               "experts": case.experts}  # fmt: skip
+                               "experts": case.experts, "counts": case.counts,
+                               "out": case.out}  # fmt: skip
     n = sum(case.splits) or case.n
-    return build(Problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options), case.spec)
+    problem = make_problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options)
+    return build(problem, case.spec)
 
 
 def accepts(plan: Plan) -> bool:

@@ -139,9 +139,9 @@ def test_arguments_reach_a_kernel_by_name(gpu: SimpleNamespace):
 
 def test_launches_in_a_row(gpu: SimpleNamespace):
     """Of a kernel that has been compiled, and one that has not; for a number of programs."""
-    gpu.blocks = 0  # nobody asks how many fit
+    gpu.sms, gpu.blocks, grid = 1, 1, Grid(7, reserve=False, each=True)
     kernel = Kernel("a", "B")
-    first, second = (Launch(kernel, ("a",), {"B": b}, 7, GPU, "op", {}) for b in (1, 2))
+    first, second = (Launch(kernel, ("a",), {"B": b}, grid, GPU, "op", {}) for b in (1, 2))
     first.compile("x")
     Launch.in_a_row([(first, ("x",)), (second, ("y",)), (first, ("z",))])
     assert kernel.launched == [("x", 1), ("y", 2), ("z", 1)] and len(kernel.warmed) == 2

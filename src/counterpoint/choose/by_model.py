@@ -184,10 +184,11 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
         compute_s += costs.matmul_s(
             rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
         )
+    compute_s *= costs.settling(compute_s)
     if computed_s := operation_of(problem.op).computed_s:
         compute_s += computed_s(problem, machine)
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
-    return compute_s * costs.settling(compute_s), problem.link_bytes / rate
+    return compute_s, problem.link_bytes / rate
 
 
 def part_rows(problem: Problem) -> tuple[int, ...]:

@@ -68,6 +68,10 @@ def tune(
     if group is None or group.size() != problem.ranks:
         got = "no group" if group is None else f"{group.size()} ranks"
         raise InputError("tune", "group", want=f"of {problem.ranks} ranks as the problem", got=got)
+    if problem.counts == "device":
+        fix = "auto takes one kernel there, if that takes the problem"
+        want = "of counts that the host knows"
+        raise InputError("tune", "problem", want=want, got=f"{problem}", fix=fix)
     if problem.splits:
         fix = "tune it as one weight of all columns"
         raise InputError("tune", "problem", want="of one weight", got=f"{problem}", fix=fix)

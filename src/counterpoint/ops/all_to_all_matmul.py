@@ -16,11 +16,14 @@ from counterpoint.ops.experts import (
     operator_of,
     room_of,
     run,
+    sample_by,
     seen,
     table_of,
 )
 from counterpoint.ops.plans import backward_plan, plan_key
+from counterpoint.ops.samples import Sample
 from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
 
 OP = "all_to_all_matmul"
 
@@ -93,9 +96,11 @@ def all_to_all_matmul(
     Example:
         >>> y = counterpoint.all_to_all_matmul(x, w, counts=counts, group=ep)  # doctest: +SKIP
     """
+    if group is None:
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, w, counts, max_rows, plan, group), None
+    known, key = seen(OP, x, w, counts, max_rows, plan, group.rank(), group.size()), None
     if known is not None and known.good:
         rows = (*known.facts, int(return_rows))
         found, key, _ = call.repeated(OP, (x, w, counts), group, plan, rows, 0, known.room)  # type: ignore[arg-type]
@@ -115,6 +120,11 @@ def all_to_all_matmul(
     where = (spec, group.group_name, group.size())
     y, kept = op(x, w, table, room, host, keep, return_rows, False, *where)
     return (y, kept) if return_rows else y
+
+
+def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """Random calls of a problem."""
+    return sample_by(all_to_all_matmul, problem, group, device)
 
 
 def received(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,10 @@ change with every step of a layer, so nothing is kept by their values: plans are
 there may be, in steps.
 """
 
-from collections.abc import Sequence
-from functools import cache, partial
-from operator import index
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from math import prod
+from operator import attrgetter, index
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from counterpoint.ops.call import Operator, Output, Words
 from counterpoint.ops.check import DTYPES
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH, copy_own, sum_of_rows
 from counterpoint.ops.plans import family_of
+from counterpoint.ops.samples import Sample, num_sets
 from counterpoint.plan.bind import Box
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
@@ -41,6 +43,8 @@ from counterpoint.runtime.workspace import Operands, Places
 
 Table = Tensor | Sequence[Sequence[int]]
 Tensors = Sequence[Tensor | None]
+# whether the host may read a table at each call
+host_known: Callable[[Tensor], bool] = attrgetter("is_cpu")
 KINDS: tuple[Counts, ...] = ("equal", "host", "device")
 
 
@@ -73,11 +77,6 @@ class Seen(NamedTuple):
     counts: Tensor
     room: int
     good: bool
-
-
-def host_known(counts: Tensor) -> bool:
-    """Whether the host may read the table at each call."""
-    return not counts.is_cuda
 
 
 def check_operands(op: str, x: Tensor, w: Tensor) -> None:
@@ -181,49 +180,44 @@ def room_of(
 
 
 def seen(
-    op: str, x: Tensor, w: Tensor, counts: object, max_rows: object, plan: object,
-    group: dist.ProcessGroup,
+    op: str, x: Tensor, w: Tensor, counts: Table, max_rows: int | None, plan: object,
+    rank: int, ranks: int, host: bool | None = None,
 ) -> Seen | None:  # fmt: skip
-    """What a call is that may be known already; None: its arguments have to be checked first."""
-    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) for t in (x, w, counts)):
-        return None
-    assert isinstance(counts, Tensor)
-    other = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    ranks, host = group.size(), host_known(counts)
-    if (
-        other
-        or counts.is_floating_point()
-        or w.dim() != 3
-        or x.dim() != 2
-        or counts.shape != (ranks, ranks * w.shape[0])
-    ):
-        return None
-    if max_rows is None and host:
-        return facts_of(op, x, w, counts, host, None, "", group.rank())
-    if type(max_rows) is not int or max_rows < 0 or host or not isinstance(plan, str):
-        return None
-    if not one_kernel(op, plan, x.dtype, w.shape[2], w.shape[1], w.shape[0], ranks):
-        return None
-    return facts_of(op, x, w, counts, host, max_rows, plan, group.rank())
-
-
-def facts_of(
-    op: str, x: Tensor, w: Tensor, counts: Tensor, host: bool, room: int | None, plan: str,
-    rank: int,
-) -> Seen:  # fmt: skip
     """The facts of a call, from its table where the host reads that.
 
     Args:
-        room: rows of the result; None: as the table says.
-        plan: as text, where the table is device-known.
+        max_rows: rows of the result; None: as the table says.
+        host: whether the table is host-known; None: nothing has been checked yet.
+
+    Returns:
+        The facts; None, if nothing had been checked and this is no plain call.
 
     Raises:
         InputError: a graph is being captured, and the host would have to read the table.
     """
-    (ranks, experts), (local, k, n), rows = counts.shape, w.shape, x.shape[0]
+    if host is None:
+        if torch.compiler.is_compiling() or not (
+            isinstance(counts, Tensor) and isinstance(x, Tensor) and isinstance(w, Tensor)
+        ):
+            return None
+        host = host_known(counts)
+        good = w.dim() == 3 and x.dim() == 2 and counts.shape == (ranks, ranks * w.shape[0])
+        good = good and not counts.is_floating_point()
+        if not good or (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
+            return None
+        if host:
+            good = max_rows is None
+        elif type(max_rows) is int and max_rows >= 0 and isinstance(plan, str):
+            good = one_kernel(op, plan, x.dtype, w.shape[2], w.shape[1], w.shape[0], ranks)
+        else:
+            good = False
+        if not good:
+            return None
+    assert isinstance(counts, Tensor)
+    rows, experts, room = x.shape[0], counts.shape[1], max_rows
     if not host:
         assert room is not None
-        if one_kernel(op, plan, x.dtype, n, k, local, ranks):
+        if one_kernel(op, str(plan), x.dtype, w.shape[2], w.shape[1], w.shape[0], ranks):
             facts = Facts(2, _most(max(rows, room), experts), rows, room)
             return Seen(facts, counts, room, True)
         counts = _on_host(op, counts)
@@ -266,6 +260,29 @@ def _on_host(op: str, counts: Tensor) -> Tensor:
     return counts.cpu()
 
 
+def sample_by(
+    run: Callable[..., Tensor], problem: Problem, group: dist.ProcessGroup, device: torch.device
+) -> Sample:
+    """Calls of half a layer on random rows, as many for each expert; weights take turns."""
+    p, dtype = problem, getattr(torch, problem.dtype)
+    counts = torch.full((p.ranks, p.ranks * p.experts), p.m // (p.ranks * p.experts))
+    x = torch.randn(p.m, p.k, device=device).to(dtype)
+    shape = (p.experts, p.n, p.k)  # as a layer stores them
+    count = num_sets(prod(shape) * p.item_bytes, device)
+    weights = [torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(count)]
+
+    def call_of(spec: str) -> Callable[[int], object]:
+        @torch.no_grad()
+        def one(i: int) -> object:
+            return run(x, weights[i % count], counts=counts, group=group, plan=spec)
+
+        one(0)
+        return one
+
+    return Sample(count, call_of, captures=p.counts == "equal")
+
+
+@lru_cache(maxsize=4096)
 def _most(rows: int, experts: int) -> int:
     """Somewhat more, equal for all experts: tables change from call to call, but plans seldom."""
     step = max(256, 1 << max(rows.bit_length() - 3, 0))
@@ -381,8 +398,11 @@ def run(
     assert x is not None
     assert w is not None
     assert counts is not None
-    rank = group_of(group_name).rank()
-    facts, counts, room, good = facts_of(op, x, w, counts, host, rows, plan, rank)
+    group = group_of(group_name)
+    rank = group.rank()
+    found = seen(op, x, w, counts, rows, plan, rank, group.size(), host)
+    assert found is not None, "checked"
+    facts, counts, room, good = found
     if not good and refused is None:
         refused = refusal(op, counts, x, room, rank, host=host)
     given = call.Given(room, refused)

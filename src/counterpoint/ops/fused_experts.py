@@ -51,6 +51,7 @@ class _Experts:
         self.tile, self.sending = settings_in(site.bound.step)
         self.memory, self.dtype = fused_memory(workspace), getattr(torch, p.dtype)
         self.device, self.experts = workspace.device, p.experts * p.ranks
+        self.item_bytes = p.item_bytes
         # the odd half begins at a whole row
         row_bytes = sum(p.sizes.moved(p)) * p.item_bytes
         self.rows, self.flags = self.memory.turns, self.memory.flags
@@ -146,11 +147,12 @@ class _Experts:
         if not len(x):
             x = x.new_zeros(1, p.k)  # TMA takes no tensor without rows
         fits = w.data_ptr() % ALIGN == 0 and not any(
-            s * p.item_bytes % ALIGN for s in w.stride() if s != 1
+            s * self.item_bytes % ALIGN for s in w.stride() if s != 1
         )
         if not fits:
             w = w.clone(memory_format=torch.contiguous_format)
-        x, table = _aligned(x), _aligned(table)
+        if x.data_ptr() % ALIGN or table.data_ptr() % ALIGN:
+            x, table = _aligned(x), _aligned(table)
         routes = x.new_empty(self.route_words, dtype=torch.int32)
         find = self.find_routes[table.dtype], (table, routes, limit, has)
         return x, w, routes, limit, has, find
@@ -175,6 +177,7 @@ def dispatch(site: Site) -> Action:
     # no reserve of SMs: see kernels/all_to_all_matmul.py
     grid = Grid(None, sending.senders, reserve=False)
     multiply: dict[bool, Launch] = {}
+    blocks = _blocks(tile)
     for columns in (False, True):
         launch = each.launch(
             all_to_all_matmul_kernel, given, fixed | {"COLUMNS": columns}, grid, each.options
@@ -191,7 +194,7 @@ def dispatch(site: Site) -> Action:
         x, w, routes, limit, _, find = each.start(operands)
         y, rows = operands["y"], operands.get("rows")
         columns = w.stride(1) == 1
-        w_desc = TensorDescriptor.from_tensor(*_described(w, columns, tile))
+        w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
         launches = [find, (multiply[columns], (x, w_desc, y, routes, len(operands["x"]), limit))]
         clears = "clear" in operands
         if clears:  # not before: who has few rows would send them late
@@ -217,6 +220,7 @@ def combine(site: Site) -> Action:
     fixed = each.shared() | {"half_bytes": each.half_bytes}
     grid = Grid(None, reserve=False)  # nothing waits in it: see kernels/matmul_all_to_all.py
     multiply: dict[tuple[bool, bool], Launch] = {}
+    blocks = _blocks(tile)
     block = [tile.block_m, tile.block_k]
     some = torch.empty(1, p.k, dtype=each.dtype, device=each.device)
     x_like = TensorDescriptor.from_tensor(some, block)
@@ -238,15 +242,18 @@ def combine(site: Site) -> Action:
         x, w, routes, limit, _, find = each.start(operands)
         y, add, columns = operands["y"], operands.get("add"), w.stride(1) == 1
         x_desc = TensorDescriptor.from_tensor(x, block)
-        w_desc = TensorDescriptor.from_tensor(*_described(w, columns, tile))
-        products = (x_desc, w_desc, x if add is None else _aligned(add), routes, len(x), limit)
+        if add is not None and add.data_ptr() % ALIGN:
+            add = add.clone()
+        w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
+        products = (x_desc, w_desc, x if add is None else add, routes, len(x), limit)
         launches = [find, (multiply[columns, add is not None], products), (arrive, ())]
         if y.shape[1]:  # else nobody wants the rows themselves
             clears = int("clear" in operands)
             launches.append((collect, (routes, y, y, y, len(y), limit, clears)))
         if "sums" in operands:
-            index, weights = _aligned(operands["index"]), _aligned(operands["weights"])
-            sums = operands["sums"]
+            index, weights, sums = (operands[name] for name in ("index", "weights", "sums"))
+            if index.data_ptr() % ALIGN or weights.data_ptr() % ALIGN:
+                index, weights = _aligned(index), _aligned(weights)
             top, kinds = index.shape[1], (index.dtype, weights.dtype)
             if not top:
                 sums.zero_()
@@ -269,18 +276,15 @@ def _whole_rows(each: _Experts) -> Tensor:
     return memory.local()[: rows * p.k * p.item_bytes].view(each.dtype).view(rows, p.k)
 
 
-def _described(w: Tensor, columns: bool, tile: Tile) -> tuple[Tensor, list[int]]:
-    """w [E_local, K, N] as TMA reads it, stored by columns or by rows, and the block of a load."""
-    if columns:
-        return w.transpose(1, 2), [1, tile.block_n, tile.block_k]
-    return w, [1, tile.block_k, tile.block_n]
+def _blocks(tile: Tile) -> tuple[list[int], list[int]]:
+    """The block of a load of weights that are stored by rows, and of such by columns."""
+    return [1, tile.block_k, tile.block_n], [1, tile.block_n, tile.block_k]
 
 
 def _sample(each: _Experts, columns: bool) -> TensorDescriptor:
     """A descriptor like that of a weight, of none."""
-    block = _described(torch.empty(1, 1, 1), columns, each.tile)[1]
     some = torch.empty(1, 8, 8, dtype=each.dtype, device=each.device)
-    return TensorDescriptor.from_tensor(some, block)
+    return TensorDescriptor.from_tensor(some, _blocks(each.tile)[columns])
 
 
 def _aligned(tensor: Tensor) -> Tensor:

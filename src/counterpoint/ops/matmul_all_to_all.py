@@ -1,5 +1,7 @@
 """Each expert multiplies, and rows go back to their owners: the second half of a layer."""
 
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,17 @@ from counterpoint.ops.experts import (
     operator_of,
     room_of,
     run,
+    sample_by,
     seen,
     table_of,
 )
 from counterpoint.ops.plans import backward_plan, plan_key
+from counterpoint.ops.samples import Sample
 from counterpoint.plan.steps import Plan
+from counterpoint.problem import Problem
 
 OP = "matmul_all_to_all"
+on_host: Callable[[Tensor], bool] = attrgetter("is_cpu")
 SUM = f"{OP}_sum"
 
 _SCHEMA = "str plan, str group_name, int group_size"
@@ -78,11 +84,13 @@ def matmul_all_to_all(
     Example:
         >>> y = counterpoint.matmul_all_to_all(h, w, counts=counts, group=ep)  # doctest: +SKIP
     """
+    if group is None:
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    known, key = seen(OP, x, w, counts, max_rows, plan, group), None
+    known, key = seen(OP, x, w, counts, max_rows, plan, group.rank(), group.size()), None
     index, weights = sum_of if type(sum_of) is tuple and len(sum_of) == 2 else (None, None)
-    readable = sum_of is not None and not (type(index) is Tensor and index.is_cuda)
+    readable = sum_of is not None and (not isinstance(index, Tensor) or on_host(index))
     if known is not None and known.good and not readable:
         tensors = (x, w, counts, None, index, weights)
         found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
@@ -126,6 +134,11 @@ def _check_sum(sum_of: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor
         got = f"{index.device} and {weights.device}"
         raise InputError(OP, "sum_of", want=f"on {x.device} as x", got=got)
     return index, weights
+
+
+def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """Random calls of a problem."""
+    return sample_by(matmul_all_to_all, problem, group, device)
 
 
 def returned(*arguments: Any) -> Tensor:

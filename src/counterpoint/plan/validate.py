@@ -36,6 +36,9 @@ def validate(plan: Plan) -> None:
     each read is covered by writes of the same call that happen before it, and every other access
     that conflicts with it is ordered; that each output box holds what the op defines.
 
+    Args:
+        plan: built by a family, composed or written by hand.
+
     Raises:
         InputError: `plan` is no Plan.
         PlanError: names the plan, the step and what is wrong.

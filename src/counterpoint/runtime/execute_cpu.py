@@ -206,8 +206,9 @@ class _Call:
             self.code.pads[rank][slot] = self.workspace.epoch
 
     def _wait(self, bound: BoundStep) -> None:
-        epoch, awaited = self.workspace.epoch, self._awaited(bound)
-        await_words(self.workspace, bound.waits, epoch, awaited, self.failed.is_set)
+        if bound.waits:
+            epoch, awaited = self.workspace.epoch, self._awaited(bound)
+            await_words(self.workspace, bound.waits, epoch, awaited, self.failed.is_set)
 
     def _awaited(self, bound: BoundStep) -> Awaited:
         plan, step = self.code.program.plan, bound.step.name
