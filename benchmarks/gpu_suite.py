@@ -2,9 +2,10 @@
 
 Rows as JSONL; installs nothing.
 
-    SUITE=short   all GPU tests, and each table in short form: under 9 minutes on 2 GPUs SUITE=NAME
-one table in full, by the name that `counterpoint bench` has for it; rows are added SUITE=tests
-the tests alone SUITE=characterize   the constants of this machine, and rows of them
+    SUITE=short          all GPU tests, and each table in short form: under 9 minutes on 2 GPUs
+    SUITE=NAME           one table in full, by its name in `counterpoint bench`; rows are added
+    SUITE=tests          the tests alone
+    SUITE=characterize   the constants of this machine, and rows of them
 
 A part that fails does not stop those behind it; the exit code says that there was one. A hang ends
 in the stacks of all ranks.
