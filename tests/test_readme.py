@@ -141,7 +141,7 @@ def test_the_constants_in_the_docs_are_those_of_the_code():
 
 
 def test_the_margins_in_the_docs_are_those_of_the_code():
-    from counterpoint.choose import by_model, rule
+    from counterpoint.choose import by_model, by_rule
     from counterpoint.measure import tune
 
     words = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
@@ -151,7 +151,7 @@ def test_the_margins_in_the_docs_are_those_of_the_code():
     assert f"and {percent[False]} on one of which only the datasheet is known" in words
     assert f"and {by_model.MIN_GAIN_S * 1e6:.0f} us faster on both" in words
     assert f"within {round(by_model.TIE * 100 - 100)} % of the fastest" in words
-    assert f"takes {rule.WORTHWHILE_S * 1e6:.0f} us or more" in words
+    assert f"takes {by_rule.WORTHWHILE_S * 1e6:.0f} us or more" in words
     assert f"has to be {round(tune.MIN_GAIN * 100 - 100)} % faster than serial" in words
 
 
