@@ -52,16 +52,18 @@ class Way(NamedTuple):
 
 
 def scenarios_of(rows: Sequence[Row]) -> list[Found]:
-    """What rows say of each shape, in graphs."""
+    """What rows say of each shape, in graphs; rows of before the runner too."""
     found: list[Found] = []
-    some = [r for r in rows if r.get("mode") == "graph" and "op" in r]
+    some = [r for r in one_form(rows) if r.get("mode") == "graph" and "op" in r]
     for case in taken(some, "op", "m", "n", "k", "ranks", "dtype", "experts"):
         h, arms_ = case.head, dict(case.graph)
         problem = Problem(h["op"], h["m"], h["n"], h["k"], h["ranks"], h["dtype"],
                           experts=h.get("experts", 0))  # fmt: skip
         seconds = _named(arms_, problem)
         picked = arms_.get("auto", arms_.get("serial", h)).get("pick", "")
-        times = {a: t for a, t in seconds.items() if a == "serial" or a not in overlap.FIXED}
+        # plans that pull are gone
+        gone = {a for a in seconds if a != "serial" and (a in overlap.FIXED or " pull" in a)}
+        times = {a: t for a, t in seconds.items() if a not in gone}
         auto_s = seconds.get("auto", 0.0)
         if auto_s:  # the same plan, timed twice, or no candidate of that measurement
             times[picked] = auto_s = fmean((times.get(picked, auto_s), auto_s))
@@ -102,9 +104,7 @@ def read(paths: Sequence[Path], only: str = "") -> dict[int, list[Found]]:
     first."""
     rows = [row for path in paths for row in record.read(path)]
     known = tiles_of(rows)
-    shapes = {
-        e.measured.problem: e for path in paths for e in scenarios_of(one_form(record.read(path)))
-    }
+    shapes = {e.measured.problem: e for path in paths for e in scenarios_of(record.read(path))}
     found: dict[int, list[Found]] = {}
     for each in shapes.values():
         if only.lower() in each.measured.name.lower():

@@ -19,7 +19,7 @@ import counterpoint as cp
 from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.pictures import Point, bars, scatter
-from benchmarks.rows import RESULTS, Row, Timed, taken
+from benchmarks.rows import RESULTS, Row, Timed, plan_word, taken
 from benchmarks.tables import Column, arm, by_machine, grid, ms, of_most, sizes, source, table, us
 from counterpoint.choose.known import SHIPPED, shipped
 from counterpoint.errors import InputError
@@ -345,7 +345,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         measured = Timeline.from_json(path.read_text())
         match = re.fullmatch(r"(\w+) ([\d, ]+): (.+)", measured.title)
         assert match is not None, f"{path}: its title names no plan"
-        op, shape, spec = match.groups()
+        op, shape, spec = map(plan_word, match.groups())
         m, n, k = map(int, shape.split(","))
         (file,) = SHIPPED.glob(f"*-{path.stem.split('-')[1][:-1]}.json")
         there = Machine.from_json(json.dumps(json.loads(file.read_text())["machine"]))

@@ -84,6 +84,8 @@ OLDER = {"transports": ("copies",)}  # whose file had these rows before
 def one_form(rows: Sequence[Row]) -> list[Row]:
     """Rows as the runner writes them, of rows that were written before there was one."""
     hosts = {_key(r): r["host_s"] for r in rows if r.get("host_s") and r.get("mode") == "graph"}
+    # operators whose copies were measured both ways: what says no push pulled
+    both = {row.get("op") for row in rows if " push" in str(row.get("arm"))}
     found: list[Row] = []
     for old in rows:
         row = dict(old)
@@ -94,9 +96,10 @@ def one_form(rows: Sequence[Row]) -> list[Row]:
             row["arm"] = ", by ".join(filter(None, (row["what"], row["way"])))
         if row.get("table") in ("embedding", "steps") and "mode" not in row:
             row["mode"] = "eager"
-        for name in ("arm", "spec", "plan", "chosen"):
+        for name in ("arm", "spec", "plan", "chosen", "pick"):
             if isinstance(row.get(name), str):
-                row[name] = plan_word(row[name])
+                pulls = row.get("op") in both
+                row[name] = plan_word(PULLED.sub(r"\1 pull", row[name]) if pulls else row[name])
         if row.get("mode") == "plain eager":
             row |= {"mode": "eager", "plain_eager_s": row["median_s"], "host_s": hosts[_key(row)]}
         found.append(row)
@@ -110,6 +113,7 @@ def plan_word(text: str) -> str:
     return text
 
 
+PULLED = re.compile(r"\b(ring|xor)\b(?! push)")  # plans that are gone; their times stay
 WORDS = {
     r"\bserial (direct|fused)\b": r"\1",
     r"\b(ring|xor) push\b": r"\1",

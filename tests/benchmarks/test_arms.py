@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_bodies import world
+from rank_bodies import by_reference, world
 from rankpool import RankError, RankPool
 
 from benchmarks import decode, embedding, evaluate, experts, overlap, soak, steps, training
@@ -42,7 +42,8 @@ ARMS = {
 
 def rows_of(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
     benchmark, case = CASES[name]
-    return measured(benchmark, case, Bench(world(), torch.device("cpu"), rounds=2))
+    with by_reference():
+        return measured(benchmark, case, Bench(world(), torch.device("cpu"), rounds=2))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,7 +74,8 @@ def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, 
         return made
 
     benchmark = Benchmark("steps", lambda _: [], arms, calls=0, rounds=2)
-    return measured(benchmark, Case("small", {}), Bench(world(), torch.device("cpu")))
+    with by_reference():
+        return measured(benchmark, Case("small", {}), Bench(world(), torch.device("cpu")))
 
 
 @pytest.mark.parametrize(("which", "ranks"), [("dlrm", 2), ("3", 2), ("1", 3)])

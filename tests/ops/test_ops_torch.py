@@ -11,6 +11,7 @@ from rankpool import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import counterpoint as cp
 from counterpoint import Problem, all_gather_matmul, build, matmul_reduce_scatter
 from counterpoint.runtime.workspace import workspace_of
 
@@ -31,6 +32,7 @@ def run_opcheck(rank: int, world_size: int, case: Case) -> dict[str, str]:
         args = args[:-1]
     if case.op == "matmul_all_reduce":
         args = [*args[:4], world().group_name]
+    assert callable(getattr(cp, case.op)), "an operator is defined where it is looked up"
     op = getattr(torch.ops.counterpoint, case.op).default
     return torch.library.opcheck(op, tuple(args))
 
