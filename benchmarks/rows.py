@@ -113,7 +113,8 @@ def plan_word(text: str) -> str:
     return text
 
 
-PULLED = re.compile(r"\b(ring|xor)\b(?! push)")  # plans that are gone; their times stay
+# plans that are gone; their times stay
+PULLED = re.compile(r"\b((?:shard_p2p|graded)(?: [\d/]+)? (?:ring|xor))\b(?! push)")
 WORDS = {
     r"\bserial (direct|fused)\b": r"\1",
     r"\b(ring|xor) push\b": r"\1",
