@@ -135,10 +135,10 @@ def meet(op: str, here: T, workspace: Workspace) -> list[T]:
         who = ", ".join(f"rank {r} ({state})" for r, state in gone)
         who = who or (f"rank {late[1].strip(' ,')}" if late else "a rank")
         first = gone[0][0] if gone else int(late[1].split(",")[0]) if late else None
-        workspace.fault = PeerTimeoutError(
+        fault = workspace.fault = PeerTimeoutError(
             f"{op}: {who} did not come to compare its arguments ({text}); the group is "
             "unusable, restart its ranks",
             rank=first,
             step=COMPARE,
         )
-        raise workspace.fault from error
+        raise fault from error

@@ -186,13 +186,13 @@ class _Call:
             gone = self.workspace.gone()
         who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
         plan, step = self.code.program.plan, bound.step.name
-        self.workspace.fault = PeerTimeoutError(
+        fault = self.workspace.fault = PeerTimeoutError(
             f"{plan.problem.op}: {who} did not take part in step {step!r} of plan {plan.spec}; "
             "the group is unusable, restart its ranks",
             rank=gone[0][0] if gone else None,
             step=step,
         )
-        return self.workspace.fault
+        return fault
 
     def _note(self, bound: BoundStep, kind: str, start_s: float) -> None:
         if self.spans is not None:

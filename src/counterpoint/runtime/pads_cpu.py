@@ -96,14 +96,14 @@ def _look(workspace: Workspace, arrival: Arrival, waited_s: float, awaited: Awai
     # the awaited rank may be alive, and have given up on one that is not
     gone = [(r, theirs) for r, theirs in workspace.gone() if r != arrival.rank]
     who = "".join(f", rank {r}: {theirs}" for r, theirs in gone)
-    workspace.fault = PeerTimeoutError(
+    fault = workspace.fault = PeerTimeoutError(
         f"{awaited.op}: rank {arrival.rank} did not {awaited.deed} within {waited_s:.2f} s "
         f"({state}{who}); the group is unusable, restart its ranks "
         "(COUNTERPOINT_TIMEOUT_S is the bound)",
         rank=gone[0][0] if gone and state.endswith("alive") else arrival.rank,
         step=awaited.step,
     )
-    raise workspace.fault
+    raise fault
 
 
 def wrapped(word: int) -> int:

@@ -9,6 +9,7 @@ outgrown, after all ranks have left it.
 import atexit
 import os
 from collections.abc import Callable, Hashable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Workspace:
         self.device = device
         self.rank = dist.get_rank(group)
         self.timeout_s = default_timeout_s()
-        self.fault: CounterpointError | None = None
+        self._fault: CounterpointError | None = None
         self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None
@@ -81,6 +82,18 @@ class Workspace:
         self._kept: list[object] = []
         # words of the host that are not 0 once a kernel has found something wrong
         self.alarms: list[NDArray[np.int64]] = []
+
+    @property
+    def fault(self) -> CounterpointError | None:
+        """What made the group unusable: a new copy each time.
+
+        One that has been raised holds the frames it went through, and so the memory of the group.
+        """
+        return copy(self._fault)
+
+    @fault.setter
+    def fault(self, error: CounterpointError | None) -> None:
+        self._fault = copy(error)
 
     def reserve(self, plan: Plan) -> None:
         """Have room for `plan`. Collective and synchronous when memory has to grow.
@@ -162,8 +175,8 @@ class Workspace:
             # the group's own timeout bounds this meeting of the ranks
             name = self.group.group_name
             problem = f"a rank of group {name!r} did not come to set up its workspace"
-            self.fault = PeerTimeoutError(f"{problem}: {error}", step="workspace")
-            raise self.fault from error
+            fault = self.fault = PeerTimeoutError(f"{problem}: {error}", step="workspace")
+            raise fault from error
 
     def remember(self, key: Hashable, code: Any) -> None:
         """Keep a compiled program; the oldest is forgotten when there are many."""
@@ -203,11 +216,11 @@ class Workspace:
             InputError: an earlier call has dropped rows, by counts on the device.
         """
         for word in self.alarms:
-            if word[0] and self.fault is None:
+            if word[0] and self._fault is None:
                 # what was dropped explains who did not come then
                 self.fault = (self.fused and self.fused.dropped()) or self.lanes.watchdog.look()
-        if self.fault is not None:
-            raise self.fault
+        if self._fault is not None:
+            raise copy(self._fault)
 
 
 class Places:
