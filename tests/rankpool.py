@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self, TypeVarTuple
 from unittest import mock
 
 import numpy as np
+import quick_interpreter
 import torch
 
 from counterpoint.runtime.ranks import (
@@ -202,6 +203,8 @@ def _worker_main(connection: Connection, stack_path: str, env: Mapping[str, str]
         torch.set_num_threads(1)  # more ranks than cores
         # fills torch.empty with NaN (and the largest integer): a read of it shows in the result
         torch.use_deterministic_algorithms(True)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            quick_interpreter.install()
         while True:
             try:
                 payload = connection.recv_bytes()
