@@ -28,7 +28,6 @@ from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Operands, Workspace, workspace_if_any, workspace_of
 
-LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 # both private, and asked at each call: a feature test holds them
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
@@ -175,11 +174,6 @@ class Ready:
         for y in results:
             y.zero_() if bias is None else y.copy_(bias.expand_as(y))
         return results
-
-
-def watched() -> bool:
-    """Whether operators have to be seen: by a compiler, or a dispatch mode."""
-    return torch.compiler.is_compiling() or bool(num_dispatch_modes())
 
 
 def key_of(

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
 from counterpoint.ops.call import num_dispatch_modes
 from counterpoint.ops.check import check_group
 from counterpoint.ops.embedding_call import PLAIN, Ready, ready_for
@@ -18,6 +17,7 @@ from counterpoint.ops.embedding_check import check_bags, check_limits
 from counterpoint.ops.embedding_gradients import problem_from, table_gradients
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.ops.register import register
 from counterpoint.ops.samples import Sample
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Plan
@@ -28,12 +28,6 @@ TRAINED = attrgetter("requires_grad")
 # asks for a gradient on behalf of tables of other ranks
 with torch.inference_mode(False):
     ANCHOR = torch.empty(0, requires_grad=True)
-
-call.LIBRARY.define(
-    f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
-    "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
-    "str plan, str group_name) -> Tensor"
-)
 
 
 def embedding_bag_all_to_all(
@@ -290,11 +284,12 @@ class _Eager(torch.autograd.Function):
         return *[None] * 8, dw, nothing, *own
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
-torch.library.register_autograd(
-    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
-)
+register(
+    f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
+    "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
+    "str plan, str group_name) -> Tensor",
+    _run, _fake, _backward, _save,
+)  # fmt: skip
 
 
 SAMPLE_TABLE_BYTES = 2 << 30  # of a rank's tables: no cache holds what is read of them

@@ -15,12 +15,11 @@ from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output
 from counterpoint.ops.check import autocast, check_tensors
 from counterpoint.ops.plans import plan_key
+from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
 OP = fused_sum.KERNEL  # the kernel has its name
-
-call.LIBRARY.define(f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor")
 
 
 def matmul_all_reduce(
@@ -124,8 +123,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db, None, None
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
-torch.library.register_autograd(
-    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
-)
+register(
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor",
+    _run, _fake, _backward, _save,
+)  # fmt: skip
