@@ -14,7 +14,7 @@ from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
-from counterpoint.ops.call import Operator, Output
+from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
@@ -136,21 +136,17 @@ def _several(
     return [y.movedim(0, dim) if dim else y for y in results]
 
 
-def _problem(tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int) -> Problem:
-    x, w, bias = tensors
-    assert x is not None
-    assert w is not None
+def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    x, w, *bias = present(tensors)
     gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
     return Problem(
         OP, gathered, w.shape[1], w.shape[0], ranks, dtype_of(x),
-        flat_rows(x, rows), bias is not None,
+        flat_rows(x, rows), bool(bias),
     )  # fmt: skip
 
 
-def _problem_of_several(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int
-) -> Problem:
-    x, *weights = (t for t in tensors if t is not None)
+def _problem_of_several(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    x, *weights = present(tensors)
     gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
     splits = tuple(w.shape[1] for w in weights)
     return Problem(
@@ -163,19 +159,15 @@ def _gathered(x: Tensor, rows: Sequence[int], group_size: int, n: int) -> tuple[
     return (sum(rows) if rows else x.shape[0] * group_size, *x.shape[1:-1], n)
 
 
-def _outputs(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
-) -> tuple[Output, ...]:
-    x, w, _ = tensors
-    assert x is not None
-    assert w is not None
+def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+    x, w, *_ = present(tensors)
     return (Output("y", _gathered(x, rows, ranks, w.shape[1])),)
 
 
 def _outputs_of_several(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
+    tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
 ) -> tuple[Output, ...]:
-    x, *weights = (t for t in tensors if t is not None)
+    x, *weights = present(tensors)
     shapes = [_gathered(x, rows, ranks, w.shape[1]) for w in weights]
     return tuple(Output(f"y{i}", shape) for i, shape in enumerate(shapes))
 

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
-from counterpoint.ops.call import Operator, Output
+from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.plans import backward_plan
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.problem import DType, Problem
-
-Tensors = Sequence[Tensor | None]
 
 
 def flat_rows(x: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
@@ -38,10 +36,6 @@ def dtype_of(x: Tensor) -> DType:
     return cast(DType, str(x.dtype).removeprefix("torch."))
 
 
-def _needed(tensors: Tensors) -> tuple[Tensor, ...]:
-    return tuple(t for t in tensors if t is not None)
-
-
 def _problem(op: str, whole: Tensor, wt: Tensor, rows: Sequence[int], ranks: int) -> Problem:
     """`whole` has the rows of all ranks, wt is [n, k]."""
     m, (n, k) = prod(whole.shape[:-1]), wt.shape
@@ -49,23 +43,23 @@ def _problem(op: str, whole: Tensor, wt: Tensor, rows: Sequence[int], ranks: int
 
 
 def _gather_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    dy, _, wt = _needed(tensors)
+    dy, _, wt = present(tensors)
     return _problem("all_gather_matmul_backward", dy, wt, rows, ranks)
 
 
 def _scatter_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    _, x, wt = _needed(tensors)
+    _, x, wt = present(tensors)
     return _problem("matmul_reduce_scatter_backward", x, wt, rows, ranks)
 
 
 def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
     """Gradients have the shapes of what they are gradients of."""
-    _, x, wt = _needed(tensors)
+    _, x, wt = present(tensors)
     return Output("dx", tuple(x.shape)), Output("dw", tuple(wt.shape[::-1]), _transposed(wt.t()))
 
 
 def _wgrad_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    x, dy = _needed(tensors)
+    x, dy = present(tensors)
     m, n, k = prod(dy.shape[:-1]), dy.shape[-1], x.shape[-1]
     return Problem(
         "all_gather_matmul_wgrad", m, n, k, ranks, dtype_of(x), flat_rows(dy, rows)
@@ -75,7 +69,7 @@ def _wgrad_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem
 def _wgrad_outputs(
     transposed: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
 ) -> tuple[Output, ...]:
-    x, dy = _needed(tensors)
+    x, dy = present(tensors)
     return (Output("dw", (x.shape[-1], dy.shape[-1]), transposed),)
 
 

@@ -13,7 +13,7 @@ from counterpoint.errors import InputError
 from counterpoint.ops import call, fused_sum
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
-from counterpoint.ops.call import Operator, Output
+from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_dim, check_rows, check_tensors
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
@@ -101,14 +101,12 @@ def _parts(
     return x.movedim(dim, 0) if dim else x, dim, counts
 
 
-def _problem(tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int) -> Problem:
-    x, w, bias = tensors
-    assert x is not None
-    assert w is not None
+def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    x, w, *bias = present(tensors)
     m = prod(x.shape[:-1])
     return Problem(
         OP, m, w.shape[1], w.shape[0], ranks, dtype_of(x),
-        flat_rows(x, rows), bias is not None,
+        flat_rows(x, rows), bool(bias),
     )  # fmt: skip
 
 
@@ -116,12 +114,8 @@ def _kept(x: Tensor, rows: Sequence[int], ranks: int, rank: int, n: int) -> tupl
     return (rows[rank] if rows else x.shape[0] // ranks, *x.shape[1:-1], n)
 
 
-def _outputs(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
-) -> tuple[Output, ...]:
-    x, w, _ = tensors
-    assert x is not None
-    assert w is not None
+def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+    x, w, *_ = present(tensors)
     return (Output("y", _kept(x, rows, ranks, rank, w.shape[1])),)
 
 
