@@ -138,7 +138,7 @@ def _several(
 
 def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
     x, w, *bias = present(tensors)
-    gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
+    gathered = prod(_gathered(x, rows, ranks, 1))
     return Problem(
         OP, gathered, w.shape[1], w.shape[0], ranks, dtype_of(x),
         flat_rows(x, rows), bool(bias),
@@ -147,7 +147,7 @@ def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
 
 def _problem_of_several(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
     x, *weights = present(tensors)
-    gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
+    gathered = prod(_gathered(x, rows, ranks, 1))
     splits = tuple(w.shape[1] for w in weights)
     return Problem(
         OP, gathered, sum(splits), x.shape[-1], ranks, dtype_of(x),
