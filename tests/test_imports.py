@@ -196,6 +196,24 @@ def test_public_names_resolve_and_say_what_they_take_and_raise():
     assert text == ""
 
 
+@pytest.mark.parametrize(
+    ("op", "needed"),
+    [
+        ("all_gather_matmul", "matmul_reduce_scatter all_gather_matmul_backward"),
+        ("matmul_reduce_scatter", "all_gather_matmul all_gather_matmul_wgrad"),
+        ("all_to_all_matmul", "matmul_all_to_all experts_weight_gradient"),
+        ("matmul_all_to_all", "all_to_all_matmul matmul_all_to_all_sum token_sum_gradient"),
+        ("embedding_bag_all_to_all", "pooled_gradient_all_to_all"),
+    ],
+)
+def test_an_operator_comes_with_those_of_its_backward(op: str, needed: str):
+    found = fresh(
+        f"import counterpoint as cp; cp.{op}; import torch\n"
+        f"print(all(hasattr(torch.ops.counterpoint, name) for name in '{op} {needed}'.split()))"
+    )
+    assert found.strip() == "True"
+
+
 @pytest.mark.parametrize("file", [f for f in FILES if f.startswith(("plan/", "model/", "choose/"))])
 def test_modules_have_docstrings_and_no_second_idea(file: str):
     source = FILES[file].read_text()
