@@ -50,12 +50,6 @@ class FunctionAttribute(IntEnum):
     CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH = 13
 
 
-class DependencyType(IntEnum):
-    """As the driver numbers them."""
-
-    CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC = 1
-
-
 COOPERATIVE, CLUSTER, PRIORITY, CARVE_OUT = NodeAttribute
 STATIC, REGISTERS, MOST_DYNAMIC, PREFERRED, *_ = FunctionAttribute
 USUAL_LIMIT = 48 * 1024  # of dynamic shared memory, of a function that nobody has asked
@@ -69,10 +63,7 @@ class StubGraphs:
     CUgraphNodeType = NodeType
     CUkernelNodeAttrID = NodeAttribute
     CUfunction_attribute = FunctionAttribute
-    CUgraphDependencyType = DependencyType
-    CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER = 2
     CUkernelNodeAttrValue = SimpleNamespace
-    CUgraphEdgeData = SimpleNamespace
 
     class CUgraphNode(int):
         """A handle."""
@@ -224,9 +215,6 @@ class StubGraphs:
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function: int, threads: int, num: int):
         assert function in self.functions
         return Status(0), 100_000 * threads + num
-
-    def cuGraphAddDependencies(self, graph: int, sources: Any, targets: Any, edges: Any, num: int):
-        return self._change("cuGraphAddDependencies", graph, sources, targets, edges, num)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> StubGraphs:

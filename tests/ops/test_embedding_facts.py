@@ -42,7 +42,7 @@ class Ranks:
             code={},
             known={},
             compiled=[],
-            group=SimpleNamespace(size=lambda: 1 + len(self.peers)),
+            group=SimpleNamespace(size=lambda: 1 + len(self.peers), group_name="bags"),
             check=lambda: None,
             refuse_growth=self._grown,
         )
@@ -57,8 +57,8 @@ class Ranks:
         patch.setattr(auto, "gather_object", self._gathered)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(embedding_facts, "check_bags", self._check)
-        for name in ("workspace_of", "workspace_if_any"):
-            patch.setattr(embedding_call, name, self._workspace)
+        patch.setattr(embedding_call, "workspace_of", self._workspace)
+        patch.setattr(embedding_call, "workspaces", SimpleNamespace(get=self._workspace))
         patch.setattr(embedding_call, "compiled", self._compiled)
         patch.delenv("COUNTERPOINT_CHECK", raising=False)
 
@@ -234,12 +234,14 @@ def test_counts_beyond_the_limits():
 def test_limits_while_compiling():
     """A compiled graph asks no other rank, and refuses the same."""
     tables, offsets = [torch.zeros(1, 8)] * 2, torch.zeros(1, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64)
 
     def described(sizes: int, batch: list[int]) -> Any:
         group: Any = SimpleNamespace(size=lambda: sizes)
-        return operator.described(
-            tables, offsets, "sum", True, False, batch, ((8, 8),) * sizes, None, group
+        asked = embedding_facts.Asked(
+            tables, none, offsets, None, "sum", True, batch, ((8, 8),) * sizes, None, None, "auto"
         )
+        return operator.described(asked, False, group)
 
     with pytest.raises(cp.InputError, match="group must be of at most 32 ranks, got 33"):
         described(33, [1] * 33)

@@ -346,9 +346,6 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
 def test_counts():
     found = Footprint(kind="kernel", grid=(4, 3, 2), block=(32, 4, 1))
     assert (found.threads, found.num_blocks) == (128, 24)
-    assert found.is_persistent(24)
-    assert not found.is_persistent(23)
-    assert not Footprint(kind="memcpy").is_persistent(132)
 
 
 def mangled(name: str) -> str:

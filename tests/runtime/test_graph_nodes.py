@@ -86,12 +86,6 @@ def test_the_graph_of_a_capture(stub: StubGraphs):
         graph_nodes.graph_of_capture(6)
 
 
-def test_a_launch_order_edge_leaves_by_the_port_of_that_name(stub: StubGraphs):
-    graph_nodes.launch_order_edge(1, 10, 11)
-    edge = SimpleNamespace(from_port=2, to_port=0, type=1)
-    assert stub.changes == [("cuGraphAddDependencies", 1, [10], [11], [edge], 1)]
-
-
 def test_the_function_of_a_node_is_direct_or_of_its_library(
     stub: StubGraphs, monkeypatch: pytest.MonkeyPatch
 ):
@@ -109,7 +103,6 @@ CHANGES = {
     "cuGraphExecKernelNodeSetParams": lambda: graph_nodes.set_dynamic_bytes(10, 1, 7),
     "cuGraphKernelNodeSetAttribute": lambda: graph_nodes.set_carve_out(10, 100),
     "cuFuncSetAttribute": lambda: graph_nodes.allow_dynamic_bytes(1010, 1),
-    "cuGraphAddDependencies": lambda: graph_nodes.launch_order_edge(1, 10, 11),
 }
 
 
@@ -123,15 +116,13 @@ def test_every_status_is_checked(stub: StubGraphs, call: str):
 
 def test_the_stub_and_the_bindings_have_the_same_names():
     bindings = pytest.importorskip("cuda.bindings.driver")
-    for kind in ("CUgraphNodeType", "CUkernelNodeAttrID", "CUfunction_attribute",
-                 "CUgraphDependencyType"):  # fmt: skip
+    for kind in ("CUgraphNodeType", "CUkernelNodeAttrID", "CUfunction_attribute"):
         for member in getattr(StubGraphs, kind):
             assert int(getattr(getattr(bindings, kind), member.name)) == member
-    value, edge = bindings.CUkernelNodeAttrValue(), bindings.CUgraphEdgeData()
+    value = bindings.CUkernelNodeAttrValue()
     for field in ("priority", "sharedMemCarveout"):
         setattr(value, field, 7)
         assert getattr(value, field) == 7
-    assert all(hasattr(edge, name) for name in ("from_port", "to_port", "type"))
     source = Path(graph_nodes.__file__).read_text()
     calls = set(re.findall(r'"(cu[A-Z]\w+)"', source))
     # CUDA 12 alone has the second form

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.nn.grouped import Grouped
 from counterpoint.ops.check import check_group
 from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.families import families
 from counterpoint.plan.steps import Plan
-from counterpoint.runtime.ranks import group_of
 
 PLANS = ("auto", *families("embedding_bag_all_to_all"))
 
 
-class ShardedEmbeddingBags(Module):
+class ShardedEmbeddingBags(Grouped):
     """Pooled rows of all tables for own bags; each rank pools its own tables for all ranks.
 
     Tables are numbered as they are given. A rank's input is that of `own`, its tables, for the
@@ -172,13 +172,6 @@ class ShardedEmbeddingBags(Module):
     def extra_repr(self) -> str:
         """What torch prints of it."""
         return f"tables={len(self.columns)}, own={list(self.own)}, mode={self.mode!r}"
-
-    # a process group can be neither copied nor pickled; its name can, for copy.deepcopy
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"group": self.group.group_name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"group": group_of(state["group"])})
 
 
 def _balanced(sizes: Sequence[tuple[int, int]], ranks: int) -> list[int]:

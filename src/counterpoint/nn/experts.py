@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
+from counterpoint.nn.grouped import Grouped
 from counterpoint.ops import agreement, experts_check
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import check_group
 from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.token_sums import sum_of_tokens
-from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import workspace_of
 
 
@@ -42,7 +42,7 @@ class _Spread(torch.autograd.Function):
         return sum_of_tokens(drows, places), None, None
 
 
-class ExpertParallelMLP(nn.Module):
+class ExpertParallelMLP(Grouped):
     """out[t] = sum over j of weights[t, j] mlp_e(x[t]), e = experts[t, j]; mlp is SwiGLU.
 
     mlp_e(x) = (silu(x gate_e^T) * (x up_e^T)) down_e^T, without biases. The router is yours: it
@@ -199,10 +199,3 @@ class ExpertParallelMLP(nn.Module):
             f"features={self.features}, hidden={self.hidden}, num_experts={self.num_experts}, "
             f"ranks={self.group.size()}, max_rows={self.max_rows}, plan={self.plan!r}"
         )
-
-    # a process group can be neither copied nor pickled; its name can, for copy.deepcopy
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"group": self.group.group_name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"group": group_of(state["group"])})

@@ -9,22 +9,22 @@ A rank's weight is its slice of the whole layer's, in the layout of torch.nn.Lin
 "row" are those of W^T, by which x is multiplied.
 """
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
+from counterpoint.nn.grouped import Grouped
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.check import check_group
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from counterpoint.plan.steps import Plan
-from counterpoint.runtime.ranks import group_of
 
 
-class SlicedLinear(nn.Module):
+class SlicedLinear(Grouped):
     """A rank's slice of a torch.nn.Linear; `forward` is that of the layers below.
 
     SHARD_DIM: the dim of the weight that is sliced. SLICES_BIAS: a rank has its part of the bias.
@@ -79,16 +79,15 @@ class SlicedLinear(nn.Module):
         Raises:
             InputError: as for the class.
         """
-        return cls(
-            linear.in_features, linear.out_features, group=group, bias=_has_bias(linear), plan=plan,
+        has_bias = getattr(linear, "bias", None) is not None
+        layer = cls(
+            linear.in_features, linear.out_features, group=group, bias=has_bias, plan=plan,
             device="meta",
-        )._take(linear)  # fmt: skip
-
-    def _take(self, linear: nn.Linear) -> Self:
+        )  # fmt: skip
         for name, whole in linear.named_parameters():
-            part = self._part(whole.detach()).clone()
-            setattr(self, name, nn.Parameter(part, whole.requires_grad))
-        return self
+            part = layer._part(whole.detach()).clone()
+            setattr(layer, name, nn.Parameter(part, whole.requires_grad))
+        return layer
 
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
@@ -130,13 +129,6 @@ class SlicedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, ranks={self.group.size()}, plan={plan!r}"
         )
-
-    # a process group can be neither copied nor pickled; its name can, for copy.deepcopy
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"group": self.group.group_name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"group": group_of(state["group"])})
 
 
 class ColumnParallelLinear(SlicedLinear):
@@ -192,10 +184,9 @@ class ColumnParallelLinear(SlicedLinear):
         Raises:
             InputError: as for the class.
         """
-        return cls(
-            linear.in_features, linear.out_features, group=group, bias=_has_bias(linear),
-            gather_dim=gather_dim, plan=plan, device="meta",
-        )._take(linear)  # fmt: skip
+        layer = super().from_linear(linear, group=group, plan=plan)
+        layer.gather_dim = gather_dim
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """The features of this rank for the whole sequence.
@@ -267,10 +258,9 @@ class RowParallelLinear(SlicedLinear):
         Raises:
             InputError: as for the class.
         """
-        return cls(
-            linear.in_features, linear.out_features, group=group, bias=_has_bias(linear),
-            scatter_dim=scatter_dim, plan=plan, device="meta",
-        )._take(linear)  # fmt: skip
+        layer = super().from_linear(linear, group=group, plan=plan)
+        layer.scatter_dim = scatter_dim
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """All features for this rank's part of the sequence.
@@ -288,10 +278,6 @@ class RowParallelLinear(SlicedLinear):
     def extra_repr(self) -> str:
         """As that of a torch.nn.Linear, with what is more here."""
         return f"{super().extra_repr()}, scatter_dim={self.scatter_dim}"
-
-
-def _has_bias(linear: nn.Linear) -> bool:
-    return getattr(linear, "bias", None) is not None
 
 
 def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:

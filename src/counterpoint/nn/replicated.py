@@ -10,12 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import UnsupportedError
-from counterpoint.ops.call import LIBRARY
 from counterpoint.ops.check import check_group
+from counterpoint.ops.register import refuse_double, register
 from counterpoint.runtime.ranks import group_of
-
-LIBRARY.define("sum_over_group(Tensor x, str group_name) -> Tensor")
 
 
 def copy_to_group(parameter: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -65,14 +62,5 @@ def _fake_sum(x: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _refuse(ctx: Any, grad: Tensor) -> None:
-    raise UnsupportedError(
-        "counterpoint: double backward (a gradient of a gradient) is not supported; "
-        "call backward without create_graph=True"
-    )
-
-
 # an operator of its own, so that a compiled graph holds it as one node
-LIBRARY.impl("sum_over_group", _sum, "CompositeExplicitAutograd")
-torch.library.register_fake("counterpoint::sum_over_group", _fake_sum, lib=LIBRARY)
-torch.library.register_autograd("counterpoint::sum_over_group", _refuse, lib=LIBRARY)
+register("sum_over_group(Tensor x, str group_name) -> Tensor", _sum, _fake_sum, refuse_double)

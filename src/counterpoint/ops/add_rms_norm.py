@@ -8,8 +8,8 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.kernels.rms_norm import add_rms_norm_kernel
-from counterpoint.ops.call import LIBRARY
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
+from counterpoint.ops.register import LIBRARY
 
 OP = "matmul_all_reduce_rms_norm"
 MAX_COLUMNS = 1 << 15  # of a row that one program holds

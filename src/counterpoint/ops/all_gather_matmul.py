@@ -14,19 +14,16 @@ from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
-from counterpoint.ops.call import Operator, Output
+from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
 from counterpoint.ops.plans import plan_key
+from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import group_of
 
 OP = "all_gather_matmul"
 SEVERAL = f"{OP}_list"  # of several weights
-
-_SCHEMA = "str plan, int[] rows, str group_name, int group_size"
-call.LIBRARY.define(f"{OP}(Tensor x, Tensor w, Tensor? bias, {_SCHEMA}) -> Tensor")
-call.LIBRARY.define(f"{SEVERAL}(Tensor x, Tensor[] w, {_SCHEMA}) -> Tensor[]")
 
 
 @overload
@@ -54,8 +51,7 @@ def all_gather_matmul(
     In place of `all_gather_into_tensor` and `matmul`. Accumulates in fp32. Runs on the current
     stream and is done in stream order; captures in a CUDA graph after one call outside of it at
     the same or a larger size. The same plan and shape give the same bits in every run.
-    Differentiable: x and w are what is saved, and x is gathered again beside the matmuls of the
-    gradient.
+    Differentiable: x and w are saved, and x is gathered again beside the gradient's matmuls.
 
     Args:
         x: bf16, fp16 or fp32 [rows of this rank, ..., K], on CPU or CUDA; the dims between are
@@ -93,21 +89,19 @@ def all_gather_matmul(
         return y
     x, w, bias = autocast(x, w, bias)  # type: ignore[assignment, arg-type]
     check_tensors(OP, x, w, bias)  # type: ignore[arg-type]
-    dim, counts = _shards(x, rows, gather_dim, group)
-    spec = plan_key(OP, plan)
-    front = x.movedim(dim, 0) if dim else x
+    front, dim, counts = _shards(x, rows, gather_dim, group)
+    spec, where = plan_key(OP, plan), (group.group_name, group.size())
     if key is not None:
         y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]  # type: ignore[arg-type]
     else:
-        op = torch.ops.counterpoint.all_gather_matmul
-        y = op(front, w, bias, spec, counts, group.group_name, group.size())
+        y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where)
     return y.movedim(0, dim) if dim else y
 
 
 def _shards(
     x: Tensor, rows: Sequence[int] | None, gather_dim: int, group: dist.ProcessGroup
-) -> tuple[int, list[int]]:
-    """The dim that is gathered, and the rows of each rank where they are given.
+) -> tuple[Tensor, int, list[int]]:
+    """x with the gathered dim first, that dim, and the rows of each rank where they are given.
 
     Raises:
         InputError: x has no such dim, or not as many rows as this rank is said to have.
@@ -117,7 +111,7 @@ def _shards(
     if counts and x.shape[dim] != counts[group.rank()]:
         want = f"[{counts[group.rank()]}, ..., K] as rows[{group.rank()}] says"
         raise InputError(OP, "x", want=want, got=tuple(x.shape))
-    return dim, counts
+    return x.movedim(dim, 0) if dim else x, dim, counts
 
 
 def _several(
@@ -133,32 +127,27 @@ def _several(
     for w in weights:
         check_tensors(OP, x, w, None)
     group = check_group(OP, group)
-    dim, counts = _shards(x, rows, gather_dim, group)
+    front, dim, counts = _shards(x, rows, gather_dim, group)
     if len(weights) == 1:
         return [all_gather_matmul(x, weights[0], group=group, plan=plan, rows=rows, gather_dim=dim)]
-    spec = plan_key(OP, plan)
-    front = x.movedim(dim, 0) if dim else x
+    spec, where = plan_key(OP, plan), (group.group_name, group.size())
     op = torch.ops.counterpoint.all_gather_matmul_list
-    results = op(front, list(weights), spec, counts, group.group_name, group.size())
+    results = op(front, list(weights), spec, counts, *where)
     return [y.movedim(0, dim) if dim else y for y in results]
 
 
-def _problem(tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int) -> Problem:
-    x, w, bias = tensors
-    assert x is not None
-    assert w is not None
-    gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
+def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    x, w, *bias = present(tensors)
+    gathered = prod(_gathered(x, rows, ranks, 1))
     return Problem(
         OP, gathered, w.shape[1], w.shape[0], ranks, dtype_of(x),
-        flat_rows(x, rows), bias is not None,
+        flat_rows(x, rows), bool(bias),
     )  # fmt: skip
 
 
-def _problem_of_several(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int
-) -> Problem:
-    x, *weights = (t for t in tensors if t is not None)
-    gathered = (sum(rows) if rows else x.shape[0] * ranks) * prod(x.shape[1:-1])
+def _problem_of_several(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    x, *weights = present(tensors)
+    gathered = prod(_gathered(x, rows, ranks, 1))
     splits = tuple(w.shape[1] for w in weights)
     return Problem(
         OP, gathered, sum(splits), x.shape[-1], ranks, dtype_of(x),
@@ -170,19 +159,15 @@ def _gathered(x: Tensor, rows: Sequence[int], group_size: int, n: int) -> tuple[
     return (sum(rows) if rows else x.shape[0] * group_size, *x.shape[1:-1], n)
 
 
-def _outputs(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
-) -> tuple[Output, ...]:
-    x, w, _ = tensors
-    assert x is not None
-    assert w is not None
+def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+    x, w, *_ = present(tensors)
     return (Output("y", _gathered(x, rows, ranks, w.shape[1])),)
 
 
 def _outputs_of_several(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
+    tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
 ) -> tuple[Output, ...]:
-    x, *weights = (t for t in tensors if t is not None)
+    x, *weights = present(tensors)
     shapes = [_gathered(x, rows, ranks, w.shape[1]) for w in weights]
     return tuple(Output(f"y{i}", shape) for i, shape in enumerate(shapes))
 
@@ -269,12 +254,11 @@ def _rank(group_name: str) -> int:
     return dist.get_rank(group_of(group_name))
 
 
-for _op, _impl, _meta, _grad, _setup in (
-    (OP, _run, _fake, _backward, _save),
-    (SEVERAL, _run_several, _fake_several, _backward_of_several, _save_several),
-):
-    call.LIBRARY.impl(_op, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_op}", _meta, lib=call.LIBRARY)
-    torch.library.register_autograd(
-        f"counterpoint::{_op}", _grad, setup_context=_setup, lib=call.LIBRARY
-    )
+_WHERE = "str plan, int[] rows, str group_name, int group_size"
+register(
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}) -> Tensor", _run, _fake, _backward, _save
+)
+register(
+    f"{SEVERAL}(Tensor x, Tensor[] w, {_WHERE}) -> Tensor[]",
+    _run_several, _fake_several, _backward_of_several, _save_several,
+)  # fmt: skip

@@ -12,30 +12,17 @@ two are each other's input gradient; with the weight's gradient they are one pla
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from counterpoint.errors import UnsupportedError
 from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
-from counterpoint.ops.call import Operator, Output
+from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.plans import backward_plan
+from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.problem import DType, Problem
-
-Tensors = Sequence[Tensor | None]
-
-_SCHEMA = "str plan, int[] rows, str group_name, int group_size, int rank"
-call.LIBRARY.define(
-    f"all_gather_matmul_backward(Tensor dy, Tensor x, Tensor w, {_SCHEMA}) -> (Tensor, Tensor)"
-)
-call.LIBRARY.define(
-    f"matmul_reduce_scatter_backward(Tensor dy, Tensor x, Tensor w, {_SCHEMA}) -> (Tensor, Tensor)"
-)
-call.LIBRARY.define(
-    f"all_gather_matmul_wgrad(Tensor x, Tensor dy, bool transposed, {_SCHEMA}) -> Tensor"
-)
 
 
 def flat_rows(x: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
@@ -49,10 +36,6 @@ def dtype_of(x: Tensor) -> DType:
     return cast(DType, str(x.dtype).removeprefix("torch."))
 
 
-def _needed(tensors: Tensors) -> tuple[Tensor, ...]:
-    return tuple(t for t in tensors if t is not None)
-
-
 def _problem(op: str, whole: Tensor, wt: Tensor, rows: Sequence[int], ranks: int) -> Problem:
     """`whole` has the rows of all ranks, wt is [n, k]."""
     m, (n, k) = prod(whole.shape[:-1]), wt.shape
@@ -60,39 +43,33 @@ def _problem(op: str, whole: Tensor, wt: Tensor, rows: Sequence[int], ranks: int
 
 
 def _gather_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    dy, _, wt = _needed(tensors)
+    dy, _, wt = present(tensors)
     return _problem("all_gather_matmul_backward", dy, wt, rows, ranks)
 
 
 def _scatter_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    _, x, wt = _needed(tensors)
+    _, x, wt = present(tensors)
     return _problem("matmul_reduce_scatter_backward", x, wt, rows, ranks)
 
 
 def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
     """Gradients have the shapes of what they are gradients of."""
-    _, x, wt = _needed(tensors)
+    _, x, wt = present(tensors)
     return Output("dx", tuple(x.shape)), Output("dw", tuple(wt.shape[::-1]), _transposed(wt.t()))
 
 
 def _wgrad_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    x, dy = _needed(tensors)
+    x, dy = present(tensors)
     m, n, k = prod(dy.shape[:-1]), dy.shape[-1], x.shape[-1]
     return Problem(
-        "all_gather_matmul_wgrad",
-        m,
-        n,
-        k,
-        ranks,
-        dtype_of(x),
-        flat_rows(dy, rows),
-    )
+        "all_gather_matmul_wgrad", m, n, k, ranks, dtype_of(x), flat_rows(dy, rows)
+    )  # fmt: skip
 
 
 def _wgrad_outputs(
     transposed: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
 ) -> tuple[Output, ...]:
-    x, dy = _needed(tensors)
+    x, dy = present(tensors)
     return (Output("dw", (x.shape[-1], dy.shape[-1]), transposed),)
 
 
@@ -125,69 +102,43 @@ WGRADS = {
 }
 
 
-def _run_gather(
-    dy: Tensor, x: Tensor, w: Tensor,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
+def _run(
+    operator: Operator, dy: Tensor, x: Tensor, w: Tensor,
+    plan: str, rows: list[int], group_name: str, *_: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dw = call.run(GATHER, (dy, x, w.t()), plan, rows, group_name)
-    return dx, dw
-
-
-def _run_scatter(
-    dy: Tensor, x: Tensor, w: Tensor,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dw = call.run(SCATTER, (dy, x, w.t()), plan, rows, group_name)
+    dx, dw = call.run(operator, (dy, x, w.t()), plan, rows, group_name)
     return dx, dw
 
 
 def _run_wgrad(
-    x: Tensor, dy: Tensor, transposed: bool,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, dy: Tensor, transposed: bool, plan: str, rows: list[int], group_name: str, *_: int
+) -> Tensor:
     (dw,) = call.run(WGRADS[transposed], (x, dy), plan, rows, group_name)
     return dw
 
 
-def _fake(
-    dy: Tensor, x: Tensor, w: Tensor,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape), _like(w, x)
+def _fake(dy: Tensor, x: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _empty(x, w.shape, _transposed(w))
 
 
-def _fake_wgrad(
-    x: Tensor, dy: Tensor, transposed: bool,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
-) -> Tensor:  # fmt: skip
-    k, n = x.shape[-1], dy.shape[-1]
-    return x.new_empty(n, k).t() if transposed else x.new_empty(k, n)
+def _fake_wgrad(x: Tensor, dy: Tensor, transposed: bool, *_: Any) -> Tensor:
+    return _empty(x, (x.shape[-1], dy.shape[-1]), transposed)
 
 
-def _like(w: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(w.shape[::-1]).t() if _transposed(w) else x.new_empty(w.shape)
+def _empty(x: Tensor, shape: Sequence[int], transposed: bool) -> Tensor:
+    return x.new_empty(shape[::-1]).t() if transposed else x.new_empty(shape)
 
 
-def refuse_double(ctx: object, *grads: object) -> tuple[None, ...]:
-    """The gradient of a gradient.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "counterpoint: double backward (a gradient of a gradient) is not supported; "
-        "call backward without create_graph=True, or take torch's own operators there"
-    )
-
-
-for _op, _impl, _meta in (
-    ("all_gather_matmul_backward", _run_gather, _fake),
-    ("matmul_reduce_scatter_backward", _run_scatter, _fake),
-    ("all_gather_matmul_wgrad", _run_wgrad, _fake_wgrad),
-):
-    call.LIBRARY.impl(_op, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_op}", _meta, lib=call.LIBRARY)
-    torch.library.register_autograd(f"counterpoint::{_op}", refuse_double, lib=call.LIBRARY)
+_WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
+for _given, _impl, _meta in (
+    ("all_gather_matmul_backward(Tensor dy, Tensor x, Tensor w, {}) -> (Tensor, Tensor)",
+     partial(_run, GATHER), _fake),
+    ("matmul_reduce_scatter_backward(Tensor dy, Tensor x, Tensor w, {}) -> (Tensor, Tensor)",
+     partial(_run, SCATTER), _fake),
+    ("all_gather_matmul_wgrad(Tensor x, Tensor dy, bool transposed, {}) -> Tensor",
+     _run_wgrad, _fake_wgrad),
+):  # fmt: skip
+    register(_given.format(_WHERE), _impl, _meta, refuse_double_matmul)
 
 
 def gradients(

@@ -28,11 +28,11 @@ from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Operands, Workspace, workspace_if_any, workspace_of
 
-LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 # both private, and asked at each call: a feature test holds them
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
 Shape = tuple[int, ...]
+Tensors = Sequence[Tensor | None]  # of a call, in the order of its operator's inputs
 Words = tuple[dict[str, str], CounterpointError | None]
 
 
@@ -90,9 +90,9 @@ class Operator:
 
     op: str
     inputs: tuple[Input, ...]
-    problem: Callable[[Sequence[Tensor | None], Sequence[int], int], Problem]
-    outputs: Callable[[Sequence[Tensor | None], Sequence[int], int, int], tuple[Output, ...]]
-    words: Callable[[Sequence[Tensor | None], Sequence[int], int], Words] | None = None
+    problem: Callable[[Tensors, Sequence[int], int], Problem]
+    outputs: Callable[[Tensors, Sequence[int], int, int], tuple[Output, ...]]
+    words: Callable[[Tensors, Sequence[int], int], Words] | None = None
     ends: Callable[[Code | None], Action | None] | None = None
     clears: bool = False
 
@@ -105,7 +105,7 @@ class Runnable(Protocol):
 
     workspace: Workspace
 
-    def __call__(self, tensors: Sequence[Tensor | None], room: int = 0) -> list[Tensor]:
+    def __call__(self, tensors: Tensors, room: int = 0) -> list[Tensor]:
         """Run on the current stream; the results are new tensors, of `room` rows if counted."""
         ...
 
@@ -118,7 +118,7 @@ class Ready:
         workspace: Workspace,
         code: Code | None,
         operator: Operator,
-        tensors: Sequence[Tensor | None],
+        tensors: Tensors,
         outputs: tuple[Output, ...],
     ) -> None:
         self.workspace = workspace
@@ -140,7 +140,7 @@ class Ready:
         self.ends = operator.ends(code) if operator.ends else None
         self.clears = operator.clears
 
-    def __call__(self, tensors: Sequence[Tensor | None], room: int = 0) -> list[Tensor]:
+    def __call__(self, tensors: Tensors, room: int = 0) -> list[Tensor]:
         """Run on the current stream; the results are new tensors.
 
         Args:
@@ -177,13 +177,13 @@ class Ready:
         return results
 
 
-def watched() -> bool:
-    """Whether operators have to be seen: by a compiler, or a dispatch mode."""
-    return torch.compiler.is_compiling() or bool(num_dispatch_modes())
+def present(tensors: Tensors) -> tuple[Tensor, ...]:
+    """Those that are not None."""
+    return tuple(t for t in tensors if t is not None)
 
 
 def key_of(
-    op: str, tensors: Sequence[Tensor | None], group: dist.ProcessGroup, plan: object,
+    op: str, tensors: Tensors, group: dist.ProcessGroup, plan: object,
     rows: object, dim: object, counted: bool = False,
 ) -> tuple[object, ...] | None:  # fmt: skip
     """What a call that nothing watches is remembered by; None: it goes through the dispatcher.
@@ -263,7 +263,7 @@ def repeated(
 
 
 def first(
-    operator: Operator, tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int],
+    operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int],
     group: dist.ProcessGroup, key: tuple[object, ...], given: Given = NOTHING,
 ) -> list[Tensor]:  # fmt: skip
     """Prepare and run a call that has passed its checks, and keep what it is ready with.
@@ -279,7 +279,7 @@ def first(
 
 def prepare(
     operator: Operator,
-    tensors: Sequence[Tensor | None],
+    tensors: Tensors,
     plan: str,
     rows: Sequence[int],
     group: dist.ProcessGroup,
@@ -333,7 +333,7 @@ def prepare(
     return ready
 
 
-def _sizes(operator: Operator, tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
+def _sizes(operator: Operator, tensors: Tensors) -> tuple[object, ...]:
     """Shapes and dtypes, as far as they are facts."""
     return tuple(
         None if t is None
@@ -344,7 +344,7 @@ def _sizes(operator: Operator, tensors: Sequence[Tensor | None]) -> tuple[object
 
 
 def _compare(
-    operator: Operator, tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int],
+    operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int],
     workspace: Workspace, refused: CounterpointError | None,
 ) -> None:  # fmt: skip
     """Refuse a call whose facts differ between ranks, or that one of them refuses."""
@@ -384,7 +384,7 @@ def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None
 
 def run(
     operator: Operator,
-    tensors: Sequence[Tensor | None],
+    tensors: Tensors,
     plan: str,
     rows: Sequence[int],
     group_name: str,

@@ -3,21 +3,22 @@
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
 from counterpoint.ops.call import num_dispatch_modes
 from counterpoint.ops.check import check_group
 from counterpoint.ops.embedding_call import PLAIN, Ready, ready_for
 from counterpoint.ops.embedding_check import check_bags, check_limits
+from counterpoint.ops.embedding_facts import Asked
 from counterpoint.ops.embedding_gradients import problem_from, table_gradients
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.ops.register import register
 from counterpoint.ops.samples import Sample
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Plan
@@ -29,40 +30,47 @@ TRAINED = attrgetter("requires_grad")
 with torch.inference_mode(False):
     ANCHOR = torch.empty(0, requires_grad=True)
 
-call.LIBRARY.define(
-    f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
-    "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
-    "str plan, str group_name) -> Tensor"
-)
+
+class Arguments(NamedTuple):
+    """The operator's as torch has it, in the order of its schema.
+
+    Args:
+        anchor: asks for a gradient on behalf of tables of other ranks; None: nobody does.
+        dims: of each rank how many tables, and their columns.
+    """
+
+    tables: list[Tensor]
+    indices: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    anchor: Tensor | None
+    mean: bool
+    last: bool
+    sparse: bool
+    dims: Sequence[int]
+    batch: Sequence[int]
+    dtype: torch.dtype
+    rank: int
+    plan: str
+    group_name: str
 
 
 def embedding_bag_all_to_all(
-    tables: Sequence[Tensor],
-    indices: Tensor,
-    offsets: Tensor,
-    *,
-    group: dist.ProcessGroup | None = None,
-    mode: str = "sum",
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    batch: Sequence[int] | None = None,
-    dims: Sequence[Sequence[int]] | None = None,
-    dtype: torch.dtype | None = None,
-    sparse: bool = False,
-    out: PooledOutputs | None = None,
+    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, *,
+    group: dist.ProcessGroup | None = None, mode: str = "sum",
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+    batch: Sequence[int] | None = None, dims: Sequence[Sequence[int]] | None = None,
+    dtype: torch.dtype | None = None, sparse: bool = False, out: PooledOutputs | None = None,
     plan: str | Path | Plan = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Pool the bags of own tables for all ranks, and get the own bags of all tables.
 
-    In place of a `torch.nn.EmbeddingBag` for each table, an all-to-all and a concat. On GPUs by
-    `plan`: in one kernel, where each rank pools in fp32 and stores rows where they belong in their
-    owner's output, or by a kernel of all own tables, the library's all-to-all and a concat, to the
-    same bits. The columns are those of rank 0's tables, then rank 1's, as of torchrec's pooled
-    KeyedTensor.
-    Captures in a CUDA graph after one eager call with the same tables and as many bags.
-    Differentiable in tables and weights, once, in the same order of sums each time. Where gradients
-    are enabled the output asks for one on all ranks, so that they all take part in the backward,
-    also with frozen tables: `torch.no_grad` where there is none.
+    In place of a `torch.nn.EmbeddingBag` for each table, an all-to-all and a concat. On GPUs sums
+    are in fp32, to the same bits by all plans. The columns are those of rank 0's tables, then rank
+    1's, as of torchrec's pooled KeyedTensor. Captures in a CUDA graph after one eager call with the
+    same tables and as many bags. Differentiable in tables and weights, once, in the same order of
+    sums each time. Where gradients are enabled the output asks for one on all ranks, so that they
+    all take part in the backward, also with frozen tables: `torch.no_grad` where there is none.
 
     Indices that a table does not have are undefined on GPUs; COUNTERPOINT_CHECK=1 has all values
     checked at each call, as on CPU ranks always.
@@ -85,10 +93,11 @@ def embedding_bag_all_to_all(
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
         out: where peers write to; else there, and one more copy.
-        plan: "fused": one kernel; "serial": a lookup, the library's all-to-all and a concat;
-            "auto": the faster one as predicted at the first call with such dims, batch, dtype, mode
-            and kind of `out`, from all ranks' number of indices there, which all later calls take
-            too; a Plan, of any number of indices; or a JSON file of one. On all ranks alike.
+        plan: "fused": one kernel, which stores rows where they belong in their owner's output;
+            "serial": a lookup, the library's all-to-all and a concat; "auto": the faster one as
+            predicted at the first call with such dims, batch, dtype, mode and kind of `out`, from
+            all ranks' number of indices there, which all later calls take too; a Plan, of any
+            number of indices; or a JSON file of one. On all ranks alike.
 
     Returns:
         dtype of the tables, [own bags, D of all tables of all ranks]: a new tensor, or the next
@@ -100,121 +109,100 @@ def embedding_bag_all_to_all(
         PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
 
     Example:
-        >>> y = counterpoint.embedding_bag_all_to_all(  # doctest: +SKIP
-        ...     [t.weight for t in tables], indices, offsets
-        ... )
+        >>> y = counterpoint.embedding_bag_all_to_all(tables, indices, offsets)  # doctest: +SKIP
     """
-    if group is None:
-        group = dist.group.WORLD
+    weights, last = per_sample_weights, include_last_offset
+    given = tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, plan
+    return _called(given, sparse, group)
+
+
+def _called(given: tuple[Any, ...], sparse: bool, group: dist.ProcessGroup | None) -> Tensor:
+    """Run a call: as an operator of torch's where something has to see it, else without.
+
+    Args:
+        given: the fields of `Asked`.
+    """
+    group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
-    weights, last = per_sample_weights, include_last_offset
+    tables, indices, offsets, weights, _, last, _, _, _, out, _ = given
     if torch.compiler.is_compiling():
-        return _compiling(tables, indices, offsets, weights, mode, last, sparse, batch, dims, dtype,
-                          out, plan, group)  # fmt: skip
+        asked = Asked._make(given)
+        return _operator(asked, described(asked, sparse, group), group)
     if type(indices) is Tensor and indices.is_cuda and (
         indices.device.index != torch.cuda.current_device()
     ):  # fmt: skip
         with torch.cuda.device(indices.device):
-            return embedding_bag_all_to_all(
-                tables, indices, offsets, group=group, mode=mode, per_sample_weights=weights,
-                include_last_offset=last, batch=batch, dims=dims, dtype=dtype, sparse=sparse,
-                out=out, plan=plan,
-            )  # fmt: skip
-    given = tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, plan
+            return _called(given, sparse, group)
     ready, placed = ready_for(given, group)
     if out is None and (num_dispatch_modes() or not (
         PLAIN.issuperset(map(type, tables))
         and PLAIN.issuperset((type(indices), type(offsets), type(weights)))
     )):  # fmt: skip
         flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], ready.dtype
-        anchor = ANCHOR if torch.is_grad_enabled() else None
-        return torch.ops.counterpoint.embedding_bag_all_to_all(
-            list(tables), indices, offsets, weights, anchor, *flat, ready.workspace.rank,
-            plan_key(OP, plan), group.group_name,
-        )  # fmt: skip
+        return _operator(Asked._make(given), (*flat, ready.workspace.rank), group)
     if not torch.is_grad_enabled():
         return ready(tables, indices, offsets, weights, last, placed, out)
     # of all ranks or of none, whatever they train: the backward has an all-to-all too
-    return _Eager.apply(ready, placed, out, tables, indices, offsets, last, sparse, weights, ANCHOR,  # pyright: ignore[reportReturnType]
-                        *filter(TRAINED, tables))  # fmt: skip
+    return _Eager.apply(ready, placed, given, sparse, weights, ANCHOR, *filter(TRAINED, tables))  # pyright: ignore[reportReturnType]
 
 
-def _compiling(
-    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str,
-    last: bool, sparse: bool, batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
-    dtype: torch.dtype | None, out: PooledOutputs | None, plan: str | Path | Plan,
-    group: dist.ProcessGroup,
-) -> Tensor:  # fmt: skip
-    """The operator in a graph that is compiled: nothing of it asks other ranks."""
-    check_bags(tables, indices, offsets, weights, mode, last)
-    if out is not None:
-        raise InputError(OP, "out", want="None while compiling", got=type(out).__name__)
-    flat = described(tables, offsets, mode, last, sparse, batch, dims, dtype, group)
+def _operator(asked: Asked, flat: tuple[Any, ...], group: dist.ProcessGroup) -> Tensor:
+    """By torch's dispatcher; `flat` is what the operator needs beside tensors, plan and group."""
     anchor = ANCHOR if torch.is_grad_enabled() else None
     return torch.ops.counterpoint.embedding_bag_all_to_all(
-        list(tables), indices, offsets, weights, anchor, *flat, plan_key(OP, plan),
-        group.group_name,
+        list(asked.tables), asked.indices, asked.offsets, asked.weights, anchor, *flat,
+        plan_key(OP, asked.plan), group.group_name,
     )  # fmt: skip
 
 
-def described(
-    tables: Sequence[Tensor], offsets: Tensor, mode: str, last: bool, sparse: bool,
-    batch: Sequence[int] | None, dims: Sequence[Sequence[int]] | None,
-    dtype: torch.dtype | None, group: dist.ProcessGroup,
-) -> tuple[Any, ...]:  # fmt: skip
-    """What the operator needs beside tensors, without asking other ranks: as in a compiled graph.
+def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """What the operator needs beside tensors, without asking other ranks: in a compiled graph.
 
     Raises:
-        InputError: it cannot be known from the arguments alone.
+        InputError: an argument is wrong, or it cannot be known from the arguments alone.
     """
-    if dims is None:
+    check_bags(*asked[:6])
+    if asked.out is not None:
+        raise InputError(OP, "out", want="None while compiling", got=type(asked.out).__name__)
+    if asked.dims is None:
         raise InputError(OP, "dims", want="given while compiling", got=None)
-    ranks = group.size()
+    tables, batch, ranks = asked.tables, asked.batch, group.size()
     if batch is None:
-        bags = (offsets.numel() - last) // max(len(tables), 1)
+        bags = (asked.offsets.numel() - asked.last) // max(len(tables), 1)
         if not tables or bags % ranks:
             raise InputError(OP, "batch", want="given while compiling", got=f"{bags} bags")
         batch = [bags // ranks] * ranks
-    if not tables and dtype is None:
+    if not tables and asked.dtype is None:
         raise InputError(OP, "dtype", want="given where there are no tables", got=None)
-    check_limits(dims, batch)
-    flat = [n for each in dims for n in (len(each), *each)]
-    kind = tables[0].dtype if tables else dtype
-    return mode == "mean", last, sparse, flat, list(batch), kind, dist.get_rank(group)
+    check_limits(asked.dims, batch)
+    flat = [n for each in asked.dims for n in (len(each), *each)]
+    kind = tables[0].dtype if tables else asked.dtype
+    return asked.mode == "mean", asked.last, sparse, flat, list(batch), kind, dist.get_rank(group)
 
 
-def _run(
-    tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
-    anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
-    batch: Sequence[int], dtype: torch.dtype, rank: int, plan: str,
-    group_name: str,
-) -> Tensor:  # fmt: skip
-    if indices.is_cuda and indices.device.index != torch.cuda.current_device():
-        with torch.cuda.device(indices.device):
-            return _run(tables, indices, offsets, weights, anchor, mean, last, sparse, dims, batch,
-                        dtype, rank, plan, group_name)  # fmt: skip
-    p = problem_from(dims, batch, dtype)
-    given = (tables, indices, offsets, weights, "mean" if mean else "sum", last, p.rows, p.tables,
-             dtype, None, plan)  # fmt: skip
-    ready, placed = ready_for(given, group_of(group_name))
-    return ready(tables, indices, offsets, weights, last, placed)
+def _run(*given: Any) -> Tensor:
+    g = Arguments(*given)
+    if g.indices.is_cuda and g.indices.device.index != torch.cuda.current_device():
+        with torch.cuda.device(g.indices.device):
+            return _run(*given)
+    p, bags = problem_from(g.dims, g.batch, g.dtype), (g.tables, g.indices, g.offsets, g.weights)
+    mode = "mean" if g.mean else "sum"
+    asked = (*bags, mode, g.last, p.rows, p.tables, g.dtype, None, g.plan)
+    ready, placed = ready_for(asked, group_of(g.group_name))
+    return ready(*bags, g.last, placed)
 
 
-def _fake(
-    tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
-    anchor: Tensor | None, mean: bool, last: bool, sparse: bool, dims: Sequence[int],
-    batch: Sequence[int], dtype: torch.dtype, rank: int, plan: str,
-    group_name: str,
-) -> Tensor:  # fmt: skip
-    return indices.new_empty(batch[rank], problem_from(dims, batch, dtype).n, dtype=dtype)
+def _fake(*given: Any) -> Tensor:
+    g = Arguments(*given)
+    columns = problem_from(g.dims, g.batch, g.dtype).n
+    return g.indices.new_empty(g.batch[g.rank], columns, dtype=g.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tables, indices, offsets, weights, anchor, mean, last, sparse, dims, batch, *rest = inputs
-    ctx.save_for_backward(indices, offsets, weights, anchor, *tables)
-    _, rank, _, group_name = rest
-    ctx.flat = mean, last, sparse, list(dims), list(batch), rank, group_name
+    g = Arguments(*inputs)
+    ctx.save_for_backward(g.indices, g.offsets, g.weights, g.anchor, *g.tables)
+    ctx.flat = g.mean, g.last, g.sparse, list(g.dims), list(g.batch), g.rank, g.group_name
 
 
 def _gradients(
@@ -264,10 +252,10 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ready: Ready, placed: dict[object, Any], out: PooledOutputs | None,
-        tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, last: bool, sparse: bool,
+        ctx: Any, ready: Ready, placed: dict[object, Any], given: tuple[Any, ...], sparse: bool,
         weights: Tensor | None, anchor: Tensor, *trained: Tensor,
     ) -> Tensor:  # fmt: skip
+        tables, indices, offsets, _, _, last, _, _, _, out, _ = given
         y = ready(tables, indices, offsets, weights, last, placed, out)
         saved = tables if weights is not None else ()
         ctx.save_for_backward(indices, offsets, weights, anchor, *saved)
@@ -279,7 +267,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
-        need_weights, need_anchor, *asked = ctx.needs_input_grad[8:]
+        need_weights, need_anchor, *asked = ctx.needs_input_grad[4:]
         given, tables = ctx.saved_tensors[:4], ctx.tables
         if tables is None:
             tables = ctx.saved_tensors[4:]
@@ -287,14 +275,15 @@ class _Eager(torch.autograd.Function):
         need = [trained and next(each) for trained in ctx.trained]
         grads, dw, nothing = _gradients(ctx, dy[0], given, tables, need, need_weights, need_anchor)
         own = [g for g, trained in zip(grads, ctx.trained, strict=True) if trained]
-        return *[None] * 8, dw, nothing, *own
+        return *[None] * 4, dw, nothing, *own
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
-torch.library.register_autograd(
-    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
-)
+register(
+    f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
+    "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
+    "str plan, str group_name) -> Tensor",
+    _run, _fake, _backward, _save,
+)  # fmt: skip
 
 
 SAMPLE_TABLE_BYTES = 2 << 30  # of a rank's tables: no cache holds what is read of them

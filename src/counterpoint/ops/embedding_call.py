@@ -25,7 +25,7 @@ from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.embedding_layout import MAX_INDICES, VECTOR_BYTES
 from counterpoint.runtime.execute import Code
-from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspace_of
+from counterpoint.runtime.workspace import Workspace, workspace_of, workspaces
 
 MAX_KNOWN = 1024  # calls that are remembered
 SHAPE, DTYPE = attrgetter("shape"), attrgetter("dtype")
@@ -123,10 +123,12 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
                 mode, last, batch and tuple(batch), dims and tuple(map(tuple, dims)), dtype,
                 out and out.facts, plan if isinstance(plan, str | Path) else id(plan),
             )  # fmt: skip
-            workspace = workspace_if_any(group, indices.device)
-            found: Known | None = workspace.known.get(key) if workspace is not None else None
-            if found is not None:
-                return found
+            # as `workspace_if_any`, without its call
+            workspace = workspaces.get((group.group_name, indices.device))
+            if workspace is not None and workspace.group is group:
+                found: Known | None = workspace.known.get(key)
+                if found is not None:
+                    return found
     except (AttributeError, RuntimeError, TypeError, ValueError):  # refused below, if it is wrong
         key = None
     return _first(Asked._make(given), group, key)

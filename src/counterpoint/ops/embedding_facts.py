@@ -119,16 +119,7 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
             refuse_capture("none: this is the first call of such tables and bags")
         assert found is not None
         return found
-    here = {"op": OP}
-    if known is not None and refused is None:
-        here |= {"mode": asked.mode, "plan": known.plan, "bags": str(sum(known.batch)),
-                 "batch": str(known.batch), "dtype": str(known.dtype),
-                 "out": str(asked.out is not None), "outputs": str(known.outputs),
-                 "dims": str(known.dims), "own": str(_columns(asked)),
-                 "indices": str(asked.indices.numel())}  # fmt: skip
-        if asks:
-            here["values"] = problem_with(asked.tables, asked.indices, asked.offsets,
-                                          last=asked.last)  # fmt: skip
+    here = _said(asked, known, asks) if known is not None and refused is None else {"op": OP}
     problem = _told(agreement.meet(OP, (here, refused), workspace))
     assert known is not None
     _check_outputs(asked.out, problem)
@@ -228,6 +219,19 @@ def _counts(batch: Sequence[int] | None) -> tuple[int, ...] | None:
     if not counts or min(counts) < 0:
         raise InputError(OP, "batch", want="a count >= 0 for each rank", got=batch)
     return counts
+
+
+def _said(asked: Asked, known: _Known, values: bool) -> dict[str, str]:
+    """What this rank says of a call, and of its values where they are looked at."""
+    here = {
+        "op": OP, "mode": asked.mode, "plan": known.plan, "bags": str(sum(known.batch)),
+        "batch": str(known.batch), "dtype": str(known.dtype), "out": str(asked.out is not None),
+        "outputs": str(known.outputs), "dims": str(known.dims), "own": str(_columns(asked)),
+        "indices": str(asked.indices.numel()),
+    }  # fmt: skip
+    if values:
+        here["values"] = problem_with(asked.tables, asked.indices, asked.offsets, last=asked.last)
+    return here
 
 
 def _told(everyone: Sequence[tuple[dict[str, str], CounterpointError | None]]) -> Problem:

@@ -7,14 +7,13 @@ weight, or one over the entries of its bag.
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import UnsupportedError
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.register import refuse_double, register
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.problem import Problem
 from counterpoint.runtime.launch_embedding_gradient import (
@@ -49,14 +48,6 @@ def _problem_from(dims: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dt
         each.append(dims[start + 1 : stop])
         start = stop
     return Problem(OP, sum(batch), dtype=dtype, rows=batch, tables=tuple(each))  # type: ignore[arg-type]
-
-
-def refuse(ctx: Any, *grads: Tensor) -> None:
-    """The gradient of a gradient."""
-    raise UnsupportedError(
-        "counterpoint: double backward (a gradient of a gradient) is not supported; "
-        "call backward without create_graph=True"
-    )
 
 
 def entries_of(offsets: Tensor, num_indices: int, *, last: bool) -> Entries:
@@ -254,16 +245,17 @@ def _fake_weights(
 
 
 # operators of their own, so that a compiled backward holds each as one node
-_TENSORS = "Tensor[] tables, Tensor indices, Tensor offsets"
-for _name, _given, _returns, _impl, _fake in (
-    ("pooled_gradient_all_to_all", "int[] dims, int[] batch, int rank, str group_name", "Tensor",
-     _exchange, _fake_exchange),
-    ("embedding_bag_table_gradients", f"{_TENSORS}, Tensor? weights, bool last, bool mean",
-     "Tensor[]", _dense, _fake_dense),
-    ("embedding_bag_weight_gradient", f"{_TENSORS}, Tensor weights, bool last", "Tensor",
-     _weights, _fake_weights),
-):  # fmt: skip
-    LIBRARY.define(f"{_name}(Tensor dy, {_given}) -> {_returns}")
-    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_name}", _fake, lib=LIBRARY)
-    torch.library.register_autograd(f"counterpoint::{_name}", refuse, lib=LIBRARY)
+_TENSORS = "Tensor dy, Tensor[] tables, Tensor indices, Tensor offsets"
+register(
+    "pooled_gradient_all_to_all(Tensor dy, int[] dims, int[] batch, int rank, str group_name) "
+    "-> Tensor",
+    _exchange, _fake_exchange, refuse_double,
+)  # fmt: skip
+register(
+    f"embedding_bag_table_gradients({_TENSORS}, Tensor? weights, bool last, bool mean) -> Tensor[]",
+    _dense, _fake_dense, refuse_double,
+)  # fmt: skip
+register(
+    f"embedding_bag_weight_gradient({_TENSORS}, Tensor weights, bool last) -> Tensor",
+    _weights, _fake_weights, refuse_double,
+)  # fmt: skip

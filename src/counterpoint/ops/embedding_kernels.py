@@ -99,22 +99,22 @@ class Pooling:
         kernel: Triton's.
         given: names of what each call passes.
         fixed: the kernel's own arguments that do not change.
-        firsts: the first column of each own table in a row of the output, and where they end.
-        columns: of the output.
-        owners: how many ranks' blocks of bags are tasks of their own.
-        most: bags of the owner that has most.
         own: what the kernel writes to, as its last arguments, if no call says it; None: y.
         copy: of own rows to y, behind the kernel.
     """
 
     def __init__(
         self, site: Site, kernel: Any, given: Sequence[str], fixed: dict[str, Any],
-        firsts: Sequence[int], columns: int, owners: int, most: int, own: Own | None,
-        copy: Launch | None = None,
+        own: Own | None, copy: Launch | None = None,
     ) -> None:  # fmt: skip
         p, self.workspace = site.places.plan.problem, site.places.workspace
         dtype = getattr(torch, p.dtype)
-        self.dims, self.firsts, self.num_bags = p.tables[self.workspace.rank], firsts, p.m
+        rank, spins = self.workspace.rank, site.bound.step.spins
+        # to peers a row has the columns of all ranks, and each owner's block of bags is a task
+        first = p.column_starts[rank] if spins else 0
+        firsts = list(accumulate(p.tables[rank], initial=first))
+        columns, owners, most = (p.n, p.ranks, max(p.rows)) if spins else (firsts[-1], 1, p.m)
+        self.dims, self.firsts, self.num_bags = p.tables[rank], firsts, p.m
         self.item_bytes, self.settings = dtype.itemsize, settings_of(site.bound.step)
         self.block_d = block_of(self.dims)
         self.vec_out = vector_of((columns, *self.dims, *firsts[:-1]), self.item_bytes)
@@ -127,7 +127,7 @@ class Pooling:
         }  # fmt: skip
         self._kernel, self._given, self._tasks = kernel, given, (owners, most, chunks)
         self._launches: dict[tuple[Any, ...], list[tuple[float, Launch]]] = {}
-        self._own, self._copy, self._spins = own, copy, site.bound.step.spins
+        self._own, self._copy, self._spins = own, copy, spins
         self._known: dict[tuple[Any, ...], Chunks] = {}
         self._on_gpu = self.workspace.device.type == "cuda"
 
@@ -226,18 +226,15 @@ class Pooling:
 
 def lookup(site: Site) -> Pooling:
     """A step without peers: bags of own tables side by side."""
-    p, rank = site.places.plan.problem, site.places.workspace.rank
-    firsts = list(accumulate(p.tables[rank], initial=0))
     place = packed(site.bound.parts[0].write, site.places)
     own = None if place is None else (place,)
-    return Pooling(site, lookup_kernel, LOOKUP, {}, firsts, firsts[-1], 1, p.m, own)
+    return Pooling(site, lookup_kernel, LOOKUP, {}, own)
 
 
 def fused(site: Site) -> Pooling:
     """A step that stores rows to their owners, and copies own ones to y."""
     p, workspace = site.places.plan.problem, site.places.workspace
     memory, rank = fused_memory(workspace), workspace.rank
-    firsts = list(accumulate(p.tables[rank], initial=p.column_starts[rank]))
     # where peers write to is kept as it is now: it may grow later, and then on all ranks
     own = memory.turns.bases, memory.turns.half_bytes // VECTOR_BYTES, -1
     copy: Launch | None = None
@@ -248,8 +245,7 @@ def fused(site: Site) -> Pooling:
         grid = Grid(-(-count // COPY_BLOCK), reserve=False, each=True)
         copy = Launch(copy_out_kernel, ("target_ptr",), fixed, grid, workspace.device, OP,
                       {"num_warps": COPY_WARPS}).compile(dtype)  # fmt: skip
-    return Pooling(site, embedding_all_to_all_kernel, FUSED, _fixed(site, memory), firsts, p.n,
-                   p.ranks, max(p.rows), own, copy)  # fmt: skip
+    return Pooling(site, embedding_all_to_all_kernel, FUSED, _fixed(site, memory), own, copy)
 
 
 def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:

@@ -5,14 +5,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.call import LIBRARY
 from counterpoint.ops.check import check_group
+from counterpoint.ops.register import register
 from counterpoint.runtime.library import all_gather
 from counterpoint.runtime.ranks import group_of
 
 OP = "exchange_counts"
-
-LIBRARY.define(f"{OP}(Tensor counts, str group_name, int group_size) -> Tensor")
 
 
 def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -59,5 +57,4 @@ def _fake(counts: Tensor, group_name: str, group_size: int) -> Tensor:
     return counts.new_empty(group_size, counts.shape[0])
 
 
-LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=LIBRARY)
+register(f"{OP}(Tensor counts, str group_name, int group_size) -> Tensor", _run, _fake)

@@ -7,16 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.backward import refuse_double
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.runtime import counted
 from counterpoint.runtime.ranks import group_of
 
 OP = "experts_weight_gradient"
-LIBRARY.define(
-    f"{OP}(Tensor x, Tensor dy, Tensor counts, bool transposed, str group_name, int group_size) "
-    "-> Tensor"
-)
 
 
 def weight_gradient(
@@ -61,6 +56,8 @@ def _fake(
     return x.new_empty(experts, k, n)
 
 
-LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=LIBRARY)
-torch.library.register_autograd(f"counterpoint::{OP}", refuse_double, lib=LIBRARY)
+register(
+    f"{OP}(Tensor x, Tensor dy, Tensor counts, bool transposed, str group_name, int group_size) "
+    "-> Tensor",
+    _run, _fake, refuse_double_matmul,
+)  # fmt: skip

@@ -23,7 +23,7 @@ from counterpoint.errors import InputError
 from counterpoint.ops import call, experts_check
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of
-from counterpoint.ops.call import Operator, Output, Words
+from counterpoint.ops.call import Operator, Output, Tensors, Words, present
 from counterpoint.ops.experts_check import Table
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH, copy_own, sum_of_rows
 from counterpoint.ops.plans import family_of
@@ -38,7 +38,6 @@ from counterpoint.runtime.execute import Code
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import Operands, Places
 
-Tensors = Sequence[Tensor | None]
 KINDS: tuple[Counts, ...] = ("equal", "host", "device")
 
 
@@ -164,9 +163,7 @@ def _most(rows: int, experts: int) -> int:
 
 
 def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    facts, (x, w) = Facts(*rows), tensors[:2]
-    assert x is not None
-    assert w is not None
+    facts, (x, w, *_) = Facts(*rows), present(tensors)
     experts, k, n = w.shape
     kind = KINDS[facts.kind]
     return Problem(op, facts.m, n, k, ranks, dtype_of(x), experts=experts, counts=kind)
@@ -175,8 +172,7 @@ def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Prob
 def _outputs(
     op: str, keep: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
 ) -> tuple[Output, ...]:
-    w, last = tensors[1], tensors[-1]
-    assert w is not None
+    (_, w, *_), last = present(tensors), tensors[-1]
     k, n = w.shape[1:]
     y = Output("y", (-1, n))
     if op == DISPATCH:
@@ -188,10 +184,7 @@ def _outputs(
 
 def _words(op: str, tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
     """The facts in words. A device-known table is read by the host here, and at no other time."""
-    x, w, counts = tensors[:3]
-    assert x is not None
-    assert w is not None
-    assert counts is not None
+    x, w, counts, *_ = present(tensors)
     facts = Facts(*rows)
     host = KINDS[facts.kind] != "device"
     here = {
@@ -254,8 +247,8 @@ def operator_of(op: str, keep: bool = False, clears: bool = False) -> Operator:
 
 
 def run(
-    operator: Operator, tensors: tuple[Tensor | None, ...], plan: str, group_name: str, rows: int,
-    host: bool, refused: InputError | None = None,
+    operator: Operator, tensors: tuple[Tensor, Tensor, Tensor, *tuple[Tensor | None, ...]],
+    plan: str, group_name: str, rows: int, host: bool, refused: InputError | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Run a call as torch's dispatcher has it.
 
@@ -268,9 +261,6 @@ def run(
         InputError, UnsupportedError, PeerTimeoutError: as the operators.
     """
     op, (x, w, counts, *rest) = operator.op, tensors
-    assert x is not None
-    assert w is not None
-    assert counts is not None
     group = group_of(group_name)
     found = seen(op, x, w, counts, rows, plan, group, host)
     assert found is not None, "checked"

@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, index
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.check import DTYPES
+from counterpoint.ops.check import DTYPES, autocast
+from counterpoint.ops.plans import plan_key
 from counterpoint.plan.families import families
+from counterpoint.plan.steps import Plan
 from counterpoint.runtime.counted import DISPATCH, rows_by_rank
 
 Table = Tensor | Sequence[Sequence[int]]
@@ -20,6 +24,39 @@ host_known_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
 def host_known(counts: Tensor) -> bool:
     """Whether the host may read the table at each call."""
     return counts.is_cpu
+
+
+class Checked(NamedTuple):
+    """The arguments of a call that have passed their checks, as torch's operators take them.
+
+    Args:
+        room: rows of the result on this rank.
+        host: counts are host-known.
+    """
+
+    x: Tensor
+    w: Tensor
+    counts: Tensor
+    plan: str
+    group: dist.ProcessGroup
+    room: int
+    host: bool
+
+
+def checked(
+    op: str, x: Tensor, w: Tensor, counts: Table, max_rows: int | None,
+    plan: str | Path | Plan, group: dist.ProcessGroup,
+) -> Checked:  # fmt: skip
+    """Check what a rank can see by itself; the values of counts are not looked at.
+
+    Raises:
+        InputError: an argument is wrong.
+        PlanError: `plan` is a Plan that is wrong.
+    """
+    x, w = autocast(x, w)  # type: ignore[assignment]
+    check_operands(op, x, w)
+    table, spec = table_of(op, counts, x, w, group.size()), plan_key(op, plan)
+    return Checked(x, w, table, spec, group, *room_of(op, table, max_rows, group))
 
 
 def check_operands(op: str, x: Tensor, w: Tensor) -> None:

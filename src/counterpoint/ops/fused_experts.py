@@ -38,11 +38,7 @@ COMBINE = "matmul_all_to_all"
 
 
 class _Experts:
-    """What both directions share: routes, memory, and the small kernels.
-
-    Args:
-        site: of the step.
-    """
+    """What both directions share: routes, memory, and the small kernels."""
 
     def __init__(self, site: Site) -> None:
         p, workspace = site.places.plan.problem, site.places.workspace

@@ -12,15 +12,14 @@ from torch import Tensor
 from counterpoint.ops import call, fused_sum
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of
-from counterpoint.ops.call import Operator, Output
+from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_tensors
 from counterpoint.ops.plans import plan_key
+from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
 OP = fused_sum.KERNEL  # the kernel has its name
-
-call.LIBRARY.define(f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor")
 
 
 def matmul_all_reduce(
@@ -77,20 +76,14 @@ def matmul_all_reduce(
     return call.first(OPERATOR, (x, w, bias), spec, (), group, key)[0]
 
 
-def _problem(tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int) -> Problem:
-    x, w, bias = tensors
-    assert x is not None
-    assert w is not None
+def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    x, w, *bias = present(tensors)
     (k, n), m = w.shape, prod(x.shape[:-1])
-    return Problem(OP, m, n, k, ranks, dtype_of(x), bias=bias is not None)
+    return Problem(OP, m, n, k, ranks, dtype_of(x), bias=bool(bias))
 
 
-def _outputs(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
-) -> tuple[Output, ...]:
-    x, w, _ = tensors
-    assert x is not None
-    assert w is not None
+def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+    x, w, *_ = present(tensors)
     return (Output("y", (*x.shape[:-1], w.shape[1])),)
 
 
@@ -124,8 +117,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db, None, None
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
-torch.library.register_autograd(
-    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
-)
+register(
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor",
+    _run, _fake, _backward, _save,
+)  # fmt: skip

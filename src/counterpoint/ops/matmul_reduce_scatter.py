@@ -13,19 +13,15 @@ from counterpoint.errors import InputError
 from counterpoint.ops import call, fused_sum
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
-from counterpoint.ops.call import Operator, Output
+from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_dim, check_rows, check_tensors
 from counterpoint.ops.plans import plan_key
+from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
 OP = "matmul_reduce_scatter"
 assert fused_sum.KERNEL  # imported: its kernel scatters, too, and is known from then on
-
-call.LIBRARY.define(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, int[] rows, str group_name, "
-    "int group_size, int rank) -> Tensor"
-)
 
 
 def matmul_reduce_scatter(
@@ -76,16 +72,8 @@ def matmul_reduce_scatter(
         return y
     x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
     check_tensors(OP, x, w, bias)
-    dim = check_dim(OP, "scatter_dim", scatter_dim, x)
-    counts = check_rows(OP, rows, group.size())
-    if counts and sum(counts) != x.shape[dim]:
-        raise InputError(OP, "rows", want=f"counts that add up to {x.shape[dim]}", got=counts)
-    if not counts and x.shape[dim] % group.size():
-        want = f"[M, ..., K] with M a multiple of the {group.size()} ranks"
-        fix = "pass rows=, one count per rank"
-        raise InputError(OP, "x", want=want, got=tuple(x.shape), fix=fix)
+    front, dim, counts = _parts(x, rows, scatter_dim, group)
     spec = plan_key(OP, plan)
-    front = x.movedim(dim, 0) if dim else x
     if key is not None:
         y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
     else:
@@ -94,14 +82,31 @@ def matmul_reduce_scatter(
     return y.movedim(0, dim) if dim else y
 
 
-def _problem(tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int) -> Problem:
-    x, w, bias = tensors
-    assert x is not None
-    assert w is not None
+def _parts(
+    x: Tensor, rows: Sequence[int] | None, scatter_dim: int, group: dist.ProcessGroup
+) -> tuple[Tensor, int, list[int]]:
+    """x with the scattered dim first, that dim, and the rows of each rank where they are given.
+
+    Raises:
+        InputError: x has no such dim, or cannot be parted so.
+    """
+    dim = check_dim(OP, "scatter_dim", scatter_dim, x)
+    counts = check_rows(OP, rows, group.size())
+    if counts and sum(counts) != x.shape[dim]:
+        raise InputError(OP, "rows", want=f"counts that add up to {x.shape[dim]}", got=counts)
+    if not counts and x.shape[dim] % group.size():
+        want = f"[M, ..., K] with M a multiple of the {group.size()} ranks"
+        fix = "pass rows=, one count per rank"
+        raise InputError(OP, "x", want=want, got=tuple(x.shape), fix=fix)
+    return x.movedim(dim, 0) if dim else x, dim, counts
+
+
+def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+    x, w, *bias = present(tensors)
     m = prod(x.shape[:-1])
     return Problem(
         OP, m, w.shape[1], w.shape[0], ranks, dtype_of(x),
-        flat_rows(x, rows), bias is not None,
+        flat_rows(x, rows), bool(bias),
     )  # fmt: skip
 
 
@@ -109,12 +114,8 @@ def _kept(x: Tensor, rows: Sequence[int], ranks: int, rank: int, n: int) -> tupl
     return (rows[rank] if rows else x.shape[0] // ranks, *x.shape[1:-1], n)
 
 
-def _outputs(
-    tensors: Sequence[Tensor | None], rows: Sequence[int], ranks: int, rank: int
-) -> tuple[Output, ...]:
-    x, w, _ = tensors
-    assert x is not None
-    assert w is not None
+def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+    x, w, *_ = present(tensors)
     return (Output("y", _kept(x, rows, ranks, rank, w.shape[1])),)
 
 
@@ -154,8 +155,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db, None, None, None, None, None
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
-torch.library.register_autograd(
-    f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
-)
+register(
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, int[] rows, str group_name, "
+    "int group_size, int rank) -> Tensor",
+    _run, _fake, _backward, _save,
+)  # fmt: skip

@@ -7,8 +7,7 @@ import triton
 from torch import Tensor
 
 from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
-from counterpoint.ops.backward import refuse_double
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.register import refuse_double_matmul, register
 
 BLOCK_N = 2048  # columns at a time
 NUM_WARPS = 4
@@ -113,12 +112,9 @@ def _fake_gradient(
 
 
 # operators of their own, so that a compiled backward holds each as one node
-for _name, _given, _impl, _fake in (
-    ("token_sum", "Tensor rows, Tensor index) -> Tensor", _sum, _fake_sum),
-    ("token_sum_gradient", "Tensor dout, Tensor index, Tensor weights, SymInt rows, Tensor? y) -> "
-     "(Tensor, Tensor)", _gradient, _fake_gradient),
-):  # fmt: skip
-    LIBRARY.define(f"{_name}({_given}")
-    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_name}", _fake, lib=LIBRARY)
-    torch.library.register_autograd(f"counterpoint::{_name}", refuse_double, lib=LIBRARY)
+register("token_sum(Tensor rows, Tensor index) -> Tensor", _sum, _fake_sum, refuse_double_matmul)
+register(
+    "token_sum_gradient(Tensor dout, Tensor index, Tensor weights, SymInt rows, Tensor? y) -> "
+    "(Tensor, Tensor)",
+    _gradient, _fake_gradient, refuse_double_matmul,
+)  # fmt: skip

@@ -69,13 +69,6 @@ class Footprint:
         """
         return _short(self.name)
 
-    def is_persistent(self, num_sms: int) -> bool:
-        """Whether the grid fits a GPU of `num_sms` at one block per SM.
-
-        A persistent kernel's does, whatever its problem; so does the grid of a small problem.
-        """
-        return 0 < self.num_blocks <= num_sms
-
 
 def footprints(call: Callable[[], object]) -> tuple[Footprint, ...]:
     """Footprints of what `call` launches, each after those that it waits for.

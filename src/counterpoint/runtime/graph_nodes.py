@@ -178,21 +178,6 @@ def resident_blocks(function: int, threads: int, dynamic_shared_bytes: int) -> i
     return int(driver.ask(call, function, threads, dynamic_shared_bytes))
 
 
-def launch_order_edge(graph: int, before: int, after: int) -> None:
-    """Let `after` start once all blocks of `before` have started: two kernel nodes of `graph`.
-
-    What follows `after` by an ordinary edge waits for the end of `before` as well. Kernels that
-    are launched in clusters, as NCCL's on sm_90, act as if the edge were an ordinary one.
-    """
-    cu = driver.driver_bindings()
-    edge = cu.CUgraphEdgeData()
-    edge.from_port = int(cu.CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER)
-    edge.to_port = 0
-    edge.type = int(cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
-    ends = [cu.CUgraphNode(before)], [cu.CUgraphNode(after)]
-    driver.ask("cuGraphAddDependencies", graph, *ends, [edge], 1)
-
-
 def _function(params: Any) -> int:
     """A node holds a kernel of a context, or else one of a library."""
     return int(params.func) or int(driver.ask("cuKernelGetFunction", params.kern))

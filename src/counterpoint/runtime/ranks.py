@@ -93,10 +93,7 @@ def spawn(
                 end(rank)
 
     missing = sorted(set(range(num_ranks)) - set(outcomes))
-    failures = describe_failures(outcomes)
-    if failures:
-        killed = f"\n--- ranks {missing} were killed" if missing else ""
-        raise CounterpointError(f"spawn: {name} failed\n{failures}{killed}")
+    _refuse_failures(name, outcomes, missing)
     if missing:
         raise PeerTimeoutError(
             f"spawn: ranks {missing} did not return from {name} within {timeout_s:g} s",
@@ -104,6 +101,13 @@ def spawn(
             step=name,
         )
     return [outcomes[rank].value for rank in range(num_ranks)]
+
+
+def _refuse_failures(name: str, outcomes: Mapping[int, Outcome], missing: Sequence[int]) -> None:
+    failures = describe_failures(outcomes)
+    if failures:
+        killed = f"\n--- ranks {missing} were killed" if missing else ""
+        raise CounterpointError(f"spawn: {name} failed\n{failures}{killed}")
 
 
 def _rank_main(

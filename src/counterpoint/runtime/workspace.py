@@ -322,20 +322,20 @@ def _arena_bytes(plan: Plan, space: str) -> int:
     return -(-used // GRANULE_BYTES) * GRANULE_BYTES
 
 
-_workspaces: dict[tuple[str, torch.device], Workspace] = {}
+workspaces: dict[tuple[str, torch.device], Workspace] = {}
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """The one workspace of `group` on `device`; collective at its first call."""
     found = workspace_if_any(group, device)
     if found is None:
-        found = _workspaces[group.group_name, device] = Workspace(group, device)
+        found = workspaces[group.group_name, device] = Workspace(group, device)
     return found
 
 
 def workspace_if_any(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
     """The workspace of `group` on `device`, where it has one by now."""
-    found = _workspaces.get((group.group_name, device))
+    found = workspaces.get((group.group_name, device))
     # a group that was destroyed and made again has the same name, and none of the old memory
     return found if found is not None and found.group is group else None
 
@@ -352,7 +352,7 @@ def refuse_capture(got: str) -> None:
 @atexit.register
 def release_all() -> None:
     """Forget every workspace of this process, when it is about to end."""
-    for workspace in list(_workspaces.values()):
+    for workspace in list(workspaces.values()):
         forget(workspace)
 
 
@@ -362,11 +362,11 @@ def forget(workspace: Workspace) -> None:
     workspace.drop_code()
     workspace.agreed.clear()
     workspace.lanes = workspace.fused = None
-    for key, known in list(_workspaces.items()):
+    for key, known in list(workspaces.items()):
         if known is workspace:
-            del _workspaces[key]
+            del workspaces[key]
 
 
 def workspaces_of(group: dist.ProcessGroup | None) -> list[Workspace]:
     """The workspaces that `group` has in this process."""
-    return [w for w in _workspaces.values() if w.group is group]
+    return [w for w in workspaces.values() if w.group is group]

@@ -1,0 +1,54 @@
+"""How long a function may be, and how many arguments it may take."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import counterpoint
+
+PACKAGE = Path(counterpoint.__file__).parent
+MOST_LINES = 60  # docstring included
+MOST_ARGUMENTS = 8  # self and cls are none
+
+# to be emptied
+LONG = {
+    "measure/draw.py draw_timeline", "measure/tune.py tune", "model/calibrate.py fit",
+    "plan/form.py _misuse", "resources/search.py search",
+}  # fmt: skip
+MANY = {"measure/canvas.py note"}
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Each function of the package, as "ops/call.py run"; but those of Triton's."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        if not file.startswith("kernels/"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    yield f"{file} {node.name}", node
+
+
+def num_arguments(node: ast.FunctionDef) -> int:
+    """Of one call; what gathers some counts as one."""
+    given = node.args
+    named = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    gathering = (given.vararg is not None) + (given.kwarg is not None)
+    return len(named) - (named[:1] in (["self"], ["cls"])) + gathering
+
+
+def test_no_function_is_long():
+    found = {
+        name for name, node in functions()
+        if (node.end_lineno or 0) - node.lineno >= MOST_LINES
+    }  # fmt: skip
+    assert found <= LONG
+
+
+def test_no_function_takes_many_arguments():
+    """But public ones, whose arguments have names and defaults, and what a command line calls."""
+    found = {
+        name for name, node in functions()
+        if num_arguments(node) > MOST_ARGUMENTS
+        and not name.startswith("cli/") and node.name not in counterpoint.__all__
+    }  # fmt: skip
+    assert found <= MANY
