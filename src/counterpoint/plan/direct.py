@@ -5,10 +5,11 @@ stores low-latency words straight to the peers, so what is sent is a multiple of
 ranks own equally many: see kernels/collectives.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from counterpoint.plan.names import OWN
+from counterpoint.plan.operation import Family, in_a_row
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import ITEM_BYTES, Problem
 
@@ -37,6 +38,11 @@ def refusal_of_scatter(p: Problem) -> str:
 
 def _of_equal(p: Problem) -> str:
     return "" if p.equal_rows else "equal rows on all ranks"
+
+
+def family(serial: Callable[[Problem], Plan], refusal: Callable[[Problem], str]) -> Family:
+    """The family of an operator that has that serial plan."""
+    return in_a_row("direct", lambda p: with_our_collective(serial(p)), refusal)
 
 
 def with_our_collective(serial: Plan) -> Plan:

@@ -6,7 +6,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan import direct, fused_sum
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
-from counterpoint.plan.names import COMPUTE, W, X, Y, bias_row, with_bias
+from counterpoint.plan.names import W, X, Y, bias_row, collective, in_one_lane, with_bias
 from counterpoint.plan.operation import Operation, in_a_row
 from counterpoint.plan.sizes import check_plain
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -30,26 +30,22 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def serial(p: Problem) -> Plan:
     """One matmul, then the library's all-reduce in place: what users do today."""
-    product = Step("matmul", "compute", "matmul", (X, W), (Y,))
-    total = Step("all_reduce", "compute", "collective", (Y,), (Y,),
-                 args=(("collective", "all_reduce"),))  # fmt: skip
-    return Plan(p, "serial", "", "ring", operands(p), (COMPUTE,), (product, total, *_bias(p)))
+    return _summed(p, operands(p), Y)
 
 
-def direct_plan(p: Problem) -> Plan:
-    """One matmul, then an all-reduce in a kernel of ours, from one tensor into another."""
+def _apart(p: Problem) -> Plan:
+    """The same from one tensor into another, as an all-reduce of ours needs it."""
     partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch")
-    product = Step("matmul", "compute", "matmul", (X, W), (Region("partial"),))
-    total = Step("all_reduce", "compute", "collective", (Region("partial"),), (Y,),
-                 args=(("collective", "all_reduce"),))  # fmt: skip
-    buffers, steps = (*operands(p), partial), (product, total, *_bias(p))
-    return direct.with_our_collective(Plan(p, "", "", "ring", buffers, (COMPUTE,), steps))
+    return _summed(p, (*operands(p), partial), Region("partial"))
 
 
-def _bias(p: Problem) -> tuple[Step, ...]:
-    """Added once, after the sum."""
+def _summed(p: Problem, buffers: tuple[Buffer, ...], product: Region) -> Plan:
+    """One matmul, the library's all-reduce into y, and the bias, added once."""
+    multiply = Step("matmul", "compute", "matmul", (X, W), (product,))
+    total = collective("all_reduce", "all_reduce", (product,), Y)
     added, args = with_bias(p)
-    return (Step("add_bias", "compute", "move", (Y, *added), (Y,), args=args),) if p.bias else ()
+    bias = [Step("add_bias", "compute", "move", (Y, *added), (Y,), args=args)] if p.bias else []
+    return in_one_lane(p, "serial", buffers, multiply, total, *bias)
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -95,7 +91,7 @@ OPERATION = Operation(
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        in_a_row("direct", direct_plan, refusal_of_direct),
+        direct.family(_apart, refusal_of_direct),
         fused_sum.family(operands, scatters=False),
     ),
     candidates=candidates,

@@ -52,8 +52,3 @@ def check_experts(p: Problem) -> None:
 def wants_one_weight(p: Problem) -> str:
     """What a family wants that multiplies by one weight."""
     return "one weight" if p.splits else ""
-
-
-def is_power(ranks: int) -> bool:
-    """Whether there is an XOR order for so many ranks."""
-    return not ranks & (ranks - 1)
