@@ -172,12 +172,13 @@ class Bench:
             whole, part = self.normal(size // 2), self.normal(size // 2 // self.ranks)
             calls[f"{size} all_gather"] = partial(self.all_gather, whole, part)
             calls[f"{size} reduce_scatter"] = partial(self.reduce_scatter, whole, part)
-        received = (self.ranks - 1) / self.ranks
-        return [
-            {"question": "collective", "num_bytes": int(int(name.split()[0]) * received),
-             "kind": name.split()[1], "seconds": seconds}
-            for name, seconds in self.timed(calls, 4).items()
-        ]  # fmt: skip
+        return self._received("collective", calls)
+
+    def all_gather(self, whole: Tensor, part: Tensor, _: int) -> None:
+        compute.all_gather(whole, part, group=self.group)
+
+    def reduce_scatter(self, whole: Tensor, part: Tensor, _: int) -> None:
+        compute.reduce_scatter(part, whole, group=self.group)
 
     def direct(self) -> list[Row]:
         """Collectives of our own, where there are such for this number of ranks."""
@@ -188,12 +189,17 @@ class Bench:
         for (op, kind), size in product(DIRECT_OF.items(), DIRECT[::-1]):
             calls[f"{size} {kind}"] = self.direct_step(op, size)
         dist.barrier(self.group)  # all have compiled before one waits
-        received = (self.ranks - 1) / self.ranks
-        return [
-            {"question": "direct", "num_bytes": int(int(name.split()[0]) * received),
-             "kind": name.split()[1], "seconds": seconds}
-            for name, seconds in self.timed(calls, 4).items()
-        ]  # fmt: skip
+        return self._received("direct", calls)
+
+    def _received(self, question: str, calls: dict[str, Call]) -> list[Row]:
+        """Times of collectives by size and kind, and the bytes that a rank receives."""
+        rows: list[Row] = []
+        for name, seconds in self.timed(calls, 4).items():
+            size, kind = name.split()
+            received = int(int(size) * ((self.ranks - 1) / self.ranks))
+            rows.append({"question": question, "num_bytes": received, "kind": kind,
+                         "seconds": seconds})  # fmt: skip
+        return rows
 
     def direct_step(self, op: str, num_bytes: int) -> Call:
         """The collective of the plan "direct" of an operator, by itself."""
@@ -206,12 +212,6 @@ class Bench:
         run = launch_collective.action(bound, Places(workspace, plan), 0)
         part = self.normal(rows // self.ranks, DIRECT_COLUMNS)
         return lambda _: run({"x": part, "y": part})
-
-    def all_gather(self, whole: Tensor, part: Tensor, _: int) -> None:
-        compute.all_gather(whole, part, group=self.group)
-
-    def reduce_scatter(self, whole: Tensor, part: Tensor, _: int) -> None:
-        compute.reduce_scatter(part, whole, group=self.group)
 
     def memory(self) -> list[Row]:
         calls: dict[str, Call] = {}

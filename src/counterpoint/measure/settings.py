@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -134,16 +135,12 @@ class Bench:
 
     def _runner(self, controls: Controls) -> Captured | Eager:
         if self.mode == "eager":
-            key = controls
-            if key not in self._runners:
-                self._runners[key] = Eager(self.pipeline, controls)
-            return self._runners[key]
+            if controls not in self._runners:
+                self._runners[controls] = Eager(self.pipeline, controls)
+            return self._runners[controls]
         controls.way_in("graph")
         # priority and carve-out are fixed when a graph is instantiated; shapes are updated in place
-        key = Controls(
-            **{f: getattr(controls, f) for f in ("overlap", "priority", "carve_out", "delay_s",
-               "pieces", "along", "transport", "max_ctas", "num_sms")}
-        )  # fmt: skip
+        key = replace(controls, blocks_per_sm=None)
         if key not in self._runners:
             made = Captured(self.pipeline, captured_as(key))
             self._runners[key] = self._undo.enter_context(made)

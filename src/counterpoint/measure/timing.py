@@ -102,10 +102,10 @@ def rotate(
             it has ended: what the arm needs to be so, and others must not see.
 
     Raises:
-        InputError: fewer than 2 rounds, or no arms.
+        InputError: no rounds, or no arms.
     """
-    if rounds < 2 or not arms:
-        raise InputError("rotate", "rounds", want=">= 2, with one arm or more", got=rounds)
+    if rounds < 1 or not arms:
+        raise InputError("rotate", "rounds", want=">= 1, with one arm or more", got=rounds)
     on_gpu = device.type == "cuda"
     meeting = allocate(1 << 16, group, device) if on_gpu else None
     order, shuffle, index = list(arms), random.Random(seed), list(arms).index

@@ -19,7 +19,7 @@ from counterpoint.plan.makespan import finer_s, gather_s
 from counterpoint.plan.names import LANES, OWN, X, Y, bias_row, collective, in_one_lane, with_bias
 from counterpoint.plan.operation import Operation, Peers, in_a_row
 from counterpoint.plan.peers import Order, cuts, orders
-from counterpoint.plan.sizes import check_no_experts, check_splits, wants_one_weight
+from counterpoint.plan.sizes import check_splits, wants_one_weight
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
@@ -152,11 +152,6 @@ def candidates(p: Problem) -> tuple[str, ...]:
     return (*found, *(f"{name} ring" for name in finer.NAMES))
 
 
-def _check(p: Problem) -> None:
-    check_no_experts(p)
-    check_splits(p)
-
-
 def _overlapped(p: Problem, copy_longer: bool) -> str:
     large = max(p.rows) * p.k * p.item_bytes >= LARGE_COPY
     return "shard_p2p ring pieces=2" if copy_longer and large else "shard_p2p ring"
@@ -175,7 +170,7 @@ OPERATION = Operation(
     ),
     candidates=candidates,
     collectives=("all_gather",),
-    check=_check,
+    check=check_splits,
     moved=lambda p: (p.k, 0),
     matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=_overlapped,
