@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import counterpoint as cp
+from benchmarks.rows import rows_of
 from counterpoint.choose.known import load
 from counterpoint.cli import characterize, main
 from counterpoint.errors import CounterpointWarning
-from counterpoint.measure import record
 
 GPU = "NVIDIA H200"
 SHEET = cp.preset("h200-4")
@@ -110,7 +110,7 @@ def test_it_prints_every_constant_and_keeps_the_machine(
     path = tmp_path / "cache" / "nvidia-h200-4.json"
     assert f"It is kept in {path}: delete it to undo." in text
     assert load(GPU, 4, "2.11", folder=tmp_path / "cache").machine == MACHINE
-    assert record.read(tmp_path / "rows.jsonl") == [ROW]
+    assert rows_of(tmp_path / "rows.jsonl") == [ROW]
 
 
 def test_a_file_of_ones_own_is_what_plan_takes(

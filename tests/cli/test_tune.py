@@ -17,10 +17,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import counterpoint as cp
+from benchmarks.rows import rows_of
 from counterpoint.choose.choice import Candidate
 from counterpoint.cli import launch, main
 from counterpoint.cli import tune as command
-from counterpoint.measure import record
 from counterpoint.measure import tune as measuring
 from counterpoint.measure.shapes import SHAPES
 
@@ -184,7 +184,7 @@ def test_it_prints_what_was_measured_and_where_it_is_kept(
                       f"{predicted / 3e-4:.2f}", "slower"]  # fmt: skip
     path = tmp_path / "tuned-nvidia-h200-4.json"
     assert f"They are kept in {path}: delete it to undo." in text
-    rows = record.read(out)
+    rows = rows_of(out)
     assert [(row["plan"], row["chosen"]) for row in rows] == [
         ("graded 2/1/1", True), ("shard_p2p", False), ("serial", False),
     ]  # fmt: skip
@@ -205,7 +205,7 @@ def test_on_cpu_ranks_it_says_what_their_times_are_worth(tmp_path: Path):
     assert words.startswith("On CPU ranks: the plans run, but their times mean nothing for a GPU")
     assert "predicted" not in text and "kept" not in text
     assert f"2 rows added to {out}" in text
-    rows = record.read(out)
+    rows = rows_of(out)
     assert sorted(row["plan"] for row in rows) == ["serial", "shard_p2p"]
     assert {row["device"] for row in rows} == {"cpu"}
     assert text.index("64") < text.index("shard_p2p") < text.index("rows added")

@@ -17,7 +17,7 @@ from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose, machine_of
 from counterpoint.cli.problems import M_N_K, problem_of
-from counterpoint.cli.show import table, us
+from counterpoint.cli.show import candidates
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
@@ -106,7 +106,7 @@ def _print(asked: Asked) -> None:
         return
     console = Console(highlight=False)
     console.print(_head(choice, asked.spec))
-    console.print(_table(choice))
+    console.print(candidates(choice, ">us", {"basis": lambda c: c.basis}))
     guessed = any(c.basis == "closed form" for c in choice.table)
     console.print(HIDDEN, *([CLOSED] if guessed else []), sep="\n", style="dim")
     if asked.show:
@@ -150,28 +150,12 @@ def _head(choice: Choice, spec: str) -> Table:
     ideal = f"{choice.ideal_s * unit:.0f} us: {parts} {choice.comm_s * unit:.0f} us"
     head.add_row("ideal", ideal)
     hidden = f"{choice.hidden:.0%} hidden" if choice.hidden >= 0 else "slower than serial"
-    took = f"{choice.seconds * unit:.0f} us, serial / {_ratio(choice, choice.seconds)}, {hidden}"
+    took = (
+        f"{choice.seconds * unit:.0f} us, serial / {choice.speedup(choice.seconds):.2f}, {hidden}"
+    )
     how = ASKED if spec != AUTO else f"by {choice.basis}"
     head.add_row(how, f"[bold]{choice.spec}[/]: {took}, {held:.0f} MiB of workspace")
     return head
-
-
-def _table(choice: Choice) -> Table:
-    """All candidates, the fastest first; it fits 80 columns."""
-    made = table("plan", ">us", ">serial /", "basis", "verdict")
-    for c in choice.table:
-        known = isfinite(c.seconds)
-        style = "bold" if c.spec == choice.spec else "" if c.basis == "simulated" else "dim"
-        made.add_row(
-            c.spec, us(c.seconds) if known else "-",
-            _ratio(choice, c.seconds) if known else "-", c.basis, c.verdict, style=style,
-        )  # fmt: skip
-    return made
-
-
-def _ratio(choice: Choice, seconds: float) -> str:
-    """Serial's time over `seconds`."""
-    return f"{choice.serial_s / seconds:.2f}"
 
 
 def _save(choice: Choice, out: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint.choose.choice import Choice
+from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.known import cache_folder, slug
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.cli.problems import layers_of, op_of, problem_of
-from counterpoint.cli.show import progress, table, us
+from counterpoint.cli.show import candidates, progress, us
 from counterpoint.errors import InputError
 from counterpoint.measure import record
 from counterpoint.measure.tune import tune as measure
@@ -170,18 +170,14 @@ def _predicted(choice: Choice, device: torch.device) -> dict[str, float]:
 
 
 def _table(choice: Choice, predicted: dict[str, float]) -> Table:
-    """The candidates from the fastest to the slowest, predictions beside."""
-    more = (">predicted us", ">/ measured") if predicted else ()
-    made = table("plan", ">measured us", ">serial /", *more, "verdict")
-    for c in choice.table:
-        beside: list[str] = []
-        if predicted:
-            seconds = predicted[c.spec]
-            beside = [us(seconds), f"{seconds / c.seconds:.2f}"]
-        style = "bold" if c.spec == choice.spec else ""
-        ratio = f"{choice.serial_s / c.seconds:.2f}"
-        made.add_row(c.spec, us(c.seconds), ratio, *beside, c.verdict, style=style)
-    return made
+    """The candidates, and predictions beside them where there are any."""
+    beside: dict[str, Callable[[Candidate], str]] = {}
+    if predicted:
+        beside = {
+            ">predicted us": lambda c: us(predicted[c.spec]),
+            ">/ measured": lambda c: f"{predicted[c.spec] / c.seconds:.2f}",
+        }
+    return candidates(choice, ">measured us", beside)
 
 
 def _rows(

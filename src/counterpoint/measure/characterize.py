@@ -23,7 +23,7 @@ from counterpoint.model.calibrate import fit
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.auto import matmul_tile
 from counterpoint.plan.bind import Arrival, bind
-from counterpoint.plan.direct import MAX_RANKS
+from counterpoint.plan.direct import wants_ranks
 from counterpoint.plan.families import build
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
@@ -124,10 +124,10 @@ class Bench:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).bfloat16()
 
-    def multiply(self, rows: int, n: int, k: int, scale: float = 1.0) -> Call:
+    def multiply(self, rows: int, n: int, k: int) -> Call:
         count = max(1, ceil(L2_ROTATIONS * self.l2_bytes / (2 * n * k)))
-        weights = [self.normal(n, k).mul_(scale).t() for _ in range(min(count, CALLS))]
-        x, y = self.normal(rows, k).mul_(scale), self.normal(rows, n)
+        weights = [self.normal(n, k).t() for _ in range(min(count, CALLS))]
+        x, y = self.normal(rows, k), self.normal(rows, n)
         return lambda i: torch.mm(x, weights[i % len(weights)], out=y)
 
     def push(self, num_bytes: int) -> Call:
@@ -182,7 +182,7 @@ class Bench:
 
     def direct(self) -> list[Row]:
         """Collectives of our own, where there are such for this number of ranks."""
-        if self.ranks & (self.ranks - 1) or self.ranks > MAX_RANKS:
+        if wants_ranks(self.ranks):
             return []
         calls: dict[str, Call] = {}
         # the largest first: memory that grows would move what is compiled

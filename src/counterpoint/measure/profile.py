@@ -69,7 +69,7 @@ def _on_cpu(fn: Callable[[], T]) -> tuple[T, list[Span]]:
 
 def _on_gpu(fn: Callable[[], T], rank: int) -> tuple[T, list[Span]]:
     result, content = traced(fn)
-    return result, list(read_trace(content, rank).spans)
+    return result, list(read_trace(content, rank))
 
 
 def traced(fn: Callable[[], T]) -> tuple[T, dict[str, Any]]:

@@ -5,23 +5,17 @@ activity names its launch by a correlation number, and the launch lies in the st
 kernels of a CUDA graph replay share one launch and so belong to no step: profile eager runs.
 """
 
-import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.spans import KINDS, Span
-from counterpoint.timeline import Timeline
 
 RANGE_PREFIX = "counterpoint/"
 MEMCPY = "gpu_memcpy"
 GPU_CATEGORIES = ("kernel", MEMCPY, "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-
-Trace = dict[str, Any] | str | Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +43,8 @@ class Activity:
     num_bytes: int = 0
 
 
-def read_trace(trace: Trace, rank: int = 0) -> Timeline:
-    """Return the GPU activities of a profiled run as a timeline, in order of their start.
+def read_trace(content: dict[str, Any], rank: int = 0) -> tuple[Span, ...]:
+    """Return the GPU activities of a profiled run, in order of their start.
 
     An activity of a step has the step's lane, kind and name as its label, after "wait for " where
     it is the step's wait; any other one has the lane "stream N", kind "other" and its own name.
@@ -58,34 +52,15 @@ def read_trace(trace: Trace, rank: int = 0) -> Timeline:
     is the same for all ranks of a host.
 
     Args:
-        trace: Path of what `prof.export_chrome_trace` wrote (.json or .json.gz), or its content.
-        rank: Rank that wrote the trace.
+        content: Of what `prof.export_chrome_trace` wrote.
+        rank: Rank that wrote it.
 
     Raises:
-        InputError: `trace` is not a Chrome trace, or a step has a kind that a timeline lacks.
+        InputError: A step has a kind that a timeline lacks.
         CounterpointError: The trace holds no GPU activity.
     """
-    content = _load(trace)
     spans = (_span(activity, rank) for activity in activities(content))
-    in_order = sorted(spans, key=lambda span: (span.start_s, span.end_s))
-    return Timeline(spans=tuple(in_order), source=_source(content))
-
-
-def _load(trace: Trace) -> dict[str, Any]:
-    content: Any = trace
-    if not isinstance(trace, dict):
-        path = Path(trace)
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        try:
-            content = json.loads(raw)
-        except json.JSONDecodeError as error:
-            raise InputError("read_trace", "trace", want="JSON", got=f"{path} ({error})") from error
-    if not isinstance(content, dict) or "traceEvents" not in content:
-        want = "a Chrome trace with traceEvents"
-        fix = "write it with prof.export_chrome_trace"
-        kind = type(cast(object, content)).__name__
-        raise InputError("read_trace", "trace", want=want, got=f"a {kind}", fix=fix)
-    return cast(dict[str, Any], content)
+    return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
 
 
 def _complete_events(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -181,8 +156,3 @@ def _span(activity: Activity, rank: int) -> Span:
     step = activity.step
     label = f"wait for {step.name}" if step.kind == "wait" else step.name
     return Span(rank, step.lane, start_s, end_s, step.kind, label)
-
-
-def _source(content: dict[str, Any]) -> str:
-    devices: list[dict[str, Any]] = content.get("deviceProperties") or [{"name": "a GPU"}]
-    return f"measured on {devices[0]['name']}, torch.profiler"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from counterpoint.machine import Machine
-from counterpoint.plan.direct import MAX_RANKS, to_everyone
+from counterpoint.plan.direct import to_everyone, wants_ranks
 from counterpoint.plan.names import W, X, Y, counts_of, in_one_lane
 from counterpoint.plan.operation import Family
 from counterpoint.plan.steps import Buffer, Plan, Step
@@ -92,8 +92,8 @@ LAUNCHES_S = {False: 15e-6, True: 25e-6}  # routes, flags, what is collected: ke
 
 def refusal(p: Problem) -> str:
     """What the kernels want of a problem that it does not have, or ""."""
-    if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
-        return f"a number of ranks that is a power of two up to {MAX_RANKS}"
+    if why := wants_ranks(p.ranks):
+        return why
     if p.item_bytes != 2 or p.k % 8 or p.n % 8:
         return "16-bit numbers, K and N multiples of 8"
     return "" if p.experts * p.ranks <= MAX_EXPERTS else f"at most {MAX_EXPERTS} experts"

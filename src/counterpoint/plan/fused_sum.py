@@ -14,7 +14,7 @@ from math import ceil
 
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.plan.direct import MAX_RANKS, to_everyone, words
+from counterpoint.plan.direct import to_everyone, wants_ranks, words
 from counterpoint.plan.names import BIAS, W, X, Y, in_one_lane
 from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.steps import Buffer, Plan, Step
@@ -140,9 +140,7 @@ def build(
 
 def refusal(p: Problem) -> str:
     """What the kernel wants of a problem that it does not have, or ""."""
-    if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
-        return f"a number of ranks that is a power of two up to {MAX_RANKS}"
-    return ""
+    return wants_ranks(p.ranks)
 
 
 def refusal_of_scatter(p: Problem) -> str:

@@ -6,7 +6,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan import direct, fused_sum
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
-from counterpoint.plan.names import W, X, Y, bias_row, collective, in_one_lane, with_bias
+from counterpoint.plan.names import W, X, Y, alone, bias_row, collective, in_one_lane, with_bias
 from counterpoint.plan.operation import Operation, in_a_row
 from counterpoint.plan.sizes import check_plain
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -46,12 +46,6 @@ def _summed(p: Problem, buffers: tuple[Buffer, ...], product: Region) -> Plan:
     added, args = with_bias(p)
     bias = [Step("add_bias", "compute", "move", (Y, *added), (Y,), args=args)] if p.bias else []
     return in_one_lane(p, "serial", buffers, multiply, total, *bias)
-
-
-def alone(p: Problem) -> tuple[Step, ...]:
-    """What a group of one rank does."""
-    added, args = with_bias(p)
-    return (Step("matmul", "compute", "matmul", (X, W, *added), (Y,), args=args),)
 
 
 def refusal_of_direct(p: Problem) -> str:

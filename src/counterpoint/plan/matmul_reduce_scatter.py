@@ -18,6 +18,7 @@ from counterpoint.plan.names import (
     W,
     X,
     Y,
+    alone,
     bias_row,
     collective,
     in_one_lane,
@@ -127,12 +128,6 @@ def _push(order: Order, d: int, suffix: str, piece: Piece, after: tuple[str, ...
     elif piece[0] == piece[1] - 1:
         posts = (order.post(order.ranks + d, d),)
     return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)
-
-
-def alone(p: Problem) -> tuple[Step, ...]:
-    """What a group of one rank does."""
-    added, args = with_bias(p)
-    return (Step("matmul", "compute", "matmul", (X, W, *added), (Y,), args=args),)
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:

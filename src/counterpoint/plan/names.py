@@ -36,3 +36,9 @@ def collective(name: str, which: str, reads: tuple[Region, ...], target: Region)
 def in_one_lane(p: Problem, family: str, buffers: tuple[Buffer, ...], *steps: Step) -> Plan:
     """A plan whose kernels run one after another."""
     return Plan(p, family, "", "ring", buffers, (COMPUTE,), steps)
+
+
+def alone(p: Problem) -> tuple[Step, ...]:
+    """What a group of one rank does to multiply x by w, plus the bias."""
+    added, args = with_bias(p)
+    return (Step("matmul", "compute", "matmul", (X, W, *added), (Y,), args=args),)
