@@ -67,7 +67,7 @@ def test_only_some_ops_have_a_bias_or_several_weights(op: Any):
 def test_an_operator_is_its_file_and_no_table():
     assert len(OPS) >= 8 and list(OPS) == sorted(OPS)
     for op in op_names():
-        assert declaration(op).name == op
+        assert declaration(op).families
     for name in ("families", "operation", "no_such_file", "", "..problem", None):
         assert declaration(name) is None  # type: ignore[arg-type]
 

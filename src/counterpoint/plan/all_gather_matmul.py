@@ -158,7 +158,6 @@ def _overlapped(p: Problem, copy_longer: bool) -> str:
 
 
 OPERATION = Operation(
-    name="all_gather_matmul",
     operands=operands,
     definition=definition,
     alone=alone,
@@ -172,7 +171,6 @@ OPERATION = Operation(
     collectives=("all_gather",),
     check=check_splits,
     moved=lambda p: (p.k, 0),
-    matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=_overlapped,
     rule=lambda p, machine: "" if direct.refusal_of_gather(p) else "direct",
 )  # fmt: skip

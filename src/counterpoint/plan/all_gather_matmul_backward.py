@@ -96,7 +96,6 @@ def candidates(p: Problem) -> tuple[str, ...]:
 
 
 OPERATION = Operation(
-    name="all_gather_matmul_backward",
     operands=operands,
     definition=definition,
     alone=alone,

@@ -88,7 +88,6 @@ def candidates(p: Problem) -> tuple[str, ...]:
 
 
 OPERATION = Operation(
-    name="all_gather_matmul_wgrad",
     operands=operands,
     definition=definition,
     alone=alone,

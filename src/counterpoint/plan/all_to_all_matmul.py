@@ -56,4 +56,4 @@ def _steps(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
     return *copies, *products
 
 
-OPERATION = experts.operation("all_to_all_matmul", operands, serial, grouped, dispatches=True)
+OPERATION = experts.operation(operands, serial, grouped, dispatches=True)

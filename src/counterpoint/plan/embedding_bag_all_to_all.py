@@ -136,7 +136,6 @@ def _step_s(p: Problem, step: Step, machine: Machine) -> float:
 
 
 OPERATION = Operation(
-    name=OP,
     operands=operands,
     definition=definition,
     alone=alone,

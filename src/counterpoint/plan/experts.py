@@ -43,7 +43,6 @@ def weights_and_counts(p: Problem) -> tuple[Buffer, ...]:
 
 
 def operation(
-    name: str,
     operands: Callable[[Problem], tuple[Buffer, ...]],
     serial: Callable[[Problem], Plan],
     grouped: Callable[[Problem, Options, Machine], Plan],
@@ -52,7 +51,6 @@ def operation(
 ) -> Operation:
     """One of the two operators of experts: rows go to them, or what they have made goes back."""
     return Operation(
-        name=name,
         operands=operands,
         definition=partial(definition, dispatches=dispatches),
         alone=lambda p: matmuls(p, 0, range(p.experts), "x", "y"),
@@ -66,7 +64,6 @@ def operation(
         collectives=("all_to_all",),
         check=check_experts,
         moved=lambda p: (0, p.k if dispatches else p.n),
-        matmuls=lambda p: ((p.m, p.n, p.k),),
         overlapped=fused_experts.overlapped,
         gradient="",
         without_serial=fused_experts.without_serial,

@@ -79,7 +79,6 @@ def _direct_if_small(p: Problem) -> str:
 
 
 OPERATION = Operation(
-    name="matmul_all_reduce",
     operands=operands,
     definition=definition,
     alone=alone,
@@ -92,7 +91,6 @@ OPERATION = Operation(
     collectives=("all_reduce",),
     check=check_plain,
     moved=lambda p: (p.n, p.n),
-    matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=lambda p, copy_longer: _direct_if_small(p),
     gradient="serial",
     shares_rows=False,

@@ -79,4 +79,4 @@ def _unpack(p: Problem, order: Order, g: int, pieces: list[Piece]) -> tuple[Step
     )
 
 
-OPERATION = experts.operation("matmul_all_to_all", operands, serial, grouped, dispatches=False)
+OPERATION = experts.operation(operands, serial, grouped, dispatches=False)

@@ -159,7 +159,6 @@ def _rule(p: Problem, machine: Machine) -> str:
 
 
 OPERATION = Operation(
-    name="matmul_reduce_scatter",
     operands=operands,
     definition=definition,
     alone=alone,
@@ -174,7 +173,6 @@ OPERATION = Operation(
     collectives=("reduce_scatter",),
     check=check_plain,
     moved=lambda p: (0, p.n),
-    matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=_overlapped,
     rule=_rule,
 )  # fmt: skip

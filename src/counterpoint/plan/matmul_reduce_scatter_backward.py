@@ -90,7 +90,6 @@ def candidates(p: Problem) -> tuple[str, ...]:
 
 
 OPERATION = Operation(
-    name="matmul_reduce_scatter_backward",
     operands=operands,
     definition=definition,
     alone=alone,
