@@ -9,7 +9,7 @@ import torch
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.measure.timing import Arm as Call
 from counterpoint.measure.timing import rotate
-from counterpoint.resources.controls import Along, Controls, Mode, Transport
+from counterpoint.resources.controls import TRANSPORTS, Along, Controls, Mode, Transport
 from counterpoint.resources.granularity import Cut
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager, captured_as
@@ -22,15 +22,13 @@ from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.occupancy import feasible
 from counterpoint.runtime.ranks import gather_object
 
-TRANSPORTS: tuple[Transport, ...] = ("copy_engine", "zero_cta")
-
 
 def space_of(pipeline: Pipeline, mode: Mode) -> Space:
     """All settings that can be had for `pipeline` here.
 
     Captures it once, and runs its compute stages once.
     """
-    transports: tuple[Transport, ...] = tuple(t for t in TRANSPORTS if not refusal(pipeline, t))
+    transports: tuple[Transport, ...] = tuple(t for t in TRANSPORTS[1:] if not refusal(pipeline, t))
     limits = limits_here(pipeline.device)
     if mode == "graph":
         blocks = Captured(pipeline).shaped.feasible()
