@@ -11,10 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.rows import RESULTS, Row
+from benchmarks.rows import RESULTS, Row, rows_of
 from benchmarks.scenarios import FITTED
 from counterpoint.choose.known import SHIPPED, save_machine
-from counterpoint.measure import record
 from counterpoint.model.calibrate import SMALL_BYTES, fit
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
@@ -36,13 +35,11 @@ def small_collectives(rows: Sequence[Row]) -> list[Row]:
 def main() -> None:
     """Fit and write."""
     for path in sorted(RESULTS.glob("characterize-*.jsonl")):
-        rows = record.read(path)
+        rows = rows_of(path)
         gpu, ranks = rows[0]["gpu"], rows[0]["ranks"]
         base = preset_of(gpu, ranks)
         assert base is not None, f"no preset describes {gpu!r}"
-        few = small_collectives(
-            record.read(RESULTS / path.name.replace("characterize", "evaluate"))
-        )
+        few = small_collectives(rows_of(RESULTS / path.name.replace("characterize", "evaluate")))
         source = f"measured on {ranks}x {gpu}, torch {rows[0]['torch']}, {rows[0]['date']}"
         machine = replace(base, measured=fit([*rows, *few], base), source=source)
         written = save_machine(machine, gpu, ranks, SHIPPED)

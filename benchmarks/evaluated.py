@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks import overlap
 from benchmarks.pictures import Point
-from benchmarks.rows import Row, one_form, taken
+from benchmarks.rows import Row, one_form, rows_of, taken
 from benchmarks.scenarios import FITTED, LOOKED_AT
 from benchmarks.score import Measured, Score, at_random, constants, score
 from counterpoint.choose.by_model import by_model
@@ -15,7 +15,6 @@ from counterpoint.choose.by_rule import by_rule
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.measure import record
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
@@ -102,9 +101,9 @@ def tiles_of(rows: Iterable[Row]) -> Tiles:
 def read(paths: Sequence[Path], only: str = "") -> dict[int, list[Found]]:
     """Number of GPUs -> scenarios of files, of a shape in several files the last; most GPUs
     first."""
-    rows = [row for path in paths for row in record.read(path)]
+    rows = [row for path in paths for row in rows_of(path)]
     known = tiles_of(rows)
-    shapes = {e.measured.problem: e for path in paths for e in scenarios_of(record.read(path))}
+    shapes = {e.measured.problem: e for path in paths for e in scenarios_of(rows_of(path))}
     found: dict[int, list[Found]] = {}
     for each in shapes.values():
         if only.lower() in each.measured.name.lower():

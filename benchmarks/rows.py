@@ -1,15 +1,36 @@
 """Committed rows: read, put into one form, and taken together by case."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from counterpoint.measure import record
+from counterpoint.errors import InputError
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file.
+
+    Raises:
+        InputError: a line is no JSON object.
+    """
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise InputError("rows_of", str(path), want="a JSON object a line",
+                                 got=f"line {number}: {line[:40]!r}")  # fmt: skip
+            rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -74,7 +95,7 @@ def results(name: str, folder: Path = RESULTS) -> dict[int, list[Row]]:
     """Number of GPUs -> committed rows of a benchmark in one form, from the most GPUs down."""
     files = {int(p.name.split("-")[-2][:-1]): p for old in (*OLDER.get(name, ()), name)
              for p in folder.glob(f"{old.replace('_', '-')}-*x-*.jsonl")}  # fmt: skip
-    found = {ranks: one_form(record.read(files[ranks])) for ranks in sorted(files, reverse=True)}
+    found = {ranks: one_form(rows_of(files[ranks])) for ranks in sorted(files, reverse=True)}
     return {ranks: rows for ranks, rows in found.items() if rows}
 
 

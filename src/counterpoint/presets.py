@@ -123,17 +123,13 @@ H200 = replace(
     source="datasheet peaks of HGX H200 with 8 GPUs",
 )
 
-B200 = Machine(
+B200 = replace(
+    H100,
     name="b200-8",
-    device=DeviceSpec(
+    device=replace(  # an SM holds as much
+        H100.device,
         name="B200 SXM",
         num_sms=148,
-        max_threads_per_sm=2048,
-        max_warps_per_sm=64,
-        max_blocks_per_sm=32,
-        registers_per_sm=65536,
-        shared_bytes_per_sm=228 * KIB,
-        shared_bytes_per_block=227 * KIB,
         bf16_flop_per_s=2250 * TERA,  # DGX B200: 36 Pflop/s of 8 GPUs is with sparsity
         fp32_flop_per_s=75 * TERA,
         hbm_bytes_per_s=8 * TERA,
@@ -141,15 +137,12 @@ B200 = Machine(
         l2_bytes=126 * MIB,
         source="NVIDIA DGX B200 datasheet; Blackwell tuning guide, compute capability 10.0",
     ),
-    link=LinkSpec(
+    link=replace(
+        H100.link,
         name="NVLink 5, NVSwitch",
         bytes_per_s=900 * GIGA,  # 1.8 TB/s is the sum of both directions
-        latency_s=_LATENCY_S,
-        topology="switch",
-        copy_overhead_s=_COPY_OVERHEAD_S,
         source=f"NVIDIA DGX B200 datasheet; {_PLACEHOLDERS}",
     ),
-    num_devices=8,
     source="datasheet peaks of DGX B200 with 8 GPUs",
 )
 
@@ -187,19 +180,13 @@ MI250X = Machine(
     source="datasheet peaks of a node with 4 MI250X, 8 GCDs",
 )
 
-MI300X = Machine(
+MI300X = replace(
+    MI250X,
     name="mi300x-8",
-    device=DeviceSpec(
+    device=replace(  # a CU holds as much
+        MI250X.device,
         name="MI300X OAM",
         num_sms=304,
-        max_threads_per_sm=2048,
-        max_warps_per_sm=32,
-        max_blocks_per_sm=32,
-        registers_per_sm=131072,  # 512 KiB
-        shared_bytes_per_sm=64 * KIB,
-        shared_bytes_per_block=64 * KIB,
-        shared_reserved_bytes_per_block=0,
-        shared_granule_bytes=512,
         bf16_flop_per_s=1307.4 * TERA,
         fp32_flop_per_s=163.4 * TERA,
         hbm_bytes_per_s=5.3 * TERA,
@@ -207,19 +194,16 @@ MI300X = Machine(
         l2_bytes=32 * MIB,  # 4 MiB in each of 8 XCDs; the 256 MB Infinity Cache is behind them
         source="AMD Instinct MI300X datasheet; CDNA 3 white paper",
     ),
-    link=LinkSpec(
+    link=replace(
+        MI250X.link,
         name="Infinity Fabric 4, one x16 link to each of 7 peers",
         bytes_per_s=448 * GIGA,  # 7 x 64 GB/s; "896 GB/s" is the sum of both directions
-        latency_s=_LATENCY_S,
-        topology="mesh",
-        copy_overhead_s=_COPY_OVERHEAD_S,
         source=f"AMD Instinct MI300X platform datasheet; {_PLACEHOLDERS}",
     ),
-    num_devices=8,
     source="datasheet peaks of the MI300X platform with 8 GPUs",
 )
 
-_PRESETS = {
+PRESETS = {
     machine.name.partition("-")[0]: machine
     for machine in (A100, A40, H100, H200, B200, MI250X, MI300X)
 }
@@ -242,10 +226,10 @@ def preset(name: str) -> Machine:
         132
     """
     match = re.fullmatch(r"([a-z0-9]+)-([1-8])", name)
-    if match is None or match[1] not in _PRESETS:
-        want = f"one of {', '.join(m.name for m in _PRESETS.values())}, or these with 1 to 8 GPUs"
+    if match is None or match[1] not in PRESETS:
+        want = f"one of {', '.join(m.name for m in PRESETS.values())}, or these with 1 to 8 GPUs"
         raise InputError("preset", "name", want=want, got=repr(name))
-    full, num_devices = _PRESETS[match[1]], int(match[2])
+    full, num_devices = PRESETS[match[1]], int(match[2])
     link = full.link
     if link.topology == "mesh" and num_devices > 1:
         pair_bytes_per_s = link.pair_bytes_per_s(full.num_devices)
@@ -256,5 +240,5 @@ def preset(name: str) -> Machine:
 def preset_of(device_name: str, num_devices: int) -> Machine | None:
     """The preset of a GPU by the name its driver gives it, such as "NVIDIA H200"; None if none."""
     words = device_name.lower().replace("-", " ").split()
-    base = next((base for base in _PRESETS if base in words), None)
+    base = next((base for base in PRESETS if base in words), None)
     return preset(f"{base}-{num_devices}") if base else None

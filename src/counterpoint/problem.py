@@ -11,41 +11,18 @@ from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from pkgutil import iter_modules
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from counterpoint.errors import InputError
+
+if TYPE_CHECKING:  # plan/ is made of problems
+    from counterpoint.plan.operation import Operation
 
 DType = Literal["bfloat16", "float16", "float32"]
 Counts = Literal["equal", "host", "device"]
 ITEM_BYTES: Mapping[str, int] = {
     "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
 }  # fmt: skip
-
-
-class Sizes(Protocol):
-    """What an operator says of its sizes; the rest of it is `plan.operation.Operation`."""
-
-    shares_rows: bool  # whether M is shared out over the ranks
-
-    def check(self, problem: "Problem") -> None:
-        """Refuse sizes that are not its own."""
-        ...
-
-    def moved(self, problem: "Problem") -> tuple[int, int]:
-        """Columns of what is gathered, and of what is scattered."""
-        ...
-
-    def matmuls(self, problem: "Problem") -> tuple[tuple[int, int, int], ...]:
-        """(rows, columns, contracted) of each matmul of one rank, in one piece."""
-        ...
-
-    def filled(self, problem: "Problem") -> Mapping[str, object]:
-        """Fields that follow from others, or that are kept in another form."""
-        ...
-
-    def described(self, problem: "Problem") -> str:
-        """What text says of the problem beside its sizes."""
-        ...
 
 
 @cache
@@ -162,7 +139,7 @@ class Problem:
             want = f"one of {', '.join(op_names())}"
             raise InputError("Problem", "op", want=want, got=repr(self.op), fix=fix)
         object.__setattr__(self, "dtype", dtype_of(self.op, self.dtype))
-        for name, value in self.sizes.filled(self).items():
+        for name, value in self.operation.filled(self).items():
             object.__setattr__(self, name, value)
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
@@ -174,11 +151,11 @@ class Problem:
         if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
             want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
             raise InputError(self.op, "counts", want=want, got=repr(self.counts))
-        self.sizes.check(self)
+        self.operation.check(self)
 
     def _rows(self) -> tuple[int, ...]:
         rows = tuple(self.rows)
-        if not rows and not self.sizes.shares_rows:
+        if not rows and not self.operation.shares_rows:
             return tuple((self.m + i) // self.ranks for i in range(self.ranks))
         if not rows:
             if self.m % self.ranks:
@@ -192,8 +169,8 @@ class Problem:
         return rows
 
     @property
-    def sizes(self) -> Sizes:
-        """What the operator says of its sizes."""
+    def operation(self) -> "Operation":
+        """What the operator is: its declaration."""
         return declaration(self.op)
 
     @property
@@ -224,7 +201,7 @@ class Problem:
     @property
     def flop(self) -> int:
         """Floating-point operations of one rank: 2 M N K for each matmul."""
-        return sum(2 * rows * n * k for rows, n, k in self.sizes.matmuls(self))
+        return sum(2 * rows * n * k for rows, n, k in self.operation.matmuls(self))
 
     @property
     def link_bytes(self) -> int:
@@ -233,17 +210,17 @@ class Problem:
         Of what is gathered, every shard but its own; of what is scattered, from each peer a partial
         of its own rows, or with experts a block.
         """
-        gathered, scattered = self.sizes.moved(self)
+        gathered, scattered = self.operation.moved(self)
         rows = ((self.m - own) * gathered + (self.ranks - 1) * own * scattered for own in self.rows)
         return max(rows) * self.item_bytes
 
     def __str__(self) -> str:
-        even = self.equal_rows or not self.sizes.shares_rows
+        even = self.equal_rows or not self.operation.shares_rows
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
         columns = "+".join(map(str, self.splits or (self.n,)))
         shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not self.tables)
         shape += f" experts {self.experts}" if self.experts else ""
         shape += f" counts of the {self.counts}" if self.counts != "equal" else ""
-        shape += self.sizes.described(self)
+        shape += self.operation.described(self)
         return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import evaluate
 from benchmarks.evaluated import parts_of, points_of, scenarios_of, speedups_of, tiles_of, ways_of
 from benchmarks.experts import MODELS, case_of
+from benchmarks.rows import rows_of
 from benchmarks.scenarios import (
     EXPERT_TOKENS,
     FITTED,
@@ -21,7 +22,6 @@ from benchmarks.scenarios import (
 from counterpoint.choose.by_rule import RULE
 from counterpoint.choose.known import shipped
 from counterpoint.errors import InputError
-from counterpoint.measure import record
 from counterpoint.measure.shapes import SHAPES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -50,8 +50,8 @@ def test_committed_rows_are_scored_and_drawn(
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_bars_of_models_not_fitted_to(ranks: int):
     """40 scenarios of models that nothing was fitted to; see docs/choosing.md."""
-    found = scenarios_of(record.read(RESULTS / f"evaluate-{ranks}x-h200.jsonl"))
-    tiles = tiles_of(record.read(RESULTS / "tiles-h200.jsonl"))
+    found = scenarios_of(rows_of(RESULTS / f"evaluate-{ranks}x-h200.jsonl"))
+    tiles = tiles_of(rows_of(RESULTS / "tiles-h200.jsonl"))
     unseen = parts_of([e._replace(tiles=tiles) for e in found])["models not fitted to"]
     assert len(unseen) == 40
     machine = shipped("NVIDIA H200", ranks)
@@ -79,7 +79,7 @@ def test_the_bars_of_models_not_fitted_to(ranks: int):
 def test_auto_is_better_than_any_constant_and_than_luck():
     """Of what was measured on 4 GPUs: the published shapes and those of few rows."""
     paths = (ROWS, RESULTS / "few-rows-4x-h200.jsonl")
-    found = [each for path in paths for each in scenarios_of(record.read(path))]
+    found = [each for path in paths for each in scenarios_of(rows_of(path))]
     assert len(found) == 30 and all(each.ideal_s > 0 and each.torch_s > 0 for each in found)
     ways = ways_of(found, shipped(found[0].gpu, 4))
     scores = {way.name: way.score for way in ways if way.score}
@@ -91,7 +91,7 @@ def test_auto_is_better_than_any_constant_and_than_luck():
 
 
 def test_a_shape_measured_again_counts_once_as_it_was_last():
-    rows = record.read(ROWS)
+    rows = rows_of(ROWS)
     head = (rows[0]["op"], rows[0]["m"], rows[0]["n"], rows[0]["k"])
     again = [r | {"median_s": 2 * r["median_s"]} for r in rows
              if (r["op"], r["m"], r["n"], r["k"]) == head and r["arm"] != "serial"]  # fmt: skip
@@ -150,7 +150,7 @@ def rows_of_experts(ranks: int) -> list[dict]:
 
 
 def test_experts_are_a_group_and_change_no_other_score():
-    before = scenarios_of(record.read(RESULTS / "evaluate-2x-h200.jsonl"))
+    before = scenarios_of(rows_of(RESULTS / "evaluate-2x-h200.jsonl"))
     more = scenarios_of(rows_of_experts(2))
     first = more[0]
     assert first.measured.times == pytest.approx(

@@ -7,8 +7,8 @@ import pytest
 from plan_cases import AR
 
 import counterpoint as cp
+from benchmarks.rows import rows_of
 from counterpoint.choose.by_rule import WORTHWHILE_S
-from counterpoint.measure.record import read
 from counterpoint.plan.fused_sum import FEW_ROWS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -19,7 +19,7 @@ Times = dict[str, float]
 def measured(ranks: int) -> dict[cp.Problem, Times]:
     """Seconds of a call in a graph, by problem and arm."""
     found: dict[cp.Problem, Times] = defaultdict(dict)
-    for row in read(RESULTS / f"decode-{ranks}x-h200.jsonl"):
+    for row in rows_of(RESULTS / f"decode-{ranks}x-h200.jsonl"):
         if row["table"] == "decode" and row["mode"] == "graph" and row["arm"] in ARMS:
             problem = cp.Problem(AR, row["m"], row["n"], row["k"], row["ranks"])
             found[problem][row["arm"]] = row["median_s"]

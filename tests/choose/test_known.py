@@ -280,7 +280,7 @@ def test_controls_of_a_pipeline_are_read_back(tmp_path: Path):
     with pytest.warns(CounterpointWarning, match="is for torch"):
         assert load_controls("graph abc", GPU, 4, "9.9", tmp_path) is None
     path.write_text(json.dumps(json.loads(path.read_text()) | {"controls": ["graph abc"]}))
-    with pytest.warns(CounterpointWarning, match="its controls are no JSON object"):
+    with pytest.warns(CounterpointWarning, match="its controls have no spec"):
         assert load_controls("graph abc", *place, tmp_path) is None
 
 

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import counterpoint as cp
+from benchmarks.rows import rows_of
 from counterpoint.choose.known import load
 from counterpoint.cli import characterize, main
 from counterpoint.errors import CounterpointWarning
-from counterpoint.measure import record
 
 GPU = "NVIDIA H200"
 SHEET = cp.preset("h200-4")
@@ -34,12 +34,12 @@ def run(*arguments: str, code: int = 0) -> Result:
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A node of four; the arguments of each torchrun, which does nothing."""
-    started: list[list[str]] = []
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A node of four; the ranks of each torchrun, which does nothing."""
+    started: list[int] = []
 
-    def torchrun(ranks: int, arguments: list[str]) -> int:
-        started.append([str(ranks), *arguments])
+    def torchrun(ranks: int) -> int:
+        started.append(ranks)
         return 0
 
     monkeypatch.setattr(characterize.torch.cuda, "device_count", lambda: 4)
@@ -48,7 +48,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 @pytest.fixture
-def rank_0(four_gpus: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def rank_0(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Be rank 0 of the four; what the measurement was asked."""
     asked: dict[str, Any] = {}
 
@@ -80,14 +80,10 @@ def test_without_two_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_it_starts_a_rank_for_each_gpu(four_gpus: list[list[str]], tmp_path: Path):
+def test_it_starts_a_rank_for_each_gpu(four_gpus: list[int]):
     run()
     run("--quick", "--ranks", "2", "--out", "my.json", "--rows", "my.jsonl")
-    options = ["--ranks", "2", "--out", "my.json", "--rows", "my.jsonl"]
-    assert four_gpus == [
-        ["4", "characterize", "--full"],
-        ["2", "characterize", "--quick", *options],
-    ]
+    assert four_gpus == [4, 2]
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -114,7 +110,7 @@ def test_it_prints_every_constant_and_keeps_the_machine(
     path = tmp_path / "cache" / "nvidia-h200-4.json"
     assert f"It is kept in {path}: delete it to undo." in text
     assert load(GPU, 4, "2.11", folder=tmp_path / "cache").machine == MACHINE
-    assert record.read(tmp_path / "rows.jsonl") == [ROW]
+    assert rows_of(tmp_path / "rows.jsonl") == [ROW]
 
 
 def test_a_file_of_ones_own_is_what_plan_takes(

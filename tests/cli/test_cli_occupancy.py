@@ -109,7 +109,7 @@ def test_all_machines():
     ("arguments", "message"),
     [
         ([*GEMM, "--machine", "v100"],
-         "--machine must be all, or of a40, a100, h100, h200, b200, mi250x, mi300x, got 'v100'"),
+         "--machine must be all, or of a100, a40, h100, h200, b200, mi250x, mi300x, got 'v100'"),
         ([*GEMM, "--machine", "h200-8"], "mi250x, mi300x, got 'h200-8'"),
         ([*GEMM, "--beside", "rccl"], "--beside must be nccl, or threads (above 0), registers"),
         ([*GEMM, "--beside", "1,2"], "and shared bytes as T,R,S, got '1,2'"),

@@ -17,10 +17,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import counterpoint as cp
+from benchmarks.rows import rows_of
 from counterpoint.choose.choice import Candidate
-from counterpoint.cli import main
+from counterpoint.cli import launch, main
 from counterpoint.cli import tune as command
-from counterpoint.measure import record
 from counterpoint.measure import tune as measuring
 from counterpoint.measure.shapes import SHAPES
 
@@ -37,12 +37,12 @@ def run(*arguments: str, code: int = 0) -> Result:
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A node of four; the arguments of each torchrun, which does nothing."""
-    started: list[list[str]] = []
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A node of four; the ranks of each torchrun, which does nothing."""
+    started: list[int] = []
 
-    def torchrun(ranks: int, arguments: list[str]) -> int:
-        started.append([str(ranks), *arguments])
+    def torchrun(ranks: int) -> int:
+        started.append(ranks)
         return 0
 
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
@@ -63,7 +63,7 @@ def measured(problem: cp.Problem, times: dict[str, float]) -> cp.Choice:
 
 
 @pytest.fixture
-def rank_0(four_gpus: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def rank_0(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Be rank 0 of the four; what each measurement was asked."""
     asked: list[dict[str, Any]] = []
 
@@ -132,29 +132,24 @@ def test_what_is_refused_on_gpus(arguments: list[str], message: str):
     assert message in run(*arguments, code=1).stderr
 
 
-def test_it_starts_a_rank_for_each_gpu(four_gpus: list[list[str]]):
-    run()
-    run(*SHAPE, "--ranks", "2", "--specs", "graded 2", "--dtype", "float16", "--out", "rows.jsonl")
-    run("--op", "all_to_all_matmul", "--shape", "8192,512,256", "--experts", "8")
-    options = ["--specs", "graded 2", "--out", "rows.jsonl", "--rounds", "9", "--ranks", "2"]
-    assert four_gpus == [
-        ["4", "tune", "--rounds", "9", "--dtype", "bfloat16"],
-        ["2", "tune", *SHAPE, *options, "--dtype", "float16"],
-        [
-            "4",
-            "tune",
-            "--op",
-            "all_to_all_matmul",
-            "--shape",
-            "8192,512,256",
-            "--rounds",
-            "9",
-            "--experts",
-            "8",
-            "--dtype",
-            "bfloat16",
-        ],
-    ]
+def test_ranks_are_given_the_arguments_of_the_command(monkeypatch: pytest.MonkeyPatch):
+    started: list[list[str]] = []
+
+    def started_as(words: list[str]) -> Any:
+        started.append(words)
+        return SimpleNamespace(returncode=3)
+
+    monkeypatch.setattr(launch.subprocess, "run", started_as)
+    monkeypatch.setattr("sys.argv", ["counterpoint", "tune", *SHAPE])
+    assert launch.torchrun(2) == 3
+    assert started[0][-7:] == ["-m", "counterpoint.cli.main", "tune", *SHAPE]
+    assert "--nproc-per-node=2" in started[0]
+
+
+def test_it_starts_a_rank_for_each_gpu(four_gpus: list[int]):
+    run("--layer", "70B")
+    run(*SHAPE, "--specs", "graded 2", "--ranks", "2", "--out", "rows.jsonl", "--rounds", "3")
+    assert four_gpus == [4, 2]
 
 
 def test_layers_are_the_published_ones(rank_0: list[dict[str, Any]]):
@@ -189,7 +184,7 @@ def test_it_prints_what_was_measured_and_where_it_is_kept(
                       f"{predicted / 3e-4:.2f}", "slower"]  # fmt: skip
     path = tmp_path / "tuned-nvidia-h200-4.json"
     assert f"They are kept in {path}: delete it to undo." in text
-    rows = record.read(out)
+    rows = rows_of(out)
     assert [(row["plan"], row["chosen"]) for row in rows] == [
         ("graded 2/1/1", True), ("shard_p2p", False), ("serial", False),
     ]  # fmt: skip
@@ -210,7 +205,7 @@ def test_on_cpu_ranks_it_says_what_their_times_are_worth(tmp_path: Path):
     assert words.startswith("On CPU ranks: the plans run, but their times mean nothing for a GPU")
     assert "predicted" not in text and "kept" not in text
     assert f"2 rows added to {out}" in text
-    rows = record.read(out)
+    rows = rows_of(out)
     assert sorted(row["plan"] for row in rows) == ["serial", "shard_p2p"]
     assert {row["device"] for row in rows} == {"cpu"}
     assert text.index("64") < text.index("shard_p2p") < text.index("rows added")
@@ -220,7 +215,7 @@ def tuned(rank: int, world_size: int, cache: str) -> dict[str, Any]:
     """Tune with made-up times; what "auto" runs before and after, and for another problem."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUNTERPOINT_CACHE", cache)
-        patch.setattr(measuring, "_on_cpu", lambda calls, *_: {s: TIMES[s] for s in calls})
+        patch.setattr(measuring, "_times", lambda calls, *_: {s: TIMES[s] for s in calls})
         x, w = torch.randn(32, 48), torch.randn(48, 32)
 
         def steps(x: torch.Tensor) -> set[str]:
@@ -269,7 +264,7 @@ def test_auto_takes_the_tuned_plan_at_once(pool: RankPool, tmp_path: Path):
 def as_good(rank: int, world_size: int) -> tuple[str, dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         times = {"serial": 1e-3, "graded 2": 0.995e-3}
-        patch.setattr(measuring, "_on_cpu", lambda calls, *_: {s: times[s] for s in calls})
+        patch.setattr(measuring, "_times", lambda calls, *_: {s: times[s] for s in calls})
         problem = cp.Problem("all_gather_matmul", 64, 32, 48, world_size)
         choice = cp.tune(problem, group=dist.group.WORLD, specs=["graded 2"])
         return choice.spec, {c.spec: c.verdict for c in choice.table}

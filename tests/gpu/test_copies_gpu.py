@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from activities import device_activities
 
 import counterpoint
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.measure.profile import device_activities
+from counterpoint.measure.profile import traced
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.problem import ITEM_BYTES, Problem
@@ -197,7 +198,7 @@ def test_what_runs_is_the_plans_copies_matmuls_and_signals(gpus, op, spec):
 
     call()
     meet()
-    found = device_activities(call)
+    found = device_activities(traced(call)[1])
     meet()
 
     plan = build(Problem(op, rows * ranks, n, k, ranks), spec)

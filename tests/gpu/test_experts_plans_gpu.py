@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from activities import copy_activities
 from expert_bodies import by_expert, by_owner, multiplied, summed, whole
 
 import counterpoint as cp
-from counterpoint.measure.profile import copy_activities
+from counterpoint.measure.profile import traced
 from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.workspace import workspace_of
 
@@ -155,7 +156,7 @@ def test_copies_are_dma_copies(gpus, op):
         return getattr(cp, op)(x, w, counts=counts, plan="grouped 1/3")
 
     call()
-    found = copy_activities(call)
+    found = copy_activities(traced(call)[1])
     assert len(found) >= 2
     for step, (num_memcpy, num_kernels) in found.items():
         assert num_memcpy >= 1, f"{step}: no memcpy"

@@ -62,7 +62,7 @@ def test_groups_are_sized_for_the_machine():
         ({"experts": -1}, "experts must be 1 or more, got -1"),
         ({"rows": (6, 12)}, r"rows must be equal, and a multiple of the 3 experts of a rank, got"),
         ({"m": 20}, r"rows must be equal, and a multiple of the 3 experts of a rank, got \(10, 10"),
-        ({"bias": True}, "bias must be False: experts add none"),
+        ({"bias": True}, "bias must be False: the op adds none"),
         ({"splits": (2, 3)}, "splits must be empty"),
     ],
 )

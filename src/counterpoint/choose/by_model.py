@@ -13,7 +13,6 @@ from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import finer
 from counterpoint.plan.families import build, parse
-from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -58,7 +57,7 @@ def by_model(
         spec: min(serial_s / margin, serial_s - (0.0 if spec in in_a_row else MIN_GAIN_S))
         for spec in weighed.times
     }
-    instead, why_not_serial = operation_of(problem.op).without_serial(problem)
+    instead, why_not_serial = problem.operation.without_serial(problem)
     chosen = instead if instead in weighed.times else _chosen(weighed, enough_s, in_a_row)
 
     def verdict(spec: str, seconds: float) -> str:
@@ -147,7 +146,7 @@ def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]
     """Specs besides serial that it allows: kernels in a row, and plans of several lanes."""
     if problem.ranks == 1:
         return [], []
-    operation = operation_of(problem.op)
+    operation = problem.operation
     in_a_row: list[str] = []
     others: list[str] = []
     for spec in operation.candidates(problem):
@@ -179,13 +178,13 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     costs: Costs = machine.costs
     compute_s = 0.0
     count = max(problem.experts, 1)
-    for rows, n, k in operation_of(problem.op).matmuls(problem):
+    for rows, n, k in problem.operation.matmuls(problem):
         tile = tiles.get((rows // count, n, k))
         compute_s += costs.matmul_s(
             rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
         )
     compute_s *= costs.settling(compute_s)
-    if computed_s := operation_of(problem.op).computed_s:
+    if computed_s := problem.operation.computed_s:
         compute_s += computed_s(problem, machine)  # by memory, at any clock
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
     return compute_s, problem.link_bytes / rate

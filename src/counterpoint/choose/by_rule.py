@@ -13,7 +13,6 @@ from counterpoint.costs import NO_TILES
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build
-from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 
 # found on 4 and 2 H200 at the 16 scenarios of Llama-3 70B, bf16, in a graph, 2026-11: below it the
@@ -43,7 +42,7 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
     other: Candidate | None = None
     # of one shard: each rank has as many matmuls as there are ranks, and a copy less
     copy_longer = compute_s / problem.ranks < comm_s / max(problem.ranks - 1, 1)
-    operation = operation_of(problem.op)
+    operation = problem.operation
     spec = operation.overlapped(problem, copy_longer)
     if shorter_s < WORTHWHILE_S:
         spec = operation.rule(problem, machine)

@@ -93,7 +93,8 @@ class Choice:
         # a comparison that holds for NaN: where the ideal is not known, neither is this
         return 1.0 if room_s <= 0 else (self.serial_s - self.seconds) / room_s
 
-    def _speedup(self, seconds: float) -> float:
+    def speedup(self, seconds: float) -> float:
+        """Serial's time over `seconds`."""
         return self.serial_s / seconds if seconds else 1.0  # an empty matmul on one rank
 
     def explain(self) -> str:
@@ -114,7 +115,7 @@ class Choice:
             hidden = f", {self.hidden:.0%} hidden"
         lines.append(
             f"chosen {how}: {self.spec}, {self.seconds * us:.0f} us, "
-            f"{self._speedup(self.seconds):.2f}x serial{hidden}"
+            f"{self.speedup(self.seconds):.2f}x serial{hidden}"
         )
         lines.append("")
         width = max(len(c.spec) for c in self.table)
@@ -122,6 +123,6 @@ class Choice:
         for c in self.table:
             known = isfinite(c.seconds)
             time = f"{c.seconds * us:8.1f}" if known else f"{'-':>8}"
-            ratio = f"{self._speedup(c.seconds):8.2f}" if known else f"{'-':>8}"
+            ratio = f"{self.speedup(c.seconds):8.2f}" if known else f"{'-':>8}"
             lines.append(f"{c.spec:{width}}  {time}  {ratio}  {c.basis:11}  {c.verdict}")
         return "\n".join(lines)

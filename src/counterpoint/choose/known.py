@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from counterpoint.errors import CounterpointError, CounterpointWarning
 from counterpoint.machine import Machine
@@ -21,8 +21,22 @@ from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 
 FORMAT = 1
-TUNED_FORMAT = 2  # of files of tuned plans: specs of format 1 have words that are gone
 SHIPPED = Path(__file__).parent.parent / "measured"
+
+
+class Kind(NamedTuple):
+    """A kind of file of what was tuned: what its name begins with, its format, where entries are.
+
+    An entry has "spec", and what was measured.
+    """
+
+    name: str
+    format: int
+    entries: str
+
+
+PLANS = Kind("tuned", 2, "plans")  # specs of format 1 have words that are gone
+CONTROLS = Kind("controls", 1, "controls")
 
 
 @dataclass(frozen=True)
@@ -65,9 +79,9 @@ def load(
     """
     where = cache_folder() if folder == "cache" else Path(folder) if folder else None
     machine = _machine(where, gpu, ranks) if where else None
-    tuned = _tuned(where, gpu, ranks, torch_version) if where else {}
+    plans = _kept(PLANS, (gpu, ranks, torch_version), where)[1] if where else {}
     machine = machine or shipped(gpu, ranks) or preset_of(gpu, min(ranks, 8))
-    return Knowledge(machine, tuned)
+    return Knowledge(machine, {key: entry["spec"] for key, entry in plans.items()})
 
 
 def shipped(gpu: str, ranks: int) -> Machine | None:
@@ -96,21 +110,15 @@ def save_tuned(
     folder: Path | None = None,
 ) -> Path:  # fmt: skip
     """Keep the plan tuned for `problem`: `entry` has "spec" and what was measured."""
-    where = folder or cache_folder()
-    path = where / f"tuned-{slug(gpu, problem.ranks)}.json"
-    plans = _entries(where, gpu, problem.ranks, torch_version)
-    plans[problem_key(problem)] = dict(entry)
-    content = {"format": TUNED_FORMAT, "gpu": gpu, "ranks": problem.ranks, "torch": torch_version}
-    return _write(path, {**content, "plans": plans})
+    place = (gpu, problem.ranks, torch_version)
+    return _keep(PLANS, problem_key(problem), entry, place, folder)
 
 
 def load_controls(
     key: str, gpu: str, ranks: int, torch_version: str, folder: Path | None = None
 ) -> dict[str, Any] | None:
     """What `save_controls` kept under `key`, if anything."""
-    where = folder or cache_folder()
-    found = _controls(where, gpu, ranks, torch_version).get(key)
-    return found if isinstance(found, dict) else None
+    return _kept(CONTROLS, (gpu, ranks, torch_version), folder)[1].get(key)
 
 
 def save_controls(
@@ -118,22 +126,34 @@ def save_controls(
     folder: Path | None = None,
 ) -> Path:  # fmt: skip
     """Keep the controls tuned for a pipeline: `entry` has "spec" and what was measured."""
-    where = folder or cache_folder()
-    known = _controls(where, gpu, ranks, torch_version)
-    known[key] = dict(entry)
-    content = {"format": FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
-    return _write(where / f"controls-{slug(gpu, ranks)}.json", {**content, "controls": known})
+    return _keep(CONTROLS, key, entry, (gpu, ranks, torch_version), folder)
 
 
-def _controls(folder: Path, gpu: str, ranks: int, torch_version: str) -> dict[str, Any]:
-    path = folder / f"controls-{slug(gpu, ranks)}.json"
-    wants = {"format": FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
-    content = _read(path, wants) or {}
-    known = content.get("controls", {})
-    if isinstance(known, dict):
-        return known
-    _ignore(path, "is damaged: its controls are no JSON object")
-    return {}
+def _keep(
+    kind: Kind, key: str, entry: Mapping[str, Any], place: tuple[str, int, str],
+    folder: Path | None,
+) -> Path:  # fmt: skip
+    path, found = _kept(kind, place, folder)
+    facts = dict(zip(("gpu", "ranks", "torch"), place, strict=True))
+    entries = {**found, key: dict(entry)}
+    return _write(path, {"format": kind.format, **facts, kind.entries: entries})
+
+
+def _kept(
+    kind: Kind, place: tuple[str, int, str], folder: Path | None
+) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """The file of a GPU's name, a number of ranks and a version of torch; and its entries."""
+    gpu, ranks, torch_version = place
+    path = (folder or cache_folder()) / f"{kind.name}-{slug(gpu, ranks)}.json"
+    wants = {"format": kind.format, "gpu": gpu, "ranks": ranks, "torch": torch_version}
+    found = (_read(path, wants) or {}).get(kind.entries)
+    entries = found.values() if isinstance(found, dict) else [found]
+    if found is None:
+        return path, {}
+    if not all(isinstance(e, dict) and isinstance(e.get("spec"), str) for e in entries):
+        _ignore(path, f"is damaged: its {kind.entries} have no spec")
+        return path, {}
+    return path, found
 
 
 def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
@@ -146,25 +166,6 @@ def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
     except (CounterpointError, KeyError, OverflowError) as error:
         return _ignore(path, f"is damaged: {error}")
     return machine if machine.measured else _ignore(path, "has no measured costs")
-
-
-def _tuned(folder: Path, gpu: str, ranks: int, torch_version: str) -> dict[str, str]:
-    entries = _entries(folder, gpu, ranks, torch_version)
-    return {key: entry["spec"] for key, entry in entries.items()}
-
-
-def _entries(folder: Path, gpu: str, ranks: int, torch_version: str) -> dict[str, dict[str, Any]]:
-    path = folder / f"tuned-{slug(gpu, ranks)}.json"
-    wants = {"format": TUNED_FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
-    content = _read(path, wants)
-    plans = content.get("plans") if content else None
-    if plans is None:
-        return {}
-    entries = plans.values() if isinstance(plans, dict) else [None]
-    if not all(isinstance(e, dict) and isinstance(e.get("spec"), str) for e in entries):
-        _ignore(path, "is damaged: its plans have no spec")
-        return {}
-    return plans
 
 
 def _read(path: Path, wants: Mapping[str, object]) -> dict[str, Any] | None:

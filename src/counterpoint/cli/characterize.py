@@ -9,12 +9,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from counterpoint.choose.known import save_machine
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.cli.show import table
 from counterpoint.costs import Costs
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
@@ -27,12 +27,6 @@ ROUNDS = {True: 7, False: 3}  # of a full and of a quick run
 def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None) -> int:
     """Measure, print and save; 0, or 2 where there are no GPUs.
 
-    Args:
-        full: more rounds.
-        ranks: how many GPUs; 0 for all.
-        out: file of the machine; None for the cache folder, where "auto" looks.
-        rows: JSONL file that what was measured is added to.
-
     Raises:
         InputError: there are fewer GPUs than `ranks`, or that is one.
         UnsupportedError: no preset describes this GPU.
@@ -44,10 +38,7 @@ def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None)
     if ranks and not 2 <= ranks <= gpus:
         raise InputError("characterize", "--ranks", want=f"from 2 to the {gpus} here", got=ranks)
     if not under_torchrun():
-        given = {"--ranks": ranks, "--out": out, "--rows": rows}
-        options = [str(word) for name, value in given.items() if value for word in (name, value)]
-        arguments = ["characterize", "--full" if full else "--quick", *options]
-        return torchrun(ranks or gpus, arguments)
+        return torchrun(ranks or gpus)
     with nccl_group() as (group, device):
         first = group.rank() == 0
         console = Console(highlight=False, quiet=not first)
@@ -76,16 +67,13 @@ def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None)
 def table_of(machine: Machine) -> Table:
     """The constants of a measured machine, those that its datasheet gives beside."""
     sheet = replace(machine, measured=None).costs
-    table = Table(title=f"{machine.name}: what the parts of a plan cost", title_justify="left",
-                  box=SIMPLE_HEAD, padding=0, show_edge=False)  # fmt: skip
-    for column in ("constant", "measured", "datasheet", "unit", "meaning"):
-        right = column in ("measured", "datasheet")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column != "meaning")
+    title = f"{machine.name}: what the parts of a plan cost"
+    made = table("constant", ">measured", ">datasheet", "unit", "meaning", title=title)
     told = meanings()
     for name, unit, scale in units():
         values = [f"{getattr(costs, name) / scale:.4g}" for costs in (machine.costs, sheet)]
-        table.add_row(name, *values, unit, told[name])
-    return table
+        made.add_row(name, *values, unit, told[name])
+    return made
 
 
 def units() -> Iterator[tuple[str, str, float]]:

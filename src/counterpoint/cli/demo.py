@@ -13,14 +13,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.cli import checkout
+from counterpoint.cli.show import progress, table
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import spawn
@@ -53,13 +51,7 @@ class Check(NamedTuple):
 
 
 def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
-    """Run the demo for this machine; 0 when every check holds.
-
-    Args:
-        ranks: 0 means 4 CPU ranks, or all GPUs.
-        out: folder for the picture and the trace.
-        scale: the layers' sizes are divided by it on CPU ranks.
-    """
+    """Run the demo for this machine; 0 when every check holds."""
     gpus = torch.cuda.device_count()
     if gpus >= 2:
         return _on_gpus(out)
@@ -109,15 +101,13 @@ def _rank(
         for family in operation_of(op).families
         if not family.refusal(problem)
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, transient=True, disable=rank > 0 or not show_progress) as progress:
-        task = progress.add_task("checking", total=len(cases))
+    with progress(Console(), shown=show_progress and not rank) as bar:
+        task = bar.add_task("checking", total=len(cases))
         checks: list[Check] = []
         for i, (problem, layer, family) in enumerate(cases):
-            progress.update(task, description=f"{problem.op} {layer} {family}")
+            bar.update(task, description=f"{problem.op} {layer} {family}")
             checks.append(_check(problem, layer, family, rank, seed + i))
-            progress.advance(task)
+            bar.advance(task)
     return checks, _profiled(ranks, rank, seed, scale)
 
 
@@ -198,15 +188,8 @@ def _print_checks(console: Console, checks: list[Check]) -> int:
     """A table for each operator; returns how many checks fail."""
     wrong = 0
     for op in LAYERS:
-        table = Table(title=f"{op}, bfloat16", title_justify="left", title_style="bold",
-                      box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fmt: skip
-        table.add_column("layer")
-        table.add_column("M, N, K")
-        table.add_column("plan family", no_wrap=True)
-        table.add_column("error", justify="right")
-        table.add_column("/ torch's", justify="right")
-        table.add_column("ok")
-        table.add_column("CPU ms", justify="right", style="dim")
+        columns = ("layer", "M, N, K", "plan family", ">error", ">/ torch's", "ok", ">CPU ms")
+        made = table(*columns, title=f"{op}, bfloat16")
         mine = [check for check in checks if check.problem.op == op]
         for i, check in enumerate(mine):
             p, ratio = check.problem, (check.squares / check.plain_squares) ** 0.5
@@ -214,14 +197,14 @@ def _print_checks(console: Console, checks: list[Check]) -> int:
             wrong += not ok
             first = i == 0 or mine[i - 1].layer != check.layer
             if first:
-                table.add_section()
-            table.add_row(
+                made.add_section()
+            made.add_row(
                 check.layer if first else "", f"{p.m}, {p.n}, {p.k}" if first else "",
                 check.family, f"{(check.squares / check.want_squares) ** 0.5:.1e}",
                 f"{ratio:.2f}", "[green]yes[/]" if ok else "[bold red]NO[/]",
                 f"{check.call_s * 1e3:.1f}",
             )  # fmt: skip
-        console.print(table)
+        console.print(made)
     console.print(
         "error: relative to fp64, over all ranks; / torch's: over the error of torch's own "
         f"collective and matmul, at most {MOST_ERROR:g}.\nCPU ms says nothing about a GPU: the "

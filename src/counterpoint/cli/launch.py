@@ -19,11 +19,12 @@ def under_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "counterpoint.cli.main") -> int:
-    """Run `counterpoint ARGUMENTS`, or another module, on `ranks` GPUs of this node; its exit
-    code."""
+def torchrun(
+    ranks: int, arguments: Sequence[str] = (), *, module: str = "counterpoint.cli.main"
+) -> int:
+    """Run this command again, or another module, on `ranks` GPUs of this node; its exit code."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = ["-m", module, *arguments]
+    command = ["-m", module, *(arguments or sys.argv[1:])]
     return subprocess.run([*launcher, f"--nproc-per-node={ranks}", *command]).returncode
 
 

@@ -11,9 +11,10 @@ from typer.core import TyperGroup
 
 from counterpoint import __version__
 from counterpoint.cli.measuring import PASSED_ON, bench, characterize, evaluate, tune
-from counterpoint.cli.options import Dtype
-from counterpoint.cli.predicting import occupancy, plan
+from counterpoint.cli.occupancy import occupancy
+from counterpoint.cli.plan import plan
 from counterpoint.errors import CounterpointError, InputError
+from counterpoint.problem import DType
 
 
 class _Commands(TyperGroup):
@@ -89,7 +90,7 @@ def warmup(
             "matmul_reduce_scatter."
         ),
     ] = "matmul_all_reduce",
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Of the operands.")] = "bfloat16",
     ranks: Annotated[int, typer.Option(min=0, help="GPUs; 0: all.")] = 0,
 ) -> None:
     """Compile the kernels of your sizes before traffic comes: Triton keeps them.
@@ -102,7 +103,7 @@ def warmup(
     """
     from counterpoint.cli.warmup import warmup as run
 
-    raise typer.Exit(run(ops=op, layers=layers, rows=rows, dtype=dtype.value, ranks=ranks))
+    raise typer.Exit(run(ops=op, layers=layers, rows=rows, dtype=dtype, ranks=ranks))
 
 
 def doctor(

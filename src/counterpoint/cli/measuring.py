@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from counterpoint.cli.options import M_N_K, Dtype
-from counterpoint.problem import op_names
+from counterpoint.cli.problems import M_N_K
+from counterpoint.problem import DType, op_names
 
 # what is behind the name goes to the benchmarks as it stands
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -47,7 +47,7 @@ def tune(
     experts: Annotated[
         int, typer.Option(min=0, help="Of one GPU, of all-to-alls; M: rows that each GPU sends.")
     ] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Of the operands.")] = "bfloat16",
     out: Annotated[Path | None, typer.Option(help="JSONL file that rows are added to.")] = None,
 ) -> None:
     """Time plans on the GPUs of this node, and keep the fastest for `plan="auto"`.
@@ -57,12 +57,11 @@ def tune(
 
     **Example:** `counterpoint tune --op all_gather_matmul --shape 2048,7168,8192`
     """
+    from counterpoint.cli.tune import Asked
     from counterpoint.cli.tune import tune as run
 
-    raise typer.Exit(
-        run(op=op, shapes=shape, layer=layer, specs=specs, rounds=rounds, ranks=ranks,
-            experts=experts, dtype=dtype.value, out=out)
-    )  # fmt: skip
+    asked = Asked(op, shape, layer, specs, rounds, ranks, experts, dtype, out)
+    raise typer.Exit(run(asked))
 
 
 def characterize(

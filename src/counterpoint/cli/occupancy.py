@@ -6,33 +6,24 @@ It imports no torch, and nothing is run.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
-from rich.box import SIMPLE_HEAD
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from counterpoint.cli.show import table
 from counterpoint.errors import InputError
 from counterpoint.machine import KIB, DeviceSpec
-from counterpoint.presets import A40, A100, B200, H100, H200, MI250X, MI300X
+from counterpoint.presets import PRESETS
+from counterpoint.runtime import occupancy as sm
 from counterpoint.runtime.limits import SmLimits, limits_of
-from counterpoint.runtime.occupancy import (
-    Kernel,
-    beside,
-    dynamic_bytes_for,
-    feasible,
-    occupancy,
-    window,
-)
 
-DEVICES: dict[str, DeviceSpec] = {
-    machine.name.partition("-")[0]: machine.device
-    for machine in (A40, A100, H100, H200, B200, MI250X, MI300X)
-}
+DEVICES = {name: machine.device for name, machine in PRESETS.items()}
 # 4xH200, torch 2.11, 2026-11: as its NCCL launches them, at 2^26 elements
 NCCL = {
-    "ring": Kernel(544, 96, static_shared_bytes=21568, dynamic_shared_bytes=82240),
-    "send/recv": Kernel(640, 96, static_shared_bytes=21568, dynamic_shared_bytes=82240),
+    "ring": sm.Kernel(544, 96, static_shared_bytes=21568, dynamic_shared_bytes=82240),
+    "send/recv": sm.Kernel(640, 96, static_shared_bytes=21568, dynamic_shared_bytes=82240),
 }
 BASIS = "predicted by arithmetic, not measured"
 NOTES = (
@@ -44,41 +35,49 @@ ASSUMED = "NCCL's blocks are an H200's: elsewhere assumed, and RCCL's differ; sa
 TOO_LARGE = "no block of communication fits an SM, with or without others"
 
 
-def occupancies(
-    *, threads: int, registers: int, shared: int, machine: str, comm: str, as_json: bool
-) -> int:
-    """Print how many blocks of a kernel an SM holds, alone and beside communication; 0.
+def occupancy(
+    threads: Annotated[int, typer.Option(min=1, show_default=False, help="Of a block.")],
+    registers: Annotated[int, typer.Option(min=0, show_default=False, help="Per thread.")],
+    shared: Annotated[
+        int, typer.Option(min=0, show_default=False, help="Bytes of a block, static + dynamic.")
+    ],
+    machine: Annotated[
+        str, typer.Option(help="Kinds of GPU, with commas; b200 and mi300x too, or all.")
+    ] = "a40,a100,h100,h200,mi250x",
+    beside: Annotated[
+        str,
+        typer.Option(
+            metavar="T,R,S",
+            help="Threads, registers and bytes of a block of communication; nccl: those of NCCL.",
+        ),
+    ] = "nccl",
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in bytes.")] = False,
+) -> None:
+    """Predict how many blocks of a kernel an SM holds, alone and beside communication.
 
-    Args:
-        threads: of a block of the kernel.
-        registers: per thread.
-        shared: bytes of a block, static and dynamic together.
-        machine: kinds of GPU with commas, or "all".
-        comm: "nccl", or threads, registers and shared bytes of another block.
-        as_json: facts in bytes instead of a table.
+    By arithmetic, for any GPU and without one: what bounds them, how much shared memory brings
+    them to fewer, and whether a block of communication then fits beside them. `counterpoint
+    doctor --kernels` shows what a kernel takes.
 
-    Raises:
-        InputError: a kind of GPU is unknown, `comm` is not three numbers, or the block fits none
-            of the GPUs.
+    **Example:** `counterpoint occupancy --threads 128 --registers 64 --shared 16384`
     """
-    kernel = Kernel(threads, registers, dynamic_shared_bytes=shared)
-    others = _others(comm)
+    kernel = sm.Kernel(threads, registers, dynamic_shared_bytes=shared)
+    others = _others(beside)
     devices = _devices(machine)
     found = [_facts(name, device, kernel, others) for name, device in devices.items()]
     if not any(facts["feasible"] for facts in found):
-        occupancy(kernel, limits_of(next(iter(devices.values()))))  # raises, and says why
+        sm.occupancy(kernel, limits_of(next(iter(devices.values()))))  # raises, and says why
     if as_json:
         blocks = {name: asdict(block) for name, block in others.items()}
         about = {"basis": BASIS, "kernel": asdict(kernel), "beside": blocks}
         print(json.dumps(about | {"machines": found}, indent=2))
-        return 0
+        return
     console = Console(highlight=False)
     block = f"{threads} threads, {registers} registers, {shared} bytes"
     console.print(_table(f"occupancy, {BASIS}\nof a block of {block}", found, list(others)))
     reasons = [f"{facts['machine']}: {facts['too_large']}" for facts in found if facts["too_large"]]
     notes = [*reasons, *NOTES, *([ASSUMED] if others is NCCL else [])]
     console.print(*notes, sep="\n", style="dim", markup=False)
-    return 0
 
 
 def _devices(machine: str) -> dict[str, DeviceSpec]:
@@ -91,7 +90,7 @@ def _devices(machine: str) -> dict[str, DeviceSpec]:
     return {name: DEVICES[name] for name in names}
 
 
-def _others(comm: str) -> Mapping[str, Kernel]:
+def _others(comm: str) -> Mapping[str, sm.Kernel]:
     if comm == "nccl":
         return NCCL
     parts = comm.split(",")
@@ -99,26 +98,26 @@ def _others(comm: str) -> Mapping[str, Kernel]:
         want = "nccl, or threads (above 0), registers and shared bytes as T,R,S"
         raise InputError("occupancy", "--beside", want=want, got=repr(comm))
     threads, registers, shared = map(int, parts)
-    return {comm: Kernel(threads, registers, dynamic_shared_bytes=shared)}
+    return {comm: sm.Kernel(threads, registers, dynamic_shared_bytes=shared)}
 
 
 def _facts(
-    name: str, device: DeviceSpec, kernel: Kernel, others: Mapping[str, Kernel]
+    name: str, device: DeviceSpec, kernel: sm.Kernel, others: Mapping[str, sm.Kernel]
 ) -> dict[str, Any]:
     """What an SM holds, by each number of blocks that shared memory can bring it to."""
     limits = limits_of(device)
     fitting = {other: block for other, block in others.items() if not _refusal(block, limits)}
     levels: list[dict[str, Any]] = []
     too_large = _refusal(kernel, limits)
-    for blocks in () if too_large else feasible(kernel, limits):
-        shared = dynamic_bytes_for(kernel, limits, blocks)
+    for blocks in () if too_large else sm.feasible(kernel, limits):
+        shared = sm.dynamic_bytes_for(kernel, limits, blocks)
         shaped = replace(kernel, dynamic_shared_bytes=shared)
         next_to: dict[str, Any] = dict.fromkeys(others)
         for other, block in fitting.items():
-            between = window(kernel, block, limits, blocks)
-            next_to[other] = asdict(beside(shaped, block, limits))
+            between = sm.window(kernel, block, limits, blocks)
+            next_to[other] = asdict(sm.beside(shaped, block, limits))
             next_to[other]["window"] = asdict(between) if between else None
-        alone = asdict(occupancy(shaped, limits))
+        alone = asdict(sm.occupancy(shaped, limits))
         levels.append(alone | {"shared_bytes": shared, "beside": next_to})
     return {
         "machine": name, "device": device.name, "feasible": levels,
@@ -126,10 +125,10 @@ def _facts(
     }  # fmt: skip
 
 
-def _refusal(block: Kernel, limits: SmLimits) -> str:
+def _refusal(block: sm.Kernel, limits: SmLimits) -> str:
     """Why an SM cannot hold even one; "" if it can."""
     try:
-        occupancy(block, limits)
+        sm.occupancy(block, limits)
     except InputError as error:
         return str(error)
     return ""
@@ -137,27 +136,28 @@ def _refusal(block: Kernel, limits: SmLimits) -> str:
 
 def _table(title: str, found: list[dict[str, Any]], others: list[str]) -> Table:
     """A row for each number of blocks per SM of each machine; it fits 80 columns."""
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("machine", no_wrap=True)
-    table.add_column("blocks", justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for other in others:
-        table.add_column(f"beside {other}")
-    table.add_column("window", no_wrap=True)
+    columns = (
+        "machine",
+        ">blocks",
+        "bound by",
+        ">bytes",
+        *(f"beside {o}" for o in others),
+        "window",
+    )
+    made = table(*columns, title=title)
     for facts in found:
         name = facts["machine"]
         for level in facts["feasible"]:
-            table.add_row(
+            made.add_row(
                 name, str(level["blocks"]), level["bound_by"], str(level["shared_bytes"]),
                 *(f"{b['blocks']} {b['bound_by']}" if b else "-" for b in level["beside"].values()),
                 _window(level["beside"].values()), style="bold" if name else "",
             )  # fmt: skip
             name = ""
         if not facts["feasible"]:
-            table.add_row(name, "-", "does not fit")
-        table.add_section()
-    return table
+            made.add_row(name, "-", "does not fit")
+        made.add_section()
+    return made
 
 
 def _window(next_to: Iterable[dict[str, Any] | None]) -> str:

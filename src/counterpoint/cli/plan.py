@@ -7,103 +7,137 @@ import json
 from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose, machine_of
-from counterpoint.cli.problems import BAGS, bags_of, op_of, problem_of, shape_of
+from counterpoint.cli.problems import M_N_K, problem_of
+from counterpoint.cli.show import candidates
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.problem import Problem, op_names
+from counterpoint.problem import DType, Problem, op_names
 
 AUTO = "auto"
+TABLES = "tables of a GPU, their columns, indices of a bag, bags of all GPUs"
 ASKED = "asked for"
 HIDDEN = "hidden: of what serial takes beyond the ideal"
 CLOSED = "closed form: a first guess, by which those to simulate are sorted out"
 
 
+class Asked(NamedTuple):
+    """What was asked for: the options say what each is."""
+
+    problem: Problem
+    machine: Machine
+    spec: str
+    by: Level
+    eager: bool
+    show: bool
+    out: Path | None
+    as_json: bool
+
+
 def plan(
-    *, op: str, shape: str, machine: str, ranks: int, experts: int, dtype: str, spec: str,
-    by: Level, eager: bool, show: bool, out: Path | None, as_json: bool, into: bool = False,
-) -> int:  # fmt: skip
-    """Print the choice and why, or a plan that is asked for beside serial; 0.
+    op: Annotated[
+        str,
+        typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}."),
+    ],
+    shape: Annotated[
+        str,
+        typer.Option(
+            metavar="M,N,K", show_default=False, help=f"{M_N_K}; of embedding bags {TABLES}."
+        ),
+    ],
+    machine: Annotated[
+        str,
+        typer.Option(help="A kind of GPU and how many, or a file that `characterize` wrote."),
+    ] = "h200-8",
+    ranks: Annotated[int, typer.Option(min=0, help="GPUs that take part; 0: all of them.")] = 0,
+    experts: Annotated[
+        int, typer.Option(min=0, help="Of one GPU, of all-to-alls; M: rows that each GPU sends.")
+    ] = 0,
+    dtype: Annotated[DType, typer.Option(help="Of the operands.")] = "bfloat16",
+    spec: Annotated[
+        str, typer.Option("--plan", help='A plan, such as "graded 1/1/2", to see beside serial.')
+    ] = "auto",
+    by: Annotated[
+        Level, typer.Option(help="Choose by simulating plans, or by comparing two sizes.")
+    ] = "model",
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Count host time, as outside of a CUDA graph.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="The plan's steps too.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Draw what runs when: .png, .svg or .pdf; .json for ui.perfetto.dev."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
+    into: Annotated[
+        bool, typer.Option("--into", help="Of embedding bags: into PooledOutputs, without a copy.")
+    ] = False,
+) -> None:
+    """Predict which plan is fastest on a machine, and say why. Needs no GPU.
 
-    Args:
-        op: an operator or the gradients of one.
-        shape: M,N,K; of embedding bags TABLES,D,POOLING,BATCH.
-        machine: a preset, or a file that `counterpoint characterize` wrote.
-        ranks: how many GPUs take part; 0 for all of the machine.
-        experts: of one GPU, of ops that have some; M is then the rows that each sends.
-        spec: "auto", or a plan as an operator's `plan=` takes it.
-        by: how "auto" chooses.
-        eager: count the host's time.
-        show: the plan's steps too.
-        out: where the timelines go.
-        as_json: facts in SI units instead of tables.
-        into: of embedding bags, peers write to outputs that the caller keeps.
+    **Example:** `counterpoint plan all_gather_matmul --shape 8192,7168,8192 --out plan.png`
 
-    Raises:
-        InputError: there is no such op, machine or plan, `shape` is not three numbers, or its rows
-            are not to be shared evenly.
+    **Example:** `counterpoint plan embedding_bag_all_to_all --shape 8,128,5,65536`
     """
     where = machine_of(machine)
-    name = op_of("plan", "OP", op, op_names())
-    ranks = ranks or where.num_devices
-    if name == BAGS:
-        problem = bags_of("plan", shape, ranks, dtype, experts, out=into)
-    else:
-        problem = problem_of(
-            "plan", name, shape_of("plan", "--shape", shape), ranks, dtype, experts
-        )
+    problem = problem_of("plan", op, shape, ranks or where.num_devices, dtype, experts, out=into)
+    _print(Asked(problem, where, spec, by, eager, show, out, as_json))
+
+
+def _print(asked: Asked) -> None:
+    """The choice and why, or a plan that is asked for beside serial."""
     # of "auto" too: it refuses more ranks than GPUs
-    choice = choose(problem, where, by=by, eager=eager)
-    if spec != AUTO:
-        choice = _asked(problem, where, spec, eager)
-    saved = _save(choice, out) if out else None
-    if as_json:
-        print(json.dumps(_facts(choice, spec, saved), indent=2))
-        return 0
+    choice = choose(asked.problem, asked.machine, by=asked.by, eager=asked.eager)
+    if asked.spec != AUTO:
+        choice = _asked(asked)
+    saved = _save(choice, asked.out) if asked.out else None
+    if asked.as_json:
+        print(json.dumps(_facts(choice, asked.spec, saved), indent=2))
+        return
     console = Console(highlight=False)
-    console.print(_head(choice, spec))
-    console.print(_table(choice))
+    console.print(_head(choice, asked.spec))
+    console.print(candidates(choice, ">us", {"basis": lambda c: c.basis}))
     guessed = any(c.basis == "closed form" for c in choice.table)
     console.print(HIDDEN, *([CLOSED] if guessed else []), sep="\n", style="dim")
-    if show:
+    if asked.show:
         console.print(str(choice.plan), markup=False, soft_wrap=True)
     if saved:
         what = "serial" if choice.spec == "serial" else "serial and this plan"
         console.print(f"predicted timeline of {what}: {saved}", soft_wrap=True)
-    return 0
 
 
-def _asked(problem: Problem, machine: Machine, spec: str, eager: bool) -> Choice:
-    """The plan that `spec` names as if it had been chosen, beside serial."""
-    plans = [build(problem, name, machine) for name in ("serial", spec)]
+def _asked(asked: Asked) -> Choice:
+    """The plan that is asked for as if it had been chosen, beside serial."""
+    problem, machine, eager = asked.problem, asked.machine, asked.eager
+    plans = [build(problem, name, machine) for name in ("serial", asked.spec)]
     times = {p.spec: predicted_s(p, machine, eager=eager) for p in plans}
-    asked = plans[1].spec
+    chosen = plans[1].spec
     table = [
-        Candidate(name, seconds, "simulated", ASKED if name == asked else "")
+        Candidate(name, seconds, "simulated", ASKED if name == chosen else "")
         for name, seconds in sorted(times.items(), key=lambda item: item[1])
     ]
     return Choice(
-        problem, machine, asked, tuple(table), eager, "model", *parts_s(problem, machine), NO_TILES
+        problem, machine, chosen, tuple(table), eager, "model", *parts_s(problem, machine), NO_TILES
     )
 
 
 def _head(choice: Choice, spec: str) -> Table:
     """What is asked, where, and the answer."""
-    machine, us = choice.machine, 1e6
+    machine, unit = choice.machine, 1e6
     rates = "measured" if machine.measured else "derived from the datasheet"
     if spec == AUTO and choice.basis == "model":
         margin = MARGINS[machine.measured is not None] - 1
-        rates += f"; a plan has to gain {margin:.0%} and {MIN_GAIN_S * us:.0f} us on serial"
+        rates += f"; a plan has to gain {margin:.0%} and {MIN_GAIN_S * unit:.0f} us on serial"
     held = choice.plan.workspace_bytes / MIB
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold", no_wrap=True)
@@ -112,37 +146,16 @@ def _head(choice: Choice, spec: str) -> Table:
     head.add_row("problem", f"{choice.problem}, {mode}")
     head.add_row("machine", f"{machine.name}: {machine.source}")
     head.add_row("rates", rates)
-    parts = f"{choice.computed} alone {choice.compute_s * us:.0f} us, communication alone"
-    ideal = f"{choice.ideal_s * us:.0f} us: {parts} {choice.comm_s * us:.0f} us"
+    parts = f"{choice.computed} alone {choice.compute_s * unit:.0f} us, communication alone"
+    ideal = f"{choice.ideal_s * unit:.0f} us: {parts} {choice.comm_s * unit:.0f} us"
     head.add_row("ideal", ideal)
     hidden = f"{choice.hidden:.0%} hidden" if choice.hidden >= 0 else "slower than serial"
-    took = f"{choice.seconds * us:.0f} us, serial / {_ratio(choice, choice.seconds)}, {hidden}"
+    took = (
+        f"{choice.seconds * unit:.0f} us, serial / {choice.speedup(choice.seconds):.2f}, {hidden}"
+    )
     how = ASKED if spec != AUTO else f"by {choice.basis}"
     head.add_row(how, f"[bold]{choice.spec}[/]: {took}, {held:.0f} MiB of workspace")
     return head
-
-
-def _table(choice: Choice) -> Table:
-    """All candidates, the fastest first; it fits 80 columns."""
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("plan", no_wrap=True)
-    table.add_column("us", justify="right", no_wrap=True)
-    table.add_column("serial /", justify="right", no_wrap=True)
-    table.add_column("basis", no_wrap=True)
-    table.add_column("verdict")
-    for c in choice.table:
-        known = isfinite(c.seconds)
-        style = "bold" if c.spec == choice.spec else "" if c.basis == "simulated" else "dim"
-        table.add_row(
-            c.spec, f"{c.seconds * 1e6:.1f}" if known else "-",
-            _ratio(choice, c.seconds) if known else "-", c.basis, c.verdict, style=style,
-        )  # fmt: skip
-    return table
-
-
-def _ratio(choice: Choice, seconds: float) -> str:
-    """Serial's time over `seconds`."""
-    return f"{choice.serial_s / seconds:.2f}"
 
 
 def _save(choice: Choice, out: Path) -> Path:

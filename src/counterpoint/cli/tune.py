@@ -2,28 +2,27 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from counterpoint.choose.choice import Choice
+from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.known import cache_folder, slug
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
-from counterpoint.cli.problems import Shape, layers_of, op_of, problem_of, shape_of
+from counterpoint.cli.problems import layers_of, op_of, problem_of
+from counterpoint.cli.show import candidates, progress, us
 from counterpoint.errors import InputError
 from counterpoint.measure import record
 from counterpoint.measure.tune import tune as measure
 from counterpoint.model.estimate import predicted_s, source
 from counterpoint.ops.auto import known_tiles
 from counterpoint.plan.families import build
-from counterpoint.problem import Problem, op_names
+from counterpoint.problem import DType, Problem, op_names
 from counterpoint.runtime.ranks import spawn
 
 CPU_TIMEOUT_S = 600.0
@@ -39,27 +38,27 @@ class Case(NamedTuple):
     specs: tuple[str, ...]
 
 
-def tune(
-    *, op: str, shapes: str, layer: str, specs: str, rounds: int, ranks: int, experts: int,
-    dtype: str, out: Path | None,
-) -> int:  # fmt: skip
-    """Time, print and save; 0, or 2 where there are no GPUs and no CPU ranks are asked for.
+class Asked(NamedTuple):
+    """What was asked for: the options say what each is."""
 
-    Args:
-        op: one operator; "" for those of the published shapes.
-        shapes: M,N,K triples with colons between; "" for published ones.
-        layer: a part of the name of published layers; "" for all.
-        specs: plans besides serial, with commas between; "" for the model's best.
-        rounds: how often each is timed.
-        ranks: GPUs, or CPU ranks where there are none; 0 for all GPUs.
-        experts: of one GPU, of operators that have some.
-        dtype: of the operands.
-        out: JSONL file that rows are added to.
+    op: str
+    shapes: str
+    layer: str
+    specs: str
+    rounds: int
+    ranks: int
+    experts: int
+    dtype: DType
+    out: Path | None
+
+
+def tune(asked: Asked) -> int:
+    """Time, print and save; 0, or 2 where there are no GPUs and no CPU ranks are asked for.
 
     Raises:
         InputError: there is no such op, shape, layer or plan, or there are fewer GPUs.
     """
-    gpus = torch.cuda.device_count()
+    gpus, ranks, shapes = torch.cuda.device_count(), asked.ranks, asked.shapes
     if gpus < 2 and not ranks:
         instead = "`--ranks 2 --shape 512,256,256` tries the command on CPU ranks"
         return too_few_gpus("tune", instead)
@@ -68,27 +67,23 @@ def tune(
         raise InputError("tune", "--shape", want=want, got="none", fix="try 512,256,256")
     if gpus > 1 and ranks > gpus:
         raise InputError("tune", "--ranks", want=f"at most the {gpus} GPUs here", got=ranks)
-    wanted = _wanted(op, shapes, layer)
-    names = tuple(name.strip() for name in specs.split(",") if name.strip())
+    names = tuple(name.strip() for name in asked.specs.split(",") if name.strip())
     cases = [
-        Case(problem_of("tune", each, shape, ranks or gpus, dtype, experts), names)
-        for each, shape in wanted
+        Case(problem_of("tune", op, shape, ranks or gpus, asked.dtype, asked.experts), names)
+        for op, shape in _wanted(asked.op, shapes, asked.layer)
     ]
     for case in cases:
         for spec in case.specs:
             build(case.problem, spec)  # before any rank is started: it refuses what is none
     if gpus < 2:
-        return _on_cpu(cases, ranks, rounds, out)
+        return _on_cpu(cases, ranks, asked.rounds, asked.out)
     if under_torchrun():
-        return _on_gpu(cases, rounds, out)
-    given = {"--op": op, "--shape": shapes, "--layer": layer, "--specs": specs, "--out": out,
-             "--rounds": rounds, "--ranks": ranks, "--experts": experts,
-             "--dtype": dtype}  # fmt: skip
-    options = [str(word) for name, value in given.items() if value for word in (name, value)]
-    return torchrun(ranks or gpus, ["tune", *options])
+        return _on_gpu(cases, asked.rounds, asked.out)
+    return torchrun(ranks or gpus)
 
 
-def _wanted(op: str, shapes: str, layer: str) -> list[tuple[str, Shape]]:
+def _wanted(op: str, shapes: str, layer: str) -> list[tuple[str, str]]:
+    """Operators and their shapes."""
     if shapes and layer:
         raise InputError("tune", "--layer", want="left out where --shape is given", got=repr(layer))
     if shapes and not op:
@@ -96,7 +91,7 @@ def _wanted(op: str, shapes: str, layer: str) -> list[tuple[str, Shape]]:
         raise InputError("tune", "--op", want=want, got="none")
     name = op_of("tune", "--op", op, op_names()) if op else None
     if name and shapes:
-        return [(name, shape_of("tune", "--shape", text)) for text in shapes.split(":")]
+        return [(name, text) for text in shapes.split(":")]
     layers = layers_of("tune", "--layer", layer)
     found = [each for each in layers if name in (None, each[0])]
     if not found:
@@ -146,25 +141,21 @@ def _all(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Tune every case and print its table; rows of all candidates."""
     rows: list[dict[str, Any]] = []
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
-    show = console.is_terminal and not console.quiet
-    with Progress(*columns, console=console, transient=True, disable=not show) as progress:
-        task = progress.add_task("", total=len(cases))
+    with progress(console, shown=console.is_terminal and not console.quiet) as bar:
+        task = bar.add_task("", total=len(cases))
         for problem, specs in cases:
 
             def say(what: str, problem: Problem = problem) -> None:
-                progress.update(task, description=f"{problem}: {what}")
+                bar.update(task, description=f"{problem}: {what}")
 
             choice = measure(problem, group=group, device=device, specs=specs, rounds=rounds,
                              progress=say)  # fmt: skip
             predicted = _predicted(choice, device) if device.type == "cuda" else {}
             rates = f", {source(choice.machine)}" if predicted else ""
-            progress.console.print(f"[bold]{problem}[/]{rates}")
-            progress.console.print(_table(choice, predicted))
+            bar.console.print(f"[bold]{problem}[/]{rates}")
+            bar.console.print(_table(choice, predicted))
             rows += _rows(choice, predicted, device.type, rounds)
-            progress.advance(task)
+            bar.advance(task)
     return rows
 
 
@@ -179,26 +170,14 @@ def _predicted(choice: Choice, device: torch.device) -> dict[str, float]:
 
 
 def _table(choice: Choice, predicted: dict[str, float]) -> Table:
-    """The candidates from the fastest to the slowest, predictions beside."""
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("plan", no_wrap=True)
-    table.add_column("measured us", justify="right")
-    table.add_column("serial /", justify="right")
+    """The candidates, and predictions beside them where there are any."""
+    beside: dict[str, Callable[[Candidate], str]] = {}
     if predicted:
-        table.add_column("predicted us", justify="right")
-        table.add_column("/ measured", justify="right")
-    table.add_column("verdict")
-    for c in choice.table:
-        beside: list[str] = []
-        if predicted:
-            seconds = predicted[c.spec]
-            beside = [f"{seconds * 1e6:.1f}", f"{seconds / c.seconds:.2f}"]
-        style = "bold" if c.spec == choice.spec else ""
-        table.add_row(
-            c.spec, f"{c.seconds * 1e6:.1f}", f"{choice.serial_s / c.seconds:.2f}", *beside,
-            c.verdict, style=style,
-        )  # fmt: skip
-    return table
+        beside = {
+            ">predicted us": lambda c: us(predicted[c.spec]),
+            ">/ measured": lambda c: f"{predicted[c.spec] / c.seconds:.2f}",
+        }
+    return candidates(choice, ">measured us", beside)
 
 
 def _rows(

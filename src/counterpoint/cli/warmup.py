@@ -1,6 +1,5 @@
 """`counterpoint warmup`: compile the kernels of given sizes before traffic comes."""
 
-import sys
 import time
 from collections.abc import Callable
 from itertools import product
@@ -8,14 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch import Tensor
 
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
-from counterpoint.errors import InputError
+from counterpoint.cli.problems import numbers, op_of
+from counterpoint.cli.show import progress, table
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -31,22 +28,16 @@ OPS: dict[str, Callable[..., Any]] = {
 def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
     """Call each operator at each size on the GPUs here; 0, or 2 where there are too few.
 
-    Args:
-        ops: operators, with commas between.
-        layers: "N,K" of one rank, with colons between.
-        rows: M over all ranks, with commas between.
-        dtype: of the operands.
-        ranks: GPUs; 0: all.
-
     Raises:
         InputError: there is no such operator, or a size is none.
     """
-    names, shapes, counts = ops_of(ops), layers_of(layers), numbers_of("--rows", rows)
+    names = [op_of("warmup", "--op", name.strip(), tuple(OPS)) for name in ops.split(",")]
+    shapes, counts = layers_of(layers), numbers("warmup", "--rows", rows, "numbers with commas")
     if not under_torchrun():
         ranks = ranks or torch.cuda.device_count()
         if ranks < 2 or torch.cuda.device_count() < ranks:
             return too_few_gpus("warmup", "CPU ranks compile nothing.")
-        return torchrun(ranks, sys.argv[1:])
+        return torchrun(ranks)
     with nccl_group() as (group, device):
         world = group.size()
         cases = [
@@ -54,22 +45,17 @@ def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
             for name, (n, k), m in product(names, shapes, sorted(counts, reverse=True))
             if m % world == 0 or not operation_of(name).shares_rows
         ]
-        table = Table(box=SIMPLE_HEAD)
-        for title in ("operator", "M, N, K", "first call, ms", "then, ms"):
-            table.add_column(title, justify="left" if title == "operator" else "right")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeElapsedColumn())  # fmt: skip
-        first = group.rank() == 0
-        with Progress(*columns, transient=True, disable=not first) as progress:
-            task = progress.add_task("compiling", total=len(cases))
+        made = table("operator", ">M, N, K", ">first call, ms", ">then, ms")
+        first, console = group.rank() == 0, Console()
+        with progress(console, shown=first) as bar:
+            task = bar.add_task("compiling", total=len(cases))
             for name, m, n, k in cases:
-                progress.update(task, description=f"{name} {m},{n},{k}")
+                bar.update(task, description=f"{name} {m},{n},{k}")
                 times = _calls(name, m, n, k, getattr(torch, dtype), group, device)
-                table.add_row(name, f"{m}, {n}, {k}", *(f"{t * 1e3:.1f}" for t in times))
-                progress.advance(task)
+                made.add_row(name, f"{m}, {n}, {k}", *(f"{t * 1e3:.1f}" for t in times))
+                bar.advance(task)
         if first:
-            console = Console()
-            console.print(table)
+            console.print(made)
             skipped = len(names) * len(shapes) * len(counts) - len(cases)
             if skipped:
                 console.print(f"{skipped} left out: {world} ranks do not share those rows evenly.")
@@ -98,42 +84,12 @@ def _calls(
     return seconds(), seconds()
 
 
-def ops_of(text: str) -> list[str]:
-    """The operators of a list with commas.
-
-    Raises:
-        InputError: one is none.
-    """
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in OPS:
-            raise InputError("warmup", "--op", want=f"some of {', '.join(OPS)}", got=repr(name))
-    return names
-
-
 def layers_of(text: str) -> list[tuple[int, int]]:
     """N and K of "8192,3584:8192,1024".
 
     Raises:
         InputError: not two numbers above 0 each.
     """
-    layers: list[tuple[int, int]] = []
-    for layer in text.split(":"):
-        sizes = numbers_of("--layers", layer)
-        if len(sizes) != 2:
-            want = "N,K of each layer, with colons between"
-            raise InputError("warmup", "--layers", want=want, got=repr(text))
-        layers.append((sizes[0], sizes[1]))
-    return layers
-
-
-def numbers_of(option: str, text: str) -> list[int]:
-    """The numbers of "1,8,32".
-
-    Raises:
-        InputError: one is no number above 0.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise InputError("warmup", option, want="numbers above 0, with commas", got=repr(text))
-    return [int(part) for part in parts]
+    want = "N,K of each layer with colons between, numbers"
+    each = (numbers("warmup", "--layers", layer, want, count=2) for layer in text.split(":"))
+    return [(n, k) for n, k in each]

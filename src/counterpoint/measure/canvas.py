@@ -5,7 +5,7 @@ matplotlib is imported on the first drawing; no pyplot, so no global figure and 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from counterpoint.errors import InputError
 
@@ -33,37 +33,16 @@ def new_figure(
     *, left_in: float, right_in: float, top_in: float, foot_in: float,
 ) -> "tuple[Figure, Axes]":  # fmt: skip
     """Return a white figure of this size and its axes, inside these margins."""
-    figure = sheet(width_in, height_in)
-    return figure, panel(
-        figure, left_in=left_in, top_in=top_in, width_in=width_in - left_in - right_in,
-        height_in=height_in - top_in - foot_in,
-    )  # fmt: skip
-
-
-def sheet(width_in: float, height_in: float) -> "Figure":
-    """Return a white figure of this size, without axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    return figure
-
-
-def panel(
-    figure: "Figure", *, left_in: float, top_in: float, width_in: float, height_in: float
-) -> "Axes":
-    """Add axes of this size, so far from the upper left corner of the figure."""
-    sheet_width_in, sheet_height_in = (float(inches) for inches in figure.get_size_inches())
-    bottom_in = sheet_height_in - top_in - height_in
-    return figure.add_axes(
-        (
-            left_in / sheet_width_in,
-            bottom_in / sheet_height_in,
-            width_in / sheet_width_in,
-            height_in / sheet_height_in,
-        )
-    )
+    figure.subplots_adjust(
+        left=left_in / width_in, right=1 - right_in / width_in,
+        top=1 - top_in / height_in, bottom=foot_in / height_in,
+    )  # fmt: skip
+    return figure, figure.add_subplot()
 
 
 def heading(figure: "Figure", title: str, source: str) -> None:
@@ -107,14 +86,23 @@ def time_axis(axes: "Axes", unit: str) -> None:
         axes.spines[side].set_visible(False)
 
 
+class Look(NamedTuple):
+    """Of letters."""
+
+    size_pt: float = 8
+    color: str = INK
+    weight: str = "normal"
+
+
 def note(
-    axes: "Axes", x: float, y: float, text: str, *, shift_pt: float = 0.0, ha: str = "left",
-    va: str = "center", fontsize: float = 8, color: str = INK, fontweight: str = "normal",
+    axes: "Axes", x: float, y: float, text: str, look: Look, *, shift_pt: float = 0.0,
+    ha: str = "left", va: str = "center",
 ) -> None:  # fmt: skip
     """Write `text` at the data point (x, y), moved right by `shift_pt`; it may leave the axes."""
     axes.annotate(
         text, (x, y), xytext=(shift_pt, 0), textcoords="offset points", annotation_clip=False,
-        ha=ha, va=va, fontsize=fontsize, color=color, fontweight=fontweight, parse_math=False,
+        ha=ha, va=va, fontsize=look.size_pt, color=look.color, fontweight=look.weight,
+        parse_math=False,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from counterpoint.model.calibrate import fit
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.auto import matmul_tile
 from counterpoint.plan.bind import Arrival, bind
-from counterpoint.plan.direct import MAX_RANKS
+from counterpoint.plan.direct import wants_ranks
 from counterpoint.plan.families import build
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
@@ -124,10 +124,10 @@ class Bench:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).bfloat16()
 
-    def multiply(self, rows: int, n: int, k: int, scale: float = 1.0) -> Call:
+    def multiply(self, rows: int, n: int, k: int) -> Call:
         count = max(1, ceil(L2_ROTATIONS * self.l2_bytes / (2 * n * k)))
-        weights = [self.normal(n, k).mul_(scale).t() for _ in range(min(count, CALLS))]
-        x, y = self.normal(rows, k).mul_(scale), self.normal(rows, n)
+        weights = [self.normal(n, k).t() for _ in range(min(count, CALLS))]
+        x, y = self.normal(rows, k), self.normal(rows, n)
         return lambda i: torch.mm(x, weights[i % len(weights)], out=y)
 
     def push(self, num_bytes: int) -> Call:
@@ -172,28 +172,34 @@ class Bench:
             whole, part = self.normal(size // 2), self.normal(size // 2 // self.ranks)
             calls[f"{size} all_gather"] = partial(self.all_gather, whole, part)
             calls[f"{size} reduce_scatter"] = partial(self.reduce_scatter, whole, part)
-        received = (self.ranks - 1) / self.ranks
-        return [
-            {"question": "collective", "num_bytes": int(int(name.split()[0]) * received),
-             "kind": name.split()[1], "seconds": seconds}
-            for name, seconds in self.timed(calls, 4).items()
-        ]  # fmt: skip
+        return self._received("collective", calls)
+
+    def all_gather(self, whole: Tensor, part: Tensor, _: int) -> None:
+        compute.all_gather(whole, part, group=self.group)
+
+    def reduce_scatter(self, whole: Tensor, part: Tensor, _: int) -> None:
+        compute.reduce_scatter(part, whole, group=self.group)
 
     def direct(self) -> list[Row]:
         """Collectives of our own, where there are such for this number of ranks."""
-        if self.ranks & (self.ranks - 1) or self.ranks > MAX_RANKS:
+        if wants_ranks(self.ranks):
             return []
         calls: dict[str, Call] = {}
         # the largest first: memory that grows would move what is compiled
         for (op, kind), size in product(DIRECT_OF.items(), DIRECT[::-1]):
             calls[f"{size} {kind}"] = self.direct_step(op, size)
         dist.barrier(self.group)  # all have compiled before one waits
-        received = (self.ranks - 1) / self.ranks
-        return [
-            {"question": "direct", "num_bytes": int(int(name.split()[0]) * received),
-             "kind": name.split()[1], "seconds": seconds}
-            for name, seconds in self.timed(calls, 4).items()
-        ]  # fmt: skip
+        return self._received("direct", calls)
+
+    def _received(self, question: str, calls: dict[str, Call]) -> list[Row]:
+        """Times of collectives by size and kind, and the bytes that a rank receives."""
+        rows: list[Row] = []
+        for name, seconds in self.timed(calls, 4).items():
+            size, kind = name.split()
+            received = int(int(size) * ((self.ranks - 1) / self.ranks))
+            rows.append({"question": question, "num_bytes": received, "kind": kind,
+                         "seconds": seconds})  # fmt: skip
+        return rows
 
     def direct_step(self, op: str, num_bytes: int) -> Call:
         """The collective of the plan "direct" of an operator, by itself."""
@@ -206,12 +212,6 @@ class Bench:
         run = launch_collective.action(bound, Places(workspace, plan), 0)
         part = self.normal(rows // self.ranks, DIRECT_COLUMNS)
         return lambda _: run({"x": part, "y": part})
-
-    def all_gather(self, whole: Tensor, part: Tensor, _: int) -> None:
-        compute.all_gather(whole, part, group=self.group)
-
-    def reduce_scatter(self, whole: Tensor, part: Tensor, _: int) -> None:
-        compute.reduce_scatter(part, whole, group=self.group)
 
     def memory(self) -> list[Row]:
         calls: dict[str, Call] = {}

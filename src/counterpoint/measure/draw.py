@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from counterpoint.errors import InputError
 from counterpoint.measure import canvas
+from counterpoint.measure.canvas import Look
 from counterpoint.spans import COMMUNICATION_KINDS, COMPUTE_KINDS, Span
 
 if TYPE_CHECKING:
@@ -92,19 +93,8 @@ def draw_timeline(
     heights_in = [_height_in(panel, ranks) for panel in panels]
     head_in = 0.0 if beside is None else PANEL_HEAD
     body_in = sum(heights_in) + len(panels) * head_in + (len(panels) - 1) * PANEL_GAP
-    name_in = 0.25 + 0.075 * max(len(span.lane) for span in spans)
-    left_in = name_in + 0.65
-    figure, axes = canvas.new_figure(
-        width_in, canvas.TITLE_HEIGHT + body_in + FOOT_HEIGHT,
-        left_in=left_in, right_in=SUMMARY_WIDTH, top_in=canvas.TITLE_HEIGHT, foot_in=FOOT_HEIGHT,
-    )  # fmt: skip
     longest_s = max(panel.duration_s for panel in panels)
-    scale, unit = canvas.time_unit(longest_s)
-    # a timeline of no length still needs an axis
-    sheet = _Sheet(axes, scale, longest_s * scale or 1.0, width_in, left_in, name_in)
-    axes.set_xlim(0, sheet.right)
-    # a little air between the last red strip and the axis
-    axes.set_ylim(body_in + 0.04, 0)
+    figure, sheet = _new_sheet(spans, longest_s, width_in, body_in)
 
     title = panels[0].title or panels[-1].title
     top_in = 0.0
@@ -118,10 +108,29 @@ def draw_timeline(
     if beside is not None:
         _draw_ratio(sheet, pair, top_in - PANEL_GAP - heights_in[-1])
 
-    canvas.time_axis(axes, unit)
     canvas.heading(figure, title, _subtitle(panels, ranks))
-    _kinds_legend(figure, {span.kind for span in spans}, left_in)
+    _kinds_legend(figure, {span.kind for span in spans}, sheet.left_in)
     return canvas.save(figure, path)
+
+
+def _new_sheet(
+    spans: Sequence[Span], longest_s: float, width_in: float, body_in: float
+) -> "tuple[Figure, _Sheet]":
+    """An empty picture with its time axis, with room for the names of the spans' lanes."""
+    name_in = 0.25 + 0.075 * max(len(span.lane) for span in spans)
+    left_in = name_in + 0.65
+    figure, axes = canvas.new_figure(
+        width_in, canvas.TITLE_HEIGHT + body_in + FOOT_HEIGHT,
+        left_in=left_in, right_in=SUMMARY_WIDTH, top_in=canvas.TITLE_HEIGHT, foot_in=FOOT_HEIGHT,
+    )  # fmt: skip
+    scale, unit = canvas.time_unit(longest_s)
+    # a timeline of no length still needs an axis
+    sheet = _Sheet(axes, scale, longest_s * scale or 1.0, width_in, left_in, name_in)
+    axes.set_xlim(0, sheet.right)
+    # a little air between the last red strip and the axis
+    axes.set_ylim(body_in + 0.04, 0)
+    canvas.time_axis(axes, unit)
+    return figure, sheet
 
 
 def _shown_ranks(panels: Sequence["Timeline"], ranks: Sequence[int] | None) -> tuple[int, ...]:
@@ -175,10 +184,8 @@ def _draw_ratio(sheet: _Sheet, pair: dict[str, "Timeline"], top_in: float) -> No
         return
     text = f"{' / '.join(pair)} {first.duration_s / second.duration_s:.2f}"
     size_pt = canvas.fitting_pt(text, 8.5, SUMMARY_WIDTH - 0.11 - canvas.EDGE)
-    canvas.note(
-        sheet.axes, sheet.right, top_in - 0.06, text, shift_pt=8, va="bottom", fontsize=size_pt,
-        fontweight="bold",
-    )  # fmt: skip
+    look = Look(size_pt, weight="bold")
+    canvas.note(sheet.axes, sheet.right, top_in - 0.06, text, look, shift_pt=8, va="bottom")
 
 
 def _draw_panel_head(sheet: _Sheet, timeline: "Timeline", title: str, top_in: float) -> None:
@@ -190,10 +197,9 @@ def _draw_panel_head(sheet: _Sheet, timeline: "Timeline", title: str, top_in: fl
     own = "" if timeline.title in ("", title) else timeline.title
     text = ": ".join(part for part in (timeline.source, own) if part)
     room_in = sheet.width_in - 2 * canvas.EDGE
-    canvas.note(
-        sheet.axes, 0, top_in + 0.10, text, shift_pt=(canvas.EDGE - sheet.left_in) * 72,
-        fontsize=canvas.fitting_pt(text, 9.5, room_in), fontweight="bold",
-    )  # fmt: skip
+    look = Look(canvas.fitting_pt(text, 9.5, room_in), weight="bold")
+    shift_pt = (canvas.EDGE - sheet.left_in) * 72
+    canvas.note(sheet.axes, 0, top_in + 0.10, text, look, shift_pt=shift_pt)
 
 
 def _draw_panel(
@@ -210,10 +216,8 @@ def _draw_panel(
     width_pt = 1.0 if end == sheet.right else 0.5
     sheet.axes.plot([end, end], [top_in, bottom_in], color=canvas.INK, linewidth=width_pt, zorder=4)
     total = f"total {canvas.duration(timeline.duration_s)}"
-    canvas.note(
-        sheet.axes, end, top_in - 0.06, total, ha="right", va="bottom", fontsize=9,
-        fontweight="bold",
-    )  # fmt: skip
+    look = Look(9, weight="bold")
+    canvas.note(sheet.axes, end, top_in - 0.06, total, look, ha="right", va="bottom")
 
 
 def _draw_rank(
@@ -227,7 +231,8 @@ def _draw_rank(
     first_in = top_in
     for lane in lanes:
         axes.add_patch(Rectangle((0, top_in + 0.02), end, LANE_HEIGHT - 0.04, color=IDLE, zorder=1))
-        canvas.note(axes, 0, top_in + LANE_HEIGHT / 2, lane, shift_pt=-6, ha="right", fontsize=8.5)
+        middle_in = top_in + LANE_HEIGHT / 2
+        canvas.note(axes, 0, middle_in, lane, Look(8.5), shift_pt=-6, ha="right")
         for span in timeline.spans:
             if (span.rank, span.lane) == (rank, lane):
                 _draw_span(axes, span, top_in, scale)
@@ -238,13 +243,10 @@ def _draw_rank(
 
     middle_in = first_in + len(lanes) * LANE_HEIGHT / 2
     name, shift_pt = f"rank {rank}", -sheet.name_in * 72 - 2
-    canvas.note(
-        axes, 0, middle_in, name, shift_pt=shift_pt, ha="right", fontsize=9.5, fontweight="bold"
-    )
-    summary = _summary(timeline, rank)
-    canvas.note(
-        axes, sheet.right, middle_in, summary, shift_pt=8, fontsize=7.5, color=canvas.FAINT_INK
-    )
+    look = Look(9.5, weight="bold")
+    canvas.note(axes, 0, middle_in, name, look, shift_pt=shift_pt, ha="right")
+    look = Look(7.5, canvas.FAINT_INK)
+    canvas.note(axes, sheet.right, middle_in, _summary(timeline, rank), look, shift_pt=8)
     return top_in + EXPOSED_HEIGHT
 
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from counterpoint.measure import trace
-from counterpoint.measure.trace import Activity, CopyActivities, read_trace
+from counterpoint.measure.trace import read_trace
 from counterpoint.ops.check import check_group
 from counterpoint.runtime import execute_cpu
 from counterpoint.runtime.ranks import gather_object
@@ -69,32 +68,12 @@ def _on_cpu(fn: Callable[[], T]) -> tuple[T, list[Span]]:
 
 
 def _on_gpu(fn: Callable[[], T], rank: int) -> tuple[T, list[Span]]:
-    result, content = _traced(fn)
-    return result, list(read_trace(content, rank).spans)
+    result, content = traced(fn)
+    return result, list(read_trace(content, rank))
 
 
-def copy_activities(fn: Callable[[], object]) -> dict[str, CopyActivities]:
-    """Run `fn` under the profiler, on a GPU, and count what its copy steps ran.
-
-    Returns:
-        Name of the copy step -> how many copy-engine copies and how many kernels it was.
-
-    Raises:
-        CounterpointError: there was no copy step.
-    """
-    return trace.copy_activities(_traced(fn)[1])
-
-
-def device_activities(fn: Callable[[], object]) -> list[Activity]:
-    """Run `fn` under the profiler, on a GPU: all that the GPU ran, and of which step it was.
-
-    Raises:
-        CounterpointError: the GPU ran nothing.
-    """
-    return trace.device_activities(_traced(fn)[1])
-
-
-def _traced(fn: Callable[[], T]) -> tuple[T, dict[str, Any]]:
+def traced(fn: Callable[[], T]) -> tuple[T, dict[str, Any]]:
+    """Run `fn` on a GPU under torch's profiler: what it returns, and the trace."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities):
         torch.cuda.synchronize()  # the profiler's own start is slow the first time

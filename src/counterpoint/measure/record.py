@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 
-from counterpoint.errors import InputError
-
 
 def environment() -> dict[str, Any]:
     """GPU, driver, libraries, commit, multicast, date: what every row carries."""
@@ -40,26 +38,6 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file.
-
-    Raises:
-        InputError: a line is no JSON object.
-    """
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict):
-                raise InputError("read", str(path), want="a JSON object a line",
-                                 got=f"line {number}: {line[:40]!r}")  # fmt: skip
-            rows.append(row)
-    return rows
 
 
 def _nvidia_smi(field: str) -> str:

@@ -2,13 +2,14 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.measure.timing import Arm as Call
 from counterpoint.measure.timing import rotate
-from counterpoint.resources.controls import Along, Controls, Mode, Transport
+from counterpoint.resources.controls import TRANSPORTS, Along, Controls, Mode, Transport
 from counterpoint.resources.granularity import Cut
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager, captured_as
@@ -21,15 +22,13 @@ from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.occupancy import feasible
 from counterpoint.runtime.ranks import gather_object
 
-TRANSPORTS: tuple[Transport, ...] = ("copy_engine", "zero_cta")
-
 
 def space_of(pipeline: Pipeline, mode: Mode) -> Space:
     """All settings that can be had for `pipeline` here.
 
     Captures it once, and runs its compute stages once.
     """
-    transports: tuple[Transport, ...] = tuple(t for t in TRANSPORTS if not refusal(pipeline, t))
+    transports: tuple[Transport, ...] = tuple(t for t in TRANSPORTS[1:] if not refusal(pipeline, t))
     limits = limits_here(pipeline.device)
     if mode == "graph":
         blocks = Captured(pipeline).shaped.feasible()
@@ -134,16 +133,12 @@ class Bench:
 
     def _runner(self, controls: Controls) -> Captured | Eager:
         if self.mode == "eager":
-            key = controls
-            if key not in self._runners:
-                self._runners[key] = Eager(self.pipeline, controls)
-            return self._runners[key]
+            if controls not in self._runners:
+                self._runners[controls] = Eager(self.pipeline, controls)
+            return self._runners[controls]
         controls.way_in("graph")
         # priority and carve-out are fixed when a graph is instantiated; shapes are updated in place
-        key = Controls(
-            **{f: getattr(controls, f) for f in ("overlap", "priority", "carve_out", "delay_s",
-               "pieces", "along", "transport", "max_ctas", "num_sms")}
-        )  # fmt: skip
+        key = replace(controls, blocks_per_sm=None)
         if key not in self._runners:
             made = Captured(self.pipeline, captured_as(key))
             self._runners[key] = self._undo.enter_context(made)

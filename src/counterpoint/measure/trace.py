@@ -5,46 +5,21 @@ activity names its launch by a correlation number, and the launch lies in the st
 kernels of a CUDA graph replay share one launch and so belong to no step: profile eager runs.
 """
 
-import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.spans import KINDS, Span
-from counterpoint.timeline import Timeline
 
 RANGE_PREFIX = "counterpoint/"
 MEMCPY = "gpu_memcpy"
 GPU_CATEGORIES = ("kernel", MEMCPY, "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
-Trace = dict[str, Any] | str | Path
-
-
-class CopyActivities(NamedTuple):
-    """What the GPU ran for one copy step: copy-engine copies, and kernels or fills on the SMs."""
-
-    num_memcpy: int
-    num_kernels: int
-
-
-class Activity(NamedTuple):
-    """What the GPU ran: a kernel, a copy or a fill, and the kind and name of the step it is of.
-
-    `num_bytes` is of a copy or a fill, 0 of a kernel; kind and step are "" outside of steps.
-    """
-
-    name: str
-    num_bytes: int
-    kind: str
-    step: str
-
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class StepRange:
     """A range that the executor recorded around one submission, on a CPU thread."""
 
     thread: tuple[object, object]  # pid, tid
@@ -56,7 +31,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Activity:
+class Activity:
     """Something the GPU ran, and the step that asked for it, if one did."""
 
     category: str
@@ -64,12 +39,12 @@ class _Activity:
     stream: object
     start_us: float
     end_us: float
-    step: _Step | None
+    step: StepRange | None
     num_bytes: int = 0
 
 
-def read_trace(trace: Trace, rank: int = 0) -> Timeline:
-    """Return the GPU activities of a profiled run as a timeline, in order of their start.
+def read_trace(content: dict[str, Any], rank: int = 0) -> tuple[Span, ...]:
+    """Return the GPU activities of a profiled run, in order of their start.
 
     An activity of a step has the step's lane, kind and name as its label, after "wait for " where
     it is the step's wait; any other one has the lane "stream N", kind "other" and its own name.
@@ -77,84 +52,15 @@ def read_trace(trace: Trace, rank: int = 0) -> Timeline:
     is the same for all ranks of a host.
 
     Args:
-        trace: Path of what `prof.export_chrome_trace` wrote (.json or .json.gz), or its content.
-        rank: Rank that wrote the trace.
+        content: Of what `prof.export_chrome_trace` wrote.
+        rank: Rank that wrote it.
 
     Raises:
-        InputError: `trace` is not a Chrome trace, or a step has a kind that a timeline lacks.
+        InputError: A step has a kind that a timeline lacks.
         CounterpointError: The trace holds no GPU activity.
     """
-    content = _load(trace, "read_trace")
-    spans = (_span(activity, rank) for activity in _activities(content, "read_trace"))
-    in_order = sorted(spans, key=lambda span: (span.start_s, span.end_s))
-    return Timeline(spans=tuple(in_order), source=_source(content))
-
-
-def copy_activities(trace: Trace) -> dict[str, CopyActivities]:
-    """Count the copy-engine copies and the kernels that each copy step ran.
-
-    The proof that "copies are DMA copies": num_kernels is 0 and num_memcpy is not, for every
-    step. Fills (memset) count as kernels. A copy step that ran nothing on the GPU has (0, 0).
-
-    Args:
-        trace: As for `read_trace`.
-
-    Returns:
-        Step name -> (num_memcpy, num_kernels), summed over all calls in the trace.
-
-    Raises:
-        InputError: `trace` is not a Chrome trace, or a step has a kind that a timeline lacks.
-        CounterpointError: The trace holds no GPU activity, or no copy step.
-    """
-    op = "copy_activities"
-    content = _load(trace, op)
-    activities = _activities(content, op)
-    counts = {step.name: (0, 0) for step in _steps(content, op) if step.kind == "copy"}
-    if not counts:
-        raise CounterpointError(
-            f"{op}: no copy step in the trace, so nothing is proved; profile a plan with copies, "
-            f"run eagerly, so that the ranges {RANGE_PREFIX}<lane>/copy/<step> are recorded"
-        )
-    for activity in activities:
-        if activity.step is not None and activity.step.kind == "copy":
-            num_memcpy, num_kernels = counts[activity.step.name]
-            is_memcpy = activity.category == MEMCPY
-            counts[activity.step.name] = (num_memcpy + is_memcpy, num_kernels + (not is_memcpy))
-    return {name: CopyActivities(*count) for name, count in counts.items()}
-
-
-def device_activities(trace: Trace) -> list[Activity]:
-    """All that the GPU ran, in the trace's order.
-
-    Args:
-        trace: As for `read_trace`.
-
-    Raises:
-        InputError: `trace` is not a Chrome trace, or a step has a kind that a timeline lacks.
-        CounterpointError: The trace holds no GPU activity.
-    """
-    op = "device_activities"
-    return [
-        Activity(a.name, a.num_bytes, a.step.kind if a.step else "", a.step.name if a.step else "")
-        for a in _activities(_load(trace, op), op)
-    ]
-
-
-def _load(trace: Trace, op: str) -> dict[str, Any]:
-    content: Any = trace
-    if not isinstance(trace, dict):
-        path = Path(trace)
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        try:
-            content = json.loads(raw)
-        except json.JSONDecodeError as error:
-            raise InputError(op, "trace", want="JSON", got=f"{path} ({error})") from error
-    if not isinstance(content, dict) or "traceEvents" not in content:
-        want = "a Chrome trace with traceEvents"
-        fix = "write it with prof.export_chrome_trace"
-        kind = type(cast(object, content)).__name__
-        raise InputError(op, "trace", want=want, got=f"a {kind}", fix=fix)
-    return cast(dict[str, Any], content)
+    spans = (_span(activity, rank) for activity in activities(content))
+    return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
 
 
 def _complete_events(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -163,13 +69,19 @@ def _complete_events(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _activities(content: dict[str, Any], op: str) -> list[_Activity]:
-    step_of = _step_of_correlation(content, op)
-    activities: list[_Activity] = []
+def activities(content: dict[str, Any]) -> list[Activity]:
+    """All that the GPU ran, in the order of the trace.
+
+    Raises:
+        InputError: a step has a kind that a timeline lacks.
+        CounterpointError: there is none.
+    """
+    step_of = _step_of_correlation(content)
+    found: list[Activity] = []
     for event in _complete_events(content):
         if event.get("cat") in GPU_CATEGORIES:
             args = event.get("args", {})
-            activity = _Activity(
+            activity = Activity(
                 category=event["cat"],
                 name=event["name"],
                 stream=args.get("stream", event.get("tid")),
@@ -178,17 +90,22 @@ def _activities(content: dict[str, Any], op: str) -> list[_Activity]:
                 step=step_of.get(args.get("correlation")),
                 num_bytes=int(args.get("bytes", 0)),
             )
-            activities.append(activity)
-    if not activities:
+            found.append(activity)
+    if not found:
         raise CounterpointError(
-            f"{op}: no GPU activity in the trace; profile with ProfilerActivity.CUDA and "
-            f"synchronize the device before the profiler stops"
+            "read_trace: no GPU activity in the trace; profile with ProfilerActivity.CUDA and "
+            "synchronize the device before the profiler stops"
         )
-    return activities
+    return found
 
 
-def _steps(content: dict[str, Any], op: str) -> list[_Step]:
-    steps: list[_Step] = []
+def steps(content: dict[str, Any]) -> list[StepRange]:
+    """What the executor recorded around each submission.
+
+    Raises:
+        InputError: a step has a kind that a timeline lacks.
+    """
+    found: list[StepRange] = []
     for event in _complete_events(content):
         if event.get("cat") != "user_annotation" or not event["name"].startswith(RANGE_PREFIX):
             continue
@@ -199,13 +116,13 @@ def _steps(content: dict[str, Any], op: str) -> list[_Step]:
         lane, kind, name = parts
         if kind not in KINDS:
             want = f"ranges with a kind of {', '.join(KINDS)}"
-            raise InputError(op, "trace", want=want, got=repr(event["name"]))
+            raise InputError("read_trace", "trace", want=want, got=repr(event["name"]))
         thread = (event.get("pid"), event.get("tid"))
-        steps.append(_Step(thread, event["ts"], event["ts"] + event["dur"], lane, kind, name))
-    return steps
+        found.append(StepRange(thread, event["ts"], event["ts"] + event["dur"], lane, kind, name))
+    return found
 
 
-def _step_of_correlation(content: dict[str, Any], op: str) -> dict[object, _Step]:
+def _step_of_correlation(content: dict[str, Any]) -> dict[object, StepRange]:
     """Map each launch, by its correlation number, to the innermost step range that holds it."""
     launches = [
         ((event.get("pid"), event.get("tid")), event["ts"], event["args"]["correlation"])
@@ -214,14 +131,14 @@ def _step_of_correlation(content: dict[str, Any], op: str) -> dict[object, _Step
     ]
     launches.sort(key=lambda launch: launch[1])
     # outer range first where two start together: the one pushed last is the innermost
-    steps = sorted(_steps(content, op), key=lambda step: (step.start_us, -step.end_us))
+    ranges = sorted(steps(content), key=lambda step: (step.start_us, -step.end_us))
 
-    found: dict[object, _Step] = {}
-    open_steps: dict[tuple[object, object], list[_Step]] = {}
+    found: dict[object, StepRange] = {}
+    open_steps: dict[tuple[object, object], list[StepRange]] = {}
     next_step = 0
     for thread, launch_us, correlation in launches:
-        while next_step < len(steps) and steps[next_step].start_us <= launch_us:
-            open_steps.setdefault(steps[next_step].thread, []).append(steps[next_step])
+        while next_step < len(ranges) and ranges[next_step].start_us <= launch_us:
+            open_steps.setdefault(ranges[next_step].thread, []).append(ranges[next_step])
             next_step += 1
         # ranges of a thread are nested, so those that have ended lie above those that have not
         stack = open_steps.get(thread, [])
@@ -232,15 +149,10 @@ def _step_of_correlation(content: dict[str, Any], op: str) -> dict[object, _Step
     return found
 
 
-def _span(activity: _Activity, rank: int) -> Span:
+def _span(activity: Activity, rank: int) -> Span:
     start_s, end_s = activity.start_us * 1e-6, activity.end_us * 1e-6
     if activity.step is None:
         return Span(rank, f"stream {activity.stream}", start_s, end_s, "other", activity.name)
     step = activity.step
     label = f"wait for {step.name}" if step.kind == "wait" else step.name
     return Span(rank, step.lane, start_s, end_s, step.kind, label)
-
-
-def _source(content: dict[str, Any]) -> str:
-    devices: list[dict[str, Any]] = content.get("deviceProperties") or [{"name": "a GPU"}]
-    return f"measured on {devices[0]['name']}, torch.profiler"

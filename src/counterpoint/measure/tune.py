@@ -4,11 +4,8 @@ All ranks time the same candidates and decide by the slowest rank's times, which
 From then on `plan="auto"` takes what was found, in this process and in later ones.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import nan
 
 import torch
@@ -25,7 +22,7 @@ from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.samples import Sample, sample_of
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
 
 MAX_TIMED = 12  # besides serial
 MIN_GAIN = 1.01  # over serial, below which serial stays
@@ -68,16 +65,7 @@ def tune(
     if group is None or group.size() != problem.ranks:
         got = "no group" if group is None else f"{group.size()} ranks"
         raise InputError("tune", "group", want=f"of {problem.ranks} ranks as the problem", got=got)
-    if problem.counts == "device":
-        fix = "auto takes one kernel there, if that takes the problem"
-        want = "of counts that the host knows"
-        raise InputError("tune", "problem", want=want, got=f"{problem}", fix=fix)
-    if problem.splits:
-        fix = "tune it as one weight of all columns"
-        raise InputError("tune", "problem", want="of one weight", got=f"{problem}", fix=fix)
-    if problem.out:
-        fix = "tune it with out=False: a graph would use one output at each replay"
-        raise InputError("tune", "problem", want="without out", got=f"{problem}", fix=fix)
+    _check(problem)
     if device is None:
         cuda = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -89,38 +77,65 @@ def tune(
     sample = sample_of(problem, group, device)
     calls = {spec: sample.call(spec) for spec in candidates}
     progress(f"timing {len(candidates)} plans")
-    timed = _on_gpu if device.type == "cuda" else _on_cpu
-    times = timed(calls, sample, group, device, rounds)
+    choice = _choice(problem, machine, _times(calls, sample, group, device, rounds), device)
+    _remember(choice, workspace, save=save and device.type == "cuda")
+    return choice
 
-    best = min(candidates, key=times.__getitem__)
+
+def _check(problem: Problem) -> None:
+    """Refuse what cannot be timed.
+
+    Raises:
+        InputError: says why.
+    """
+    for refused, want, fix in (
+        (problem.counts == "device", "of counts that the host knows",
+         "auto takes one kernel there, if that takes the problem"),
+        (problem.splits, "of one weight", "tune it as one weight of all columns"),
+        (problem.out, "without out",
+         "tune it with out=False: a graph would use one output at each replay"),
+    ):  # fmt: skip
+        if refused:
+            raise InputError("tune", "problem", want=want, got=f"{problem}", fix=fix)
+
+
+def _choice(
+    problem: Problem, machine: Machine, times: dict[str, float], device: torch.device
+) -> Choice:
+    """The fastest, if it gains enough on serial."""
+    best = min(times, key=times.__getitem__)
     chosen = best if times[best] * MIN_GAIN <= times["serial"] else "serial"
     too_close = f"not {MIN_GAIN - 1:.0%} faster than serial"
     table = [
-        Candidate(spec, times[spec], "measured", "chosen" if spec == chosen else
-                  too_close if times[spec] < times[chosen] else "slower")
-        for spec in sorted(candidates, key=times.__getitem__)
+        Candidate(spec, seconds, "measured", "chosen" if spec == chosen else
+                  too_close if seconds < times[chosen] else "slower")
+        for spec, seconds in sorted(times.items(), key=lambda item: item[1])
     ]  # fmt: skip
     on_gpu = device.type == "cuda"
+    # what CPU ranks cannot be faster than is not known
+    compute_s, comm_s = parts_s(problem, machine) if on_gpu else (nan, nan)
     if not on_gpu:
         what = "a stand-in for CPU ranks, whose times say nothing about a GPU"
         machine = replace(machine, source=what)
-    # what CPU ranks cannot be faster than is not known
-    compute_s, comm_s = parts_s(problem, machine) if on_gpu else (nan, nan)
-    choice = Choice(
+    return Choice(
         problem, machine, chosen, tuple(table), not on_gpu, "measurement", compute_s, comm_s, {}
     )
-    if save and on_gpu and workspace.rank == 0:
-        name = torch.cuda.get_device_name(device)
+
+
+def _remember(choice: Choice, workspace: Workspace, *, save: bool) -> None:
+    """For later processes; and at once in this one: what "auto" had compiled is forgotten."""
+    problem = choice.problem
+    if save and workspace.rank == 0:
         facts = record.environment()
-        entry = {"spec": chosen, "seconds": times[chosen], "serial_s": times["serial"],
+        entry = {"spec": choice.spec, "seconds": choice.seconds, "serial_s": choice.serial_s,
                  "date": facts["date"], "commit": facts["commit"]}  # fmt: skip
-        save_tuned(problem, entry, name, torch.__version__)
-    # at once in this process: what "auto" had compiled is forgotten
+        gpu = torch.cuda.get_device_name(workspace.device)
+        save_tuned(problem, entry, gpu, torch.__version__)
     known = knowledge_of(workspace)
-    workspace.knowledge = Knowledge(known.machine, {**known.tuned, problem_key(problem): chosen})
+    tuned = {**known.tuned, problem_key(problem): choice.spec}
+    workspace.knowledge = Knowledge(known.machine, tuned)
     workspace.drop_code()
     workspace.agreed.clear()
-    return choice
 
 
 def _candidates(problem: Problem, machine: Machine) -> list[str]:
@@ -129,36 +144,18 @@ def _candidates(problem: Problem, machine: Machine) -> list[str]:
     return found[:MAX_TIMED]
 
 
-def _on_gpu(
+def _times(
     calls: dict[str, Callable[[int], object]], sample: Sample, group: dist.ProcessGroup,
     device: torch.device, rounds: int,
 ) -> dict[str, float]:  # fmt: skip
-    per_graph = max(MIN_CALLS, sample.num_sets)
-    arms: dict[str, Callable[[], object]] = {}
-    for spec, call in calls.items():
-        if sample.captures:
-            arms[spec] = captured(call, per_graph)[0]
-        else:
-            arms[spec] = partial(_in_turn, call, per_graph)
+    """Seconds of one call of each, the slowest rank's."""
+    per_arm = max(MIN_CALLS, sample.num_sets) if device.type == "cuda" else 1
+
+    def arm(call: Callable[[int], object]) -> Callable[[], object]:
+        if device.type == "cuda" and sample.captures:
+            return captured(call, per_arm)[0]
+        return lambda: [call(i) for i in range(per_arm)]
+
+    arms = {spec: arm(call) for spec, call in calls.items()}
     times = rotate(arms, group=group, device=device, rounds=rounds, soak_s=0.5)
-    return {spec: t.median_s / per_graph for spec, t in times.items()}
-
-
-def _in_turn(call: Callable[[int], object], count: int) -> None:
-    for i in range(count):
-        call(i)
-
-
-def _on_cpu(
-    calls: dict[str, Callable[[int], object]], sample: Sample, group: dist.ProcessGroup,
-    device: torch.device, rounds: int,
-) -> dict[str, float]:  # fmt: skip
-    times = torch.zeros(len(calls), rounds, dtype=torch.float64)
-    for j in range(rounds):
-        for i, call in enumerate(calls.values()):
-            dist.barrier(group)
-            start_s = time.perf_counter()
-            call(j)
-            times[i, j] = time.perf_counter() - start_s
-    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
-    return {spec: statistics.median(times[i].tolist()) for i, spec in enumerate(calls)}
+    return {spec: t.median_s / per_arm for spec, t in times.items()}

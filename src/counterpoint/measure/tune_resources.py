@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from counterpoint.choose.known import load_controls, save_controls
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
-from counterpoint.measure.settings import TRANSPORTS, Bench, space_of
+from counterpoint.measure.settings import Bench, space_of
 from counterpoint.resources import search
-from counterpoint.resources.controls import MODES, OFF, Controls, Mode
+from counterpoint.resources.controls import MODES, OFF, TRANSPORTS, Controls, Mode
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager
 from counterpoint.resources.search import Arm, Found, Space
@@ -176,7 +176,7 @@ def _search(
 
 def _key(pipeline: Pipeline, mode: Mode, space: Space | None) -> str:
     """What a search is remembered by: what was searched, and in which memory and by which NCCL."""
-    able = [transport for transport in TRANSPORTS if not refusal(pipeline, transport)]
+    able = [transport for transport in TRANSPORTS[1:] if not refusal(pipeline, transport)]
     kernels = sorted(
         {triton_footprint(k).name for s in pipeline.stages if isinstance(s, Compute)
          for k in s.kernels}

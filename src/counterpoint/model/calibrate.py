@@ -4,10 +4,11 @@ Each constant follows from its own measurements by a fit that can be redone by h
 of time against bytes, a search over the three constants of matmuls, ratios for contention.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import log
+from statistics import median
 from typing import Any
 
 from counterpoint.costs import Costs, Tile
@@ -44,71 +45,83 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         InputError: a question has no rows, or times that do not grow with the bytes.
     """
 
-    def of(question: str, **facts: str) -> list[Row]:
-        wanted = {"question": question, **facts}
-        found = [row for row in rows if wanted.items() <= row.items()]
-        if not found:
-            want = f"some of {', '.join(f'{name} {value!r}' for name, value in wanted.items())}"
-            raise InputError("fit", "rows", want=want, got="none")
-        return found
-
-    copy_s, copy_rate = _line(of("copy"))
-    # one rate for both, and each its own rest; what is little is sent in another way
-    collectives = of("collective")
-    large = [row for row in collectives if row["num_bytes"] > SMALL_BYTES] or collectives
-    _, collective_rate = _line(large)
-    latency_s = {
-        kind: _median(
-            max(row["seconds"] - row["num_bytes"] / collective_rate, 0.0)
-            for row in of("collective", kind=kind)
-            if row in large
-        )
-        for kind in ("all_gather", "reduce_scatter")
-    }
-    small = [row for row in collectives if row["num_bytes"] <= SMALL_BYTES]
-    # a number of ranks that is no power of two has none: then no plan asks for it
-    ours = [row for row in rows if row["question"] == "direct"]
-    direct_s, direct_rate = machine.costs.direct_s, machine.costs.direct_bytes_per_s
-    if ours:
-        direct_s, direct_rate = _line(ours)
-    memory = max(of("memory"), key=lambda row: row["num_bytes"])
-    kernel_s = _median(row["seconds"] for row in of("kernel"))
-    host = sorted(of("host"), key=lambda row: row["num_steps"])
-    first, last = host[0], host[-1]
-    step_s = (last["seconds"] - first["seconds"]) / max(last["num_steps"] - first["num_steps"], 1)
-    costs = replace(
-        machine.costs,
-        hbm_bytes_per_s=memory["num_bytes"] / max(memory["seconds"] - kernel_s, 1e-9),
-        kernel_s=kernel_s,
-        copy_bytes_per_s=copy_rate,
-        copy_overhead_s=copy_s,
-        barrier_s=_median(row["seconds"] for row in of("barrier")),
-        collective_bytes_per_s=collective_rate,
-        all_gather_s=latency_s["all_gather"],
-        reduce_scatter_s=latency_s["reduce_scatter"],
-        collective_small_s=machine.costs.collective_small_s,
-        direct_bytes_per_s=direct_rate,
-        direct_s=direct_s,
-        copy_beside_matmul=_beside(of("beside", which="copy")),
-        host_step_s=max(step_s, 0.0),
-        host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
-    )
-    if small:
-        rests = (max(row["seconds"] - costs.flagged_s(row["num_bytes"]), 0.0) for row in small)
-        costs = replace(costs, collective_small_s=_median(rests))
+    costs = _of_collectives(rows, _of_kernels(rows, machine.costs))
     matmuls = [
         Matmul(row["rows"], row["n"], row["k"], row["seconds"],
                (row["tile"][0], row["tile"][1]) if row.get("tile") else None)
-        for row in of("matmul")
+        for row in _of(rows, "matmul")
     ]  # fmt: skip
     costs = fit_matmuls(matmuls, costs, machine)
     # what long matmuls would show: see Costs.beside_copy
     full = replace(costs, matmul_beside_copy=2.0)
     beside = [
         {**row, "part": full.beside_copy(row["alone_s"]) - 1}
-        for row in of("beside", which="matmul")
+        for row in _of(rows, "beside", which="matmul")
     ]
     return replace(costs, matmul_beside_copy=_beside(beside))
+
+
+def _of(rows: Sequence[Row], question: str, **facts: str) -> list[Row]:
+    """The rows of a question.
+
+    Raises:
+        InputError: there is none.
+    """
+    wanted = {"question": question, **facts}
+    found = [row for row in rows if wanted.items() <= row.items()]
+    if not found:
+        want = f"some of {', '.join(f'{name} {value!r}' for name, value in wanted.items())}"
+        raise InputError("fit", "rows", want=want, got="none")
+    return found
+
+
+def _of_kernels(rows: Sequence[Row], costs: Costs) -> Costs:
+    """`costs` with what copies, memory, signals and the host take."""
+    copy_s, copy_rate = _line(_of(rows, "copy"))
+    memory = max(_of(rows, "memory"), key=lambda row: row["num_bytes"])
+    kernel_s = median(row["seconds"] for row in _of(rows, "kernel"))
+    host = sorted(_of(rows, "host"), key=lambda row: row["num_steps"])
+    first, last = host[0], host[-1]
+    step_s = (last["seconds"] - first["seconds"]) / max(last["num_steps"] - first["num_steps"], 1)
+    return replace(
+        costs,
+        hbm_bytes_per_s=memory["num_bytes"] / max(memory["seconds"] - kernel_s, 1e-9),
+        kernel_s=kernel_s,
+        copy_bytes_per_s=copy_rate,
+        copy_overhead_s=copy_s,
+        barrier_s=median(row["seconds"] for row in _of(rows, "barrier")),
+        copy_beside_matmul=_beside(_of(rows, "beside", which="copy")),
+        host_step_s=max(step_s, 0.0),
+        host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
+    )
+
+
+def _of_collectives(rows: Sequence[Row], costs: Costs) -> Costs:
+    """`costs` with what the library's collectives take, and our own where they were measured.
+
+    One rate for both of the library's, and each its own rest; what is little is sent in another
+    way.
+    """
+    collectives = _of(rows, "collective")
+    large = [row for row in collectives if row["num_bytes"] > SMALL_BYTES] or collectives
+    _, rate = _line(large)
+
+    def rest_s(kind: str) -> float:
+        own = (row for row in _of(rows, "collective", kind=kind) if row in large)
+        return median(max(row["seconds"] - row["num_bytes"] / rate, 0.0) for row in own)
+
+    costs = replace(
+        costs, collective_bytes_per_s=rate, all_gather_s=rest_s("all_gather"),
+        reduce_scatter_s=rest_s("reduce_scatter"),
+    )  # fmt: skip
+    if small := [row for row in collectives if row["num_bytes"] <= SMALL_BYTES]:
+        rests = (max(row["seconds"] - costs.flagged_s(row["num_bytes"]), 0.0) for row in small)
+        costs = replace(costs, collective_small_s=median(rests))
+    # a number of ranks that is no power of two has none: then no plan asks for it
+    if ours := [row for row in rows if row["question"] == "direct"]:
+        direct_s, direct_rate = _line(ours)
+        costs = replace(costs, direct_s=direct_s, direct_bytes_per_s=direct_rate)
+    return costs
 
 
 def fit_matmuls(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> Costs:
@@ -219,10 +232,4 @@ def _beside(rows: Sequence[Row]) -> float:
         / row.get("part", 1.0)
         for row in rows
     )
-    return max(_median(factors), 1.0)
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return (ordered[middle] + ordered[-middle - 1]) / 2
+    return max(median(factors), 1.0)

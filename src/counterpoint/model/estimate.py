@@ -18,7 +18,6 @@ from counterpoint.machine import Machine
 from counterpoint.model.work import work_s
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.launches import batches
-from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.timeline import Span, Timeline
 
@@ -109,7 +108,7 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
             time_s[run] = machine.costs.matmul_s(rows, n, k, p.item_bytes, machine.sms, tile)
         for of_rank, runs in zip(times_s, all_runs, strict=True):
             of_rank.append(sum(time_s[run] for run in runs))
-    gathered, _ = operation_of(p.op).moved(p)
+    gathered, _ = p.operation.moved(p)
     edge = -1 if gathered else 1
     scores_s = [sum(of_rank) + of_rank[edge if of_rank[1:] else 0] for of_rank in times_s]
     # of equal ones one between others: rows of its peers may lie on both sides of its own

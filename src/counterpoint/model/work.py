@@ -72,7 +72,7 @@ def _again(bound: BoundStep, part: Part, plan: Plan) -> bool:
 def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     """Of the whole buffer, what the busiest rank receives: see Problem.link_bytes."""
     name, p, costs = bound.step.arg("collective"), plan.problem, machine.costs
-    if exchange_s := operation_of(p.op).exchange_s:
+    if exchange_s := p.operation.exchange_s:
         return exchange_s(p, machine)
     gathers = name == "all_gather"
     whole = (bound.step.writes if gathers else bound.step.reads)[0].buffer

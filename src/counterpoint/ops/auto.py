@@ -15,7 +15,6 @@ from counterpoint.choose.by_model import by_model, part_rows
 from counterpoint.choose.known import Knowledge, load, problem_key
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.plan.families import build
-from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
@@ -35,7 +34,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
             what = f"the plan tuned for {problem} is ignored: {error}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
     if known.machine is None:
-        return operation_of(problem.op).without_serial(problem)[0] or "serial"
+        return problem.operation.without_serial(problem)[0] or "serial"
     capturing = torch.cuda.is_current_stream_capturing()
     tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
     # memory for words cannot be made in a capture; what there is of it is equal on all ranks
@@ -72,7 +71,7 @@ def known_tiles(
     """
     found: dict[tuple[int, int, int], tuple[int, int]] = {}
     shared = ((problem.m, problem.n, problem.k),)
-    if problem.experts or operation_of(problem.op).matmuls(problem) != shared:
+    if problem.experts or problem.operation.matmuls(problem) != shared:
         return found  # plans of gradients differ little in how they cut matmuls
     dtype = getattr(torch, problem.dtype)
     for rows in part_rows(problem):

@@ -49,7 +49,7 @@ class _Experts:
         self.device, self.experts = workspace.device, p.experts * p.ranks
         self.item_bytes = p.item_bytes
         # the odd half begins at a whole row
-        row_bytes = sum(p.sizes.moved(p)) * p.item_bytes
+        row_bytes = sum(p.operation.moved(p)) * p.item_bytes
         self.rows, self.flags = self.memory.turns, self.memory.flags
         self.half_rows = -(-self.rows.half_bytes // row_bytes)
         self.half_bytes = self.rows.half_bytes if self.combines else self.half_rows * row_bytes

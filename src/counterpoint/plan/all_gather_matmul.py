@@ -9,18 +9,17 @@ Several weights, y_i = gather(x) w_i, are gathered for once and multiplied one a
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
-from counterpoint.costs import Tiles
-from counterpoint.machine import Machine
 from counterpoint.plan import direct, finer, grading
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, gathered
 from counterpoint.plan.makespan import finer_s, gather_s
-from counterpoint.plan.names import COMPUTE, LANES, OWN, X, Y, bias_row, with_bias
-from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
-from counterpoint.plan.peers import Order, cuts
-from counterpoint.plan.sizes import check_no_experts, check_splits, is_power, wants_one_weight
+from counterpoint.plan.names import LANES, OWN, X, Y, bias_row, collective, in_one_lane, with_bias
+from counterpoint.plan.operation import Operation, Peers, in_a_row
+from counterpoint.plan.peers import Order, cuts, orders
+from counterpoint.plan.sizes import check_splits, wants_one_weight
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
@@ -69,15 +68,9 @@ def matmuls(
 def serial(p: Problem) -> Plan:
     """The library's all-gather, then one matmul: what users do today."""
     full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
-    gather = Step("gather", "compute", "collective", (X,), (Region("full"),),
-                  args=(("collective", "all_gather"),))  # fmt: skip
-    steps = (gather, *matmuls(p, "matmul", Region("full"), Y))
-    return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
-
-
-def direct_plan(p: Problem) -> Plan:
-    """The all-gather in a kernel of ours, then one matmul."""
-    return direct.with_our_collective(serial(p))
+    gather = collective("gather", "all_gather", (X,), Region("full"))
+    multiply = matmuls(p, "matmul", Region("full"), Y)
+    return in_one_lane(p, "serial", (*operands(p), full), gather, *multiply)
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -122,10 +115,7 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
     steps = (opening, *head, *push_shards(order, pieces), *chain.from_iterable(rest))
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
     buffers = (*operands(p), full)
-    family = "shard_p2p" if set(groups) == {1} else "graded"
-    sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
-    tail = f" pieces={pieces}" if pieces > 1 else ""
-    return Plan(p, family, f"{sizes}{peers}{tail}", peers, buffers, LANES, steps)
+    return Plan(p, *grading.named(groups, peers, pieces), peers, buffers, LANES, steps)
 
 
 def push_shards(order: Order, pieces: int) -> tuple[Step, ...]:
@@ -149,49 +139,11 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
             yield Box(rank, f"y{suffix}", 0, *rows, 0, n), normal(terms)
 
 
-def groups_of(p: Problem, options: Options, machine: Machine) -> tuple[int, ...]:
-    """Sizes of the groups of a graded plan; those that are left out fit the machine."""
-    return grading.sizes_of(p, options, machine, gather_s, in_pieces=-1)
-
-
-def graded_of(p: Problem, options: Options, machine: Machine) -> Plan:
-    """The family "graded"."""
-    return graded(p, groups_of(p, options, machine), options.peers, max(options.pieces, 1))
-
-
-def shard_p2p_of(p: Problem, options: Options, machine: Machine) -> Plan:
-    """The family "shard_p2p": every group is one shard."""
-    return graded(p, (1,) * p.ranks, options.peers, max(options.pieces, 1))
-
-
-def _graded_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-    sizes = groups_of(p, options, machine)
-    return gather_s(p, sizes, max(options.pieces, 1), machine, tiles)
-
-
-def _shard_p2p_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-    return gather_s(p, (1,) * p.ranks, max(options.pieces, 1), machine, tiles)
-
-
-def _finer(name: str) -> Family:
-    kind = finer.Kind.of(name)
-
-    def build(p: Problem, options: Options, machine: Machine) -> Plan:
-        buffers, steps = finer.gather(p, kind, Order(options.peers, p.ranks))
-        return finer.plan(p, name, options.peers, (*operands(p), *buffers), steps)
-
-    return Family(
-        name=name, takes=("peers",), build=build, refusal=wants_one_weight,
-        guess_s=lambda p, _, machine, tiles: finer_s(p, kind, machine, tiles, gathers=True),
-    )  # fmt: skip
-
-
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing on so many ranks, serial first."""
     groups = GROUPS.get(p.ranks, ())
-    powers = is_power(p.ranks)
-    found = ["serial", "direct"]
-    found += [f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + powers]]
+    powers = len(orders(p.ranks)) > 1
+    found = ["serial", "direct", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
     found += [f"graded {g} ring" for g in groups] or ["graded ring"]
     # ring groups wrap on some ranks, xor groups are contiguous on all
     finest = sorted(groups, key=lambda g: -g.count("/"))[:4]
@@ -200,35 +152,25 @@ def candidates(p: Problem) -> tuple[str, ...]:
     return (*found, *(f"{name} ring" for name in finer.NAMES))
 
 
-def _check(p: Problem) -> None:
-    check_no_experts(p)
-    check_splits(p)
-
-
 def _overlapped(p: Problem, copy_longer: bool) -> str:
     large = max(p.rows) * p.k * p.item_bytes >= LARGE_COPY
     return "shard_p2p ring pieces=2" if copy_longer and large else "shard_p2p ring"
 
 
 OPERATION = Operation(
-    name="all_gather_matmul",
     operands=operands,
     definition=definition,
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        in_a_row("direct", direct_plan, direct.refusal_of_gather),
-        Family(name="shard_p2p", takes=("peers", "pieces"), build=shard_p2p_of,
-               guess_s=_shard_p2p_s),
-        Family(name="graded", takes=("peers", "sizes", "pieces"), build=graded_of,
-               guess_s=_graded_s),
-        *map(_finer, finer.NAMES),
+        direct.family(serial, direct.refusal_of_gather),
+        *grading.families(graded, gather_s, in_pieces=-1),
+        *finer.families(operands, finer.gather, partial(finer_s, gathers=True), wants_one_weight),
     ),
     candidates=candidates,
     collectives=("all_gather",),
-    check=_check,
+    check=check_splits,
     moved=lambda p: (p.k, 0),
-    matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=_overlapped,
     rule=lambda p, machine: "" if direct.refusal_of_gather(p) else "direct",
 )  # fmt: skip

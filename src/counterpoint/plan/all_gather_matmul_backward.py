@@ -15,10 +15,10 @@ from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad
 from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import part
 from counterpoint.plan.definition import scattered, weight_gradient
-from counterpoint.plan.names import COMPUTE, LANES, OWN, X
+from counterpoint.plan.names import LANES, OWN, X, collective, in_one_lane
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
-from counterpoint.plan.peers import Order
-from counterpoint.plan.sizes import check_gradient, is_power
+from counterpoint.plan.peers import Order, orders
+from counterpoint.plan.sizes import check_gradient
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
@@ -47,10 +47,9 @@ def serial(p: Problem) -> Plan:
     """The library's collectives and two matmuls, one after another: what users do today."""
     full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
     partial = Buffer("partial", (p.m, p.k), p.dtype, "scratch", split=True)
-    scatter = Step("reduce_scatter", "compute", "collective", (Region("partial"),), (DX,),
-                   args=(("collective", "reduce_scatter"),))  # fmt: skip
-    steps = (gather("x"), dgrad(DY, Region("partial")), wgrad(FULL, DY), scatter)
-    return Plan(p, "serial", "", "ring", (*operands(p), full, partial), (COMPUTE,), steps)
+    scatter = collective("reduce_scatter", "reduce_scatter", (Region("partial"),), DX)
+    steps = gather("x"), dgrad(DY, Region("partial")), wgrad(FULL, DY), scatter
+    return in_one_lane(p, "serial", (*operands(p), full, partial), *steps)
 
 
 def side_by_side(p: Problem, options: Options, machine: Machine) -> Plan:
@@ -92,12 +91,11 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    peers = ("ring", "xor")[: 1 + is_power(p.ranks)]
-    return "serial", *(f"side_by_side {p}{tail}" for p in peers for tail in ("", " pieces=2"))
+    tails = "", " pieces=2"
+    return "serial", *(f"side_by_side {o}{tail}" for o in orders(p.ranks) for tail in tails)
 
 
 OPERATION = Operation(
-    name="all_gather_matmul_backward",
     operands=operands,
     definition=definition,
     alone=alone,

@@ -10,10 +10,10 @@ from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
-from counterpoint.plan.names import COMPUTE, LANES, X
+from counterpoint.plan.names import LANES, X, collective, in_one_lane
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
-from counterpoint.plan.peers import Order
-from counterpoint.plan.sizes import check_gradient, is_power
+from counterpoint.plan.peers import Order, orders
+from counterpoint.plan.sizes import check_gradient
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
@@ -43,15 +43,14 @@ def wgrad(
 
 def gather(buffer: str) -> Step:
     """The library's all-gather of an input into `full`."""
-    args = (("collective", "all_gather"),)
-    return Step("gather", "compute", "collective", (Region(buffer),), (FULL,), args=args)
+    return collective("gather", "all_gather", (Region(buffer),), FULL)
 
 
 def serial(p: Problem) -> Plan:
     """The library's all-gather, then one matmul: what users do today."""
     full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
-    steps = (gather("x"), wgrad(FULL, DY, name="matmul"))
-    return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
+    multiply = wgrad(FULL, DY, name="matmul")
+    return in_one_lane(p, "serial", (*operands(p), full), gather("x"), multiply)
 
 
 def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
@@ -84,12 +83,11 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    found = ["serial", *(f"sliced ring pieces={n}" for n in (2, 3, 4))]
-    return (*found, "sliced xor pieces=2") if is_power(p.ranks) else tuple(found)
+    xor = [f"sliced {order} pieces=2" for order in orders(p.ranks)[1:]]
+    return "serial", *(f"sliced ring pieces={n}" for n in (2, 3, 4)), *xor
 
 
 OPERATION = Operation(
-    name="all_gather_matmul_wgrad",
     operands=operands,
     definition=definition,
     alone=alone,

@@ -5,10 +5,11 @@ stores low-latency words straight to the peers, so what is sent is a multiple of
 ranks own equally many: see kernels/collectives.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from counterpoint.plan.names import OWN
+from counterpoint.plan.operation import Family, in_a_row
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import ITEM_BYTES, Problem
 
@@ -16,10 +17,16 @@ MAX_BYTES = 64 << 20  # of what is gathered or scattered; its memory is twice th
 MAX_RANKS = 32  # that the bits of a fault word name
 
 
+def wants_ranks(ranks: int) -> str:
+    """What kernels of ours that wait for peers want of a number of ranks, or ""."""
+    good = not ranks & (ranks - 1) and ranks <= MAX_RANKS
+    return "" if good else f"a number of ranks that is a power of two up to {MAX_RANKS}"
+
+
 def refusal(p: Problem, part_bytes: int) -> str:
     """What the collective wants of parts of so many bytes that each rank owns, or ""."""
-    if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
-        return f"a number of ranks that is a power of two up to {MAX_RANKS}"
+    if why := wants_ranks(p.ranks):
+        return why
     if part_bytes % 4:
         return "shares of a multiple of 4 bytes"
     return f"at most {MAX_BYTES} bytes to send" if part_bytes * p.ranks > MAX_BYTES else ""
@@ -37,6 +44,11 @@ def refusal_of_scatter(p: Problem) -> str:
 
 def _of_equal(p: Problem) -> str:
     return "" if p.equal_rows else "equal rows on all ranks"
+
+
+def family(serial: Callable[[Problem], Plan], refusal: Callable[[Problem], str]) -> Family:
+    """The family of an operator that has that serial plan."""
+    return in_a_row("direct", lambda p: with_our_collective(serial(p)), refusal)
 
 
 def with_our_collective(serial: Plan) -> Plan:

@@ -12,7 +12,7 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
 from counterpoint.plan.embedding_seconds import mean_bag, seconds
-from counterpoint.plan.names import COMPUTE, OWN, Y
+from counterpoint.plan.names import OWN, Y, collective, in_one_lane
 from counterpoint.plan.operation import Operation, in_a_row
 from counterpoint.plan.sizes import check_gradient
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -48,10 +48,8 @@ def serial(p: Problem) -> Plan:
     """A lookup of all own tables, then the library's all-to-all; columns side by side."""
     pooled = Buffer("pooled", (p.m, _widest(p)), p.dtype, "scratch")
     place = Region("pooled", cols="own")
-    exchange = Step("exchange", "compute", "collective", (place,), (Y,),
-                    args=(("collective", "all_to_all"),))  # fmt: skip
-    buffers, steps = (*operands(p), pooled), (_lookup(place), exchange)
-    return Plan(p, "serial", "", "ring", buffers, (COMPUTE,), steps)
+    exchange = collective("exchange", "all_to_all", (place,), Y)
+    return in_one_lane(p, "serial", (*operands(p), pooled), _lookup(place), exchange)
 
 
 def fused(p: Problem) -> Plan:
@@ -66,7 +64,7 @@ def fused(p: Problem) -> Plan:
     step = Step("rows of own bags", "compute", "fused", (BAGS,), (*stored, *copied, *flagged),
                 args=(("kernel", OP), *POOLING), spins=True)  # fmt: skip
     own = (flags,) if p.out else (rows, flags)
-    return Plan(p, "fused", "", "ring", (*operands(p), *own), (COMPUTE,), (step,))
+    return in_one_lane(p, "fused", (*operands(p), *own), step)
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -138,7 +136,6 @@ def _step_s(p: Problem, step: Step, machine: Machine) -> float:
 
 
 OPERATION = Operation(
-    name=OP,
     operands=operands,
     definition=definition,
     alone=alone,

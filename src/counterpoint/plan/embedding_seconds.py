@@ -10,31 +10,15 @@ from dataclasses import dataclass
 from counterpoint.machine import Machine
 from counterpoint.problem import Problem
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """Constants of both plans, fitted to what benchmarks have measured.
-
-    H200, 2026-11, 39 cases: those of one kernel on 2 GPUs, the others on 2 and on 4.
-
-    Args:
-        read_rate: rows that are read, against the machine's rate of memory.
-        written_cost: of a byte that a lookup writes, in bytes read.
-        start_s: of a lookup, beside its bytes; first and last bags leave SMs idle.
-        row_s: of each row of the longest mean bag, one after another: no lookup is shorter.
-        exchange_s: of the library's all-to-all beside its bytes.
-        fused_s: of the fused kernel beside its longer side: a start with nothing to hide, flags.
-    """
-
-    read_rate: float = 1.07
-    written_cost: float = 1.62
-    start_s: float = 7e-6
-    row_s: float = 0.31e-6
-    exchange_s: float = 16e-6
-    fused_s: float = 16e-6
-
-
-FITTED = Fitted()
+# fitted to what benchmarks have measured: H200, 2026-11, 39 cases, those of one kernel on 2 GPUs,
+# the others on 2 and on 4
+READ_RATE = 1.07  # of rows that are read, against the machine's rate of memory
+WRITTEN_COST = 1.62  # of a byte that a lookup writes, in bytes read
+START_S = 7e-6  # of a lookup, beside its bytes; first and last bags leave SMs idle
+# of each row of the longest mean bag, one after another: no lookup is shorter
+ROW_S = 0.31e-6
+EXCHANGE_S = 16e-6  # of the library's all-to-all beside its bytes
+FUSED_S = 16e-6  # of the fused kernel beside its longer side: a start with nothing to hide, flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +31,17 @@ class Seconds:
     exchange_s: float  # the library's all-to-all, and the copy that puts columns side by side
 
 
-def seconds(p: Problem, machine: Machine, fitted: Fitted = FITTED) -> Seconds:
+def seconds(p: Problem, machine: Machine) -> Seconds:
     """Predict both plans; of one rank there is nothing to exchange, and both are the lookup."""
-    f, costs, ranks = fitted, machine.costs, range(p.ranks)
-    bytes_s = 1 / (f.read_rate * costs.hbm_bytes_per_s)
+    costs, ranks = machine.costs, range(p.ranks)
+    bytes_s = 1 / (READ_RATE * costs.hbm_bytes_per_s)
     columns = [sum(each) for each in p.tables]
     pooled_s = [
-        max((_read_bytes(p, r) + f.written_cost * p.m * columns[r] * p.item_bytes) * bytes_s,
-            f.row_s * mean_bag(p, r))
+        max((_read_bytes(p, r) + WRITTEN_COST * p.m * columns[r] * p.item_bytes) * bytes_s,
+            ROW_S * mean_bag(p, r))
         for r in ranks
     ]  # fmt: skip
-    lookups_s = [f.start_s + each for each in pooled_s]
+    lookups_s = [START_S + each for each in pooled_s]
     if p.ranks == 1:
         return Seconds(lookups_s[0], lookups_s[0], lookups_s[0], 0.0)
 
@@ -68,11 +52,11 @@ def seconds(p: Problem, machine: Machine, fitted: Fitted = FITTED) -> Seconds:
     last_s = max(s + each / rate for s, each in zip(lookups_s, sent, strict=True))
     last_s = max(last_s, min(lookups_s) + max(received) / rate)
     copy_s = costs.memory_s(2 * max(p.rows) * p.n * p.item_bytes)
-    serial_s = last_s + f.exchange_s + copy_s
+    serial_s = last_s + EXCHANGE_S + copy_s
 
     # out of one GPU, or into one
     stores_s = max(*sent, *received) / costs.copy_bytes_per_s
-    fused_s = f.fused_s + max(*pooled_s, stores_s) + (0.0 if p.out else copy_s)
+    fused_s = FUSED_S + max(*pooled_s, stores_s) + (0.0 if p.out else copy_s)
     return Seconds(serial_s, fused_s, max(lookups_s), serial_s - max(lookups_s))
 
 

@@ -15,17 +15,18 @@ Rows lie by owner or by expert. By owner: block d is of rank d, and in it part e
 of that rank. By expert: part e of every block, one after the other, which is a buffer in pieces.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 from counterpoint.machine import Machine
-from counterpoint.plan import grading
+from counterpoint.plan import fused_experts, grading
 from counterpoint.plan.bind import Box
-from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL
-from counterpoint.plan.operation import Options
-from counterpoint.plan.peers import Order
-from counterpoint.plan.sizes import is_power
-from counterpoint.plan.steps import COUNTS, Buffer, Lane, Region, Space, Step
+from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, collective, counts_of
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
+from counterpoint.plan.peers import Order, orders
+from counterpoint.plan.sizes import check_experts
+from counterpoint.plan.steps import COUNTS, Buffer, Lane, Plan, Region, Space, Step
 from counterpoint.plan.values import Product, Value
 from counterpoint.problem import Problem
 
@@ -41,9 +42,34 @@ def weights_and_counts(p: Problem) -> tuple[Buffer, ...]:
     return (weights,) if p.counts == "equal" else (weights, table)
 
 
-def counts_of(p: Problem) -> tuple[Region, ...]:
-    """What a step reads that has as many rows as the counts say."""
-    return () if p.counts == "equal" else (Region(COUNTS),)
+def operation(
+    operands: Callable[[Problem], tuple[Buffer, ...]],
+    serial: Callable[[Problem], Plan],
+    grouped: Callable[[Problem, Options, Machine], Plan],
+    *,
+    dispatches: bool,
+) -> Operation:
+    """One of the two operators of experts: rows go to them, or what they have made goes back."""
+    return Operation(
+        operands=operands,
+        definition=partial(definition, dispatches=dispatches),
+        alone=lambda p: matmuls(p, 0, range(p.experts), "x", "y"),
+        families=(
+            in_a_row("serial", serial),
+            fused_experts.family(operands),
+            Family(name="grouped", takes=("peers", "sizes"), build=grouped,
+                   refusal=wants_equal_counts),
+        ),
+        candidates=candidates,
+        collectives=("all_to_all",),
+        check=check_experts,
+        moved=lambda p: (0, p.k if dispatches else p.n),
+        overlapped=fused_experts.overlapped,
+        gradient="",
+        without_serial=fused_experts.without_serial,
+        fused_s=fused_experts.seconds,
+        rule=lambda p, machine: fused_experts.or_serial(p),
+    )  # fmt: skip
 
 
 def wants_equal_counts(p: Problem) -> str:
@@ -87,8 +113,7 @@ def rows_of(p: Problem, name: str, cols: int, space: Space, *, by_expert: bool) 
 def all_to_all(p: Problem, source: str, target: str) -> Step:
     """The library's all-to-all, with the pass that puts rows in order."""
     reads = (Region(source), *counts_of(p))
-    args = (("collective", "all_to_all"),)
-    return Step("all_to_all", "compute", "collective", reads, (Region(target),), args=args)
+    return collective("all_to_all", "all_to_all", reads, Region(target))
 
 
 def spans_of(
@@ -98,11 +123,14 @@ def spans_of(
     groups = options.sizes or grading.expert_groups(p, machine, predict)
     starts = [sum(groups[:i]) for i in range(len(groups))]
     spans = [range(start, start + size) for start, size in zip(starts, groups, strict=True)]
-    return f"{'/'.join(map(str, groups))} {options.peers}", spans
+    return f"{grading.sizes(groups)} {options.peers}", spans
 
 
 def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box, Value]]:
-    """y on `rank`: block e, s is the rows of expert e and of rank s, by expert or by owner."""
+    """y on `rank`: block e, s is the rows of expert e and of rank s, times that expert's weight.
+
+    Of a dispatch they lie by expert, and the weight is of this rank; of a combine by owner.
+    """
     count = p.rows[0] // p.experts
     for e, s in product(range(p.experts), range(p.ranks)):
         multiplies, old, new = rank, rank * p.experts + e, e * p.ranks + s
@@ -115,8 +143,4 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    return (
-        "serial",
-        "fused",
-        *(f"grouped {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)]),
-    )
+    return "serial", "fused", *(f"grouped {peers}" for peers in orders(p.ranks))

@@ -55,7 +55,7 @@ def parse(problem: Problem, spec: str) -> tuple[Family, Options]:
     Raises:
         InputError: the op has no such family, or the family does not take such a word.
     """
-    operation = operation_of(problem.op)
+    operation = problem.operation
     if not operation.families:
         want = "of an operator: the stages of a pipeline are its user's, see Pipeline.plan"
         raise InputError("build", "problem", want=want, got=problem.op)
@@ -74,7 +74,7 @@ def parse(problem: Problem, spec: str) -> tuple[Family, Options]:
 
 def alone(problem: Problem) -> Plan:
     """A group of one rank: plain matmuls, whatever family was asked for."""
-    operation = operation_of(problem.op)
+    operation = problem.operation
     operands, steps = operation.operands(problem), operation.alone(problem)
     return Plan(problem, "serial", "", "ring", operands, (COMPUTE,), steps)
 

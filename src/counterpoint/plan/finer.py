@@ -13,10 +13,13 @@ Names and gathers: FiCCO, arXiv 2512.10236; uniform_unfused, hetero 2d and the m
 are ours.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
+from counterpoint.costs import Tiles
+from counterpoint.machine import Machine
 from counterpoint.plan.names import LANES, OWN, W, X, Y, with_bias
-from counterpoint.plan.operation import Peers
+from counterpoint.plan.operation import Family, Options, takes_all
 from counterpoint.plan.peers import Order
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import Problem
@@ -62,12 +65,27 @@ def scatter(p: Problem, kind: Kind, order: Order) -> Parts:
     return (_scatter_1d if kind.dims == 1 else _scatter_2d)(p, kind, order)
 
 
-def plan(
-    p: Problem, name: str, peers: Peers, buffers: tuple[Buffer, ...], steps: tuple[Step, ...]
-) -> Plan:
-    """The plan of those steps behind the barrier that opens a call."""
-    opening = Order(peers, p.ranks).barrier("open", "signal", 0)
-    return Plan(p, name, peers, peers, buffers, LANES, (opening, *steps))
+def families(
+    operands: Callable[[Problem], tuple[Buffer, ...]],
+    parts: Callable[[Problem, Kind, Order], Parts],
+    seconds: Callable[[Problem, Kind, Machine, Tiles], float],
+    refusal: Callable[[Problem], str] = takes_all,
+) -> Iterator[Family]:
+    """Those of an operator: `gather` or `scatter` behind the barrier that opens a call."""
+    for name in NAMES:
+
+        def build(p: Problem, options: Options, _: Machine, name: str = name) -> Plan:
+            order = Order(options.peers, p.ranks)
+            buffers, steps = parts(p, Kind.of(name), order)
+            opened = (order.barrier("open", "signal", 0), *steps)
+            return Plan(p, name, order.peers, order.peers, (*operands(p), *buffers), LANES, opened)
+
+        def guess_s(
+            p: Problem, _: Options, machine: Machine, tiles: Tiles, name: str = name
+        ) -> float:
+            return seconds(p, Kind.of(name), machine, tiles)
+
+        yield Family(name=name, takes=("peers",), build=build, refusal=refusal, guess_s=guess_s)
 
 
 def _gather_1d(p: Problem, kind: Kind, order: Order) -> Parts:

@@ -2,7 +2,6 @@
 
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build
-from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
 from counterpoint.problem import ITEM_BYTES, Problem
 
@@ -21,7 +20,7 @@ def check_form(plan: Plan) -> None:
         names = [item.name for item in items]
         if len(set(names)) < len(names):
             fail(f"two {name}s have one name: {', '.join(names)}")
-    operation = operation_of(plan.problem.op)
+    operation = plan.problem.operation
     operands = {b.name: b for b in operation.operands(plan.problem)}
     users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
     if operation.families and users != operands:
@@ -100,9 +99,14 @@ def _misuse(plan: Plan, step: Step) -> str:
     """Why a step cannot run, or ''."""
     if step.kind == "opaque":
         peers = any(region.at for region in step.reads + step.writes)
-        if operation_of(plan.problem.op).families or peers or step.waits or step.posts:
+        if plan.problem.operation.families or peers or step.waits or step.posts:
             return "an opaque step stands in a pipeline, on this rank, and signals nobody"
         return ""
+    return _misplaced(plan, step) or _misfit(plan, step)
+
+
+def _misplaced(plan: Plan, step: Step) -> str:
+    """Why a step cannot run on its lane, or cannot reach what it names, or ''."""
     engine = plan.lane(step.lane).engine
     sources = [region for region in step.reads if region.buffer != COUNTS]
     reads = [plan.buffer(r.buffer) for r in sources]
@@ -131,6 +135,13 @@ def _misuse(plan: Plan, step: Step) -> str:
         return "writes to an input"
     if any(signal.slot < 0 for signal in step.waits + step.posts):
         return "signals a slot below 0"
+    return ""
+
+
+def _misfit(plan: Plan, step: Step) -> str:
+    """Why what a step reads and writes does not fit its kind, or ''."""
+    reads = [plan.buffer(r.buffer) for r in step.reads if r.buffer != COUNTS]
+    writes = [plan.buffer(r.buffer) for r in step.writes]
     bias = bool(step.arg("bias"))
     if bias and step.kind not in ("matmul", "move", "reduce"):
         return f"a {step.kind} adds no bias"
@@ -165,7 +176,7 @@ def _misuse(plan: Plan, step: Step) -> str:
 def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     want = step.arg("collective")
     sources = tuple(region for region in step.reads if region.buffer != COUNTS)
-    if want not in operation_of(plan.problem.op).collectives:
+    if want not in plan.problem.operation.collectives:
         return f"has no collective {want!r}"
     if plan.problem.tables:
         return ""  # it stands behind a kernel of ours, and so only as its family has it

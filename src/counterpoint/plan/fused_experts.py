@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from counterpoint.machine import Machine
-from counterpoint.plan.direct import MAX_RANKS, to_everyone
-from counterpoint.plan.experts import counts_of
-from counterpoint.plan.names import COMPUTE, W, X, Y
+from counterpoint.plan.direct import to_everyone, wants_ranks
+from counterpoint.plan.names import W, X, Y, counts_of, in_one_lane
 from counterpoint.plan.operation import Family
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.problem import Problem
@@ -93,8 +92,8 @@ LAUNCHES_S = {False: 15e-6, True: 25e-6}  # routes, flags, what is collected: ke
 
 def refusal(p: Problem) -> str:
     """What the kernels want of a problem that it does not have, or ""."""
-    if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
-        return f"a number of ranks that is a power of two up to {MAX_RANKS}"
+    if why := wants_ranks(p.ranks):
+        return why
     if p.item_bytes != 2 or p.k % 8 or p.n % 8:
         return "16-bit numbers, K and N multiples of 8"
     return "" if p.experts * p.ranks <= MAX_EXPERTS else f"at most {MAX_EXPERTS} experts"
@@ -130,7 +129,7 @@ def family(operands: Callable[[Problem], tuple[Buffer, ...]]) -> Family:
             "experts", "compute", "fused", (X, W, *counts_of(p)), (Y, *to_everyone(p.ranks, own)),
             args=(("kernel", p.op), *args), spins=True,
         )  # fmt: skip
-        return Plan(p, "fused", "", "ring", (*operands(p), *own), (COMPUTE,), (step,))
+        return in_one_lane(p, "fused", (*operands(p), *own), step)
 
     return Family(name="fused", build=build, refusal=refusal, in_a_row=True, alone=True)
 
@@ -141,7 +140,7 @@ def received(p: Problem, sending: Sending | None) -> tuple[Buffer, Buffer]:
     Of a dispatch, rows by expert, and a flag for each part of what a rank has for an expert, in
     that order; of a combine, rows by owner and a flag of each rank.
     """
-    rows = Buffer("moved", (p.m, sum(p.sizes.moved(p))), p.dtype, "turns", split=True,
+    rows = Buffer("moved", (p.m, sum(p.operation.moved(p))), p.dtype, "turns", split=True,
                   pieces=1 if sending is None else p.experts)  # fmt: skip
     flags = 1 if sending is None else p.experts * sending.parts
     return rows, Buffer("arrived", (p.ranks * flags, 1), "int32", "flags", split=True, pieces=flags)
@@ -162,7 +161,7 @@ def seconds(p: Problem, step: Step, machine: Machine) -> float:
     math_s *= costs.settling(math_s)
     weights = p.experts * p.k * p.n
     matmul_s = max(math_s, (weights + p.m * (p.k + p.n)) * p.item_bytes * bytes_s)
-    moved = p.m * sum(p.sizes.moved(p)) * p.item_bytes
+    moved = p.m * sum(p.operation.moved(p)) * p.item_bytes
     comm_s = costs.all_gather_s + moved * (p.ranks - 1) / p.ranks / costs.collective_bytes_per_s
     rounds = _rounds(p, machine.sms.count, combines=combines)
     longer_s = max(max(matmul_s, math_s * rounds) * SLOWER[combines], comm_s)

@@ -9,13 +9,13 @@ that sum it: see kernels/matmul_all_reduce.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.plan.direct import MAX_RANKS, to_everyone, words
-from counterpoint.plan.names import BIAS, COMPUTE, W, X, Y
+from counterpoint.plan.direct import to_everyone, wants_ranks, words
+from counterpoint.plan.names import BIAS, W, X, Y, in_one_lane
 from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.problem import Problem
@@ -135,15 +135,12 @@ def build(
         "matmul_and_sum", "compute", "fused", (X, W, *((BIAS,) if p.bias else ())),
         (Y, *to_everyone(p.ranks, own)), args=(("kernel", KERNEL), *args), spins=True,
     )  # fmt: skip
-    buffers = (*operands(p), *own)
-    return Plan(p, "fused", settings.variant, "ring", buffers, (COMPUTE,), (step,))
+    return replace(in_one_lane(p, "fused", (*operands(p), *own), step), variant=settings.variant)
 
 
 def refusal(p: Problem) -> str:
     """What the kernel wants of a problem that it does not have, or ""."""
-    if p.ranks & (p.ranks - 1) or p.ranks > MAX_RANKS:
-        return f"a number of ranks that is a power of two up to {MAX_RANKS}"
-    return ""
+    return wants_ranks(p.ranks)
 
 
 def refusal_of_scatter(p: Problem) -> str:

@@ -7,7 +7,9 @@ peers, begins on all ranks before it ends on any.
 """
 
 from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
+from typing import NoReturn
 
 from counterpoint.errors import PlanError
 from counterpoint.plan.bind import Program
@@ -138,35 +140,26 @@ class HappensBefore:
 
     def _sorted(self, edges: list[tuple[int, int]], how: str) -> list[int]:
         """Events in an order that keeps all edges; PlanError names a cycle."""
-        successors: list[list[int]] = [[] for _ in range(self.num_events)]
-        missing = [0] * self.num_events
-        for first, second in edges:
-            successors[first].append(second)
-            missing[second] += 1
-        ready = [event for event in range(self.num_events) if not missing[event]]
-        order: list[int] = []
-        while ready:
-            event = ready.pop()
-            order.append(event)
-            for second in successors[event]:
-                missing[second] -= 1
-                if not missing[second]:
-                    ready.append(second)
-        if len(order) < self.num_events:
-            stuck = {e for e in range(self.num_events) if missing[e] and successors[e]}
-            names = dict.fromkeys(self.name(e) for e in sorted(stuck))
-            self._fail(f"deadlock: {how}these wait for one another: {', '.join(list(names)[:6])}")
-        return order
+        try:
+            return [*TopologicalSorter(self._predecessors(edges)).static_order()]
+        except CycleError as error:
+            circle: list[int] = error.args[1]
+            names = ", ".join(list(dict.fromkeys(map(self.name, sorted(circle))))[:6])
+            self._fail(f"deadlock: {how}these wait for one another: {names}")
 
     def _closure(self, edges: list[tuple[int, int]]) -> list[int]:
-        predecessors: list[list[int]] = [[] for _ in range(self.num_events)]
-        for first, second in edges:
-            predecessors[second].append(first)
+        predecessors = self._predecessors(edges)
         before = [0] * self.num_events
         for event in self.order:
             for first in predecessors[event]:
                 before[event] |= before[first] | 1 << first
         return before
 
-    def _fail(self, problem: str, step: str = "") -> None:
+    def _predecessors(self, edges: list[tuple[int, int]]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {event: [] for event in range(self.num_events)}
+        for first, second in edges:
+            found[second].append(first)
+        return found
+
+    def _fail(self, problem: str, step: str = "") -> NoReturn:
         raise PlanError(self.plan.spec, problem, step=step)

@@ -6,7 +6,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan import direct, fused_sum
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
-from counterpoint.plan.names import COMPUTE, W, X, Y, bias_row, with_bias
+from counterpoint.plan.names import W, X, Y, alone, bias_row, collective, in_one_lane, with_bias
 from counterpoint.plan.operation import Operation, in_a_row
 from counterpoint.plan.sizes import check_plain
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -30,32 +30,22 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def serial(p: Problem) -> Plan:
     """One matmul, then the library's all-reduce in place: what users do today."""
-    product = Step("matmul", "compute", "matmul", (X, W), (Y,))
-    total = Step("all_reduce", "compute", "collective", (Y,), (Y,),
-                 args=(("collective", "all_reduce"),))  # fmt: skip
-    return Plan(p, "serial", "", "ring", operands(p), (COMPUTE,), (product, total, *_bias(p)))
+    return _summed(p, operands(p), Y)
 
 
-def direct_plan(p: Problem) -> Plan:
-    """One matmul, then an all-reduce in a kernel of ours, from one tensor into another."""
+def _apart(p: Problem) -> Plan:
+    """The same from one tensor into another, as an all-reduce of ours needs it."""
     partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch")
-    product = Step("matmul", "compute", "matmul", (X, W), (Region("partial"),))
-    total = Step("all_reduce", "compute", "collective", (Region("partial"),), (Y,),
-                 args=(("collective", "all_reduce"),))  # fmt: skip
-    buffers, steps = (*operands(p), partial), (product, total, *_bias(p))
-    return direct.with_our_collective(Plan(p, "", "", "ring", buffers, (COMPUTE,), steps))
+    return _summed(p, (*operands(p), partial), Region("partial"))
 
 
-def _bias(p: Problem) -> tuple[Step, ...]:
-    """Added once, after the sum."""
+def _summed(p: Problem, buffers: tuple[Buffer, ...], product: Region) -> Plan:
+    """One matmul, the library's all-reduce into y, and the bias, added once."""
+    multiply = Step("matmul", "compute", "matmul", (X, W), (product,))
+    total = collective("all_reduce", "all_reduce", (product,), Y)
     added, args = with_bias(p)
-    return (Step("add_bias", "compute", "move", (Y, *added), (Y,), args=args),) if p.bias else ()
-
-
-def alone(p: Problem) -> tuple[Step, ...]:
-    """What a group of one rank does."""
-    added, args = with_bias(p)
-    return (Step("matmul", "compute", "matmul", (X, W, *added), (Y,), args=args),)
+    bias = [Step("add_bias", "compute", "move", (Y, *added), (Y,), args=args)] if p.bias else []
+    return in_one_lane(p, "serial", buffers, multiply, total, *bias)
 
 
 def refusal_of_direct(p: Problem) -> str:
@@ -89,20 +79,18 @@ def _direct_if_small(p: Problem) -> str:
 
 
 OPERATION = Operation(
-    name="matmul_all_reduce",
     operands=operands,
     definition=definition,
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        in_a_row("direct", direct_plan, refusal_of_direct),
+        direct.family(_apart, refusal_of_direct),
         fused_sum.family(operands, scatters=False),
     ),
     candidates=candidates,
     collectives=("all_reduce",),
     check=check_plain,
     moved=lambda p: (p.n, p.n),
-    matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=lambda p, copy_longer: _direct_if_small(p),
     gradient="serial",
     shares_rows=False,

@@ -1,18 +1,13 @@
 """matmul_all_to_all: experts multiply, and rows go back to their owners; its families of plans."""
 
-from collections.abc import Iterator
-
 from counterpoint.machine import Machine
-from counterpoint.plan import experts, fused_experts
-from counterpoint.plan.bind import Box
+from counterpoint.plan import experts
 from counterpoint.plan.experts import LANES, matmuls, push, rows_of
 from counterpoint.plan.makespan import combine_s
-from counterpoint.plan.names import COMPUTE, OWN
-from counterpoint.plan.operation import Family, Operation, Options, in_a_row
+from counterpoint.plan.names import OWN, in_one_lane
+from counterpoint.plan.operation import Options
 from counterpoint.plan.peers import Order, Piece
-from counterpoint.plan.sizes import check_experts
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
-from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
 
 
@@ -22,24 +17,12 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
     return x, *experts.weights_and_counts(p), rows_of(p, "y", p.n, "output", by_expert=False)
 
 
-def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
-    """y on `rank`: its rows back from each expert, times that expert's weight."""
-    return experts.definition(p, rank, dispatches=False)
-
-
-def alone(p: Problem) -> tuple[Step, ...]:
-    """What a group of one rank does."""
-    return matmuls(p, 0, range(p.experts), "x", "y")
-
-
 def serial(p: Problem) -> Plan:
     """The matmuls, then the library's all-to-all behind a pass that puts rows in order."""
     between = rows_of(p, "product", p.n, "scratch", by_expert=True)
-    steps = (
-        *matmuls(p, 0, range(p.experts), "x", "product"),
-        experts.all_to_all(p, "product", "y"),
-    )
-    return Plan(p, "serial", "", "ring", (*operands(p), between), (COMPUTE,), steps)
+    exchange = experts.all_to_all(p, "product", "y")
+    multiply = matmuls(p, 0, range(p.experts), "x", "product")
+    return in_one_lane(p, "serial", (*operands(p), between), *multiply, exchange)
 
 
 def grouped(p: Problem, options: Options, machine: Machine) -> Plan:
@@ -96,25 +79,4 @@ def _unpack(p: Problem, order: Order, g: int, pieces: list[Piece]) -> tuple[Step
     )
 
 
-OPERATION = Operation(
-    name="matmul_all_to_all",
-    operands=operands,
-    definition=definition,
-    alone=alone,
-    families=(
-        in_a_row("serial", serial),
-        fused_experts.family(operands),
-        Family(name="grouped", takes=("peers", "sizes"), build=grouped,
-               refusal=experts.wants_equal_counts),
-    ),
-    candidates=experts.candidates,
-    collectives=("all_to_all",),
-    check=check_experts,
-    moved=lambda p: (0, p.n),
-    matmuls=lambda p: ((p.m, p.n, p.k),),
-    overlapped=fused_experts.overlapped,
-    gradient="",
-    without_serial=fused_experts.without_serial,
-    fused_s=fused_experts.seconds,
-    rule=lambda p, machine: fused_experts.or_serial(p),
-)  # fmt: skip
+OPERATION = experts.operation(operands, serial, grouped, dispatches=False)

@@ -5,17 +5,28 @@ dtype; the owner sums the slots in fp32 and rounds once. Own rows are computed l
 """
 
 from collections.abc import Iterator
+from functools import partial
 
-from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan import direct, finer, fused_sum, grading
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, scattered
 from counterpoint.plan.makespan import finer_s, scatter_s
-from counterpoint.plan.names import COMPUTE, LANES, OWN, W, X, Y, bias_row, with_bias
-from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
-from counterpoint.plan.peers import Order, Piece, cuts
-from counterpoint.plan.sizes import check_plain, is_power
+from counterpoint.plan.names import (
+    LANES,
+    OWN,
+    W,
+    X,
+    Y,
+    alone,
+    bias_row,
+    collective,
+    in_one_lane,
+    with_bias,
+)
+from counterpoint.plan.operation import Operation, Peers, in_a_row
+from counterpoint.plan.peers import Order, Piece, cuts, orders
+from counterpoint.plan.sizes import check_plain
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
@@ -41,19 +52,13 @@ def serial(p: Problem) -> Plan:
     target = Region("total") if p.bias else Y
     steps = [
         Step("matmul", "compute", "matmul", (X, W), (Region("partial"),)),
-        Step("reduce_scatter", "compute", "collective", (Region("partial"),), (target,),
-             args=(("collective", "reduce_scatter"),)),
-    ]  # fmt: skip
+        collective("reduce_scatter", "reduce_scatter", (Region("partial"),), target),
+    ]
     if p.bias:
         added, args = with_bias(p)
         steps.append(Step("add_bias", "compute", "move", (target, *added), (Y,), args=args))
     buffers = (*operands(p), partial, *((total,) if p.bias else ()))
-    return Plan(p, "serial", "", "ring", buffers, (COMPUTE,), tuple(steps))
-
-
-def direct_plan(p: Problem) -> Plan:
-    """One matmul, then the reduce-scatter in a kernel of ours."""
-    return direct.with_our_collective(serial(p))
+    return in_one_lane(p, "serial", buffers, *steps)
 
 
 def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
@@ -105,10 +110,7 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
         Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True),
         Buffer("slots", (p.m, p.n), p.dtype, "symmetric", split=True, holds="slots"),
     )
-    family = "shard_p2p" if set(groups) == {1} else "graded"
-    sizes = "" if family == "shard_p2p" else "/".join(map(str, groups)) + " "
-    tail = f" pieces={pieces}" if pieces > 1 else ""
-    return Plan(p, family, f"{sizes}{peers}{tail}", peers, buffers, LANES, tuple(steps))
+    return Plan(p, *grading.named(groups, peers, pieces), peers, buffers, LANES, tuple(steps))
 
 
 def _push(order: Order, d: int, suffix: str, piece: Piece, after: tuple[str, ...]) -> Step:
@@ -128,59 +130,17 @@ def _push(order: Order, d: int, suffix: str, piece: Piece, after: tuple[str, ...
     return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)
 
 
-def alone(p: Problem) -> tuple[Step, ...]:
-    """What a group of one rank does."""
-    added, args = with_bias(p)
-    return (Step("matmul", "compute", "matmul", (X, W, *added), (Y,), args=args),)
-
-
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
     """y on `rank`: its rows of the sum of all ranks' products, plus its bias."""
     value = normal((*scattered(p, "x", "w", rank, p.k), *bias(p, rank)))
     yield Box(rank, "y", 0, 0, p.rows[rank], 0, p.n), value
 
 
-def groups_of(p: Problem, options: Options, machine: Machine) -> tuple[int, ...]:
-    """Sizes of the groups of a graded plan; those that are left out fit the machine."""
-    return grading.sizes_of(p, options, machine, scatter_s, in_pieces=0)
-
-
-def _graded(p: Problem, options: Options, machine: Machine) -> Plan:
-    return graded(p, groups_of(p, options, machine), options.peers, max(options.pieces, 1))
-
-
-def _graded_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-    sizes = groups_of(p, options, machine)
-    return scatter_s(p, sizes, max(options.pieces, 1), machine, tiles)
-
-
-def _shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
-    return graded(p, (1,) * p.ranks, options.peers, max(options.pieces, 1))
-
-
-def _shard_p2p_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-    return scatter_s(p, (1,) * p.ranks, max(options.pieces, 1), machine, tiles)
-
-
-def _finer(name: str) -> Family:
-    kind = finer.Kind.of(name)
-
-    def build(p: Problem, options: Options, machine: Machine) -> Plan:
-        buffers, steps = finer.scatter(p, kind, Order(options.peers, p.ranks))
-        return finer.plan(p, name, options.peers, (*operands(p), *buffers), steps)
-
-    return Family(
-        name=name, takes=("peers",), build=build,
-        guess_s=lambda p, _, machine, tiles: finer_s(p, kind, machine, tiles, gathers=False),
-    )  # fmt: skip
-
-
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing on so many ranks, serial first."""
     groups = GROUPS.get(p.ranks, ())
-    powers = is_power(p.ranks)
-    found = ["serial", "direct", "fused"]
-    found += [f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + powers]]
+    powers = len(orders(p.ranks)) > 1
+    found = ["serial", "direct", "fused", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
     found += [f"graded {g} ring" for g in groups] or ["graded ring"]
     found += [f"graded {g} xor" for g in groups if "/" in g][2:6] if powers else []
     found += [f"shard_p2p ring pieces={n}" for n in (2, 4)]
@@ -199,25 +159,20 @@ def _rule(p: Problem, machine: Machine) -> str:
 
 
 OPERATION = Operation(
-    name="matmul_reduce_scatter",
     operands=operands,
     definition=definition,
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        in_a_row("direct", direct_plan, direct.refusal_of_scatter),
+        direct.family(serial, direct.refusal_of_scatter),
         fused_sum.family(operands, scatters=True),
-        Family(name="shard_p2p", takes=("peers", "pieces"), build=_shard_p2p,
-               guess_s=_shard_p2p_s),
-        Family(name="graded", takes=("peers", "sizes", "pieces"), build=_graded,
-               guess_s=_graded_s),
-        *map(_finer, finer.NAMES),
+        *grading.families(graded, scatter_s, in_pieces=0),
+        *finer.families(operands, finer.scatter, partial(finer_s, gathers=False)),
     ),
     candidates=candidates,
     collectives=("reduce_scatter",),
     check=check_plain,
     moved=lambda p: (0, p.n),
-    matmuls=lambda p: ((p.m, p.n, p.k),),
     overlapped=_overlapped,
     rule=_rule,
 )  # fmt: skip

@@ -7,7 +7,7 @@ all_gather_matmul; dw sums over all rows, so it comes last, from what has been g
 from collections.abc import Iterator
 from dataclasses import replace
 
-from counterpoint.costs import NO_TILES, Tiles
+from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan import all_gather_matmul, grading
 from counterpoint.plan.all_gather_matmul_backward import DX, alone, dgrad
@@ -16,10 +16,10 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import part
 from counterpoint.plan.definition import gathered, weight_gradient
 from counterpoint.plan.makespan import gather_s
-from counterpoint.plan.names import COMPUTE, LANES, OWN, X
-from counterpoint.plan.operation import Family, Operation, Options, Peers, in_a_row
-from counterpoint.plan.peers import Order
-from counterpoint.plan.sizes import check_gradient, is_power
+from counterpoint.plan.names import LANES, OWN, X, in_one_lane
+from counterpoint.plan.operation import Operation, Peers, in_a_row
+from counterpoint.plan.peers import Order, orders
+from counterpoint.plan.sizes import check_gradient
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
@@ -42,8 +42,8 @@ def gather_problem(p: Problem) -> Problem:
 def serial(p: Problem) -> Plan:
     """The library's all-gather, then two matmuls: what users do today."""
     full = Buffer("full", (p.m, p.n), p.dtype, "scratch", split=True)
-    steps = (gather("dy"), dgrad(FULL, DX), wgrad(X, FULL))
-    return Plan(p, "serial", "", "ring", (*operands(p), full), (COMPUTE,), steps)
+    steps = gather("dy"), dgrad(FULL, DX), wgrad(X, FULL)
+    return in_one_lane(p, "serial", (*operands(p), full), *steps)
 
 
 def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int) -> Plan:
@@ -60,9 +60,7 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int) -> Pl
         dx |= Plan(p, "keep", "", peers, (full,), LANES, (opening, keep))
     dw = Plan(p, "wgrad", "", peers, (*operands(p), full), LANES, (wgrad(X, FULL),))
     both = dx >> dw
-    sizes = "" if graded_dx.family == "shard_p2p" else "/".join(map(str, groups)) + " "
-    tail = f" pieces={pieces}" if pieces > 1 else ""
-    return replace(both, family=graded_dx.family, variant=f"{sizes}{peers}{tail}")
+    return replace(both, family=graded_dx.family, variant=graded_dx.variant)
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
@@ -73,62 +71,31 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
     yield Box(rank, "dw", 0, 0, p.k, 0, p.n), weight_gradient(p, rank, "dy")
 
 
-def groups_of(p: Problem, options: Options, machine: Machine) -> tuple[int, ...]:
-    """Sizes of the groups of a graded plan; those that are left out fit the gather for dx."""
-    return grading.sizes_of(p, options, machine, _dx_s, in_pieces=-1)
-
-
-def _graded(p: Problem, options: Options, machine: Machine) -> Plan:
-    return graded(p, groups_of(p, options, machine), options.peers, max(options.pieces, 1))
-
-
-def _shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
-    return graded(p, (1,) * p.ranks, options.peers, max(options.pieces, 1))
-
-
-def _graded_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-    return _seconds(p, groups_of(p, options, machine), options, machine, tiles)
-
-
-def _shard_p2p_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-    return _seconds(p, (1,) * p.ranks, options, machine, tiles)
-
-
-def _seconds(
-    p: Problem, groups: tuple[int, ...], options: Options, machine: Machine, tiles: Tiles
-) -> float:
-    dx_s = _dx_s(p, groups, max(options.pieces, 1), machine, tiles)
-    return dx_s + machine.costs.matmul_s(p.k, p.n, p.m, p.item_bytes, machine.sms)
-
-
 def _dx_s(
-    p: Problem, groups: tuple[int, ...], pieces: int, machine: Machine, tiles: Tiles = NO_TILES
+    p: Problem, groups: tuple[int, ...], pieces: int, machine: Machine, tiles: Tiles
 ) -> float:
     return gather_s(gather_problem(p), groups, pieces, machine, tiles)
+
+
+def _dw_s(p: Problem, machine: Machine) -> float:
+    return machine.costs.matmul_s(p.k, p.n, p.m, p.item_bytes, machine.sms)
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
     groups = all_gather_matmul.GROUPS.get(p.ranks, ())
-    found = [
-        "serial",
-        *(f"shard_p2p {peers}" for peers in ("ring", "xor")[: 1 + is_power(p.ranks)]),
-    ]
+    found = ["serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
     found += [f"graded {g} ring" for g in groups if "/" in g][-4:] or ["graded ring"]
     return (*found, "shard_p2p ring pieces=2")
 
 
 OPERATION = Operation(
-    name="matmul_reduce_scatter_backward",
     operands=operands,
     definition=definition,
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        Family(name="shard_p2p", takes=("peers", "pieces"), build=_shard_p2p,
-               guess_s=_shard_p2p_s),
-        Family(name="graded", takes=("peers", "sizes", "pieces"), build=_graded,
-               guess_s=_graded_s),
+        *grading.families(graded, _dx_s, in_pieces=-1, beside_s=_dw_s),
     ),
     candidates=candidates,
     collectives=("all_gather",),

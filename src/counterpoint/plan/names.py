@@ -1,6 +1,6 @@
-"""Names that plans of matmuls share: lanes, the regions of users' tensors, the row of a bias."""
+"""Names that plans share: lanes, regions of users' tensors; and what serial plans are made of."""
 
-from counterpoint.plan.steps import Buffer, Lane, Region
+from counterpoint.plan.steps import COUNTS, Buffer, Lane, Plan, Region, Step
 from counterpoint.problem import Problem
 
 COMPUTE = Lane("compute", "sm")
@@ -20,3 +20,25 @@ def bias_row(p: Problem) -> tuple[Buffer, ...]:
 def with_bias(p: Problem) -> tuple[tuple[Region, ...], tuple[tuple[str, int | str], ...]]:
     """What a step reads and is told where the problem has a bias that it adds."""
     return ((BIAS,), (("bias", 1),)) if p.bias else ((), ())
+
+
+def counts_of(p: Problem) -> tuple[Region, ...]:
+    """What a step reads that has as many rows as the counts say."""
+    return () if p.counts == "equal" else (Region(COUNTS),)
+
+
+def collective(name: str, which: str, reads: tuple[Region, ...], target: Region) -> Step:
+    """A step of the library's collective."""
+    args = (("collective", which),)
+    return Step(name, "compute", "collective", reads, (target,), args=args)
+
+
+def in_one_lane(p: Problem, family: str, buffers: tuple[Buffer, ...], *steps: Step) -> Plan:
+    """A plan whose kernels run one after another."""
+    return Plan(p, family, "", "ring", buffers, (COMPUTE,), steps)
+
+
+def alone(p: Problem) -> tuple[Step, ...]:
+    """What a group of one rank does to multiply x by w, plus the bias."""
+    added, args = with_bias(p)
+    return (Step("matmul", "compute", "matmul", (X, W, *added), (Y,), args=args),)

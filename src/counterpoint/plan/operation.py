@@ -96,10 +96,9 @@ def no_tables(problem: Problem) -> Mapping[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What an operator is.
+    """What an operator is; its name is that of the file that declares it.
 
     Args:
-        name: of the operator, and of the file that declares it.
         operands: the user's tensors as buffers.
         definition: the boxes of the outputs on a rank, and what each cell of them has to hold; and
             of other buffers that a kernel fills.
@@ -126,7 +125,6 @@ class Operation:
         computed_s: seconds of what is computed and is no matmul.
     """
 
-    name: str
     operands: Callable[[Problem], tuple[Buffer, ...]]
     definition: Callable[[Problem, int], Iterator[tuple[Box, Value]]]
     alone: Callable[[Problem], tuple[Step, ...]]
@@ -135,8 +133,8 @@ class Operation:
     collectives: tuple[str, ...]
     check: Callable[[Problem], None]
     moved: Callable[[Problem], tuple[int, int]]
-    matmuls: Callable[[Problem], tuple[tuple[int, int, int], ...]]
     overlapped: Callable[[Problem, bool], str]
+    matmuls: Callable[[Problem], tuple[tuple[int, int, int], ...]] = lambda p: ((p.m, p.n, p.k),)
     gradient: str = "graded"
     without_serial: Callable[[Problem], tuple[str, str]] = lambda problem: ("", "")
     shares_rows: bool = True

@@ -9,6 +9,11 @@ from counterpoint.plan.steps import Peer, Signal, Step
 Piece = tuple[int, int]
 
 
+def orders(ranks: int) -> tuple[str, ...]:
+    """The orders that so many ranks can meet in: XOR masks need a power of two."""
+    return ("ring", "xor")[: 1 + (not ranks & (ranks - 1))]
+
+
 def cuts(pieces: int) -> list[tuple[str, Piece]]:
     """Parts of a block in order, each with what its steps have behind their names."""
     return [(f"_{i}" if pieces > 1 else "", (i, pieces)) for i in range(pieces)]

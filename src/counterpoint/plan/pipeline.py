@@ -8,7 +8,6 @@ from counterpoint.plan.operation import Operation
 from counterpoint.plan.sizes import check_plain
 
 OPERATION = Operation(
-    name="pipeline",
     operands=lambda p: (),
     definition=lambda p, rank: iter(()),
     alone=lambda p: (),

@@ -12,7 +12,6 @@ from counterpoint.plan import values
 from counterpoint.plan.bind import BoundStep, Box, Part, Program, bind
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
-from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.plan.values import Cell, Contradiction, Memory, Piece
 
@@ -186,7 +185,7 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
         except Contradiction as error:
             raise PlanError(plan.spec, str(error), step=bound.step.name) from error
     for rank in range(plan.problem.ranks):
-        for box, want in operation_of(plan.problem.op).definition(plan.problem, rank):
+        for box, want in plan.problem.operation.definition(plan.problem, rank):
             for place, got in memory.read(box):
                 if got != want:
                     where = f"{box.buffer} of rank {rank}"
@@ -198,7 +197,7 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
 def _declared(plan: Plan, bound: BoundStep, rank: int) -> Iterator[Piece]:
     """What a fused kernel says that it does: its outputs hold what the op defines."""
     written = {part.write.buffer for part in bound.parts}
-    for box, value in operation_of(plan.problem.op).definition(plan.problem, rank):
+    for box, value in plan.problem.operation.definition(plan.problem, rank):
         if box.buffer in written:
             yield box, value
 
@@ -226,70 +225,45 @@ def _result(bound: BoundStep, part: Part, memory: Memory, stacked: bool) -> list
 def _collective(
     plan: Plan, bound: BoundStep, rank: int, everyone: list[list[list[Piece]]]
 ) -> list[Piece]:
-    starts = plan.problem.row_starts
-    target = bound.parts[0].write if bound.parts else None
-    if target is None:
+    if not bound.parts:
         return []
-    if bound.step.arg("collective") == "all_gather":
-        gathered: list[Piece] = []
-        for s, (pieces,) in enumerate(everyone):
-            whole = _whole(plan, plan.buffer(bound.step.reads[0].buffer), s)
-            block = target._replace(r0=starts[s], r1=starts[s + 1])
-            gathered += values.moved(pieces, whole, block)
-        return gathered
-    if bound.step.arg("collective") == "all_to_all" and plan.problem.tables:
-        return _side_by_side(plan, bound, rank, everyone)
-    if bound.step.arg("collective") == "all_to_all":
-        return _exchanged(plan, bound, rank, everyone)
-    if bound.step.arg("collective") == "all_reduce":
-        sums = [values.moved(pieces, target._replace(rank=s), target)
-                for s, (pieces,) in enumerate(everyone)]  # fmt: skip
-        return values.total(target, [piece for pieces in sums for piece in pieces])
-    added: list[Piece] = []
-    for s, (pieces,) in enumerate(everyone):
-        source = bound.parts[0].reads[0]
-        block = source._replace(rank=s, r0=starts[rank], r1=starts[rank + 1])
-        inside = [(values.intersect(box, block), value) for box, value in pieces]
-        kept = [(box, value) for box, value in inside if box is not None]
-        added += values.moved(kept, block, target)
-    return values.total(target, added)
-
-
-def _exchanged(
-    plan: Plan, bound: BoundStep, rank: int, everyone: list[list[list[Piece]]]
-) -> list[Piece]:
-    """My block of what each rank has, in its order, to that rank's block of what I get."""
-    (part,), p = bound.parts, plan.problem
-    target = part.write
-
-    def block(box: Box, whose: int, of: int) -> Box:
-        """The rows of expert `of` in the block of rank `whose`."""
-        by_expert = plan.buffer(box.buffer).pieces > 1
-        place = of * p.ranks + whose if by_expert else whose * p.experts + of
-        count = p.rows[0] // p.experts
-        return box._replace(r0=place * count, r1=(place + 1) * count)
-
     arrived: list[Piece] = []
-    for s, (pieces,) in enumerate(everyone):
-        for e in range(p.experts):
-            source = block(part.reads[0]._replace(rank=s), rank, e)
-            inside = ((values.intersect(box, source), value) for box, value in pieces)
-            kept = [(box, value) for box, value in inside if box is not None]
-            arrived += values.moved(kept, source, block(target, s, e))
-    return arrived
-
-
-def _side_by_side(
-    plan: Plan, bound: BoundStep, rank: int, everyone: list[list[list[Piece]]]
-) -> list[Piece]:
-    """The rows of my bags of what each rank has pooled, rank 0's columns first."""
-    (part,), p = bound.parts, plan.problem
-    arrived: list[Piece] = []
-    for s, (pieces,) in enumerate(everyone):
-        start, stop = p.column_starts[s : s + 2]
-        source = part.reads[0]._replace(rank=s, r0=p.row_starts[rank], r1=p.row_starts[rank + 1],
-                                        c0=0, c1=stop - start)  # fmt: skip
+    for s, source, target in _routes(plan, bound, rank):
+        (pieces,) = everyone[s]
         inside = ((values.intersect(box, source), value) for box, value in pieces)
         kept = [(box, value) for box, value in inside if box is not None]
-        arrived += values.moved(kept, source, part.write._replace(c0=start, c1=stop))
-    return arrived
+        arrived += values.moved(kept, source, target)
+    sums = bound.step.arg("collective") in ("all_reduce", "reduce_scatter")
+    return values.total(bound.parts[0].write, arrived) if sums else arrived
+
+
+def _routes(plan: Plan, bound: BoundStep, rank: int) -> Iterator[tuple[int, Box, Box]]:
+    """Each rank, the box of its operand that `rank` gets, and where it gets it."""
+    p, (part, *_) = plan.problem, bound.parts
+    target, starts = part.write, p.row_starts
+    for s in range(p.ranks):
+        source = part.reads[0]._replace(rank=s)
+        mine = source._replace(r0=starts[rank], r1=starts[rank + 1])
+        match bound.step.arg("collective"):
+            case "all_gather":
+                whole = _whole(plan, plan.buffer(source.buffer), s)
+                yield s, whole, target._replace(r0=starts[s], r1=starts[s + 1])
+            case "all_reduce":
+                yield s, target._replace(rank=s), target
+            case "reduce_scatter":
+                yield s, mine, target
+            case _ if p.tables:  # rows of my bags, side by side, rank 0's columns first
+                start, stop = p.column_starts[s : s + 2]
+                yield s, mine._replace(c0=0, c1=stop - start), target._replace(c0=start, c1=stop)
+            case _:
+                for e in range(p.experts):
+                    yield s, _rows_of(plan, source, rank, e), _rows_of(plan, target, s, e)
+
+
+def _rows_of(plan: Plan, box: Box, owner: int, expert: int) -> Box:
+    """What a rank has of the rows of one owner and one expert, by expert or by owner."""
+    p = plan.problem
+    by_expert = plan.buffer(box.buffer).pieces > 1
+    place = expert * p.ranks + owner if by_expert else owner * p.experts + expert
+    count = p.rows[0] // p.experts
+    return box._replace(r0=place * count, r1=(place + 1) * count)

@@ -7,15 +7,15 @@ names carry them out.
 import re
 from dataclasses import dataclass, fields
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from counterpoint.errors import InputError
 
 Mode = Literal["graph", "eager"]
 Along = Literal["m", "n"]
 Transport = Literal["sm", "copy_engine", "zero_cta"]
-MODES: tuple[Mode, ...] = ("graph", "eager")
-TRANSPORTS: tuple[Transport, ...] = ("sm", "copy_engine", "zero_cta")
+MODES: tuple[Mode, ...] = get_args(Mode)
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 MAX_PIECES = 16
 MAX_DELAY_S = 1e-3
 

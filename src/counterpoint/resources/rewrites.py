@@ -173,9 +173,14 @@ def _edges(earlier: Sequence[Step], step: Step) -> tuple[str, ...]:
 
 
 def _meet(some: Sequence[Region], others: Sequence[Region]) -> bool:
-    def overlap(a: Region, b: Region) -> bool:
-        if a.buffer != b.buffer or not isinstance(a.cols, tuple) or not isinstance(b.cols, tuple):
-            return False
-        return a.cols[0] < b.cols[1] and b.cols[0] < a.cols[1]
+    spans = [(r.buffer, r.cols) for r in others if isinstance(r.cols, tuple)]
+    return any(
+        r.buffer == buffer and isinstance(r.cols, tuple) and overlap(r.cols, cols)
+        for r in some
+        for buffer, cols in spans
+    )
 
-    return any(overlap(a, b) for a in some for b in others)
+
+def overlap(a: Span, b: Span) -> bool:
+    """Whether they have a byte in common."""
+    return a[0] < b[1] and b[0] < a[1]

@@ -148,49 +148,57 @@ def search(
     Raises:
         InputError: plain overlap itself cannot be measured.
     """
-    arms: dict[Controls, Arm] = {}
-    tried: set[Controls] = set()
-
-    def time_of(some: Sequence[Controls], num_rounds: int, what: str) -> None:
-        """Time settings, the first of which has been timed before unless none has."""
-        wanted = [OFF, *(c for c in some if c != OFF)]
-        progress(f"{what}: {len(wanted)} settings")
-        rounds = measure(wanted, num_rounds)
-        if OFF not in rounds:
-            raise InputError("search", "measure", want="a time of plain overlap", got="none")
-        tried.update(wanted)
-        # clocks drift from rotation to rotation: the first setting says by how much. Plain overlap
-        # would not do, whose launches race: it often has two times, apart by a tenth
-        known = arms.get(some[0])
-        again = rounds.get(some[0])
-        drift = statistics.median(again) / known.settled_s if known and again else 1.0
-        for controls, seconds in rounds.items():
-            arms[controls] = _arm(controls, seconds, rounds[OFF], drift)
-
-    def leaders() -> list[Arm]:
-        return sorted(arms.values(), key=lambda arm: (arm.settled_s, arm.controls.spec))
-
-    time_of([SEQUENTIAL, *space.neighbours(OFF)], FIRST_ROUNDS, "each control by itself")
-    space = _without_losers(space, arms)
+    timed = _Timed(measure, progress)
+    timed.take([SEQUENTIAL, *space.neighbours(OFF)], FIRST_ROUNDS, "each control by itself")
+    space = _without_losers(space, timed.arms)
     timed_out = False
     for step in count():
         if not time_left():
             timed_out = True
             break
-        best = leaders()[0]
-        some = space.neighbours(best.controls) if step else _two_together(space, arms)
-        new = [c for c in some if c not in tried]
+        best = timed.leaders()[0]
+        some = space.neighbours(best.controls) if step else _two_together(space, timed.arms)
+        new = [c for c in some if c not in timed.tried]
         if new:
             what = f"from {best.controls.spec}" if step else "two controls together"
-            time_of([best.controls, *new], FIRST_ROUNDS, what)
-        if step and (not new or leaders()[0].settled_s >= best.settled_s * (1 - TIE / 2)):
+            timed.take([best.controls, *new], FIRST_ROUNDS, what)
+        if step and (not new or timed.leaders()[0].settled_s >= best.settled_s * (1 - TIE / 2)):
             break
-    one = [arm.controls for arm in leaders() if arm.controls.num_set == 1]
-    finalists = [*(arm.controls for arm in leaders()[:FINALISTS]), *one[:1]]
+    leaders = timed.leaders()
+    one = [arm.controls for arm in leaders if arm.controls.num_set == 1]
+    finalists = [*(arm.controls for arm in leaders[:FINALISTS]), *one[:1]]
     finalists = list(dict.fromkeys([*finalists, *simpler(finalists[0])]))
-    time_of(finalists, final_rounds(leaders()[0].seconds), "the best")
-    best, why = _decide([arms[c] for c in finalists if c in arms])
-    return Found(best, tuple(leaders()), why, timed_out=timed_out)
+    timed.take(finalists, final_rounds(leaders[0].seconds), "the best")
+    best, why = _decide([timed.arms[c] for c in finalists if c in timed.arms])
+    return Found(best, tuple(timed.leaders()), why, timed_out=timed_out)
+
+
+class _Timed:
+    """The settings that have been timed."""
+
+    def __init__(self, measure: Measure, progress: Callable[[str], None]) -> None:
+        self.measure, self.progress = measure, progress
+        self.arms: dict[Controls, Arm] = {}
+        self.tried: set[Controls] = set()  # those that could not be had, too
+
+    def take(self, some: Sequence[Controls], num_rounds: int, what: str) -> None:
+        """Time settings, the first of which has been timed before unless none has."""
+        wanted = [OFF, *(c for c in some if c != OFF)]
+        self.progress(f"{what}: {len(wanted)} settings")
+        rounds = self.measure(wanted, num_rounds)
+        if OFF not in rounds:
+            raise InputError("search", "measure", want="a time of plain overlap", got="none")
+        self.tried.update(wanted)
+        # clocks drift from rotation to rotation: the first setting says by how much. Plain overlap
+        # would not do, whose launches race: it often has two times, apart by a tenth
+        known, again = self.arms.get(some[0]), rounds.get(some[0])
+        drift = statistics.median(again) / known.settled_s if known and again else 1.0
+        for controls, seconds in rounds.items():
+            self.arms[controls] = _arm(controls, seconds, rounds[OFF], drift)
+
+    def leaders(self) -> list[Arm]:
+        """The fastest first."""
+        return sorted(self.arms.values(), key=lambda arm: (arm.settled_s, arm.controls.spec))
 
 
 def final_rounds(seconds: float) -> int:
@@ -234,17 +242,13 @@ def simpler(than: Controls) -> tuple[Controls, ...]:
     names = [f.name for f in fields(Controls) if getattr(than, f.name) != f.default]
     names = [name for name in names if name not in ("overlap", "along")]
     found: list[Controls] = []
-    for kept in _powerset(names):
+    some = (kept for size in range(1, len(names)) for kept in combinations(names, size))
+    for kept in some:
         values = {name: getattr(than, name) for name in kept}
         if "pieces" in values:
             values["along"] = than.along
         found.append(Controls(**values))
     return tuple(found) if than.overlap else ()
-
-
-def _powerset(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """All of their choices but none of them and all of them, small ones first."""
-    return [kept for size in range(1, len(names)) for kept in combinations(names, size)]
 
 
 def _arm(controls: Controls, seconds: Rounds, off: Rounds, drift: float) -> Arm:

@@ -65,12 +65,7 @@ class Shape:
 
 
 def refusal(kernel: Footprint, limits: SmLimits) -> str:
-    """Why a kernel cannot be shaped; "" if it can.
-
-    Args:
-        kernel: as it is launched.
-        limits: of the SM.
-    """
+    """Why a kernel cannot be shaped as it is launched; "" if it can."""
     if kernel.kind != "kernel":
         return f"a {kernel.kind} has no blocks"
     if SPINNING.search(kernel.name):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.resources.rewrites import Span
+from counterpoint.resources.rewrites import Span, overlap
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Reduction = Literal["sum", "avg"]
@@ -114,8 +114,3 @@ def span(tensor: Tensor) -> Span:
         return start, start
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
-
-
-def overlap(a: Span, b: Span) -> bool:
-    """Whether they have a byte in common."""
-    return a[0] < b[1] and b[0] < a[1]

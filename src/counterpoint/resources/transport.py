@@ -25,12 +25,7 @@ COPYABLE = ("all_gather", "all_to_all", "all_reduce")
 
 
 def refusal(pipeline: Pipeline, transport: Transport) -> str:
-    """Why no collective of `pipeline` can go by `transport`; "" if one can.
-
-    Args:
-        pipeline: whose collectives are asked about.
-        transport: of them.
-    """
+    """Why no collective of `pipeline` can go by `transport`; "" if one can."""
     if transport == "sm":
         return ""
     if pipeline.device.type != "cuda":
@@ -150,10 +145,7 @@ class CopyLane:
     ) -> Carry:
         """Puts an all-gather, all-to-all or all-reduce on the current stream.
 
-        Args:
-            collective: one of these.
-            memory: that its target lies in.
-            group: for the library's part of an all-reduce.
+        Its target lies in `memory`; the library's part of an all-reduce is by `group`.
         """
         rank, ranks = self.workspace.rank, memory.world_size
         peers = [(rank + d) % ranks for d in range(1, ranks)]
