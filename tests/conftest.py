@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from rankpool import RankPool
+
+# the same examples in each run, however slow the machine is
+settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

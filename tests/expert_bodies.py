@@ -13,6 +13,7 @@ import torch
 from rank_bodies import by_reference
 from torch import Tensor
 
+import counterpoint as cp
 from counterpoint.ops import experts_check
 
 Lists = list[list[int]]
@@ -133,3 +134,27 @@ def multiplied(rows: list[Tensor], ws: list[Tensor], counts: Lists) -> list[Tens
 
 def summed(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return (weights[:, :, None] * y[index]).sum(1)
+
+
+def wrong_products(
+    rank: int, counts: Lists, plan: str, dtype: torch.dtype, k: int, n: int
+) -> list[str]:
+    """Which results of both operators are not those of one process, with either layout of w."""
+    found: list[str] = []
+    local = len(counts[0]) // len(counts)
+    table = torch.tensor(counts, dtype=torch.int32 if local == 1 else torch.int64)
+    for stored in ("kn", "nk"):
+        given = whole(counts, k, n, dtype, stored=stored)
+        x, w, exact = given.xs[rank], given.ws[rank], given.double()
+        rows = by_expert(exact.xs, counts)
+        want = multiplied(rows, exact.ws, counts)[rank].to(dtype)
+        y, kept = cp.all_to_all_matmul(x, w, counts=table, plan=plan, return_rows=True)
+        alone = cp.all_to_all_matmul(x, w, counts=counts, plan=plan)
+        given = whole(counts, k, n, dtype, back=True, stored=stored)
+        exact = given.double()
+        back = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank].to(dtype)
+        returned = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=table, plan=plan)
+        pairs = {"y": (y, want), "y alone": (alone, want), "rows": (kept, rows[rank].to(dtype)),
+                 "returned": (returned, back)}  # fmt: skip
+        found += [f"{name} {stored}" for name, pair in pairs.items() if not torch.equal(*pair)]
+    return found

@@ -27,6 +27,9 @@ class NodeType(IntEnum):
 
     CU_GRAPH_NODE_TYPE_KERNEL = 0
     CU_GRAPH_NODE_TYPE_MEMCPY = 1
+    CU_GRAPH_NODE_TYPE_MEMSET = 2
+    CU_GRAPH_NODE_TYPE_GRAPH = 4
+    CU_GRAPH_NODE_TYPE_EVENT_RECORD = 7
 
 
 class NodeAttribute(IntEnum):
@@ -51,10 +54,21 @@ class FunctionAttribute(IntEnum):
 
 
 COOPERATIVE, CLUSTER, PRIORITY, CARVE_OUT = NodeAttribute
-STATIC, REGISTERS, MOST_DYNAMIC, PREFERRED, *_ = FunctionAttribute
+STATIC, REGISTERS, MOST_DYNAMIC, PREFERRED, *REQUIRED = FunctionAttribute
+KERNEL, MEMCPY, MEMSET, GRAPH, EVENT_RECORD = NodeType
 USUAL_LIMIT = 48 * 1024  # of dynamic shared memory, of a function that nobody has asked
 NO_PREFERENCE = -1
 CLONES = 10**6  # the node n of a graph is n + clone in its clone
+
+
+class Handle:
+    """As the bindings give them out: an object with a number, another one at every call."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __int__(self) -> int:
+        return self.number
 
 
 class StubGraphs:
@@ -70,33 +84,46 @@ class StubGraphs:
 
     def __init__(self) -> None:
         self.graphs: dict[int, list[int]] = {}
+        self.edges: dict[int, list[tuple[int, int]]] = {}
         self.types: dict[int, NodeType] = {}
-        self.params: dict[int, SimpleNamespace] = {}
+        self.params: dict[int, Any] = {}  # or the number of a child graph
         self.attributes: dict[int, dict[int, Any]] = {}
         self.functions: dict[int, tuple[bytes, dict[int, int]]] = {}
         self.executables: dict[int, dict[int, int]] = {}  # dynamic bytes of each node
         self.captures: dict[int, int] = {}  # the graph that a stream is captured into
         self.changes: list[tuple[Any, ...]] = []  # calls that change something
-        self.refuses: tuple[str, int] = ("", 0)  # a call, and the function or node it is of
+        self.refuses: tuple[str, int] = ("", 0)  # a change, and the function or node it is of
+        self.fails = ""  # a call
+        self.asked: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("cu"):
+            self.asked.add(name)
+            if name == self.fails:
+                return lambda *_: (Status.CUDA_ERROR_INVALID_VALUE, None, None, None, None)
+        return super().__getattribute__(name)
 
     def kernel(
         self, node: int, name: str = "relu", *, graph: int = 1, threads: int = 128,
         registers: int = 32, static: int = 0, dynamic: int = 0, priority: int = 0,
-        cluster: tuple[int, int, int] = (0, 0, 0), cooperative: int = 0, function: int = 0,
+        cluster: tuple[int, int, int] = (0, 0, 0), required: tuple[int, int, int] = (0, 0, 0),
+        cooperative: int = 0, function: int = 0, in_library: bool = False,
     ) -> int:  # fmt: skip
-        """Add a node that launches a kernel; its function, 1000 more unless given."""
+        """Add a node that launches 64 x 3 x 2 blocks; its function, 1000 more unless given.
+
+        One that is `in_library` is named by its kernel, 1000 more again.
+        """
         function = function or 1000 + node
         self.functions[function] = (
             name.encode(),
             {REGISTERS: registers, STATIC: static, MOST_DYNAMIC: USUAL_LIMIT,
-             PREFERRED: NO_PREFERENCE},
+             PREFERRED: NO_PREFERENCE, **dict(zip(REQUIRED, required, strict=True))},
         )  # fmt: skip
-        self.graphs.setdefault(graph, []).append(node)
-        self.types[node] = NodeType.CU_GRAPH_NODE_TYPE_KERNEL
-        self.params[node] = SimpleNamespace(
-            func=function, kern=0, gridDimX=64, gridDimY=1, gridDimZ=1, blockDimX=threads,
-            blockDimY=1, blockDimZ=1, sharedMemBytes=dynamic,
-        )  # fmt: skip
+        self.add(node, KERNEL, graph=graph, params=SimpleNamespace(
+            func=0 if in_library else function, kern=function + 1000 if in_library else 0,
+            gridDimX=64, gridDimY=3, gridDimZ=2, blockDimX=threads, blockDimY=1, blockDimZ=1,
+            sharedMemBytes=dynamic,
+        ))  # fmt: skip
         x, y, z = cluster
         self.attributes[node] = {
             COOPERATIVE: SimpleNamespace(cooperative=cooperative),
@@ -105,11 +132,15 @@ class StubGraphs:
         }
         return function
 
-    def memcpy(self, node: int, *, graph: int = 1) -> None:
-        """Add a node that copies."""
+    def add(self, node: int, kind: NodeType, *, graph: int = 1, params: Any = None) -> None:
+        """Add a node of any kind."""
         self.graphs.setdefault(graph, []).append(node)
-        self.types[node] = NodeType.CU_GRAPH_NODE_TYPE_MEMCPY
-        self.params[node] = SimpleNamespace(WidthInBytes=64, Height=1, Depth=1)
+        self.types[node], self.params[node] = kind, params
+
+    def memcpy(self, node: int, width: int = 64, height: int = 1, depth: int = 1) -> None:
+        """Add a node that copies."""
+        rows = SimpleNamespace(WidthInBytes=width, Height=height, Depth=depth)
+        self.add(node, MEMCPY, params=rows)
 
     def bytes_of(self, nodes: Iterable[int]) -> list[int]:
         """Dynamic shared memory with which the nodes would be launched."""
@@ -134,13 +165,28 @@ class StubGraphs:
         return (Status.CUDA_SUCCESS,)
 
     def cuGraphGetNodes(self, graph: int, count: int):
-        return Status(0), self.graphs[graph][:count], len(self.graphs[graph])
+        return Status(0), list(map(Handle, self.graphs[graph][:count])), len(self.graphs[graph])
+
+    def cuGraphGetEdges(self, graph: int, count: int):
+        some, total = self.edges.get(graph, [])[:count], len(self.edges.get(graph, []))
+        return Status(0), [Handle(a) for a, _ in some], [Handle(b) for _, b in some], [], total
+
+    def cuGraphChildGraphNodeGetGraph(self, node: int):
+        return Status(0), Handle(self.params[node])
+
+    def cuGraphMemsetNodeGetParams(self, node: int):
+        return Status(0), copy.copy(self.params[node])
+
+    def cuKernelGetFunction(self, kernel: Handle):
+        return Status(0), Handle(int(kernel) - 1000)
 
     def cuGraphNodeGetType(self, node: int):
         return Status(0), self.types[node]
 
     def cuGraphKernelNodeGetParams(self, node: int):
-        return Status(0), copy.copy(self.params[node])
+        found = copy.copy(self.params[node])
+        found.func, found.kern = Handle(found.func), Handle(found.kern)
+        return Status(0), found
 
     def cuGraphMemcpyNodeGetParams(self, node: int):
         return Status(0), copy.copy(self.params[node])
@@ -162,12 +208,14 @@ class StubGraphs:
         return done
 
     def cuGraphKernelNodeSetParams(self, node: int, params: SimpleNamespace):
+        params = copy.copy(params)
+        params.func, params.kern = int(params.func), int(params.kern)
         limit = self.functions[params.func][1][MOST_DYNAMIC]
         if params.sharedMemBytes > limit:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         done = self._change("cuGraphKernelNodeSetParams", node, params.sharedMemBytes)
         if not done[0]:
-            self.params[node] = copy.copy(params)
+            self.params[node] = params
         return done
 
     def cuGraphExecKernelNodeSetParams(self, executable: int, node: int, params: SimpleNamespace):

@@ -21,7 +21,7 @@ SMS = preset("h200-8").sms
 TILES = (None, (128, 256), (64, 128), (256, 128))
 
 sizes = st.integers(1, 20000)
-quickly = settings(max_examples=300, derandomize=True, deadline=None, database=None)
+quickly = settings(max_examples=300)
 
 
 @pytest.mark.parametrize(

@@ -59,35 +59,27 @@ def test_unknown_preset_lists_those_that_exist(name):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "fix"),
+    ("part", "field", "value", "text"),
     [
-        ("hbm_bytes_per_s", 4800, "pass bytes/s, not GB/s"),
-        ("hbm_bytes", 141, "pass bytes, not GB"),
-        ("bf16_flop_per_s", 989, "pass flop/s, not Tflop/s"),
-        ("fp32_flop_per_s", float("nan"), "pass flop/s, not Tflop/s"),
-        ("l2_bytes", 50, "pass bytes, not MiB"),
-        ("shared_bytes_per_sm", 228, "pass bytes, not KiB"),
-        ("shared_bytes_per_block", 227, "pass bytes, not KiB"),
-        ("registers_per_sm", 64, "pass registers, not Ki"),
+        *((H200.device, name, value, f"at least .*, got {value:g}; {fix}") for name, value, fix in (
+            ("hbm_bytes_per_s", 4800, "pass bytes/s, not GB/s"),
+            ("hbm_bytes", 141, "pass bytes, not GB"),
+            ("bf16_flop_per_s", 989, "pass flop/s, not Tflop/s"),
+            ("fp32_flop_per_s", float("nan"), "pass flop/s, not Tflop/s"),
+            ("l2_bytes", 50, "pass bytes, not MiB"),
+            ("shared_bytes_per_sm", 228, "pass bytes, not KiB"),
+            ("shared_bytes_per_block", 227, "pass bytes, not KiB"),
+            ("registers_per_sm", 64, "pass registers, not Ki"),
+        )),
+        (H200.link, "bytes_per_s", 450, r"at least 1e\+09, got 450; pass bytes/s"),
+        (H200.link, "latency_s", 2.0, "seconds, .*, got 2; pass seconds, not us"),
+        (H200.link, "copy_overhead_s", -1e-6, "seconds, .*, got -1e-06"),
+        (H200.link, "topology", "ring", "one of switch, mesh, pcie, got 'ring'"),
     ],
-)
-def test_unit_slips_of_a_device_are_refused(field, value, fix):
-    with pytest.raises(InputError, match=rf"{field} must be at least .*, got {value:g}; {fix}"):
-        replace(H200.device, **{field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("bytes_per_s", 450, r"bytes_per_s must be at least 1e\+09, got 450; pass bytes/s"),
-        ("latency_s", 2.0, "latency_s must be seconds, .*, got 2; pass seconds, not us"),
-        ("copy_overhead_s", -1e-6, "copy_overhead_s must be seconds, .*, got -1e-06"),
-        ("topology", "ring", "topology must be one of switch, mesh, pcie, got 'ring'"),
-    ],
-)
-def test_unit_slips_of_a_link_are_refused(field, value, message):
-    with pytest.raises(InputError, match=message):
-        replace(H200.link, **{field: value})
+)  # fmt: skip
+def test_unit_slips_are_refused(part, field, value, text):
+    with pytest.raises(InputError, match=f"{field} must be {text}"):
+        replace(part, **{field: value})
 
 
 def test_counts_below_one_are_refused():

@@ -6,12 +6,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import typer
-from rankpool import RankPool
+from on_ranks import on_ranks
 from typer.testing import CliRunner
 
 import counterpoint
@@ -25,7 +26,8 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def run_block(rank: int, world_size: int, code: str, folder: str) -> list[int]:
+@on_ranks(2)
+def test_readme_code_runs(rank: int, world_size: int, tmp_path: Path):
     """The block, with what it says its names are."""
     names = {
         "x": torch.randn(6, 16),
@@ -33,19 +35,30 @@ def run_block(rank: int, world_size: int, code: str, folder: str) -> list[int]:
         "w_down": torch.randn(8, 16, requires_grad=True),
         "tp": dist.group.WORLD,
     }
-    os.chdir(Path(folder, str(rank)))
+    (code,) = python_blocks(ROOT / "README.md")
+    (tmp_path / str(rank)).mkdir()
+    os.chdir(tmp_path / str(rank))
     exec(code, names)
     assert torch.equal(names["h"], counterpoint.all_gather_matmul(names["x"], names["w_up"]))
     assert all(names[w].grad.shape == names[w].shape for w in ("w_up", "w_down"))
-    return list(names["y"].shape)
+    assert names["y"].shape == (6, 16)
+    assert [path.name for path in Path.cwd().iterdir()] == ["predicted.png"]
 
 
-def test_readme_code_runs(pool: RankPool, tmp_path: Path):
-    (code,) = python_blocks(ROOT / "README.md")
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    assert pool.run(run_block, 2, code, str(tmp_path)) == [[6, 16]] * 2
-    assert [path.name for path in tmp_path.glob("*/*")] == ["predicted.png"] * 2
+@on_ranks(2)
+def test_code_about_training_runs(rank: int, world_size: int):
+    code, sharded = python_blocks(ROOT / "docs" / "training.md")
+    names: dict[str, Any] = {"dp": dist.group.WORLD}
+    exec(sharded, names)
+    weight = names["layer"].weight
+    assert weight.shape == weight.grad.shape == (1536 // world_size, 512)
+    names = {"tp": dist.group.WORLD}
+    exec(code, names)
+    assert names["mlp"].norm.grad is not None
+    down = names["down"].weight.detach()
+    everyone = [torch.empty_like(down) for _ in range(world_size)]
+    dist.all_gather(everyone, down.contiguous())
+    assert down.shape == (512, 1536) and all(torch.equal(down, other) for other in everyone)
 
 
 def test_torchrun_script_runs_on_cpu_ranks(tmp_path: Path):
@@ -66,21 +79,16 @@ def test_torchrun_script_runs_on_cpu_ranks(tmp_path: Path):
     assert "(128, 512) -> (256, 256) -> (128, 512) on 2 ranks" in done.stdout
 
 
-def run_own_plan(rank: int, world_size: int, code: str, folder: str) -> bool:
+@on_ranks(4)
+def test_own_plan_of_the_docs_runs(rank: int, world_size: int, tmp_path: Path):
     """A page's plan of one's own, where each rank has a folder, and the call that takes it."""
-    os.chdir(Path(folder, str(rank)))
-    names = {"cp": counterpoint}
+    (code,), names = python_blocks(ROOT / "docs" / "plans.md"), {"cp": counterpoint}
+    (tmp_path / str(rank)).mkdir()
+    os.chdir(tmp_path / str(rank))
     exec(code, names)
     x, w = torch.randn(128, 512), torch.randn(512, 448)
     y = counterpoint.all_gather_matmul(x, w, plan=names["own"])
-    return torch.equal(y, counterpoint.all_gather_matmul(x, w, plan="shard_p2p"))
-
-
-def test_own_plan_of_the_docs_runs(pool: RankPool, tmp_path: Path):
-    (code,) = python_blocks(ROOT / "docs" / "plans.md")
-    for rank in range(4):
-        (tmp_path / str(rank)).mkdir()
-    assert pool.run(run_own_plan, 4, code, str(tmp_path)) == [True] * 4
+    assert torch.equal(y, counterpoint.all_gather_matmul(x, w, plan="shard_p2p"))
 
 
 def test_api_page_has_every_public_name():

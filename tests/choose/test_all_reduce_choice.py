@@ -87,10 +87,3 @@ def test_the_rule_takes_few_rows_in_one_kernel_and_more_in_two():
             assert "the rule takes" in choice.table[1].verdict
     long = cp.choose(cp.Problem(AR, 1024, 8192, 3584, 4), "h200-4", by="rule")
     assert min(long.compute_s, long.comm_s) > WORTHWHILE_S and long.spec == "direct"
-
-
-def test_a_word_that_is_misspelt_has_a_suggestion():
-    problem = cp.Problem(AR, 32, 8192, 3584, 4)
-    for spec, meant in (("fussed", "fused"), ("fused two_shots", "two_shot"), ("serail", "serial")):
-        with pytest.raises(cp.InputError, match=f"got '{spec}'; did you mean '{meant}'"):
-            cp.build(problem, spec)

@@ -195,6 +195,7 @@ def test_damaged_plans_are_ignored(tmp_path: Path, name: str):
 
 
 BYTES = {
+    "a folder": None,
     "empty": b"",
     "no JSON": b"import os; os.abort()",
     "no text": b"\xff\xfe\x00\x81",
@@ -206,9 +207,10 @@ BYTES = {
 @pytest.mark.parametrize("content", BYTES.values(), ids=BYTES)
 @pytest.mark.parametrize("file", ["nvidia-h200-4.json", "tuned-nvidia-h200-4.json"])
 def test_a_file_of_something_else_is_ignored(
-    tmp_path: Path, nothing_shipped: None, file: str, content: bytes
+    tmp_path: Path, nothing_shipped: None, file: str, content: bytes | None
 ):
-    (tmp_path / file).write_bytes(content)
+    path = tmp_path / file
+    path.mkdir() if content is None else path.write_bytes(content)
     with pytest.warns(CounterpointWarning, match=f"{tmp_path / file} is damaged"):
         assert read(tmp_path) == known.Knowledge(preset("h200-4"), {})
 
@@ -223,12 +225,6 @@ def test_a_file_cut_off_anywhere_is_ignored(tmp_path: Path, nothing_shipped: Non
             found = read(tmp_path)
         assert found.machine == preset("h200-4")
         assert found.tuned == {problem_key(PROBLEM): SPEC}
-
-
-def test_a_folder_in_a_files_place_is_ignored(tmp_path: Path, nothing_shipped: None):
-    (tmp_path / "nvidia-h200-4.json").mkdir()
-    with pytest.warns(CounterpointWarning, match=r"nvidia-h200-4\.json is damaged"):
-        assert read(tmp_path).machine == preset("h200-4")
 
 
 def test_saving_leaves_nothing_else_behind(tmp_path: Path):

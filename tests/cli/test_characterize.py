@@ -1,19 +1,17 @@
 """`counterpoint characterize`: what it prints and keeps, by a measurement that is made up."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from commands import a_node_of_four, as_rank_0, invoke
 
 import counterpoint as cp
 from benchmarks.rows import rows_of
 from counterpoint.choose.known import load
-from counterpoint.cli import characterize, main
+from counterpoint.cli import characterize
 from counterpoint.errors import CounterpointWarning
 
 GPU = "NVIDIA H200"
@@ -25,36 +23,18 @@ MACHINE = replace(
 ROW = {"question": "copy", "num_bytes": 1 << 20, "seconds": 9e-6}
 
 
-def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(
-        main.app, ["characterize", *arguments], env={"COLUMNS": "150", "LOCAL_RANK": None}
-    )
-    assert result.exit_code == code, result.output
-    return result
+run = partial(invoke, "characterize", columns=150)
 
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A node of four; the ranks of each torchrun, which does nothing."""
-    started: list[int] = []
-
-    def torchrun(ranks: int) -> int:
-        started.append(ranks)
-        return 0
-
-    monkeypatch.setattr(characterize.torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(characterize, "torchrun", torchrun)
-    return started
+    return a_node_of_four(characterize, monkeypatch)
 
 
 @pytest.fixture
-def rank_0(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Be rank 0 of the four; what the measurement was asked."""
     asked: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def nccl_group() -> Iterator[tuple[Any, Any]]:
-        yield SimpleNamespace(rank=lambda: 0, size=lambda: 4), "cuda:0"
 
     def measure(**arguments: Any) -> tuple[cp.Machine, list[dict[str, Any]]]:
         asked.update(arguments)
@@ -62,10 +42,7 @@ def rank_0(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> dict[str, A
         arguments["progress"]("copies")
         return MACHINE, [ROW]
 
-    monkeypatch.setattr(characterize, "under_torchrun", lambda: True)
-    monkeypatch.setattr(characterize, "nccl_group", nccl_group)
-    monkeypatch.setattr(characterize, "measure", measure)
-    monkeypatch.setattr(characterize.torch.cuda, "get_device_name", lambda _: GPU)
+    as_rank_0(characterize, measure, monkeypatch)
     return asked
 
 

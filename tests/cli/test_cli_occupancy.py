@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from commands import invoke, refused
 
-from counterpoint.cli import main
 from counterpoint.cli.occupancy import ASSUMED, DEVICES, NOTES, TOO_LARGE
 from counterpoint.runtime.limits import limits_of
 from counterpoint.runtime.occupancy import (
@@ -23,10 +23,7 @@ NVJET = ("--threads", "384", "--registers", "168", "--shared", "213188")
 DEFAULT = ["a40", "a100", "h100", "h200", "mi250x"]
 
 
-def run(*arguments: str, code: int = 0, columns: int = 140) -> Result:
-    result = CliRunner().invoke(main.app, ["occupancy", *arguments], env={"COLUMNS": str(columns)})
-    assert result.exit_code == code, result.output
-    return result
+run = partial(invoke, "occupancy")
 
 
 def facts_of(*arguments: str) -> dict[str, dict[str, Any]]:
@@ -122,11 +119,7 @@ def test_all_machines():
     ],
 )  # fmt: skip
 def test_what_is_refused_is_one_line(arguments: list[str], message: str):
-    result = run(*arguments, code=1)
-    assert result.stdout == ""
-    assert result.stderr.startswith("Error: occupancy: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    refused("occupancy", arguments, message)
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,23 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke, refused
 from plan_cases import AR, BAGS, EXPERTS, OPS, make_problem
-from typer.testing import CliRunner, Result
 
 import counterpoint as cp
 from counterpoint.choose.known import save_machine
-from counterpoint.cli import main
 from counterpoint.model.estimate import predicted_s
 
 GATHER = ("all_gather_matmul", "--shape", "8192,7168,8192")
 SMALL = ("all_gather_matmul", "--shape", "8190,64,64", "--ranks", "3")
 
 
-def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main.app, ["plan", *arguments], env={"COLUMNS": "140"})
-    assert result.exit_code == code, result.output
-    return result
+run = partial(invoke, "plan")
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -115,7 +112,7 @@ def test_embedding_bags_are_problems_too():
 
 
 def test_it_fits_80_columns():
-    result = CliRunner().invoke(main.app, ["plan", *GATHER], env={"COLUMNS": "80"})
+    result = run(*GATHER, columns=80)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "…" not in result.stdout
 
@@ -240,11 +237,7 @@ def test_serial_is_drawn_alone(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_what_is_refused_is_one_line(arguments: list[str], message: str):
-    result = run(*arguments, code=1)
-    assert result.stdout == ""
-    assert result.stderr.startswith("Error: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    refused("plan", arguments, message)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """`counterpoint tune` and `counterpoint.tune`: on CPU ranks, and with GPUs that are made up."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import a_node_of_four, as_rank_0, invoke, refused
+from on_ranks import on_ranks
 from plan_cases import OPS
-from rankpool import RankPool
+from refusals import wrongly_refused
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 import counterpoint as cp
 from benchmarks.rows import rows_of
 from counterpoint.choose.choice import Candidate
-from counterpoint.cli import launch, main
+from counterpoint.cli import launch
 from counterpoint.cli import tune as command
 from counterpoint.measure import tune as measuring
 from counterpoint.measure.shapes import SHAPES
@@ -28,26 +28,12 @@ SHAPE = ("--op", "all_gather_matmul", "--shape", "64,32,48")
 TIMES = {"serial": 4e-4, "shard_p2p ring": 2e-4, "graded 2": 3e-4}
 
 
-def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(
-        main.app, ["tune", *arguments], env={"COLUMNS": "140", "LOCAL_RANK": None}
-    )
-    assert result.exit_code == code, result.output
-    return result
+run = partial(invoke, "tune")
 
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A node of four; the ranks of each torchrun, which does nothing."""
-    started: list[int] = []
-
-    def torchrun(ranks: int) -> int:
-        started.append(ranks)
-        return 0
-
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(command, "torchrun", torchrun)
-    return started
+    return a_node_of_four(command, monkeypatch)
 
 
 def measured(problem: cp.Problem, times: dict[str, float]) -> cp.Choice:
@@ -63,24 +49,17 @@ def measured(problem: cp.Problem, times: dict[str, float]) -> cp.Choice:
 
 
 @pytest.fixture
-def rank_0(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Be rank 0 of the four; what each measurement was asked."""
     asked: list[dict[str, Any]] = []
-
-    @contextlib.contextmanager
-    def nccl_group() -> Iterator[tuple[Any, Any]]:
-        yield SimpleNamespace(rank=lambda: 0, size=lambda: 4), SimpleNamespace(type="cuda")
 
     def measure(problem: cp.Problem, **arguments: Any) -> cp.Choice:
         asked.append({"problem": problem, **arguments})
         arguments["progress"]("timing")
         return measured(problem, dict.fromkeys(arguments["specs"], 2e-4) | {"serial": 3e-4})
 
-    monkeypatch.setattr(command, "under_torchrun", lambda: True)
-    monkeypatch.setattr(command, "nccl_group", nccl_group)
-    monkeypatch.setattr(command, "measure", measure)
+    as_rank_0(command, measure, monkeypatch)
     monkeypatch.setattr(command, "known_tiles", lambda *_: {})
-    monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(command.record, "environment", lambda: {"gpu": "NVIDIA H200"})
     return asked
 
@@ -107,10 +86,7 @@ def test_without_two_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch):
     ],
 )  # fmt: skip
 def test_what_is_refused_on_cpu_ranks_is_one_line(arguments: list[str], message: str):
-    result = run(*arguments, code=1)
-    assert result.stdout == ""
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    refused("tune", arguments, message)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -120,10 +96,7 @@ def test_what_is_refused_on_cpu_ranks_is_one_line(arguments: list[str], message:
         (["--ranks", "5"], "--ranks must be at most the 4 GPUs here, got 5"),
         (["--layer", "8B"], "--layer must be a part of one of 70B qkv; 70B gate+up; 405B gate+up;"),
         (["--op", "all_gather_matmul_wgrad"], "--op must be one that has such layers, got"),
-        (
-            ["--op", "matmul_all_reduse"],
-            "got 'matmul_all_reduse'; did you mean 'matmul_all_reduce'",
-        ),
+        (["--op", "matmul_all_reduse"], "'matmul_all_reduse'; did you mean 'matmul_all_reduce'"),
         (["--op", "all_to_all_matmul", "--shape", "8,8,8"], "experts must be 1 or more, got 0"),
         (["--op", "matmul_reduce_scatter", "--layer", "70B qkv"], "--op must be one that has"),
     ],
@@ -211,10 +184,11 @@ def test_on_cpu_ranks_it_says_what_their_times_are_worth(tmp_path: Path):
     assert text.index("64") < text.index("shard_p2p") < text.index("rows added")
 
 
-def tuned(rank: int, world_size: int, cache: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_auto_takes_the_tuned_plan_at_once(rank: int, world_size: int, tmp_path: Path):
     """Tune with made-up times; what "auto" runs before and after, and for another problem."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COUNTERPOINT_CACHE", cache)
+        patch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
         patch.setattr(measuring, "_times", lambda calls, *_: {s: TIMES[s] for s in calls})
         x, w = torch.randn(32, 48), torch.randn(48, 32)
 
@@ -222,87 +196,57 @@ def tuned(rank: int, world_size: int, cache: str) -> dict[str, Any]:
             _, timeline = cp.profile(lambda: cp.all_gather_matmul(x, w))
             return {span.label for span in timeline.spans if span.rank == rank}
 
-        before = steps(x)
+        assert steps(x) == {"gather", "matmul"}
         y = cp.all_gather_matmul(x, w, plan="serial")
         problem = cp.Problem("all_gather_matmul", 64, 32, 48, world_size, "float32")
         said: list[str] = []
         choice = cp.tune(problem, specs=["serial", *TIMES], rounds=2, progress=said.append)
-        return {
-            "before": before,
-            "after": steps(x),
-            "other": steps(x[:16]),
-            "equal": torch.equal(cp.all_gather_matmul(x, w), y),
-            "said": said,
-            "spec": choice.spec,
-            "table": choice.table,
-            "text": choice.explain(),
-            "files": [path.name for path in Path(cache).iterdir()],
-        }
+        assert said == ["preparing 3 plans", "timing 3 plans"], "serial is there once"
+        assert "push_1" in steps(x)
+        assert steps(x[:16]) == {"gather", "matmul"}, "another problem was not tuned"
+        assert torch.equal(cp.all_gather_matmul(x, w), y)
+    assert choice.spec == "shard_p2p ring"
+    assert [(c.spec, c.basis, c.verdict) for c in choice.table] == [
+        ("shard_p2p ring", "measured", "chosen"), ("graded 2", "measured", "slower"),
+        ("serial", "measured", "slower"),
+    ]  # fmt: skip
+    text = choice.explain()
+    assert "chosen measured: shard_p2p ring, 200 us, 2.00x serial\n" in text
+    assert "a stand-in for CPU ranks, whose times say nothing about a GPU), eager" in text
+    assert not list(tmp_path.iterdir()), "times of CPU ranks are not kept"
 
 
-def test_auto_takes_the_tuned_plan_at_once(pool: RankPool, tmp_path: Path):
-    results = pool.run(tuned, 2, str(tmp_path))
-    for found in results:
-        assert found["before"] == {"gather", "matmul"}
-        assert "push_1" in found["after"]
-        assert found["other"] == {"gather", "matmul"}, "another problem was not tuned"
-        assert found["equal"]
-        assert found["spec"] == "shard_p2p ring"
-        assert found["said"] == ["preparing 3 plans", "timing 3 plans"], "serial is there once"
-        assert [(c.spec, c.basis, c.verdict) for c in found["table"]] == [
-            ("shard_p2p ring", "measured", "chosen"),
-            ("graded 2", "measured", "slower"),
-            ("serial", "measured", "slower"),
-        ]
-        assert "chosen measured: shard_p2p ring, 200 us, 2.00x serial\n" in found["text"]
-        assert (
-            "a stand-in for CPU ranks, whose times say nothing about a GPU), eager" in found["text"]
-        )
-        assert found["files"] == [], "times of CPU ranks are not kept"
-
-
-def as_good(rank: int, world_size: int) -> tuple[str, dict[str, str]]:
+@on_ranks(2)
+def test_serial_stays_unless_a_plan_is_faster_by_more_than_noise(rank: int, world_size: int):
     with pytest.MonkeyPatch.context() as patch:
         times = {"serial": 1e-3, "graded 2": 0.995e-3}
         patch.setattr(measuring, "_times", lambda calls, *_: {s: times[s] for s in calls})
         problem = cp.Problem("all_gather_matmul", 64, 32, 48, world_size)
         choice = cp.tune(problem, group=dist.group.WORLD, specs=["graded 2"])
-        return choice.spec, {c.spec: c.verdict for c in choice.table}
+    verdicts = {c.spec: c.verdict for c in choice.table}
+    assert choice.spec == "serial"
+    assert verdicts == {"graded 2": "not 1% faster than serial", "serial": "chosen"}
 
 
-def test_serial_stays_unless_a_plan_is_faster_by_more_than_noise(pool: RankPool):
-    verdicts = {"graded 2": "not 1% faster than serial", "serial": "chosen"}
-    assert pool.run(as_good, 2) == [("serial", verdicts)] * 2
-
-
-def by_time(rank: int, world_size: int) -> tuple[str, tuple[Candidate, ...]]:
+@on_ranks(3)
+def test_all_ranks_have_the_same_times(rank: int, world_size: int):
     problem = cp.Problem("matmul_reduce_scatter", 60, 32, 48, world_size)
     choice = cp.tune(problem, specs=["shard_p2p"], rounds=3)
-    return choice.spec, choice.table
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, (choice.spec, choice.table))
+    assert found == found[:1] * world_size
+    assert {c.spec for c in choice.table} == {"serial", "shard_p2p"}
 
 
-def test_all_ranks_have_the_same_times(pool: RankPool):
-    first, *others = pool.run(by_time, 3)
-    assert others == [first] * 2
-    assert {c.spec for c in first[1]} == {"serial", "shard_p2p"}
-
-
-def refused(rank: int, world_size: int) -> list[str]:
-    errors: list[str] = []
+@on_ranks(2)
+def test_problems_that_cannot_be_tuned(rank: int, world_size: int) -> list[str]:
     problem = cp.Problem("all_gather_matmul", 60, 32, 48, world_size)
-    for wrong in (replace(problem, ranks=3, rows=()), replace(problem, splits=(16, 16))):
-        with pytest.raises(cp.InputError) as error:
-            cp.tune(wrong)
-        errors.append(str(error.value))
-    return errors
-
-
-def test_problems_that_cannot_be_tuned(pool: RankPool):
-    ranks, splits = pool.run(refused, 2)[0]
-    assert ranks == "tune: group must be of 3 ranks as the problem, got 2 ranks"
-    assert splits.startswith(
-        "tune: problem must be of one weight, got all_gather_matmul M60 N16+16"
-    )
+    return wrongly_refused(cp.tune, {}, [
+        ({"problem": replace(problem, ranks=3, rows=())},
+         "group must be of 3 ranks as the problem, got 2 ranks"),
+        ({"problem": replace(problem, splits=(16, 16))},
+         "problem must be of one weight, got all_gather_matmul M60 N16+16"),
+    ])  # fmt: skip
 
 
 def test_a_table_without_predictions_has_no_room_for_them():

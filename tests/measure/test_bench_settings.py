@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from rank_bodies import world
-from rankpool import RankPool
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.measure import settings, tune_resources
@@ -120,7 +120,8 @@ def test_what_cannot_be_had_is_left_out_and_not_tried_again(monkeypatch: pytest.
         assert not bench.able(wrong)
 
 
-def able_here(rank: int, ranks: int) -> tuple[list[bool], dict[str, str]]:
+@on_ranks(3)
+def test_a_setting_that_one_rank_cannot_have_is_refused_on_all(rank: int, ranks: int):
     """The second setting cannot be had on rank 1, the third on no rank."""
     gather = settings.gather_object
     with pytest.MonkeyPatch.context() as patch:
@@ -134,15 +135,11 @@ def able_here(rank: int, ranks: int) -> tuple[list[bool], dict[str, str]]:
                 raise InputError("set", controls.spec, want="had", got=f"rank {rank}")
 
         patch.setattr(Graph, "set", set_)
-        return [bench.able(c) for c in (OFF, priority, blocks, OFF)], bench.refused
-
-
-def test_a_setting_that_one_rank_cannot_have_is_refused_on_all(pool: RankPool):
-    refused = {
+        assert [bench.able(c) for c in (OFF, priority, blocks, OFF)] == [True, False, False, True]
+    assert bench.refused == {
         "overlap priority": "set: overlap priority must be had, got rank 1",
         "overlap blocks_per_sm=1": "set: overlap blocks_per_sm=1 must be had, got rank 0",
     }
-    assert pool.run(able_here, 3) == [([True, False, False, True], refused)] * 3
 
 
 def test_a_search_that_ends_where_plain_overlap_cannot_run(monkeypatch: pytest.MonkeyPatch):

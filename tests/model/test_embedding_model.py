@@ -171,17 +171,11 @@ def test_what_is_refused():
     assert "indices must be 2 counts >= 0" in refused(indices=(-1, 0))
     assert "indices must be 0 where a rank has no tables" in refused(indices=(1, 1))
     assert "n must be 8, columns of all tables, or 0, got 9" in refused(n=9)
-    others: tuple[tuple[str, Any], ...] = (
-        ("k", 3),
-        ("bias", True),
-        ("splits", (8,)),
-        ("experts", 2),
-    )
-    for name, value in others:
+    others: dict[str, Any] = {"k": 3, "bias": True, "splits": (8,), "experts": 2}
+    for name, value in others.items():
         assert f"{name} must be" in refused(**{name: value})
-    assert "dtype must be one of bfloat16, float16, float32, got torch.int8" in refused(
-        dtype=torch.int8
-    ).replace("'", "")
+    text = refused(dtype=torch.int8).replace("'", "")
+    assert "dtype must be one of bfloat16, float16, float32, got torch.int8" in text
     for flat in ((64, 64), 64, ((8.5,), ())):
         text = refused(tables=flat)
         assert f"some at least, got {flat}; of two ranks ((64, 64), (64,)), for example" in text

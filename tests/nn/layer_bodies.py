@@ -115,7 +115,3 @@ def wrong_training(case: MlpCase, group: dist.ProcessGroup | None = None) -> lis
         if not all(torch.equal(each, copies[0]) for each in copies):
             problems.append(f"{case}: the copies of the bias have other bits")
     return problems
-
-
-def wrong_trainings(rank: int, world_size: int, cases: list[MlpCase]) -> list[str]:
-    return sum((wrong_training(case) for case in cases), [])

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from rankpool import RankPool
+from refusals import Refusal, wrongly_refused
 from torch import Tensor
 
 import counterpoint as cp
@@ -41,7 +43,12 @@ def given(bags: Any, indices: list[Tensor], offsets: list[Tensor]) -> tuple[Tens
     return torch.cat(parts), torch.cat(shifted)
 
 
-def trained(rank: int, ranks: int, owners: Any, mode: str, sparse: bool) -> list[bool]:
+@pytest.mark.parametrize("owners", [None, (1, 0, 1, 1, 0), (1, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(("mode", "sparse"), [("sum", False), ("mean", True)])
+@on_ranks(2)
+def test_training_steps_are_those_of_whole_tables(
+    rank: int, ranks: int, owners: Any, mode: str, sparse: bool
+):
     """Three steps of SGD on both; the same outputs and tables after each."""
     indices, offsets, tables = batches(ranks)
     bags = cnn.ShardedEmbeddingBags(TABLES, owners=owners, mode=mode, sparse=sparse)
@@ -67,15 +74,7 @@ def trained(rank: int, ranks: int, owners: Any, mode: str, sparse: bool) -> list
                 weight.grad = None
         found += [torch.allclose(weight, plain[t].weight, atol=1e-4)
                   for weight, t in zip(bags.weights, bags.own, strict=True)]  # fmt: skip
-    return [all(found), str(list(bags.own)) in repr(bags)]
-
-
-@pytest.mark.parametrize("owners", [None, (1, 0, 1, 1, 0), (1, 1, 1, 1, 1)], ids=str)
-@pytest.mark.parametrize(("mode", "sparse"), [("sum", False), ("mean", True)])
-def test_training_steps_are_those_of_whole_tables(
-    pool: RankPool, owners: Any, mode: str, sparse: bool
-):
-    assert pool.run(trained, 2, owners, mode, sparse) == [[True] * 2] * 2
+    assert all([all(found), str(list(bags.own)) in repr(bags)])
 
 
 def drawn(rank: int, ranks: int, owners: Any) -> tuple[dict[str, Any], list[float]]:
@@ -99,7 +98,8 @@ def test_tables_are_of_the_seed_and_their_number(pool: RankPool):
         assert [after for _, after in found] == [following] * ranks
 
 
-def drawn_again(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_each_module_draws_anew_and_one_on_meta_nothing(rank: int, ranks: int):
     torch.manual_seed(1)
     untouched = torch.rand(3)
     torch.manual_seed(1)
@@ -111,11 +111,7 @@ def drawn_again(rank: int, ranks: int) -> list[bool]:
     same.append(not any(map(torch.equal, first.weights, second.weights)))
     before = [weight.clone() for weight in first.weights]
     first.reset_parameters()
-    return [*same, not any(map(torch.equal, first.weights, before))]
-
-
-def test_each_module_draws_anew_and_one_on_meta_nothing(pool: RankPool):
-    assert pool.run(drawn_again, 2) == [[True] * 3] * 2
+    assert all(same) and not any(map(torch.equal, first.weights, before))
 
 
 def saved(rank: int, ranks: int) -> tuple[dict[str, Tensor], list[Any]]:
@@ -158,42 +154,32 @@ def test_checkpoints_of_all_ranks_are_the_whole_model(pool: RankPool):
     assert pool.run(loaded, 3, whole) == [True] * 3
 
 
-def halved(rank: int, ranks: int) -> torch.dtype:
+@on_ranks(2)
+def test_a_rank_without_tables_follows_a_change_of_dtype(rank: int, ranks: int):
     indices, offsets, _ = batches(ranks)
     bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * 5).half()
-    return bags(*given(bags, indices, offsets), batch=[BAGS] * ranks).dtype
+    y = bags(*given(bags, indices, offsets), batch=[BAGS] * ranks)
+    assert y.dtype == torch.float16
 
 
-def test_a_rank_without_tables_follows_a_change_of_dtype(pool: RankPool):
-    assert pool.run(halved, 2) == [torch.float16] * 2
-
-
-def without_batch(rank: int, ranks: int) -> str:
+@on_ranks(2)
+def test_a_rank_without_tables_is_told_what_forward_takes(rank: int, ranks: int):
+    """And only that: the module knows dims and dtype."""
     indices, offsets, _ = batches(ranks)
     bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * 5)
-    with pytest.raises(cp.InputError) as error:
+    text = "tables must be some, or described, got none; pass batch=$"
+    with pytest.raises(cp.InputError, match=text):
         bags(*given(bags, indices, offsets))
-    return str(error.value)
 
 
-def test_a_rank_without_tables_is_told_what_forward_takes(pool: RankPool):
-    """And only that: the module knows dims and dtype."""
-    for text in pool.run(without_batch, 2):
-        assert text.endswith("tables must be some, or described, got none; pass batch=")
-
-
-def spread(rank: int, ranks: int) -> tuple[Any, ...]:
+@on_ranks(3)
+def test_tables_are_spread_by_columns(rank: int, ranks: int):
     bags = cnn.ShardedEmbeddingBags(TABLES, device="meta", dtype=torch.bfloat16)
-    return bags.owners, bags.own, bags.dims, [w.shape for w in bags.weights], bags.columns
-
-
-def test_tables_are_spread_by_columns(pool: RankPool):
-    for rank, (owners, own, dims, shapes, columns) in enumerate(pool.run(spread, 3)):
-        assert [sum(d) for d in dims] == [16, 11, 9]
-        assert shapes == [torch.Size(TABLES[t]) for t in own]
-        assert own == tuple(t for t in range(5) if owners[t] == rank)
-        ends = sorted((c.start, c.stop) for c in columns)
-        assert ends[0][0] == 0 and all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert [sum(d) for d in bags.dims] == [16, 11, 9]
+    assert [w.shape for w in bags.weights] == [torch.Size(TABLES[t]) for t in bags.own]
+    assert bags.own == tuple(t for t in range(5) if bags.owners[t] == rank)
+    ends = sorted((c.start, c.stop) for c in bags.columns)
+    assert ends[0][0] == 0 and all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
 
 
 def has_torchrec() -> bool:
@@ -207,57 +193,35 @@ def has_torchrec() -> bool:
     return True
 
 
-def refusals(rank: int, ranks: int) -> list[str]:
-    texts: list[str] = []
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        ((), {}), (((0, 4),), {}), (TABLES, {"owners": (0,)}),
-        (TABLES, {"owners": (0, 1, 2, 0, 0)}), (TABLES, {"mode": "max"}),
-        (TABLES, {"plan": "graded"}),
+@on_ranks(2)
+def test_what_is_refused(rank: int, ranks: int) -> list[str]:
+    tables = "tables must be (rows, columns) of each"
+    owners = "owners must be one of 2 ranks for each of 5 tables"
+    cases: list[Refusal] = [
+        ({"tables": ()}, tables), ({"tables": ((0, 4),)}, tables),
+        ({"owners": (0,)}, owners),
+        ({"owners": (0, 1, 2, 0, 0)}, owners),
+        ({"mode": "max"}, "mode must be 'sum' or 'mean'"),
+        ({"plan": "graded"}, "plan must be one of auto, serial, fused, got 'graded'"),
     ]  # fmt: skip
-    for tables, more in cases:
-        try:
-            cnn.ShardedEmbeddingBags(tables, **more)
-            texts.append("accepted")
-        except cp.InputError as error:
-            texts.append(str(error))
+    found = wrongly_refused(cnn.ShardedEmbeddingBags, {"tables": TABLES}, cases)
     bags = cnn.ShardedEmbeddingBags(TABLES)
-    try:
+    with pytest.raises(cp.InputError, match="keys must be a name for each of 5 tables"):
         bags.keyed(torch.zeros(1, 36), ["a"])
-    except cp.InputError as error:
-        texts.append(str(error))
     if not has_torchrec():
         with pytest.raises(cp.UnsupportedError, match="torchrec is not there"):
             bags.keyed(torch.zeros(1, 36), list("abcde"))
-    return texts
+    return found
 
 
-def test_what_is_refused(pool: RankPool):
-    wants = [
-        "tables must be (rows, columns) of each", "tables must be (rows, columns) of each",
-        "owners must be one of 2 ranks for each of 5 tables",
-        "owners must be one of 2 ranks for each of 5 tables", "mode must be 'sum' or 'mean'",
-        "plan must be one of auto, serial, fused, got 'graded'",
-        "keys must be a name for each of 5 tables",
-    ]  # fmt: skip
-    for texts in pool.run(refusals, 2):
-        for text, want in zip(texts, wants, strict=True):
-            assert want in text, (text, want)
-
-
-def keyed(rank: int, ranks: int) -> list[bool] | None:
-    if not has_torchrec():
-        return None
+@pytest.mark.skipif(not has_torchrec(), reason="torchrec is not there")
+@on_ranks(2)
+def test_a_keyed_tensor_of_torchrec(rank: int, ranks: int):
     indices, offsets, _ = batches(ranks)
     bags = cnn.ShardedEmbeddingBags(TABLES)
     y = bags(*given(bags, indices, offsets), batch=[BAGS] * ranks)
     found = bags.keyed(y, list("abcde"))
-    same = [torch.equal(found[k], part) for k, part in zip("abcde", bags.split(y), strict=True)]
+    parts = zip("abcde", bags.split(y), strict=True)
+    assert all(torch.equal(found[k], part) for k, part in parts)
     dist.barrier()
-    return [*same, found.values().data_ptr() == y.data_ptr()]
-
-
-def test_a_keyed_tensor_of_torchrec(pool: RankPool):
-    found = pool.run(keyed, 2)
-    if None in found:
-        pytest.skip("torchrec is not there")
-    assert found == [[True] * 6] * 2
+    assert found.values().data_ptr() == y.data_ptr()

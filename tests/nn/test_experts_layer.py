@@ -1,6 +1,7 @@
 """ExpertParallelMLP: a mixture of experts over ranks trains as one in plain torch does."""
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from expert_bodies import by_torch
 from grad_bodies import error
+from on_ranks import on_ranks
 from rank_bodies import world
-from rankpool import RankPool
 from torch import Tensor, nn
 
 import counterpoint as cp
@@ -60,7 +61,15 @@ class Model(nn.Module):
         return x + self.experts(x, experts.int(), weights)
 
 
-def differences(rank: int, ranks: int, shape: tuple[int, ...], plan: str, known: str) -> list[str]:
+@pytest.mark.parametrize("known", ["host", "device"])
+@pytest.mark.parametrize(
+    ("ranks", "shape", "plan"),
+    [(1, (TOKENS,), "auto"), (2, (TOKENS,), "serial"), (3, (2, 3), "serial"), (4, (1,), "auto")],
+)
+@on_ranks()
+def test_it_trains_as_plain_torch_does(
+    rank: int, ranks: int, shape: tuple[int, ...], plan: str, known: str
+) -> list[str]:
     """Steps of SGD on each rank's own tokens: what differs from the plain model on all of them."""
     models: list[Model] = []
     for group in (world(), None):
@@ -105,18 +114,8 @@ def differences(rank: int, ranks: int, shape: tuple[int, ...], plan: str, known:
     return found
 
 
-@pytest.mark.parametrize("known", ["host", "device"])
-@pytest.mark.parametrize(
-    ("ranks", "shape", "plan"),
-    [(1, (TOKENS,), "auto"), (2, (TOKENS,), "serial"), (3, (2, 3), "serial"), (4, (1,), "auto")],
-)
-def test_it_trains_as_plain_torch_does(
-    pool: RankPool, ranks: int, shape: tuple[int, ...], plan: str, known: str
-):
-    assert pool.run(differences, ranks, shape, plan, known) == [[]] * ranks
-
-
-def other_uses(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_other_uses_and_what_is_refused(rank: int, ranks: int):
     torch.manual_seed(1)
     layer = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS)
     drawn = torch.rand(1)
@@ -154,42 +153,31 @@ def other_uses(rank: int, ranks: int) -> list[str]:
 
     assert made(plan="grouped 2/2", max_rows=3).plan == "grouped 2/2"
     experts[0, :2] = torch.tensor([0, EXPERTS - 1])
-    texts: list[str] = []
-    for wrong in (
-        lambda: layer(x[:, 1:], experts, weights), lambda: layer(x, experts[1:], weights),
-        lambda: layer(x, experts.float(), weights), lambda: layer(x, experts, weights[:, 1:]),
-        lambda: layer(x, experts + EXPERTS * rank, weights),
-        lambda: layer(x, experts.int() - (1 - rank), weights),
-        lambda: cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS + 1),
-        lambda: made(plan="gropued"), lambda: made(plan=None), lambda: made(max_rows=0),
-        lambda: made(max_rows=-4), lambda: made(max_rows=1.5),
+    t, families = TOKENS + rank, "plan must be one of auto, serial, fused, grouped, got"
+    count = "max_rows must be a count >= 1, or None, got"
+    for wrong, want in (
+        (lambda: layer(x[:, 1:], experts, weights), f"x must be [..., 10], got ({t}, 9)"),
+        (lambda: layer(x, experts[1:], weights),
+         f"experts must be ({t}, 'top_k') as x, got ({t - 1}, 3)"),
+        (lambda: layer(x, experts.float(), weights), "experts must be int32 or int64, got"),
+        (lambda: layer(x, experts, weights[:, 1:]),
+         f"weights must be ({t}, 3) as experts, got ({t}, 2)"),
+        (lambda: layer(x, experts + EXPERTS * rank, weights),
+         "experts must be 0 to 11, got 12 to 23 on rank 1"),
+        (lambda: layer(x, experts.int() - (1 - rank), weights),
+         "experts must be 0 to 11, got -1 to 10 on rank 0"),
+        (lambda: cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS + 1),
+         "num_experts must be a multiple of the 2 ranks, got 13"),
+        (lambda: made(plan="gropued"), f"{families} 'gropued'"),
+        (lambda: made(plan=None), f"{families} None"), (lambda: made(max_rows=0), f"{count} 0"),
+        (lambda: made(max_rows=-4), f"{count} -4"), (lambda: made(max_rows=1.5), f"{count} 1.5"),
     ):  # fmt: skip
-        with pytest.raises(cp.InputError) as caught:
+        with pytest.raises(cp.InputError, match=f"^ExpertParallelMLP: .*{re.escape(want)}"):
             wrong()
-        texts.append(str(caught.value))
-    return texts
 
 
-def test_other_uses_and_what_is_refused(pool: RankPool):
-    first, second = pool.run(other_uses, 2)
-    for text, want in zip(first, (
-        "ExpertParallelMLP: x must be [..., 10], got (7, 9)",
-        "experts must be (7, 'top_k') as x, got (6, 3)", "experts must be int32 or int64, got",
-        "weights must be (7, 3) as experts, got (7, 2)",
-        "experts must be 0 to 11, got 12 to 23 on rank 1",
-        "experts must be 0 to 11, got -1 to 10 on rank 0",
-        "num_experts must be a multiple of the 2 ranks, got 13",
-        "plan must be one of auto, serial, fused, grouped, got 'gropued'",
-        "plan must be one of auto, serial, fused, grouped, got None",
-        "max_rows must be a count >= 1, or None, got 0",
-        "max_rows must be a count >= 1, or None, got -4",
-        "max_rows must be a count >= 1, or None, got 1.5",
-    ), strict=True):  # fmt: skip
-        assert text.startswith("ExpertParallelMLP: ") and want in text, (text, want)
-    assert first[4:] == second[4:]
-
-
-def other_tokens_on_each_rank(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_ranks_may_have_other_numbers_of_tokens(rank: int, ranks: int):
     """max_rows given, and ranks with more and fewer tokens: as without it."""
     torch.manual_seed(0)
     whole = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, group=world())
@@ -200,8 +188,4 @@ def other_tokens_on_each_rank(rank: int, ranks: int) -> list[bool]:
         x, experts = torch.randn(tokens, FEATURES), torch.randint(EXPERTS, (tokens, TOP_K))
         weights = torch.rand(tokens, TOP_K)
         same.append(torch.equal(whole(x, experts, weights), roomy(x, experts, weights)))
-    return same
-
-
-def test_ranks_may_have_other_numbers_of_tokens(pool: RankPool):
-    assert pool.run(other_tokens_on_each_rank, 2) == [[True] * 3] * 2
+    assert same == [True] * 3

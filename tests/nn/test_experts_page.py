@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from rankpool import RankPool
 
 import counterpoint as cp
@@ -13,7 +14,9 @@ import counterpoint as cp
 PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
 
 
-def run_block(rank: int, ranks: int, code: str) -> None:
+@on_ranks(2)
+def test_the_code_runs(rank: int, ranks: int):
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     torch.manual_seed(0)
     ups, downs = torch.randn(8, 16, 24), torch.randn(8, 24, 16)
     torch.manual_seed(1 + rank)
@@ -27,11 +30,6 @@ def run_block(rank: int, ranks: int, code: str) -> None:
     h = torch.nn.functional.silu(torch.einsum("tk,tjkn->tjn", x, ups[experts]))
     want = torch.einsum("tj,tjn,tjnk->tk", weights, h, downs[experts])
     torch.testing.assert_close(names["y"], want, rtol=1e-4, atol=1e-4)
-
-
-def test_the_code_runs(pool: RankPool):
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    pool.run(run_block, 2, code)
 
 
 def placed(rank: int, ranks: int, counts: list[list[int]], owned: list[list[str]]) -> list[str]:

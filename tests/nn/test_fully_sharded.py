@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from rankpool import RankPool
+from on_ranks import on_ranks
 from sharded_bodies import fully_sharded
 
 import counterpoint.nn as cnn
@@ -14,19 +14,20 @@ from counterpoint import InputError
 K, N = 10, 12  # 1 to 4 ranks divide what is sliced
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_it_trains_as_a_linear_layer(pool: RankPool, ranks: int):
-    for shape, plan, bias, dtype in (
+@on_ranks(1, 2, 3, 4)
+def test_it_trains_as_a_linear_layer(rank: int, ranks: int) -> list[str]:
+    cases = (
         ((6,), "auto", True, torch.float32),
         ((3, 2), "shard_p2p", True, torch.float32),
         ((5,), "graded", False, torch.float32),
         ((8,), "serial", True, torch.bfloat16),
         ((), "auto", True, torch.float32),
-    ):
-        assert pool.run(fully_sharded, ranks, shape, plan, bias, dtype) == [[]] * ranks
+    )
+    return [f"{case}: {text}" for case in cases for text in fully_sharded(rank, ranks, *case)]
 
 
-def compiled_and_refused(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_it_compiles_and_refuses_what_does_not_fit(rank: int, ranks: int):
     bare = cnn.FullyShardedLinear(K, N, bias=False)
     assert bare.weight.shape == (N // ranks, K) and bare.bias is None
     torch.manual_seed(1)
@@ -42,16 +43,9 @@ def compiled_and_refused(rank: int, ranks: int) -> list[str]:
         y.square().sum().backward()
         grads.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])  # type: ignore[union-attr]
     torch.testing.assert_close(*grads)
-    texts: list[str] = []
-    for call in (lambda: layer(torch.randn(4, K + 1)), lambda: cnn.FullyShardedLinear(K, N + 1)):
-        with pytest.raises(InputError) as error:
-            call()
-        texts.append(str(error.value))
+    want = r"FullyShardedLinear: x must be \[\.\.\., 10\], 10 in_features, got \(4, 11\)"
+    with pytest.raises(InputError, match=want):
+        layer(torch.randn(4, K + 1))
+    with pytest.raises(InputError, match="out_features must be a multiple of the 2 ranks, got 13"):
+        cnn.FullyShardedLinear(K, N + 1)
     dist.barrier()
-    return texts
-
-
-def test_it_compiles_and_refuses_what_does_not_fit(pool: RankPool):
-    for texts in pool.run(compiled_and_refused, 2):
-        assert "FullyShardedLinear: x must be [..., 10], 10 in_features, got (4, 11)" in texts[0]
-        assert "out_features must be a multiple of the 2 ranks, got 13" in texts[1]

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from layer_bodies import POSITIONS, K, Mlp, MlpCase, pair
-from rankpool import RankPool
+from on_ranks import on_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,9 @@ def gradients_of(model: Mlp, call, x: Tensor) -> list[Tensor]:
     return [y.detach(), *(g for g in grads if g is not None)]
 
 
-def same_as_eager(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["checkpoint", "aot_eager"])
+@on_ranks(2)
+def test_checkpointing_and_compilation(rank: int, world_size: int, how: str):
     x = CASE.part(torch.randn(POSITIONS, K), None)
     model, _ = pair(CASE)
     want = gradients_of(model, model, x)
@@ -39,12 +41,8 @@ def same_as_eager(rank: int, world_size: int, how: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "aot_eager"])
-def test_checkpointing_and_compilation(pool: RankPool, how: str):
-    pool.run(same_as_eager, 2, how)
-
-
-def under_autocast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_autocast(rank: int, world_size: int):
     """In bf16, with gradients of the weights' own dtype; against the serial model likewise."""
     ours, plain = pair(CASE)
     whole = torch.randn(POSITIONS, K)
@@ -60,11 +58,8 @@ def under_autocast(rank: int, world_size: int) -> None:
     torch.testing.assert_close(ours.down.bias.grad, plain.down.bias.grad)
 
 
-def test_autocast(pool: RankPool):
-    pool.run(under_autocast, 2)
-
-
-def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(3)
+def test_the_gathered_x_is_not_saved(rank: int, world_size: int):
     """What autograd keeps of a gather for two layers; their weights, and this rank's x."""
     model, _ = pair(CASE)
     x = CASE.part(torch.randn(POSITIONS, K), None).clone().requires_grad_()
@@ -77,15 +72,12 @@ def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         ys = cnn.gather_once(x, model.gate, model.up)
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
-    return sum(kept.values()), x.nbytes + model.gate.weight.nbytes + model.up.weight.nbytes
+    given = x.nbytes + model.gate.weight.nbytes + model.up.weight.nbytes
+    assert sum(kept.values()) == given
 
 
-def test_the_gathered_x_is_not_saved(pool: RankPool):
-    for kept, given in pool.run(saved_bytes, 3):
-        assert kept == given
-
-
-def without_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_without_gradients(rank: int, world_size: int):
     ours, plain = pair(CASE)
     whole = torch.randn(POSITIONS, K)
     with torch.inference_mode():
@@ -97,7 +89,3 @@ def without_gradients(rank: int, world_size: int) -> None:
     ours(x).sum().backward()
     assert x.grad is not None
     assert all(p.grad is None for p in ours.parameters())
-
-
-def test_without_gradients(pool: RankPool):
-    pool.run(without_gradients, 2)

@@ -1,13 +1,13 @@
 """The layers: they train as torch.nn.Linear does, hold its slices, and refuse what does not fit."""
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from layer_bodies import BATCH, HIDDEN, POSITIONS, K, Mlp, MlpCase, pair, wrong_training
-from layer_bodies import wrong_trainings as body
-from rankpool import RankPool
+from on_ranks import on_ranks
 from torch import nn
 
 import counterpoint.nn as cnn
@@ -16,8 +16,8 @@ from counterpoint import InputError
 SEQ_FIRST, BATCH_FIRST = (POSITIONS, BATCH), (BATCH, POSITIONS)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_layers_train_as_serial_ones(pool: RankPool, ranks: int):
+@on_ranks(1, 2, 3, 4)
+def test_layers_train_as_serial_ones(rank: int, ranks: int) -> list[str]:
     cases = [
         MlpCase(),
         MlpCase(plan="graded"),
@@ -26,20 +26,17 @@ def test_layers_train_as_serial_ones(pool: RankPool, ranks: int):
         MlpCase(BATCH_FIRST, dim=1),
         MlpCase(BATCH_FIRST, dim=-2, plan="shard_p2p"),
     ]
-    problems = sum(pool.run(body, ranks, cases), [])
-    assert not problems, "\n".join(problems)
+    return sum(map(wrong_training, cases), [])
 
 
-def in_pairs(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_groups_of_some_ranks(rank: int, world_size: int) -> list[str]:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     return wrong_training(MlpCase(plan="graded"), groups[rank // 2])
 
 
-def test_groups_of_some_ranks(pool: RankPool):
-    assert pool.run(in_pairs, 4) == [[]] * 4
-
-
-def initialised(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_equal_seeds_slice_one_whole_layer(rank: int, world_size: int):
     """Slices of what a serial model of this seed holds; the generator is where it leaves it."""
     ours, plain = pair(MlpCase())
     after_plain = torch.get_rng_state()
@@ -61,12 +58,9 @@ def initialised(rank: int, world_size: int) -> None:
         assert torch.equal(getattr(again, name).weight, layer.weight)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_equal_seeds_slice_one_whole_layer(pool: RankPool, ranks: int):
-    pool.run(initialised, ranks)
-
-
-def converted(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
+@on_ranks(3)
+def test_from_a_linear_and_back(rank: int, world_size: int, kind: str):
     layer_of = getattr(cnn, kind).from_linear
     for bias, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         whole = nn.Linear(12, 24, bias=bias, dtype=dtype)
@@ -90,12 +84,8 @@ def converted(rank: int, world_size: int, kind: str) -> None:
             assert back.bias.data_ptr() != layer.bias.data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
-def test_from_a_linear_and_back(pool: RankPool, kind: str):
-    pool.run(converted, 3, kind)
-
-
-def saved_and_loaded(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_state_dict_is_that_of_the_shards(rank: int, world_size: int):
     ours, plain = pair(MlpCase())
     state = copy.deepcopy(ours.state_dict())
     assert list(state) == list(plain.state_dict())
@@ -115,11 +105,8 @@ def saved_and_loaded(rank: int, world_size: int) -> None:
             assert torch.equal(torch.cat(shards, 1 if name == "down.weight" else 0), want), name
 
 
-def test_state_dict_is_that_of_the_shards(pool: RankPool):
-    pool.run(saved_and_loaded, 3)
-
-
-def copied(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_can_be_copied(rank: int, world_size: int):
     ours, _ = pair(MlpCase())
     twin = copy.deepcopy(ours)
     x = torch.randn(4, K)
@@ -130,44 +117,30 @@ def copied(rank: int, world_size: int) -> None:
     assert ours.up.weight.any()
 
 
-def test_a_model_can_be_copied(pool: RankPool):
-    pool.run(copied, 2)
-
-
-def refused(rank: int, world_size: int) -> None:
-    with pytest.raises(
-        InputError,
-        match=r"ColumnParallelLinear: out_features must be a multiple of the 3 ranks, got 10; pad",
-    ):
-        cnn.ColumnParallelLinear(4, 10)
-    with pytest.raises(
-        InputError, match=r"RowParallelLinear: in_features must be a multiple of the 3 ranks, got 8"
-    ):
-        cnn.RowParallelLinear.from_linear(nn.Linear(8, 3))
+@on_ranks(3)
+def test_what_does_not_fit_is_refused(rank: int, world_size: int):
     column, row = cnn.ColumnParallelLinear(4, 6), cnn.RowParallelLinear(6, 4)
-    with pytest.raises(
-        InputError,
-        match=r"ColumnParallelLinear: x must be \[\.\.\., 4\], 4 in_features, got \(2, 5\)",
-    ):
-        column(torch.randn(2, 5))
-    with pytest.raises(
-        InputError,
-        match=r"RowParallelLinear: x must be \[\.\.\., 2\], 6 in_features over 3 ranks, got \(3, 6",
-    ):
-        row(torch.randn(3, 6))
-    with pytest.raises(InputError, match=r"gather_dim must be a dim of x but the last, .* got 1"):
-        cnn.ColumnParallelLinear(4, 6, gather_dim=1)(torch.randn(2, 4))
-    with pytest.raises(InputError, match="gather_once: layers must be one or more, got none"):
-        cnn.gather_once(torch.randn(2, 4))
     other = cnn.ColumnParallelLinear(4, 6, plan="graded")
-    with pytest.raises(InputError, match="layers must be of one plan, got auto and graded"):
-        cnn.gather_once(torch.randn(2, 4), column, other)
-    with pytest.raises(InputError, match=r"x must be \[\.\.\., 5\], 5 in_features, got \(2, 4\)"):
-        cnn.gather_once(torch.randn(2, 4), column, cnn.ColumnParallelLinear(5, 6))
-
-
-def test_what_does_not_fit_is_refused(pool: RankPool):
-    pool.run(refused, 3)
+    x = torch.randn(2, 4)
+    for call, text in (
+        (lambda: cnn.ColumnParallelLinear(4, 10), "ColumnParallelLinear: out_features must be a "
+         "multiple of the 3 ranks, got 10; pad"),
+        (lambda: cnn.RowParallelLinear.from_linear(nn.Linear(8, 3)),
+         "RowParallelLinear: in_features must be a multiple of the 3 ranks, got 8"),
+        (lambda: column(torch.randn(2, 5)),
+         "ColumnParallelLinear: x must be [..., 4], 4 in_features, got (2, 5)"),
+        (lambda: row(torch.randn(3, 6)),
+         "RowParallelLinear: x must be [..., 2], 6 in_features over 3 ranks, got (3, 6"),
+        (lambda: cnn.ColumnParallelLinear(4, 6, gather_dim=1)(x),
+         "gather_dim must be a dim of x but the last, 0 to 0, got 1"),
+        (lambda: cnn.gather_once(x), "gather_once: layers must be one or more, got none"),
+        (lambda: cnn.gather_once(x, column, other),
+         "layers must be of one plan, got auto and graded"),
+        (lambda: cnn.gather_once(x, column, cnn.ColumnParallelLinear(5, 6)),
+         "x must be [..., 5], 5 in_features, got (2, 4)"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=re.escape(text)):
+            call()
 
 
 def test_layers_want_a_group():
@@ -176,13 +149,10 @@ def test_layers_want_a_group():
             getattr(cnn, kind)(4, 4)
 
 
-def shown(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_repr(rank: int, world_size: int):
     row = cnn.RowParallelLinear(6, 7, bias=False, plan="graded")
-    return f"{cnn.ColumnParallelLinear(4, 6)} {row}"
-
-
-def test_repr(pool: RankPool):
-    assert pool.run(shown, 2)[0] == (
+    assert f"{cnn.ColumnParallelLinear(4, 6)} {row}" == (
         "ColumnParallelLinear(in_features=4, out_features=6, bias=True, ranks=2, plan='auto', "
         "gather_dim=0) "
         "RowParallelLinear(in_features=6, out_features=7, bias=False, ranks=2, plan='graded', "

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rankpool import RankPool
+from on_ranks import on_ranks
 
 import counterpoint.nn as cnn
 from counterpoint import InputError, UnsupportedError
@@ -12,7 +12,8 @@ from counterpoint import InputError, UnsupportedError
 ROWS, DIM = 4, 6
 
 
-def summed(rank: int, world_size: int) -> torch.Tensor:
+@on_ranks(1, 2, 4)
+def test_the_gradient_is_that_of_all_rows(rank: int, world_size: int):
     """RMSNorm of some rows on each rank; the gradient is that of all rows."""
     whole, dy = torch.randn(2, ROWS * world_size, DIM)
     weight = torch.rand(DIM).requires_grad_()
@@ -24,16 +25,13 @@ def summed(rank: int, world_size: int) -> torch.Tensor:
     F.rms_norm(whole[mine], (DIM,), copy).backward(dy[mine])
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, want)
-    return weight.grad
+    all_ranks = [torch.empty_like(want) for _ in range(world_size)]
+    dist.all_gather(all_ranks, weight.grad)
+    assert all(torch.equal(weight.grad, other) for other in all_ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_gradient_is_that_of_all_rows(pool: RankPool, ranks: int):
-    first, *others = pool.run(summed, ranks)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def within(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_and_uses(rank: int, world_size: int):
     """A group of some ranks, an expanded gradient, an embedding that is the head as well."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     table = torch.randn(5, DIM).requires_grad_()
@@ -48,11 +46,8 @@ def within(rank: int, world_size: int) -> None:
     assert torch.equal(bias.grad, torch.full((DIM,), 4.0))  # type: ignore[arg-type]
 
 
-def test_groups_and_uses(pool: RankPool):
-    pool.run(within, 4)
-
-
-def not_asked_for(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_without_gradients_and_twice(rank: int, world_size: int):
     weight = torch.randn(DIM)
     assert cnn.copy_to_group(weight) is weight
     weight.requires_grad_()
@@ -63,25 +58,18 @@ def not_asked_for(rank: int, world_size: int) -> None:
         dw.sum().backward()
 
 
-def test_without_gradients_and_twice(pool: RankPool):
-    pool.run(not_asked_for, 2)
-
-
 def test_a_group_is_wanted():
     with pytest.raises(InputError, match="copy_to_group: group must be an initialised"):
         cnn.copy_to_group(torch.zeros(2))
 
 
-def opcheck(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_opcheck(rank: int, world_size: int):
     group = dist.group.WORLD
     assert group is not None
     op = torch.ops.counterpoint.sum_over_group.default
     # without test_autograd_registration: a gradient of it is refused
     tests = ("test_schema", "test_faketensor")
     args = (torch.randn(3, 4).t(), group.group_name)
-    return torch.library.opcheck(op, args, test_utils=tests)
-
-
-def test_opcheck(pool: RankPool):
-    for report in pool.run(opcheck, 2):
-        assert set(report.values()) == {"SUCCESS"}, report
+    found = torch.library.opcheck(op, args, test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}

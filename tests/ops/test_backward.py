@@ -1,12 +1,13 @@
 """Gradients: against fp64, what is saved, and how torch's own machinery runs them."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from grad_bodies import GradCase, several_weights, wrong_grad_cases
+from on_ranks import on_ranks
 from rank_bodies import Case, device, world
-from rankpool import RankPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -43,21 +44,22 @@ def cases(op: str, ranks: int) -> list[GradCase]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", [*OPS, "matmul_all_reduce"])
-def test_gradients_are_those_of_fp64(pool: RankPool, op: str, ranks: int):
-    problems = sum(pool.run(wrong_grad_cases, ranks, cases(op, ranks)), [])
-    assert not problems, "\n".join(problems)
+@on_ranks(1, 2, 3, 4)
+def test_gradients_are_those_of_fp64(rank: int, ranks: int, op: str) -> list[str]:
+    return wrong_grad_cases(rank, ranks, cases(op, ranks))
 
 
 @pytest.mark.parametrize("plan", ["serial", "graded", "shard_p2p"])
-def test_a_list_of_weights(pool: RankPool, plan: str):
-    for rows in ((4, 4, 4), (1, 5, 2)):
-        problems = sum(pool.run(several_weights, 3, plan, rows, torch.float32), [])
-        assert not problems, "\n".join(problems)
+@on_ranks(3)
+def test_a_list_of_weights(rank: int, ranks: int, plan: str) -> list[str]:
+    rows = ((4, 4, 4), (1, 5, 2))
+    return sum((several_weights(rank, ranks, plan, r, torch.float32) for r in rows), [])
 
 
-def every_backward_plan(rank: int, world_size: int, op: str) -> list[str]:
+@pytest.mark.parametrize("op", GRADIENTS)
+@on_ranks(2, 4)
+def test_every_backward_plan(rank: int, world_size: int, op: str) -> list[str]:
     """Each plan computes the same as serial."""
     problem = Problem(op, 8 * world_size, 12, 20, world_size, "float32")  # type: ignore[arg-type]
     torch.manual_seed(rank)
@@ -74,15 +76,10 @@ def every_backward_plan(rank: int, world_size: int, op: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("op", GRADIENTS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_backward_plan(pool: RankPool, op: str, ranks: int):
-    problems = sum(pool.run(every_backward_plan, ranks, op), [])
-    assert not problems, "\n".join(problems)
-
-
-def saved_bytes(rank: int, world_size: int, op: str) -> tuple[int, int]:
-    """Bytes that autograd keeps, and those of x and w."""
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(3)
+def test_only_the_operands_are_saved(rank: int, world_size: int, op: str):
+    """Bytes that autograd keeps are those of x and w."""
     x, w = torch.randn(6, 16), torch.randn(16, 8)
     x.requires_grad_()
     w.requires_grad_()
@@ -95,16 +92,12 @@ def saved_bytes(rank: int, world_size: int, op: str) -> tuple[int, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = getattr(cp, op)(x, w, plan="graded")
     y.sum().backward()
-    return sum(kept.values()), x.untyped_storage().nbytes() + w.untyped_storage().nbytes()
+    assert sum(kept.values()) == x.untyped_storage().nbytes() + w.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_only_the_operands_are_saved(pool: RankPool, op: str):
-    for kept, given in pool.run(saved_bytes, 3, op):
-        assert kept == given
-
-
-def twice(rank: int, world_size: int, op: str) -> str:
+@on_ranks(2)
+def test_double_backward_is_refused(rank: int, world_size: int, op: str):
     x = torch.randn(6, 5, requires_grad=True)
     w = torch.randn(5, 4, requires_grad=True)
     y = getattr(cp, op)(x, w, plan="graded")
@@ -113,12 +106,6 @@ def twice(rank: int, world_size: int, op: str) -> str:
         UnsupportedError, match=r"double backward .* is not supported; call backward"
     ):
         dx.sum().backward()
-    return "refused"
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_double_backward_is_refused(pool: RankPool, op: str):
-    assert pool.run(twice, 2, op) == ["refused"] * 2
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -140,12 +127,15 @@ def trained(call, given: list[Tensor]) -> list[Tensor]:
     return [y.detach(), *(g for g in grads if g is not None)]
 
 
-def same_as_eager(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["checkpoint", "aot_eager", "inductor"])
+@on_ranks(2)
+def test_checkpointing_and_compilation(rank: int, world_size: int, how: str, tmp_path: Path):
     want = trained(mlp, layer(rank))
     if how == "checkpoint":
         got = trained(lambda *a: checkpoint(mlp, *a, use_reentrant=False), layer(rank))
     else:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
             warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
             compiled = torch.compile(mlp, fullgraph=True, backend=how)
             got = trained(compiled, layer(rank))
@@ -154,13 +144,8 @@ def same_as_eager(rank: int, world_size: int, how: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "aot_eager", "inductor"])
-def test_checkpointing_and_compilation(pool: RankPool, how: str, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    pool.run(same_as_eager, 2, how)
-
-
-def under_autocast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_autocast(rank: int, world_size: int):
     given = layer(rank)
     with torch.autocast("cpu", torch.bfloat16):
         y = mlp(*given)
@@ -174,11 +159,9 @@ def under_autocast(rank: int, world_size: int) -> None:
         cp.all_gather_matmul(torch.randn(2, 4).bfloat16(), torch.randn(4, 3))
 
 
-def test_autocast(pool: RankPool):
-    pool.run(under_autocast, 2)
-
-
-def opcheck(rank: int, world_size: int, op: str) -> dict[str, str]:
+@pytest.mark.parametrize("op", GRADIENTS)
+@on_ranks(2)
+def test_opcheck_of_the_gradients(rank: int, world_size: int, op: str):
     problem = Problem(op, 4 * world_size, 6, 10, world_size, "float32")  # type: ignore[arg-type]
     where = ["serial", [], world().group_name, world_size, rank]
     given = [t for t in operands(problem, rank, device()) if t is not None]
@@ -188,18 +171,12 @@ def opcheck(rank: int, world_size: int, op: str) -> dict[str, str]:
         args = [given[0], given[1], given[2].t(), *where]
     # without test_autograd_registration: a gradient of these is refused, which it takes for one
     tests = ("test_schema", "test_faketensor")
-    return torch.library.opcheck(
-        getattr(torch.ops.counterpoint, op).default, args, test_utils=tests
-    )
+    op_of = getattr(torch.ops.counterpoint, op).default
+    assert set(torch.library.opcheck(op_of, args, test_utils=tests).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("op", GRADIENTS)
-def test_opcheck_of_the_gradients(pool: RankPool, op: str):
-    for report in pool.run(opcheck, 2, op):
-        assert set(report.values()) == {"SUCCESS"}, report
-
-
-def along_dim_1(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_dim_1_of_an_activation(rank: int, world_size: int):
     batch, seq, k, n = 3, 4, 10, 6
     torch.manual_seed(0)
     whole = torch.randn(batch, seq * world_size, k)
@@ -224,12 +201,8 @@ def along_dim_1(rank: int, world_size: int) -> None:
     assert z.shape == (batch, rows[rank], n)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_dim_1_of_an_activation(pool: RankPool, ranks: int):
-    pool.run(along_dim_1, ranks)
-
-
-def modes_in_turn(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_inference_mode_then_training(rank: int, world_size: int):
     """Memory that a call in inference mode has made serves calls in every mode."""
     given = layer(rank)
     with torch.inference_mode():
@@ -240,7 +213,3 @@ def modes_in_turn(rank: int, world_size: int) -> None:
         torch.testing.assert_close(got, expected)
     with torch.no_grad():
         torch.testing.assert_close(mlp(*given), want[0])
-
-
-def test_inference_mode_then_training(pool: RankPool):
-    pool.run(modes_in_turn, 3)

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_cases import Bags, expected, problem_of, random_bags
+from on_ranks import on_ranks
 from own_calls import own_calls
 from rank_bodies import world
 from rankpool import RankPool
+from refusals import Refusal, wrongly_refused
 
 import counterpoint as cp
 from counterpoint.ops.embedding_call import Known, Ready, ready_for
@@ -52,14 +54,21 @@ def dtype_of(p: Problem) -> torch.dtype:
     return getattr(torch, p.dtype)
 
 
+def arguments(bags: Bags) -> dict[str, Any]:
+    return {"tables": bags.tables, "indices": bags.indices, "offsets": bags.offsets,
+            "per_sample_weights": bags.weights, "include_last_offset": True}  # fmt: skip
+
+
 def called(bags: Bags, **case: Any) -> torch.Tensor:
-    return cp.embedding_bag_all_to_all(
-        bags.tables, bags.indices, bags.offsets, per_sample_weights=bags.weights,
-        include_last_offset=True, **case,
-    )  # fmt: skip
+    return cp.embedding_bag_all_to_all(**arguments(bags), **case)
 
 
-def wrong_rows(rank: int, ranks: int, kernels: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("ranks", "kernels"), [(1, False), (2, False), (3, False), (4, False), (1, True), (3, True)]
+)
+@on_ranks()
+def test_rows_of_all_tables_for_own_bags(rank: int, ranks: int, kernels: bool) -> list[str]:
+    """By torch and gloo, and by the kernels, interpreted."""
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         if not kernels:
@@ -85,15 +94,9 @@ def wrong_rows_of(rank: int, ranks: int, name: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kernels"), [(1, False), (2, False), (3, False), (4, False), (1, True), (3, True)]
-)
-def test_rows_of_all_tables_for_own_bags(pool: RankPool, ranks: int, kernels: bool):
-    """By torch and gloo, and by the kernels, interpreted."""
-    assert pool.run(wrong_rows, ranks, kernels, timeout_s=60) == [[]] * ranks
-
-
-def wrong_gradients(rank: int, ranks: int, into: bool) -> list[str]:
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+@on_ranks(1, 2, 3)
+def test_gradients_of_tables_and_weights(rank: int, ranks: int, into: bool) -> list[str]:
     """Against those of fp64: of all ranks' outputs, each times its own random numbers."""
     found: list[str] = []
     for name in CASES:
@@ -138,13 +141,9 @@ def wrong_gradients(rank: int, ranks: int, into: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gradients_of_tables_and_weights(pool: RankPool, ranks: int, into: bool):
-    assert pool.run(wrong_gradients, ranks, into) == [[]] * ranks
-
-
-def checked(rank: int, ranks: int, plan: str) -> list[bool]:
+@pytest.mark.parametrize("plan", ["auto", "serial"])
+@on_ranks(2)
+def test_the_dispatcher(rank: int, ranks: int, plan: str):
     case, p, everyone = everyones(ranks, "weights")
     bags = everyone[rank]
     for t in bags.tables:
@@ -162,13 +161,8 @@ def checked(rank: int, ranks: int, plan: str) -> list[bool]:
     compiled = torch.compile(lambda *a: op(*a), backend="aot_eager", fullgraph=True)
     again = compiled(*arguments)
     again.sum().backward()
-    return [set(results.values()) == {"SUCCESS"}, torch.equal(again, y),
-            all(t.grad is not None for t in bags.tables)]  # fmt: skip
-
-
-@pytest.mark.parametrize("plan", ["auto", "serial"])
-def test_the_dispatcher(pool: RankPool, plan: str):
-    assert pool.run(checked, 2, plan) == [[True] * 3] * 2
+    assert all([set(results.values()) == {"SUCCESS"}, torch.equal(again, y),
+            all(t.grad is not None for t in bags.tables)])  # fmt: skip
 
 
 def ready_of(bags: Bags, p: Problem, plan: str, out: Any = None, mode: str = "sum") -> Ready:
@@ -201,8 +195,12 @@ def nothing(*_: object) -> None:
     pass
 
 
-def in_alternation(rank: int, ranks: int, into: bool) -> list[bool]:
-    """Both plans by turns, a rank late at random: each output holds while it may.
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+@on_ranks(2, 3)
+def test_both_plans_by_turns(rank: int, ranks: int, into: bool):
+    """What a GPU runs, interpreted.
+
+    Both plans by turns, a rank late at random: each output holds while it may.
 
     Of the last rank, which has no tables, nobody gets a row: others hear of it all the same. Bags
     are of several means, so that all settings of the kernels are taken.
@@ -228,17 +226,11 @@ def in_alternation(rank: int, ranks: int, into: bool) -> list[bool]:
                 time.sleep(0.01)  # and is read late
             want = expected(everyone, p, rank, mean=False)
             found.append(y.shape == want.shape and torch.allclose(y.double(), want, atol=1e-4))
-    return found
+    assert found == [True] * 10
 
 
-@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_both_plans_by_turns(pool: RankPool, ranks: int, into: bool):
-    """What a GPU runs, interpreted."""
-    assert pool.run(in_alternation, ranks, into, timeout_s=60) == [[True] * 10] * ranks
-
-
-def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
+@on_ranks(2)
+def test_a_rank_without_rows_is_waited_for(rank: int, ranks: int, tmp_path: Path):
     """No rank leaves a call into turns before all are in it, though one sends no row and gets none.
 
     The one that is there has waited for the one that comes late.
@@ -250,7 +242,7 @@ def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", as_nccl)
         patch.setattr(execute_cpu._Call, "_meet", nothing)  # pyright: ignore[reportPrivateUsage]
-        waits, meet = Path(folder, "waits"), dist.all_reduce
+        waits, meet = tmp_path / "waits", dist.all_reduce
 
         def waiting(*given: Any, **named: Any) -> None:
             waits.touch()
@@ -260,18 +252,15 @@ def met_where_nothing_is_sent(rank: int, ranks: int, folder: str) -> bool:
         if rank:
             while not waits.exists():
                 time.sleep(0.01)
-            Path(folder, "comes").touch()
+            (tmp_path / "comes").touch()
         by_ready(ready, bags, out)
-        has_waited = Path(folder, "comes").exists()
+        has_waited = (tmp_path / "comes").exists()
         waits.touch()  # if it has not, the other one need not either
-    return has_waited
+    assert has_waited
 
 
-def test_a_rank_without_rows_is_waited_for(pool: RankPool, tmp_path: Path):
-    assert pool.run(met_where_nothing_is_sent, 2, str(tmp_path)) == [True] * 2
-
-
-def compiled(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_it_compiles_into_one_graph(rank: int, ranks: int):
     """As one graph, with its backward; one rank of two has no tables."""
     case, _, everyone = everyones(2, "mean")
     bags = everyone[rank]
@@ -289,144 +278,114 @@ def compiled(rank: int, ranks: int) -> list[bool]:
         torch.compile(both, backend="aot_eager", fullgraph=True)(case.pop("dims"))
     except Exception as error:
         text = str(error)
-    return [same, all(t.grad is not None for t in bags.tables), "given while compiling" in text]
+    assert same and all(t.grad is not None for t in bags.tables)
+    assert "given while compiling" in text
 
 
-def test_it_compiles_into_one_graph(pool: RankPool):
-    assert pool.run(compiled, 2) == [[True] * 3] * 2
-
-
-def refusals(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_what_is_refused(rank: int, ranks: int) -> list[str]:
     good = random_bags((4, 8), 6, rows=5)
-    base: dict[str, Any] = {"tables": good.tables, "indices": good.indices,
-                            "offsets": good.offsets, "include_last_offset": True}  # fmt: skip
-    n = good.indices.numel()
-    falling = good.offsets.clone()
+    tables, n = good.tables, good.indices.numel()
+    falling, outside = good.offsets.clone(), good.indices.clone()
     falling[3] = n
-    outside = good.indices.clone()
     outside[0] += 0 if rank else 99
     out = cp.PooledOutputs(24, torch.float32, 6)
     other = cp.PooledOutputs(23, torch.float32, 6)
-    nothing = {"tables": [], "indices": good.indices[:0], "offsets": good.offsets[:1]}
-    cases: list[dict[str, Any]] = [
-        {"tables": good.tables[0]}, {"mode": "max"}, {"indices": good.indices.float()},
-        {"indices": good.indices[None]}, {"offsets": good.offsets[:-1]},
-        {"tables": [good.tables[0], good.tables[1].half()]},
-        {"tables": [t.t() for t in good.tables]},
-        {"per_sample_weights": torch.ones(n + 1)},
-        {"per_sample_weights": torch.ones(n), "mode": "mean"},
-        {"batch": (3,)}, {"batch": (4, 4)}, {"batch": "ab"}, {"batch": (-1, 7)},
-        {"batch": (3, 3) if rank else (2, 4)}, {"mode": "mean" if rank else "sum"},
-        nothing, nothing | {"dims": ((), ()), "dtype": torch.float32, "batch": (3, 3)},
-        {"dims": ((4, 8),)}, {"dims": ((4, 8), (4, 8), ())}, {"dtype": torch.float16},
-        {"dims": ((4, 8), (4, 7)) if rank == 0 else ((4, 7), (4, 8))},
-        {"tables": [t.half() if rank else t for t in good.tables]},
-        {"offsets": falling}, {"indices": outside}, {"out": 3}, {"out": other},
-        {"out": out if rank else None}, {"out": other if rank else out},
+    none = {"tables": [], "indices": good.indices[:0], "offsets": good.offsets[:1]}
+    count = "batch must be a count for each of 2 ranks, 6 in all, got"
+    described = "dims must be of the tables of each of 2 ranks, (4, 8) on rank"
+    pairs = ((4, 8), (4, 8))
+    cases: list[Refusal] = [
+        ({"tables": tables[0]}, "tables must be a list of Tensors"),
+        ({"mode": "max"}, "mode must be 'sum' or 'mean', got 'max'"),
+        ({"indices": good.indices.float()}, "indices must be int32 or int64"),
+        ({"indices": good.indices[None]}, "indices must be a 1-D Tensor without gaps"),
+        ({"offsets": good.offsets[:-1]}, "offsets must be a bag for each of 2 tables"),
+        ({"tables": [tables[0], tables[1].half()]},
+         "tables[1] must be bf16, fp16 or fp32, and alike"),
+        ({"tables": [t.t() for t in tables]},
+         "tables[0] must be [rows, D] with elements of a row side by side"),
+        ({"per_sample_weights": torch.ones(n + 1)}, "per_sample_weights must be torch.float32, ("),
+        ({"per_sample_weights": torch.ones(n), "mode": "mean"},
+         "per_sample_weights must be None unless mode is 'sum', got mean"),
+        ({"batch": (3,)}, f"{count} (3,)"), ({"batch": (4, 4)}, f"{count} (4, 4)"),
+        ({"batch": "ab"}, "batch must be a count >= 0 for each rank, got ab"),
+        ({"batch": (-1, 7)}, "batch must be a count >= 0 for each rank, got (-1, 7)"),
+        ({"batch": (3, 3) if rank else (2, 4)},
+         "batch must be equal on all ranks, (2, 4) as on rank 0, got (3, 3) on rank 1"),
+        ({"mode": "mean" if rank else "sum"},
+         "mode must be equal on all ranks, sum as on rank 0, got mean on rank 1"),
+        (none, "tables must be some, or described, got none; pass dims= and dtype= and batch=, an"),
+        (none | {"dims": ((), ()), "dtype": torch.float32, "batch": (3, 3)},
+         "tables must be some on one rank at least, got none on all"),
+        ({"dims": ((4, 8),)}, f"{described} 0"), ({"dims": (*pairs, ())}, f"{described} 0"),
+        ({"dtype": torch.float16}, "dtype must be torch.float32 as tables, got torch.float16"),
+        ({"dims": ((4, 8), (4, 7)) if rank == 0 else ((4, 7), (4, 8))},
+         "dims must be equal on all ranks, ((4, 8), (4, 7)) as on rank 0, got ((4, 7), (4, 8)) on"),
+        ({"tables": [t.half() if rank else t for t in tables]},
+         "tables must be equal on all ranks, torch.float32 as on rank 0, got torch.float16 on"),
+        ({"offsets": falling}, "offsets must be 0 at first, rising to"),
+        ({"indices": outside}, "indices of tables[0] must be 0 to 4, got 0 to 10"),
+        ({"out": 3}, "out must be PooledOutputs, got int"),
+        ({"out": other}, "out must be 24 columns of torch.float32"),
+        ({"out": out if rank else None},
+         "out is given must be equal on all ranks, False as on rank 0"),
+        ({"out": other if rank else out},
+         "out must be equal on all ranks, (24, torch.float32, (3, 3)) as on rank 0"),
         # wrong on one rank alone, told to all
-        {"dims": ((4, 8), (4, 7)) if rank else ((4, 8), (4, 8))},
-        {"dims": ((4, 8), (4, 8)) if rank else None},
-        {"dims": (4, 8) if rank else None},
-        {"mode": "max" if rank else "sum"}, {"indices": good.indices.float()} if rank else {},
-        {"tables": 3} if rank else {},
-        {"plan": "graded"}, {"plan": "serial" if rank else "fused"},
+        ({"dims": ((4, 8), (4, 7)) if rank else pairs}, f"{described} 1, got ((4, 8), (4, 7))"),
+        ({"dims": pairs if rank else None},
+         "dims must be equal on all ranks, None as on rank 0, got ((4, 8), (4, 8)) on rank 1"),
+        ({"dims": (4, 8) if rank else None}, "dims must be columns of each rank's tables, got (4"),
+        ({"mode": "max" if rank else "sum"}, "mode must be 'sum' or 'mean', got 'max'"),
+        ({"indices": good.indices.float()} if rank else {}, "indices must be int32 or int64"),
+        ({"tables": 3} if rank else {}, "tables must be a list of Tensors, got int"),
+        ({"plan": "graded"}, "plan must be auto or one of serial, fused, got 'graded'"),
+        ({"plan": "serial" if rank else "fused"},
+         "plan must be equal on all ranks, fused as on rank 0, got serial on rank 1"),
     ]  # fmt: skip
-    texts: list[str] = []
-    for case in cases:
-        try:
-            cp.embedding_bag_all_to_all(**base | case)
-            texts.append("accepted")
-        except cp.InputError as error:
-            texts.append(str(error))
+    base = arguments(good)
+    found = wrongly_refused(cp.embedding_bag_all_to_all, base, cases)
     assert cp.embedding_bag_all_to_all(**base, out=out).shape == (3, 24)
-    return texts
+    return found
 
 
-def test_what_is_refused(pool: RankPool):
-    wants = [
-        "tables must be a list of Tensors", "mode must be 'sum' or 'mean', got 'max'",
-        "indices must be int32 or int64", "indices must be a 1-D Tensor without gaps",
-        "offsets must be a bag for each of 2 tables",
-        "tables[1] must be bf16, fp16 or fp32, and alike",
-        "tables[0] must be [rows, D] with elements of a row side by side",
-        "per_sample_weights must be torch.float32, (",
-        "per_sample_weights must be None unless mode is 'sum', got mean",
-        "batch must be a count for each of 2 ranks, 6 in all, got (3,)",
-        "batch must be a count for each of 2 ranks, 6 in all, got (4, 4)",
-        "batch must be a count >= 0 for each rank, got ab",
-        "batch must be a count >= 0 for each rank, got (-1, 7)",
-        "batch must be equal on all ranks, (2, 4) as on rank 0, got (3, 3) on rank 1",
-        "mode must be equal on all ranks, sum as on rank 0, got mean on rank 1",
-        "tables must be some, or described, got none; pass dims= and dtype= and batch=, and",
-        "tables must be some on one rank at least, got none on all",
-        "dims must be of the tables of each of 2 ranks, (4, 8) on rank 0",
-        "dims must be of the tables of each of 2 ranks, (4, 8) on rank 0",
-        "dtype must be torch.float32 as tables, got torch.float16",
-        "dims must be equal on all ranks, ((4, 8), (4, 7)) as on rank 0, got ((4, 7), (4, 8)) on",
-        "tables must be equal on all ranks, torch.float32 as on rank 0, got torch.float16 on",
-        "offsets must be 0 at first, rising to",
-        "indices of tables[0] must be 0 to 4, got 0 to 10",
-        "out must be PooledOutputs, got int", "out must be 24 columns of torch.float32",
-        "out is given must be equal on all ranks, False as on rank 0",
-        "out must be equal on all ranks, (24, torch.float32, (3, 3)) as on rank 0",
-        "dims must be of the tables of each of 2 ranks, (4, 8) on rank 1, got ((4, 8), (4, 7))",
-        "dims must be equal on all ranks, None as on rank 0, got ((4, 8), (4, 8)) on rank 1",
-        "dims must be columns of each rank's tables, got (4, 8)",
-        "mode must be 'sum' or 'mean', got 'max'", "indices must be int32 or int64",
-        "tables must be a list of Tensors, got int",
-        "plan must be auto or one of serial, fused, got 'graded'",
-        "plan must be equal on all ranks, fused as on rank 0, got serial on rank 1",
-    ]  # fmt: skip
-    for texts in pool.run(refusals, 2):
-        for text, want in zip(texts, wants, strict=True):
-            assert text.startswith("embedding_bag_all_to_all: ") and want in text, (text, want)
-
-
-def told(rank: int, ranks: int) -> list[str]:
-    """Mistakes of a first call, and what is said of each."""
+@on_ranks(2)
+def test_mistakes_of_a_first_call_are_told_apart(rank: int, ranks: int) -> list[str]:
     two, one = random_bags((4, 8), 6, rows=5), random_bags((4,), 6, rows=5)
     modules: list[Any] = [torch.nn.EmbeddingBag(5, 4), two.tables[1]]
-    half = [t.half() for t in two.tables]
-    weights = torch.ones(len(two.indices), dtype=torch.float64)
-    texts: list[str] = []
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (two, {"tables": modules}), (two, {"out": torch.empty(3, 24)}),
-        (two, {"per_sample_weights": weights, "tables": half}),
-        (two, {"include_last_offset": False}), (two, {"offsets": two.offsets[:-1]}),
-        (one, {"include_last_offset": False}), (one, {"offsets": one.offsets[:-1]}),
-        (one, {"include_last_offset": False, "batch": (2, 4)}),
-        (one, {"offsets": one.offsets[:-1], "batch": (2, 4)}),
-        (two, {"offsets": two.offsets[:-2]}), (one, {"offsets": one.offsets[:-3], "batch": (2, 4)}),
-    ]  # fmt: skip
-    for bags, more in cases:
-        given: dict[str, Any] = {"tables": bags.tables, "indices": bags.indices,
-                                 "offsets": bags.offsets, "include_last_offset": True}  # fmt: skip
-        with pytest.raises(cp.InputError) as error:
-            cp.embedding_bag_all_to_all(**given | more)
-        texts.append(str(error.value))
-    return texts
-
-
-def test_mistakes_of_a_first_call_are_told_apart(pool: RankPool):
+    half, weights = [t.half() for t in two.tables], torch.ones(len(two.indices)).double()
     ends, begins = (f"pass include_last_offset={last} if" for last in (True, False))
-    wants = [
-        "tables must be a list of Tensors, got list of EmbeddingBag, Tensor",
-        "out must be PooledOutputs, got Tensor; make one of them, counterpoint.PooledOutputs(",
-        "per_sample_weights must be torch.float16 or torch.float32, (",
-        f"got 13 of them; {ends}", f"got 12 of them; {begins}",
-        f"got 7 bags; pass batch= with the bags of each rank, on all ranks; or {ends}",
-        f"got 5 bags; pass batch= with the bags of each rank, on all ranks; or {begins}",
-        f"7 in all, got (2, 4); {ends}", f"5 in all, got (2, 4); {begins}",
-        "2 equal parts, got 5 bags; pass batch= with the bags of each rank, on all ranks",
-        "3 in all, got (2, 4)",
+    each = "pass batch= with the bags of each rank, on all ranks"
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (two, {"tables": modules},
+         "tables must be a list of Tensors, got list of EmbeddingBag, Tensor"),
+        (two, {"out": torch.empty(3, 24)},
+         "out must be PooledOutputs, got Tensor; make one of them, counterpoint.PooledOutputs("),
+        (two, {"per_sample_weights": weights, "tables": half},
+         "per_sample_weights must be torch.float16 or torch.float32, ("),
+        (two, {"include_last_offset": False}, f"got 13 of them; {ends}"),
+        (two, {"offsets": two.offsets[:-1]}, f"got 12 of them; {begins}"),
+        (one, {"include_last_offset": False}, f"got 7 bags; {each}; or {ends}"),
+        (one, {"offsets": one.offsets[:-1]}, f"got 5 bags; {each}; or {begins}"),
+        (one, {"include_last_offset": False, "batch": (2, 4)}, f"7 in all, got (2, 4); {ends}"),
+        (one, {"offsets": one.offsets[:-1], "batch": (2, 4)}, f"5 in all, got (2, 4); {begins}"),
+        # neither would be right with the other include_last_offset: it is not spoken of
+        (two, {"offsets": two.offsets[:-2]}, f"2 equal parts, got 5 bags; {each}"),
+        (one, {"offsets": one.offsets[:-3], "batch": (2, 4)}, "3 in all, got (2, 4)"),
     ]  # fmt: skip
-    for texts in pool.run(told, 2):
-        for text, want in zip(texts, wants, strict=True):
-            assert want in text, (text, want)
-        assert not any("include_last_offset" in text for text in texts[-2:])
+    found: list[str] = []
+    for bags, given, want in cases:
+        found += wrongly_refused(cp.embedding_bag_all_to_all, arguments(bags), [(given, want)])
+    for bags, given, _ in cases[-2:]:
+        with pytest.raises(cp.InputError) as error:
+            cp.embedding_bag_all_to_all(**arguments(bags) | given)
+        assert "include_last_offset" not in str(error.value)
+    return found
 
 
-def frozen(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_a_rank_freezes_its_tables(rank: int, ranks: int):
     """One rank freezes its tables: both take part in the backward, whatever they train."""
     everyone = [random_bags((4, 8), 6, seed=r) for r in range(ranks)]
     bags = everyone[rank]
@@ -437,59 +396,43 @@ def frozen(rank: int, ranks: int) -> list[bool]:
     y.sum().backward()
     with torch.no_grad():
         plain = called(bags, dims=((4, 8),) * ranks)
-    return [y.requires_grad, not plain.requires_grad,
-            all((t.grad is not None) == (rank == 0) for t in bags.tables)]  # fmt: skip
+    assert all([y.requires_grad, not plain.requires_grad,
+            all((t.grad is not None) == (rank == 0) for t in bags.tables)])  # fmt: skip
 
 
-def test_a_rank_freezes_its_tables(pool: RankPool):
-    assert pool.run(frozen, 2) == [[True] * 3] * 2
+@on_ranks(2)
+def test_what_outputs_refuse(rank: int, ranks: int) -> list[str]:
+    cases: list[Refusal] = [
+        ({"columns": 0}, "columns must be >= 1, got 0"),
+        ({"dtype": torch.int32}, "dtype must be bf16, fp16 or fp32, got torch.int32"),
+        ({"batch": 5}, "batch must be a multiple of 2 ranks"),
+        ({"batch": (1,)}, "batch must be 2 counts >= 0, got (1,)"),
+        ({"batch": (-1, 3)}, "batch must be 2 counts >= 0, got (-1, 3)"),
+        ({"turns": 1}, "turns must be >= 2, got 1"),
+    ]
+    base: dict[str, Any] = {"columns": 8, "dtype": torch.float32, "batch": 600}
+    other = {"columns": 8 + 8 * rank}, "num_bytes must be >= 1 and equal on all ranks"
+    found = wrongly_refused(cp.PooledOutputs, base, cases)
+    return found + wrongly_refused(cp.PooledOutputs, base, [other], name="allocate")
 
 
-def outputs_refused(rank: int, ranks: int) -> list[str]:
-    texts: list[str] = []
-    for more in (
-        {"columns": 0}, {"dtype": torch.int32}, {"batch": 5}, {"batch": (1,)}, {"batch": (-1, 3)},
-        {"turns": 1}, {"columns": 8 + 8 * rank},
-    ):  # fmt: skip
-        given: dict[str, Any] = {"columns": 8, "dtype": torch.float32, "batch": 600} | more
-        try:
-            cp.PooledOutputs(**given)
-            texts.append("accepted")
-        except cp.InputError as error:
-            texts.append(str(error))
-    return texts
-
-
-def test_what_outputs_refuse(pool: RankPool):
-    wants = [
-        "columns must be >= 1, got 0", "dtype must be bf16, fp16 or fp32, got torch.int32",
-        "batch must be a multiple of 2 ranks", "batch must be 2 counts >= 0, got (1,)",
-        "batch must be 2 counts >= 0, got (-1, 3)", "turns must be >= 2, got 1",
-        "num_bytes must be >= 1 and equal on all ranks",
-    ]  # fmt: skip
-    for texts in pool.run(outputs_refused, 2):
-        for text, want in zip(texts, wants, strict=True):
-            assert want in text, (text, want)
-
-
-def turns(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_outputs_are_used_in_turn(rank: int, ranks: int):
     """What a call returned holds during the next one, and is another turn's memory then."""
     out = cp.PooledOutputs(24, torch.float32, 6)
     bags = [random_bags((4, 8), 6, seed=s) for s in range(3)]
     want = [called(b) for b in bags]
     first, second = called(bags[0], out=out), called(bags[1], out=out)
-    held = torch.equal(first, want[0]) and torch.equal(second, want[1])
+    assert torch.equal(first, want[0]) and torch.equal(second, want[1])
     third = called(bags[2], out=out)
     dist.barrier()
-    return [held, torch.equal(third, want[2]), third.data_ptr() == first.data_ptr(),
-            torch.equal(first, third)]  # fmt: skip
+    assert torch.equal(third, want[2]) and third.data_ptr() == first.data_ptr()
+    assert torch.equal(first, third)
 
 
-def test_outputs_are_used_in_turn(pool: RankPool):
-    assert pool.run(turns, 2) == [[True] * 4] * 2
-
-
-def saved_in_a_turn(rank: int, ranks: int, turns: int) -> list[bool]:
+@pytest.mark.parametrize("turns", [2, 3])
+@on_ranks(2)
+def test_what_is_saved_of_an_output(rank: int, ranks: int, turns: int):
     """A backward may come as long as its output holds; later it is refused, not wrong."""
     out = cp.PooledOutputs(24, torch.float32, 6, turns=turns)
     bags = [random_bags((4, 8), 6, seed=9 * rank + s) for s in range(4)]
@@ -497,26 +440,21 @@ def saved_in_a_turn(rank: int, ranks: int, turns: int) -> list[bool]:
     (called(bags[0]) ** 2).sum().backward()
     want = table.grad
     assert want is not None
-    found: list[bool] = []
     for later in range(turns):
         table.grad = None
         squares = (called(bags[0], out=out) ** 2).sum()
         for other in range(later):
             called(bags[1 + other], out=out)
-        try:
+        if later < turns - 1:
             squares.backward()
-            found.append(table.grad is not None and torch.equal(table.grad, want))
-        except RuntimeError as error:
-            found.append("modified by an inplace operation" not in str(error))
-    return found
+            assert table.grad is not None and torch.equal(table.grad, want)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                squares.backward()
 
 
-@pytest.mark.parametrize("turns", [2, 3])
-def test_what_is_saved_of_an_output(pool: RankPool, turns: int):
-    assert pool.run(saved_in_a_turn, 2, turns) == [[True] * (turns - 1) + [False]] * 2
-
-
-def made_without_gradients(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_outputs_made_under_inference_mode(rank: int, ranks: int):
     """Outputs that were made under inference_mode serve training as well."""
     with torch.inference_mode():
         out = cp.PooledOutputs(24, torch.float32, 6)
@@ -528,22 +466,18 @@ def made_without_gradients(rank: int, ranks: int) -> list[bool]:
     y = called(bags, out=out)
     y.sum().backward()
     grads = [t.grad for t in bags.tables]
-    return [y.requires_grad, torch.equal(y, want),
-            all(g is not None and bool(g.any()) for g in grads)]  # fmt: skip
+    assert all([y.requires_grad, torch.equal(y, want),
+            all(g is not None and bool(g.any()) for g in grads)])  # fmt: skip
 
 
-def test_outputs_made_under_inference_mode(pool: RankPool):
-    assert pool.run(made_without_gradients, 2) == [[True] * 3] * 2
-
-
-def in_a_capture(rank: int, ranks: int) -> list[bool]:
+@on_ranks(1)
+def test_a_capture_makes_nothing(rank: int, ranks: int):
     """A call that a graph would record makes nothing that an eager one would have to find."""
     p = problem_of(((8, 3),), (4,))
     short, long = (random_bags((8, 3), 4, longest=n) for n in (1, 200))
     long.tables = short.tables
     placed: dict[object, Any] = {}
     ready = ready_of(short, p, "auto")
-    found: list[bool] = []
 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("made in a capture")
@@ -557,18 +491,14 @@ def in_a_capture(rank: int, ranks: int) -> list[bool]:
             y = ready(bags.tables, bags.indices, bags.offsets, None, True, placed)
             patch.undo()
             want = expected([bags], p, 0, mean=False)
-            found.append(torch.allclose(y.double(), want, atol=1e-4))
+            assert torch.allclose(y.double(), want, atol=1e-4)
         patch.setattr(Workspace, "refuse_growth", refused)
         with pytest.raises(AssertionError, match="made in a capture"):
             ready_of(short, p, "auto", mode="mean")
-    return found
 
 
-def test_a_capture_makes_nothing(pool: RankPool):
-    assert pool.run(in_a_capture, 1, timeout_s=60) == [[True] * 2]
-
-
-def by_all_plans(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_plans_are_texts_objects_and_files(rank: int, ranks: int):
     """Text, a Plan of other indices, its file; one that is of other tables is refused."""
     p = problem_of(((4, 8), (4, 8)), (3, 3), indices=(7, 9))
     bags = random_bags((4, 8), 6, seed=rank)
@@ -592,11 +522,7 @@ def by_all_plans(rank: int, ranks: int) -> list[bool]:
     found.append({span.label for span in timeline.spans} == {"lookup", "exchange"})
     tuned = cp.tune(problem_of(((4, 8), (4,)), (3, 3), indices=(20, 5)), rounds=1)
     found.append({c.spec for c in tuned.table} == {"serial", "fused"})
-    return found
-
-
-def test_plans_are_texts_objects_and_files(pool: RankPool):
-    assert pool.run(by_all_plans, 2, timeout_s=60) == [[True] * 5] * 2
+    assert found == [True] * 5
 
 
 def host_calls(fn: Any) -> tuple[int, int]:

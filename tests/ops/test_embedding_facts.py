@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from embedding_cases import OP, problem_of, random_bags
+from on_ranks import on_ranks
 from rank_bodies import world
-from rankpool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
@@ -406,7 +406,8 @@ class Watching(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def watched(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_who_watches_operators_sees_it(rank: int, ranks: int):
     """The same numbers and gradients with and without the dispatcher; of a table that is frozen."""
     bags = random_bags((4, 8), 6, seed=rank)
     bags.tables[1].requires_grad_()
@@ -427,9 +428,5 @@ def watched(rank: int, ranks: int) -> list[bool]:
     one, other = gradients
     assert one is not None and other is not None
     name = "counterpoint.embedding_bag_all_to_all.default"
-    return [torch.equal(ys[0], ys[1]), torch.equal(one, other) and bool(one.any()),
-            bags.tables[0].grad is None, name in mode.names]  # fmt: skip
-
-
-def test_who_watches_operators_sees_it(pool: RankPool):
-    assert pool.run(watched, 2) == [[True] * 4] * 2
+    assert all([torch.equal(ys[0], ys[1]), torch.equal(one, other) and bool(one.any()),
+            bags.tables[0].grad is None, name in mode.names])  # fmt: skip

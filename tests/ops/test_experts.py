@@ -15,9 +15,10 @@ from expert_bodies import (
     summed,
     tables,
     whole,
+    wrong_products,
 )
+from on_ranks import on_ranks
 from rank_bodies import world
-from rankpool import RankPool
 
 import counterpoint as cp
 from counterpoint.ops import experts
@@ -25,53 +26,23 @@ from counterpoint.ops import experts
 K, N = 5, 7
 
 
-def wrong_rows(rank: int, ranks: int, local: int, plan: str, dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize("plan", ["auto", "serial", "fused"])
+@pytest.mark.parametrize(("ranks", "local"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 2), (4, 3)])
+@on_ranks()
+def test_each_row_and_its_product(rank: int, ranks: int, local: int, plan: str) -> list[str]:
+    if plan == "fused" and ranks == 3:  # the kernel takes powers of 2
+        return []
+    dtype = torch.float32 if plan == "auto" else torch.bfloat16
+    sizes = (8, 16) if plan == "fused" else (K, N)
     with by_torch():
-        return rows_that_are_off(rank, ranks, local, plan, dtype)
+        return [
+            f"{name}: {text}" for name, counts in tables(ranks, local).items()
+            for text in wrong_products(rank, counts, plan, dtype, *sizes)
+        ]  # fmt: skip
 
 
-def rows_that_are_off(
-    rank: int, ranks: int, local: int, plan: str, dtype: torch.dtype
-) -> list[str]:
-    found: list[str] = []
-    k, n = (8, 16) if plan == "fused" else (K, N)
-    for name, counts in tables(ranks, local).items():
-        for stored in ("kn", "nk"):
-            given = whole(counts, k, n, dtype, stored=stored)
-            exact = given.double()
-            rows = by_expert(exact.xs, counts)
-            wants = multiplied(rows, exact.ws, counts)
-            table = torch.tensor(counts, dtype=torch.int32 if local == 1 else torch.int64)
-            y, kept = cp.all_to_all_matmul(
-                given.xs[rank], given.ws[rank], counts=table, plan=plan, return_rows=True
-            )
-            alone = cp.all_to_all_matmul(given.xs[rank], given.ws[rank], counts=counts, plan=plan)
-            if not (torch.equal(y, wants[rank].to(dtype)) and torch.equal(y, alone)):
-                found.append(f"y of {name} {stored}")
-            if not torch.equal(kept, rows[rank].to(dtype)):
-                found.append(f"rows of {name} {stored}")
-            given = whole(counts, k, n, dtype, back=True, stored=stored)
-            exact = given.double()
-            wants = by_owner(multiplied(exact.xs, exact.ws, counts), counts)
-            y = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=table, plan=plan)
-            if not torch.equal(y, wants[rank].to(dtype)):
-                found.append(f"returned of {name} {stored}")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("plan", "dtype"),
-    [("auto", torch.float32), ("serial", torch.bfloat16), ("fused", torch.bfloat16)], ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize(("ranks", "local"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 3)])
-def test_each_row_and_its_product(
-    pool: RankPool, ranks: int, local: int, plan: str, dtype: torch.dtype
-):
-    ranks += plan == "fused" and ranks == 3  # the kernel takes powers of 2
-    assert pool.run(wrong_rows, ranks, local, plan, dtype) == [[]] * ranks
-
-
-def wrong_sums(rank: int, ranks: int) -> list[str]:
+@on_ranks(1, 3)
+def test_the_sum_over_a_tokens_rows(rank: int, ranks: int) -> list[str]:
     """The sum over a token's rows: any rows, more than once, and none."""
     found: list[str] = []
     generator = torch.Generator().manual_seed(rank)
@@ -93,11 +64,6 @@ def wrong_sums(rank: int, ranks: int) -> list[str]:
                 if not torch.equal(out, want):
                     found.append(f"{name} {dtype} {shape}")
     return found
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_sum_over_a_tokens_rows(pool: RankPool, ranks: int):
-    assert pool.run(wrong_sums, ranks) == [[]] * ranks
 
 
 def wrong_where_device_known(rank: int, ranks: int, plan: str, k: int, n: int) -> list[str]:
@@ -133,19 +99,16 @@ def wrong_where_device_known(rank: int, ranks: int, plan: str, k: int, n: int) -
     return found
 
 
-def device_known(rank: int, ranks: int, plan: str) -> list[str]:
+@pytest.mark.parametrize("plan", ["auto", "fused"])
+@on_ranks(1, 2, 4)
+def test_rows_beyond_the_sum_of_a_device_known_table(rank: int, ranks: int, plan: str) -> list[str]:
     with by_torch("device"):
         sizes = (8, 16) if plan == "fused" else (K, N)
         return wrong_where_device_known(rank, ranks, plan, *sizes)
 
 
-@pytest.mark.parametrize("plan", ["auto", "fused"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_beyond_the_sum_of_a_device_known_table(pool: RankPool, ranks: int, plan: str):
-    assert pool.run(device_known, ranks, plan) == [[]] * ranks
-
-
-def many_tables(rank: int, ranks: int) -> tuple[int, bool]:
+@on_ranks(2)
+def test_nothing_is_kept_by_the_values_of_a_table(rank: int, ranks: int):
     """How many calls a workspace remembers after tables that are all different."""
     from counterpoint.runtime.workspace import workspace_of
 
@@ -157,11 +120,7 @@ def many_tables(rank: int, ranks: int) -> tuple[int, bool]:
         exact = given.double()
         want = multiplied(by_expert(exact.xs, counts), exact.ws, counts)[rank]
         good &= torch.equal(y, want.float())
-    return len(workspace_of(world(), torch.device("cpu")).code), good
-
-
-def test_nothing_is_kept_by_the_values_of_a_table(pool: RankPool):
-    assert pool.run(many_tables, 2) == [(1, True)] * 2
+    assert good and len(workspace_of(world(), torch.device("cpu")).code) == 1
 
 
 @pytest.mark.parametrize("op", ["all_to_all_matmul", "matmul_all_to_all"])
@@ -196,33 +155,26 @@ def test_the_facts_of_a_call(op: str):
     assert (facts.kind, facts.has, facts.room, room, good) == (1, 0, 0, 2000, True)
 
 
-def exchanged(rank: int, ranks: int) -> list[bool]:
+@on_ranks(1, 3)
+def test_counts_are_gathered(rank: int, ranks: int):
     results: list[bool] = []
     for dtype in (torch.int32, torch.int64):
         own = torch.arange(2 * ranks, dtype=dtype) + 100 * rank
         table = cp.exchange_counts(own)
         want = torch.stack([torch.arange(2 * ranks) + 100 * r for r in range(ranks)])
         results += [table.dtype == dtype, torch.equal(table.long(), want)]
-    return results
+    assert results == [True] * 4
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_counts_are_gathered(pool: RankPool, ranks: int):
-    assert pool.run(exchanged, ranks) == [[True] * 4] * ranks
-
-
-def in_a_subgroup(rank: int, ranks: int) -> bool:
+@on_ranks(3)
+def test_a_group_of_some_ranks(rank: int, ranks: int):
     group = dist.new_group([2, 1])
     if rank == 0:
-        return True
+        return
     counts = tables(2, 2)["uneven"]
     me = dist.get_rank(group)
     given = whole(counts, K, N, torch.float32)
     y = cp.all_to_all_matmul(given.xs[me], given.ws[me], counts=counts, group=group)
     exact = given.double()
     want = multiplied(by_expert(exact.xs, counts), exact.ws, counts)[me]
-    return torch.equal(y, want.float())
-
-
-def test_a_group_of_some_ranks(pool: RankPool):
-    assert pool.run(in_a_subgroup, 3) == [True] * 3
+    assert torch.equal(y, want.float())

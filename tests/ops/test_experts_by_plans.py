@@ -1,11 +1,20 @@
 """Operators of experts by plans, on CPU ranks: values, gradients, sizes that change, refusals."""
 
-from typing import Any
-
 import pytest
 import torch
-from expert_bodies import Lists, by_expert, by_owner, by_torch, integers, multiplied, summed, whole
-from rankpool import RankPool
+from expert_bodies import (
+    Lists,
+    by_expert,
+    by_owner,
+    by_torch,
+    integers,
+    multiplied,
+    summed,
+    whole,
+    wrong_products,
+)
+from on_ranks import on_ranks
+from refusals import wrongly_refused
 
 import counterpoint as cp
 
@@ -22,44 +31,19 @@ def specs(ranks: int, local: int) -> list[str]:
     return found if ranks & (ranks - 1) else [*found, f"grouped {local} xor"]
 
 
-def wrong_values(rank: int, ranks: int, local: int, dtype: torch.dtype) -> list[str]:
-    found: list[str] = []
-    for spec in specs(ranks, local):
-        # the third has the sizes of the first, in memory that has grown between them
-        for count in (2, 5, 2, 0, 1):
-            counts = even(ranks, local, count)
-            for stored in ("kn", "nk"):
-                place = f"{spec}, {count} rows, {stored}"
-                given = whole(counts, K, N, dtype, stored=stored)
-                exact = given.double()
-                rows = by_expert(exact.xs, counts)
-                want = multiplied(rows, exact.ws, counts)[rank].to(dtype)
-                y, kept = cp.all_to_all_matmul(
-                    given.xs[rank], given.ws[rank], counts=counts, plan=spec, return_rows=True
-                )
-                alone = cp.all_to_all_matmul(
-                    given.xs[rank], given.ws[rank], counts=torch.tensor(counts), plan=spec
-                )
-                if not (torch.equal(y, want) and torch.equal(alone, want)):
-                    found.append(f"y of {place}")
-                if not torch.equal(kept, rows[rank].to(dtype)):
-                    found.append(f"rows of {place}")
-                given = whole(counts, K, N, dtype, back=True, stored=stored)
-                exact = given.double()
-                want = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank].to(dtype)
-                y = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=counts, plan=spec)
-                if not torch.equal(y, want):
-                    found.append(f"returned of {place}")
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "local"), [(1, 3), (2, 1), (3, 2), (4, 3)])
-def test_values(pool: RankPool, ranks: int, local: int, dtype: torch.dtype):
-    assert pool.run(wrong_values, ranks, local, dtype) == [[]] * ranks
+@on_ranks()
+def test_values(rank: int, ranks: int, local: int, dtype: torch.dtype) -> list[str]:
+    # the third has the sizes of the first, in memory that has grown between them
+    return [
+        f"{spec}, {count} rows: {text}" for spec in specs(ranks, local) for count in (2, 5, 2, 0, 1)
+        for text in wrong_products(rank, even(ranks, local, count), spec, dtype, K, N)
+    ]  # fmt: skip
 
 
-def wrong_gradients(rank: int, ranks: int) -> list[str]:
+@on_ranks(1, 2, 3)
+def test_gradients(rank: int, ranks: int) -> list[str]:
     """Out, multiplied and back again with sums, beside the same in one process and fp64."""
     counts, found = even(ranks, 2, 3), list[str]()
     generator = torch.Generator().manual_seed(7)
@@ -90,12 +74,8 @@ def wrong_gradients(rank: int, ranks: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gradients(pool: RankPool, ranks: int):
-    assert pool.run(wrong_gradients, ranks) == [[]] * ranks
-
-
-def wrong_kept_gradient(rank: int, ranks: int) -> bool:
+@on_ranks(3)
+def test_gradients_of_rows_that_are_kept(rank: int, ranks: int):
     """The rows that came have a gradient of their own: it is added on the way back."""
     counts = even(ranks, 2, 3)
     given = whole(counts, K, N, torch.float32)
@@ -111,57 +91,41 @@ def wrong_kept_gradient(rank: int, ranks: int) -> bool:
     (y.sum() + 3 * kept.sum()).backward()
     want = exact.xs[rank].grad
     assert want is not None and x.grad is not None
-    return torch.equal(x.grad, want.float())
+    assert torch.equal(x.grad, want.float())
 
 
-def test_gradients_of_rows_that_are_kept(pool: RankPool):
-    assert pool.run(wrong_kept_gradient, 3) == [True] * 3
-
-
-def texts(rank: int, ranks: int) -> list[str]:
-    found: list[str] = []
-    counts = even(ranks, 3, 2)
+@on_ranks(2)
+def test_what_is_refused(rank: int, ranks: int) -> list[str]:
+    counts, found = even(ranks, 3, 2), list[str]()
     uneven = [list(row) for row in counts]
     uneven[1][0] += 1
+    sizes = "plan must be a spec whose sizes add up to 3; {} do not, got {}"
+    unequal = "plan must be for equal counts known to the host, got 'grouped'"
     for op, back in ((cp.all_to_all_matmul, False), (cp.matmul_all_to_all, True)):
-        # rows as each table says: nothing but the plan is wrong
-        cases: list[tuple[Lists, dict[str, Any]]] = [
-            (uneven, {"plan": "grouped"}), (counts, {"plan": "grouped 2/2"}),
-            (counts, {"plan": "grouped 3 pull"}), (counts, {"plan": "graded"}),
-            (even(ranks, 3, 0), {"plan": "grouped 4"}),
-        ]  # fmt: skip
-        for table, options in cases:
+        for table, plan, want in (
+            (uneven, "grouped", unequal),
+            (counts, "grouped 2/2", sizes.format("'2/2'", "'grouped 2/2'")),
+            (counts, "grouped 3 pull",
+             "plan must be a spec of words that grouped knows; 'pull' is none, "
+             "got 'grouped 3 pull'"),
+            (counts, "graded", "plan must be auto or one of serial, fused, grouped, got 'graded'; "
+             "did you mean 'grouped'?"),
+            (even(ranks, 3, 0), "grouped 4", sizes.format("'4'", "'grouped 4'")),
+        ):  # fmt: skip
+            # rows as each table says: nothing but the plan is wrong
             given = whole(table, K, N, torch.float32, back=back)
-            try:
-                op(given.xs[rank], given.ws[rank], counts=table, **options)
-                found.append("accepted")
-            except cp.InputError as error:
-                found.append(str(error))
+            base = {"x": given.xs[rank], "w": given.ws[rank], "counts": table}
+            found += wrongly_refused(op, base, [({"plan": plan}, want)], exact=True)
         with by_torch("device"):
             given = whole(counts, K, N, torch.float32, back=back)
-            try:
-                op(given.xs[rank], given.ws[rank], counts=torch.tensor(counts), max_rows=99,
-                   plan="grouped")  # fmt: skip
-                found.append("accepted")
-            except cp.InputError as error:
-                found.append(str(error))
+            base = {"x": given.xs[rank], "w": given.ws[rank], "counts": torch.tensor(counts)}
+            more = {"max_rows": 99, "plan": "grouped"}
+            found += wrongly_refused(op, base, [(more, unequal)], exact=True)
     return found
 
 
-def test_what_is_refused(pool: RankPool):
-    wants = [
-        "plan must be for equal counts known to the host, got 'grouped'",
-        "plan must be a spec whose sizes add up to 3; '2/2' do not, got 'grouped 2/2'",
-        "plan must be a spec of words that grouped knows; 'pull' is none, got 'grouped 3 pull'",
-        "plan must be auto or one of serial, fused, grouped, got 'graded'; did you mean 'grouped'?",
-        "plan must be a spec whose sizes add up to 3; '4' do not, got 'grouped 4'",
-        "plan must be for equal counts known to the host, got 'grouped'",
-    ]  # fmt: skip
-    want = [f"{op}: {text}" for op in ("all_to_all_matmul", "matmul_all_to_all") for text in wants]
-    assert pool.run(texts, 2) == [want] * 2
-
-
-def kept_rows_of_one_rank(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_what_one_rank_asks_for_is_run_by_all(rank: int, ranks: int):
     """A loss that uses kept rows on one rank alone: all ranks run the same; and inference mode."""
     counts, found = even(ranks, 2, 3), []
     for plan in ("serial", "grouped"):
@@ -178,8 +142,4 @@ def kept_rows_of_one_rank(rank: int, ranks: int) -> list[bool]:
             results = [op(given.xs[rank], given.ws[rank], counts=counts, plan=plan)
                        for plan in ("serial", "grouped")]  # fmt: skip
             same.append(torch.equal(*results))
-    return same
-
-
-def test_what_one_rank_asks_for_is_run_by_all(pool: RankPool):
-    assert pool.run(kept_rows_of_one_rank, 2) == [[True] * 4] * 2
+    assert same == [True] * 4

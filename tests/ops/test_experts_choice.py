@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from rankpool import RankPool
+from on_ranks import on_ranks
 
 import counterpoint as cp
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import shipped
 from counterpoint.measure.tune import tune
 from counterpoint.plan.families import build
-from counterpoint.plan.fused_experts import refusal
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
 
@@ -75,22 +74,8 @@ def test_one_kernel_is_a_plan_that_is_proved_and_priced(op: str, counts: Any):
         Problem("all_gather_matmul", 8, 8, 8, 2, counts="host")
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [({"ranks": 3, "m": 192}, "power of two"), ({"n": 12}, "multiples of 8"),
-     ({"dtype": "float32"}, "16-bit"), ({"experts": 512, "m": 4096}, "1024 experts")],
-)  # fmt: skip
-def test_what_one_kernel_does_not_take(more: dict[str, Any], text: str):
-    facts: dict[str, Any] = {"m": 256, "n": 64, "k": 64, "ranks": 4, "experts": 2} | more
-    problem = Problem("all_to_all_matmul", **facts)
-    assert text in refusal(problem)
-    with pytest.raises(cp.InputError, match=text):
-        build(problem, "fused")
-    assert MACHINE is not None
-    assert "fused" not in {c.spec for c in by_model(problem, MACHINE).table}
-
-
-def by_a_plan(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_plans_of_a_user_and_tuning(rank: int, ranks: int):
     """A Plan, and what tuning finds, are taken as a spec is; a larger plan serves fewer rows."""
     counts = torch.tensor([[3, 1, 2, 2], [0, 4, 1, 3]])
     x, w = torch.randn(8, 6), torch.randn(2, 6, 5)
@@ -109,8 +94,4 @@ def by_a_plan(rank: int, ranks: int) -> list[bool]:
             problem = Problem(op, 64, 16, 8, 2, "float16", experts=2, counts=counted)  # type: ignore[arg-type]
             choice = tune(problem, rounds=2, specs=("serial",))
             found.append(choice.basis == "measurement" and choice.seconds > 0)
-    return found
-
-
-def test_plans_of_a_user_and_tuning(pool: RankPool):
-    assert pool.run(by_a_plan, 2, timeout_s=60) == [[True] * 7] * 2
+    assert found == [True] * 7

@@ -16,8 +16,8 @@ from expert_bodies import (
     tables,
     whole,
 )
+from on_ranks import on_ranks
 from rank_bodies import world
-from rankpool import RankPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -98,7 +98,10 @@ def wrong_back(rank: int, given: Whole, room: int | None, plan: str, sums: bool)
     return [f"back {name}" for name, pair in pairs.items() if differs(*pair)]
 
 
-def wrong_gradients(rank: int, ranks: int, plan: str, known_on: str) -> list[str]:
+@pytest.mark.parametrize("known_on", ["host", "device"])
+@pytest.mark.parametrize(("plan", "ranks"), [("auto", 1), ("serial", 3), ("fused", 2)])
+@on_ranks()
+def test_gradients(rank: int, ranks: int, plan: str, known_on: str) -> list[str]:
     found: list[str] = []
     # what one kernel takes: sums are exact in fp16, but for the last rounding
     sizes = (8, 16, torch.float16) if plan == "fused" else (K, N, torch.float32)
@@ -116,13 +119,8 @@ def wrong_gradients(rank: int, ranks: int, plan: str, known_on: str) -> list[str
     return found
 
 
-@pytest.mark.parametrize("known_on", ["host", "device"])
-@pytest.mark.parametrize(("plan", "ranks"), [("auto", 1), ("serial", 3), ("fused", 2)])
-def test_gradients(pool: RankPool, plan: str, ranks: int, known_on: str):
-    assert pool.run(wrong_gradients, ranks, plan, known_on) == [[]] * ranks
-
-
-def some_needed(rank: int, ranks: int) -> list[bool]:
+@on_ranks(2)
+def test_gradients_that_are_not_asked_for(rank: int, ranks: int):
     """Whose gradient nobody asks for has none, and nothing is kept for it."""
     counts = tables(ranks, 2)["uneven"]
     good: list[bool] = []
@@ -145,7 +143,7 @@ def some_needed(rank: int, ranks: int) -> list[bool]:
         with pytest.raises(cp.UnsupportedError, match="double backward"):
             first.sum().backward()
         good.append(True)
-    return good
+    assert good == [True] * 10
 
 
 def layer(
@@ -161,13 +159,8 @@ def of_layer(rank: int, ranks: int, name: str) -> tuple[list[Tensor], Any]:
     given = whole(counts, K, N, torch.float32)
     x, up = given.xs[rank], given.ws[rank]
     down, t = torch.randn(2, N, 3), sum(counts[rank])
-    tensors = [
-        x,
-        up,
-        down,
-        torch.randint(max(t, 1), (4 if t else 0, 2)),
-        torch.randn(4 if t else 0, 2),
-    ]
+    shape = (4 if t else 0, 2)
+    tensors = [x, up, down, torch.randint(max(t, 1), shape), torch.randn(shape)]
     for i in (0, 1, 2, 4):
         tensors[i] = tensors[i].detach().requires_grad_()
     return tensors, counts
@@ -179,22 +172,20 @@ def gradients(fn: Any, tensors: list[Tensor], counts: Any) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), needed)]
 
 
-def compiled(rank: int, ranks: int, backend: str) -> None:
+@on_ranks(2)
+def test_compiled_with_lists(rank: int, ranks: int):
     """Tables differ from call to call; what is traced is traced once for all but their sums."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
-        traced = torch.compile(layer, backend=backend, fullgraph=True)
+        traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
         for name in ("uneven", "even", "sparse"):
             tensors, counts = of_layer(rank, ranks, name)
             got, want = (gradients(fn, tensors, counts) for fn in (traced, layer))
             torch.testing.assert_close(got, want)
 
 
-def test_compiled_with_lists(pool: RankPool):
-    pool.run(compiled, 2, "aot_eager")
-
-
-def compiled_for_a_device(rank: int, ranks: int) -> list[int]:
+@on_ranks(2)
+def test_compiled_with_a_device_known_table(rank: int, ranks: int):
     """A table of which the host knows nothing is an input like others: compiled once."""
     torch._dynamo.utils.counters.clear()
     with by_torch("device"), warnings.catch_warnings():
@@ -214,14 +205,11 @@ def compiled_for_a_device(rank: int, ranks: int) -> list[int]:
                 y = fn(*given, torch.tensor(counts))
                 results.append([y.detach()[:t], *torch.autograd.grad(y, given, dy)])
             torch.testing.assert_close(*results)
-    return [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_compiled_with_a_device_known_table(pool: RankPool):
-    assert pool.run(compiled_for_a_device, 2) == [[1]] * 2
-
-
-def checked(rank: int, ranks: int) -> list[set[str]]:
+@on_ranks(2)
+def test_the_dispatcher_and_fakes(rank: int, ranks: int):
     """opcheck of each operator, with gradients where it has them."""
     (x, up, down, index, weights), counts = of_layer(rank, ranks, "uneven")
     table, name = torch.tensor(counts), world().group_name
@@ -238,14 +226,12 @@ def checked(rank: int, ranks: int) -> list[set[str]]:
         (ops.exchange_counts, (table[rank], name, ranks)),
         (ops.experts_weight_gradient, (y.detach(), y.detach(), table, True, name, ranks)),
     ]
-    return [set(torch.library.opcheck(op, given).values()) for op, given in calls]
+    for op, given in calls:
+        assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}
 
 
-def test_the_dispatcher_and_fakes(pool: RankPool):
-    assert pool.run(checked, 2) == [[{"SUCCESS"}] * 6] * 2
-
-
-def in_contexts(rank: int, ranks: int) -> None:
+@on_ranks(1, 2)
+def test_contexts(rank: int, ranks: int):
     """Autocast, activation checkpointing, inference mode, memory of its own."""
     tensors, counts = of_layer(rank, ranks, "uneven")
     want = gradients(layer, tensors, counts)
@@ -262,12 +248,3 @@ def in_contexts(rank: int, ranks: int) -> None:
         y, rows = cp.all_to_all_matmul(tensors[0], tensors[1], counts=counts, return_rows=True)
     places = {t.untyped_storage().data_ptr() for t in (y, rows, *tensors) if t.numel()}
     assert len(places) == sum(t.numel() > 0 for t in (y, rows, *tensors))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_contexts(pool: RankPool, ranks: int):
-    pool.run(in_contexts, ranks)
-
-
-def test_gradients_that_are_not_asked_for(pool: RankPool):
-    assert pool.run(some_needed, 2) == [[True] * 10] * 2

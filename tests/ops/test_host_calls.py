@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from expert_bodies import by_torch
+from on_ranks import on_ranks
 from own_calls import own_calls, too_many
 from rank_bodies import by_reference, world
-from rankpool import RankPool
 
 import counterpoint as cp
 from counterpoint.ops import call, fused_experts, fused_sum, matmul_all_to_all
@@ -79,7 +79,19 @@ def as_on_gpu(
     return code
 
 
-def counted(rank: int, ranks: int, op: str, plan: str, own: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("op", "plan"),
+    [
+        ("all_gather_matmul", "shard_p2p"), ("all_gather_matmul", "direct"),
+        ("matmul_reduce_scatter", "graded"), ("matmul_reduce_scatter", "fused"),
+        ("matmul_all_reduce", "direct"), ("matmul_all_reduce", "fused"),
+    ],
+)  # fmt: skip  # fmt: skip
+@pytest.mark.parametrize("own", [False, True], ids=["default_group", "group"])
+@on_ranks(2)
+def test_a_warm_call_runs_few_functions_of_ours(
+    rank: int, ranks: int, op: str, plan: str, own: bool
+) -> list[str]:
     """What is wrong with a warm call."""
     x, w = torch.randn(2 * ranks, 16).half(), torch.randn(16, 32).half()
     run, problems = getattr(cp, op), list[str]()
@@ -114,7 +126,15 @@ def counted(rank: int, ranks: int, op: str, plan: str, own: bool) -> list[str]:
     return problems
 
 
-def counted_of_experts(rank: int, ranks: int, op: str, known: str, sums: bool) -> list[str]:
+@pytest.mark.parametrize("known", ["host", "device"])
+@pytest.mark.parametrize(
+    ("op", "sums"),
+    [("all_to_all_matmul", False), ("matmul_all_to_all", False), ("matmul_all_to_all", True)],
+)  # fmt: skip
+@on_ranks(2)
+def test_a_warm_call_of_experts_runs_few(
+    rank: int, ranks: int, op: str, known: str, sums: bool
+) -> list[str]:
     """What is wrong with a warm call of one kernel."""
     counts = torch.tensor([[3, 1, 2, 2], [0, 4, 1, 3]])
     rows = counts.view(2, 2, 2).sum((0, 2)) if op == "matmul_all_to_all" else counts.sum(1)
@@ -153,28 +173,6 @@ def counted_of_experts(rank: int, ranks: int, op: str, known: str, sums: bool) -
         if wrong := too_many(found):
             problems.append(wrong)
     return problems
-
-
-@pytest.mark.parametrize("known", ["host", "device"])
-@pytest.mark.parametrize(
-    ("op", "sums"),
-    [("all_to_all_matmul", False), ("matmul_all_to_all", False), ("matmul_all_to_all", True)],
-)
-def test_a_warm_call_of_experts_runs_few(pool: RankPool, op: str, known: str, sums: bool):
-    assert pool.run(counted_of_experts, 2, op, known, sums) == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("op", "plan"),
-    [
-        ("all_gather_matmul", "shard_p2p"), ("all_gather_matmul", "direct"),
-        ("matmul_reduce_scatter", "graded"), ("matmul_reduce_scatter", "fused"),
-        ("matmul_all_reduce", "direct"), ("matmul_all_reduce", "fused"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("own", [False, True], ids=["default_group", "group"])
-def test_a_warm_call_runs_few_functions_of_ours(pool: RankPool, op: str, plan: str, own: bool):
-    assert pool.run(counted, 2, op, plan, own) == [[], []]
 
 
 def test_what_is_counted():

@@ -5,29 +5,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from rank_bodies import by_reference
-from rankpool import RankPool
+from refusals import Refusal, wrongly_refused
 
 import counterpoint as cp
 
 
-def in_turn_with_another_size(rank: int, ranks: int) -> str:
+@on_ranks(2)
+def test_ranks_that_disagree_later_are_told_so(rank: int, ranks: int):
     """Both sizes have been called before; gloo would end the process that gets the other one."""
     w = torch.randn(16, 8)
+    text = r"x.shape must be equal on all ranks, \(2, 16\) as on rank 0, got \(4, 16\) on rank 1"
     with by_reference():
         for m in (4, 2):
             cp.matmul_all_reduce(torch.randn(m, 16), w, plan="fused")
-        with pytest.raises(cp.InputError) as info:
+        with pytest.raises(cp.InputError, match=text):
             cp.matmul_all_reduce(torch.randn(4 if rank else 2, 16), w, plan="fused")
-    return str(info.value)
 
 
-def test_ranks_that_disagree_later_are_told_so(pool: RankPool):
-    text = "x.shape must be equal on all ranks, (2, 16) as on rank 0, got (4, 16) on rank 1"
-    assert all(text in found for found in pool.run(in_turn_with_another_size, 2))
-
-
-def normalised(rank: int, ranks: int, dtype: torch.dtype) -> list[bool]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_the_residual_and_the_norm_that_follow(rank: int, ranks: int, dtype: torch.dtype):
     x, w = torch.randn(2, 3, 8).to(dtype), torch.randn(8, 20).to(dtype)
     residual, weight = torch.randn(2, 3, 20).to(dtype), torch.randn(20).to(dtype)
     for t in (residual, weight):
@@ -41,34 +40,20 @@ def normalised(rank: int, ranks: int, dtype: torch.dtype) -> list[bool]:
     error = ((got.double() - want).norm() / want.norm()).item()
     op = torch.ops.counterpoint.add_rms_norm
     results: dict[str, str] = torch.library.opcheck(op, (want_total, residual, weight, 1e-5))
-    return [error <= 2 * torch.finfo(dtype).eps, torch.equal(total, want_total),
-            set(results.values()) == {"SUCCESS"}]  # fmt: skip
+    assert all([error <= 2 * torch.finfo(dtype).eps, torch.equal(total, want_total),
+            set(results.values()) == {"SUCCESS"}])  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_residual_and_the_norm_that_follow(pool: RankPool, dtype: torch.dtype):
-    assert pool.run(normalised, 2, dtype) == [[True] * 3] * 2
-
-
-def norm_refusals(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_what_the_norm_refuses(rank: int, ranks: int) -> list[str]:
     x, w, r, g = torch.randn(2, 4), torch.randn(4, 3), torch.randn(2, 3), torch.ones(3)
-    texts: list[str] = []
-    cases: list[dict[str, Any]] = [
-        {"residual": r[:1]}, {"norm_weight": r}, {"residual": r.double()}, {"eps": "small"},
-        {"norm_weight": 1.0},
+    cases: list[Refusal] = [
+        ({"residual": r[:1]}, "residual must be (2, 3), got (1, 3)"),
+        ({"norm_weight": r}, "norm_weight must be [N=3], got (2, 3)"),
+        ({"residual": r.double()},
+         "residual must be torch.float32 on cpu as x, got torch.float64 on cpu"),
+        ({"eps": "small"}, "eps must be a number >= 0, got small"),
+        ({"norm_weight": 1.0}, "norm_weight must be a Tensor, got float"),
     ]  # fmt: skip
-    for case in cases:
-        with pytest.raises(cp.InputError) as info:
-            cp.matmul_all_reduce_rms_norm(x, w, **{"residual": r, "norm_weight": g} | case)
-        texts.append(str(info.value))
-    return texts
-
-
-def test_what_the_norm_refuses(pool: RankPool):
-    wants = [
-        "residual must be (2, 3), got (1, 3)", "norm_weight must be [N=3], got (2, 3)",
-        "residual must be torch.float32 on cpu as x, got torch.float64 on cpu",
-        "eps must be a number >= 0, got small", "norm_weight must be a Tensor, got float",
-    ]  # fmt: skip
-    for texts in pool.run(norm_refusals, 2):
-        assert texts == [f"matmul_all_reduce_rms_norm: {want}" for want in wants]
+    base: dict[str, Any] = {"x": x, "w": w, "residual": r, "norm_weight": g}
+    return wrongly_refused(cp.matmul_all_reduce_rms_norm, base, cases, exact=True)

@@ -7,8 +7,8 @@ from math import prod
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from rank_bodies import Case, by_reference, wrong_cases
-from rankpool import RankPool
 
 from counterpoint.plan.families import build, families
 from counterpoint.plan.grading import compositions
@@ -94,31 +94,25 @@ def cases(op: str, ranks: int) -> list[Case]:
     return [case for case in found if not refuses(case)]
 
 
-def wrong_by_reference(rank: int, ranks: int, found: list[Case]) -> list[str]:
+def off(rank: int, ranks: int, found: list[Case]) -> list[str]:
     with by_reference():
         return wrong_cases(rank, ranks, found)
 
 
-def assert_none_wrong(pool: RankPool, ranks: int, found: list[Case]) -> None:
-    __tracebackhide__ = True
-    reports = pool.run(wrong_by_reference, ranks, found)
-    problems = [problem for report in reports for problem in report]
-    assert not problems, "\n".join(problems[:20])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
-def test_every_family_and_spec(pool: RankPool, op: str, ranks: int):
+@on_ranks(1, 2, 3, 4)
+def test_every_family_and_spec(rank: int, ranks: int, op: str) -> list[str]:
     found = cases(op, ranks)
     assert {case.plan for case in found} == {spec for spec, _ in specs(op, ranks)}
     if ranks > 1 and op != "matmul_all_reduce":  # one spec of few meets each shape once
         each = len(shapes(ranks))
         assert len({(case.rows, case.k, case.dtype) for case in found}) == each * len(DTYPES)
         assert len({(case.rows, case.k, case.layout) for case in found}) == each * len(LAYOUTS)
-    assert_none_wrong(pool, ranks, found)
+    return off(rank, ranks, found)
 
 
-def test_sizes_and_families_in_turn_on_one_workspace(pool: RankPool):
+@on_ranks(4)
+def test_sizes_and_families_in_turn_on_one_workspace(rank: int, ranks: int) -> list[str]:
     """Memory grows twice (a granule is 2 MiB), shrinking calls use a part of it."""
     gather, scatter, _ = OPS
     found = [
@@ -132,7 +126,7 @@ def test_sizes_and_families_in_turn_on_one_workspace(pool: RankPool):
         Case(gather, "serial", (2, 3, 4, 5), 811, 17, bits="whole"),
         Case(gather, "shard_p2p xor", (1,) * 4, 1, 1, bits="shards"),
     ]
-    assert_none_wrong(pool, 4, [*found, *found[::-1]])
+    return off(rank, ranks, [*found, *found[::-1]])
 
 
 def own_plans(op: str, ranks: int) -> list[Plan]:
@@ -147,13 +141,17 @@ def own_plans(op: str, ranks: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize("op", OPS[:2])
-def test_own_plans(pool: RankPool, op: str):
+@on_ranks(3)
+def test_own_plans(rank: int, ranks: int, op: str) -> list[str]:
     found = [Case(op, plan, plan.problem.rows, 6, 5, bias=True) for plan in own_plans(op, 3)]
-    assert_none_wrong(pool, 3, found)
+    return off(rank, ranks, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_over_ranks_and_slices_are_rounded_once(pool: RankPool, dtype: torch.dtype):
+@on_ranks(4)
+def test_sums_over_ranks_and_slices_are_rounded_once(
+    rank: int, ranks: int, dtype: torch.dtype
+) -> list[str]:
     """Each partial result is a whole number that the dtype holds, their sum need not be."""
     found = [
         # K as many slices: what a rank multiplies at a time is one product
@@ -162,4 +160,4 @@ def test_sums_over_ranks_and_slices_are_rounded_once(pool: RankPool, dtype: torc
         *(Case(OPS[1], spec, (5,) * 4, 1, 37, dtype, True, bits="exact", integers=True)
           for spec, _ in specs(OPS[1], 4) if spec.split()[0] in ("shard_p2p", "graded")),
     ]  # fmt: skip
-    assert_none_wrong(pool, 4, found)
+    return off(rank, ranks, found)

@@ -4,16 +4,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from rank_bodies import Case, device, wrong
-from rankpool import RankPool
+from refusals import Refusal, wrongly_refused
 
 import counterpoint as cp
-from counterpoint.errors import CounterpointError, InputError, PlanError
+from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build, families
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -23,15 +24,6 @@ GATHER, SCATTER = SHARING = ("all_gather_matmul", "matmul_reduce_scatter")
 REDUCE = "matmul_all_reduce"
 OPS = (*SHARING, REDUCE)
 RANKS, M, K, N = 3, 6, 5, 4
-
-
-class Bad(NamedTuple):
-    """Arguments that replace those of a good call, and the text of the refusal."""
-
-    args: Callable[[], dict[str, Any]]
-    text: str
-    ops: tuple[str, ...] = OPS
-    error: type[CounterpointError] = InputError
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -47,173 +39,101 @@ def broken_plan() -> Plan:
     return replace(plan, steps=plan.steps[:-1])
 
 
-DIM = "must be a dim of x but the last, 0 to 0"
-FIX_LINEAR = "pass w.t() of a torch.nn.Linear weight"
-GROUPS = "plan must be a spec whose sizes add up to 3; {} do not, got {}"
-BAD = [
-    Bad(lambda: {"x": [1.0]}, "x must be a Tensor, got list"),
-    Bad(lambda: {"w": 3}, "w must be a Tensor, got int"),
-    Bad(lambda: {"bias": [1.0]}, "bias must be a Tensor, got list"),
-    Bad(
-        lambda: {"x": torch.ones(M, K, dtype=torch.int64)},
-        "x must be bf16, fp16 or fp32, got torch.int64",
-    ),
-    Bad(lambda: {"x": normal(M, K).double()}, "x must be bf16, fp16 or fp32, got torch.float64"),
-    Bad(lambda: {"x": normal(M, K).to("meta")}, "x must be on cpu or cuda, got meta"),
-    Bad(lambda: {"x": normal(K)}, "x must be [rows, ..., K] of 2 or more dims, got 1-D"),
-    Bad(lambda: {"w": normal(K)}, "w must be [K, N] of 2 dims, got 1-D"),
-    Bad(lambda: {"w": normal(1, K, N)}, "w must be [K, N] of 2 dims, got 3-D"),
-    Bad(lambda: {"w": normal(N, K)}, f"w must be [K=5, N], got (4, 5); {FIX_LINEAR}"),
-    Bad(lambda: {"bias": normal(K)}, "bias must be [N=4], got (5,)"),
-    Bad(lambda: {"bias": normal(1, N)}, "bias must be [N=4], got (1, 4)"),
-    Bad(lambda: {"w": normal(K, N).bfloat16()}, "w must be torch.float32 as x, got torch.bfloat16"),
-    Bad(lambda: {"bias": normal(N).half()}, "bias must be torch.float32 as x, got torch.float16"),
-    Bad(lambda: {"w": normal(K, N).to("meta")}, f"w must be on {device()} as x, got meta"),
-    Bad(lambda: {"gather_dim": 1}, f"gather_dim {DIM}, got 1", (GATHER,)),
-    Bad(lambda: {"gather_dim": -3}, f"gather_dim {DIM}, got -3", (GATHER,)),
-    Bad(lambda: {"gather_dim": "rows"}, f"gather_dim {DIM}, got 'rows'", (GATHER,)),
-    Bad(lambda: {"scatter_dim": 1}, f"scatter_dim {DIM}, got 1", (SCATTER,)),
-    Bad(lambda: {"w": []}, "w must be a Tensor or several, got none", (GATHER,)),
-    Bad(lambda: {"w": [normal(K, N), 3]}, "w must be a Tensor, got int", (GATHER,)),
-    Bad(
-        lambda: {"w": [normal(K, N), normal(N, K)]},
-        f"w must be [K=5, N], got (4, 5); {FIX_LINEAR}",
-        (GATHER,),
-    ),
-    Bad(
-        lambda: {"w": [normal(K, N), normal(K, 1)], "bias": normal(N)},
-        "bias must be None with several weights, got a Tensor; "
-        "add it to the result, or make one weight of them",
-        (GATHER,),
-    ),
-    Bad(lambda: {"group": "tp"}, "group must be a ProcessGroup that has this rank, got tp"),
-    Bad(lambda: {"rows": [M]}, "rows must be 3 counts >= 0, got [6]", SHARING),
-    Bad(lambda: {"rows": []}, "rows must be 3 counts >= 0, got []", SHARING),
-    Bad(lambda: {"rows": [8, -1, -1]}, "rows must be 3 counts >= 0, got [8, -1, -1]", SHARING),
-    Bad(lambda: {"rows": 6}, "rows must be 3 counts >= 0, got 6", SHARING),
-    Bad(
-        lambda: {"rows": (2.5, 2.5, 1.0)},
-        "rows must be 3 counts >= 0, got (2.5, 2.5, 1.0)",
-        SHARING,
-    ),
-    Bad(lambda: {"rows": "222"}, "rows must be 3 counts >= 0, got 222", SHARING),
-    Bad(
-        lambda: {"rows": [5, 7, 8]},
-        "x must be [{rows}, ..., K] as rows[{rank}] says, got (6, 5)",
-        (GATHER,),
-    ),
-    Bad(
-        lambda: {"rows": [1, 2, 2]},
-        "rows must be counts that add up to 6, got [1, 2, 2]",
-        (SCATTER,),
-    ),
-    Bad(
-        lambda: {"x": normal(7, 2, K)},
-        "x must be [M, ..., K] with M a multiple of the 3 ranks, got (7, 2, 5); "
-        "pass rows=, one count per rank",
-        (SCATTER,),
-    ),
-    Bad(lambda: {"plan": 5}, "plan must be a family's name or a Plan, got int"),
-    Bad(lambda: {"plan": "fast"}, "plan must be auto or one of {families}, got 'fast'"),
-    Bad(lambda: {"plan": ""}, "plan must be auto or one of {families}, got ''"),
-    Bad(
-        lambda: {"plan": "serail"},
-        "plan must be auto or one of {families}, got 'serail'; did you mean 'serial'?",
-    ),
-    Bad(
-        lambda: {"plan": "shard_p2p xor"},
-        "plan must be for a power of two of ranks where it says xor, got 'shard_p2p xor'; use ring",
-        SHARING,
-    ),
-    Bad(lambda: {"plan": "graded 1/1"}, GROUPS.format("'1/1'", "'graded 1/1'"), SHARING),
-    Bad(
-        lambda: {"plan": "graded 1/²"},
-        "plan must be a spec with sizes like 1/1/2; '1/²' are none, got 'graded 1/²'",
-        SHARING,
-    ),
-    Bad(
-        lambda: {"plan": "serial ring"},
-        "plan must be a spec of words that serial knows; 'ring' is none, got 'serial ring'",
-    ),
-    Bad(
-        lambda: {"plan": "direct"},
-        "plan must be for a number of ranks that is a power of two up to 32, got 'direct'",
-    ),
-    Bad(
-        lambda: {"plan": "fused"},
-        "plan must be for a number of ranks that is a power of two up to 32, got 'fused'",
-        (SCATTER, REDUCE),
-    ),
-    Bad(
-        lambda: {"plan": "plan:of another process"},
-        "plan must be a known plan, got plan:of another process; "
-        "pass the Plan itself to the function",
-    ),
-    Bad(
-        lambda: {"plan": own_plan(SCATTER, k=9)},
-        "plan must be for matmul_reduce_scatter M6 N4 K5 float32 on 3 ranks, "
-        "got for matmul_reduce_scatter M6 N4 K9 float32 on 3 ranks",
-        (SCATTER,),
-    ),
-    *(
-        Bad(
-            lambda: {"plan": own_plan(SCATTER)},
-            f"plan must be for {op} M{m} N4 K5 float32 on 3 ranks, "
-            "got for matmul_reduce_scatter M6 N4 K5 float32 on 3 ranks",
-            (op,),
-        )
-        for op, m in ((GATHER, 18), (REDUCE, 6))
-    ),
-    Bad(
-        lambda: {"plan": "/of/no/plan.json"},
-        "plan must be a file that can be read, got [Errno 2] No such file or directory: "
-        "'/of/no/plan.json'",
-    ),
-]
-
-
-def refuse_all(rank: int, world_size: int, op: str) -> list[str]:
-    """What is refused wrongly, or not at all."""
-    good: dict[str, Any] = {"x": normal(M, K), "w": normal(K, N)}
-    problems: list[str] = []
-    for bad in BAD:
-        if op not in bad.ops:
-            continue
-        args = good | bad.args()
-        rows = args.get("rows")
-        text = bad.text
-        if "{" in text:
-            mine = rows[rank] if isinstance(rows, list) else ""
-            text = text.format(families=", ".join(families(op)), rank=rank, rows=mine)
-        try:
-            getattr(cp, op)(**args)
-        except CounterpointError as error:
-            if type(error) is not bad.error or str(error) != f"{op}: {text}":
-                problems.append(f"got  {type(error).__name__}: {error}\nwant {op}: {text}")
-        else:
-            problems.append(f"not refused: {text}")
-    assert not any(w.epoch or w.code for w in workspaces_of(dist.group.WORLD)), "a launch"
-    return problems + wrong(Case(op, "serial", (2, 2, 2), K, N))
+def bad(op: str, rank: int) -> list[Refusal]:
+    """Arguments that replace those of a good call, and the text of the refusal."""
+    counts, groups = "rows must be 3 counts >= 0, got", "plan must be a spec whose sizes add up to"
+    fix = "pass w.t() of a torch.nn.Linear weight"
+    alone = "plan must be for a number of ranks that is a power of two up to 32, got"
+    of_plan = f"plan must be auto or one of {', '.join(families(op))}, got"
+    rows_k, rows = (18 if op == GATHER else M), [5, 7, 8]
+    found: list[Refusal] = [
+        ({"x": [1.0]}, "x must be a Tensor, got list"),
+        ({"w": 3}, "w must be a Tensor, got int"),
+        ({"bias": [1.0]}, "bias must be a Tensor, got list"),
+        ({"x": torch.ones(M, K, dtype=torch.int64)},
+         "x must be bf16, fp16 or fp32, got torch.int64"),
+        ({"x": normal(M, K).double()}, "x must be bf16, fp16 or fp32, got torch.float64"),
+        ({"x": normal(M, K).to("meta")}, "x must be on cpu or cuda, got meta"),
+        ({"x": normal(K)}, "x must be [rows, ..., K] of 2 or more dims, got 1-D"),
+        ({"w": normal(K)}, "w must be [K, N] of 2 dims, got 1-D"),
+        ({"w": normal(1, K, N)}, "w must be [K, N] of 2 dims, got 3-D"),
+        ({"w": normal(N, K)}, f"w must be [K=5, N], got (4, 5); {fix}"),
+        ({"bias": normal(K)}, "bias must be [N=4], got (5,)"),
+        ({"bias": normal(1, N)}, "bias must be [N=4], got (1, 4)"),
+        ({"w": normal(K, N).bfloat16()}, "w must be torch.float32 as x, got torch.bfloat16"),
+        ({"bias": normal(N).half()}, "bias must be torch.float32 as x, got torch.float16"),
+        ({"w": normal(K, N).to("meta")}, f"w must be on {device()} as x, got meta"),
+        ({"group": "tp"}, "group must be a ProcessGroup that has this rank, got tp"),
+        ({"plan": 5}, "plan must be a family's name or a Plan, got int"),
+        ({"plan": "fast"}, f"{of_plan} 'fast'"), ({"plan": ""}, f"{of_plan} ''"),
+        ({"plan": "serail"}, f"{of_plan} 'serail'; did you mean 'serial'?"),
+        ({"plan": "serial ring"},
+         "plan must be a spec of words that serial knows; 'ring' is none, got 'serial ring'"),
+        ({"plan": "direct"}, f"{alone} 'direct'"),
+        ({"plan": "plan:of another process"}, "plan must be a known plan, got plan:of another "
+         "process; pass the Plan itself to the function"),
+        ({"plan": "/of/no/plan.json"}, "plan must be a file that can be read, got [Errno 2] No "
+         "such file or directory: '/of/no/plan.json'"),
+    ]  # fmt: skip
+    k = 9 if op == SCATTER else K
+    found.append(({"plan": own_plan(SCATTER, k)}, f"plan must be for {op} M{rows_k} N4 K5 float32 "
+                  f"on 3 ranks, got for {SCATTER} M6 N4 K{k} float32 on 3 ranks"))  # fmt: skip
+    if op != GATHER:
+        found.append(({"plan": "fused"}, f"{alone} 'fused'"))
+    if op in SHARING:
+        dim = "gather_dim" if op == GATHER else "scatter_dim"
+        found += [
+            *(({"rows": rows}, f"{counts} {rows}")
+              for rows in ([M], [], [8, -1, -1], 6, (2.5, 2.5, 1.0), "222")),
+            *(({dim: d}, f"{dim} must be a dim of x but the last, 0 to 0, got {d!r}")
+              for d in (1, -3, "rows")),
+            ({"plan": "shard_p2p xor"}, "plan must be for a power of two of ranks where it says "
+             "xor, got 'shard_p2p xor'; use ring"),
+            ({"plan": "graded 1/1"}, f"{groups} 3; '1/1' do not, got 'graded 1/1'"),
+            ({"plan": "graded 1/²"},
+             "plan must be a spec with sizes like 1/1/2; '1/²' are none, got 'graded 1/²'"),
+        ]  # fmt: skip
+    if op == GATHER:
+        found += [
+            ({"w": []}, "w must be a Tensor or several, got none"),
+            ({"w": [normal(K, N), 3]}, "w must be a Tensor, got int"),
+            ({"w": [normal(K, N), normal(N, K)]}, f"w must be [K=5, N], got (4, 5); {fix}"),
+            ({"w": [normal(K, N), normal(K, 1)], "bias": normal(N)},
+             "bias must be None with several weights, got a Tensor; "
+             "add it to the result, or make one weight of them"),
+            ({"rows": rows},
+             f"x must be [{rows[rank]}, ..., K] as rows[{rank}] says, got (6, 5)"),
+        ]  # fmt: skip
+    if op == SCATTER:
+        found += [
+            ({"rows": [1, 2, 2]}, "rows must be counts that add up to 6, got [1, 2, 2]"),
+            ({"x": normal(7, 2, K)}, "x must be [M, ..., K] with M a multiple of the 3 ranks, got "
+             "(7, 2, 5); pass rows=, one count per rank"),
+        ]  # fmt: skip
+    return found
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_bad_arguments_are_refused_before_any_launch(pool: RankPool, op: str):
-    problems = sum(pool.run(refuse_all, RANKS, op), [])
-    assert not problems, "\n\n".join(problems)
+@on_ranks(RANKS)
+def test_bad_arguments_are_refused_before_any_launch(
+    rank: int, world_size: int, op: str
+) -> list[str]:
+    good: dict[str, Any] = {"x": normal(M, K), "w": normal(K, N)}
+    found = wrongly_refused(getattr(cp, op), good, bad(op, rank), exact=True)
+    assert not any(w.epoch or w.code for w in workspaces_of(dist.group.WORLD)), "a launch"
+    return found + wrong(Case(op, "serial", (2, 2, 2), K, N))
 
 
-def refuse_wrong_plan(rank: int, world_size: int) -> None:
+@on_ranks(RANKS)
+def test_a_wrong_plan_is_refused(rank: int, world_size: int):
     with pytest.raises(PlanError, match=r"^plan shard_p2p ring, step push_.* never waits for it"):
         cp.matmul_reduce_scatter(normal(M, K), normal(K, N), plan=broken_plan())
     assert not workspaces_of(dist.group.WORLD)
     assert wrong(Case(SCATTER, own_plan(SCATTER), (2, 2, 2), K, N)) == []
 
 
-def test_a_wrong_plan_is_refused(pool: RankPool):
-    pool.run(refuse_wrong_plan, RANKS)
-
-
-def refuse_groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_are_none_or_another_are_refused(rank: int, world_size: int):
     x, w = normal(2, K), normal(K, N)
     others = dist.new_group([0])
     calls = (cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce)
@@ -235,11 +155,8 @@ def refuse_groups(rank: int, world_size: int) -> None:
         assert str(info.value) == f"{op.__name__}: {want}"
 
 
-def test_groups_that_are_none_or_another_are_refused(pool: RankPool):
-    pool.run(refuse_groups, 2)
-
-
-def without_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_are_taken_without_gradients(rank: int, world_size: int):
     x, w = normal(2, K).requires_grad_(), normal(K, N)
     with torch.no_grad():
         assert cp.all_gather_matmul(x, w).shape == (4, N)
@@ -247,11 +164,8 @@ def without_gradients(rank: int, world_size: int) -> None:
         assert not cp.matmul_all_reduce(x, w).requires_grad
 
 
-def test_parameters_are_taken_without_gradients(pool: RankPool):
-    pool.run(without_gradients, 2)
-
-
-def empty_sizes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_empty_sizes(rank: int, world_size: int):
     calls = [(cp.all_gather_matmul, 2 * M), (cp.matmul_reduce_scatter, M // 2)]
     calls += [(cp.matmul_all_reduce, M)]
     for op, rows in calls:
@@ -273,10 +187,6 @@ def empty_sizes(rank: int, world_size: int) -> None:
     assert cp.matmul_reduce_scatter(normal(3, K), normal(K, N), rows=rows).shape == (rows[rank], N)
 
 
-def test_empty_sizes(pool: RankPool):
-    pool.run(empty_sizes, 2)
-
-
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -284,31 +194,35 @@ def environment(name: str, value: str) -> Iterator[None]:
         yield
 
 
-ROWS_FIX = "; pass rows= where shards differ"
-
-
-def disagree(rank: int, world_size: int) -> list[str]:
-    """The texts of calls in which rank 1 differs from the others in one fact each."""
+@on_ranks(RANKS)
+def test_ranks_that_disagree_are_named_on_all(rank: int, world_size: int):
+    """In each of these calls rank 1 differs from the others in one fact."""
     odd = rank == 1
     x, w = normal(M, K), normal(K, N)
     one, other, third = cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce
-    calls: list[Callable[[], object]] = [
-        lambda: (other if odd else one)(x, w),
-        lambda: one(normal(M + odd, K), w),
-        lambda: one(normal(M, K + odd), normal(K + odd, N)),
-        lambda: other(x, normal(K, N + odd)),
-        lambda: one(x.bfloat16(), w.bfloat16()) if odd else one(x, w),
-        lambda: one(x, w, bias=normal(N) if odd else None),
-        lambda: one(x, w, plan="graded" if odd else "shard_p2p"),
-        lambda: other(x, w, rows=[1, 2, 3] if odd else [2, 2, 2]),
-        lambda: third(x, w, plan="auto" if odd else "serial"),
-    ]
-    texts: list[str] = []
+    calls: list[tuple[str, str, str, str, Callable[[], object]]] = [
+        (GATHER, "op", GATHER, SCATTER, lambda: (other if odd else one)(x, w)),
+        (GATHER, "x.shape", "(6, 5)", "(7, 5)", lambda: one(normal(M + odd, K), w)),
+        (GATHER, "x.shape", "(6, 5)", "(6, 6)",
+         lambda: one(normal(M, K + odd), normal(K + odd, N))),
+        (SCATTER, "w.shape", "(5, 4)", "(5, 5)", lambda: other(x, normal(K, N + odd))),
+        (GATHER, "x.dtype", "torch.float32", "torch.bfloat16",
+         lambda: one(x.bfloat16(), w.bfloat16()) if odd else one(x, w)),
+        (GATHER, "bias is None", "True", "False",
+         lambda: one(x, w, bias=normal(N) if odd else None)),
+        (GATHER, "plan", "shard_p2p", "graded",
+         lambda: one(x, w, plan="graded" if odd else "shard_p2p")),
+        (SCATTER, "rows", "(2, 2, 2)", "(1, 2, 3)",
+         lambda: other(x, w, rows=[1, 2, 3] if odd else [2, 2, 2])),
+        (REDUCE, "plan", "serial", "auto", lambda: third(x, w, plan="auto" if odd else "serial")),
+    ]  # fmt: skip
     # compared at the first call with new facts, and where it is asked for at each call
-    for call in calls:
+    for op, fact, first, second, call in calls:
         with pytest.raises(InputError) as info:
             call()
-        texts.append(str(info.value))
+        fix = "; pass rows= where shards differ" if fact == "x.shape" else ""
+        want = f"{fact} must be equal on all ranks, {first} as on rank 0, got {second} on rank 1"
+        assert str(info.value) == f"{op}: {want}{fix}"
     one(x, w)
     with environment("COUNTERPOINT_CHECK", "1"):
         with pytest.raises(InputError, match=r"x.shape must be equal on all ranks, \(6, 5\) as on"):
@@ -317,26 +231,10 @@ def disagree(rank: int, world_size: int) -> list[str]:
         one(normal(M + odd, K), w, rows=[M, M + 1, M])
         problems = wrong(Case(GATHER, "graded 1/2", (2, 2, 2), K, N))
     assert problems == []
-    return texts
 
 
-def test_ranks_that_disagree_are_named_on_all(pool: RankPool):
-    as_on = "must be equal on all ranks, {} as on rank 0, got {} on rank 1"
-    want = [
-        f"{GATHER}: op " + as_on.format(GATHER, SCATTER),
-        f"{GATHER}: x.shape " + as_on.format("(6, 5)", "(7, 5)") + ROWS_FIX,
-        f"{GATHER}: x.shape " + as_on.format("(6, 5)", "(6, 6)") + ROWS_FIX,
-        f"{SCATTER}: w.shape " + as_on.format("(5, 4)", "(5, 5)"),
-        f"{GATHER}: x.dtype " + as_on.format("torch.float32", "torch.bfloat16"),
-        f"{GATHER}: bias is None " + as_on.format("True", "False"),
-        f"{GATHER}: plan " + as_on.format("shard_p2p", "graded"),
-        f"{SCATTER}: rows " + as_on.format("(2, 2, 2)", "(1, 2, 3)"),
-        f"{REDUCE}: plan " + as_on.format("serial", "auto"),
-    ]
-    assert pool.run(disagree, RANKS) == [want] * RANKS
-
-
-def bad_timeouts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_bound_that_is_no_time_is_refused(rank: int, world_size: int):
     x, w = normal(2, K), normal(K, N)
     for text in ("soon", "0", "-1", "inf", "nan", ""):
         with environment("COUNTERPOINT_TIMEOUT_S", text), pytest.raises(InputError) as info:
@@ -348,7 +246,3 @@ def bad_timeouts(rank: int, world_size: int) -> None:
         cp.all_gather_matmul(x, w)
     (workspace,) = workspaces_of(dist.group.WORLD)
     assert workspace.timeout_s == 30
-
-
-def test_a_bound_that_is_no_time_is_refused(pool: RankPool):
-    pool.run(bad_timeouts, 2)

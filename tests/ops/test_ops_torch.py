@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from rank_bodies import Case, Operands, call, device, exact, operands, tensors, world, wrong
 from rankpool import RankPool
 from torch import Tensor
@@ -20,52 +22,44 @@ SCATTER = Case("matmul_reduce_scatter", "graded", (3, 3), 5, 4, bias=True)
 REDUCE = Case("matmul_all_reduce", "fused", (3, 3), 5, 4, bias=True)
 
 
-def on_ranks(case: Case, ranks: int, **changes: object) -> Case:
+def of_ranks(case: Case, ranks: int, **changes: object) -> Case:
     return Case(**{**vars(case), "rows": case.rows[:1] * ranks, **changes})
-
-
-def run_opcheck(rank: int, world_size: int, case: Case) -> dict[str, str]:
-    x, w, bias = operands(case, rank, 0, device())
-    rows = [] if case.even else list(case.rows)
-    args = [x, w, bias, case.plan, rows, world().group_name, world_size, rank]
-    if case.op == "all_gather_matmul":
-        args = args[:-1]
-    if case.op == "matmul_all_reduce":
-        args = [*args[:4], world().group_name]
-    assert callable(getattr(cp, case.op)), "an operator is defined where it is looked up"
-    op = getattr(torch.ops.counterpoint, case.op).default
-    return torch.library.opcheck(op, tuple(args))
 
 
 @pytest.mark.parametrize(
     ("ranks", "case"), [(1, GATHER), (3, GATHER), (1, SCATTER), (3, SCATTER), (2, REDUCE)],
     ids=lambda value: getattr(value, "op", value),
 )  # fmt: skip
-def test_opcheck(pool: RankPool, ranks: int, case: Case):
-    uneven = on_ranks(case, ranks, inner=(2,), plan="serial", rows=(1, 4, 2)[:ranks], bias=False)
-    for each in (on_ranks(case, ranks), uneven):
-        for report in pool.run(run_opcheck, ranks, each):
-            assert set(report.values()) == {"SUCCESS"}, report
+@on_ranks()
+def test_opcheck(rank: int, ranks: int, case: Case):
+    uneven = {"inner": (2,), "plan": "serial", "rows": (1, 4, 2)[:ranks], "bias": False}
+    for given in (of_ranks(case, ranks), of_ranks(case, ranks, **uneven)):
+        x, w, bias = operands(given, rank, 0, device())
+        rows = [] if given.even else list(given.rows)
+        args = [x, w, bias, given.plan, rows, world().group_name, ranks, rank]
+        if case.op == "all_gather_matmul":
+            args = args[:-1]
+        if case.op == "matmul_all_reduce":
+            args = [*args[:4], world().group_name]
+        assert callable(getattr(cp, case.op)), "an operator is defined where it is looked up"
+        op = getattr(torch.ops.counterpoint, case.op).default
+        assert set(torch.library.opcheck(op, tuple(args)).values()) == {"SUCCESS"}
 
 
-def fake_shapes(rank: int, world_size: int, cases: list[Case]) -> None:
-    for case in cases:
+@on_ranks(3)
+def test_fake_tensors_have_the_shapes_of_real_ones(rank: int, world_size: int):
+    for case in (
+        of_ranks(case, 3, rows=rows, inner=inner, plan=plan)
+        for case, plan in ((GATHER, "graded"), (SCATTER, "graded"), (REDUCE, "serial"))
+        for rows in [(3, 3, 3), (0, 5, 2), (1, 1, 1)]
+        for inner in [(), (2, 3)]
+    ):
         real = call(case, operands(case, rank, 0, device()))
         with FakeTensorMode() as mode:
             given = operands(case, rank, 0, device())
             fake = [None if t is None else mode.from_tensor(t) for t in given]
             y = call(case, Operands(*fake))  # type: ignore[arg-type]
         assert (y.shape, y.dtype, y.stride()) == (real.shape, real.dtype, real.stride()), case
-
-
-def test_fake_tensors_have_the_shapes_of_real_ones(pool: RankPool):
-    cases = [
-        on_ranks(case, 3, rows=rows, inner=inner, plan=plan)
-        for case, plan in ((GATHER, "graded"), (SCATTER, "graded"), (REDUCE, "serial"))
-        for rows in [(3, 3, 3), (0, 5, 2), (1, 1, 1)]
-        for inner in [(), (2, 3)]
-    ]
-    pool.run(fake_shapes, 3, cases)
 
 
 def two_layers(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -82,7 +76,7 @@ def run_compiled(rank: int, world_size: int, backend: str, cache: str, sizes: li
         warnings.simplefilter("ignore", DeprecationWarning)
         compiled: Callable[..., Tensor] = torch.compile(two_layers, fullgraph=True, backend=backend)
         for turn, rows in enumerate(sizes):
-            case = on_ranks(GATHER, world_size, rows=(rows,) * world_size)
+            case = of_ranks(GATHER, world_size, rows=(rows,) * world_size)
             everyone = [operands(case, r, turn, device()) for r in range(world_size)]
             y = compiled(*everyone[rank])
             hidden = [exact(case, r, everyone).relu() for r in range(world_size)]
@@ -98,7 +92,8 @@ def test_compile_without_a_graph_break(pool: RankPool, tmp_path_factory, ranks: 
     pool.run(run_compiled, ranks, "aot_eager", cache, [2, 2, 3, 5])
 
 
-def compile_a_plan(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_plan_of_ones_own_compiles(rank: int, world_size: int):
     """A Plan is an argument as a family's name is."""
     plan = build(
         Problem("all_gather_matmul", 3 * world_size, 4, 5, world_size, "float32"), "graded"
@@ -113,18 +108,22 @@ def compile_a_plan(rank: int, world_size: int) -> None:
     assert torch.equal(got, want)
 
 
-def test_a_plan_of_ones_own_compiles(pool: RankPool):
-    pool.run(compile_a_plan, 2)
-
-
 def test_inductor_keeps_group_sizes_apart(pool: RankPool, tmp_path):
     """Its cache on disk, shared by both runs, knows nothing of groups."""
     for ranks in (1, 2):
         pool.run(run_compiled, ranks, "inductor", str(tmp_path), [2, 2])
 
 
-def look_for_aliases(rank: int, world_size: int, cases: list[Case]) -> None:
-    for case in cases:
+@on_ranks(1, 2)
+def test_the_result_is_memory_of_its_own(rank: int, ranks: int):
+    for case in (
+        of_ranks(case, ranks, plan=plan, inner=inner)
+        for case in (GATHER, SCATTER, REDUCE)
+        for plan in ("auto", "serial", "direct", "graded", "shard_p2p", "fused")
+        if case is REDUCE or plan != "fused"
+        if case is not REDUCE or plan not in ("graded", "shard_p2p")
+        for inner in [(), (1,)]
+    ):
         given = operands(case, rank, 0, device())
         y = call(case, given)
         kept = y.clone()
@@ -135,63 +134,45 @@ def look_for_aliases(rank: int, world_size: int, cases: list[Case]) -> None:
         assert torch.equal(y, kept), case
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_result_is_memory_of_its_own(pool: RankPool, ranks: int):
-    cases = [
-        on_ranks(case, ranks, plan=plan, inner=inner)
-        for case in (GATHER, SCATTER, REDUCE)
-        for plan in ("auto", "serial", "direct", "graded", "shard_p2p", "fused")
-        if case is REDUCE or plan != "fused"
-        if case is not REDUCE or plan not in ("graded", "shard_p2p")
-        for inner in [(), (1,)]
-    ]
-    pool.run(look_for_aliases, ranks, cases)
-
-
-def use_subgroup(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_a_group_of_some_ranks(rank: int, world_size: int) -> list[str]:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         return []
     return wrong(GATHER, group) + wrong(SCATTER, group)
 
 
-def test_a_group_of_some_ranks(pool: RankPool):
-    assert pool.run(use_subgroup, 4) == [[]] * 4
-
-
-def use_groups_in_turn(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_groups_side_by_side(rank: int, world_size: int) -> list[str]:
     """Two groups of two at once, of other sizes and plans, and all ranks between them."""
     pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     mine = pairs[rank % 2]
     problems: list[str] = []
     for turn in range(3):
-        case = on_ranks((GATHER, SCATTER)[(rank + turn) % 2], 2, k=7 + rank % 2)
+        case = of_ranks((GATHER, SCATTER)[(rank + turn) % 2], 2, k=7 + rank % 2)
         problems += wrong(case, mine, seed=turn)
-        problems += wrong(on_ranks((GATHER, SCATTER)[turn % 2], 4), None, seed=turn)
+        problems += wrong(of_ranks((GATHER, SCATTER)[turn % 2], 4), None, seed=turn)
     workspaces = {id(workspace_of(group, device())) for group in (mine, world())}
     assert len(workspaces) == 2
     return problems
 
 
-def test_groups_side_by_side(pool: RankPool):
-    assert pool.run(use_groups_in_turn, 4) == [[]] * 4
-
-
-def remake_group(rank: int, world_size: int, store: str) -> list[str]:
+@on_ranks(2)
+def test_a_group_made_again_with_the_same_name(
+    rank: int, world_size: int, tmp_path: Path
+) -> list[str]:
     old = world()
     name = old.group_name
     problems = wrong(GATHER)
     kept = workspace_of(old, device())
     dist.destroy_process_group()
     # the ranks change places: what the old group knew of its peers is wrong now
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1 - rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=1 - rank, world_size=2
+    )
     assert world().group_name == name
     problems += wrong(SCATTER) + wrong(GATHER)
     workspace = workspace_of(world(), device())
     assert workspace is not kept
     assert workspace.rank == 1 - rank
     return problems
-
-
-def test_a_group_made_again_with_the_same_name(pool: RankPool, tmp_path):
-    assert pool.run(remake_group, 2, str(tmp_path / "store")) == [[], []]

@@ -109,6 +109,7 @@ def test_its_words_count_as_memory(op: str):
         (Problem(AG, 8192, 64, 8192, 2), "direct", f"at most {MAX_BYTES} bytes to send"),
         (Problem(RS, 66, 64, 64, 2), "fused", "64 rows or fewer"),
         (Problem(RS, 64, 64, 64, 2, dtype="float32"), "fused", "of 16-bit numbers"),
+        (Problem(DISPATCH, 192, 64, 64, 3, experts=2), "fused", "a power of two up to 32"),
         (Problem(DISPATCH, 64, 60, 64, 2, experts=2), "fused", "K and N multiples of 8"),
         (Problem(DISPATCH, 64, 64, 64, 2, dtype="float32", experts=2), "fused", "16-bit numbers"),
         (Problem(DISPATCH, 4096, 64, 64, 2, experts=1024), "fused", "at most 1024 experts"),

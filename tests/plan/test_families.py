@@ -144,7 +144,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
 
 
 @given(cases())
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(max_examples=300)
 def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
     plan = prove_or_refuse(*case)
     if plan is not None and 0 < case[0].flop + case[0].link_bytes < 2e5 and not case[0].empty:

@@ -32,7 +32,7 @@ def controls(draw: st.DrawFn, delays_s: Any = NANOSECONDS) -> Controls:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(controls())
 def test_any_controls_are_read_back(some: Controls):
     assert Controls.parse(some.spec) == some
@@ -41,23 +41,24 @@ def test_any_controls_are_read_back(some: Controls):
     assert Controls.parse(" ".join([kind, *words[::-1]])) == some
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(controls(), controls())
 def test_different_controls_have_different_text(one: Controls, other: Controls):
     assert (one.spec == other.spec) == (one == other)
 
 
 @pytest.mark.parametrize(
-    "some",
+    ("some", "spec"),
     [
-        {"delay_s": 1.23456789e-5},
-        {"pieces": 2, "along": "n"},
+        (SEQUENTIAL, "sequential"), (OFF, "overlap"),
+        # a search knows its settings by their text: `Bench.rounds` and `Bench.holding`
+        (Controls(delay_s=1.23456789e-5), "overlap delay=12.3456789us"),
+        (Controls(pieces=2, along="n"), "overlap pieces=2 along=n"),
     ],
     ids=str,
-)
-def test_unusual_controls_are_read_back(some: dict[str, Any]):
-    """A search knows its settings by their text: `Bench.rounds` and `Bench.holding`."""
-    assert Controls.parse(Controls(**some).spec) == Controls(**some)
+)  # fmt: skip
+def test_unusual_controls_are_read_back(some: Controls, spec: str):
+    assert some.spec == spec and Controls.parse(spec) == some
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,7 @@ def test_unusual_controls_are_read_back(some: dict[str, Any]):
         "overlap pieces=-1", "overlap pieces=2.5", "overlap delay=us", "overlap delay=nanus",
         "overlap num_sms=0x10", "pieces 4", "Overlap", "overlap Priority",
         "overlap, priority", "overlap pieces=²", "overlap delay=infus",
-        pytest.param("priority"),
-        pytest.param("copy_engine pieces=4"),
-        pytest.param("pieces=4 and more"),
-        pytest.param("overlap pieces=2 pieces=4"),
+        "priority", "copy_engine pieces=4", "pieces=4 and more", "overlap pieces=2 pieces=4",
     ],
 )  # fmt: skip
 def test_other_text_is_refused_whole(spec: str):
@@ -82,37 +80,49 @@ def test_other_text_is_refused_whole(spec: str):
     assert words and words[1] in spec and text.endswith(f" in {spec!r}")
 
 
+OF_COPIES = "must be unset with copy_engine, got"
+
+
 @pytest.mark.parametrize(
-    ("spec", "text"),
+    ("given", "text"),
     [
-        ("overlap pieces=99", "Controls: pieces must be from 1 to 16, got 99"),
-        ("overlap delay=2000us", "Controls: delay_s must be from 0 to 0.001 s, got 0.002"),
-        ("overlap along=k", "Controls: along must be 'm' or 'n', got k"),
-        (
-            "overlap copy_engine priority",
-            "Controls: priority must be unset with copy_engine, got True; it is implied",
-        ),
-        (
-            "overlap copy_engine max_ctas=4",
-            "Controls: max_ctas must be unset with copy_engine, got 4; it is the budget of the "
-            "library's kernels",
-        ),
+        *(({field: -1}, f"{field} must be >= 0, got -1")
+          for field in ("max_ctas", "num_sms", "green_sms")),
+        ("overlap pieces=99", "pieces must be from 1 to 16, got 99"),
+        ("overlap delay=2000us", "delay_s must be from 0 to 0.001 s, got 0.002"),
+        ("overlap along=k", "along must be 'm' or 'n', got k"),
+        ("overlap copy_engine priority", f"priority {OF_COPIES} True; it is implied"),
+        ("overlap copy_engine max_ctas=4",
+         f"max_ctas {OF_COPIES} 4; it is the budget of the library's kernels"),
+        ({"pieces": 0}, "pieces must be from 1 to 16, got 0"),
+        ({"pieces": 17}, "pieces must be from 1 to 16, got 17"),
+        ({"along": "k"}, "along must be 'm' or 'n', got k"),
+        ({"along": "n"}, "along must be 'm' where nothing is cut, got n"),
+        ({"transport": "nic"}, "transport must be one of sm, copy_engine, zero_cta, got nic"),
+        ({"delay_s": 1.0}, "delay_s must be from 0 to 0.001 s, got 1.0"),
+        ({"delay_s": float("nan")}, "delay_s must be from 0 to 0.001 s, got nan"),
+        ({"blocks_per_sm": 0}, "blocks_per_sm must be >= 1, got 0"),
+        ({"blocks_per_sm": 2, "carve_out": True},
+         "carve_out must be without blocks_per_sm, got True; shaping implies the carve-out"),
+        ({"overlap": False, "priority": True},
+         "overlap must be True, with other controls, got False; a sequence shares nothing"),
+        # values of another type
+        ({"pieces": 2.5}, "pieces must be a whole number, got 2.5"),
+        ({"pieces": "4"}, "pieces must be a whole number, got 4"),
+        ({"blocks_per_sm": 1.5}, "blocks_per_sm must be None or a whole number, got 1.5"),
+        ({"priority": "no"}, "priority must be True or False, got no"),
+        ({"overlap": 1}, "overlap must be True or False, got 1"),
+        ({"delay_s": "5us"}, "delay_s must be seconds, got 5us"),
     ],
 )  # fmt: skip
-def test_text_of_wrong_controls_says_which(spec: str, text: str):
+def test_wrong_controls_are_refused(given: Any, text: str):
+    """By themselves, and as text."""
     with pytest.raises(InputError) as caught:
-        Controls.parse(spec)
-    assert str(caught.value) == text
+        Controls.parse(given) if isinstance(given, str) else Controls(**given)
+    assert str(caught.value) == f"Controls: {text}"
 
 
-@pytest.mark.parametrize("field", ["max_ctas", "num_sms", "green_sms"])
-def test_counts_below_zero(field: str):
-    with pytest.raises(InputError) as caught:
-        Controls(**{field: -1})  # type: ignore[arg-type]
-    assert str(caught.value) == f"Controls: {field} must be >= 0, got -1"
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(controls())
 def test_the_ways_in_are_of_what_is_set(some: Controls):
     for mode in MODES:
@@ -123,33 +133,6 @@ def test_the_ways_in_are_of_what_is_set(some: Controls):
         ways = some.way_in(mode)
         assert len(ways) == some.num_set and all(ways.values())
         assert all(getattr(some, name) != getattr(OFF, name) for name in ways)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"pieces": 0}, "pieces must be from 1 to 16, got 0"),
-        ({"pieces": 17}, "pieces must be from 1 to 16, got 17"),
-        ({"along": "k"}, "along must be 'm' or 'n', got k"),
-        ({"along": "n"}, "along must be 'm' where nothing is cut, got n"),
-        ({"transport": "nic"}, "transport must be one of sm, copy_engine, zero_cta, got nic"),
-        ({"delay_s": 1.0}, "delay_s must be from 0 to 0.001 s, got 1.0"),
-        ({"delay_s": float("nan")}, "delay_s must be from 0 to 0.001 s, got nan"),
-        ({"blocks_per_sm": 0}, "blocks_per_sm must be >= 1, got 0"),
-        (
-            {"blocks_per_sm": 2, "carve_out": True},
-            "carve_out must be without blocks_per_sm, got True; shaping implies the carve-out",
-        ),
-        (
-            {"overlap": False, "priority": True},
-            "overlap must be True, with other controls, got False; a sequence shares nothing",
-        ),
-    ],
-)
-def test_contradictions_are_refused(given: dict[str, Any], text: str):
-    with pytest.raises(InputError) as caught:
-        Controls(**given)
-    assert str(caught.value) == f"Controls: {text}"
 
 
 def test_the_ways_in_that_are_known():
@@ -165,25 +148,3 @@ def test_controls_are_counted():
     assert (OFF.num_set, SEQUENTIAL.num_set) == (0, 1)
     assert Controls(pieces=2, along="n").num_set == 1
     assert Controls(pieces=2, priority=True, delay_s=1e-6, transport="zero_cta").num_set == 4
-
-
-def test_a_sequence_is_read_back():
-    assert SEQUENTIAL.spec == "sequential" and Controls.parse("sequential") == SEQUENTIAL
-    assert OFF.spec == "overlap" and Controls.parse("overlap") == OFF
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"pieces": 2.5}, "pieces must be a whole number, got 2.5"),
-        ({"pieces": "4"}, "pieces must be a whole number, got 4"),
-        ({"blocks_per_sm": 1.5}, "blocks_per_sm must be None or a whole number, got 1.5"),
-        ({"priority": "no"}, "priority must be True or False, got no"),
-        ({"overlap": 1}, "overlap must be True or False, got 1"),
-        ({"delay_s": "5us"}, "delay_s must be seconds, got 5us"),
-    ],
-)
-def test_values_of_another_type_are_refused(given: dict[str, Any], text: str):
-    with pytest.raises(InputError) as caught:
-        Controls(**given)
-    assert str(caught.value) == f"Controls: {text}"

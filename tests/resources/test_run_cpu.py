@@ -3,11 +3,11 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from rank_bodies import world
 from rankpool import RankPool
 from torch import Tensor
@@ -42,7 +42,19 @@ def expected(op: str, reduction: str, rank: int, products: list[Tensor]) -> Tens
     return found[op].float()
 
 
-def wrong_loops(rank: int, ranks: int, op: str, reduction: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("op", "reduction"),
+    [
+        ("all_reduce", "sum"),
+        ("all_reduce", "avg"),
+        ("reduce_scatter", "sum"),
+        ("reduce_scatter", "avg"),
+        ("all_gather", "sum"),
+        ("all_to_all", "sum"),
+    ],
+)
+@on_ranks(1, 2, 3, 4)
+def test_loops_of_every_collective(rank: int, ranks: int, op: str, reduction: str) -> list[str]:
     """The double-buffered loop with each of both controls; says which call of which is off."""
     both = (OFF, SEQUENTIAL)
     return [text for controls in both for text in wrong_calls(rank, ranks, op, reduction, controls)]
@@ -85,17 +97,8 @@ def wrong_calls(
                     yield f"{op} {reduction} {controls.spec}, call {call}, buffer {half}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("op", "reduction"),
-    [("all_reduce", "sum"), ("all_reduce", "avg"), ("reduce_scatter", "sum"),
-     ("reduce_scatter", "avg"), ("all_gather", "sum"), ("all_to_all", "sum")],
-)  # fmt: skip
-def test_loops_of_every_collective(pool: RankPool, ranks: int, op: str, reduction: str):
-    assert pool.run(wrong_loops, ranks, op, reduction) == [[]] * ranks
-
-
-def stages_in_order(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_stages_run_in_the_order_written(rank: int, ranks: int):
     """Compute runs in the order written, whatever it touches."""
     seen: list[str] = []
     pipeline, x = Pipeline(world()), torch.zeros(ranks)
@@ -105,14 +108,11 @@ def stages_in_order(rank: int, ranks: int) -> list[str]:
     run = Eager(pipeline)
     for _ in range(2):
         run()
-    return seen
+    assert seen == ["first", "second", "third"] * 2
 
 
-def test_stages_run_in_the_order_written(pool: RankPool):
-    assert pool.run(stages_in_order, 2) == [["first", "second", "third"] * 2] * 2
-
-
-def allocating_stages(rank: int, ranks: int) -> bool:
+@on_ranks(2)
+def test_stages_may_allocate_and_differentiate(rank: int, ranks: int):
     """Attention and its gradient: each stage makes what it needs, and differentiates."""
     pipeline = Pipeline(world())
     draw = torch.Generator().manual_seed(rank)
@@ -137,11 +137,7 @@ def allocating_stages(rank: int, ranks: int) -> bool:
     for half in (0, 1):
         attend(half)
         dist.all_to_all_single(sums[half], outs[half])
-    return torch.equal(got[0], sums) and torch.equal(wanted[0], outs) and torch.equal(got[1], grads)
-
-
-def test_stages_may_allocate_and_differentiate(pool: RankPool):
-    assert pool.run(allocating_stages, 2) == [True, True]
+    assert torch.equal(got[0], sums) and torch.equal(wanted[0], outs) and torch.equal(got[1], grads)
 
 
 def lost_in_a_pipeline(rank: int, ranks: int) -> tuple[list[str], weakref.ref[Pipeline]]:
@@ -156,41 +152,31 @@ def lost_in_a_pipeline(rank: int, ranks: int) -> tuple[list[str], weakref.ref[Pi
     return [said(lambda _: run(), pipeline) for _ in range(2) if comes], weakref.ref(pipeline)
 
 
-def error_of_a_lost_rank(rank: int, ranks: int) -> tuple[list[str], bool]:
-    """What the others hear, and whether the pipeline goes when nobody holds it."""
+@on_ranks(3)
+def test_a_rank_that_does_not_come_to_a_collective_is_named(rank: int, ranks: int):
+    """Others hear of it at each call, and the pipeline goes when nobody holds it."""
     errors, pipeline = lost_in_a_pipeline(rank, ranks)
     gc.collect()
-    return errors, pipeline() is None
+    assert pipeline() is None, "an error that is kept holds no memory"
+    assert len(set(errors)) == (rank < ranks - 1)
+    want = "PeerTimeoutError: pipeline: rank 2 did not signal step 'all_to_all 1'"
+    assert rank or errors[0].startswith(want), errors
 
 
-def test_a_rank_that_does_not_come_to_a_collective_is_named(pool: RankPool):
-    answers = pool.run(error_of_a_lost_rank, 3, timeout_s=60)
-    assert all(freed for _, freed in answers), "an error that is kept holds no memory"
-    first, again = answers[0][0]
-    assert first == again
-    assert first.startswith("PeerTimeoutError: pipeline: rank 2 did not signal step 'all_to_all 1'")
-
-
-def opened(rank: int, ranks: int) -> list[Any]:
+@on_ranks(3)
+def test_memory_of_a_pipeline(rank: int, ranks: int):
     """Memory of a pipeline is zero, of the shape asked for, and open to peers."""
     pipeline = Pipeline(world())
-    half, bytes_ = (
-        pipeline.empty(3, 5, dtype=torch.bfloat16),
-        pipeline.empty(7, dtype=torch.uint8),
-    )
-    found: list[Any] = [tuple(half.shape), half.dtype, half.is_contiguous(), tuple(bytes_.shape)]
-    found += [bool(half.any()), bool(bytes_.any()), len(pipeline.symmetric)]
-    memory = pipeline.symmetric[0]
+    half = pipeline.empty(3, 5, dtype=torch.bfloat16)
+    bytes_ = pipeline.empty(7, dtype=torch.uint8)
+    assert (tuple(half.shape), half.dtype, half.is_contiguous()) == ((3, 5), torch.bfloat16, True)
+    assert tuple(bytes_.shape) == (7,) and not half.any() and not bytes_.any()
+    memory, _ = pipeline.symmetric
     assert memory.local().data_ptr() == half.data_ptr()
     dist.barrier()
     memory.peer((rank + 1) % ranks).view(torch.bfloat16)[14] = 1.0 + rank
     dist.barrier()
-    return [*found, half[2, 4].item()]
-
-
-def test_memory_of_a_pipeline(pool: RankPool):
-    same = [(3, 5), torch.bfloat16, True, (7,), False, False, 2]
-    assert pool.run(opened, 3) == [[*same, 3.0], [*same, 1.0], [*same, 2.0]]
+    assert half[2, 4].item() == 1.0 + (rank - 1) % ranks
 
 
 Call = Callable[[Pipeline], object]
@@ -213,69 +199,35 @@ def exchange(group: dist.ProcessGroup | None = None) -> Pipeline:
     return pipeline
 
 
-def refused_memory(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_memory_that_no_rank_can_have(rank: int, ranks: int):
     pipeline = Pipeline(world())
-    found = [
-        said(lambda p: p.empty(4 + rank, dtype=torch.uint8), pipeline),
-        said(lambda p: p.empty(0, dtype=torch.float32), pipeline),
-    ]
-    assert pipeline.symmetric == []
-    return found
+    text = "InputError: allocate: num_bytes must be >= 1 and equal on all ranks, got"
+    for size, got in ((4 + rank, [4, 5]), (0, [0, 0])):
+        found = said(lambda p, n=size: p.empty(n, dtype=torch.uint8), pipeline)
+        assert found == f"{text} {got}" and pipeline.symmetric == []
 
 
-def test_memory_that_no_rank_can_have(pool: RankPool):
-    text = "InputError: allocate: num_bytes must be >= 1 and equal on all ranks, got "
-    assert pool.run(refused_memory, 2) == [[f"{text}[4, 5]", f"{text}[0, 0]"]] * 2
-
-
-def memory_of_the_library(rank: int, ranks: int) -> str:
+@on_ranks(1)
+def test_no_memory_of_nccl_on_cpu_ranks(rank: int, ranks: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_NVLS_ENABLE", "0")
-        return said(lambda p: p.empty(4, dtype=torch.uint8, memory="library"), Pipeline(world()))
+        pipeline = Pipeline(world())
+        text = said(lambda p: p.empty(4, dtype=torch.uint8, memory="library"), pipeline)
+    assert text.startswith("UnsupportedError: zero_cta: ")
 
 
-def test_no_memory_of_nccl_on_cpu_ranks(pool: RankPool):
-    for text in pool.run(memory_of_the_library, 1):
-        assert text.startswith("UnsupportedError: zero_cta: ")
-
-
-ONLY = "InputError: run: controls must be 'overlap' or 'sequential' on CPU ranks, got "
-REFUSED = {
-    "overlap priority": ONLY,
-    "overlap blocks_per_sm=2": ONLY,
-    "overlap carve_out": ONLY,
-    "overlap delay=5us": ONLY,
-    "overlap pieces=2": ONLY,
-    "overlap num_sms=100": ONLY,
-    "overlap green_sms=8": ONLY,
-    "overlap copy_engine": ONLY,
-    "overlap zero_cta pieces=4": ONLY,
-}
-
-
-def refused_controls(rank: int, ranks: int, specs: list[str]) -> list[str]:
+@on_ranks(2)
+def test_controls_and_graphs_of_gpus_are_refused_on_cpu_ranks(rank: int, ranks: int):
     pipeline = exchange()
-    return [said(lambda p, s=spec: Eager(p, Controls.parse(s)), pipeline) for spec in specs]
-
-
-def test_controls_of_gpus_are_refused_on_cpu_ranks(pool: RankPool):
-    for texts in pool.run(refused_controls, 2, list(REFUSED)):
-        for (spec, start), text in zip(REFUSED.items(), texts, strict=True):
-            wants = f"{start}'{spec}'" if start is ONLY else "CPU ranks have no copy engines"
-            assert text.startswith(start) and wants in text, (spec, text)
-
-
-def test_a_budget_of_nccl_is_refused_on_cpu_ranks(pool: RankPool):
-    for texts in pool.run(refused_controls, 1, ["overlap max_ctas=8"]):
-        assert texts[0].startswith(ONLY)
-
-
-def refused_capture(rank: int, ranks: int) -> str:
-    return said(Captured, exchange())
-
-
-def test_no_graphs_on_cpu_ranks(pool: RankPool):
-    assert pool.run(refused_capture, 1)[0].startswith("UnsupportedError: ")
+    want = "InputError: run: controls must be 'overlap' or 'sequential' on CPU ranks, got "
+    for words in ("priority", "blocks_per_sm=2", "carve_out", "delay=5us", "pieces=2",
+                  "num_sms=100", "green_sms=8", "copy_engine", "zero_cta pieces=4",
+                  "max_ctas=8"):  # fmt: skip
+        spec = f"overlap {words}"
+        text = said(lambda p, s=spec: Eager(p, Controls.parse(s)), pipeline)
+        assert text.startswith(f"{want}'{spec}'"), (spec, text)
+    assert said(Captured, pipeline).startswith("UnsupportedError: ")
 
 
 def tune_here(rank: int, ranks: int, odd: int, what: str) -> str:
@@ -331,7 +283,8 @@ def test_a_rank_without_collectives_is_named_on_all(pool: RankPool):
     assert all(text.startswith("InputError: tune: pipeline must be ") for text in texts)
 
 
-def signatures(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_memory_that_copies_need_is_part_of_the_signature(rank: int, ranks: int):
     """Equal pipelines, one whose target is open to peers, one whose target is not."""
     found: list[str] = []
     for open_ in (False, True):
@@ -341,47 +294,29 @@ def signatures(rank: int, ranks: int) -> list[str]:
         pipeline.all_to_all(y, x)
         pipeline.agree("tune")
         found.append(pipeline.signature())
-    return found
+    assert len(set(found)) == 2
 
 
-def test_memory_that_copies_need_is_part_of_the_signature(pool: RankPool):
-    (plain, opened), _ = pool.run(signatures, 2)
-    assert plain != opened
-
-
-def first_differing(rank: int, ranks: int) -> str:
+@on_ranks(2)
+def test_ranks_whose_pipelines_differ_are_told(rank: int, ranks: int):
+    """Of several stages too many the first is named; running another one is refused as well."""
     pipeline, x = exchange(), torch.zeros(12)
-    if rank:
-        for name in ("one more", "and another"):
-            pipeline.compute(lambda: None, reads=[x], writes=[x], name=name)
-    return said(pipeline.agree, "tune")
-
-
-def test_of_several_stages_too_many_the_first_is_named(pool: RankPool):
-    for text in pool.run(first_differing, 2):
-        assert "'one more: compute" in text, text
-
-
-def runs_of_another(rank: int, ranks: int) -> str:
-    pipeline, x = Pipeline(world()), torch.zeros(12)
+    for name in ("one more", "and another") if rank else ():
+        pipeline.compute(lambda: None, reads=[x], writes=[x], name=name)
+    text = said(pipeline.agree, "tune")  # type: ignore[arg-type]
+    assert "'one more: compute" in text, text
+    pipeline = Pipeline(world())
     pipeline.compute(lambda: None, reads=[], writes=[x])
     pipeline.all_reduce(x, reduction="avg" if rank else "sum")
-    return said(Eager, pipeline)
+    text = said(Eager, pipeline)
+    assert text.startswith("InputError: run: pipeline must be equal on all ranks"), text
+    assert "avg" in text and "sum" in text
 
 
-def test_ranks_that_run_another_pipeline_are_told(pool: RankPool):
-    for text in pool.run(runs_of_another, 2):
-        assert text.startswith("InputError: run: pipeline must be equal on all ranks"), text
-        assert "avg" in text and "sum" in text
-
-
-def stage_too_late(rank: int, ranks: int) -> str:
+@on_ranks(2)
+def test_a_stage_added_later_is_not_left_out_silently(rank: int, ranks: int):
     pipeline = exchange()
     run = Eager(pipeline)
     pipeline.compute(lambda: None, reads=[], writes=[torch.zeros(1)])
-    return said(lambda _: run(), pipeline)
-
-
-def test_a_stage_added_later_is_not_left_out_silently(pool: RankPool):
-    for text in pool.run(stage_too_late, 2):
-        assert "InputError: run: pipeline must be of " in text and "make another Eager" in text
+    text = said(lambda _: run(), pipeline)
+    assert "InputError: run: pipeline must be of " in text and "make another Eager" in text

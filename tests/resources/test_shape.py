@@ -28,11 +28,7 @@ from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.runtime import device_limits, graph_nodes
 from counterpoint.runtime.footprint import Footprint, triton_footprint
 from counterpoint.runtime.limits import LIMITS
-from counterpoint.runtime.occupancy import (
-    Kernel,
-    feasible,
-    occupancy,
-)
+from counterpoint.runtime.occupancy import Kernel, feasible, occupancy
 
 SM90 = LIMITS["sm_90"]
 MOST = SM90.shared_bytes_per_block  # 227 KiB
@@ -75,29 +71,21 @@ def resident(kernel: Footprint, num_bytes: int) -> int:
     return occupancy(taken, SM90).blocks
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(footprints(), st.integers(1, 40))
 def test_bytes_for_blocks_per_sm(kernel: Footprint, blocks: int):
     able = feasible(kernel, SM90)
-    wanted = Shape(blocks_per_sm=blocks)
+    wanted, own = Shape(blocks_per_sm=blocks), kernel.dynamic_shared_bytes
+    assert Shape().bytes_of(kernel, SM90) == Shape(carve_out=True).bytes_of(kernel, SM90) == own
     if blocks < min(able):
         with pytest.raises(InputError, match=rf"blocks_per_sm must be >= {min(able)} for relu, "):
             wanted.bytes_of(kernel, SM90)
         return
     num_bytes = wanted.bytes_of(kernel, SM90)
-    own = kernel.dynamic_shared_bytes
     assert own <= num_bytes <= MOST - kernel.static_shared_bytes
     assert resident(kernel, num_bytes) == max(k for k in able if k <= blocks)
     # no more is taken than that needs
     assert num_bytes == own or resident(kernel, num_bytes - 1) > resident(kernel, num_bytes)
-
-
-@settings(max_examples=100, deadline=None)
-@given(footprints())
-def test_bytes_of_no_shape_and_of_a_carve_out(kernel: Footprint):
-    own = kernel.dynamic_shared_bytes
-    assert Shape().bytes_of(kernel, SM90) == own
-    assert Shape(carve_out=True).bytes_of(kernel, SM90) == own
 
 
 def a_kernel(**changes: Any) -> Footprint:
@@ -354,39 +342,29 @@ def refuse(stub: StubGraphs, kernels: list[Any], shape: Shape, kind: type, text:
     assert stub.snapshot() == before
 
 
-@pytest.mark.parametrize(
-    "wrong", [None, "matmul_kernel", lambda: None, SimpleNamespace(metadata=1)]
-)
-def test_what_is_no_compiled_kernel(
-    stub: StubGraphs, launched: tuple[Compiled, Compiled], wrong: Any
+SHAPELESS = [
+    *((wrong, InputError, "kernels must be compiled Triton kernels, as .* returns them, got "
+       f"{type(wrong).__name__}")
+      for wrong in (None, "matmul_kernel", lambda: None, SimpleNamespace(metadata=1))),
+    *((packed, UnsupportedError, "this Triton launches by .*; Triton 3.6 is known")
+      for packed in ((4, 1, 512, 1, 1, 1), (4, 1), (512, 4, 1), (4, 1, 1024))),
+    (Compiled("signal_kernel", 1021), UnsupportedError,
+     "signal_kernel cannot be shaped: it waits for peers"),
+    (Compiled("scan", 1021, launch_cooperative_grid=True), UnsupportedError,
+     "scan cannot be shaped: it is a cooperative"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "text"), SHAPELESS)
+def test_what_cannot_be_shaped(
+    stub: StubGraphs, launched: tuple[Compiled, Compiled], wrong: Any, kind: type, text: str
 ):
-    text = (
-        rf"kernels must be compiled Triton kernels, as .* returns them, got {type(wrong).__name__}"
-    )
-    refuse(stub, [launched[0], wrong], Shape(blocks_per_sm=2), InputError, text)
-
-
-@pytest.mark.parametrize("packed", [(4, 1, 512, 1, 1, 1), (4, 1), (512, 4, 1), (4, 1, 1024)])
-def test_an_unknown_layout_of_the_launch_numbers(
-    stub: StubGraphs, launched: tuple[Compiled, Compiled], packed: tuple[int, ...]
-):
-    launched[1].packed_metadata = packed  # type: ignore[assignment]
-    text = "this Triton launches by .*; Triton 3.6 is known"
-    refuse(stub, [*launched], Shape(blocks_per_sm=2), UnsupportedError, text)
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "why"),
-    [
-        ("signal_kernel", {}, "signal_kernel cannot be shaped: it waits for peers"),
-        ("scan", {"launch_cooperative_grid": True}, "scan cannot be shaped: it is a cooperative"),
-    ],
-)
-def test_a_compiled_kernel_that_cannot_be_shaped(
-    stub: StubGraphs, launched: tuple[Compiled, Compiled], name: str, more: Any, why: str
-):
-    kernels = [launched[0], Compiled(name, 1021, **more)]
-    refuse(stub, kernels, Shape(blocks_per_sm=2), UnsupportedError, why)
+    """No compiled kernel, launch numbers of an unknown layout, kernels that wait: each time."""
+    if isinstance(wrong, tuple):
+        launched[1].packed_metadata = wrong  # type: ignore[assignment]
+        wrong = launched[1]
+    for _ in range(2):
+        refuse(stub, [launched[0], wrong], Shape(blocks_per_sm=2), kind, text)
 
 
 def test_limits_of_the_gpu_here(monkeypatch: pytest.MonkeyPatch):
@@ -416,15 +394,6 @@ def test_a_kernel_that_is_shaped_twice(
                 assert kernel.packed_metadata == (4, 1, inner["matmul_kernel"])
             assert kernel.packed_metadata == (4, 1, outer["matmul_kernel"])
     assert kernel.packed_metadata == (4, 1, 16384) and stub.snapshot() == before
-
-
-def test_unknown_launch_numbers_are_refused_again(
-    stub: StubGraphs, launched: tuple[Compiled, Compiled]
-):
-    launched[1].packed_metadata = (4, 1, 1024)
-    text = "this Triton launches by .*; Triton 3.6 is known"
-    for _ in range(2):
-        refuse(stub, [*launched], Shape(blocks_per_sm=2), UnsupportedError, text)
 
 
 def test_shapes_of_one_kernel_end_in_any_order(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from rank_bodies import Case, operands, world, wrong
 from rank_bodies import call as call_op
 from rankpool import RankPool
@@ -153,52 +154,31 @@ def reports_of(pool: RankPool, case: Case, fault: str, folder: Path) -> list[Rep
 @pytest.mark.parametrize(
     ("case", "fault"),
     [
-        (GATHER, "killed"),
-        (GATHER, "killed in matmul_0"),
-        (GATHER, "killed in push_1"),
-        (SCATTER, "killed"),
-        (SCATTER, "killed in push_1"),
-        (SCATTER, "killed in reduce"),
-        (SERIAL_GATHER, "killed"),
-        (SERIAL_SCATTER, "killed in matmul"),
+        (GATHER, "killed"), (GATHER, "killed in matmul_0"), (GATHER, "killed in push_1"),
+        (SCATTER, "killed"), (SCATTER, "killed in push_1"), (SCATTER, "killed in reduce"),
+        (SERIAL_GATHER, "killed"), (SERIAL_SCATTER, "killed in matmul"),
+        # those that do not come, and those that are frozen
+        (GATHER, "sleeps"), (SCATTER, "returns"), (SERIAL_SCATTER, "returns"),
+        (GATHER, "stops"), (SCATTER, "stops"), (SERIAL_GATHER, "stops"),
     ],
     ids=name,
-)
-def test_a_dead_rank_is_named(pool: RankPool, tmp_path: Path, case: Case, fault: str):
-    for report in reports_of(pool, case, fault, tmp_path):
-        assert report.rank == VICTIM, report
-        assert "is dead" in report.text
-
-
-@pytest.mark.parametrize(
-    ("case", "fault"), [(GATHER, "sleeps"), (SCATTER, "returns"), (SERIAL_SCATTER, "returns")],
-    ids=name,
 )  # fmt: skip
-def test_a_rank_that_does_not_come_is_named(pool: RankPool, tmp_path: Path, case: Case, fault: str):
+def test_a_rank_that_is_lost_is_named(pool: RankPool, tmp_path: Path, case: Case, fault: str):
     for report in reports_of(pool, case, fault, tmp_path):
         assert report.rank == VICTIM, report
-        assert "is dead" not in report.text
+        assert ("is dead" in report.text) == fault.startswith("killed")
+        stopped = f"pid {pool.pids()[VICTIM]} is stopped" in report.text
+        assert stopped == (fault == "stops")
 
 
-@pytest.mark.parametrize("case", [GATHER, SCATTER, SERIAL_GATHER], ids=name)
-def test_a_frozen_rank_is_named(pool: RankPool, tmp_path: Path, case: Case):
-    for report in reports_of(pool, case, "stops", tmp_path):
-        assert report.rank == VICTIM, report
-        assert f"pid {pool.pids()[VICTIM]} is stopped" in report.text
-
-
-def come_late(rank: int, world_size: int, cases: list[Case]) -> list[str]:
-    problems: list[str] = []
+@on_ranks(3)
+def test_a_late_rank_is_waited_for(rank: int, world_size: int) -> list[str]:
+    problems, cases = list[str](), [GATHER, SCATTER, SERIAL_GATHER, SERIAL_SCATTER]
     for i, case in enumerate(cases):
         if i % world_size == rank:
             time.sleep(0.3)
         problems += wrong(case, seed=i)
     return problems
-
-
-def test_a_late_rank_is_waited_for(pool: RankPool):
-    found = pool.run(come_late, 3, [GATHER, SCATTER, SERIAL_GATHER, SERIAL_SCATTER])
-    assert found == [[]] * 3
 
 
 def pooled(rank: int, world_size: int) -> None:
@@ -235,19 +215,17 @@ def test_a_rank_that_does_not_come_to_compare_is_named(pool: RankPool, tmp_path:
         assert report.text.startswith(text) and "within 2." in report.text
 
 
-def start_at(rank: int, world_size: int, epoch: int, cases: list[Case]) -> list[str]:
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3 - 2**32], ids=["sign", "zero"])
+@on_ranks(3)
+def test_the_epoch_wraps(rank: int, world_size: int, epoch: int) -> list[str]:
     """Go on from `epoch`, with every word of every pad there."""
-    assert wrong(cases[0]) == []
+    assert wrong(GATHER) == []
     torch.distributed.barrier()
     workspace = workspace_of(world(), CPU)
     workspace.epoch = epoch
     workspace.pads.local().view(torch.int32).fill_(epoch)
     torch.distributed.barrier()
-    problems = [problem for i, case in enumerate(cases) for problem in wrong(case, seed=i)]
+    problems = [problem for i, case in enumerate((GATHER, SCATTER))
+                for problem in wrong(case, seed=i)]  # fmt: skip
     assert workspace.epoch != epoch
     return problems
-
-
-@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3 - 2**32], ids=["sign", "zero"])
-def test_the_epoch_wraps(pool: RankPool, epoch: int):
-    assert pool.run(start_at, 3, epoch, [GATHER, SCATTER]) == [[]] * 3

@@ -1,236 +1,69 @@
 """Nodes of graphs of a stub driver, and the tiles and short names of real kernels."""
 
-from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from graph_stub import EVENT_RECORD, GRAPH, MEMSET, StubGraphs, installed
 
 from counterpoint.errors import CounterpointError, UnsupportedError
-from counterpoint.runtime import driver, footprint
+from counterpoint.runtime import footprint
 from counterpoint.runtime.footprint import Footprint, gemm_tile, graph_footprints
 
 
-class Status(IntEnum):
-    """The first of what every call returns."""
-
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_INVALID_VALUE = 1
-
-
-class NodeType(IntEnum):
-    """As the driver numbers them."""
-
-    CU_GRAPH_NODE_TYPE_KERNEL = 0
-    CU_GRAPH_NODE_TYPE_MEMCPY = 1
-    CU_GRAPH_NODE_TYPE_MEMSET = 2
-    CU_GRAPH_NODE_TYPE_GRAPH = 4
-    CU_GRAPH_NODE_TYPE_EVENT_RECORD = 7
-
-
-class NodeAttribute(IntEnum):
-    """As the driver numbers them."""
-
-    CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
-    CU_LAUNCH_ATTRIBUTE_PRIORITY = 8
-
-
-class FunctionAttribute(IntEnum):
-    """As the driver numbers them."""
-
-    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1
-    CU_FUNC_ATTRIBUTE_NUM_REGS = 4
-    CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH = 11
-    CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT = 12
-    CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH = 13
-
-
-SHARED, REGISTERS, *REQUIRED = FunctionAttribute
-KERNEL, MEMCPY, MEMSET, GRAPH, EVENT_RECORD = NodeType
-
-
-class Handle:
-    """As the bindings give them out: an object with a number, another one at every call."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __int__(self) -> int:
-        return self.number
-
-
-class StubDriver:
-    """The driver of cuda-bindings 13 on these graphs, nodes and functions, each by its number."""
-
-    CUgraphNodeType = NodeType
-    CUkernelNodeAttrID = NodeAttribute
-    CUfunction_attribute = FunctionAttribute
-
-    def __init__(self) -> None:
-        self.graphs: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
-        self.types: dict[int, NodeType] = {}
-        self.nodes: dict[int, Any] = {}  # params, or the number of a child graph
-        self.attributes: dict[int, dict[int, Any]] = {}
-        self.functions: dict[int, tuple[bytes, dict[int, int]]] = {}
-        self.library: dict[int, int] = {}  # kernels without a function of their own
-        self.refuses = ""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("cu") and name == self.refuses:
-            return lambda *_: (Status.CUDA_ERROR_INVALID_VALUE, None, None, None, None)
-        return super().__getattribute__(name)
-
-    def cuGraphGetNodes(self, graph: int, count: int):
-        nodes, _ = self.graphs[graph]
-        return Status(0), [Handle(node) for node in nodes[:count]], len(nodes)
-
-    def cuGraphGetEdges(self, graph: int, count: int):
-        _, edges = self.graphs[graph]
-        some = edges[:count]
-        return Status(0), [Handle(a) for a, _ in some], [Handle(b) for _, b in some], [], len(edges)
-
-    def cuGraphNodeGetType(self, node: int):
-        return Status(0), self.types[node]
-
-    def cuGraphChildGraphNodeGetGraph(self, node: int):
-        return Status(0), Handle(self.nodes[node])
-
-    def cuGraphKernelNodeGetParams(self, node: int):
-        return Status(0), self.nodes[node]
-
-    def cuGraphMemcpyNodeGetParams(self, node: int):
-        return Status(0), self.nodes[node]
-
-    def cuGraphMemsetNodeGetParams(self, node: int):
-        return Status(0), self.nodes[node]
-
-    def cuKernelGetFunction(self, kernel: Handle):
-        return Status(0), Handle(self.library[int(kernel)])
-
-    def cuFuncGetName(self, function: int):
-        return Status(0), self.functions[function][0]
-
-    def cuFuncGetAttribute(self, attribute: FunctionAttribute, function: int):
-        return Status(0), self.functions[function][1].get(attribute, 0)
-
-    def cuGraphKernelNodeGetAttribute(self, node: int, attribute: NodeAttribute):
-        return Status(0), self.attributes[node][attribute]
-
-    def add_kernel(
-        self, node: int, name: str, *, in_library: bool = False, priority: int = 0,
-        cluster: tuple[int, int, int] = (0, 0, 0), **attributes: int,
-    ) -> None:  # fmt: skip
-        """A kernel of 4 x 3 x 2 blocks of 32 x 4 x 1 threads, with 7 KiB of dynamic memory."""
-        function = 1000 + node
-        self.library[2000 + node] = function
-        self.functions[function] = (
-            name.encode(),
-            {FunctionAttribute[f"CU_FUNC_ATTRIBUTE_{a}"]: n for a, n in attributes.items()},
-        )
-        self.types[node] = KERNEL
-        self.nodes[node] = SimpleNamespace(
-            func=Handle(0 if in_library else function),
-            kern=Handle(2000 + node if in_library else 0),
-            gridDimX=4, gridDimY=3, gridDimZ=2, blockDimX=32, blockDimY=4, blockDimZ=1,
-            sharedMemBytes=7168,
-        )  # fmt: skip
-        x, y, z = cluster
-        self.attributes[node] = {
-            NodeAttribute.CU_LAUNCH_ATTRIBUTE_COOPERATIVE: SimpleNamespace(cooperative=0),
-            NodeAttribute.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION: SimpleNamespace(
-                clusterDim=SimpleNamespace(x=x, y=y, z=z)
-            ),
-            NodeAttribute.CU_LAUNCH_ATTRIBUTE_PRIORITY: SimpleNamespace(priority=priority),
-        }
-
-    def add(self, node: int, kind: NodeType, params: object = None) -> None:
-        """A node that is no kernel."""
-        self.types[node], self.nodes[node] = kind, params
-
-
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> StubDriver:
-    made = StubDriver()
-    monkeypatch.setattr(driver, "driver_bindings", lambda: made)
-    return made
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubGraphs:
+    return installed(monkeypatch)
 
 
-def test_a_kernel_is_read_in_full(stub: StubDriver):
-    stub.graphs[1] = [10], []
-    stub.add_kernel(
-        10, "signal_kernel", priority=-3, cluster=(2, 1, 1), NUM_REGS=96, SHARED_SIZE_BYTES=21568
-    )
+def test_a_kernel_is_read_in_full(stub: StubGraphs):
+    facts: dict[str, Any] = {"priority": -3, "cluster": (2, 1, 1), "registers": 96,
+                             "static": 21568, "dynamic": 7168}  # fmt: skip
+    stub.kernel(10, "signal_kernel", **facts)
+    # of a library it is read through its function
+    stub.kernel(11, "signal_kernel", in_library=True, **facts)
     assert graph_footprints(1) == (
         Footprint(
-            kind="kernel",
-            name="signal_kernel",
-            grid=(4, 3, 2),
-            block=(32, 4, 1),
-            cluster=(2, 1, 1),
-            registers_per_thread=96,
-            static_shared_bytes=21568,
-            dynamic_shared_bytes=7168,
-            priority=-3,
+            kind="kernel", name="signal_kernel", grid=(64, 3, 2), block=(128, 1, 1),
+            cluster=(2, 1, 1), registers_per_thread=96, static_shared_bytes=21568,
+            dynamic_shared_bytes=7168, priority=-3,
         ),
-    )
-
-
-def test_a_kernel_of_a_library_is_read_through_its_function(stub: StubDriver):
-    stub.graphs[1] = [10, 11], [(10, 11)]
-    stub.add_kernel(10, "relu", NUM_REGS=40)
-    stub.add_kernel(11, "relu", NUM_REGS=40, in_library=True)
-    direct, by_library = graph_footprints(1)
-    assert direct == by_library
+    ) * 2  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("asked", "compiled", "want"),
     [
-        ((0, 0, 0), {}, (1, 1, 1)),
-        ((1, 2, 1), {}, (1, 2, 1)),
-        ((0, 0, 0), dict(zip(("WIDTH", "HEIGHT", "DEPTH"), (2, 4, 1), strict=True)), (2, 4, 1)),
-        ((8, 1, 1), dict.fromkeys(("WIDTH", "HEIGHT", "DEPTH"), 1), (8, 1, 1)),
+        ((0, 0, 0), (0, 0, 0), (1, 1, 1)), ((1, 2, 1), (0, 0, 0), (1, 2, 1)),
+        ((0, 0, 0), (2, 4, 1), (2, 4, 1)), ((8, 1, 1), (1, 1, 1), (8, 1, 1)),
     ],
     ids=["none", "at launch", "compiled", "launch goes first"],
-)
-def test_clusters(
-    stub: StubDriver,
-    asked: tuple[int, int, int],
-    compiled: dict[str, int],
-    want: tuple[int, int, int],
-):
-    stub.graphs[1] = [10], []
-    required = {f"REQUIRED_CLUSTER_{side}": count for side, count in compiled.items()}
-    stub.add_kernel(10, "nvjet", cluster=asked, **required)
+)  # fmt: skip
+def test_clusters(stub: StubGraphs, asked: Any, compiled: Any, want: tuple[int, int, int]):
+    stub.kernel(10, "nvjet", cluster=asked, required=compiled)
     (found,) = graph_footprints(1)
     assert found.cluster == want
 
 
-def test_nodes_that_are_no_kernels(stub: StubDriver):
-    stub.graphs[1] = [10, 11, 12, 13, 14], []
-    stub.add(10, MEMCPY, SimpleNamespace(WidthInBytes=4096, Height=1, Depth=1))
-    stub.add(11, MEMCPY, SimpleNamespace(WidthInBytes=100, Height=7, Depth=3))
-    stub.add(12, MEMCPY, SimpleNamespace(WidthInBytes=64, Height=0, Depth=0))
-    stub.add(13, MEMSET, SimpleNamespace(elementSize=4, width=10, height=3))
+def test_nodes_that_are_no_kernels(stub: StubGraphs):
+    for node, sizes in enumerate(((4096, 1, 1), (100, 7, 3), (64, 0, 0)), 10):
+        stub.memcpy(node, *sizes)
+    stub.add(13, MEMSET, params=SimpleNamespace(elementSize=4, width=10, height=3))
     stub.add(14, EVENT_RECORD)
-    assert [(f.kind, f.total_bytes) for f in graph_footprints(1)] == [
-        ("memcpy", 4096),
-        ("memcpy", 2100),
-        ("memcpy", 64),
-        ("memset", 120),
-        ("event_record", 0),
-    ]
-    assert graph_footprints(1)[4] == Footprint(kind="event_record")
+    *others, last = graph_footprints(1)
+    assert [(f.kind, f.total_bytes) for f in others] == [
+        ("memcpy", 4096), ("memcpy", 2100), ("memcpy", 64), ("memset", 120),
+    ]  # fmt: skip
+    assert last == Footprint(kind="event_record")
 
 
-def names(stub: StubDriver, nodes: list[int], edges: list[tuple[int, int]]) -> list[str]:
+def names(stub: StubGraphs, nodes: list[int], edges: list[tuple[int, int]]) -> list[str]:
     """In the order found; a node's name is its number."""
-    stub.graphs[1] = nodes, edges
     for node in nodes:
         if node not in stub.types:
-            stub.add_kernel(node, str(node))
+            stub.kernel(node, str(node))
+    stub.graphs[1], stub.edges[1] = nodes, edges
     return [found.name for found in graph_footprints(1)]
 
 
@@ -249,62 +82,60 @@ def names(stub: StubDriver, nodes: list[int], edges: list[tuple[int, int]]) -> l
     ids=["empty", "chain listed backwards", "fork", "join listed first", "double edge", "no edges"],
 )
 def test_order_is_topological(
-    stub: StubDriver, nodes: list[int], edges: list[tuple[int, int]], want: list[str]
+    stub: StubGraphs, nodes: list[int], edges: list[tuple[int, int]], want: list[str]
 ):
     assert names(stub, nodes, edges) == want
 
 
-def test_child_graphs_stand_where_their_node_does(stub: StubDriver):
-    stub.add(11, GRAPH, 2)
-    stub.add(21, GRAPH, 3)
-    stub.graphs[2] = [20, 21], [(21, 20)]
-    stub.graphs[3] = [30], []
-    stub.add_kernel(20, "20")
-    stub.add_kernel(30, "30")
+def test_child_graphs_stand_where_their_node_does(stub: StubGraphs):
+    stub.add(11, GRAPH, params=2)
+    stub.add(21, GRAPH, graph=2, params=3)
+    stub.kernel(20, "20", graph=2)
+    stub.kernel(30, "30", graph=3)
+    stub.edges[2] = [(21, 20)]
     assert names(stub, [12, 11, 10], [(10, 11), (11, 12)]) == ["10", "30", "20", "12"]
 
 
-CALLS = [call for call in vars(StubDriver) if call.startswith("cu")]
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_every_status_is_checked(stub: StubDriver, call: str):
-    stub.graphs[1] = [10, 11, 12, 13], [(10, 11)]
-    stub.graphs[2] = [20], []
-    stub.add_kernel(10, "relu", in_library=True)
-    stub.add(11, MEMCPY, SimpleNamespace(WidthInBytes=1, Height=1, Depth=1))
-    stub.add(12, MEMSET, SimpleNamespace(elementSize=1, width=1, height=1))
-    stub.add(13, GRAPH, 2)
-    stub.add_kernel(20, "relu")
+def test_every_status_is_checked(stub: StubGraphs):
+    stub.kernel(10, in_library=True)
+    stub.memcpy(11)
+    stub.add(12, MEMSET, params=SimpleNamespace(elementSize=1, width=1, height=1))
+    stub.add(13, GRAPH, params=2)
+    stub.kernel(20, graph=2)
+    stub.edges[1] = [(10, 11)]
+    stub.asked.clear()
     assert len(graph_footprints(1)) == 4
-    stub.refuses = call
-    with pytest.raises(CounterpointError, match=f"^{call} failed: CUDA_ERROR_INVALID_VALUE$"):
-        graph_footprints(1)
+    calls = sorted(stub.asked - {"cuGraphGetEdges_v2"})
+    assert len(calls) == 11
+    for call in calls:
+        stub.fails = call
+        with pytest.raises(CounterpointError, match=f"^{call} failed: CUDA_ERROR_INVALID_VALUE$"):
+            graph_footprints(1)
 
 
 def test_edges_of_programmatic_launches_need_the_second_form_of_cuda_12(
-    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+    stub: StubGraphs, monkeypatch: pytest.MonkeyPatch
 ):
     second = stub.cuGraphGetEdges
-    monkeypatch.setattr(StubDriver, "cuGraphGetEdges_v2", lambda _, *a: second(*a), raising=False)
-    stub.refuses = "cuGraphGetEdges"
+    monkeypatch.setattr(StubGraphs, "cuGraphGetEdges_v2", lambda _, *a: second(*a), raising=False)
+    stub.fails = "cuGraphGetEdges"
     assert names(stub, [11, 10], [(10, 11)]) == ["10", "11"]
 
 
-def test_edges_without_data(stub: StubDriver, monkeypatch: pytest.MonkeyPatch):
+def test_edges_without_data(stub: StubGraphs, monkeypatch: pytest.MonkeyPatch):
     """CUDA 12's first form returns one value less."""
-    full = StubDriver.cuGraphGetEdges
+    full = StubGraphs.cuGraphGetEdges
 
-    def first_form(self: StubDriver, graph: int, count: int):
+    def first_form(self: StubGraphs, graph: int, count: int):
         status, sources, targets, _, found = full(self, graph, count)
         return status, sources, targets, found
 
-    monkeypatch.setattr(StubDriver, "cuGraphGetEdges", first_form)
+    monkeypatch.setattr(StubGraphs, "cuGraphGetEdges", first_form)
     assert names(stub, [11, 10], [(10, 11)]) == ["10", "11"]
 
 
 def test_footprints_capture_the_call_and_never_run_it(
-    stub: StubDriver, monkeypatch: pytest.MonkeyPatch
+    stub: StubGraphs, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[str] = []
 
@@ -331,8 +162,7 @@ def test_footprints_capture_the_call_and_never_run_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
-    stub.graphs[1] = [10], []
-    stub.add_kernel(10, "relu")
+    stub.kernel(10, "relu")
     (found,) = footprint.footprints(lambda: seen.append("call"))
     assert found.short_name == "relu"
 

@@ -86,16 +86,9 @@ def test_the_graph_of_a_capture(stub: StubGraphs):
         graph_nodes.graph_of_capture(6)
 
 
-def test_the_function_of_a_node_is_direct_or_of_its_library(
-    stub: StubGraphs, monkeypatch: pytest.MonkeyPatch
-):
-    assert graph_nodes.function_of(11) == 1011
-    stub.params[11].func, stub.params[11].kern = 0, 77
-    of_library = {77: 1010}
-    monkeypatch.setattr(
-        stub, "cuKernelGetFunction", lambda kernel: (0, of_library[kernel]), raising=False
-    )
-    assert graph_nodes.function_of(11) == 1010
+def test_the_function_of_a_node_is_direct_or_of_its_library(stub: StubGraphs):
+    stub.kernel(12, in_library=True)
+    assert [graph_nodes.function_of(node) for node in (11, 12)] == [1011, 1012]
 
 
 CHANGES = {

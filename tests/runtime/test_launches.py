@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expert_bodies import by_expert, by_owner, multiplied, whole
-from rankpool import RankPool
+from expert_bodies import by_expert, by_owner, multiplied, whole, wrong_products
+from on_ranks import on_ranks
 
-import counterpoint as cp
 from counterpoint.plan.bind import Program, bind
 from counterpoint.plan.families import build
 from counterpoint.plan.launches import batches, runs
@@ -59,47 +58,28 @@ class AsLaunched(execute_cpu.CpuCode):
                     self.actions[i] = []
 
 
-def wrong_as_launched(rank: int, ranks: int, spec: str, pitch: int) -> list[str]:
-    found: list[str] = []
+@pytest.mark.parametrize(
+    ("ranks", "spec", "pitch"),
+    [(2, "grouped 1/3", 1 << 31), (3, "grouped 3/1", 1 << 31), (4, "grouped 4 xor", 1 << 31),
+     # a pitch beyond what CUDA takes
+     (2, "grouped 1/1/1/1", 64), (2, "grouped 2/2", 64)],
+)  # fmt: skip
+@on_ranks()
+def test_values_as_launched(rank: int, ranks: int, spec: str, pitch: int) -> list[str]:
     copied.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "copies_async", by_hand)
         patch.setattr(execute_cpu, "CpuCode", AsLaunched)
         patch.setattr(copy_engine, "MAX_PITCH_BYTES", pitch)
-        for stored in ("kn", "nk"):
-            counts = [[3] * (ranks * 4)] * ranks
-            given = whole(counts, K, N, torch.float32, stored=stored)
-            exact = given.double()
-            want = multiplied(by_expert(exact.xs, counts), exact.ws, counts)[rank]
-            y = cp.all_to_all_matmul(given.xs[rank], given.ws[rank], counts=counts, plan=spec)
-            if not torch.equal(y, want.float()):
-                found.append(f"dispatch {stored}")
-            given = whole(counts, K, N, torch.float32, back=True, stored=stored)
-            exact = given.double()
-            want = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank]
-            y = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=counts, plan=spec)
-            if not torch.equal(y, want.float()):
-                found.append(f"combine {stored}")
+        found = wrong_products(rank, [[3] * (ranks * 4)] * ranks, spec, torch.float32, K, N)
     strided = any(copy.height > 1 for copy in copied)
-    if not copied or strided != (pitch > 4096 and spec != "grouped 1/1/1/1"):
-        found.append(f"{len(copied)} copies, strided: {strided}")
+    assert copied and strided == (pitch > 4096 and spec != "grouped 1/1/1/1")
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "spec", "pitch"),
-    [(2, "grouped 1/3", 1 << 31), (3, "grouped 3/1", 1 << 31), (4, "grouped 4 xor", 1 << 31),
-     (2, "grouped 1/1/1/1", 64)],
-)  # fmt: skip
-def test_values_as_launched(pool: RankPool, ranks: int, spec: str, pitch: int):
-    assert pool.run(wrong_as_launched, ranks, spec, pitch) == [[]] * ranks
-
-
-def test_a_pitch_beyond_what_cuda_takes(pool: RankPool):
-    assert pool.run(wrong_as_launched, 2, "grouped 2/2", 64) == [[]] * 2
-
-
-def wrong_serially(rank: int, ranks: int, op: str) -> list[str]:
+@pytest.mark.parametrize("op", EXPERTS)
+@on_ranks(1, 2, 3)
+def test_the_serial_plan(rank: int, ranks: int, op: str) -> list[str]:
     """The plan that predictions compare with computes the op too."""
     found: list[str] = []
     workspace = workspace_of(dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
@@ -118,12 +98,6 @@ def wrong_serially(rank: int, ranks: int, op: str) -> list[str]:
         if not torch.equal(y, want.float()):
             found.append(f"{local} experts")
     return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("op", EXPERTS)
-def test_the_serial_plan(pool: RankPool, op: str, ranks: int):
-    assert pool.run(wrong_serially, ranks, op) == [[]] * ranks
 
 
 @pytest.mark.parametrize("op", EXPERTS)

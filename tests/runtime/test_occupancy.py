@@ -138,7 +138,7 @@ def is_exact(block: Kernel, limits: SmLimits, dynamic: int, blocks: int) -> bool
     return occupancy(replace(block, dynamic_shared_bytes=dynamic), limits).blocks == blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(TRIED))
 def test_every_byte_count(case: tuple[Kernel, SmLimits]):
     block, limits = case
@@ -203,7 +203,7 @@ def test_beside_is_no_more_than_alone(case: tuple[Kernel, SmLimits], data: st.Da
     assert (found.blocks > 0) == (beside(comm, compute, limits).blocks > 0), "two share an SM"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(TRIED), st.data())
 def test_window_by_every_byte_count(case: tuple[Kernel, SmLimits], data: st.DataObject):
     compute, limits = case

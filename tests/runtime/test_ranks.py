@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from rankpool import RankPool
+from on_ranks import on_ranks
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
 from counterpoint.runtime.ranks import describe_process, group_of, spawn
@@ -88,7 +88,8 @@ def test_describe_process():
     assert describe_process(process.pid) == f"pid {process.pid} is dead", "and reaped"
 
 
-def find_groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_group_of(rank: int, world_size: int):
     world = dist.group.WORLD
     assert world is not None
     assert group_of(world.group_name) is world
@@ -97,7 +98,3 @@ def find_groups(rank: int, world_size: int) -> None:
         assert group_of(subgroup.group_name) is subgroup
     with pytest.raises(InputError, match=r"name must be the group_name .*, got 'tp'; pass"):
         group_of("tp")
-
-
-def test_group_of(pool: RankPool):
-    pool.run(find_groups, 2)

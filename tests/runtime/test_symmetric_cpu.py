@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from rankpool import RankPool
 from torch import Tensor
 
@@ -58,7 +59,8 @@ def test_peers_see_what_a_rank_writes(pool: RankPool, world_size: int):
     assert len(set(pool.run(write_to_peers, world_size))) == 1
 
 
-def allocate_in_subgroup(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ranks_are_those_of_the_subgroup(rank: int, world_size: int):
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         memory = allocate(NUM_BYTES, group, "cpu")
@@ -69,20 +71,13 @@ def allocate_in_subgroup(rank: int, world_size: int) -> None:
             allocate(NUM_BYTES, group, "cpu")
 
 
-def test_ranks_are_those_of_the_subgroup(pool: RankPool):
-    pool.run(allocate_in_subgroup, 4)
-
-
-def allocate_twice(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_allocations_do_not_alias(rank: int, world_size: int):
     first = allocate(NUM_BYTES, world(), "cpu")
     second = allocate(NUM_BYTES, world(), "cpu")
     first.local().fill_(7)
     assert_peers_see_each_other(second, world())
     assert all((first.peer(peer) == 7).all() for peer in range(world_size))
-
-
-def test_allocations_do_not_alias(pool: RankPool):
-    pool.run(allocate_twice, 2)
 
 
 def num_open_fds() -> int:
@@ -97,26 +92,24 @@ def num_mappings() -> int:
         return maps.read().count("memfd:counterpoint")
 
 
-def allocate_and_drop(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nothing_is_left_behind(rank: int, world_size: int):
     gc.collect()  # the workspaces of earlier tests, which are cycles
-    assert num_mappings() == 0
+    before = num_mappings()
     memory = allocate(NUM_BYTES, world(), "cpu")
     assert num_open_fds() == 0
-    assert num_mappings() == world_size
+    assert num_mappings() == before + world_size
 
     peer = memory.peer(1 - rank)
     del memory
-    assert num_mappings() == 1, "a tensor alone keeps its memory"
+    assert num_mappings() == before + 1, "a tensor alone keeps its memory"
     assert not peer.any()
     del peer
-    assert num_mappings() == 0
+    assert num_mappings() == before
 
 
-def test_nothing_is_left_behind(pool: RankPool):
-    pool.run(allocate_and_drop, 2)
-
-
-def allocate_from_another_host(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_on_two_hosts_are_refused_on_both(rank: int, world_size: int):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(symmetric_cpu, "_pid_namespace", lambda: "pid:[1] of boot 2")
@@ -125,11 +118,8 @@ def allocate_from_another_host(rank: int, world_size: int) -> None:
     dist.barrier()  # the group is as usable as before
 
 
-def test_ranks_on_two_hosts_are_refused_on_both(pool: RankPool):
-    pool.run(allocate_from_another_host, 3)
-
-
-def allocate_without_memory_on_rank_1(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_lack_of_memory_on_one_rank_raises_on_all(rank: int, world_size: int):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -150,11 +140,8 @@ def allocate_without_memory_on_rank_1(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_lack_of_memory_on_one_rank_raises_on_all(pool: RankPool):
-    pool.run(allocate_without_memory_on_rank_1, 3)
-
-
-def allocate_where_rank_1_may_not_look(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_may_not_open_its_peers_is_refused_on_all(rank: int, world_size: int):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
 
@@ -168,18 +155,11 @@ def allocate_where_rank_1_may_not_look(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_may_not_open_its_peers_is_refused_on_all(pool: RankPool):
-    pool.run(allocate_where_rank_1_may_not_look, 2)
-
-
-def allocate_wrong_sizes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wrong_sizes_and_devices_are_refused_on_all(rank: int, world_size: int):
     for sizes in ([0, 0], [0, 8], [-1, -1], [8, 9]):
         with pytest.raises(InputError, match="must be >= 1 and equal on all ranks") as info:
             allocate(sizes[rank], world(), "cpu")
         assert str(sizes) in str(info.value)
     with pytest.raises(UnsupportedError, match="on cpu and cuda, not on meta"):
         allocate(8, world(), "meta")
-
-
-def test_wrong_sizes_and_devices_are_refused_on_all(pool: RankPool):
-    pool.run(allocate_wrong_sizes, 2)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rankpool import RankPool
+from on_ranks import on_ranks
+from refusals import wrongly_refused
 from torch import Tensor
 
-from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import driver, peer_moves, symmetric_cuda
 from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
 
@@ -31,9 +32,17 @@ def payload(rank: int, call: int, num_bytes: int) -> Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
-def moves(rank: int, ranks: int, name: str, part: int, room: int) -> None:
-    """All-gathers and all-to-alls by turns, of one transport, against what must come out."""
+@pytest.mark.parametrize("part", [20 * 1024, 48])
+@pytest.mark.parametrize("name", TRANSPORTS)
+@on_ranks(1, 2, 3)
+def test_parts_arrive_where_they_belong(rank: int, ranks: int, name: str, part: int):
+    """All-gathers and all-to-alls by turns, of one transport, against what must come out.
+
+    20 KiB: several blocks of the kernel, the last one cut; 48 bytes: one, of odd alignment.
+    """
     import triton
+
+    room = ranks * part + 4096
 
     assert triton.knobs.runtime.interpret, "the kernel itself runs, not its stand-in"
     transport = open_transport(name, world(), CPU, room)
@@ -60,15 +69,9 @@ def moves(rank: int, ranks: int, name: str, part: int, room: int) -> None:
     assert torch.equal(again.target[: ranks * part], want), "the second of its kind"
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parts_arrive_where_they_belong(pool: RankPool, name: str, ranks: int):
-    # 20 KiB: several blocks of the kernel, the last one cut; 48 bytes: one, of odd alignment
-    for part in (20 * 1024, 48):
-        pool.run(moves, ranks, name, part, ranks * part + 4096)
-
-
-def without_a_meeting(rank: int, ranks: int, name: str) -> bool:
+@pytest.mark.parametrize("name", ["sm", "copy_engine"])
+@on_ranks(2)
+def test_peers_can_push_without_a_meeting(rank: int, ranks: int, name: str):
     transport = open_transport(name, world(), CPU, 64 * ranks)
     transport.source.copy_(payload(rank, 0, 64 * ranks))
     move = transport.all_gather(64, meets=False)
@@ -77,31 +80,27 @@ def without_a_meeting(rank: int, ranks: int, name: str) -> bool:
     dist.barrier()
     arrived = transport.target[:64].clone()
     dist.barrier()
-    return torch.equal(arrived, payload(0, 0, 64 * ranks)[:64])
+    assert torch.equal(arrived, payload(0, 0, 64 * ranks)[:64])
 
 
-@pytest.mark.parametrize("name", ["sm", "copy_engine"])
-def test_peers_can_push_without_a_meeting(pool: RankPool, name: str):
-    assert pool.run(without_a_meeting, 2, name) == [True, True]
-
-
-def refused(rank: int, ranks: int) -> list[str]:
-    transport = open_transport("copy_engine", world(), CPU, 128)
-    found: list[str] = []
-    for part in (0, 24, 80):
-        try:
-            transport.all_to_all(part)
-        except InputError as error:
-            found.append(str(error))
-    for name, num_bytes in (("nic", 64), ("sm", 24), ("sm", 0)):
-        try:
-            open_transport(name, world(), CPU, num_bytes)
-        except InputError as error:
-            found.append(str(error))
+@on_ranks(2)
+def test_parts_and_memory_that_do_not_fit(rank: int, ranks: int) -> list[str]:
+    part = "part_bytes must be a multiple of 16 from 16 to 64, got"
+    memory = "num_bytes must be a multiple of 16 above 0, got"
+    names = "name must be one of nccl, nccl_zero_cta, sm, copy_engine, got"
+    move = open_transport("copy_engine", world(), CPU, 128).all_to_all
+    parts = [({"part_bytes": n}, f"{part} {n}") for n in (0, 24, 80)]
+    found = wrongly_refused(move, {}, parts, name="transport copy_engine", exact=True)
+    for name, size, want, op in (("nic", 64, f"{names} nic", "transport"),
+                                 ("sm", 24, f"{memory} 24", "transport sm"),
+                                 ("sm", 0, f"{memory} 0", "transport sm")):  # fmt: skip
+        given = {"name": name, "group": world(), "device": CPU, "num_bytes": size}
+        found += wrongly_refused(open_transport, given, [({}, want)], name=op, exact=True)
     return found
 
 
-def moves_by_torch(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_without_the_interpreter_the_kernel_has_a_stand_in(rank: int, ranks: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_moves.triton.knobs.runtime, "interpret", False)
         patch.setattr(peer_moves, "exchange_kernel", None)
@@ -112,33 +111,16 @@ def moves_by_torch(rank: int, ranks: int) -> None:
     assert torch.equal(transport.target[: 48 * ranks], torch.cat(sent))
 
 
-def test_without_the_interpreter_the_kernel_has_a_stand_in(pool: RankPool):
-    pool.run(moves_by_torch, 3)
-
-
-def test_parts_and_memory_that_do_not_fit(pool: RankPool):
-    want = "transport copy_engine: part_bytes must be a multiple of 16 from 16 to 64, got "
-    names = "nccl, nccl_zero_cta, sm, copy_engine"
-    memory = "transport sm: num_bytes must be a multiple of 16 above 0, got "
-    assert pool.run(refused, 2)[1] == [
-        *(f"{want}{part}" for part in (0, 24, 80)),
-        f"transport: name must be one of {names}, got nic", f"{memory}24", f"{memory}0",
-    ]  # fmt: skip
-
-
-def docs_code(rank: int, ranks: int, code: str) -> bool:
+@on_ranks(2)
+def test_the_code_in_the_docs_runs(rank: int, ranks: int):
+    page = Path(__file__).parents[2] / "docs" / "transports.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     names = {"group": world(), "device": CPU, "mine": payload(rank, 0, 64 << 20)}
     exec(code, names)
     target: Tensor = names["transport"].target  # type: ignore[attr-defined]
     parts = target[: ranks << 24].view(ranks, 1 << 24)
     sent = [payload(r, 0, 64 << 20)[: 1 << 24] for r in range(ranks)]
-    return all(torch.equal(part, want) for part, want in zip(parts, sent, strict=True))
-
-
-def test_the_code_in_the_docs_runs(pool: RankPool):
-    page = Path(__file__).parents[2] / "docs" / "transports.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    assert pool.run(docs_code, 2, code) == [True, True]
+    assert all(torch.equal(part, want) for part, want in zip(parts, sent, strict=True))
 
 
 def test_cpu_ranks_lack_none():

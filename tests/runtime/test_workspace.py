@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from rank_bodies import Case, call, operands, world, wrong
-from rankpool import RankPool
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.plan.families import build
-from counterpoint.plan.steps import Plan, Signal
+from counterpoint.plan.steps import Signal
 from counterpoint.problem import Problem
 from counterpoint.runtime import workspace as module
 from counterpoint.runtime.groups import release
@@ -40,7 +40,8 @@ def once(case: Case, rank: int, turn: int = 0) -> None:
     assert y.isfinite().all()
 
 
-def grow(rank: int, world_size: int) -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_memory_grows_to_the_largest_plan_in_granules(rank: int, world_size: int):
     """(symmetric, scratch) bytes after calls of these rows: serial gathers in scratch."""
     sizes: list[tuple[int, int]] = []
     for rows in (8, 1024, 512, 1025, 1, 2048):
@@ -51,19 +52,13 @@ def grow(rank: int, world_size: int) -> list[tuple[int, int]]:
         with open("/proc/self/maps") as maps:
             mapped = maps.read().count("memfd:counterpoint")
         assert mapped == 2 * world_size, "pads and arena: what is outgrown is freed"
-    return sizes
-
-
-def test_memory_grows_to_the_largest_plan_in_granules(pool: RankPool):
-    found = pool.run(grow, 2)
-    granule = GRANULE_BYTES
     # twice rows x 512 x 4 bytes, gathered in symmetric memory or in scratch
-    assert granule == 2 << 20
-    assert found[0] == found[1], "symmetric memory is equal on all ranks"
-    assert found[0] == [(n * granule, n * granule) for n in (1, 2, 2, 3, 3, 4)]
+    assert GRANULE_BYTES == 2 << 20
+    assert sizes == [(n * GRANULE_BYTES, n * GRANULE_BYTES) for n in (1, 2, 2, 3, 3, 4)]
 
 
-def reuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_growth_over_a_hundred_smaller_calls(rank: int, world_size: int):
     generator = torch.Generator().manual_seed(7)
     once(gather(1200), rank)
     once(Case("matmul_reduce_scatter", "graded 1/1 ring", (1200,) * 2, 3, 512), rank)
@@ -80,11 +75,8 @@ def reuse(rank: int, world_size: int) -> None:
     assert after.num_bytes() == sizes
 
 
-def test_no_growth_over_a_hundred_smaller_calls(pool: RankPool):
-    pool.run(reuse, 2)
-
-
-def forget(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_old_programs_are_forgotten(rank: int, world_size: int) -> list[str]:
     """More programs than a workspace remembers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_CODE", 3)
@@ -94,11 +86,8 @@ def forget(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-def test_old_programs_are_forgotten(pool: RankPool):
-    assert pool.run(forget, 2) == [[], []]
-
-
-def many_signals(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_more_signals_than_a_pad_has_are_refused(rank: int, world_size: int):
     plan = build(Problem("all_gather_matmul", 4, 3, 2, 2), "shard_p2p")
 
     def moved(signals: tuple[Signal, ...]) -> tuple[Signal, ...]:
@@ -106,21 +95,16 @@ def many_signals(rank: int, world_size: int) -> str:
 
     steps = tuple(replace(s, waits=moved(s.waits), posts=moved(s.posts)) for s in plan.steps)
     workspace = space()
-    fits: Plan = plan
-    workspace.reserve(fits)
+    workspace.reserve(plan)
     before = workspace.num_bytes()
-    with pytest.raises(UnsupportedError) as info:
+    text = r"^plan shard_p2p ring: has 4095 signals, a pad holds 4094$"
+    with pytest.raises(UnsupportedError, match=text):
         workspace.reserve(replace(plan, steps=steps))
     assert workspace.num_bytes() == before
-    return str(info.value)
 
 
-def test_more_signals_than_a_pad_has_are_refused(pool: RankPool):
-    text = "plan shard_p2p ring: has 4095 signals, a pad holds 4094"
-    assert pool.run(many_signals, 2) == [text] * 2
-
-
-def place(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buffers_are_aligned_and_apart(rank: int, world_size: int):
     workspace = space()
     ranks = [rank, 1 - rank]
     for op, spec in [("all_gather_matmul", "graded 1/1 ring"),
@@ -145,11 +129,8 @@ def place(rank: int, world_size: int) -> None:
         assert all(workspace.arena.buffer_ptrs[r] % ALIGN_BYTES == 0 for r in ranks)
 
 
-def test_buffers_are_aligned_and_apart(pool: RankPool):
-    pool.run(place, 2)
-
-
-def give_back(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_group_gives_its_memory_back(rank: int, world_size: int):
     """Calls, gives the memory back, and calls again."""
     for turn in range(2):
         once(gather(8), rank, turn)
@@ -159,7 +140,3 @@ def give_back(rank: int, world_size: int) -> None:
         with open("/proc/self/maps") as maps:
             assert "memfd:counterpoint" not in maps.read()
         assert space().num_bytes() == (0, 0)
-
-
-def test_a_group_gives_its_memory_back(pool: RankPool):
-    pool.run(give_back, 2)
