@@ -58,65 +58,12 @@ def test_unknown_preset_lists_those_that_exist(name):
         preset(name)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "fix"),
-    [
-        ("hbm_bytes_per_s", 4800, "pass bytes/s, not GB/s"),
-        ("hbm_bytes", 141, "pass bytes, not GB"),
-        ("bf16_flop_per_s", 989, "pass flop/s, not Tflop/s"),
-        ("fp32_flop_per_s", float("nan"), "pass flop/s, not Tflop/s"),
-        ("l2_bytes", 50, "pass bytes, not MiB"),
-        ("shared_bytes_per_sm", 228, "pass bytes, not KiB"),
-        ("shared_bytes_per_block", 227, "pass bytes, not KiB"),
-        ("registers_per_sm", 64, "pass registers, not Ki"),
-    ],
-)
-def test_unit_slips_of_a_device_are_refused(field, value, fix):
-    with pytest.raises(InputError, match=rf"{field} must be at least .*, got {value:g}; {fix}"):
-        replace(H200.device, **{field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("bytes_per_s", 450, r"bytes_per_s must be at least 1e\+09, got 450; pass bytes/s"),
-        ("latency_s", 2.0, "latency_s must be seconds, .*, got 2; pass seconds, not us"),
-        ("copy_overhead_s", -1e-6, "copy_overhead_s must be seconds, .*, got -1e-06"),
-        ("topology", "ring", "topology must be one of switch, mesh, pcie, got 'ring'"),
-    ],
-)
-def test_unit_slips_of_a_link_are_refused(field, value, message):
-    with pytest.raises(InputError, match=message):
-        replace(H200.link, **{field: value})
-
-
-def test_counts_below_one_are_refused():
-    with pytest.raises(InputError, match="num_sms must be at least 1, got 0"):
-        replace(H200.device, num_sms=0)
-    with pytest.raises(InputError, match="num_devices must be at least 1, got 0"):
-        replace(H200, num_devices=0)
-    with pytest.raises(InputError, match=r"gemm_tile must be two positive .*, got \(128, 0\)"):
-        replace(H200, gemm_tile=(128, 0))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_json_round_trip(name):
     machine = preset(name)
     machine = replace(machine, measured=machine.costs, gemm_tile=(256, 128))
     assert Machine.from_json(machine.to_json()) == machine
     assert hash(Machine.from_json(machine.to_json())) == hash(machine)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"device": {"name": "x"}}'])
-def test_json_of_something_else_is_refused(text):
-    with pytest.raises(InputError, match=r"text must be JSON written by Machine.to_json, got"):
-        Machine.from_json(text)
-
-
-def test_json_with_a_unit_slip_is_refused():
-    text = H200.to_json().replace("450000000000.0", "450")
-    with pytest.raises(InputError, match="pass bytes/s, not GB/s"):
-        Machine.from_json(text)
 
 
 def test_link_is_keyword_only():

@@ -170,7 +170,7 @@ def test_what_is_refused():
     assert "tables must be of each of 4 ranks" in refused(ranks=4)
     assert "m must be a multiple of the 2 ranks" in refused(m=5)
     assert "rows must be 2 counts >= 0" in refused(rows=(4,))
-    assert "indices must be 2 counts >= 0" in refused(indices=(-1, 0))
+    assert "indices[0] must be a whole number" in refused(indices=(-1, 0))
     assert "indices must be 0 where a rank has no tables" in refused(indices=(1, 1))
     assert "n must be 8, columns of all tables, or 0, got 9" in refused(n=9)
     others: tuple[tuple[str, Any], ...] = (
@@ -184,11 +184,6 @@ def test_what_is_refused():
     assert "dtype must be one of bfloat16, float16, float32, got torch.int8" in refused(
         dtype=torch.int8
     ).replace("'", "")
-    for flat in ((64, 64), 64, ((8.5,), ())):
-        text = refused(tables=flat)
-        assert f"some at least, got {flat}; of two ranks ((64, 64), (64,)), for example" in text
-    assert "indices must be 2 counts >= 0, got 40960" in refused(indices=40960)
-    assert "indices must be 2 counts >= 0, got (1.5, 0)" in refused(indices=(1.5, 0))
     assert "tables must be left out: the op has no tables" in refused("all_gather_matmul", ranks=2)
     with pytest.raises(cp.InputError, match="machine of 4 GPUs or more"):
         cp.choose(UNIFORM, "h200-2")

@@ -181,9 +181,9 @@ def test_other_uses_and_what_is_refused(pool: RankPool):
         "num_experts must be a multiple of the 2 ranks, got 13",
         "plan must be one of auto, serial, fused, grouped, got 'gropued'",
         "plan must be one of auto, serial, fused, grouped, got None",
-        "max_rows must be a count >= 1, or None, got 0",
-        "max_rows must be a count >= 1, or None, got -4",
-        "max_rows must be a count >= 1, or None, got 1.5",
+        "max_rows must be a whole number from 1 to 2**40, got 0",
+        "max_rows must be a whole number from 1 to 2**40, got -4",
+        "max_rows must be a whole number from 1 to 2**40, got 1.5",
     ), strict=True):  # fmt: skip
         assert text.startswith("ExpertParallelMLP: ") and want in text, (text, want)
     assert first[4:] == second[4:]

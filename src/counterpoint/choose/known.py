@@ -5,13 +5,15 @@ measured when the library was released come with it. A file that is damaged, of 
 of another version is ignored with a warning, never executed, never an error.
 """
 
+import fcntl
 import json
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +100,13 @@ def save_tuned(
     """Keep the plan tuned for `problem`: `entry` has "spec" and what was measured."""
     where = folder or cache_folder()
     path = where / f"tuned-{slug(gpu, problem.ranks)}.json"
-    plans = _entries(where, gpu, problem.ranks, torch_version)
-    plans[problem_key(problem)] = dict(entry)
-    content = {"format": TUNED_FORMAT, "gpu": gpu, "ranks": problem.ranks, "torch": torch_version}
-    return _write(path, {**content, "plans": plans})
+    facts = {"format": TUNED_FORMAT, "gpu": gpu, "ranks": problem.ranks, "torch": torch_version}
+
+    def with_it() -> dict[str, Any]:
+        plans = _entries(where, gpu, problem.ranks, torch_version)
+        return {**facts, "plans": {**plans, problem_key(problem): dict(entry)}}
+
+    return _update(path, with_it)
 
 
 def load_controls(
@@ -119,10 +124,13 @@ def save_controls(
 ) -> Path:  # fmt: skip
     """Keep the controls tuned for a pipeline: `entry` has "spec" and what was measured."""
     where = folder or cache_folder()
-    known = _controls(where, gpu, ranks, torch_version)
-    known[key] = dict(entry)
-    content = {"format": FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
-    return _write(where / f"controls-{slug(gpu, ranks)}.json", {**content, "controls": known})
+    facts = {"format": FORMAT, "gpu": gpu, "ranks": ranks, "torch": torch_version}
+
+    def with_it() -> dict[str, Any]:
+        known = _controls(where, gpu, ranks, torch_version)
+        return {**facts, "controls": {**known, key: dict(entry)}}
+
+    return _update(where / f"controls-{slug(gpu, ranks)}.json", with_it)
 
 
 def _controls(folder: Path, gpu: str, ranks: int, torch_version: str) -> dict[str, Any]:
@@ -188,6 +196,24 @@ def _ignore(path: Path, why: str) -> None:
     warnings.warn(message, CounterpointWarning, stacklevel=2)
 
 
+def _update(path: Path, content: Callable[[], Mapping[str, Any]]) -> Path:
+    """Put what `content` says into a file, one process after another.
+
+    A folder that cannot be written to is a warning, once: what was tuned holds in this process.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:  # on the folder: the file is replaced, and a lock would go with it
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            _write(path, content())
+        finally:
+            os.close(folder)
+    except OSError as error:
+        _cannot_write(path.parent, str(error))
+    return path
+
+
 def _write(path: Path, content: Mapping[str, Any]) -> Path:
     """All or nothing: another process may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,3 +225,9 @@ def _write(path: Path, content: Mapping[str, Any]) -> Path:
     finally:
         Path(temporary).unlink(missing_ok=True)
     return path
+
+
+@cache
+def _cannot_write(folder: Path, why: str) -> None:
+    message = f"{folder} cannot be written to: {why}; what was tuned is known to this process alone"
+    warnings.warn(message, CounterpointWarning, stacklevel=3)

@@ -15,21 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from counterpoint import ranges
 from counterpoint.errors import InputError
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
-from counterpoint.ops.check import check_group
+from counterpoint.ops.check import check_dense, check_group, check_layer, check_plan
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from counterpoint.plan.steps import Plan
+from counterpoint.ranges import instance
 from counterpoint.runtime.ranks import group_of
 
 
 class SlicedLinear(nn.Module):
     """A rank's slice of a torch.nn.Linear; `forward` is that of the layers below.
 
-    SHARD_DIM: the dim of the weight that is sliced. SLICES_BIAS: a rank has its part of the bias.
+    OP: what `forward` calls. SHARD_DIM: the dim of the weight that is sliced. SLICES_BIAS: a rank
+    has its part of the bias.
     """
 
+    OP: ClassVar[str] = "all_gather_matmul"
     SHARD_DIM: ClassVar[int]
     SLICES_BIAS: ClassVar[bool]
     bias: nn.Parameter | None
@@ -40,16 +44,19 @@ class SlicedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.group = check_group(self._get_name(), group)
-        self.in_features = in_features
-        self.out_features = out_features
+        name = self._get_name()
+        self.group = check_group(name, group)
+        self.in_features = in_features = ranges.whole(name, "in_features", in_features)
+        self.out_features = out_features = ranges.whole(name, "out_features", out_features)
+        check_layer(name, dtype, device, bias=bias)
+        check_plan(name, plan, self.OP)
         self.plan = plan
         ranks, shape = self.group.size(), [out_features, in_features]
         if shape[self.SHARD_DIM] % ranks:
             split = ("out_features", "in_features")[self.SHARD_DIM]
             want, got = f"a multiple of the {ranks} ranks", shape[self.SHARD_DIM]
             fix = "pad the layer, or take another number of ranks"
-            raise InputError(self._get_name(), split, want=want, got=got, fix=fix)
+            raise InputError(name, split, want=want, got=got, fix=fix)
         shape[self.SHARD_DIM] //= ranks
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         size = shape[0] if self.SLICES_BIAS else out_features
@@ -79,6 +86,7 @@ class SlicedLinear(nn.Module):
         Raises:
             InputError: as for the class.
         """
+        linear = _checked(cls.__name__, linear)
         return cls(
             linear.in_features, linear.out_features, group=group, bias=_has_bias(linear), plan=plan,
             device="meta",
@@ -117,7 +125,8 @@ class SlicedLinear(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         features = self.weight.shape[1]
-        if x.shape[-1] != features:
+        check_dense(self._get_name(), x=x)
+        if x.shape[-1:] != (features,):
             want = f"[..., {features}], {self.in_features} in_features"
             if self.SHARD_DIM == 1:
                 want += f" over {self.group.size()} ranks"
@@ -180,7 +189,7 @@ class ColumnParallelLinear(SlicedLinear):
         super().__init__(
             in_features, out_features, group=group, bias=bias, plan=plan, device=device, dtype=dtype
         )
-        self.gather_dim = gather_dim
+        self.gather_dim = ranges.whole(self._get_name(), "gather_dim", gather_dim, -64, 63)
 
     @classmethod
     def from_linear(
@@ -192,6 +201,7 @@ class ColumnParallelLinear(SlicedLinear):
         Raises:
             InputError: as for the class.
         """
+        linear = _checked(cls.__name__, linear)
         return cls(
             linear.in_features, linear.out_features, group=group, bias=_has_bias(linear),
             gather_dim=gather_dim, plan=plan, device="meta",
@@ -238,7 +248,7 @@ class RowParallelLinear(SlicedLinear):
         >>> down = cnn.RowParallelLinear(14336, 4096, group=tp)  # doctest: +SKIP
     """
 
-    SHARD_DIM, SLICES_BIAS = 1, False
+    OP, SHARD_DIM, SLICES_BIAS = "matmul_reduce_scatter", 1, False
 
     def __init__(
         self,
@@ -255,7 +265,7 @@ class RowParallelLinear(SlicedLinear):
         super().__init__(
             in_features, out_features, group=group, bias=bias, plan=plan, device=device, dtype=dtype
         )
-        self.scatter_dim = scatter_dim
+        self.scatter_dim = ranges.whole(self._get_name(), "scatter_dim", scatter_dim, -64, 63)
 
     @classmethod
     def from_linear(
@@ -267,6 +277,7 @@ class RowParallelLinear(SlicedLinear):
         Raises:
             InputError: as for the class.
         """
+        linear = _checked(cls.__name__, linear)
         return cls(
             linear.in_features, linear.out_features, group=group, bias=_has_bias(linear),
             scatter_dim=scatter_dim, plan=plan, device="meta",
@@ -288,6 +299,15 @@ class RowParallelLinear(SlicedLinear):
     def extra_repr(self) -> str:
         """As that of a torch.nn.Linear, with what is more here."""
         return f"{super().extra_repr()}, scatter_dim={self.scatter_dim}"
+
+
+def _checked(op: str, linear: nn.Linear) -> nn.Linear:
+    """A layer to slice.
+
+    Raises:
+        InputError: it is none.
+    """
+    return instance(op, "linear", linear, nn.Linear, "a torch.nn.Linear")
 
 
 def _has_bias(linear: nn.Linear) -> bool:
@@ -317,6 +337,7 @@ def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
         raise InputError("gather_once", "layers", want="one or more", got="none")
     first = layers[0]
     for layer in layers:
+        instance("gather_once", "layers", layer, ColumnParallelLinear, "ColumnParallelLinear")
         layer._check(x)  # pyright: ignore[reportPrivateUsage]
         for name in ("group", "gather_dim", "plan"):
             ours, theirs = getattr(first, name), getattr(layer, name)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterpoint.errors import InputError
 from counterpoint.ops import call, matmul_all_to_all
 from counterpoint.ops.check import autocast, check_group
 from counterpoint.ops.expert_gradients import weight_gradient
@@ -91,6 +92,8 @@ def all_to_all_matmul(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
+    if return_rows is not True and return_rows is not False:
+        raise InputError(OP, "return_rows", want="True or False", got=repr(return_rows))
     known, key = seen(OP, x, w, counts, max_rows, plan, group), None
     if known is not None and known.good:
         rows = (*known.facts, int(return_rows))

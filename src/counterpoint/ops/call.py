@@ -202,19 +202,23 @@ def key_of(
     grad = torch.is_grad_enabled()
     # a Plan by its identity, as its hash walks all of it; plan_key keeps it
     key: list[object] = [op, plan if isinstance(plan, str | Path) else id(plan), dim]
-    for t in tensors:
-        if t is None:
-            key.append(None)
-            continue
-        kind = type(t)
-        if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
-            return None
-        key += (t.shape, t.stride(), t.dtype, t.device)
     first: Any = tensors[0]
-    if counted:
-        key[3] = first.shape[1:]
-    # another GPU than the current one has to be made that first
-    if not ((first.is_cuda and first.device.index == torch.cuda.current_device()) or first.is_cpu):
+    try:
+        for t in tensors:
+            if t is None:
+                key.append(None)
+                continue
+            kind = type(t)
+            if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
+                return None
+            key += (t.shape, t.stride(), t.dtype, t.device)
+        if counted:
+            key[3] = first.shape[1:]
+        # another GPU than the current one has to be made that first
+        here = first.is_cuda and first.device.index == torch.cuda.current_device()
+        if not (here or first.is_cpu):
+            return None
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides: it is refused
         return None
     if rows is not None:
         if not isinstance(rows, list | tuple) or not all(type(n) is int for n in rows):  # pyright: ignore[reportUnknownVariableType]

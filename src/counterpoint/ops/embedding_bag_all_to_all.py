@@ -108,6 +108,8 @@ def embedding_bag_all_to_all(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
+    if sparse is not True and sparse is not False:
+        raise InputError(OP, "sparse", want="True or False", got=repr(sparse))
     weights, last = per_sample_weights, include_last_offset
     if torch.compiler.is_compiling():
         return _compiling(tables, indices, offsets, weights, mode, last, sparse, batch, dims, dtype,

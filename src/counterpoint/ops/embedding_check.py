@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.check import DTYPES
+from counterpoint.ops.check import DTYPES, check_dense
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_INDICES, MAX_RANKS, block_of
 
@@ -27,13 +27,17 @@ def check_bags(
         if isinstance(tables, list | tuple):
             got += f" of {', '.join(sorted({type(t).__name__ for t in tables}))}"
         raise InputError(OP, "tables", want="a list of Tensors", got=got)
-    if mode not in ("sum", "mean"):
+    if not isinstance(last, bool):
+        want = "True or False"
+        raise InputError(OP, "include_last_offset", want=want, got=repr(last))
+    if not isinstance(mode, str) or mode not in ("sum", "mean"):
         raise InputError(OP, "mode", want="'sum' or 'mean'", got=repr(mode))
     given = [("indices", indices), ("offsets", offsets)]
     given += [("per_sample_weights", weights)] if weights is not None else []
     for name, tensor in given:
-        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or not tensor.is_contiguous():
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        check_dense(OP, **{name: tensor})
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            got = tuple(tensor.shape)
             raise InputError(OP, name, want="a 1-D Tensor without gaps", got=got)
         if tensor.device != indices.device or tensor.device.type not in ("cpu", "cuda"):
             want = f"on {indices.device} as indices, cpu or cuda"
@@ -48,6 +52,7 @@ def check_bags(
         raise InputError(OP, "indices", want="none without tables", got=f"{indices.numel()}")
     for i, table in enumerate(tables):
         name = f"tables[{i}]"
+        check_dense(OP, **{name: table})
         if table.dim() != 2 or not table.shape[1] or table.stride(1) != 1:
             want = "[rows, D] with elements of a row side by side"
             raise InputError(OP, name, want=want, got=f"{tuple(table.shape)}, {table.stride()}")

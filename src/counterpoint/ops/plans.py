@@ -54,10 +54,10 @@ def plan_key(op: str, plan: str | Path | Plan) -> str:
 def _read(op: str, path: Path) -> Plan:
     try:
         return Plan.from_json(path.read_text())
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise PlanError(str(path), str(error)) from error
         raise InputError(op, "plan", want="a file that can be read", got=str(error)) from error
-    except PlanError as error:
-        raise PlanError(str(path), str(error)) from error
 
 
 def plan_of(
