@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.call import LIBRARY, declare
 from counterpoint.ops.check import check_dense, check_group
 from counterpoint.runtime.ranks import group_of
 
@@ -74,6 +74,5 @@ def _refuse(ctx: Any, grad: Tensor) -> None:
 
 
 # an operator of its own, so that a compiled graph holds it as one node
-LIBRARY.impl("sum_over_group", _sum, "CompositeExplicitAutograd")
-torch.library.register_fake("counterpoint::sum_over_group", _fake_sum, lib=LIBRARY)
+declare("sum_over_group", _sum, _fake_sum)
 torch.library.register_autograd("counterpoint::sum_over_group", _refuse, lib=LIBRARY)

@@ -173,8 +173,7 @@ def _backward(ctx: Any, dy: Tensor | None, drows: Tensor | None) -> tuple[Tensor
     return dx, dw, *none
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+call.declare(OP, _run, _fake)
 torch.library.register_autograd(
     f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
 )

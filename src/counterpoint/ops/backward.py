@@ -185,8 +185,7 @@ for _op, _impl, _meta in (
     ("matmul_reduce_scatter_backward", _run_scatter, _fake),
     ("all_gather_matmul_wgrad", _run_wgrad, _fake_wgrad),
 ):
-    call.LIBRARY.impl(_op, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_op}", _meta, lib=call.LIBRARY)
+    call.declare(_op, _impl, _meta)
     torch.library.register_autograd(f"counterpoint::{_op}", refuse_double, lib=call.LIBRARY)
 
 

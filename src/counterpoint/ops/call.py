@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops.agreement import Input, agree, checking, compare
 from counterpoint.ops.check import check_group
-from counterpoint.ops.plans import plan_of
+from counterpoint.ops.plans import KEYS, plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -32,8 +32,25 @@ LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 # both private, and asked at each call: a feature test holds them
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
+_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 Shape = tuple[int, ...]
 Words = tuple[dict[str, str], CounterpointError | None]
+
+
+def declare(op: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+    """Give an operator that has been defined its function; under vmap it is refused.
+
+    What ranks do together has no batched form, and a loop over the batch would meet as often as
+    this rank's batch is long.
+    """
+
+    def refused(*_: object) -> None:
+        what = f"{op}: torch.func.vmap over an operator of several ranks is not supported"
+        raise UnsupportedError(f"{what}; call it on the whole batch")
+
+    LIBRARY.impl(op, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"counterpoint::{op}", fake, lib=LIBRARY)
+    torch.library.register_vmap(f"counterpoint::{op}", refused, lib=LIBRARY)
 
 
 class Given(NamedTuple):
@@ -161,7 +178,7 @@ class Ready:
                 operands[name] = like.new_empty(room, shape[1])
                 continue
             y: Tensor = like.new_empty(shape[::-1]).t() if transposed else like.new_empty(shape)
-            operands[name] = y if len(shape) == 2 else y.view(-1, shape[-1])
+            operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
             results.append(y)
         if self.code is not None:
             if self.clears:
@@ -195,13 +212,17 @@ def key_of(
         counted: how many rows the first tensor has is nothing to remember.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast():
+    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or _transform():
         return None
     if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
-    # a Plan by its identity, as its hash walks all of it; plan_key keeps it
-    key: list[object] = [op, plan if isinstance(plan, str | Path) else id(plan), dim]
+    if not isinstance(plan, str | Path):  # a Plan: it is known from its second call on
+        own = KEYS.get(id(plan))
+        if own is None or own[0] is not plan:
+            return None
+        plan = own[1]
+    key: list[object] = [op, plan, dim]
     first: Any = tensors[0]
     try:
         for t in tensors:
@@ -417,10 +438,9 @@ def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
     if given.form == "row":
         return lambda t: t.contiguous().view(1, -1)
     if given.form == "rows":
-        cols = tensor.shape[-1]
         if not tensor.is_contiguous():
-            return lambda t: t.contiguous().view(-1, cols)
-        return None if tensor.dim() == 2 else lambda t: t.view(-1, cols)
+            return lambda t: t.contiguous().flatten(0, -2)
+        return None if tensor.dim() == 2 else lambda t: t.flatten(0, -2)
     # as the matmul library takes it: one of the two dims without gaps
     row_stride, col_stride = tensor.stride()
     plain = (col_stride == 1 and row_stride >= tensor.shape[1]) or (

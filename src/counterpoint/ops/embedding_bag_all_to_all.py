@@ -292,8 +292,7 @@ class _Eager(torch.autograd.Function):
         return *[None] * 8, dw, nothing, *own
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+call.declare(OP, _run, _fake)
 torch.library.register_autograd(
     f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.call import LIBRARY, declare
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.problem import Problem
 from counterpoint.runtime.launch_embedding_gradient import (
@@ -264,6 +264,5 @@ for _name, _given, _returns, _impl, _fake in (
      _weights, _fake_weights),
 ):  # fmt: skip
     LIBRARY.define(f"{_name}(Tensor dy, {_given}) -> {_returns}")
-    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_name}", _fake, lib=LIBRARY)
+    declare(_name, _impl, _fake)
     torch.library.register_autograd(f"counterpoint::{_name}", refuse, lib=LIBRARY)

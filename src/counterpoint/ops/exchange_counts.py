@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.call import LIBRARY, declare
 from counterpoint.ops.check import check_dense, check_group, check_place
 from counterpoint.runtime.library import all_gather
 from counterpoint.runtime.ranks import group_of
@@ -59,5 +59,4 @@ def _fake(counts: Tensor, group_name: str, group_size: int) -> Tensor:
     return counts.new_empty(group_size, counts.shape[0])
 
 
-LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=LIBRARY)
+declare(OP, _run, _fake)

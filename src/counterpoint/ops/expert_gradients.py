@@ -8,7 +8,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops.backward import refuse_double
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.call import LIBRARY, declare
 from counterpoint.runtime import counted
 from counterpoint.runtime.ranks import group_of
 
@@ -61,6 +61,5 @@ def _fake(
     return x.new_empty(experts, k, n)
 
 
-LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=LIBRARY)
+declare(OP, _run, _fake)
 torch.library.register_autograd(f"counterpoint::{OP}", refuse_double, lib=LIBRARY)

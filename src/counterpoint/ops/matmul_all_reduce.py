@@ -11,7 +11,7 @@ from torch import Tensor
 
 from counterpoint.ops import call, fused_sum
 from counterpoint.ops.agreement import Input
-from counterpoint.ops.backward import dtype_of
+from counterpoint.ops.backward import dtype_of, refuse_double
 from counterpoint.ops.call import Operator, Output
 from counterpoint.ops.check import autocast, check_tensors
 from counterpoint.ops.plans import plan_key
@@ -114,9 +114,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.has_bias = bias is not None
 
 
+class _Once(torch.autograd.Function):
+    """The gradient, whose own would be a sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.view_as(dy)
+
+    backward = refuse_double
+
+
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of this rank's own x and w: dy is the same on all ranks."""
     x, w = ctx.saved_tensors
+    if torch.is_grad_enabled() and dy.requires_grad:
+        dy = _Once.apply(dy)  # pyright: ignore[reportAssignmentType]
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dy @ w.t() if need_x else None
     dw = x.flatten(0, -2).t() @ dy.flatten(0, -2) if need_w else None
@@ -124,8 +136,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db, None, None
 
 
-call.LIBRARY.impl(OP, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"counterpoint::{OP}", _fake, lib=call.LIBRARY)
+call.declare(OP, _run, _fake)
 torch.library.register_autograd(
     f"counterpoint::{OP}", _backward, setup_context=_save, lib=call.LIBRARY
 )

@@ -232,8 +232,7 @@ for _op, _impl, _meta, _grad, _setup in (
     (OP, _run, _fake, _backward, _save),
     (SUM, _run_sum, _fake_sum, _backward_sum, _save_sum),
 ):
-    call.LIBRARY.impl(_op, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_op}", _meta, lib=call.LIBRARY)
+    call.declare(_op, _impl, _meta)
     torch.library.register_autograd(
         f"counterpoint::{_op}", _grad, setup_context=_setup, lib=call.LIBRARY
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
 from counterpoint.ops.backward import refuse_double
-from counterpoint.ops.call import LIBRARY
+from counterpoint.ops.call import LIBRARY, declare
 
 BLOCK_N = 2048  # columns at a time
 NUM_WARPS = 4
@@ -119,6 +119,5 @@ for _name, _given, _impl, _fake in (
      "(Tensor, Tensor)", _gradient, _fake_gradient),
 ):  # fmt: skip
     LIBRARY.define(f"{_name}({_given}")
-    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"counterpoint::{_name}", _fake, lib=LIBRARY)
+    declare(_name, _impl, _fake)
     torch.library.register_autograd(f"counterpoint::{_name}", refuse_double, lib=LIBRARY)
