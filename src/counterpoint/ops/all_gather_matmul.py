@@ -15,7 +15,15 @@ from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
 from counterpoint.ops.call import Operator, Output
-from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
+from counterpoint.ops.check import (
+    autocast,
+    check_dense,
+    check_dim,
+    check_group,
+    check_rows,
+    check_tensors,
+    is_last,
+)
 from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -71,7 +79,9 @@ def all_gather_matmul(
             same way, that of all others overlaps.
         rows: `gather_dim` of x on each rank, equal on all ranks; None means that all are equal.
         gather_dim: the dim of x that the ranks have parts of. Where it is not 0, x is copied so
-            that it comes first, and y is a view with that dim back in its place.
+            that it comes first, and y is a view with that dim back in its place. Where it is the
+            last one, the parts are of K, w is [K of all ranks, N], y has no gaps, and `plan` is
+            one of `all_gather_matmul_wgrad`, which then computes it.
 
     Returns:
         dtype of x, [sum of rows, ..., N], a new tensor; of several weights a list.
@@ -86,6 +96,8 @@ def all_gather_matmul(
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
     """
+    if is_last(gather_dim, x):
+        return _contracted(x, w, group, bias, plan, rows)
     if isinstance(w, list | tuple):
         return _several(x, w, group, bias, plan, rows, gather_dim)
     y, key, group = call.repeated(OP, (x, w, bias), group, plan, rows, gather_dim)  # type: ignore[arg-type]
@@ -102,6 +114,57 @@ def all_gather_matmul(
         op = torch.ops.counterpoint.all_gather_matmul
         y = op(front, w, bias, spec, counts, group.group_name, group.size())
     return y.movedim(0, dim) if dim else y
+
+
+def _contracted(
+    x: Tensor, w: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None,
+    bias: Tensor | None, plan: str | Path | Plan, rows: Sequence[int] | None,
+) -> Any:  # fmt: skip
+    """y = concat(x_0, ..., x_{n-1} along K) w + bias: x^T is what is gathered, rows of it."""
+    if isinstance(w, list | tuple):
+        if bias is not None or not w:
+            return _several(x, w, group, bias, plan, rows, 0)  # refuses it
+        return [_contracted(x, each, group, None, plan, rows) for each in w]
+    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment, arg-type]
+    group = check_group(OP, group)
+    check_dense(OP, x=x)
+    counts = check_rows(OP, rows, group.size())
+    columns = sum(counts) if counts else x.shape[-1] * group.size()
+    check_tensors(OP, x, w, bias, columns)  # type: ignore[arg-type]
+    if counts and x.shape[-1] != counts[group.rank()]:
+        want = f"[..., {counts[group.rank()]}] as rows[{group.rank()}] says"
+        raise InputError(OP, "x", want=want, got=tuple(x.shape))
+    where = (plan_key(OP, plan), counts, group.group_name, group.size(), group.rank())
+    y: Any = _Contracted.apply(x.flatten(0, -2).t(), w, *where)
+    y = y.view(*x.shape[:-1], w.shape[1])  # type: ignore[union-attr]
+    return y if bias is None else y + bias
+
+
+class _Contracted(torch.autograd.Function):
+    """y = gather(xt)^T w. Its gradients are the two operators of a pair of layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, xt: Tensor, w: Tensor, plan: str, rows: list[int], name: str, size: int, rank: int
+    ) -> Tensor:
+        ctx.save_for_backward(xt, w)
+        ctx.where = plan, rows, name, size, rank
+        return torch.ops.counterpoint.all_gather_matmul_wgrad(
+            xt, w, False, plan, rows, name, size, rank
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (xt, w), (dy,) = ctx.saved_tensors, grads
+        plan, rows, name, size, rank = ctx.where
+        ops: Any = torch.ops.counterpoint
+        plan = plan if plan in ("auto", "serial") else "serial"
+        dxt = dw = None
+        if ctx.needs_input_grad[0]:
+            dxt = ops.matmul_reduce_scatter(w, dy.t(), None, plan, rows, name, size, rank)
+        if ctx.needs_input_grad[1]:
+            dw = ops.all_gather_matmul(xt, dy, None, plan, rows, name, size)
+        return dxt, dw, None, None, None, None, None
 
 
 def _shards(

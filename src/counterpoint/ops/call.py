@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.node import has_side_effect
 from torch.nn import Parameter
 
 from counterpoint.errors import CounterpointError, UnsupportedError
@@ -37,11 +38,16 @@ Shape = tuple[int, ...]
 Words = tuple[dict[str, str], CounterpointError | None]
 
 
-def declare(op: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+def declare(
+    op: str, run: Callable[..., object], fake: Callable[..., object], *, meets: bool = True
+) -> None:
     """Give an operator that has been defined its function; under vmap it is refused.
 
     What ranks do together has no batched form, and a loop over the batch would meet as often as
     this rank's batch is long.
+
+    Args:
+        meets: other ranks take part. A compiler then keeps a call whose result this rank ignores.
     """
 
     def refused(*_: object) -> None:
@@ -51,6 +57,8 @@ def declare(op: str, run: Callable[..., object], fake: Callable[..., object]) ->
     LIBRARY.impl(op, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"counterpoint::{op}", fake, lib=LIBRARY)
     torch.library.register_vmap(f"counterpoint::{op}", refused, lib=LIBRARY)
+    if meets:
+        has_side_effect(getattr(torch.ops.counterpoint, op).default)
 
 
 class Given(NamedTuple):

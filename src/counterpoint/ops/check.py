@@ -41,8 +41,18 @@ def check_place(op: str, **tensors: Tensor) -> None:
             raise InputError(op, name, want="on cpu or cuda", got=tensor.device)
 
 
-def check_tensors(op: str, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+def is_last(dim: object, x: object) -> bool:
+    """Whether a dim is the last of x."""
+    return type(dim) is int and isinstance(x, Tensor) and x.dim() > 1 and dim in (-1, x.dim() - 1)
+
+
+def check_tensors(
+    op: str, x: Tensor, w: Tensor, bias: Tensor | None, columns: int | None = None
+) -> None:
     """Refuse operands that do not fit one another.
+
+    Args:
+        columns: K, where that is not the last dim of x.
 
     Raises:
         InputError: names the argument, what it must be, and what it is.
@@ -57,10 +67,11 @@ def check_tensors(op: str, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         raise InputError(op, "x", want="[rows, ..., K] of 2 or more dims", got=f"{x.dim()}-D")
     if w.dim() != 2:
         raise InputError(op, "w", want="[K, N] of 2 dims", got=f"{w.dim()}-D")
-    if w.shape[0] != x.shape[-1]:
+    columns = x.shape[-1] if columns is None else columns
+    if w.shape[0] != columns:
         fix = "pass w.t() of a torch.nn.Linear weight"
         shape = tuple(w.shape)
-        raise InputError(op, "w", want=f"[K={x.shape[-1]}, N]", got=f"{shape}", fix=fix)
+        raise InputError(op, "w", want=f"[K={columns}, N]", got=f"{shape}", fix=fix)
     if bias is not None and tuple(bias.shape) != (w.shape[1],):
         raise InputError(op, "bias", want=f"[N={w.shape[1]}]", got=f"{tuple(bias.shape)}")
     for name, tensor in (("w", w), ("bias", bias)):
@@ -99,14 +110,14 @@ def check_counts(
 
 
 def check_dim(op: str, name: str, dim: int, x: Tensor) -> int:
-    """`gather_dim` or `scatter_dim`: a dim of x but the last.
+    """`gather_dim` or `scatter_dim`: a dim of x.
 
     Raises:
-        InputError: x has no such dim, or it is the one that is contracted.
+        InputError: x has no such dim.
     """
     dims = x.dim()
-    if type(dim) is not int or not -dims <= dim < dims or dim % dims == dims - 1:
-        want = f"a dim of x but the last, 0 to {dims - 2}"
+    if type(dim) is not int or not -dims <= dim < dims:
+        want = f"a dim of x, 0 to {dims - 1}"
         raise InputError(op, name, want=want, got=repr(dim))
     return dim % dims
 

@@ -115,7 +115,7 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
             and (weights is None or (weights.shape == indices.shape and weights.is_contiguous()))
             and PLAIN.issuperset(map(type, tables)) and type(tables) in (list, tuple)
             and "COUNTERPOINT_CHECK" not in os.environ
-            and (isinstance(plan, str | Path) or KEYS.get(id(plan), (None,))[0] is plan)
+            and (isinstance(plan, str | Path) or KEYS.get(id(plan), (KEYS,))[0] is plan)
         ):  # fmt: skip
             # of every table: in C, not in a loop. An address says on which device it is
             key = (

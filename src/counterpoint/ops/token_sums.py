@@ -119,5 +119,5 @@ for _name, _given, _impl, _fake in (
      "(Tensor, Tensor)", _gradient, _fake_gradient),
 ):  # fmt: skip
     LIBRARY.define(f"{_name}({_given}")
-    declare(_name, _impl, _fake)
+    declare(_name, _impl, _fake, meets=False)
     torch.library.register_autograd(f"counterpoint::{_name}", refuse_double, lib=LIBRARY)
