@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rankpool import RankPool
 from torch._functorch import config as functorch
 from torch._library.utils import is_impure
@@ -12,6 +13,7 @@ from torch._library.utils import is_impure
 import counterpoint as cp
 from counterpoint.errors import UnsupportedError
 from counterpoint.ops import plans
+from counterpoint.runtime.workspace import workspaces_of
 
 
 def by_last_dim(rank: int, ranks: int, rows: list[int] | None) -> None:
@@ -140,3 +142,23 @@ def one_ignores_it(rank: int, ranks: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_rank_that_ignores_the_result_takes_part(pool: RankPool, backend: str):
     pool.run(one_ignores_it, 2, backend)
+
+
+def grouped_with_addend(rank: int, ranks: int) -> list[str]:
+    """The gradient of rows that were returned is added to that of the products: by which plan."""
+    torch.manual_seed(3)
+    x, w = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 3)
+    counts = torch.full((2, 4), 2)
+    y, rows = cp.all_to_all_matmul(x, w, counts=counts, plan="grouped", return_rows=True)
+    (y.sum() + rows.square().sum()).backward()
+    want = 2 * x.detach()  # both ranks have the same weights and rows
+    every = torch.cat([w.sum(2), w.sum(2)]).repeat_interleave(2, 0)
+    torch.testing.assert_close(x.grad, want + every)
+    (workspace,) = workspaces_of(dist.group.WORLD)
+    codes = [code for (code,) in workspace.code.values()]
+    return [f"{c.program.plan.problem.op} {c.program.plan.family}" for c in codes]
+
+
+def test_grouped_takes_an_addend(pool: RankPool):
+    for ran in pool.run(grouped_with_addend, 2):
+        assert ran[-1] == "matmul_all_to_all grouped"
