@@ -24,6 +24,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     place: (*HEAVY, *(f"counterpoint.{part}" for part in above))
     for place, above in {
         "errors.py": ("costs", "problem", "machine", "presets", "timeline", *ABOVE_FACTS),
+        "ranges.py": ("costs", "problem", "machine", "presets", "timeline", *ABOVE_FACTS),
         "costs.py": ("problem", "machine", "presets", "timeline", *ABOVE_FACTS),
         "problem.py": ("costs", "machine", "presets", "timeline", *ABOVE_FACTS),
         "machine.py": ("problem", "presets", "timeline", *ABOVE_FACTS),

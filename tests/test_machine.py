@@ -58,57 +58,12 @@ def test_unknown_preset_lists_those_that_exist(name):
         preset(name)
 
 
-@pytest.mark.parametrize(
-    ("part", "field", "value", "text"),
-    [
-        *((H200.device, name, value, f"at least .*, got {value:g}; {fix}") for name, value, fix in (
-            ("hbm_bytes_per_s", 4800, "pass bytes/s, not GB/s"),
-            ("hbm_bytes", 141, "pass bytes, not GB"),
-            ("bf16_flop_per_s", 989, "pass flop/s, not Tflop/s"),
-            ("fp32_flop_per_s", float("nan"), "pass flop/s, not Tflop/s"),
-            ("l2_bytes", 50, "pass bytes, not MiB"),
-            ("shared_bytes_per_sm", 228, "pass bytes, not KiB"),
-            ("shared_bytes_per_block", 227, "pass bytes, not KiB"),
-            ("registers_per_sm", 64, "pass registers, not Ki"),
-        )),
-        (H200.link, "bytes_per_s", 450, r"at least 1e\+09, got 450; pass bytes/s"),
-        (H200.link, "latency_s", 2.0, "seconds, .*, got 2; pass seconds, not us"),
-        (H200.link, "copy_overhead_s", -1e-6, "seconds, .*, got -1e-06"),
-        (H200.link, "topology", "ring", "one of switch, mesh, pcie, got 'ring'"),
-    ],
-)  # fmt: skip
-def test_unit_slips_are_refused(part, field, value, text):
-    with pytest.raises(InputError, match=f"{field} must be {text}"):
-        replace(part, **{field: value})
-
-
-def test_counts_below_one_are_refused():
-    with pytest.raises(InputError, match="num_sms must be at least 1, got 0"):
-        replace(H200.device, num_sms=0)
-    with pytest.raises(InputError, match="num_devices must be at least 1, got 0"):
-        replace(H200, num_devices=0)
-    with pytest.raises(InputError, match=r"gemm_tile must be two positive .*, got \(128, 0\)"):
-        replace(H200, gemm_tile=(128, 0))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_json_round_trip(name):
     machine = preset(name)
     machine = replace(machine, measured=machine.costs, gemm_tile=(256, 128))
     assert Machine.from_json(machine.to_json()) == machine
     assert hash(Machine.from_json(machine.to_json())) == hash(machine)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"device": {"name": "x"}}'])
-def test_json_of_something_else_is_refused(text):
-    with pytest.raises(InputError, match=r"text must be JSON written by Machine.to_json, got"):
-        Machine.from_json(text)
-
-
-def test_json_with_a_unit_slip_is_refused():
-    text = H200.to_json().replace("450000000000.0", "450")
-    with pytest.raises(InputError, match="pass bytes/s, not GB/s"):
-        Machine.from_json(text)
 
 
 def test_link_is_keyword_only():

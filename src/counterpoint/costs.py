@@ -5,16 +5,15 @@ Everything that predicts a time reads these: the sizes of graded groups, the cho
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import ceil
 from types import MappingProxyType
 from typing import Literal
 
-from counterpoint.errors import InputError
+from counterpoint.ranges import check
 
-GIGA, TERA = 1e9, 1e12
 # the matmul library has tiles of the machine's rows and of half as many, and of any columns that
 # are a multiple of these; 4xH200, bf16, 2026-11
 TILE_STEP = 8
@@ -80,18 +79,7 @@ class Costs:
     host_step_s: float
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_per_s"):
-                floor = TERA / 10 if "flop" in field.name else GIGA
-                # nothing is a milliard times as fast: infinity is no measurement
-                ok, want = floor <= value < 1e9 * floor, f"at least {floor:g}, in SI units"
-            elif field.name.endswith("_s"):
-                ok, want = 0 <= value < 1e-2, "seconds, from 0 to below 1e-2"
-            else:
-                ok, want = 1 <= value <= 10, "a factor from 1 to 10"
-            if not ok:
-                raise InputError("Costs", field.name, want=want, got=f"{value!r}")
+        check("Costs", self)
 
     def matmul_s(
         self, rows: int, n: int, k: int, item_bytes: int, sms: "Sms", tile: Tile | None = None,

@@ -11,6 +11,8 @@ CounterpointWarning(UserWarning)  something was ignored; the message says what, 
 
 from typing import Any
 
+MAX_GOT = 400  # characters of what was passed
+
 
 class CounterpointError(Exception):
     """Base class: `except CounterpointError` catches everything this library raises itself."""
@@ -38,7 +40,9 @@ class InputError(CounterpointError, ValueError):
 
     def __init__(self, op: str, arg: str, *, want: str, got: object, fix: str = "") -> None:
         hint = f"; {fix}" if fix else ""
-        super().__init__(f"{op}: {arg} must be {want}, got {got}{hint}")
+        text = str(got)
+        text = text if len(text) <= MAX_GOT else f"{text[: MAX_GOT - 3]}..."
+        super().__init__(f"{op}: {arg} must be {want}, got {text}{hint}")
 
 
 class PlanError(CounterpointError, ValueError):

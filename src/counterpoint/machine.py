@@ -7,16 +7,15 @@ lower: its `costs` say so, measured on it or, where nobody has measured, derived
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from counterpoint.costs import Costs, Sms
 from counterpoint.errors import InputError
+from counterpoint.ranges import check
 
 KIB, MIB = 2**10, 2**20
-GIGA, TERA = 1e9, 1e12
 
 Topology = Literal["switch", "mesh", "pcie"]
-TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +64,11 @@ class DeviceSpec:
     source: str
 
     def __post_init__(self) -> None:
-        for field in ("num_sms", "max_threads_per_sm", "max_warps_per_sm", "max_blocks_per_sm"):
-            if getattr(self, field) < 1:
-                raise InputError("DeviceSpec", field, want="at least 1", got=getattr(self, field))
-        # no GPU in use is below these, so a smaller number carries a prefix that must go
-        at_least = (
-            ("registers_per_sm", KIB, "registers, not Ki"),
-            ("shared_bytes_per_sm", KIB, "bytes, not KiB"),
-            ("shared_bytes_per_block", KIB, "bytes, not KiB"),
-            ("bf16_flop_per_s", TERA, "flop/s, not Tflop/s"),
-            ("fp32_flop_per_s", TERA, "flop/s, not Tflop/s"),
-            ("hbm_bytes_per_s", 10 * GIGA, "bytes/s, not GB/s"),
-            ("hbm_bytes", GIGA, "bytes, not GB"),
-            ("l2_bytes", MIB / 2, "bytes, not MiB"),
-        )
-        for field, floor, unit in at_least:
-            _check_floor(f"DeviceSpec {self.name}", field, getattr(self, field), floor, unit)
+        check(f"DeviceSpec {self.name}", self)
+        if self.max_threads_per_sm < self.max_warps_per_sm:
+            want = f"at least one for each of {self.max_warps_per_sm} warps"
+            got = self.max_threads_per_sm
+            raise InputError(f"DeviceSpec {self.name}", "max_threads_per_sm", want=want, got=got)
 
     @property
     def warp_size(self) -> int:
@@ -116,18 +104,7 @@ class LinkSpec:
     source: str
 
     def __post_init__(self) -> None:
-        op = f"LinkSpec {self.name}"
-        # 1 GB/s is below any link in use, so a smaller number is GB/s passed as bytes/s
-        _check_floor(op, "bytes_per_s", self.bytes_per_s, GIGA, "bytes/s, not GB/s")
-        # and no link takes a millisecond, so a larger number is microseconds passed as seconds
-        for field in ("latency_s", "copy_overhead_s"):
-            if not 0 <= getattr(self, field) < 1e-3:
-                want = "seconds, from 0 to below 1e-3"
-                fix = "pass seconds, not us"
-                raise InputError(op, field, want=want, got=f"{getattr(self, field):g}", fix=fix)
-        if self.topology not in TOPOLOGIES:
-            want = f"one of {', '.join(TOPOLOGIES)}"
-            raise InputError(op, "topology", want=want, got=repr(self.topology))
+        check(f"LinkSpec {self.name}", self)
 
     def pair_bytes_per_s(self, num_devices: int) -> float:
         """Return what one GPU can send to one peer, in bytes per second and direction.
@@ -172,12 +149,7 @@ class Machine:
     source: str
 
     def __post_init__(self) -> None:
-        op = f"Machine {self.name}"
-        if self.num_devices < 1:
-            raise InputError(op, "num_devices", want="at least 1", got=self.num_devices)
-        if len(self.gemm_tile) != 2 or min(self.gemm_tile) < 1:
-            want = "two positive numbers (rows, columns)"
-            raise InputError(op, "gemm_tile", want=want, got=self.gemm_tile)
+        check(f"Machine {self.name}", self)
 
     @property
     def costs(self) -> Costs:
@@ -208,7 +180,7 @@ class Machine:
             if values["measured"] is not None:
                 values["measured"] = Costs(**values["measured"])
             return cls(**values)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, RecursionError, TypeError) as error:
             want = "JSON written by Machine.to_json"
             raise InputError("Machine.from_json", "text", want=want, got=repr(error)) from error
 
@@ -236,10 +208,3 @@ def _from_datasheet(device: DeviceSpec, link: LinkSpec) -> Costs:
         host_call_s=40e-6,
         host_step_s=15e-6,
     )
-
-
-def _check_floor(op: str, field: str, value: float, floor: float, unit: str) -> None:
-    # `not >=` also refuses NaN
-    if not value >= floor:
-        fix = f"pass {unit}"
-        raise InputError(op, field, want=f"at least {floor:g}", got=f"{value:g}", fix=fix)

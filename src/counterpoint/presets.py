@@ -225,7 +225,7 @@ def preset(name: str) -> Machine:
         >>> preset("h200-4").device.num_sms
         132
     """
-    match = re.fullmatch(r"([a-z0-9]+)-([1-8])", name)
+    match = re.fullmatch(r"([a-z0-9]+)-([1-8])", name) if isinstance(name, str) else None
     if match is None or match[1] not in PRESETS:
         want = f"one of {', '.join(m.name for m in PRESETS.values())}, or these with 1 to 8 GPUs"
         raise InputError("preset", "name", want=want, got=repr(name))

@@ -5,7 +5,7 @@ name of that file, and nothing here lists them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -14,6 +14,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from counterpoint.errors import InputError
+from counterpoint.ranges import check, plain
 
 if TYPE_CHECKING:  # plan/ is made of problems
     from counterpoint.plan.operation import Operation
@@ -25,11 +26,13 @@ ITEM_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-@cache
-def declaration(op: str) -> Any:
+def declaration(op: object) -> Any:
     """The OPERATION of `plan/<op>.py`; None where there is none."""
-    if not (isinstance(op, str) and op.isidentifier()):
-        return None
+    return _declared(op) if isinstance(op, str) and op.isidentifier() else None
+
+
+@cache
+def _declared(op: str) -> Any:
     try:
         return getattr(import_module(f"counterpoint.plan.{op}"), "OPERATION", None)
     except ModuleNotFoundError as error:
@@ -112,8 +115,9 @@ class Problem:
         out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
 
     Raises:
-        InputError: there is no such op, a size is negative, `rows` does not add up to `m` or
-            `splits` to `n`, or the op has no bias, no experts, one weight only, or equal rows.
+        InputError: there is no such op, a field is of another kind or out of its range, `rows` does
+            not add up to `m` or `splits` to `n`, or the op has no bias, no experts, one weight
+            only, or equal rows.
     """
 
     op: str
@@ -139,22 +143,21 @@ class Problem:
             want = f"one of {', '.join(op_names())}"
             raise InputError("Problem", "op", want=want, got=repr(self.op), fix=fix)
         object.__setattr__(self, "dtype", dtype_of(self.op, self.dtype))
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        check(self.op, self)
         for name, value in self.operation.filled(self).items():
             object.__setattr__(self, name, value)
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
-        for name in ("m", "n", "k", "scratch_bytes_limit"):
-            if getattr(self, name) < 0:
-                raise InputError(self.op, name, want="0 or more", got=getattr(self, name))
         object.__setattr__(self, "rows", self._rows())
-        object.__setattr__(self, "splits", tuple(self.splits))
         if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
             want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
             raise InputError(self.op, "counts", want=want, got=repr(self.counts))
         self.operation.check(self)
 
     def _rows(self) -> tuple[int, ...]:
-        rows = tuple(self.rows)
+        rows = self.rows
         if not rows and not self.operation.shares_rows:
             return tuple((self.m + i) // self.ranks for i in range(self.ranks))
         if not rows:

@@ -1,6 +1,7 @@
 """What is known of a machine, in files: read back as written, ignored where it is damaged."""
 
 import json
+import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -136,7 +137,7 @@ MACHINE_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
     "empty machine": (lambda c: {**c, "machine": {}}, "is damaged"),
     "not measured": (without_measured, "has no measured costs"),
     "unit slip": (with_cost(copy_bytes_per_s=390), "is damaged: Costs: copy_bytes_per_s must be"),
-    "microseconds": (with_cost(barrier_s=3.2), "is damaged: Costs: barrier_s must be seconds"),
+    "microseconds": (with_cost(barrier_s=3.2), "is damaged: Costs: barrier_s must be a number"),
     "a text": (with_cost(kernel_s="__import__('os').abort()"), "is damaged"),
     "infinite": (with_cost(hbm_bytes_per_s=10**400), "is damaged"),
     "unknown constant": (with_cost(speed=1.0), "is damaged"),
@@ -325,3 +326,28 @@ def test_what_comes_with_this_release_is_readable():
         assert machine is not None and machine.measured
         assert path.name == f"{slug(content['gpu'], content['ranks'])}.json"
         assert machine.num_devices == content["ranks"]
+
+
+def writes(folder: str, writer: int) -> None:
+    for i in range(40):
+        problem = replace(PROBLEM, n=1000 * writer + i)
+        save_tuned(problem, {"spec": SPEC}, GPU, TORCH, Path(folder))
+
+
+def test_nothing_that_six_processes_write_is_lost(tmp_path: Path):
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=writes, args=(str(tmp_path), n)) for n in range(6)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 6
+    assert len(read(tmp_path).tuned) == 240
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_warning(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.warns(CounterpointWarning, match="cannot be written to"):
+        save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path / "file")
+    # a second one would be an error here
+    save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path / "file")

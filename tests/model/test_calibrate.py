@@ -1,15 +1,20 @@
 """From rows that known constants would give, the fit finds these constants again."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from counterpoint.costs import Costs
 from counterpoint.errors import InputError
+from counterpoint.machine import DeviceSpec, LinkSpec, Machine
 from counterpoint.model.calibrate import Matmul, Row, error, fit, fit_matmuls
+from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.presets import preset
+from counterpoint.problem import Problem
+from counterpoint.ranges import RANGES
 
 MIB = 1 << 20
 MACHINE = preset("h200-4")
@@ -202,8 +207,30 @@ def test_a_unit_slip_in_a_row_is_refused():
         r | {"seconds": r["seconds"] * 1e6} if r["question"] == "barrier" else r
         for r in rows_of(MACHINE.costs, None)
     ]
-    with pytest.raises(InputError, match="Costs: barrier_s must be seconds"):
+    with pytest.raises(InputError, match="Costs: barrier_s must be a number from 0 to"):
         fit(rows, MACHINE)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"seconds": float("nan")}, {"seconds": 0.0}, {"seconds": None}, {"seconds": -1e-3},
+        {"num_bytes": 1e308}, {"num_bytes": "1"}, {"tile": [128]}, {"tile": [0, 2**40]},
+        {"question": None},
+    ],
+)  # fmt: skip
+def test_numbers_of_a_row_have_ranges(bad: dict[str, Any]):
+    rows = [*rows_of(MACHINE.costs, None), {"question": "barrier", "seconds": 1e-6} | bad]
+    with pytest.raises(InputError, match=r"^fit: rows\[\d+\](\.\w+(\[0\])?)? must be a"):
+        fit(rows, MACHINE)
+
+
+def test_every_number_of_a_file_has_a_range():
+    read = (Problem, DeviceSpec, LinkSpec, Machine, Costs, Buffer, Region, Signal, Step, Lane, Plan)
+    for kind in read:
+        for name, hint in get_type_hints(kind).items():
+            if re.search(r"\b(int|float)\b", str(hint)) and f"{kind.__name__}.{name}" not in RANGES:
+                raise AssertionError(f"{kind.__name__}.{name}: {hint}")
 
 
 def test_without_collectives_of_our_own_their_constants_stay():

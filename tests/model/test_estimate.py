@@ -487,3 +487,18 @@ def test_groups_of_experts_hide_what_serial_exposes():
                  for spec in ("serial", "grouped", "grouped 32", "grouped 16/16")}  # fmt: skip
         assert times["grouped"] == min(times.values())
         assert times["grouped"] > parts_s(p, machine)[0]
+
+
+@pytest.mark.parametrize("spec", ["serial", "shard_p2p"])
+def test_of_a_thousand_ranks_one_is_simulated(spec: str, monkeypatch: pytest.MonkeyPatch):
+    bound: list[int] = []
+    monkeypatch.setattr(model, "bind", lambda p, rank: bound.append(rank) or bind(p, rank))
+    plan = build(Problem("all_gather_matmul", 4096, 512, 512, 1024), spec)
+    timeline = estimate(plan, preset("h200-8"))
+    assert bound == [0] and {span.rank for span in timeline.spans} == {0}
+
+
+def test_a_plan_of_a_million_regions_is_not_estimated():
+    plan = build(Problem("all_gather_matmul", 512 * 512, 8, 8, 512), "uniform_fused_1d")
+    with pytest.raises(PlanError, match=r"regions and signals, more than 65536: too many to est"):
+        estimate(plan, preset("h200-8"))

@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(rank: int, world_size: int):
         (lambda: row(torch.randn(3, 6)),
          "RowParallelLinear: x must be [..., 2], 6 in_features over 3 ranks, got (3, 6"),
         (lambda: cnn.ColumnParallelLinear(4, 6, gather_dim=1)(x),
-         "gather_dim must be a dim of x but the last, 0 to 0, got 1"),
+         "w must be [K=12, N], got (4, 2)"),
         (lambda: cnn.gather_once(x), "gather_once: layers must be one or more, got none"),
         (lambda: cnn.gather_once(x, column, other),
          "layers must be of one plan, got auto and graded"),

@@ -403,12 +403,12 @@ def test_a_rank_freezes_its_tables(rank: int, ranks: int):
 @on_ranks(2)
 def test_what_outputs_refuse(rank: int, ranks: int) -> list[str]:
     cases: list[Refusal] = [
-        ({"columns": 0}, "columns must be >= 1, got 0"),
+        ({"columns": 0}, "columns must be a whole number from 1 to 2**40, got 0"),
         ({"dtype": torch.int32}, "dtype must be bf16, fp16 or fp32, got torch.int32"),
         ({"batch": 5}, "batch must be a multiple of 2 ranks"),
         ({"batch": (1,)}, "batch must be 2 counts >= 0, got (1,)"),
         ({"batch": (-1, 3)}, "batch must be 2 counts >= 0, got (-1, 3)"),
-        ({"turns": 1}, "turns must be >= 2, got 1"),
+        ({"turns": 1}, "turns must be a whole number from 2 to 1024, got 1"),
     ]
     base: dict[str, Any] = {"columns": 8, "dtype": torch.float32, "batch": 600}
     other = {"columns": 8 + 8 * rank}, "num_bytes must be >= 1 and equal on all ranks"

@@ -59,7 +59,7 @@ def test_groups_are_sized_for_the_machine():
     [
         ({"experts": 0}, "experts must be 1 or more, got 0"),
         ({"op": "all_gather_matmul"}, "experts must be 0: the op has none, got 3"),
-        ({"experts": -1}, "experts must be 1 or more, got -1"),
+        ({"experts": -1}, r"experts must be a whole number from 0 to 2\*\*20, got -1"),
         ({"rows": (6, 12)}, r"rows must be equal, and a multiple of the 3 experts of a rank, got"),
         ({"m": 20}, r"rows must be equal, and a multiple of the 3 experts of a rank, got \(10, 10"),
         ({"bias": True}, "bias must be False: the op adds none"),

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from counterpoint.errors import InputError, PlanError
+from counterpoint.errors import PlanError
+from counterpoint.plan import validate as proof
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.plan.validate import validate
@@ -39,13 +40,6 @@ def ordered(plan: Plan, *names: str) -> Plan:
 
 def refused(plan: Plan, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        validate(plan)
-
-
-@pytest.mark.parametrize("plan", ["graded", None])
-def test_what_is_no_plan_is_refused(plan: Any):
-    got = type(plan).__name__
-    with pytest.raises(InputError, match=f"^validate: plan must be a Plan, got {got}$"):
         validate(plan)
 
 
@@ -111,8 +105,6 @@ def met_by_some() -> Plan:
          "step again: slot 3 of rank 1 is posted twice"),
         (replace(PUSH, steps=(*PUSH.steps, AGAIN)),
          "step again: slot 3 of rank 0 is waited for twice"),
-        (changed(changed(PUSH, "push_1", posts=(Signal(-1, (1,)),)),
-                 "matmul_1", waits=(Signal(-1, (1,)),)), "step push_1: signals a slot below"),
         (changed(PUSH, "push_1", after=()), BESIDE),
         (changed(changed(ordered(PUSH, "matmul_0", "push_1", "matmul_1"), "push_1", after=()),
                  "matmul_1", after=()), BESIDE),
@@ -397,3 +389,24 @@ def test_the_message_names_plan_step_and_call():
     with pytest.raises(PlanError) as error:
         validate(changed(PUSH, "push_1", reads=(Region("x", cols=(0, 3)),)))
     assert str(error.value).startswith("plan shard_p2p ring, step push_1: shapes [(3, 3)] -> ")
+
+
+def copies(count: int) -> Plan:
+    """The serial plan, whose matmul stands there so many times."""
+    *rest, matmul = SERIAL.steps
+    many = (replace(matmul, name=f"matmul_{i}") for i in range(count))
+    return replace(SERIAL, steps=(*rest, *many))
+
+
+def test_a_proof_that_would_take_minutes_is_refused():
+    validate(copies(50))
+    refused(copies(900), r"pairs of accesses to the same cells: too long to prove")
+    refused(copies(9000), r"boxes on each of 2 ranks, more than \d+: too long to prove")
+    refused(build(Problem("all_gather_matmul", 4096, 5, 4, 4096), "serial"), "too long to prove")
+
+
+def test_accesses_to_other_cells_are_not_compared(monkeypatch: pytest.MonkeyPatch):
+    compared = []
+    monkeypatch.setattr(proof, "_check_ordered", lambda *args: compared.append(args))
+    validate(build(Problem("all_gather_matmul", 64, 5, 4, 8), "uniform_fused_1d"))
+    assert len(compared) < 8 * 1024  # of 360,000 pairs of one buffer

@@ -12,6 +12,7 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.ranges import instance
 
 Level = Literal["model", "rule"]
 
@@ -47,6 +48,8 @@ def choose(
         >>> choose(problem, "h200-8").plan.family
         'graded'
     """
+    instance("choose", "problem", problem, Problem)
+    instance("choose", "eager", eager, bool, "True or False")
     if by not in ("model", "rule"):
         raise InputError("choose", "by", want="model or rule", got=repr(by))
     where = machine_of(machine if machine is not None else f"h200-{min(problem.ranks, 8)}")
@@ -65,6 +68,9 @@ def machine_of(machine: Machine | str | Path) -> Machine:
     """
     if isinstance(machine, Machine):
         return machine
+    want = "a Machine, its name or a file of one"
+    if not isinstance(machine, str | Path):
+        raise InputError("choose", "machine", want=want, got=type(machine).__name__)
     if isinstance(machine, Path) or machine.endswith(".json"):
         try:
             content = json.loads(Path(machine).read_text())

@@ -5,6 +5,7 @@ measured when the library was released come with it. A file that is damaged, of 
 of another version is ignored with a warning, never executed, never an error.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +81,7 @@ def load(
     """
     where = cache_folder() if folder == "cache" else Path(folder) if folder else None
     machine = _machine(where, gpu, ranks) if where else None
-    plans = _kept(PLANS, (gpu, ranks, torch_version), where)[1] if where else {}
+    plans = _kept(PLANS, (gpu, ranks, torch_version), where) if where else {}
     machine = machine or shipped(gpu, ranks) or preset_of(gpu, min(ranks, 8))
     return Knowledge(machine, {key: entry["spec"] for key, entry in plans.items()})
 
@@ -118,7 +120,7 @@ def load_controls(
     key: str, gpu: str, ranks: int, torch_version: str, folder: Path | None = None
 ) -> dict[str, Any] | None:
     """What `save_controls` kept under `key`, if anything."""
-    return _kept(CONTROLS, (gpu, ranks, torch_version), folder)[1].get(key)
+    return _kept(CONTROLS, (gpu, ranks, torch_version), folder).get(key)
 
 
 def save_controls(
@@ -133,27 +135,47 @@ def _keep(
     kind: Kind, key: str, entry: Mapping[str, Any], place: tuple[str, int, str],
     folder: Path | None,
 ) -> Path:  # fmt: skip
-    path, found = _kept(kind, place, folder)
-    facts = dict(zip(("gpu", "ranks", "torch"), place, strict=True))
-    entries = {**found, key: dict(entry)}
-    return _write(path, {"format": kind.format, **facts, kind.entries: entries})
+    """Put an entry into its file, one process after another.
+
+    A folder that cannot be written to is a warning, once: what was tuned holds in this process.
+    """
+    path, facts = _file(kind, place, folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.parent, os.O_RDONLY)
+        try:  # on the folder: the file is replaced, and a lock would go with it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            entries = {**_kept(kind, place, folder), key: dict(entry)}
+            _write(path, {**facts, kind.entries: entries})
+        finally:
+            os.close(lock)
+    except OSError as error:
+        _cannot_write(path.parent, str(error))
+    return path
 
 
 def _kept(
     kind: Kind, place: tuple[str, int, str], folder: Path | None
-) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """The file of a GPU's name, a number of ranks and a version of torch; and its entries."""
-    gpu, ranks, torch_version = place
-    path = (folder or cache_folder()) / f"{kind.name}-{slug(gpu, ranks)}.json"
-    wants = {"format": kind.format, "gpu": gpu, "ranks": ranks, "torch": torch_version}
+) -> dict[str, dict[str, Any]]:
+    """The entries of a file; none where it is none of that place."""
+    path, wants = _file(kind, place, folder)
     found = (_read(path, wants) or {}).get(kind.entries)
     entries = found.values() if isinstance(found, dict) else [found]
     if found is None:
-        return path, {}
+        return {}
     if not all(isinstance(e, dict) and isinstance(e.get("spec"), str) for e in entries):
         _ignore(path, f"is damaged: its {kind.entries} have no spec")
-        return path, {}
-    return path, found
+        return {}
+    return found
+
+
+def _file(
+    kind: Kind, place: tuple[str, int, str], folder: Path | None
+) -> tuple[Path, dict[str, object]]:
+    """The file of a GPU's name, a number of ranks and a version of torch; and what it is for."""
+    gpu, ranks, torch_version = place
+    path = (folder or cache_folder()) / f"{kind.name}-{slug(gpu, ranks)}.json"
+    return path, {"format": kind.format, "gpu": gpu, "ranks": ranks, "torch": torch_version}
 
 
 def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
@@ -200,3 +222,9 @@ def _write(path: Path, content: Mapping[str, Any]) -> Path:
     finally:
         Path(temporary).unlink(missing_ok=True)
     return path
+
+
+@cache
+def _cannot_write(folder: Path, why: str) -> None:
+    message = f"{folder} cannot be written to: {why}; what was tuned is known to this process alone"
+    warnings.warn(message, CounterpointWarning, stacklevel=3)

@@ -120,6 +120,7 @@ def expert_of(tile, tiles_ptr, local, num_n, EXPERTS: tl.constexpr):
         EXPERTS: at least `local`, a power of 2.
     """
     experts = tl.arange(0, EXPERTS)
-    ends = tl.load(tiles_ptr + 1 + experts, mask=experts < local, other=1 << 20)
-    expert = tl.sum((ends * num_n <= tile).to(tl.int32))
+    known = experts < local
+    ends = tl.load(tiles_ptr + 1 + experts, mask=known, other=0)
+    expert = tl.sum(((ends * num_n <= tile) & known).to(tl.int32))
     return expert, tl.load(tiles_ptr + expert), tl.load(tiles_ptr + expert + 1)

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from counterpoint.errors import InputError
 from counterpoint.measure.trace import read_trace
 from counterpoint.ops.check import check_group
+from counterpoint.ranges import instance
 from counterpoint.runtime import execute_cpu
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.timeline import Span, Timeline
@@ -39,10 +41,13 @@ def profile(
         through the host's and may differ by some microseconds between ranks.
 
     Raises:
-        InputError: there is no group, or this rank is not in it.
+        InputError: `fn` is no function, there is no group, or this rank is not in it.
         CounterpointError: `fn` launched nothing that could be seen.
     """
     group = check_group("profile", group)
+    if not callable(fn):
+        raise InputError("profile", "fn", want="a function", got=repr(fn))
+    instance("profile", "title", title, str, "text")
     rank, num_ranks = group.rank(), group.size()
     plural = "s" * (num_ranks != 1)
     if torch.cuda.is_available():

@@ -19,9 +19,12 @@ from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, rotate
 from counterpoint.ops.auto import knowledge_of
+from counterpoint.ops.check import check_device, check_group
 from counterpoint.ops.samples import Sample, sample_of
+from counterpoint.plan.families import parse
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.ranges import instance, misfit, plain, whole
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 MAX_TIMED = 12  # besides serial
@@ -61,18 +64,21 @@ def tune(
     Raises:
         InputError: the group has another number of ranks, or a spec is none.
     """
-    group = group if group is not None else dist.group.WORLD
-    if group is None or group.size() != problem.ranks:
-        got = "no group" if group is None else f"{group.size()} ranks"
-        raise InputError("tune", "group", want=f"of {problem.ranks} ranks as the problem", got=got)
+    instance("tune", "problem", problem, Problem)
+    group = check_group("tune", group)
+    if group.size() != problem.ranks:
+        want, got = f"of {problem.ranks} ranks as the problem", f"{group.size()} ranks"
+        raise InputError("tune", "group", want=want, got=got)
+    rounds = whole("tune", "rounds", rounds, 1, 10**6)
+    _check_options(specs, save, progress)
+    device = _device(device, group)
     _check(problem)
-    if device is None:
-        cuda = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     workspace = workspace_of(group, device)
     machine = knowledge_of(workspace).machine or preset(f"h200-{min(problem.ranks, 8)}")
     # each once, also where serial is among those asked for
     candidates = list(dict.fromkeys(["serial", *(specs or _candidates(problem, machine))]))
+    for spec in candidates:
+        parse(problem, spec)
     progress(f"preparing {len(candidates)} plans")
     sample = sample_of(problem, group, device)
     calls = {spec: sample.call(spec) for spec in candidates}
@@ -80,6 +86,35 @@ def tune(
     choice = _choice(problem, machine, _times(calls, sample, group, device, rounds), device)
     _remember(choice, workspace, save=save and device.type == "cuda")
     return choice
+
+
+def _check_options(specs: object, save: object, progress: object) -> None:
+    """Refuse what is of another kind.
+
+    Raises:
+        InputError: names the argument.
+    """
+    if isinstance(specs, str) or misfit(plain(specs), tuple[str, ...], None, "specs"):
+        raise InputError("tune", "specs", want="a list of texts", got=repr(specs))
+    instance("tune", "save", save, bool, "True or False")
+    if not callable(progress):
+        raise InputError("tune", "progress", want="a function of a text", got=repr(progress))
+
+
+def _device(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
+    """Where the operands are; this rank's GPU if the group is NCCL's and none is given.
+
+    Raises:
+        InputError: nothing computes there.
+    """
+    check_device("tune", device)
+    if device is None:
+        cuda = dist.get_backend(group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise InputError("tune", "device", want="cpu or cuda", got=device)
+    return device
 
 
 def _check(problem: Problem) -> None:

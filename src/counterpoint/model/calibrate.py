@@ -14,6 +14,7 @@ from typing import Any
 from counterpoint.costs import Costs, Tile
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
+from counterpoint.ranges import RANGES, misfit, plain
 
 Row = Mapping[str, Any]
 SMALL_BYTES = 2 << 20  # of a collective, received by a rank: NCCL sends these with flags
@@ -42,9 +43,10 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         machine: what was measured; its number of SMs is what counts.
 
     Raises:
-        InputError: a question has no rows, or times that do not grow with the bytes.
+        InputError: a row is none or has a number out of its range, or a question has no rows, or
+            times that do not grow with the bytes.
     """
-
+    _check_rows(rows)
     costs = _of_collectives(rows, _of_kernels(rows, machine.costs))
     matmuls = [
         Matmul(row["rows"], row["n"], row["k"], row["seconds"],
@@ -59,6 +61,19 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
         for row in _of(rows, "beside", which="matmul")
     ]
     return replace(costs, matmul_beside_copy=_beside(beside))
+
+
+def _check_rows(rows: Sequence[Row]) -> None:
+    """Refuse rows with a number that is none, or out of its range."""
+    for i, row in enumerate(rows):
+        where = f"rows[{i}]"
+        if not isinstance(row, Mapping) or not isinstance(row.get("question"), str):
+            raise InputError("fit", where, want="a measurement with its question", got=repr(row))
+        for name in row.keys() & {key[4:] for key in RANGES if key.startswith("row.")}:
+            kind = tuple[int, int] | None if name == "tile" else float
+            found = misfit(plain(row[name]), kind, RANGES[f"row.{name}"], f"{where}.{name}")
+            if found is not None:
+                raise InputError("fit", found.where, want=found.want, got=found.got)
 
 
 def _of(rows: Sequence[Row], question: str, **facts: str) -> list[Row]:

@@ -8,9 +8,8 @@ step after another.
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.errors import PlanError
@@ -18,12 +17,15 @@ from counterpoint.machine import Machine
 from counterpoint.model.work import work_s
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.launches import batches
+from counterpoint.plan.peers import runs
 from counterpoint.plan.steps import Plan
+from counterpoint.ranges import instance
 from counterpoint.timeline import Span, Timeline
 
 # what a call with side lanes costs beside its steps, as starts of kernels: a fork, an edge between
 # lanes and a join; 2xH200, Llama-3 70B at 64 and 512 tokens, in a graph
 SIDE_STARTS = 3
+MAX_RANKS, MAX_REGIONS = 64, 2**16  # that are simulated one beside the other; of a rank
 
 
 class Ran(NamedTuple):
@@ -39,7 +41,7 @@ class Ran(NamedTuple):
 def estimate(
     plan: Plan, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES
 ) -> Timeline:
-    """The predicted timeline of one call, all ranks.
+    """The predicted timeline of one call, all ranks; of more than 64 the one with most rows.
 
     Args:
         plan: what runs.
@@ -51,9 +53,13 @@ def estimate(
         Spans as a profiled run gives them; `source` says whether the machine was measured.
 
     Raises:
+        InputError: an argument is of another kind.
         PlanError: the plan waits for what never comes.
     """
-    programs = [bind(plan, rank) for rank in range(plan.problem.ranks)]
+    instance("estimate", "plan", plan, Plan)
+    instance("estimate", "machine", machine, Machine)
+    instance("estimate", "eager", eager, bool)
+    programs = _programs(plan, machine, tiles, plan.problem.ranks > MAX_RANKS)
     spans: list[Span] = []
     for ran in _Simulation(programs, machine, eager, tiles).run():
         step, came_s, start_s = ran.step.step, ran.came_s, ran.start_s
@@ -78,10 +84,19 @@ def predicted_s(
     Raises:
         PlanError: the plan waits for what never comes.
     """
-    equal = len(set(plan.problem.rows)) == 1
-    ranks = (slowest_rank(plan, machine, tiles),) if equal else range(plan.problem.ranks)
-    programs = [bind(plan, rank) for rank in ranks]
+    equal = len(set(plan.problem.rows)) == 1 or plan.problem.ranks > MAX_RANKS
+    programs = _programs(plan, machine, tiles, equal)
     return max(ran.end_s for ran in _Simulation(programs, machine, eager, tiles).run())
+
+
+def _programs(plan: Plan, machine: Machine, tiles: Tiles, one: bool) -> list[Program]:
+    """What is simulated: all ranks, or the slowest alone."""
+    regions = sum(len(s.reads) + len(s.writes) + len(s.waits) + len(s.posts) for s in plan.steps)
+    if regions > MAX_REGIONS:
+        problem = f"{regions} regions and signals, more than {MAX_REGIONS}: too many to estimate"
+        raise PlanError(plan.spec, problem)
+    ranks = (slowest_rank(plan, machine, tiles),) if one else range(plan.problem.ranks)
+    return [bind(plan, rank) for rank in ranks]
 
 
 def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
@@ -90,6 +105,8 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
     The matmul that no copy hides counts twice: the first one of a scatter, the last of a gather.
     """
     p = plan.problem
+    if p.ranks > MAX_RANKS:  # they differ little, and to compare them takes ranks squared
+        return p.rows.index(max(p.rows))
     times_s = [[0.0] for _ in range(p.ranks)]
     for step in plan.steps:
         region = max(step.reads[:1] + step.writes, key=lambda r: len(r.shards), default=None)
@@ -100,33 +117,19 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
         k = weight.rows[1] - weight.rows[0] if weight.rows else k
         n = weight.cols[1] - weight.cols[0] if isinstance(weight.cols, tuple) else n
         group = tuple(peer[0] if peer else 0 for peer in region.shards)
-        all_runs = _runs(plan.peers, p.ranks, group)
+        all_runs = runs(plan.peers, p.ranks, group)
         time_s: dict[int, float] = {}
         for run in set(chain.from_iterable(all_runs)):
             rows = run * p.rows[0] // region.piece[1]
             tile = tiles.get((rows, n, k))
             time_s[run] = machine.costs.matmul_s(rows, n, k, p.item_bytes, machine.sms, tile)
-        for of_rank, runs in zip(times_s, all_runs, strict=True):
-            of_rank.append(sum(time_s[run] for run in runs))
+        for of_rank, each in zip(times_s, all_runs, strict=True):
+            of_rank.append(sum(time_s[run] for run in each))
     gathered, _ = p.operation.moved(p)
     edge = -1 if gathered else 1
     scores_s = [sum(of_rank) + of_rank[edge if of_rank[1:] else 0] for of_rank in times_s]
     # of equal ones one between others: rows of its peers may lie on both sides of its own
     return max(range(p.ranks), key=lambda r: (scores_s[r], 0 < r < p.ranks - 1))
-
-
-@lru_cache(maxsize=1024)
-def _runs(
-    peers: Literal["ring", "xor"], ranks: int, group: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    """For each rank, how many shards of a group follow one another, and how many after a gap."""
-    found: list[tuple[int, ...]] = []
-    for rank in range(ranks):
-        shards = {(rank + d) % ranks if peers == "ring" else rank ^ d for d in group}
-        starts = [shard for shard in sorted(shards) if shard - 1 not in shards]
-        ends = [shard + 1 for shard in sorted(shards) if shard + 1 not in shards]
-        found.append(tuple(end - start for start, end in zip(starts, ends, strict=True)))
-    return tuple(found)
 
 
 def source(machine: Machine) -> str:

@@ -11,13 +11,11 @@ from torch.nn import Parameter
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.nn.grouped import Grouped
-from counterpoint.ops.check import check_group
-from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
+from counterpoint.ops.check import check_counts, check_dense, check_group, check_layer, check_plan
+from counterpoint.ops.embedding_bag_all_to_all import OP, embedding_bag_all_to_all
 from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.plan.families import families
 from counterpoint.plan.steps import Plan
-
-PLANS = ("auto", *families("embedding_bag_all_to_all"))
+from counterpoint.ranges import MAX_COUNT, Range, misfit, plain
 
 
 class ShardedEmbeddingBags(Grouped):
@@ -71,17 +69,19 @@ class ShardedEmbeddingBags(Grouped):
         name = "ShardedEmbeddingBags"
         self.group = check_group(name, group)
         ranks, rank = self.group.size(), dist.get_rank(self.group)
-        sizes = [(rows, columns) for rows, columns in tables]
-        if not sizes or min(min(size) for size in sizes) < 1:
+        sizes: Any = plain(tables)
+        if not sizes or misfit(sizes, tuple[tuple[int, int], ...], Range(1, MAX_COUNT), "tables"):
             raise InputError(name, "tables", want="(rows, columns) of each, >= 1", got=tables)
-        owners = _balanced(sizes, ranks) if owners is None else list(owners)
-        if len(owners) != len(sizes) or not all(0 <= owner < ranks for owner in owners):
-            want = f"one of {ranks} ranks for each of {len(sizes)} tables"
+        if owners is None:
+            owners = _balanced(sizes, ranks)
+        want = f"one of {ranks} ranks for each of {len(sizes)} tables"
+        owners = check_counts(name, "owners", owners, want, len(sizes))
+        if max(owners) >= ranks:
             raise InputError(name, "owners", want=want, got=owners)
         if mode not in ("sum", "mean"):
             raise InputError(name, "mode", want="'sum' or 'mean'", got=repr(mode))
-        if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
-            raise InputError(name, "plan", want=f"one of {', '.join(PLANS)}", got=repr(plan))
+        check_layer(name, dtype, device, sparse=sparse)
+        check_plan(name, plan, OP)
         self.mode, self.sparse, self.plan, self.owners = mode, sparse, plan, tuple(owners)
         self.order = sorted(range(len(sizes)), key=lambda t: owners[t])  # of the output's columns
         self.own = tuple(t for t in self.order if owners[t] == rank)
@@ -142,7 +142,14 @@ class ShardedEmbeddingBags(Grouped):
         )  # fmt: skip
 
     def split(self, pooled: Tensor) -> list[Tensor]:
-        """The columns of each table, as views of what `forward` returned."""
+        """The columns of each table, as views of what `forward` returned.
+
+        Raises:
+            InputError: `pooled` is no such thing.
+        """
+        check_dense("split", pooled=pooled)
+        if pooled.dim() != 2:
+            raise InputError("split", "pooled", want="of 2 dims", got=f"{pooled.dim()}-D")
         return [pooled[:, columns] for columns in self.columns]
 
     def keyed(self, pooled: Tensor, keys: Sequence[str]) -> Any:
@@ -156,9 +163,10 @@ class ShardedEmbeddingBags(Grouped):
             InputError: not one key for each table.
             UnsupportedError: torchrec is not installed.
         """
-        if len(keys) != len(self.columns):
+        named = isinstance(keys, list | tuple) and all(isinstance(key, str) for key in keys)
+        if not named or len(keys) != len(self.columns):
             want = f"a name for each of {len(self.columns)} tables"
-            raise InputError("keyed", "keys", want=want, got=list(keys))
+            raise InputError("keyed", "keys", want=want, got=keys)
         try:
             from torchrec.sparse.jagged_tensor import (  # pyright: ignore[reportMissingImports]
                 KeyedTensor,

@@ -5,7 +5,6 @@ rows of tokens, sorted by expert
   --SwiGLU, matmul_all_to_all-->  each token's rows back, summed by their weights
 """
 
-from operator import index
 from typing import Any
 
 import torch
@@ -17,10 +16,17 @@ from counterpoint.errors import InputError
 from counterpoint.nn.grouped import Grouped
 from counterpoint.ops import agreement, experts_check
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
-from counterpoint.ops.check import check_group
+from counterpoint.ops.check import (
+    check_dense,
+    check_group,
+    check_layer,
+    check_place,
+    check_plan,
+)
 from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.token_sums import sum_of_tokens
+from counterpoint.ranges import whole
 from counterpoint.runtime.workspace import workspace_of
 
 
@@ -85,18 +91,23 @@ class ExpertParallelMLP(Grouped):
     ) -> None:  # fmt: skip
         super().__init__()
         self.group = check_group(self._get_name(), group)
-        self.features, self.hidden, self.num_experts = features, hidden, num_experts
-        self.max_rows, self.plan = self._room(max_rows), plan
-        experts_check.check_plan(self._get_name(), plan)
+        name = self._get_name()
+        self.features = features = whole(name, "features", features)
+        self.hidden = hidden = whole(name, "hidden", hidden, 1)
+        self.num_experts = num_experts = whole(name, "num_experts", num_experts, 1)
+        self.max_rows = None if max_rows is None else whole(name, "max_rows", max_rows, 1)
+        self.plan = plan
+        check_layer(name, dtype, device)
+        check_plan(name, plan, "all_to_all_matmul")
         ranks = self.group.size()
-        if num_experts % ranks or num_experts < 1:
+        if num_experts % ranks:
             want, fix = f"a multiple of the {ranks} ranks", "take another number of ranks"
-            raise InputError(self._get_name(), "num_experts", want=want, got=num_experts, fix=fix)
+            raise InputError(name, "num_experts", want=want, got=num_experts, fix=fix)
         local = num_experts // ranks
         shapes = {"gate_up": (local, 2 * hidden, features), "down": (local, features, hidden)}
-        for name, shape in shapes.items():
+        for parameter, shape in shapes.items():
             empty = torch.empty(shape, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(empty))
+            self.register_parameter(parameter, nn.Parameter(empty))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -113,16 +124,6 @@ class ExpertParallelMLP(Grouped):
                 drawn = torch.empty_like(own[0]).uniform_(-1, 1).mul_(own.shape[2] ** -0.5)
                 if 0 <= e - first < local:
                     own[e - first] = drawn
-
-    def _room(self, max_rows: int | None) -> int | None:
-        try:
-            room = None if max_rows is None else index(max_rows)
-        except TypeError:
-            room = 0
-        if room is not None and room < 1:
-            want = "a count >= 1, or None"
-            raise InputError(self._get_name(), "max_rows", want=want, got=repr(max_rows))
-        return room
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Each token through its experts.
@@ -169,7 +170,12 @@ class ExpertParallelMLP(Grouped):
 
     def _check(self, x: Tensor, experts: Tensor, weights: Tensor) -> None:
         name = self._get_name()
-        if x.shape[-1] != self.features:
+        check_dense(name, x=x, experts=experts, weights=weights)
+        check_place(name, x=x)
+        for given, tensor in (("experts", experts), ("weights", weights)):
+            if tensor.device != x.device:
+                raise InputError(name, given, want=f"on {x.device} as x", got=tensor.device)
+        if x.shape[-1:] != (self.features,):
             raise InputError(name, "x", want=f"[..., {self.features}]", got=tuple(x.shape))
         if experts.shape[:-1] != x.shape[:-1] or experts.dim() != x.dim() or not experts.shape[-1]:
             want = f"{(*x.shape[:-1], 'top_k')} as x"

@@ -15,21 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from counterpoint import ranges
 from counterpoint.errors import InputError
 from counterpoint.nn.grouped import Grouped
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
-from counterpoint.ops.check import check_group
+from counterpoint.ops.check import check_dense, check_group, check_layer, check_plan
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from counterpoint.plan.steps import Plan
+from counterpoint.ranges import instance
 
 
 class SlicedLinear(Grouped):
     """A rank's slice of a torch.nn.Linear; `forward` is that of the layers below.
 
-    SHARD_DIM: the dim of the weight that is sliced. SLICES_BIAS: a rank has its part of the bias.
+    OP: what `forward` calls. SHARD_DIM: the dim of the weight that is sliced. SLICES_BIAS: a rank
+    has its part of the bias.
     """
 
+    OP: ClassVar[str] = "all_gather_matmul"
     SHARD_DIM: ClassVar[int]
     SLICES_BIAS: ClassVar[bool]
     bias: nn.Parameter | None
@@ -40,16 +44,19 @@ class SlicedLinear(Grouped):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.group = check_group(self._get_name(), group)
-        self.in_features = in_features
-        self.out_features = out_features
+        name = self._get_name()
+        self.group = check_group(name, group)
+        self.in_features = in_features = ranges.whole(name, "in_features", in_features)
+        self.out_features = out_features = ranges.whole(name, "out_features", out_features)
+        check_layer(name, dtype, device, bias=bias)
+        check_plan(name, plan, self.OP)
         self.plan = plan
         ranks, shape = self.group.size(), [out_features, in_features]
         if shape[self.SHARD_DIM] % ranks:
             split = ("out_features", "in_features")[self.SHARD_DIM]
             want, got = f"a multiple of the {ranks} ranks", shape[self.SHARD_DIM]
             fix = "pad the layer, or take another number of ranks"
-            raise InputError(self._get_name(), split, want=want, got=got, fix=fix)
+            raise InputError(name, split, want=want, got=got, fix=fix)
         shape[self.SHARD_DIM] //= ranks
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         size = shape[0] if self.SLICES_BIAS else out_features
@@ -79,6 +86,7 @@ class SlicedLinear(Grouped):
         Raises:
             InputError: as for the class.
         """
+        instance(cls.__name__, "linear", linear, nn.Linear, "a torch.nn.Linear")
         has_bias = getattr(linear, "bias", None) is not None
         layer = cls(
             linear.in_features, linear.out_features, group=group, bias=has_bias, plan=plan,
@@ -116,7 +124,8 @@ class SlicedLinear(Grouped):
 
     def _check(self, x: Tensor) -> None:
         features = self.weight.shape[1]
-        if x.shape[-1] != features:
+        check_dense(self._get_name(), x=x)
+        if x.shape[-1:] != (features,):
             want = f"[..., {features}], {self.in_features} in_features"
             if self.SHARD_DIM == 1:
                 want += f" over {self.group.size()} ranks"
@@ -172,7 +181,7 @@ class ColumnParallelLinear(SlicedLinear):
         super().__init__(
             in_features, out_features, group=group, bias=bias, plan=plan, device=device, dtype=dtype
         )
-        self.gather_dim = gather_dim
+        self.gather_dim = ranges.whole(self._get_name(), "gather_dim", gather_dim, -64, 63)
 
     @classmethod
     def from_linear(
@@ -185,7 +194,7 @@ class ColumnParallelLinear(SlicedLinear):
             InputError: as for the class.
         """
         layer = super().from_linear(linear, group=group, plan=plan)
-        layer.gather_dim = gather_dim
+        layer.gather_dim = ranges.whole(cls.__name__, "gather_dim", gather_dim, -64, 63)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -229,7 +238,7 @@ class RowParallelLinear(SlicedLinear):
         >>> down = cnn.RowParallelLinear(14336, 4096, group=tp)  # doctest: +SKIP
     """
 
-    SHARD_DIM, SLICES_BIAS = 1, False
+    OP, SHARD_DIM, SLICES_BIAS = "matmul_reduce_scatter", 1, False
 
     def __init__(
         self,
@@ -246,7 +255,7 @@ class RowParallelLinear(SlicedLinear):
         super().__init__(
             in_features, out_features, group=group, bias=bias, plan=plan, device=device, dtype=dtype
         )
-        self.scatter_dim = scatter_dim
+        self.scatter_dim = ranges.whole(self._get_name(), "scatter_dim", scatter_dim, -64, 63)
 
     @classmethod
     def from_linear(
@@ -259,7 +268,7 @@ class RowParallelLinear(SlicedLinear):
             InputError: as for the class.
         """
         layer = super().from_linear(linear, group=group, plan=plan)
-        layer.scatter_dim = scatter_dim
+        layer.scatter_dim = ranges.whole(cls.__name__, "scatter_dim", scatter_dim, -64, 63)
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -303,6 +312,7 @@ def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
         raise InputError("gather_once", "layers", want="one or more", got="none")
     first = layers[0]
     for layer in layers:
+        instance("gather_once", "layers", layer, ColumnParallelLinear, "ColumnParallelLinear")
         layer._check(x)  # pyright: ignore[reportPrivateUsage]
         for name in ("group", "gather_dim", "plan"):
             ours, theirs = getattr(first, name), getattr(layer, name)

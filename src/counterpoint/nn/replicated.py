@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.ops.check import check_group
+from counterpoint.ops.check import check_dense, check_group
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.runtime.ranks import group_of
 
@@ -29,12 +29,13 @@ def copy_to_group(parameter: Tensor, *, group: dist.ProcessGroup | None = None) 
         A view of `parameter`; `parameter` where no gradient is asked for.
 
     Raises:
-        InputError: there is no group, or this rank is not in it.
+        InputError: `parameter` is no dense tensor, there is no group, or this rank is not in it.
 
     Example:
         >>> y = F.rms_norm(x, (dim,), cnn.copy_to_group(self.weight, group=tp))  # doctest: +SKIP
     """
     group = check_group("copy_to_group", group)
+    check_dense("copy_to_group", parameter=parameter)
     if group.size() == 1 or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
     return _CopyToGroup.apply(parameter, group.group_name)  # pyright: ignore[reportReturnType]

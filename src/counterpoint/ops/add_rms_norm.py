@@ -1,5 +1,6 @@
 """Residual and RMSNorm behind a matmul_all_reduce: what a decoder layer needs next."""
 
+from math import inf
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.kernels.rms_norm import add_rms_norm_kernel
+from counterpoint.ops.check import check_dense, check_tensors
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
 from counterpoint.ops.register import LIBRARY
 
@@ -53,9 +55,9 @@ def matmul_all_reduce_rms_norm(
         ...     x, w, residual=residual, norm_weight=norm.weight, group=tp
         ... )
     """
+    check_tensors(OP, x, w, bias)
+    check_dense(OP, residual=residual, norm_weight=norm_weight)
     for name, tensor in (("residual", residual), ("norm_weight", norm_weight)):
-        if not isinstance(tensor, Tensor):
-            raise InputError(OP, name, want="a Tensor", got=type(tensor).__name__)
         if tensor.dtype != x.dtype or tensor.device != x.device:
             got = f"{tensor.dtype} on {tensor.device}"
             raise InputError(OP, name, want=f"{x.dtype} on {x.device} as x", got=got)
@@ -64,7 +66,7 @@ def matmul_all_reduce_rms_norm(
         raise InputError(OP, "residual", want=f"{shape}", got=tuple(residual.shape))
     if tuple(norm_weight.shape) != shape[-1:]:
         raise InputError(OP, "norm_weight", want=f"[N={shape[-1]}]", got=tuple(norm_weight.shape))
-    if not isinstance(eps, float) or not eps >= 0:
+    if type(eps) not in (int, float) or not 0 <= eps < inf:
         raise InputError(OP, "eps", want="a number >= 0", got=eps)
     if x.is_cuda and shape[-1] > MAX_COLUMNS:
         raise InputError(OP, "w", want=f"of at most {MAX_COLUMNS} columns", got=shape[-1])

@@ -15,7 +15,15 @@ from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
 from counterpoint.ops.call import Operator, Output, Tensors, present
-from counterpoint.ops.check import autocast, check_dim, check_group, check_rows, check_tensors
+from counterpoint.ops.check import (
+    autocast,
+    check_dense,
+    check_dim,
+    check_group,
+    check_rows,
+    check_tensors,
+    is_last,
+)
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
@@ -37,15 +45,10 @@ def all_gather_matmul(
     plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> list[Tensor]: ...  # fmt: skip
 def all_gather_matmul(
-    x: Tensor,
-    w: Tensor | Sequence[Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
-    bias: Tensor | None = None,
-    plan: str | Path | Plan = "auto",
-    rows: Sequence[int] | None = None,
-    gather_dim: int = 0,
-) -> Tensor | list[Tensor]:
+    x: Tensor, w: Tensor | Sequence[Tensor], *, group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None, plan: str | Path | Plan = "auto",
+    rows: Sequence[int] | None = None, gather_dim: int = 0,
+) -> Tensor | list[Tensor]:  # fmt: skip
     """Multiply the gathered x: y = concat(x_0, ..., x_{n-1}) w + bias.
 
     In place of `all_gather_into_tensor` and `matmul`. Accumulates in fp32. Runs on the current
@@ -61,13 +64,15 @@ def all_gather_matmul(
         group: whose ranks take part, all with the same arguments; the default group if None. CPU
             tensors take a gloo group of one host, CUDA tensors an NCCL group of one node.
         bias: dtype of x, [N], added once; not with several weights.
-        plan: "auto", a family ("serial", "shard_p2p", "graded", or one finer than shards such as
-            "uniform_fused_1d"), a spec such as "serial direct" or "graded 1/1/2 ring push", or a
-            Plan, which is validated once. The backward of "auto" and "serial" is chosen in the
-            same way, that of all others overlaps.
+        plan: "auto", a family ("serial", "direct", "shard_p2p", "graded", or one finer than shards
+            such as "uniform_fused_1d"), a spec such as "graded 1/1/2 ring", a Plan, which is
+            validated once, or a JSON file of one. The backward of "auto" and "serial" is chosen in
+            the same way, that of all others overlaps.
         rows: `gather_dim` of x on each rank, equal on all ranks; None means that all are equal.
         gather_dim: the dim of x that the ranks have parts of. Where it is not 0, x is copied so
-            that it comes first, and y is a view with that dim back in its place.
+            that it comes first, and y is a view with that dim back in its place. Where it is the
+            last one, the parts are of K, w is [K of all ranks, N], y has no gaps, and `plan` is
+            one of `all_gather_matmul_wgrad`, which then computes it.
 
     Returns:
         dtype of x, [sum of rows, ..., N], a new tensor; of several weights a list.
@@ -82,6 +87,8 @@ def all_gather_matmul(
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
     """
+    if gather_dim and is_last(gather_dim, x):
+        return _contracted(x, w, group, bias, plan, rows)
     if isinstance(w, list | tuple):
         return _several(x, w, group, bias, plan, rows, gather_dim)
     y, key, group = call.repeated(OP, (x, w, bias), group, plan, rows, gather_dim)  # type: ignore[arg-type]
@@ -96,6 +103,57 @@ def all_gather_matmul(
     else:
         y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where)
     return y.movedim(0, dim) if dim else y
+
+
+def _contracted(
+    x: Tensor, w: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None,
+    bias: Tensor | None, plan: str | Path | Plan, rows: Sequence[int] | None,
+) -> Any:  # fmt: skip
+    """y = concat(x_0, ..., x_{n-1} along K) w + bias: x^T is what is gathered, rows of it."""
+    if isinstance(w, list | tuple):
+        if bias is not None or not w:
+            return _several(x, w, group, bias, plan, rows, 0)  # refuses it
+        return [_contracted(x, each, group, None, plan, rows) for each in w]
+    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment, arg-type]
+    group = check_group(OP, group)
+    check_dense(OP, x=x)
+    counts = check_rows(OP, rows, group.size())
+    columns = sum(counts) if counts else x.shape[-1] * group.size()
+    check_tensors(OP, x, w, bias, columns)  # type: ignore[arg-type]
+    if counts and x.shape[-1] != counts[group.rank()]:
+        want = f"[..., {counts[group.rank()]}] as rows[{group.rank()}] says"
+        raise InputError(OP, "x", want=want, got=tuple(x.shape))
+    where = (plan_key(OP, plan), counts, group.group_name, group.size(), group.rank())
+    y: Any = _Contracted.apply(x.flatten(0, -2).t(), w, *where)
+    y = y.view(*x.shape[:-1], w.shape[1])  # type: ignore[union-attr]
+    return y if bias is None else y + bias
+
+
+class _Contracted(torch.autograd.Function):
+    """y = gather(xt)^T w. Its gradients are the two operators of a pair of layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, xt: Tensor, w: Tensor, plan: str, rows: list[int], name: str, size: int, rank: int
+    ) -> Tensor:
+        ctx.save_for_backward(xt, w)
+        ctx.where = plan, rows, name, size, rank
+        return torch.ops.counterpoint.all_gather_matmul_wgrad(
+            xt, w, False, plan, rows, name, size, rank
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (xt, w), (dy,) = ctx.saved_tensors, grads
+        plan, rows, name, size, rank = ctx.where
+        ops: Any = torch.ops.counterpoint
+        plan = plan if plan in ("auto", "serial") else "serial"
+        dxt = dw = None
+        if ctx.needs_input_grad[0]:
+            dxt = ops.matmul_reduce_scatter(w, dy.t(), None, plan, rows, name, size, rank)
+        if ctx.needs_input_grad[1]:
+            dw = ops.all_gather_matmul(xt, dy, None, plan, rows, name, size)
+        return dxt, dw, None, None, None, None, None
 
 
 def _shards(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterpoint.errors import InputError
 from counterpoint.ops import call
 from counterpoint.ops.check import check_group
 from counterpoint.ops.expert_operators import OPS
@@ -30,15 +31,9 @@ def all_to_all_matmul(
     max_rows: int | None = None, plan: str | Path | Plan = "auto", return_rows: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def all_to_all_matmul(
-    x: Tensor,
-    w: Tensor,
-    *,
-    counts: Table,
-    group: dist.ProcessGroup | None = None,
-    max_rows: int | None = None,
-    plan: str | Path | Plan = "auto",
-    return_rows: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, w: Tensor, *, counts: Table, group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None, plan: str | Path | Plan = "auto", return_rows: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Send rows to their experts and multiply: y[rows of e] = concat over s of x_s[rows for e] w_e.
 
     In place of `all_to_all_single`, the rows' permutation and a grouped matmul. Expert e of all E
@@ -82,6 +77,8 @@ def all_to_all_matmul(
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
+    if return_rows is not True and return_rows is not False:
+        raise InputError(OP, "return_rows", want="True or False", got=repr(return_rows))
     known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
     if known is not None and known.good:
         facts = (*known.facts, int(return_rows))

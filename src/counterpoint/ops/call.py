@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops.agreement import Input, agree, checking, compare
 from counterpoint.ops.check import check_group
-from counterpoint.ops.plans import plan_of
+from counterpoint.ops.plans import KEYS, plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -31,6 +31,7 @@ from counterpoint.runtime.workspace import Operands, Workspace, workspace_if_any
 # both private, and asked at each call: a feature test holds them
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
+_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 Shape = tuple[int, ...]
 Tensors = Sequence[Tensor | None]  # of a call, in the order of its operator's inputs
 Words = tuple[dict[str, str], CounterpointError | None]
@@ -161,7 +162,7 @@ class Ready:
                 operands[name] = like.new_empty(room, shape[1])
                 continue
             y: Tensor = like.new_empty(shape[::-1]).t() if transposed else like.new_empty(shape)
-            operands[name] = y if len(shape) == 2 else y.view(-1, shape[-1])
+            operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
             results.append(y)
         if self.code is not None:
             if self.clears:
@@ -195,26 +196,34 @@ def key_of(
         counted: how many rows the first tensor has is nothing to remember.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast():
+    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or _transform():
         return None
     if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
-    # a Plan by its identity, as its hash walks all of it; plan_key keeps it
-    key: list[object] = [op, plan if isinstance(plan, str | Path) else id(plan), dim]
-    for t in tensors:
-        if t is None:
-            key.append(None)
-            continue
-        kind = type(t)
-        if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
+    if not isinstance(plan, str | Path):  # a Plan: it is known from its second call on
+        own = KEYS.get(id(plan))
+        if own is None or own[0] is not plan:
             return None
-        key += (t.shape, t.stride(), t.dtype, t.device)
+        plan = own[1]
+    key: list[object] = [op, plan, dim]
     first: Any = tensors[0]
-    if counted:
-        key[3] = first.shape[1:]
-    # another GPU than the current one has to be made that first
-    if not ((first.is_cuda and first.device.index == torch.cuda.current_device()) or first.is_cpu):
+    try:
+        for t in tensors:
+            if t is None:
+                key.append(None)
+                continue
+            kind = type(t)
+            if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
+                return None
+            key += (t.shape, t.stride(), t.dtype, t.device)
+        if counted:
+            key[3] = first.shape[1:]
+        # another GPU than the current one has to be made that first
+        here = first.is_cuda and first.device.index == torch.cuda.current_device()
+        if not (here or first.is_cpu):
+            return None
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides: it is refused
         return None
     if rows is not None:
         if not isinstance(rows, list | tuple) or not all(type(n) is int for n in rows):  # pyright: ignore[reportUnknownVariableType]
@@ -413,10 +422,9 @@ def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
     if given.form == "row":
         return lambda t: t.contiguous().view(1, -1)
     if given.form == "rows":
-        cols = tensor.shape[-1]
         if not tensor.is_contiguous():
-            return lambda t: t.contiguous().view(-1, cols)
-        return None if tensor.dim() == 2 else lambda t: t.view(-1, cols)
+            return lambda t: t.contiguous().flatten(0, -2)
+        return None if tensor.dim() == 2 else lambda t: t.flatten(0, -2)
     # as the matmul library takes it: one of the two dims without gaps
     row_stride, col_stride = tensor.stride()
     plain = (col_stride == 1 and row_stride >= tensor.shape[1]) or (

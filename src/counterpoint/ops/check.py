@@ -1,40 +1,77 @@
 """Arguments that operators share, refused before anything is launched."""
 
 from collections.abc import Sequence
-from operator import index
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.plan.families import families
+from counterpoint.plan.steps import Plan
+from counterpoint.ranges import MAX_COUNT, Range, misfit, plain
+from counterpoint.runtime.ranks import check_group as check_group
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_tensors(op: str, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+def check_dense(op: str, **tensors: object) -> None:
+    """Refuse what is no tensor, or one without strides: sparse or nested.
+
+    Raises:
+        InputError: names the argument.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
+        if tensor.layout != torch.strided or tensor.is_nested:
+            got = "a nested one" if tensor.is_nested else tensor.layout
+            raise InputError(op, name, want="a dense tensor", got=got)
+
+
+def check_place(op: str, **tensors: Tensor) -> None:
+    """Refuse tensors that are on no device that computes here.
+
+    Raises:
+        InputError: names the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InputError(op, name, want="on cpu or cuda", got=tensor.device)
+
+
+def is_last(dim: object, x: object) -> bool:
+    """Whether a dim is the last of x."""
+    return type(dim) is int and isinstance(x, Tensor) and x.dim() > 1 and dim in (-1, x.dim() - 1)
+
+
+def check_tensors(
+    op: str, x: Tensor, w: Tensor, bias: Tensor | None, columns: int | None = None
+) -> None:
     """Refuse operands that do not fit one another.
+
+    Args:
+        columns: K, where that is not the last dim of x.
 
     Raises:
         InputError: names the argument, what it must be, and what it is.
     """
-    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
-        if tensor is not None and tensor.layout != torch.strided:
-            raise InputError(op, name, want="a dense tensor", got=tensor.layout)
+    check_dense(op, x=x, w=w)
+    if bias is not None:
+        check_dense(op, bias=bias)
     if x.dtype not in DTYPES:
         raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
-    if x.device.type not in ("cpu", "cuda"):
-        raise InputError(op, "x", want="on cpu or cuda", got=x.device)
+    check_place(op, x=x)
     if x.dim() < 2:
         raise InputError(op, "x", want="[rows, ..., K] of 2 or more dims", got=f"{x.dim()}-D")
     if w.dim() != 2:
         raise InputError(op, "w", want="[K, N] of 2 dims", got=f"{w.dim()}-D")
-    if w.shape[0] != x.shape[-1]:
+    columns = x.shape[-1] if columns is None else columns
+    if w.shape[0] != columns:
         fix = "pass w.t() of a torch.nn.Linear weight"
         shape = tuple(w.shape)
-        raise InputError(op, "w", want=f"[K={x.shape[-1]}, N]", got=f"{shape}", fix=fix)
+        raise InputError(op, "w", want=f"[K={columns}, N]", got=f"{shape}", fix=fix)
     if bias is not None and tuple(bias.shape) != (w.shape[1],):
         raise InputError(op, "bias", want=f"[N={w.shape[1]}]", got=f"{tuple(bias.shape)}")
     for name, tensor in (("w", w), ("bias", bias)):
@@ -46,23 +83,6 @@ def check_tensors(op: str, x: Tensor, w: Tensor, bias: Tensor | None) -> None:
             raise InputError(op, name, want=f"on {x.device} as x", got=tensor.device)
 
 
-def check_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group to use, the default one for None.
-
-    Raises:
-        InputError: there is no group, or this rank is not in it.
-    """
-    if group is None:
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group is None:
-        fix = "start ranks with torchrun and call torch.distributed.init_process_group"
-        raise InputError(op, "group", want="an initialised process group", got=group, fix=fix)
-    # a rank outside of a new group gets a placeholder in its place
-    if not isinstance(group, dist.ProcessGroup):
-        raise InputError(op, "group", want="a ProcessGroup that has this rank", got=group)
-    return group
-
-
 def check_rows(op: str, rows: Sequence[int] | None, ranks: int) -> list[int]:
     """`rows=` as a list; empty means equal shards.
 
@@ -71,24 +91,33 @@ def check_rows(op: str, rows: Sequence[int] | None, ranks: int) -> list[int]:
     """
     if rows is None:
         return []
-    try:
-        counts = [index(n) for n in rows]
-    except TypeError:  # no sequence, or not of whole numbers
-        counts = []
-    if len(counts) != ranks or min(counts) < 0:
-        raise InputError(op, "rows", want=f"{ranks} counts >= 0", got=rows)
-    return counts
+    return check_counts(op, "rows", rows, f"{ranks} counts >= 0", ranks)
+
+
+def check_counts(
+    op: str, name: str, counts: object, want: str, number: int, least: int = 0
+) -> list[int]:
+    """A list of as many counts.
+
+    Raises:
+        InputError: something else, or not whole numbers of `least` or more.
+    """
+    found: Any = plain(counts)
+    limits = Range(least, MAX_COUNT)
+    if misfit(found, tuple[int, ...], limits, name) is not None or len(found) != number:
+        raise InputError(op, name, want=want, got=counts)
+    return list(found)
 
 
 def check_dim(op: str, name: str, dim: int, x: Tensor) -> int:
-    """`gather_dim` or `scatter_dim`: a dim of x but the last.
+    """`gather_dim` or `scatter_dim`: a dim of x.
 
     Raises:
-        InputError: x has no such dim, or it is the one that is contracted.
+        InputError: x has no such dim.
     """
     dims = x.dim()
-    if not isinstance(dim, int) or not -dims <= dim < dims or dim % dims == dims - 1:
-        want = f"a dim of x but the last, 0 to {dims - 2}"
+    if type(dim) is not int or not -dims <= dim < dims:
+        want = f"a dim of x, 0 to {dims - 1}"
         raise InputError(op, name, want=want, got=repr(dim))
     return dim % dims
 
@@ -104,3 +133,49 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors
     )
+
+
+def check_layer(
+    op: str, dtype: torch.dtype | None, device: torch.device | str | None, **flags: object
+) -> None:
+    """Refuse what no layer's parameters can be of, and flags that are none.
+
+    Raises:
+        InputError: names the argument.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(op, name, want="True or False", got=repr(flag))
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(op, "dtype", want="bf16, fp16 or fp32", got=dtype)
+    check_device(op, device)
+
+
+def check_device(op: str, device: object) -> None:
+    """Refuse what names no device.
+
+    Raises:
+        InputError: it does not.
+    """
+    if device is None or isinstance(device, torch.device):
+        return
+    try:
+        if isinstance(device, str | int) and not isinstance(device, bool):
+            torch.device(device)
+            return
+    except RuntimeError:
+        pass
+    raise InputError(op, "device", want="a torch.device or its name", got=repr(device))
+
+
+def check_plan(op: str, plan: object, of: str) -> None:
+    """Refuse what is no plan of operator `of`; a spec is read when the sizes are known.
+
+    Raises:
+        InputError: there is no such family.
+    """
+    names = ("auto", *families(of))
+    if isinstance(plan, Plan | Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        return
+    if not isinstance(plan, str) or plan.split()[:1] not in [[name] for name in names]:
+        raise InputError(op, "plan", want=f"one of {', '.join(names)}", got=repr(plan))

@@ -125,6 +125,8 @@ def _called(given: tuple[Any, ...], sparse: bool, group: dist.ProcessGroup | Non
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
+    if sparse is not True and sparse is not False:
+        raise InputError(OP, "sparse", want="True or False", got=repr(sparse))
     tables, indices, offsets, weights, _, last, _, _, _, out, _ = given
     if torch.compiler.is_compiling():
         asked = Asked._make(given)

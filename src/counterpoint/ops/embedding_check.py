@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.check import DTYPES
+from counterpoint.ops.check import DTYPES, check_dense
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.runtime.embedding_layout import MAX_COUNT, MAX_INDICES, MAX_RANKS, block_of
 
@@ -27,13 +27,17 @@ def check_bags(
         if isinstance(tables, list | tuple):
             got += f" of {', '.join(sorted({type(t).__name__ for t in tables}))}"
         raise InputError(OP, "tables", want="a list of Tensors", got=got)
-    if mode not in ("sum", "mean"):
+    if not isinstance(last, bool):
+        want = "True or False"
+        raise InputError(OP, "include_last_offset", want=want, got=repr(last))
+    if not isinstance(mode, str) or mode not in ("sum", "mean"):
         raise InputError(OP, "mode", want="'sum' or 'mean'", got=repr(mode))
     given = [("indices", indices), ("offsets", offsets)]
     given += [("per_sample_weights", weights)] if weights is not None else []
     for name, tensor in given:
-        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or not tensor.is_contiguous():
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        check_dense(OP, **{name: tensor})
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            got = tuple(tensor.shape)
             raise InputError(OP, name, want="a 1-D Tensor without gaps", got=got)
         if tensor.device != indices.device or tensor.device.type not in ("cpu", "cuda"):
             want = f"on {indices.device} as indices, cpu or cuda"
@@ -46,16 +50,7 @@ def check_bags(
             raise InputError(OP, name, want="int32 or int64", got=tensor.dtype)
     if not tables and indices.numel():
         raise InputError(OP, "indices", want="none without tables", got=f"{indices.numel()}")
-    for i, table in enumerate(tables):
-        name = f"tables[{i}]"
-        if table.dim() != 2 or not table.shape[1] or table.stride(1) != 1:
-            want = "[rows, D] with elements of a row side by side"
-            raise InputError(OP, name, want=want, got=f"{tuple(table.shape)}, {table.stride()}")
-        if table.dtype not in DTYPES or table.dtype != tables[0].dtype:
-            want = "bf16, fp16 or fp32, and alike"
-            raise InputError(OP, name, want=want, got=table.dtype)
-        if table.device != indices.device:
-            raise InputError(OP, name, want=f"on {indices.device} as indices", got=table.device)
+    _check_tables(tables, indices)
     if weights is not None:
         if mode != "sum":
             raise InputError(OP, "per_sample_weights", want="None unless mode is 'sum'", got=mode)
@@ -70,6 +65,21 @@ def check_bags(
         want += ", and the last" if last else ""
         fix = fix_of_last(offsets, last, len(tables))
         raise InputError(OP, "offsets", want=want, got=f"{offsets.numel()} of them", fix=fix)
+
+
+def _check_tables(tables: Sequence[Tensor], indices: Tensor) -> None:
+    """Raise InputError where a table is none, or unlike the others."""
+    for i, table in enumerate(tables):
+        name = f"tables[{i}]"
+        check_dense(OP, **{name: table})
+        if table.dim() != 2 or not table.shape[1] or table.stride(1) != 1:
+            want = "[rows, D] with elements of a row side by side"
+            raise InputError(OP, name, want=want, got=f"{tuple(table.shape)}, {table.stride()}")
+        if table.dtype not in DTYPES or table.dtype != tables[0].dtype:
+            want = "bf16, fp16 or fp32, and alike"
+            raise InputError(OP, name, want=want, got=table.dtype)
+        if table.device != indices.device:
+            raise InputError(OP, name, want=f"on {indices.device} as indices", got=table.device)
 
 
 def fix_of_last(offsets: Tensor, last: bool, parts: int) -> str:

@@ -161,7 +161,7 @@ def _known_by(asked: Asked, workspace: Workspace) -> _Known:
     kind = tables[0].dtype if tables else asked.dtype
     assert kind is not None
     outputs = None if out is None else (out.columns, out.dtype, out.batch)
-    return _Known(OP, dims, counts, kind, asked.mode, outputs, plan_key(OP, asked.plan))
+    return _Known(OP, dims, counts, kind, str(asked.mode), outputs, plan_key(OP, asked.plan))
 
 
 def _bags_of(asked: Asked, counts: tuple[int, ...] | None, ranks: int) -> tuple[int, ...]:

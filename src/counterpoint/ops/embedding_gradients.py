@@ -253,9 +253,9 @@ register(
 )  # fmt: skip
 register(
     f"embedding_bag_table_gradients({_TENSORS}, Tensor? weights, bool last, bool mean) -> Tensor[]",
-    _dense, _fake_dense, refuse_double,
+    _dense, _fake_dense, refuse_double, meets=False,
 )  # fmt: skip
 register(
     f"embedding_bag_weight_gradient({_TENSORS}, Tensor weights, bool last) -> Tensor",
-    _weights, _fake_weights, refuse_double,
+    _weights, _fake_weights, refuse_double, meets=False,
 )  # fmt: skip

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.check import check_group
+from counterpoint.ops.check import check_dense, check_group, check_place
 from counterpoint.ops.register import register
 from counterpoint.runtime.library import all_gather
 from counterpoint.runtime.ranks import group_of
@@ -36,8 +36,8 @@ def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -
         >>> counts = counterpoint.exchange_counts(own, group=ep)  # doctest: +SKIP
     """
     group = check_group(OP, group)
-    if not isinstance(counts, Tensor):
-        raise InputError(OP, "counts", want="a Tensor", got=type(counts).__name__)
+    check_dense(OP, counts=counts)
+    check_place(OP, counts=counts)
     if counts.dtype not in (torch.int32, torch.int64) or counts.dim() != 1:
         got = f"{counts.dtype} {list(counts.shape)}"
         raise InputError(OP, "counts", want="int32 or int64 [E]", got=got)

@@ -59,5 +59,5 @@ def _fake(
 register(
     f"{OP}(Tensor x, Tensor dy, Tensor counts, bool transposed, str group_name, int group_size) "
     "-> Tensor",
-    _run, _fake, refuse_double_matmul,
+    _run, _fake, refuse_double_matmul, meets=False,
 )  # fmt: skip

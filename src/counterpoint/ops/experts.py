@@ -95,8 +95,11 @@ def seen(
         ):
             return None
         host = experts_check.host_known_at_once(counts)
+        if x.is_nested or w.is_nested or counts.is_nested:
+            return None
         good = w.dim() == 3 and x.dim() == 2 and counts.shape == (ranks, ranks * w.shape[0])
-        good = good and not counts.is_floating_point()
+        good = good and counts.dtype in (torch.int32, torch.int64)
+        good = good and counts.layout == torch.strided
         if not good or (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
             return None
         if host:

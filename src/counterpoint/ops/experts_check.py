@@ -1,22 +1,23 @@
 """Arguments that both operators of experts share, refused before anything is launched."""
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, index
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.check import DTYPES, autocast
+from counterpoint.ops.check import DTYPES, autocast, check_dense, check_place
 from counterpoint.ops.plans import plan_key
-from counterpoint.plan.families import families
 from counterpoint.plan.steps import Plan
+from counterpoint.ranges import MAX_COUNT, Range, misfit, plain, whole
 from counterpoint.runtime.counted import DISPATCH, rows_by_rank
 
 Table = Tensor | Sequence[Sequence[int]]
+COUNTS = Range(-MAX_COUNT, MAX_COUNT)  # those below 0 are refused on all ranks, where they meet
 # `host_known` of a call that may be known already: no function of ours, but none for compilers
 host_known_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
 
@@ -65,15 +66,10 @@ def check_operands(op: str, x: Tensor, w: Tensor) -> None:
     Raises:
         InputError: names the argument, what it must be, and what it is.
     """
-    for name, tensor in (("x", x), ("w", w)):
-        if not isinstance(tensor, Tensor):
-            raise InputError(op, name, want="a Tensor", got=type(tensor).__name__)
-        if tensor.layout != torch.strided:
-            raise InputError(op, name, want="a dense tensor", got=tensor.layout)
+    check_dense(op, x=x, w=w)
     if x.dtype not in DTYPES:
         raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
-    if x.device.type not in ("cpu", "cuda"):
-        raise InputError(op, "x", want="on cpu or cuda", got=x.device)
+    check_place(op, x=x)
     if x.dim() != 2:
         raise InputError(op, "x", want="[rows, K] of 2 dims", got=f"{x.dim()}-D")
     if w.dim() != 3:
@@ -92,17 +88,6 @@ def check_operands(op: str, x: Tensor, w: Tensor) -> None:
         raise InputError(op, "w", want=want, got=f"strides {w.stride()}", fix=fix)
 
 
-def check_plan(op: str, plan: str) -> None:
-    """Refuse what names no plan of experts; a spec is read when the experts are known.
-
-    Raises:
-        InputError: there is no such family.
-    """
-    names = ("auto", *families(DISPATCH))
-    if not isinstance(plan, str) or plan.split()[:1] not in [[name] for name in names]:
-        raise InputError(op, "plan", want=f"one of {', '.join(names)}", got=repr(plan))
-
-
 def table_of(op: str, counts: Table, x: Tensor, w: Tensor, ranks: int) -> Tensor:
     """The table as a tensor. Its values are not looked at.
 
@@ -112,14 +97,14 @@ def table_of(op: str, counts: Table, x: Tensor, w: Tensor, ranks: int) -> Tensor
     experts = ranks * w.shape[0]
     want = f"int32 or int64 [{ranks}, {experts}], rows of each rank for each expert"
     if not isinstance(counts, Tensor):
-        try:
-            table = [[index(n) for n in row] for row in counts]
-        except TypeError:  # no sequences, or not of whole numbers
-            raise InputError(op, "counts", want=want, got=repr(counts)) from None
+        table: Any = plain(counts)
+        if misfit(table, tuple[tuple[int, ...], ...], COUNTS, "counts") is not None:
+            raise InputError(op, "counts", want=want, got=repr(counts))
         if len(table) != ranks or any(len(row) != experts for row in table):
             got = f"{len(table)} rows of {sorted({len(row) for row in table})}"
             raise InputError(op, "counts", want=want, got=got)
         counts = torch.tensor(table, dtype=torch.int64, device="cpu")
+    check_dense(op, counts=counts)
     if counts.dtype not in (torch.int32, torch.int64) or counts.shape != (ranks, experts):
         fix = f"w has {w.shape[0]} experts on each of {ranks} ranks"
         got = f"{counts.dtype} {list(counts.shape)}"
@@ -143,12 +128,7 @@ def room_of(
         fix = "rows that a rank may get at most; its memory is that large"
         raise InputError(op, "max_rows", want="given with counts on a GPU", got=None, fix=fix)
     if max_rows is not None:
-        try:
-            max_rows = index(max_rows)
-        except TypeError:
-            raise InputError(op, "max_rows", want="a count", got=repr(max_rows)) from None
-        if max_rows < 0:
-            raise InputError(op, "max_rows", want=">= 0", got=max_rows)
+        max_rows = whole(op, "max_rows", max_rows)
         if not host:
             return max_rows, host
     totals = rows_by_rank(counts, op == DISPATCH).tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call
-from counterpoint.ops.check import check_group
+from counterpoint.ops.check import check_dense, check_group
 from counterpoint.ops.expert_operators import OPS
 from counterpoint.ops.experts import Seen, operator_of, seen
 from counterpoint.ops.experts import sample as sample  # what is tuned and compared
@@ -107,6 +107,8 @@ def _check_sum(sum_of: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor
     index, weights = sum_of
     if not isinstance(index, Tensor) or not isinstance(weights, Tensor):
         raise InputError(OP, "sum_of", want=want, got="no Tensors")
+    check_dense(OP, sum_of=index)
+    check_dense(OP, sum_of=weights)
     kinds = index.dtype in (torch.int32, torch.int64) and weights.is_floating_point()
     if not kinds or index.dim() != 2 or index.shape != weights.shape:
         got = f"{index.dtype} {list(index.shape)} and {weights.dtype} {list(weights.shape)}"

@@ -14,7 +14,14 @@ from counterpoint.ops import call, fused_sum
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
 from counterpoint.ops.call import Operator, Output, Tensors, present
-from counterpoint.ops.check import autocast, check_dim, check_rows, check_tensors
+from counterpoint.ops.check import (
+    autocast,
+    check_dim,
+    check_group,
+    check_rows,
+    check_tensors,
+    is_last,
+)
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
@@ -46,13 +53,14 @@ def matmul_reduce_scatter(
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; see `all_gather_matmul`.
         bias: dtype of x, [N]; each rank adds its own to its rows.
-        plan: "auto", a family ("serial", "shard_p2p", "graded", or one finer than shards such as
-            "uniform_fused_2d"), a spec such as "serial direct", "serial fused" or "graded 1/2/1
-            ring pieces=2", or a Plan, which is validated once.
+        plan: "auto", a family ("serial", "direct", "fused", "shard_p2p", "graded", or one finer
+            than shards such as "uniform_fused_2d"), a spec such as "graded 1/2/1 ring pieces=2", a
+            Plan, which is validated once, or a JSON file of one.
         rows: how many of `scatter_dim` of x each rank gets, equal on all ranks; None means equal
             parts, and then the number of ranks must divide that dim.
         scatter_dim: the dim of x of which each rank gets a part. Where it is not 0, x is copied so
-            that it comes first, and y is a view with that dim back in its place.
+            that it comes first, and y is a view with that dim back in its place. Where it is the
+            last one, a rank gets columns of y, a copy without gaps; `rows` are then those of N.
 
     Returns:
         dtype of x, [rows of this rank, ..., N], a new tensor.
@@ -66,6 +74,8 @@ def matmul_reduce_scatter(
     Example:
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
+    if scatter_dim and is_last(scatter_dim, x):
+        return _columns(x, w, group, bias, plan, rows)
     tensors = (x, w, bias)
     y, key, group = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
     if y is not None:
@@ -80,6 +90,29 @@ def matmul_reduce_scatter(
         op = torch.ops.counterpoint.matmul_reduce_scatter
         y = op(front, w, bias, spec, counts, group.group_name, group.size(), group.rank())
     return y.movedim(0, dim) if dim else y
+
+
+def _columns(
+    x: Tensor, w: Tensor, group: dist.ProcessGroup | None, bias: Tensor | None,
+    plan: str | Path | Plan, rows: Sequence[int] | None,
+) -> Tensor:  # fmt: skip
+    """y_r = columns of rank r of the sum: its transpose has them as rows."""
+    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
+    check_tensors(OP, x, w, bias)
+    group = check_group(OP, group)
+    columns, ranks = w.shape[1], group.size()
+    counts = check_rows(OP, rows, ranks)
+    if counts and sum(counts) != columns:
+        raise InputError(OP, "rows", want=f"counts that add up to {columns}", got=counts)
+    if not counts and columns % ranks:
+        want = f"[K, N] with N a multiple of the {ranks} ranks"
+        fix = "pass rows=, one count per rank"
+        raise InputError(OP, "w", want=want, got=tuple(w.shape), fix=fix)
+    own = counts or [columns // ranks] * ranks
+    flat = x.flatten(0, -2)
+    yt = matmul_reduce_scatter(w.t(), flat.t(), group=group, plan=plan, rows=rows)
+    y = yt.t().contiguous().view(*x.shape[:-1], own[group.rank()])
+    return y if bias is None else y + bias.split(own)[group.rank()]
 
 
 def _parts(

@@ -20,7 +20,10 @@ from counterpoint.runtime.workspace import Workspace
 PLAN_KEY = "plan:"
 
 _plans: dict[str, Plan] = {}  # users' own plans by digest: an operator takes strings only
-_keys: dict[int, tuple[Plan, str]] = {}
+# the same by identity, as the hash of a plan walks all of it. What has gone is looked up anew: an
+# identity alone is no key, as another plan may get it
+KEYS: dict[int, tuple[Plan, str]] = {}
+MAX_KEYS = 256
 
 
 def plan_key(op: str, plan: str | Path | Plan) -> str:
@@ -40,24 +43,25 @@ def plan_key(op: str, plan: str | Path | Plan) -> str:
         return plan
     if not isinstance(plan, Plan):
         raise InputError(op, "plan", want="a family's name or a Plan", got=type(plan).__name__)
-    # by identity first: the hash of a plan walks all of it
-    known, key = _keys.get(id(plan), (None, ""))
+    known, key = KEYS.get(id(plan), (None, ""))
     if known is not plan:
         key = PLAN_KEY + hashlib.sha256(to_json(plan).encode()).hexdigest()[:32]
         if key not in _plans:
             validate(plan)
             _plans[key] = plan
-        _keys[id(plan)] = plan, key
+        if len(KEYS) >= MAX_KEYS:
+            KEYS.pop(next(iter(KEYS)))
+        KEYS[id(plan)] = plan, key
     return key
 
 
 def _read(op: str, path: Path) -> Plan:
     try:
         return Plan.from_json(path.read_text())
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise PlanError(str(path), str(error)) from error
         raise InputError(op, "plan", want="a file that can be read", got=str(error)) from error
-    except PlanError as error:
-        raise PlanError(str(path), str(error)) from error
 
 
 def plan_of(

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from counterpoint.errors import InputError
-from counterpoint.ops.check import DTYPES, check_group
+from counterpoint.ops.check import DTYPES, check_counts, check_device, check_group
+from counterpoint.ranges import whole
 from counterpoint.runtime.workspace import workspace_of
 
 ALIGN_BYTES = 256
+MAX_TURNS, MAX_MEMORY = 1024, 2**40
 
 
 class PooledOutputs:
@@ -51,29 +53,34 @@ class PooledOutputs:
     ) -> None:  # fmt: skip
         self.group = check_group("PooledOutputs", group)
         ranks = self.group.size()
+        columns = whole("PooledOutputs", "columns", columns, 1)
+        turns = whole("PooledOutputs", "turns", turns, 2, MAX_TURNS)
         if isinstance(batch, int):
-            if batch % ranks:
+            batch = [whole("PooledOutputs", "batch", batch)]
+            if batch[0] % ranks:
                 want = f"a multiple of {ranks} ranks, or a count for each"
-                raise InputError("PooledOutputs", "batch", want=want, got=batch)
-            batch = [batch // ranks] * ranks
-        if len(batch) != ranks or min(batch) < 0:
-            raise InputError("PooledOutputs", "batch", want=f"{ranks} counts >= 0", got=batch)
-        if columns < 1:
-            raise InputError("PooledOutputs", "columns", want=">= 1", got=columns)
+                raise InputError("PooledOutputs", "batch", want=want, got=batch[0])
+            batch = [batch[0] // ranks] * ranks
+        batch = check_counts("PooledOutputs", "batch", batch, f"{ranks} counts >= 0", ranks)
         if dtype not in DTYPES:
             raise InputError("PooledOutputs", "dtype", want="bf16, fp16 or fp32", got=dtype)
-        if turns < 2:
-            raise InputError("PooledOutputs", "turns", want=">= 2", got=turns)
+        rows = max(1, *batch)
+        turn_bytes = -(-rows * columns * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        if turn_bytes * turns > MAX_MEMORY:
+            want = f"so that {turns} turns have at most {MAX_MEMORY} bytes"
+            raise InputError("PooledOutputs", "batch", want=want, got=f"{turn_bytes} bytes each")
+        check_device("PooledOutputs", device)
         if device is None:
             gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise InputError("PooledOutputs", "device", want="cpu or cuda", got=self.device)
         self.columns, self.dtype, self.batch, self.turns = columns, dtype, tuple(batch), turns
         # what a call is checked for
         self.facts = id(self.group), self.device, columns, dtype, self.batch
         workspace = workspace_of(self.group, self.device)
-        rows = max(1, *self.batch)
-        self.turn_bytes = -(-rows * columns * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        self.turn_bytes = turn_bytes
         self._turn = 0
         own = self.batch[workspace.rank]
         size = own * columns * dtype.itemsize

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.fx.node import has_side_effect
 
 from counterpoint.errors import UnsupportedError
 
@@ -17,8 +18,12 @@ DOUBLE = (
 def register(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None, save: Callable[..., None] | None = None,
+    *, meets: bool = True,
 ) -> None:  # fmt: skip
     """Make an operator of torch's, which a compiled graph holds as one node.
+
+    Under vmap it is refused: what ranks do together has no batched form, and a loop over the batch
+    would meet as often as this rank's batch is long.
 
     Args:
         schema: its name, arguments and results, as torch writes them.
@@ -26,12 +31,21 @@ def register(
         fake: results of the same shapes, of tensors without values.
         backward: its gradients, from a context and those of the results; None: it has none.
         save: puts into the context what `backward` needs.
+        meets: other ranks take part. A compiler then keeps a call whose result this rank ignores.
     """
-    name = schema.partition("(")[0]
+
+    def refuse_vmap(*_: object) -> NoReturn:
+        what = f"{op}: torch.func.vmap over an operator of several ranks is not supported"
+        raise UnsupportedError(f"{what}; call it on the whole batch")
+
+    op = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    name = f"counterpoint::{name}"
+    LIBRARY.impl(op, run, "CompositeExplicitAutograd")
+    name = f"counterpoint::{op}"
     torch.library.register_fake(name, fake, lib=LIBRARY)
+    torch.library.register_vmap(name, refuse_vmap, lib=LIBRARY)
+    if meets:
+        has_side_effect(getattr(torch.ops.counterpoint, op).default)
     if backward is not None:
         torch.library.register_autograd(name, backward, setup_context=save, lib=LIBRARY)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
 from counterpoint.plan.steps import COUNTS, Buffer, Plan, Region, Step
+from counterpoint.ranges import instance, whole
 
 
 class Box(NamedTuple):
@@ -70,16 +71,24 @@ class Program:
         return next(signals, -1)
 
 
-@lru_cache(maxsize=256)
 def bind(plan: Plan, rank: int) -> Program:
     """Make `plan` concrete for `rank`.
 
+    Args:
+        plan: of all ranks.
+        rank: of the program.
+
     Raises:
+        InputError: `plan` is no Plan, or has no such rank.
         PlanError: a region is outside its buffer, paired regions differ in shape, or the plan uses
             XOR peers on a group that has none.
     """
-    if not 0 <= rank < plan.problem.ranks:
-        raise PlanError(plan.spec, f"rank {rank} is outside {plan.problem.ranks} ranks")
+    instance("bind", "plan", plan, Plan)
+    return _bound(plan, whole("bind", "rank", rank, 0, plan.problem.ranks - 1))
+
+
+@lru_cache(maxsize=256)
+def _bound(plan: Plan, rank: int) -> Program:
     binder = _Binder(plan)
     return Program(plan, rank, tuple(binder.step(step, rank) for step in plan.steps))
 

@@ -6,7 +6,6 @@ rows of a rank's tables for the bags of all ranks. How many indices there are is
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from operator import index
 
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
@@ -83,15 +82,12 @@ def _widest(p: Problem) -> int:
 
 
 def filled(p: Problem) -> Mapping[str, object]:
-    """Tables and indices as tuples, N and the number of ranks, which follow from tables.
+    """N and the number of ranks, which follow from tables.
 
     Raises:
         InputError: there are no tables, or no count of indices for each rank.
     """
-    try:
-        tables = tuple(tuple(map(index, each)) for each in p.tables)
-    except TypeError:  # no sequences, or not of whole numbers
-        tables = ()
+    tables, indices = p.tables, p.indices
     if not any(tables) or min(min(each, default=1) for each in tables) < 1:
         want = "columns >= 1 of the tables of each rank, some at least"
         fix = "of two ranks ((64, 64), (64,)), for example"
@@ -101,16 +97,11 @@ def filled(p: Problem) -> Mapping[str, object]:
         raise InputError(p.op, "tables", want=f"of each of {ranks} ranks", got=p.tables)
     if p.n not in (0, columns):
         raise InputError(p.op, "n", want=f"{columns}, columns of all tables, or 0", got=p.n)
-    try:
-        indices = tuple(map(index, p.indices))
-        known = not indices or (len(indices) == ranks and min(indices) >= 0)
-    except TypeError:
-        indices, known = (), False
-    if not known:
-        raise InputError(p.op, "indices", want=f"{ranks} counts >= 0", got=p.indices)
+    if indices and len(indices) != ranks:
+        raise InputError(p.op, "indices", want=f"{ranks} counts", got=indices)
     if any(n and not each for n, each in zip(indices, tables, strict=False)):
         raise InputError(p.op, "indices", want="0 where a rank has no tables", got=indices)
-    return {"tables": tables, "indices": indices, "n": columns, "ranks": ranks}
+    return {"n": columns, "ranks": ranks}
 
 
 def check(p: Problem) -> None:

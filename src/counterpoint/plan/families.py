@@ -17,10 +17,13 @@ from counterpoint.plan.operation import Family, Options, operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.ranges import instance
 
 PEERS = ("ring", "xor")
 SHOTS = ("one_shot", "two_shot", "scatter")
 MAX_PIECES = 8
+MAX_WARPS = 32
+MAX_DIGITS = 6  # of a number in a spec
 
 
 def families(op: str) -> tuple[str, ...]:
@@ -37,6 +40,9 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
     Raises:
         InputError: the op has no such family, or the spec does not fit the problem.
     """
+    instance("build", "problem", problem, Problem)
+    if machine is not None:
+        instance("build", "machine", machine, Machine)
     family, options = parse(problem, spec)
     if problem.ranks == 1 and not family.alone:
         return alone(problem)
@@ -59,6 +65,7 @@ def parse(problem: Problem, spec: str) -> tuple[Family, Options]:
     if not operation.families:
         want = "of an operator: the stages of a pipeline are its user's, see Pipeline.plan"
         raise InputError("build", "problem", want=want, got=problem.op)
+    instance(problem.op, "plan", spec, str, "text")
     name, *words = spec.split() or [""]
     family = operation.family(name)
     if family is None:
@@ -77,6 +84,10 @@ def alone(problem: Problem) -> Plan:
     operation = problem.operation
     operands, steps = operation.operands(problem), operation.alone(problem)
     return Plan(problem, "serial", "", "ring", operands, (COMPUTE,), steps)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) <= MAX_DIGITS
 
 
 class _Reader:
@@ -108,9 +119,10 @@ class _Reader:
             return "peers", word
         if word in SHOTS:
             return "shots", word
-        if key in ("pieces", "warps") and value.isdecimal() and value.isascii():
+        if key in ("pieces", "warps") and _is_number(value):
             number = int(value)
-            return (key, number) if key == "warps" or 0 < number <= MAX_PIECES else ("", None)
+            most = MAX_WARPS if key == "warps" else MAX_PIECES
+            return (key, number) if 0 < number <= most else ("", None)
         if not word[0].isdecimal():
             return "", None
         if "tile" in self.family.takes:
@@ -126,10 +138,10 @@ class _Reader:
 
     def _numbers(self, word: str, between: str, count: int = 0) -> tuple[int, ...]:
         parts = word.split(between)
-        good = all(part.isdecimal() and part.isascii() and int(part) > 0 for part in parts)
+        good = all(_is_number(part) and int(part) > 0 for part in parts)
         if not good or (count and len(parts) != count):
             example = between.join("112"[:count] or "112") if between == "/" else "64x64x8"
-            self._refuse(f"a spec with sizes like {example}; {word!r} are none")
+            self._refuse(f"a spec with sizes like {example}; {word[:40]!r} are none")
         return tuple(map(int, parts))
 
     def _refuse(self, want: str, word: str = "") -> NoReturn:

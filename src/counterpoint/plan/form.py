@@ -4,6 +4,9 @@ from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
 from counterpoint.problem import ITEM_BYTES, Problem
+from counterpoint.ranges import misfit
+
+MAX_BOXES = 2**16  # of all ranks: two seconds of a proof
 
 
 def check_form(plan: Plan) -> None:
@@ -16,6 +19,9 @@ def check_form(plan: Plan) -> None:
     def fail(problem: str, step: str = "") -> None:
         raise PlanError(plan.spec, problem, step=step)
 
+    if found := misfit(plan, Plan, None, ""):
+        fail(f"{found.where} must be {found.want}, got {found.got}")
+    _check_size(plan)
     for name, items in (("buffer", plan.buffers), ("lane", plan.lanes), ("step", plan.steps)):
         names = [item.name for item in items]
         if len(set(names)) < len(names):
@@ -53,6 +59,22 @@ def check_form(plan: Plan) -> None:
     differ = plan.problem.counts != "equal"
     if (ours or differ) and (problem := _not_as_built(plan)):
         fail(problem, ours[0] if ours else "")
+
+
+def _check_size(plan: Plan) -> None:
+    """Refuse a plan whose proof would take minutes: what is unrolled grows with ranks squared."""
+    ranks = plan.problem.ranks
+    split = {b.name for b in plan.buffers if b.split and b.holds != "own"}
+    boxes = 0
+    for step in plan.steps:
+        boxes += len(step.waits) + len(step.posts) + (ranks if step.kind == "collective" else 2)
+        for region in step.reads + step.writes:
+            boxes += (len(region.shards) or ranks) if region.buffer in split else 1
+    if boxes * ranks > MAX_BOXES:
+        problem = (
+            f"{boxes} boxes on each of {ranks} ranks, more than {MAX_BOXES}: too long to prove"
+        )
+        raise PlanError(plan.spec, problem)
 
 
 def _check_batches(plan: Plan, steps: list[Step]) -> None:
@@ -133,8 +155,6 @@ def _misplaced(plan: Plan, step: Step) -> str:
             return "takes more than one expert's weight"
     if any(buffer.space == "input" for buffer in writes):
         return "writes to an input"
-    if any(signal.slot < 0 for signal in step.waits + step.posts):
-        return "signals a slot below 0"
     return ""
 
 

@@ -75,10 +75,13 @@ def settings_of(p: Problem, options: Options, num_sms: int, *, scatters: bool) -
         raise InputError(p.op, "plan", want=want, got=repr(options.spec))
     warps = options.warps or (8 if rows > (16 if wide else 64) else 4)
     found = Settings(options.shots or shots, *tile, warps)
-    for name, least in (("block_n", 16), ("block_k", 16), ("num_warps", 1)):
+    for name, least, most in (("block_n", 16, 1024), ("block_k", 16, 1024), ("num_warps", 1, 32)):
         size: int = getattr(found, name)
-        if size < least or size & (size - 1):
-            raise InputError(p.op, "plan", want=f"{name} a power of 2 >= {least}", got=size)
+        if not least <= size <= most or size & (size - 1):
+            want = f"{name} a power of 2 from {least} to {most}"
+            raise InputError(p.op, "plan", want=want, got=size)
+    if found.stages > 64:
+        raise InputError(p.op, "plan", want="stages of at most 64", got=found.stages)
     if found.block_n % p.ranks:
         want = f"a spec whose tile has columns for each of {p.ranks} ranks"
         raise InputError(p.op, "plan", want=want, got=repr(options.spec))

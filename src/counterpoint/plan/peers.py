@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from counterpoint.plan.steps import Peer, Signal, Step
@@ -61,3 +62,17 @@ class Order:
         posts = tuple(self.post(slot + d, d) for d in self.distances)
         waits = tuple(self.wait(slot + d, d) for d in self.distances)
         return Step(name, lane, "barrier", after=tuple(after), waits=waits, posts=posts)
+
+
+@lru_cache(maxsize=1024)
+def runs(
+    peers: Literal["ring", "xor"], ranks: int, group: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """For each rank, how many shards of a group follow one another, and how many after a gap."""
+    found: list[tuple[int, ...]] = []
+    for rank in range(ranks):
+        shards = {(rank + d) % ranks if peers == "ring" else rank ^ d for d in group}
+        starts = [shard for shard in sorted(shards) if shard - 1 not in shards]
+        ends = [shard + 1 for shard in sorted(shards) if shard + 1 not in shards]
+        found.append(tuple(end - start for start, end in zip(starts, ends, strict=True)))
+    return tuple(found)

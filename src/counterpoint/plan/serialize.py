@@ -4,9 +4,10 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.ranges import Misfit, hints_of, misfit
 
 if TYPE_CHECKING:
     from counterpoint.plan.steps import Plan
@@ -27,19 +28,22 @@ def from_json(text: str, into: "type[Plan]") -> "Plan":
     """
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
-        raise PlanError("plan file", f"not JSON: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:  # also numbers or lists too long
+        got = f"{type(text).__name__}: {error}"
+        raise PlanError("file", f"text must be JSON that to_json wrote, got {got}") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         old = isinstance(found, str) and found.startswith(FORMAT.rstrip("0123456789"))
         hint = f", got {found!r}: build the plan again" if old else ""
-        raise PlanError("plan file", f"the field 'format' must be {FORMAT!r}{hint}")
+        raise PlanError("file", f"the field 'format' must be {FORMAT!r}{hint}")
     try:
-        return _decode(data.get("plan"), into, "plan")
+        plan = _decode(data.get("plan"), into, "plan")
     except PlanError:
         raise
     except CounterpointError as error:  # the Problem inside refuses its own sizes
-        raise PlanError("plan file", str(error)) from error
+        raise PlanError("file", str(error)) from error
+    _refuse(misfit(plan, into, None, "plan"))
+    return plan
 
 
 def _encode(value: Any) -> Any:
@@ -51,40 +55,25 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any, want: Any, where: str) -> Any:
-    origin, args = get_origin(want), get_args(want)
-    if origin in (Union, types.UnionType):
-        # of a union, the dataclass or tuple takes structured values, the plain type the others
-        for choice in args:
-            if _fits(value, choice):
-                return _decode(value, choice, where)
-    elif origin is Literal:
-        if value in args:
-            return value
-    elif origin is tuple and isinstance(value, list):
-        types_ = args[:1] * len(value) if args[-1] is Ellipsis else args
-        if len(types_) == len(value):
-            pairs = enumerate(zip(value, types_, strict=True))
-            return tuple(_decode(v, t, f"{where}[{i}]") for i, (v, t) in pairs)
-    elif isinstance(want, type) and is_dataclass(want) and isinstance(value, Mapping):
-        hints = get_type_hints(want)
-        if set(value) == set(hints):
-            return want(**{k: _decode(value[k], hints[k], f"{where}.{k}") for k in hints})
-    elif isinstance(want, type) and _fits(value, want):
-        return value
-    raise PlanError("plan file", f"{where} must be {_name(want)}, got {str(value)[:80]!r}")
+    """JSON as the classes that stand there; whether values are right is for `ranges` to say."""
+    args = get_args(want)
+    if get_origin(want) in (Union, types.UnionType):
+        # of a union, only a tuple takes a list
+        want = next((a for a in args if get_origin(a) is tuple and isinstance(value, list)), None)
+        args = get_args(want)
+    if get_origin(want) is tuple and isinstance(value, list):
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else (*args, *[None] * len(value))
+        pairs = enumerate(zip(value, kinds, strict=False))
+        return tuple(_decode(v, kind, f"{where}[{i}]") for i, (v, kind) in pairs)
+    if isinstance(want, type) and is_dataclass(want) and isinstance(value, Mapping):
+        hints = hints_of(want)
+        if set(value) != set(hints):
+            text = f"{where} must be a {want.__name__} of {', '.join(hints)}"
+            raise PlanError("file", f"{text}, got {', '.join(map(str, value))[:200]}")
+        return want(**{k: _decode(value[k], hints[k], f"{where}.{k}") for k in hints})
+    return value
 
 
-def _fits(value: Any, want: Any) -> bool:
-    if is_dataclass(want):
-        return isinstance(value, Mapping)
-    if get_origin(want) is tuple:
-        return isinstance(value, list)
-    if get_origin(want) is Literal:
-        return value in get_args(want)
-    if want is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, want)
-
-
-def _name(want: Any) -> str:
-    return getattr(want, "__name__", str(want)) if get_origin(want) is None else str(want)
+def _refuse(found: Misfit | None) -> None:
+    if found is not None:
+        raise PlanError("file", f"{found.where} must be {found.want}, got {found.got}")

@@ -7,15 +7,17 @@ writes inputs before and reads outputs after each.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from counterpoint.errors import InputError, PlanError
+from counterpoint.errors import PlanError
 from counterpoint.plan import values
 from counterpoint.plan.bind import BoundStep, Box, Part, Program, bind
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.plan.values import Cell, Contradiction, Memory, Piece
+from counterpoint.ranges import instance
 
 CALLS = 2
+MAX_PAIRS = 2**19  # of accesses to the same cells: two seconds
 
 
 class Access(NamedTuple):
@@ -42,8 +44,7 @@ def validate(plan: Plan) -> None:
         InputError: `plan` is no Plan.
         PlanError: names the plan, the step and what is wrong.
     """
-    if not isinstance(plan, Plan):
-        raise InputError("validate", "plan", want="a Plan", got=type(plan).__name__)
+    instance("validate", "plan", plan, Plan)
     check_form(plan)
     programs = tuple(bind(plan, rank) for rank in range(plan.problem.ranks))
     order = HappensBefore(programs, CALLS)
@@ -91,14 +92,36 @@ def _check_accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBef
         box = access.box
         if not box.empty and box.buffer not in own_protocol:
             by_buffer.setdefault((box.rank, box.buffer, box.slot), []).append(access)
+    pairs = 0
     for accesses in by_buffer.values():
-        for i, a in enumerate(accesses):
-            for b in accesses[:i]:
-                if (a.writes or b.writes) and values.intersect(a.box, b.box):
-                    _check_ordered(plan, a, b, order)
-        writes = [a for a in accesses if a.writes]
-        for read in (a for a in accesses if not a.writes):
-            _check_covered(plan, read, writes, order)
+        writers: dict[int, list[Access]] = {i: [] for i, a in enumerate(accesses) if not a.writes}
+        for i, j in _overlapping(accesses):
+            first, second = accesses[i], accesses[j]
+            pairs += 1
+            if pairs > MAX_PAIRS:
+                problem = (
+                    f"more than {MAX_PAIRS} pairs of accesses to the same cells: too long to prove"
+                )
+                raise PlanError(plan.spec, problem)
+            _check_ordered(plan, second, first, order)
+            if first.writes != second.writes:
+                read, write = (i, second) if second.writes else (j, first)
+                writers[read].append(write)
+        for i, writes in writers.items():
+            _check_covered(plan, accesses[i], writes, order)
+
+
+def _overlapping(accesses: list[Access]) -> Iterator[tuple[int, int]]:
+    """Pairs of accesses to the same cells, of which one writes; the earlier first."""
+    begun: list[int] = []
+    for i in sorted(range(len(accesses)), key=lambda i: accesses[i].box.r0):
+        box, writes = accesses[i].box, accesses[i].writes
+        begun = [j for j in begun if accesses[j].box.r1 > box.r0]
+        for j in begun:
+            other = accesses[j].box
+            if (writes or accesses[j].writes) and other.c0 < box.c1 and box.c0 < other.c1:
+                yield (i, j) if i < j else (j, i)
+        begun.append(i)
 
 
 def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> Iterator[Access]:

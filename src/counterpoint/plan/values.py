@@ -64,9 +64,13 @@ class Memory:
         """Replace what the boxes held."""
         for box, value in pieces:
             key = (box.rank, box.buffer, box.slot)
-            kept = [
-                (rest, v) for old, v in self._pieces.get(key, []) for rest in subtract(old, box)
-            ]
+            kept: list[Piece] = []
+            for piece in self._pieces.get(key, []):
+                old = piece[0]
+                if old.r0 < box.r1 and box.r0 < old.r1 and old.c0 < box.c1 and box.c0 < old.c1:
+                    kept += ((rest, piece[1]) for rest in subtract(old, box))
+                else:
+                    kept.append(piece)
             self._pieces[key] = [*kept, (box, value)]
 
     def read(self, box: Box) -> list[Piece]:

@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from counterpoint.runtime.workspace import forget, workspaces_of
+from counterpoint.runtime.ranks import check_group
+from counterpoint.runtime.workspace import Workspace, forget, workspaces_of
 
 
 def check(group: dist.ProcessGroup | None = None) -> None:
@@ -15,9 +16,10 @@ def check(group: dist.ProcessGroup | None = None) -> None:
         group: the default group if None.
 
     Raises:
+        InputError: `group` is none.
         PeerTimeoutError: names the ranks and the step; the group is unusable.
     """
-    for workspace in workspaces_of(group if group is not None else dist.group.WORLD):
+    for workspace in _workspaces("check", group):
         if workspace.device.type == "cuda":
             torch.cuda.synchronize(workspace.device)
         workspace.check()
@@ -33,10 +35,18 @@ def release(group: dist.ProcessGroup | None = None) -> None:
         group: the default group if None.
 
     Raises:
+        InputError: `group` is none.
         RuntimeError: a rank did not come, within the group's own timeout.
     """
-    for workspace in workspaces_of(group if group is not None else dist.group.WORLD):
+    for workspace in _workspaces("release", group):
         if workspace.device.type == "cuda":
             torch.cuda.synchronize(workspace.device)
         dist.barrier(workspace.group)  # no rank frees what another one still uses
         forget(workspace)
+
+
+def _workspaces(op: str, group: dist.ProcessGroup | None) -> list[Workspace]:
+    """Those of a group; of no group at all none."""
+    if group is None and not dist.is_initialized():
+        return []
+    return workspaces_of(check_group(op, group))

@@ -29,6 +29,23 @@ Ts = TypeVarTuple("Ts")
 GRACE_S = 2.0
 
 
+def check_group(op: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group to use, the default one for None.
+
+    Raises:
+        InputError: there is no group, or this rank is not in it.
+    """
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        fix = "start ranks with torchrun and call torch.distributed.init_process_group"
+        raise InputError(op, "group", want="an initialised process group", got=group, fix=fix)
+    # a rank outside of a new group gets a placeholder in its place
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(op, "group", want="a ProcessGroup that has this rank", got=group)
+    return group
+
+
 class RankProcess(NamedTuple):
     """A process that is a rank, and the pipe on which its outcome arrives."""
 

@@ -30,6 +30,7 @@ MAX_KNOWN = 8 * MAX_CODE  # ways in which tensors of their calls lie
 ALIGN_BYTES = 256
 GRANULE_BYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 30.0
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 1e-3, 10**6  # more than a week is none
 
 # the user's tensors by buffer name, each 2-D; of a plan of experts, w is [experts, K, N]
 Operands = dict[str, Tensor]
@@ -40,15 +41,16 @@ def default_timeout_s() -> float:
     """Bound of every wait on a peer: COUNTERPOINT_TIMEOUT_S, else 30 seconds.
 
     Raises:
-        InputError: the variable is not a number above 0.
+        InputError: the variable is not a number above 0, or more than MOST_TIMEOUT_S.
     """
     text = os.environ.get("COUNTERPOINT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise InputError("environment", "COUNTERPOINT_TIMEOUT_S", want="seconds > 0", got=text)
+    if not LEAST_TIMEOUT_S <= seconds <= MOST_TIMEOUT_S:
+        want = f"seconds from {LEAST_TIMEOUT_S:g} to {MOST_TIMEOUT_S}"
+        raise InputError("environment", "COUNTERPOINT_TIMEOUT_S", want=want, got=text)
     return seconds
 
 
