@@ -32,8 +32,8 @@ BESIDE = {
 }  # fmt: skip
 BESIDE_S = 12e-3  # of the longer one: clocks change within less
 MATMUL, GATHER, CONTENDED = (
-    "matmul in pieces",
-    "communication in pieces",
+    "matmul in chunks",
+    "communication in chunks",
     "beside",
 )  # as rows have it
 

@@ -342,10 +342,10 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     scatter(points(shapes, machine), images / "model.png", title="Predicted against measured",
             source=f"{where}, graphs; constants fitted to other shapes")  # fmt: skip
     for path in sorted(RESULTS.glob("timeline-*.json")):
-        measured = Timeline.from_json(path.read_text())
+        measured = Timeline.from_json(plan_word(path.read_text()))
         match = re.fullmatch(r"(\w+) ([\d, ]+): (.+)", measured.title)
         assert match is not None, f"{path}: its title names no plan"
-        op, shape, spec = map(plan_word, match.groups())
+        op, shape, spec = match.groups()
         m, n, k = map(int, shape.split(","))
         (file,) = SHIPPED.glob(f"*-{path.stem.split('-')[1][:-1]}.json")
         there = Machine.from_json(json.dumps(json.loads(file.read_text())["machine"]))

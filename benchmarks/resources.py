@@ -90,7 +90,7 @@ def fixed_arms(pair: Pair, blocks_per_sm: Sequence[int]) -> dict[str, Controls]:
         "transport": Controls(transport="copy_engine"),
     }
     if pair.kernel == "cuBLAS":
-        arms["granularity"] = Controls(pieces=14 if wide else 4, along="n" if wide else "m")
+        arms["granularity"] = Controls(chunks=14 if wide else 4, along="n" if wide else "m")
         arms["budget"] = Controls(max_ctas=16)
         arms["budget of the matmul"] = Controls(num_sms=112)
     if blocks_per_sm:

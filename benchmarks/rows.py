@@ -117,7 +117,7 @@ def one_form(rows: Sequence[Row]) -> list[Row]:
             row["arm"] = ", by ".join(filter(None, (row["what"], row["way"])))
         if row.get("table") in ("embedding", "steps") and "mode" not in row:
             row["mode"] = "eager"
-        for name in ("arm", "spec", "plan", "chosen", "pick"):
+        for name in ("arm", "spec", "plan", "chosen", "pick", "question"):
             if isinstance(row.get(name), str):
                 pulls = row.get("op") in both
                 row[name] = plan_word(PULLED.sub(r"\1 pull", row[name]) if pulls else row[name])
@@ -140,6 +140,8 @@ WORDS = {
     r"\bserial (direct|fused)\b": r"\1",
     r"\b(ring|xor) push\b": r"\1",
     r"\b(one_shot|two_shot) words\b": r"\1",
+    r"\bpieces=": "chunks=",
+    r"\bin pieces\b": "in chunks",
 }
 RENAMED = {
     "seconds": "median_s", "serial_over_auto": "baseline_over_arm", "pieces": "chunks",

@@ -53,11 +53,11 @@ def specs(problem: Problem) -> list[str]:
         if "sizes" in family.takes:
             tails = [f"{total}"]
             tails += [f"{(total + 1) // 2}/{total // 2}"] if total > 1 else []
-            # the group that comes in pieces is the first of some operators, of others the last
-            in_pieces = "pieces" in family.takes and total > 2
-            tails += [f"1/{total - 2}/1 pieces=2"] if in_pieces else []
-        elif "pieces" in family.takes:
-            tails += ["pieces=3"]
+            # the group that comes in chunks is the first of some operators, of others the last
+            in_chunks = "chunks" in family.takes and total > 2
+            tails += [f"1/{total - 2}/1 chunks=2"] if in_chunks else []
+        elif "chunks" in family.takes:
+            tails += ["chunks=3"]
         if "shots" in family.takes:
             tile = f"{max(16, problem.ranks)}x16x3"
             tails += [f"{first} {tile} warps=2"]

@@ -140,10 +140,10 @@ def _changed(plan: Plan, region: Region) -> Iterator[tuple[str, Region]]:
     if buffer.split and buffer.holds != "own" and not region.shards:
         for peer in range(plan.problem.ranks):
             yield f"shard: only {peer}", replace(region, shards=((peer,),))
-    part, of = region.piece
-    for piece in ((part - 1, of), (part + 1, of), (part, of - 1), (part, of + 1)):
-        if buffer.split and 0 <= piece[0] < piece[1]:
-            yield f"piece: {piece}", replace(region, piece=piece)
+    part, of = region.chunk
+    for chunk in ((part - 1, of), (part + 1, of), (part, of - 1), (part, of + 1)):
+        if buffer.split and 0 <= chunk[0] < chunk[1]:
+            yield f"chunk: {chunk}", replace(region, chunk=chunk)
     if region.cols == "own":
         yield "cols: all", replace(region, cols=None)
     for cols in _shifted(region.cols, buffer.shape[1]):
@@ -278,8 +278,8 @@ def _other_buffers(plan: Plan) -> Iterator[Mutant]:
             if dtype != buffer.dtype
         ]
         changes += [{"holds": h} for h in ("all", "peers", "own", "slots") if h != buffer.holds]
-        pieces = {1, plan.problem.ranks, buffer.pieces - 1, buffer.pieces + 1} - {buffer.pieces}
-        changes += [{"pieces": n} for n in sorted(pieces)]
+        chunks = {1, plan.problem.ranks, buffer.chunks - 1, buffer.chunks + 1} - {buffer.chunks}
+        changes += [{"chunks": n} for n in sorted(chunks)]
         changes.append({"split": not buffer.split})
         for change in changes:
             ((field, value),) = change.items()

@@ -266,7 +266,7 @@ class _Simulation:
             def blocks(rows: Array, buffer: str) -> Array:
                 """[ranks, experts, rows, columns], in whichever order they are stored."""
                 cols = rows.shape[-1]
-                if self.plan.buffer(buffer).pieces > 1:
+                if self.plan.buffer(buffer).chunks > 1:
                     return rows.reshape(p.experts, p.ranks, -1, cols).swapaxes(0, 1)
                 return rows.reshape(p.ranks, p.experts, -1, cols)
 

@@ -11,10 +11,10 @@ FACTS = {
 }  # fmt: skip
 CONTROLS = {
     "sequential": "sequential", "plain overlap": "overlap", "priority": "overlap priority",
-    "order": "overlap delay=5us", "granularity": "overlap pieces=4",
+    "order": "overlap delay=5us", "granularity": "overlap chunks=4",
     "budget": "overlap max_ctas=16", "carve-out only": "overlap carve_out",
     "carve-out, priority": "overlap priority carve_out", "shaping": "overlap blocks_per_sm=2",
-    "transport": "overlap copy_engine", "tuned": "overlap copy_engine pieces=4",
+    "transport": "overlap copy_engine", "tuned": "overlap copy_engine chunks=4",
     "tuned, SM collectives": "overlap priority delay=10us",
 }  # fmt: skip
 

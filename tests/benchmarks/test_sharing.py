@@ -41,7 +41,7 @@ def eight() -> list[Row]:
 def test_bars_hide_nothing_and_bold_what_meets_them(eight: list[Row]):
     text = sharing.bars(eight)
     assert cells(text, CUBLAS.label) == [
-        "10.00", "**1.050**", "1.06", "copy_engine pieces=4", "1.600",
+        "10.00", "**1.050**", "1.06", "copy_engine chunks=4", "1.600",
         "34.4 % (27.1 % to 40.3 %)", "1.029..1.092",
     ]  # fmt: skip
     kept = cells(text, f"{CUBLAS.label}, SM collectives kept")

@@ -80,7 +80,7 @@ def test_older_rows_are_put_into_one_form(tmp_path: Path):
         key | {"arm": "auto", "mode": "plain eager", "median_s": 5.0},
         {"table": "steps", "what": "forward", "way": "fused", "median_s": 1.0},
         {"table": "steps", "what": "exchange", "way": "", "median_s": 1.0},
-        {"table": "losses", "pieces": 4, "seconds": 2.0},
+        {"table": "losses", "chunks": 4, "seconds": 2.0},
     ])  # fmt: skip
     assert rows[0]["baseline_over_arm"] == [2.0, 1.0, 3.0]
     assert (rows[1]["mode"], rows[1]["plain_eager_s"], rows[1]["host_s"]) == ("eager", 5.0, 3.0)

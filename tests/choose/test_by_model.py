@@ -143,11 +143,11 @@ def test_closed_forms_are_a_little_below_simulations(name: str, groups: tuple[in
     sizes = "/".join(map(str, groups))
     for m, n, k in SHAPES[:2]:
         gathered, scattered = Problem(AG, m, n, k, 4), Problem(RS, m, k, n, 4)
-        pieces = (1, 2) if groups[-1] == 1 else (1,)
+        chunks = (1, 2) if groups[-1] == 1 else (1,)
         guesses = {
-            (p, f"graded {sizes} ring pieces={i}"): closed(p, groups, i, machine)
+            (p, f"graded {sizes} ring chunks={i}"): closed(p, groups, i, machine)
             for p, closed in ((gathered, gather_s), (scattered, scatter_s))
-            for i in pieces
+            for i in chunks
         }
         guesses |= {
             (p, f"{family} ring"): finer_s(p, finer.Kind.of(family), machine, gathers=p is gathered)

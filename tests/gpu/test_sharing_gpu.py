@@ -14,8 +14,8 @@ from counterpoint.resources.search import Space
 
 SIZE = 1024
 SPECS = (
-    "sequential", "overlap", "overlap priority", "overlap delay=5us", "overlap pieces=4",
-    "overlap pieces=2 along=n", "overlap copy_engine", "overlap copy_engine pieces=2 delay=5us",
+    "sequential", "overlap", "overlap priority", "overlap delay=5us", "overlap chunks=4",
+    "overlap chunks=2 along=n", "overlap copy_engine", "overlap copy_engine chunks=2 delay=5us",
     "overlap max_ctas=8", "overlap num_sms=100",
 )  # fmt: skip
 SHAPED = ("overlap blocks_per_sm=2", "overlap priority blocks_per_sm=1", "overlap carve_out")
@@ -63,7 +63,7 @@ def test_one_capture_takes_many_shapes(gpus):
             run()
             assert loop.error() <= loop.tolerance
         with pytest.raises(InputError, match="captured as 'overlap'"):
-            run.set(Controls(pieces=2))
+            run.set(Controls(chunks=2))
 
 
 def test_calls_again_and_again_with_a_late_rank(gpus):
@@ -187,7 +187,7 @@ def test_tune_decides_alike_and_remembers(gpus, tmp_path, monkeypatch):
     dist.broadcast_object_list(folder)
     monkeypatch.setenv("COUNTERPOINT_CACHE", folder[0])
     loop = Loop("all_to_all", SIZE, triton=True)
-    space = Space(transports=("copy_engine",), blocks_per_sm=(4, 2), pieces=(), delays_s=(5e-6,))
+    space = Space(transports=("copy_engine",), blocks_per_sm=(4, 2), chunks=(), delays_s=(5e-6,))
     with tune(loop.pipeline, budget_s=5, space=space) as tuned:
         loop.change(1)
         tuned()

@@ -211,9 +211,9 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
             shorter = replace(buffer, shape=(rows, cols - 1))
             buffers = tuple(shorter if b is buffer else b for b in plan.buffers)
             yield f"{buffer.name} is a column less", replace(plan, buffers=buffers)
-        elif rows > plan.problem.ranks and buffer.pieces > 1:
-            pieces = buffer.pieces - 1
-            fewer = replace(buffer, shape=(pieces * plan.problem.ranks, 1), pieces=pieces)
+        elif rows > plan.problem.ranks and buffer.chunks > 1:
+            chunks = buffer.chunks - 1
+            fewer = replace(buffer, shape=(chunks * plan.problem.ranks, 1), chunks=chunks)
             buffers = tuple(fewer if b is buffer else b for b in plan.buffers)
             yield f"{buffer.name} is a flag less", replace(plan, buffers=buffers)
 

@@ -68,7 +68,7 @@ def rotate_once(arms: Any, *, around: Any, rounds: int, **_: object) -> dict[str
 SETTINGS = (
     OFF, SEQUENTIAL, Controls(blocks_per_sm=2), Controls(blocks_per_sm=4), Controls(priority=True),
     Controls(priority=True, blocks_per_sm=2), Controls(carve_out=True), Controls(delay_s=5e-6),
-    Controls(pieces=2), Controls(pieces=2, along="n"), Controls(transport="copy_engine"),
+    Controls(chunks=2), Controls(chunks=2, along="n"), Controls(transport="copy_engine"),
     Controls(transport="zero_cta", max_ctas=8), Controls(num_sms=100),
 )  # fmt: skip
 
@@ -85,7 +85,7 @@ def test_shapes_share_a_graph_and_nothing_else_does(monkeypatch: pytest.MonkeyPa
         # each arm ran with its own controls, on a graph that was captured for them
         assert [controls for _, controls in pipeline.ran] == [c for c in SETTINGS for _ in range(3)]
         for graph, controls in pipeline.ran:
-            for name in ("overlap", "delay_s", "pieces", "along", "transport", "max_ctas",
+            for name in ("overlap", "delay_s", "chunks", "along", "transport", "max_ctas",
                          "num_sms"):  # fmt: skip
                 assert getattr(graph.captured, name) == getattr(controls, name)
         bench.rounds(SETTINGS[::-1], 2)
@@ -159,7 +159,7 @@ def test_a_search_keeps_what_was_refused_and_tells_its_progress(monkeypatch: pyt
     bench = a_bench(monkeypatch)
     monkeypatch.setattr(settings, "rotate", rotate_once)
     said: list[str] = []
-    space = Space(blocks_per_sm=(4, 1), pieces=(), delays_s=())
+    space = Space(blocks_per_sm=(4, 1), chunks=(), delays_s=())
     found = tune_resources._search(bench.pipeline, "graph", space, 60.0, said.append)
     assert found.best == OFF and not found.timed_out
     assert found.refused == {"overlap blocks_per_sm=1": "shape: nothing can be shaped; no kernels"}

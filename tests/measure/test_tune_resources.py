@@ -11,7 +11,7 @@ from counterpoint.measure.tune_resources import Tuned
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.search import Arm, Found
 
-BEST = Controls(transport="copy_engine", pieces=4)
+BEST = Controls(transport="copy_engine", chunks=4)
 FOUND = Found(
     BEST,
     (
@@ -31,11 +31,11 @@ def tuned(mode: Any = "graph", *, remembered: bool = False) -> Tuned:
 
 def test_the_explanation_has_every_setting():
     assert tuned().explain().splitlines() == [
-        "overlap copy_engine pieces=4 (graph): takes 20.0% less time, noise 1.0%",
-        "  pieces: by TorchDispatchMode at capture",
+        "overlap copy_engine chunks=4 (graph): takes 20.0% less time, noise 1.0%",
+        "  chunks: by TorchDispatchMode at capture",
         "  transport: by memcpy nodes",
         "  setting                            ms    less   noise  rounds",
-        "  overlap copy_engine pieces=4    8.000   20.0%    1.0%      15",
+        "  overlap copy_engine chunks=4    8.000   20.0%    1.0%      15",
         "  overlap                        10.000    0.0%    0.0%      15",
         "  sequential                     11.000   -9.9%    2.0%       3",
         "  overlap carve_out: cannot be had: nothing can be shaped",

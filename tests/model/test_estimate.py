@@ -374,7 +374,7 @@ def test_an_empty_problem_takes_the_time_of_its_signals(op: str, shape: tuple[in
 def test_a_batch_of_copies_is_quick_where_each_peer_has_a_link():
     p = Problem(AG, 8192, 1280, 8192, 8)
     plan = build(p, "uniform_fused_1d ring")
-    piece_bytes = 8192 // 8 // 8 * 8192 * 2
+    chunk_bytes = 8192 // 8 // 8 * 8192 * 2
 
     def exchange_s(machine: Machine) -> float:
         machine = replace(machine, measured=replace(machine.costs, copy_beside_matmul=1.0))
@@ -382,10 +382,10 @@ def test_a_batch_of_copies_is_quick_where_each_peer_has_a_link():
 
     mesh, switch = preset("mi300x-8"), preset("h200-8")
     # a link is a seventh of what a GPU has in all
-    copy_s = mesh.costs.copy_s(7 * piece_bytes)
+    copy_s = mesh.costs.copy_s(7 * chunk_bytes)
     assert exchange_s(mesh) == pytest.approx(copy_s)
     # own rows as well, which come from no link
-    copies_s = 7 * switch.costs.copy_s(piece_bytes) + switch.costs.copy_s(piece_bytes // 3)
+    copies_s = 7 * switch.costs.copy_s(chunk_bytes) + switch.costs.copy_s(chunk_bytes // 3)
     assert exchange_s(switch) == pytest.approx(copies_s)
 
 

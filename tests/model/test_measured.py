@@ -1,14 +1,12 @@
 """The model against committed measurements: rows of benchmarks/results/overlap-4x-h200.jsonl."""
 
-import json
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
+from benchmarks.rows import results
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import SHIPPED, shipped
 from counterpoint.costs import Costs
@@ -17,8 +15,6 @@ from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build, families
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap-4x-h200.jsonl"
 
 # 4xH200, bf16, 2026-11; stands in until a measured machine is shipped
 COSTS = Costs(
@@ -44,10 +40,8 @@ def machine() -> Machine:
 def measured_s() -> dict[Problem, dict[str, float]]:
     """Seconds of one call in a graph, by problem and plan."""
     found: dict[Problem, dict[str, float]] = defaultdict(dict)
-    for line in RESULTS.read_text().splitlines():
-        row: dict[str, Any] = json.loads(line)
-        # these rows have names that are gone: push is the one direction that is left
-        spec = row["arm"].replace(" push", "").replace("serial direct", "direct")
+    for row in results("overlap")[4]:
+        spec = row["arm"]
         if row["mode"] == "graph" and spec.split()[0] in families(row["op"]) and "pull" not in spec:
             problem = Problem(row["op"], row["m"], row["n"], row["k"], row["ranks"], row["dtype"])
             found[problem][spec] = row["median_s"]

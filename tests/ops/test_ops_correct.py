@@ -55,13 +55,13 @@ def specs(op: str, ranks: int) -> list[tuple[str, str]]:
     for peers in orders:
         found += [(f"{name} {peers}", "") for name in families(op) if name[-2:] in ("1d", "2d")]
         found.append((f"shard_p2p {peers}", "shards" if gathers else ""))
-        found += [(f"shard_p2p {peers} pieces={n}", "") for n in ((3,) if gathers else (2, 3))]
+        found += [(f"shard_p2p {peers} chunks={n}", "") for n in ((3,) if gathers else (2, 3))]
         for groups in compositions(ranks):
             bits = {1: "whole", ranks: "shards"}.get(len(groups), "") if gathers else ""
             spec = f"graded {'/'.join(map(str, groups))} {peers}"
             found.append((spec, bits))
             if not gathers and groups[0] == 1 < len(groups):
-                found.append((f"{spec} pieces=2", ""))
+                found.append((f"{spec} chunks=2", ""))
     return found
 
 
@@ -117,7 +117,7 @@ def test_sizes_and_families_in_turn_on_one_workspace(rank: int, ranks: int) -> l
     gather, scatter, _ = OPS
     found = [
         Case(gather, "graded 1/1/2 ring", (3,) * 4, 5, 7, torch.float16),
-        Case(scatter, "graded 1/3 xor pieces=3", (331,) * 4, 64, 457, bias=True),
+        Case(scatter, "graded 1/3 xor chunks=3", (331,) * 4, 64, 457, bias=True),
         Case(gather, "uniform_fused_2d xor", (5, 1, 0, 2), 200, 9, torch.bfloat16, bias=True),
         Case(gather, "graded 2/2 ring", (331,) * 4, 457, 31, layout="transposed"),
         Case(scatter, "serial", (1,) * 4, 3, 2, bias=True),

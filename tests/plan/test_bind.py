@@ -1,4 +1,4 @@
-"""From regions to boxes: what is merged, where pieces, slots and counted blocks lie."""
+"""From regions to boxes: what is merged, where chunks, slots and counted blocks lie."""
 
 from dataclasses import replace
 from typing import Any
@@ -87,13 +87,13 @@ def test_what_is_shared_is_not_joined_by_chance():
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("i", range(4))
-def test_a_piece_of_every_block_is_one_box_where_stored_piece_major(rank: int, i: int):
+def test_a_chunk_of_every_block_is_one_box_where_stored_chunk_major(rank: int, i: int):
     plan = build(GATHER, "uniform_fused_1d ring")
     (part,) = parts_of(plan, rank, f"matmul_{i}")
     sizes = [[n * (j + 1) // 4 - n * j // 4 for n in ROWS] for j in range(4)]
     start = sum(map(sum, sizes[:i]))
     assert rows_of([part.reads[0], part.write]) == [(start, start + sum(sizes[i]))] * 2
-    # my piece lands behind those of the ranks before me, on every rank
+    # my chunk lands behind those of the ranks before me, on every rank
     pushed = parts_of(plan, rank, f"push_{i}")
     mine = start + sum(sizes[i][:rank])
     assert all(rows_of([p.write]) == [(mine, mine + sizes[i][rank])] for p in pushed)
@@ -131,7 +131,7 @@ def test_slices_of_k_keep_the_whole_group_in_one_box():
 @pytest.mark.parametrize("rank", range(4))
 def test_a_sum_over_rows_reads_all_of_them_at_once(rank: int):
     wgrad = Problem("all_gather_matmul_wgrad", 11, 6, 8, 4, rows=ROWS)
-    (part,) = parts_of(build(wgrad, "sliced ring pieces=2"), rank, "matmul_1")
+    (part,) = parts_of(build(wgrad, "sliced ring chunks=2"), rank, "matmul_1")
     assert part.reads == (Box(rank, "full", 0, 0, 11, 4, 8), Box(rank, "dy", 0, 0, 11, 0, 6))
     assert part.write == Box(rank, "dw", 0, 4, 8, 0, 6)
     # blocks without rows are no gap
@@ -160,7 +160,7 @@ def test_a_sum_over_rows_of_several_boxes_is_refused(reads: tuple[str, str], mes
     with pytest.raises(PlanError, match=f"step matmul: {message}"):
         bind(split, 0)
     bind(split, 1)  # they follow one another there
-    parts = Region("full", piece=(0, 2)), Region("dy", piece=(0, 2))
+    parts = Region("full", chunk=(0, 2)), Region("dy", chunk=(0, 2))
     with pytest.raises(PlanError, match="its part of full on rank 1 is several"):
         bind(replace(plan, steps=(plan.steps[0], replace(plan.steps[1], reads=parts))), 1)
 
@@ -197,7 +197,7 @@ X = Buffer("x", (11, 8), "bfloat16", "input", split=True, holds="own")
 FULL = Buffer("full", (11, 8), "bfloat16", "scratch", split=True)
 PLAIN = Buffer("plain", (4, 8), "bfloat16", "scratch")
 SHORT = Buffer("short", (10, 8), "bfloat16", "scratch", split=True)
-PIECES = Buffer("pieces", (11, 8), "bfloat16", "scratch", split=True, pieces=2)
+CHUNKS = Buffer("chunks", (11, 8), "bfloat16", "scratch", split=True, chunks=2)
 
 
 @pytest.mark.parametrize(
@@ -208,12 +208,12 @@ PIECES = Buffer("pieces", (11, 8), "bfloat16", "scratch", split=True, pieces=2)
         (Region("x"), Region("full", cols=(5, 4)), r"cols \(5, 4\) are outside 0..8"),
         (Region("plain", rows=(-1, 2)), Region("full"), r"rows \(-1, 2\) are outside 0..4"),
         (Region("plain", shards=((0,),)), Region("full"), "plain is not split: it has no shards"),
-        (Region("plain", piece=(0, 2)), Region("full"), "plain is not split: it has no shards"),
+        (Region("plain", chunk=(0, 2)), Region("full"), "plain is not split: it has no shards"),
         (Region("x", shards=((0,),)), Region("full"), "x holds one block: it has no shards"),
         (Region("full", rows=(0, 2)), Region("full"), "full is split: name blocks by shards"),
-        (Region("full", piece=(2, 2)), Region("full"), "full has no piece 2 of 2"),
-        (Region("full", piece=(-1, 2)), Region("full"), "full has no piece -1 of 2"),
-        (Region("pieces"), Region("full"), "pieces has no piece 0 of 1"),
+        (Region("full", chunk=(2, 2)), Region("full"), "full has no chunk 2 of 2"),
+        (Region("full", chunk=(-1, 2)), Region("full"), "full has no chunk -1 of 2"),
+        (Region("chunks"), Region("full"), "chunks has no chunk 0 of 1"),
         (Region("full", shards=((1,), (5,))), Region("full"), "full names a shard twice"),
         (Region("full", shards=((1, 1),)), Region("full"), r"peer \(1, 1\) has 2 axes"),
         (Region("short"), Region("full"), "short is split, so it needs 11 rows"),
@@ -222,7 +222,7 @@ PIECES = Buffer("pieces", (11, 8), "bfloat16", "scratch", split=True, pieces=2)
     ],
 )
 def test_a_region_that_does_not_fit_is_refused(read: Region, write: Region, message: str):
-    plan = one_step(read, write, X, FULL, PLAIN, SHORT, PIECES)
+    plan = one_step(read, write, X, FULL, PLAIN, SHORT, CHUNKS)
     with pytest.raises(PlanError, match=f"^plan mine, step s: {message}"):
         bind(plan, 0)
 

@@ -92,7 +92,7 @@ def test_what_is_no_batch():
     refused(with_step(plan, at["matmul_2"], after=("push_1",)), one_launch)
     refused(with_step(plan, at["matmul_2"], waits=plan.steps[at["matmul_1"]].waits), one_launch)
     refused(with_step(plan, at["matmul_1"], args=(("batch", 0),)), "its batch is one launch")
-    chained = with_step(plan, at["matmul_2"], reads=(Region("y", piece=(1, 3)), matmul.reads[1]))
+    chained = with_step(plan, at["matmul_2"], reads=(Region("y", chunk=(1, 3)), matmul.reads[1]))
     refused(chained, "no step of it reads what another")
     args = (("batch", 1),)
     refused(with_step(plan, at["keep_1"], args=args), "step keep_1: a copy is in no batch")

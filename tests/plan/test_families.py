@@ -134,8 +134,8 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
     if "sizes" in family.takes:
         edges = sorted(draw(st.sets(st.integers(1, experts or ranks))) | {0, experts or ranks})
         words.append("/".join(str(b - a) for a, b in zip(edges, edges[1:], strict=False)))
-    elif "pieces" in family.takes:
-        words += draw(st.sampled_from([[], ["pieces=2"], ["pieces=5"]]))
+    elif "chunks" in family.takes:
+        words += draw(st.sampled_from([[], ["chunks=2"], ["chunks=5"]]))
     if "peers" in family.takes:
         words.append(draw(st.sampled_from(peers_of(ranks))))
     if "tile" in family.takes:
@@ -181,7 +181,7 @@ def lane_of(plan: Plan, lane: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_gather_hides_behind_dgrad_and_scatter_behind_wgrad(ranks: int):
     for peers in peers_of(ranks):
-        plan = build(problem_of(AG_BACKWARD, "primes", ranks), f"side_by_side {peers} pieces=2")
+        plan = build(problem_of(AG_BACKWARD, "primes", ranks), f"side_by_side {peers} chunks=2")
         compute = ["dx_matmul_0", "wgrad", "dx_reduce_0", "dx_reduce_1"]
         assert lane_of(plan, "compute") == compute
         copies = [name.rpartition("_")[0].partition("_push")[0] for name in lane_of(plan, "copy")]
@@ -195,9 +195,9 @@ def test_gather_hides_behind_dgrad_and_scatter_behind_wgrad(ranks: int):
 def test_every_grouping_of_four_ranks_is_right(groups: tuple[int, ...]):
     sizes = "/".join(map(str, groups))
     for peers in ("ring", "xor"):
-        for tail in ("", " pieces=2")[: 2 if groups[-1] == 1 else 1]:
+        for tail in ("", " chunks=2")[: 2 if groups[-1] == 1 else 1]:
             prove(problem_of(AG, "unequal", 4, bias=True), f"graded {sizes} {peers}{tail}")
-        for tail in ("", " pieces=2", " pieces=3")[: 3 if groups[0] == 1 else 1]:
+        for tail in ("", " chunks=2", " chunks=3")[: 3 if groups[0] == 1 else 1]:
             prove(problem_of(RS, "unequal", 4, bias=True), f"graded {sizes} {peers}{tail}")
     # dw takes what was gathered for dx
     plan = prove(problem_of(RS_BACKWARD, "unequal", 4), f"graded {sizes} ring")
@@ -284,16 +284,16 @@ def test_a_misspelt_family_and_a_misspelt_word_have_a_suggestion(op: str):
         (AR, 4, "fused scatter", "a spec of one_shot or two_shot, got 'fused scatter'"),
         (RS, 4, "fused one_shot", "a spec that scatters, got 'fused one_shot'"),
         (AR, 4, "fused one_shot two_shot", "makes each choice once; 'two_shot' is the second"),
-        (AG, 4, "graded 1/3 pieces=2", "a spec whose last group is one shard, where it has pieces"),
-        (RS, 4, "graded 3/1 pieces=2", "a spec whose first group is one shard, where it has piec"),
-        (RS_BACKWARD, 4, "graded 1/3 pieces=2", "a spec whose last group is one shard, where it"),
+        (AG, 4, "graded 1/3 chunks=2", "a spec whose last group is one shard, where it has chunks"),
+        (RS, 4, "graded 3/1 chunks=2", "a spec whose first group is one shard, where it has chun"),
+        (RS_BACKWARD, 4, "graded 1/3 chunks=2", "a spec whose last group is one shard, where it"),
         *((op, 4, f"{family} {word}", f"of words that {family} knows; '{word}' is none")
           for op, family, word in (
-              (AG, "serial", "xor"), (AG, "graded", "pieces=9"), (AG, "graded", "push"),
-              (AG, "uniform_fused_1d", "pieces=2"), (RS, "shard_p2p", "1/3"),
-              (AG_WGRAD, "serial", "pieces=2"), (AG_BACKWARD, "side_by_side", "1/3"),
+              (AG, "serial", "xor"), (AG, "graded", "chunks=9"), (AG, "graded", "push"),
+              (AG, "uniform_fused_1d", "chunks=2"), (RS, "shard_p2p", "1/3"),
+              (AG_WGRAD, "serial", "chunks=2"), (AG_BACKWARD, "side_by_side", "1/3"),
               (RS, "direct", "ring"), (AR, "fused", "words"), ("all_to_all_matmul", "fused", "3"),
-              ("matmul_all_to_all", "grouped", "pieces=2"))),
+              ("matmul_all_to_all", "grouped", "chunks=2"))),
     ],
 )  # fmt: skip
 def test_a_spec_that_does_not_fit_is_refused(op: str, ranks: int, spec: str, message: str):

@@ -68,7 +68,7 @@ CASES = [
     Case(AG, "graded 1/2 ring", (2, 0, 3)),
     Case(AG, "graded 2/1/1 ring", (2, 2, 2, 2), bias=True),
     Case(AG, "graded 1/1/2 xor", (2, 2, 2, 2), bias=True),
-    Case(AG, "graded 2/1 ring pieces=2", (2, 2, 2)),
+    Case(AG, "graded 2/1 ring chunks=2", (2, 2, 2)),
     Case(AG, "uniform_fused_2d ring", (2, 2, 2), bias=True),
     Case(AG, "uniform_fused_2d xor", (3, 2)),
     Case(AG, "uniform_fused_1d ring", (3, 4, 2), bias=True),
@@ -99,19 +99,19 @@ CASES = [
     Case(RS, "shard_p2p ring", (2, 2, 2), bias=True),
     Case(RS, "shard_p2p xor", (2, 3), bias=True),
     Case(RS, "graded 2/1/1 xor", (2, 3, 1, 2)),
-    Case(RS, "graded 1/3 ring pieces=2", (2, 2, 2, 2), bias=True),
-    Case(RS, "shard_p2p ring pieces=2", (2, 0, 3)),
+    Case(RS, "graded 1/3 ring chunks=2", (2, 2, 2, 2), bias=True),
+    Case(RS, "shard_p2p ring chunks=2", (2, 0, 3)),
     Case(AG, "serial", (2, 2), splits=(3, 3)),
     Case(AG, "graded 1/2 ring", (2, 0, 3), splits=(2, 3)),
     Case(AG, "graded 2/1 ring", (2, 2, 2), splits=(3, 3)),
     Case(AG_WGRAD, "serial", (2, 2, 2)),
-    Case(AG_WGRAD, "sliced ring pieces=2", (3, 0, 2)),
-    Case(AG_WGRAD, "sliced xor pieces=3", (2, 2), n=7),
+    Case(AG_WGRAD, "sliced ring chunks=2", (3, 0, 2)),
+    Case(AG_WGRAD, "sliced xor chunks=3", (2, 2), n=7),
     Case(AG_BACKWARD, "serial", (2, 2, 2)),
     Case(AG_BACKWARD, "side_by_side ring", (2, 2, 2)),
-    Case(AG_BACKWARD, "side_by_side xor pieces=2", (2, 2), n=7),
+    Case(AG_BACKWARD, "side_by_side xor chunks=2", (2, 2), n=7),
     Case(RS_BACKWARD, "serial", (2, 3)),
-    Case(RS_BACKWARD, "shard_p2p ring pieces=2", (2, 2, 2)),
+    Case(RS_BACKWARD, "shard_p2p ring chunks=2", (2, 2, 2)),
     Case(RS_BACKWARD, "graded 1/2 ring", (3, 2, 0)),
     Case(RS_BACKWARD, "graded 2/2 xor", (2, 2, 2, 2), n=7),
     Case(DISPATCH, "serial", (2, 2, 2), experts=2),
@@ -144,9 +144,9 @@ STILL_RIGHT = {
     "the lane it left added nothing",
     "scratch as symmetric": "memory that peers could reach, and do not",
     "slots as blocks": "rows are equal on all ranks, so a slot has the size of a block",
-    "pieces by rank": "the same cells stored rank-major: more copies and matmuls, equal results",
+    "chunks by rank": "the same cells stored rank-major: more copies and matmuls, equal results",
     "edge of a join": "`>>` orders a plan behind all that was before, also what went to peers",
-    "blocks by piece": "the same cells stored piece-major, which every step that names them knows",
+    "blocks by chunk": "the same cells stored chunk-major, which every step that names them knows",
     "room for own blocks": "packed rows keep a place for those of this rank, which nobody uses",
     "no room for own blocks": "a block of this rank's was kept that nobody uses, or rows are equal "
     "and each peer's slot has the size of its block",
@@ -247,10 +247,10 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
                 return "room for own blocks"
             case "holds", "slots" | "all" if even and buffers[name].holds != "own":
                 return "slots as blocks"
-            case "pieces", "1":
-                return "pieces by rank"
-            case "pieces", _ if buffers[name].pieces == 1:
-                return "blocks by piece"
+            case "chunks", "1":
+                return "chunks by rank"
+            case "chunks", _ if buffers[name].chunks == 1:
+                return "blocks by chunk"
             case "dtype", "float32" if name == "own" or (
                 name == "product" and not plan.problem.bias
             ):
@@ -278,10 +278,10 @@ def test_every_kind_of_mutation_occurs_and_is_refused_at_times():
     refused = Counter(r.what.partition(": ")[0] for r in results() if r.refused)
     assert set(made) == set(refused)
     assert {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at", "shard",
-            "piece", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
+            "chunk", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
             "memory", "batch", "write", "setting", "spins"} == set(made)  # fmt: skip
     never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
-                      "at", "shard", "piece", "cols", "rows", "read", "pair", "arg",
+                      "at", "shard", "chunk", "cols", "rows", "read", "pair", "arg",
                       "bias", "write", "setting", "spins"}  # fmt: skip
     assert all(made[kind] == refused[kind] for kind in never_accepted)
     assert made["edge"] - refused["edge"] == 1

@@ -16,15 +16,15 @@ NANOSECONDS = st.integers(0, round(MAX_DELAY_S * 1e9)).map(lambda ns: round(ns *
 @st.composite
 def controls(draw: st.DrawFn, delays_s: Any = NANOSECONDS) -> Controls:
     copies = draw(st.booleans())
-    pieces = draw(st.integers(1, 16))
+    chunks = draw(st.integers(1, 16))
     blocks = draw(st.none() | st.integers(1, 32))
     return Controls(
         priority=not copies and draw(st.booleans()),
         blocks_per_sm=blocks,
         carve_out=blocks is None and draw(st.booleans()),
         delay_s=draw(delays_s),
-        pieces=pieces,
-        along=draw(st.sampled_from(("m", "n"))) if pieces > 1 else "m",
+        chunks=chunks,
+        along=draw(st.sampled_from(("m", "n"))) if chunks > 1 else "m",
         transport="copy_engine" if copies else draw(st.sampled_from(("sm", "zero_cta"))),
         max_ctas=0 if copies else draw(st.integers(0, 64)),
         num_sms=draw(st.integers(0, 132)),
@@ -53,7 +53,7 @@ def test_different_controls_have_different_text(one: Controls, other: Controls):
         (SEQUENTIAL, "sequential"), (OFF, "overlap"),
         # a search knows its settings by their text: `Bench.rounds` and `Bench.holding`
         (Controls(delay_s=1.23456789e-5), "overlap delay=12.3456789us"),
-        (Controls(pieces=2, along="n"), "overlap pieces=2 along=n"),
+        (Controls(chunks=2, along="n"), "overlap chunks=2 along=n"),
     ],
     ids=str,
 )  # fmt: skip
@@ -64,11 +64,11 @@ def test_unusual_controls_are_read_back(some: Controls, spec: str):
 @pytest.mark.parametrize(
     "spec",
     [
-        "sequential sequential", "overlap overlap", "overlap pieces", "overlap pieces=",
-        "overlap pieces=-1", "overlap pieces=2.5", "overlap delay=us", "overlap delay=nanus",
-        "overlap num_sms=0x10", "pieces 4", "Overlap", "overlap Priority",
-        "overlap, priority", "overlap pieces=²", "overlap delay=infus",
-        "priority", "copy_engine pieces=4", "pieces=4 and more", "overlap pieces=2 pieces=4",
+        "sequential sequential", "overlap overlap", "overlap chunks", "overlap chunks=",
+        "overlap chunks=-1", "overlap chunks=2.5", "overlap delay=us", "overlap delay=nanus",
+        "overlap num_sms=0x10", "chunks 4", "Overlap", "overlap Priority",
+        "overlap, priority", "overlap chunks=²", "overlap delay=infus",
+        "priority", "copy_engine chunks=4", "chunks=4 and more", "overlap chunks=2 chunks=4",
     ],
 )  # fmt: skip
 def test_other_text_is_refused_whole(spec: str):
@@ -88,14 +88,14 @@ OF_COPIES = "must be unset with copy_engine, got"
     [
         *(({field: -1}, f"{field} must be >= 0, got -1")
           for field in ("max_ctas", "num_sms", "green_sms")),
-        ("overlap pieces=99", "pieces must be from 1 to 16, got 99"),
+        ("overlap chunks=99", "chunks must be from 1 to 16, got 99"),
         ("overlap delay=2000us", "delay_s must be from 0 to 0.001 s, got 0.002"),
         ("overlap along=k", "along must be 'm' or 'n', got k"),
         ("overlap copy_engine priority", f"priority {OF_COPIES} True; it is implied"),
         ("overlap copy_engine max_ctas=4",
          f"max_ctas {OF_COPIES} 4; it is the budget of the library's kernels"),
-        ({"pieces": 0}, "pieces must be from 1 to 16, got 0"),
-        ({"pieces": 17}, "pieces must be from 1 to 16, got 17"),
+        ({"chunks": 0}, "chunks must be from 1 to 16, got 0"),
+        ({"chunks": 17}, "chunks must be from 1 to 16, got 17"),
         ({"along": "k"}, "along must be 'm' or 'n', got k"),
         ({"along": "n"}, "along must be 'm' where nothing is cut, got n"),
         ({"transport": "nic"}, "transport must be one of sm, copy_engine, zero_cta, got nic"),
@@ -107,8 +107,8 @@ OF_COPIES = "must be unset with copy_engine, got"
         ({"overlap": False, "priority": True},
          "overlap must be True, with other controls, got False; a sequence shares nothing"),
         # values of another type
-        ({"pieces": 2.5}, "pieces must be a whole number, got 2.5"),
-        ({"pieces": "4"}, "pieces must be a whole number, got 4"),
+        ({"chunks": 2.5}, "chunks must be a whole number, got 2.5"),
+        ({"chunks": "4"}, "chunks must be a whole number, got 4"),
         ({"blocks_per_sm": 1.5}, "blocks_per_sm must be None or a whole number, got 1.5"),
         ({"priority": "no"}, "priority must be True or False, got no"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
@@ -146,5 +146,5 @@ def test_the_ways_in_that_are_known():
 
 def test_controls_are_counted():
     assert (OFF.num_set, SEQUENTIAL.num_set) == (0, 1)
-    assert Controls(pieces=2, along="n").num_set == 1
-    assert Controls(pieces=2, priority=True, delay_s=1e-6, transport="zero_cta").num_set == 4
+    assert Controls(chunks=2, along="n").num_set == 1
+    assert Controls(chunks=2, priority=True, delay_s=1e-6, transport="zero_cta").num_set == 4

@@ -21,34 +21,34 @@ TOLERANCE = 1e-6  # waves are compared as rounded to it
 
 @settings(max_examples=200)
 @given(
-    extent=st.integers(1, 5000), pieces=st.integers(1, 16), tile=st.sampled_from([1, 64, 128]),
+    extent=st.integers(1, 5000), chunks=st.integers(1, 16), tile=st.sampled_from([1, 64, 128]),
     across=st.integers(1, 60), num_sms=st.sampled_from([1, 108, 132]),
 )  # fmt: skip
-def test_cuts_cover_in_whole_tiles_near_equal_pieces(
-    extent: int, pieces: int, tile: int, across: int, num_sms: int
+def test_cuts_cover_in_whole_tiles_near_equal_chunks(
+    extent: int, chunks: int, tile: int, across: int, num_sms: int
 ):
-    borders = cuts(extent, pieces, tile=tile, tiles_across=across, num_sms=num_sms)
+    borders = cuts(extent, chunks, tile=tile, tiles_across=across, num_sms=num_sms)
     num_tiles = ceil(extent / tile)
     assert (borders[0], borders[-1]) == (0, extent)
-    assert len(borders) == 1 + min(pieces, num_tiles)
+    assert len(borders) == 1 + min(chunks, num_tiles)
     assert all(a < b for a, b in zip(borders, borders[1:], strict=False))
     inner = [border // tile for border in borders[1:-1]]
     assert [t * tile for t in inner] == list(borders[1:-1])
-    pieces = len(borders) - 1
+    chunks = len(borders) - 1
     for i, (start, t) in enumerate(zip([0, *inner], inner, strict=False), 1):
-        # within half a piece of an equal division, in whole numbers
-        assert 2 * abs(pieces * t - num_tiles * i) <= num_tiles
+        # within half a chunk of an equal division, in whole numbers
+        assert 2 * abs(chunks * t - num_tiles * i) <= num_tiles
 
         def idle(stop: int, start: int = start) -> float:
             work = (stop - start) * across
             return -(-work // num_sms) * num_sms / work
 
         # no border that was free to be taken leaves fewer SMs without a tile; those just half a
-        # piece away are within or not, as numbers are rounded
+        # chunk away are within or not, as numbers are rounded
         others = [
             idle(other)
-            for other in range(start + 1, num_tiles - (pieces - i) + 1)
-            if 2 * abs(pieces * other - num_tiles * i) < num_tiles
+            for other in range(start + 1, num_tiles - (chunks - i) + 1)
+            if 2 * abs(chunks * other - num_tiles * i) < num_tiles
         ]
         assert idle(t) <= min(others, default=idle(t)) + TOLERANCE
 
@@ -58,7 +58,7 @@ def test_cuts_that_are_known():
     assert cuts(8192, 4, tile=128, tiles_across=28) == (0, 1792, 3584, 5376, 8192)
     # 33 rows of tiles, 32 across, are 8 waves; half of 8192 rows would be 7.76
     assert cuts(8192, 2, tile=128, tiles_across=32) == (0, 4224, 8192)
-    # where every border is as good, the pieces are equal
+    # where every border is as good, the chunks are equal
     assert cuts(1000, 4, tile=1, tiles_across=132) == (0, 250, 500, 750, 1000)
     assert cuts(130, 16, tile=128, tiles_across=1) == (0, 128, 130)
     assert cuts(128, 16, tile=128, tiles_across=1) == (0, 128)
@@ -70,19 +70,19 @@ def test_cuts_that_are_known():
         ({"extent": 0}, "cuts: extent must be >= 1, got 0"),
         ({"tile": 0}, "cuts: tile must be >= 1, got 0"),
         ({"tiles_across": -1}, "cuts: tiles_across must be >= 1, got -1"),
-        ({"pieces": 0}, "cuts: pieces must be from 1 to 16, got 0"),
-        ({"pieces": 17}, "cuts: pieces must be from 1 to 16, got 17"),
+        ({"chunks": 0}, "cuts: chunks must be from 1 to 16, got 0"),
+        ({"chunks": 17}, "cuts: chunks must be from 1 to 16, got 17"),
         ({"num_sms": 0}, "cuts: num_sms must be >= 1, got 0"),
     ],
 )  # fmt: skip
 def test_cuts_refuse(changes: dict[str, int], text: str):
-    given = {"extent": 512, "pieces": 2, "tile": 128, "tiles_across": 4, **changes}
+    given = {"extent": 512, "chunks": 2, "tile": 128, "tiles_across": 4, **changes}
     with pytest.raises(InputError) as caught:
-        cuts(given.pop("extent"), given.pop("pieces"), **given)
+        cuts(given.pop("extent"), given.pop("chunks"), **given)
     assert str(caught.value) == text
-    if "pieces" in changes:
+    if "chunks" in changes:
         with pytest.raises(InputError, match=text.removeprefix("cuts: ")):  # noqa: SIM117
-            with Cut(changes["pieces"]):
+            with Cut(changes["chunks"]):
                 torch.mm(torch.ones(300, 2), torch.ones(2, 2))
 
 
@@ -145,13 +145,13 @@ def test_cut_products_and_their_launches(name: str, dtype: torch.dtype):
     op, call, exact = CALLS[name]
     given = operands(dtype)
     plain, want = call(*given), exact(*(t.double() for t in given))
-    for pieces, along in ((1, "m"), (2, "m"), (3, "n"), (7, "n"), (16, "m")):
-        with Launches() as launches, Cut(pieces, along) as cut:  # type: ignore[arg-type]
+    for chunks, along in ((1, "m"), (2, "m"), (3, "n"), (7, "n"), (16, "m")):
+        with Launches() as launches, Cut(chunks, along) as cut:  # type: ignore[arg-type]
             got = call(*given)
         assert_as_accurate_as(got, plain, want)
         assert cut.num_matmuls == 1
         extent = M if along == "m" else N
-        assert launches.of[op] == min(pieces, ceil(extent / min(TILE)))
+        assert launches.of[op] == min(chunks, ceil(extent / min(TILE)))
         assert launches.of["mm"] + launches.of["addmm"] == launches.of[op]
 
 

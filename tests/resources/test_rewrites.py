@@ -17,8 +17,8 @@ from counterpoint.resources.rewrites import URGENT, Touch, plan_of, rewritten
 RANKS = 3
 SETTINGS = (
     OFF, SEQUENTIAL, Controls(priority=True), Controls(blocks_per_sm=2), Controls(carve_out=True),
-    Controls(delay_s=5e-6), Controls(pieces=4, along="n"), Controls(transport="copy_engine"),
-    Controls(transport="zero_cta", max_ctas=8, delay_s=1e-6, pieces=2),
+    Controls(delay_s=5e-6), Controls(chunks=4, along="n"), Controls(transport="copy_engine"),
+    Controls(transport="zero_cta", max_ctas=8, delay_s=1e-6, chunks=2),
     Controls(green_sms=96, num_sms=100),
 )  # fmt: skip
 
@@ -140,10 +140,10 @@ def test_settings_of_lanes():
 
 def test_args_of_steps():
     plan = plan_of(double_buffered(), RANKS)
-    controls = Controls(pieces=4, along="n", transport="zero_cta", max_ctas=8)
+    controls = Controls(chunks=4, along="n", transport="zero_cta", max_ctas=8)
     for step in rewritten(plan, controls).steps:
         if step.lane == "compute":
-            assert dict(step.args) == {"pieces": 4, "along": "n"}
+            assert dict(step.args) == {"chunks": 4, "along": "n"}
         else:
             assert dict(step.args) == {
                 "collective": "all_to_all", "transport": "zero_cta", "max_ctas": 8,
@@ -153,7 +153,7 @@ def test_args_of_steps():
 def test_what_computes_behind_a_collective_is_held_back():
     """After what it waits for: else the delay would pass while that runs."""
     plan = plan_of(double_buffered(), RANKS)
-    made = rewritten(plan, Controls(delay_s=5e-6, pieces=2))
+    made = rewritten(plan, Controls(delay_s=5e-6, chunks=2))
     waits = [step for step in made.steps if step.arg("delay_ns")]
     assert [step.name for step in waits] == [f"delay before gemm {i}" for i in (1, 2, 3)]
     for step in waits:

@@ -221,8 +221,8 @@ def test_no_memory_of_nccl_on_cpu_ranks(rank: int, ranks: int):
 def test_controls_and_graphs_of_gpus_are_refused_on_cpu_ranks(rank: int, ranks: int):
     pipeline = exchange()
     want = "InputError: run: controls must be 'overlap' or 'sequential' on CPU ranks, got "
-    for words in ("priority", "blocks_per_sm=2", "carve_out", "delay=5us", "pieces=2",
-                  "num_sms=100", "green_sms=8", "copy_engine", "zero_cta pieces=4",
+    for words in ("priority", "blocks_per_sm=2", "carve_out", "delay=5us", "chunks=2",
+                  "num_sms=100", "green_sms=8", "copy_engine", "zero_cta chunks=4",
                   "max_ctas=8"):  # fmt: skip
         spec = f"overlap {words}"
         text = said(lambda p, s=spec: Eager(p, Controls.parse(s)), pipeline)

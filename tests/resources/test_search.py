@@ -12,7 +12,7 @@ from counterpoint.resources.search import Found, Space, search, simpler
 
 Landscape = Callable[[Controls], float]
 SPACE = Space(
-    transports=("copy_engine",), blocks_per_sm=(6, 4, 2), pieces=(2, 4), delays_s=(5e-6, 10e-6),
+    transports=("copy_engine",), blocks_per_sm=(6, 4, 2), chunks=(2, 4), delays_s=(5e-6, 10e-6),
     max_ctas=(16,), carve_out=True,
 )  # fmt: skip
 
@@ -24,7 +24,7 @@ def separable(controls: Controls) -> float:
     factors = {
         "delay_s": {0.0: 1.0, 5e-6: 0.75, 10e-6: 0.8},
         "blocks_per_sm": {None: 1.0, 6: 0.95, 4: 0.9, 2: 1.2},
-        "pieces": {1: 1.0, 2: 1.03, 4: 1.06},
+        "chunks": {1: 1.0, 2: 1.03, 4: 1.06},
         "transport": {"sm": 1.0, "copy_engine": 1.1},
         "max_ctas": {0: 1.0, 16: 1.4},
         "priority": {False: 1.0, True: 1.04},
@@ -104,7 +104,7 @@ def test_a_simpler_setting_must_be_sure_of_its_gain():
             return 9.4e-3
         return 9.5e-3 if controls.delay_s or controls.priority else 10e-3
 
-    space = Space(pieces=(), delays_s=(5e-6,))
+    space = Space(chunks=(), delays_s=(5e-6,))
     assert found(Scattered(nearly), space).best == Controls(delay_s=5e-6, priority=True)
 
 
@@ -114,10 +114,10 @@ def test_nine_of_ten_searches_decide_alike():
     def like_copies(controls: Controls) -> float:
         if controls.transport != "copy_engine":
             return 11.6e-3 if not controls.delay_s else 8.5e-3
-        pieces = {1: 1.0, 2: 0.995, 4: 0.993}[controls.pieces]
-        return 8.06e-3 * pieces * (0.997 if controls.delay_s else 1.0)
+        chunks = {1: 1.0, 2: 0.995, 4: 0.993}[controls.chunks]
+        return 8.06e-3 * chunks * (0.997 if controls.delay_s else 1.0)
 
-    space = Space(transports=("copy_engine",), pieces=(2, 4))
+    space = Space(transports=("copy_engine",), chunks=(2, 4))
     for first in range(0, 50, 10):
         picks = Counter(
             found(Measured(like_copies, 0.01, seed), space).best.spec
@@ -187,9 +187,9 @@ def test_settings_that_cannot_be_had_are_left_out():
 
 
 def test_simpler_settings_have_some_of_the_controls():
-    of = Controls(transport="copy_engine", pieces=4, along="n", delay_s=5e-6)
+    of = Controls(transport="copy_engine", chunks=4, along="n", delay_s=5e-6)
     found = set(simpler(of))
     assert len(found) == 6 and of not in found and OFF not in found
-    assert Controls(pieces=4, along="n") in found
+    assert Controls(chunks=4, along="n") in found
     assert Controls(transport="copy_engine", delay_s=5e-6) in found
     assert simpler(SEQUENTIAL) == simpler(OFF) == ()

@@ -22,19 +22,19 @@ from counterpoint.resources.search import (
 )
 
 SPACE = Space(
-    transports=("copy_engine", "zero_cta"), blocks_per_sm=(6, 2), pieces=(2, 8), along=("m", "n"),
+    transports=("copy_engine", "zero_cta"), blocks_per_sm=(6, 2), chunks=(2, 8), along=("m", "n"),
     delays_s=(5e-6,), max_ctas=(8, 16), carve_out=True,
 )  # fmt: skip
 VALUES: dict[str, tuple[Any, ...]] = {
     "overlap": (True,), "priority": (False, True), "blocks_per_sm": (None, 6, 2),
-    "carve_out": (False, True), "delay_s": (0.0, 5e-6), "pieces": (1, 2, 8), "along": ("m", "n"),
+    "carve_out": (False, True), "delay_s": (0.0, 5e-6), "chunks": (1, 2, 8), "along": ("m", "n"),
     "transport": ("sm", "copy_engine", "zero_cta"), "max_ctas": (0, 8, 16), "num_sms": (0,),
     "green_sms": (0,),
 }  # fmt: skip
 # what comes along with a control, and to which value
 COUPLED = {
     ("blocks_per_sm", "carve_out"): False, ("carve_out", "blocks_per_sm"): None,
-    ("pieces", "along"): "m", ("transport", "priority"): False, ("transport", "max_ctas"): 0,
+    ("chunks", "along"): "m", ("transport", "priority"): False, ("transport", "max_ctas"): 0,
 }  # fmt: skip
 
 
@@ -65,13 +65,13 @@ def test_a_walk_reaches_all_of_the_space_and_nothing_else():
         if (given := dict(zip(VALUES, values, strict=True)))
         and not (given["transport"] == "copy_engine" and (given["priority"] or given["max_ctas"]))
         and not (given["blocks_per_sm"] and given["carve_out"])
-        and not (given["pieces"] == 1 and given["along"] == "n")
+        and not (given["chunks"] == 1 and given["along"] == "n")
     }
     assert reached == legal
 
 
 def test_a_space_without_anything():
-    nothing = Space(pieces=(), along=(), delays_s=(), priority=False)
+    nothing = Space(chunks=(), along=(), delays_s=(), priority=False)
     assert nothing.neighbours(OFF) == nothing.neighbours(SEQUENTIAL) == ()
     asked: list[tuple[list[Controls], int]] = []
 

@@ -194,5 +194,5 @@ def part_rows(problem: Problem) -> tuple[int, ...]:
     """How many rows a plan may multiply at a time: groups of shards, parts of one, and all."""
     shard = max(problem.rows)
     parts = {shard * count for count in range(1, problem.ranks + 1)}
-    parts |= {shard // pieces for pieces in (2, 4)} | {problem.m}
+    parts |= {shard // chunks for chunks in (2, 4)} | {problem.m}
     return tuple(sorted(rows for rows in parts if rows))

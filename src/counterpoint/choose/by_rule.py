@@ -25,7 +25,7 @@ takes less than {WORTHWHILE_S * 1e6:.0f} us: kernels in a row
     else: "direct"
 else: a plan that overlaps, of an all-gather or reduce-scatter shard_p2p, a matmul for each shard
     if a shard's copy takes longer than its matmul (op / byte less than the machine's),
-    and of a gather it is large: pieces=2
+    and of a gather it is large: chunks=2
 """
 
 

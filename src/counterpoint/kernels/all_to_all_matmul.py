@@ -32,7 +32,7 @@ from counterpoint.kernels.routes import (
 @triton.jit
 def send_part(
     unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags, limit, rank,
-    epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+    epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Send part of the rows of an expert: number `unit` of what this rank sends."""
     local = E // WORLD
@@ -54,8 +54,8 @@ def send_part(
     from_ptr = x_words + (begin + first).to(tl.int64) * words
     row = ((epoch & 1) * half_rows + place + first).to(tl.int64)
     to_ptr = peer_ptr(rows_ptr, to, row * words * 4, tl.int32)
-    for at in tl.range(0, total, PIECE):
-        offs = at + tl.arange(0, PIECE)
+    for at in tl.range(0, total, CHUNK):
+        offs = at + tl.arange(0, CHUNK)
         put(to_ptr + offs, tl.load(from_ptr + offs, mask=offs < total), offs < total)
     one = tl.arange(0, 1)
     flag = (epoch & 1) * half_flags + (expert * PARTS + part) * WORLD + rank
@@ -101,7 +101,7 @@ def all_to_all_matmul_kernel(
     COLUMNS: tl.constexpr,
     SENDERS: tl.constexpr,
     PARTS: tl.constexpr,  # a power of 2
-    PIECE: tl.constexpr,  # words that are sent at a time
+    CHUNK: tl.constexpr,  # words that are sent at a time
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -128,7 +128,7 @@ def all_to_all_matmul_kernel(
         for unit in tl.range(program, local * WORLD * PARTS, SENDERS):
             send_part(
                 unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
-                limit, rank, epoch, works, WORLD, PARTS, PIECE,
+                limit, rank, epoch, works, WORLD, PARTS, CHUNK,
             )  # fmt: skip
         waits = tl.atomic_add(senders_ptr, 0, sem="relaxed", scope="gpu") == SENDERS
 

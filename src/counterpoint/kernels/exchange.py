@@ -1,7 +1,7 @@
 """All-gather and all-to-all as stores to the peers: what copy engines do, by SMs.
 
 The kernel neither waits nor posts: a meeting of all ranks stands before it, and signals behind it.
-When to choose it: for pieces too small for a copy engine's start, where SMs are free.
+When to choose it: for chunks too small for a copy engine's start, where SMs are free.
 """
 
 import triton

@@ -280,7 +280,7 @@ class Bench:
 
     def host(self) -> list[Row]:
         rows: list[Row] = []
-        for spec in ("shard_p2p", "shard_p2p pieces=4"):
+        for spec in ("shard_p2p", "shard_p2p chunks=4"):
             call, num_steps = self._warm(spec)
             replays = workspace_of(self.group, self.device).lanes.replays
             replays.off = True  # steps are counted here, not the launch of a graph of them

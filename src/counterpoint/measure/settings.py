@@ -53,7 +53,7 @@ def space_of(pipeline: Pipeline, mode: Mode) -> Space:
     return Space(
         transports=transports,
         blocks_per_sm=blocks[1:],  # the first is what they have
-        pieces=((2, 4, 8, 14) if wide else (2, 4, 8)) if seen.num_matmuls else (),
+        chunks=((2, 4, 8, 14) if wide else (2, 4, 8)) if seen.num_matmuls else (),
         along=along,
         max_ctas=(16,),
         carve_out=bool(blocks),

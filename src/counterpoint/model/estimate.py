@@ -120,7 +120,7 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
         all_runs = runs(plan.peers, p.ranks, group)
         time_s: dict[int, float] = {}
         for run in set(chain.from_iterable(all_runs)):
-            rows = run * p.rows[0] // region.piece[1]
+            rows = run * p.rows[0] // region.chunk[1]
             tile = tiles.get((rows, n, k))
             time_s[run] = machine.costs.matmul_s(rows, n, k, p.item_bytes, machine.sms, tile)
         for of_rank, each in zip(times_s, all_runs, strict=True):

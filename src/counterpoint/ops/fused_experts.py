@@ -168,7 +168,7 @@ def dispatch(site: Site) -> Action:
     fixed = each.shared() | each.waiting() | {
         "received_desc": TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k]),
         "words": p.k * p.item_bytes // 4, "half_rows": each.half_rows,
-        "SENDERS": sending.senders, "PARTS": sending.parts, "PIECE": sending.words,
+        "SENDERS": sending.senders, "PARTS": sending.parts, "CHUNK": sending.words,
     }  # fmt: skip
     # no reserve of SMs: see kernels/all_to_all_matmul.py
     grid = Grid(None, sending.senders, reserve=False)

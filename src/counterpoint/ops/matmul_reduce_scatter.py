@@ -54,7 +54,7 @@ def matmul_reduce_scatter(
         group: whose ranks take part; see `all_gather_matmul`.
         bias: dtype of x, [N]; each rank adds its own to its rows.
         plan: "auto", a family ("serial", "direct", "fused", "shard_p2p", "graded", or one finer
-            than shards such as "uniform_fused_2d"), a spec such as "graded 1/2/1 ring pieces=2", a
+            than shards such as "uniform_fused_2d"), a spec such as "graded 1/2/1 ring chunks=2", a
             Plan, which is validated once, or a JSON file of one.
         rows: how many of `scatter_dim` of x each rank gets, equal on all ranks; None means equal
             parts, and then the number of ranks must divide that dim.

@@ -78,10 +78,10 @@ def alone(p: Problem) -> tuple[Step, ...]:
     return matmuls(p, "matmul", X, Y)
 
 
-def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
+def graded(p: Problem, groups: tuple[int, ...], peers: Peers, chunks: int = 1) -> Plan:
     """Gather shard by shard; one matmul for each group of shards, as groups arrive.
 
-    Group 0 holds this rank's own shard; alone, it is read where the user has it. With `pieces`,
+    Group 0 holds this rank's own shard; alone, it is read where the user has it. With `chunks`,
     the shard that arrives last, a group of its own, comes and is multiplied in chunks: where copies
     take longer than matmuls, only the matmul of its last chunk is left at the end.
 
@@ -96,12 +96,12 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
         distances = range(start, start + size)
         shards = tuple(order.source(d) for d in distances)
         last = i == len(groups) - 1
-        for suffix, piece in cuts(pieces if last else 1):
-            waits = tuple(order.wait(p.ranks + d + piece[0], d) for d in distances if d > 0)
+        for suffix, chunk in cuts(chunks if last else 1):
+            waits = tuple(order.wait(p.ranks + d + chunk[0], d) for d in distances if d > 0)
             # the lane orders those that wait later
-            after = ("open",) if i == 1 and own_alone and piece[0] == 0 else ()
-            source = X if i == 0 and own_alone else Region("full", shards=shards, piece=piece)
-            target = Region("y", shards=shards, piece=piece)
+            after = ("open",) if i == 1 and own_alone and chunk[0] == 0 else ()
+            source = X if i == 0 and own_alone else Region("full", shards=shards, chunk=chunk)
+            target = Region("y", shards=shards, chunk=chunk)
             name = f"matmul_{i}{suffix}"
             multiplied.append(matmuls(p, name, source, target, after=after, waits=waits))
         start += size
@@ -112,21 +112,21 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
         multiplied.insert(0, (Step("keep", "compute", "move", (X,), (kept,), ("open",)),))
     head, *rest = multiplied
     opening = order.barrier("open", "signal", 0)
-    steps = (opening, *head, *push_shards(order, pieces), *chain.from_iterable(rest))
+    steps = (opening, *head, *push_shards(order, chunks), *chain.from_iterable(rest))
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
     buffers = (*operands(p), full)
-    return Plan(p, *grading.named(groups, peers, pieces), peers, buffers, LANES, steps)
+    return Plan(p, *grading.named(groups, peers, chunks), peers, buffers, LANES, steps)
 
 
-def push_shards(order: Order, pieces: int) -> tuple[Step, ...]:
+def push_shards(order: Order, chunks: int) -> tuple[Step, ...]:
     """My shard into each peer's `full`, nearest first, each chunk with its signal."""
     return tuple(
-        Step(f"push_{d}{suffix}", "copy", "copy", (Region("x", piece=piece),),
-             (Region("full", order.to(d), OWN, piece),),
-             after=("open",) if d == 1 and piece[0] == 0 else (),
-             posts=(order.post(order.ranks + d + piece[0], d),))
+        Step(f"push_{d}{suffix}", "copy", "copy", (Region("x", chunk=chunk),),
+             (Region("full", order.to(d), OWN, chunk),),
+             after=("open",) if d == 1 and chunk[0] == 0 else (),
+             posts=(order.post(order.ranks + d + chunk[0], d),))
         for d in order.distances
-        for suffix, piece in cuts(pieces if d == order.farthest else 1)
+        for suffix, chunk in cuts(chunks if d == order.farthest else 1)
     )  # fmt: skip
 
 
@@ -148,13 +148,13 @@ def candidates(p: Problem) -> tuple[str, ...]:
     # ring groups wrap on some ranks, xor groups are contiguous on all
     finest = sorted(groups, key=lambda g: -g.count("/"))[:4]
     found += [f"graded {g} xor" for g in finest if powers and "/" in g]
-    found += ["shard_p2p ring pieces=2", "shard_p2p xor pieces=4"][: 1 + powers]
+    found += ["shard_p2p ring chunks=2", "shard_p2p xor chunks=4"][: 1 + powers]
     return (*found, *(f"{name} ring" for name in finer.NAMES))
 
 
 def _overlapped(p: Problem, copy_longer: bool) -> str:
     large = max(p.rows) * p.k * p.item_bytes >= LARGE_COPY
-    return "shard_p2p ring pieces=2" if copy_longer and large else "shard_p2p ring"
+    return "shard_p2p ring chunks=2" if copy_longer and large else "shard_p2p ring"
 
 
 OPERATION = Operation(
@@ -164,7 +164,7 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         direct.family(serial, direct.refusal_of_gather),
-        *grading.families(graded, gather_s, in_pieces=-1),
+        *grading.families(graded, gather_s, in_chunks=-1),
         *finer.families(operands, finer.gather, partial(finer_s, gathers=True), wants_one_weight),
     ),
     candidates=candidates,

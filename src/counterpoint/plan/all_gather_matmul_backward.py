@@ -55,10 +55,10 @@ def serial(p: Problem) -> Plan:
 def side_by_side(p: Problem, options: Options, machine: Machine) -> Plan:
     """dgrad beside the gather of x, then wgrad beside the scatter of dx, and its sum.
 
-    With `pieces`, the partial rows that come last come in parts, each summed while the next is on
+    With `chunks`, the partial rows that come last come in parts, each summed while the next is on
     its way: where copies take longer than matmuls, only the sum of its last part is at the end.
     """
-    peers, pieces = options.peers, max(options.pieces, 1)
+    peers, chunks = options.peers, max(options.chunks, 1)
     order = Order(peers, p.ranks)
     # behind the pushes, which peers wait for; on the copy lane, where it takes no time of dgrad's
     keep = Step("x_keep", "copy", "copy", (X,), (Region("full", shards=OWN),))
@@ -71,10 +71,10 @@ def side_by_side(p: Problem, options: Options, machine: Machine) -> Plan:
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
     buffers = (*all_gather_matmul_wgrad.operands(p), full)
     dw = Plan(p, "gather", "", peers, buffers, LANES, steps)
-    dx = matmul_reduce_scatter.graded(scatter_problem(p), (p.ranks,), peers, pieces)
+    dx = matmul_reduce_scatter.graded(scatter_problem(p), (p.ranks,), peers, chunks)
     names = {"x": "dy", "w": "wt", "y": "dx"}
     both = dw | part(dx, p, buffers=names, prefix="dx_")
-    tail = f" pieces={pieces}" if pieces > 1 else ""
+    tail = f" chunks={chunks}" if chunks > 1 else ""
     return replace(both, family="side_by_side", variant=f"{peers}{tail}")
 
 
@@ -91,7 +91,7 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    tails = "", " pieces=2"
+    tails = "", " chunks=2"
     return "serial", *(f"side_by_side {o}{tail}" for o in orders(p.ranks) for tail in tails)
 
 
@@ -101,7 +101,7 @@ OPERATION = Operation(
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        Family(name="side_by_side", takes=("peers", "pieces"), build=side_by_side),
+        Family(name="side_by_side", takes=("peers", "chunks"), build=side_by_side),
     ),
     candidates=candidates,
     collectives=("all_gather", "reduce_scatter"),

@@ -58,16 +58,16 @@ def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
 
     Strided copies, as of uniform_fused_2d, but nothing is accumulated.
     """
-    peers, pieces = options.peers, options.pieces or 2
+    peers, chunks = options.peers, options.chunks or 2
     order = Order(peers, p.ranks)
     steps: list[Step] = [order.barrier("open", "signal", 0)]
-    for i, cols in enumerate(slices(p.k, pieces)):
+    for i, cols in enumerate(slices(p.k, chunks)):
         source, part = Region("x", cols=cols), Region("full", cols=cols)
         steps.append(exchange(order, i, source, part))
         rows = Region("dw", rows=cols)
         steps.append(after_exchange(order, i, (part, DY), rows, OVER_ROWS))
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
-    variant = f"{peers} pieces={pieces}"
+    variant = f"{peers} chunks={chunks}"
     return Plan(p, "sliced", variant, peers, (*operands(p), full), LANES, tuple(steps))
 
 
@@ -83,8 +83,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    xor = [f"sliced {order} pieces=2" for order in orders(p.ranks)[1:]]
-    return "serial", *(f"sliced ring pieces={n}" for n in (2, 3, 4)), *xor
+    xor = [f"sliced {order} chunks=2" for order in orders(p.ranks)[1:]]
+    return "serial", *(f"sliced ring chunks={n}" for n in (2, 3, 4)), *xor
 
 
 OPERATION = Operation(
@@ -93,7 +93,7 @@ OPERATION = Operation(
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        Family(name="sliced", takes=("peers", "pieces"), build=sliced),
+        Family(name="sliced", takes=("peers", "chunks"), build=sliced),
     ),
     candidates=candidates,
     collectives=("all_gather",),

@@ -47,8 +47,8 @@ def _steps(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
     for g, span in enumerate(spans):
         after = () if g else ("open",)
         copies.append(push(p, order, g, span, "x", "received", after))
-        kept = [Region("x", shards=OWN, piece=(e, p.experts)) for e in span]
-        arrived = [Region("received", shards=OWN, piece=(e, p.experts)) for e in span]
+        kept = [Region("x", shards=OWN, chunk=(e, p.experts)) for e in span]
+        arrived = [Region("received", shards=OWN, chunk=(e, p.experts)) for e in span]
         copies.append(Step(f"keep_{g}", "local", "copy", tuple(kept), tuple(arrived), after))
         first, *rest = matmuls(p, g, span, "received", "y")
         waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)

@@ -194,32 +194,32 @@ class _Binder:
         holder = self.plan.resolve(region.at, rank)
         cols = self.columns(region, buffer, rank)
         if not buffer.split:
-            if region.shards or region.piece != (0, 1):
-                self.fail(f"{region.buffer} is not split: it has no shards and no pieces")
+            if region.shards or region.chunk != (0, 1):
+                self.fail(f"{region.buffer} is not split: it has no shards and no chunks")
             rows = self.interval(region.rows, buffer.shape[0], "rows")
             return [Box(holder, buffer.name, 0, *rows, *cols)]
-        if whole and region == Region(buffer.name) and buffer.pieces > 1:
+        if whole and region == Region(buffer.name) and buffer.chunks > 1:
             return [Box(holder, buffer.name, 0, 0, sum(self.block_rows(buffer, holder)), *cols)]
-        if whole and region.piece == (0, 1) and buffer.pieces > 1:
-            pieces = (replace(region, piece=(i, buffer.pieces)) for i in range(buffer.pieces))
-            return [box for piece in pieces for box in self.cells(piece, rank)]
+        if whole and region.chunk == (0, 1) and buffer.chunks > 1:
+            chunks = (replace(region, chunk=(i, buffer.chunks)) for i in range(buffer.chunks))
+            return [box for chunk in chunks for box in self.cells(chunk, rank)]
         if region.rows is not None:
-            self.fail(f"{region.buffer} is split: name blocks by shards and piece, not rows")
-        i, of = region.piece
-        if not 0 <= i < of or buffer.pieces not in (1, of):
-            self.fail(f"{region.buffer} has no piece {i} of {of}")
+            self.fail(f"{region.buffer} is split: name blocks by shards and chunk, not rows")
+        i, of = region.chunk
+        if not 0 <= i < of or buffer.chunks not in (1, of):
+            self.fail(f"{region.buffer} has no chunk {i} of {of}")
         sizes = list(self.block_rows(buffer, holder))
         if buffer.holds == "own":
             if region.shards:
                 self.fail(f"{region.buffer} holds one block: it has no shards")
-            rows = _piece(sizes[holder], i, of)
+            rows = _chunk(sizes[holder], i, of)
             return [Box(holder, buffer.name, 0, *rows, *cols)]
         ranks = self.plan.problem.ranks
         shards = [self.plan.resolve(s, rank) for s in region.shards] or list(range(ranks))
         if len(set(shards)) != len(shards):
             self.fail(f"{region.buffer} names a shard twice")
         if buffer.holds == "slots":
-            rows = _piece(sizes[holder], i, of)
+            rows = _chunk(sizes[holder], i, of)
             return [Box(holder, buffer.name, s, *rows, *cols) for s in sorted(shards)]
         if buffer.holds == "peers":
             sizes[holder] = 0
@@ -228,11 +228,11 @@ class _Binder:
             shards = [shard for shard in shards if shard != holder]
         boxes: list[Box] = []
         for block in sorted(shards):
-            start, stop = _piece(sizes[block], i, of)
-            if buffer.pieces > 1:
-                # piece-major: part 0 of every block, then part 1
-                earlier = sum(_piece(n, i, of)[0] for n in sizes)
-                earlier += sum(_piece(n, i, of)[1] - _piece(n, i, of)[0] for n in sizes[:block])
+            start, stop = _chunk(sizes[block], i, of)
+            if buffer.chunks > 1:
+                # chunk-major: part 0 of every block, then part 1
+                earlier = sum(_chunk(n, i, of)[0] for n in sizes)
+                earlier += sum(_chunk(n, i, of)[1] - _chunk(n, i, of)[0] for n in sizes[:block])
                 start, stop = earlier, earlier + stop - start
             else:
                 start, stop = start + sum(sizes[:block]), stop + sum(sizes[:block])
@@ -271,7 +271,7 @@ class _Binder:
         raise PlanError(self.plan.spec, problem)
 
 
-def _piece(rows: int, i: int, of: int) -> tuple[int, int]:
+def _chunk(rows: int, i: int, of: int) -> tuple[int, int]:
     return rows * i // of, rows * (i + 1) // of
 
 

@@ -12,7 +12,7 @@ the products of a combine; `index`, `weights` and `sums`, see ops/matmul_all_to_
 if rows of the results that are none have to be zero.
 
 Rows lie by owner or by expert. By owner: block d is of rank d, and in it part e of the e-th expert
-of that rank. By expert: part e of every block, one after the other, which is a buffer in pieces.
+of that rank. By expert: part e of every block, one after the other, which is a buffer in chunks.
 """
 
 from collections.abc import Callable, Iterator
@@ -86,8 +86,8 @@ def push(
         f"push_{g}",
         "copy",
         "copy",
-        tuple(Region(source, shards=(peer,), piece=piece) for peer, piece in each),
-        tuple(Region(target, peer, OWN, piece) for peer, piece in each),
+        tuple(Region(source, shards=(peer,), chunk=chunk) for peer, chunk in each),
+        tuple(Region(target, peer, OWN, chunk) for peer, chunk in each),
         after,
         posts=tuple(order.post((g + 1) * p.ranks + d, d) for d in order.distances),
     )
@@ -97,17 +97,17 @@ def matmuls(p: Problem, g: int, span: range, x: str, y: str) -> tuple[Step, ...]
     """A matmul for each expert of a group, of one launch where there is one for several."""
     return tuple(
         Step(f"matmul_{e}", "compute", "matmul",
-             (Region(x, piece=(e, p.experts)), Region("w", rows=(e * p.k, (e + 1) * p.k)),
+             (Region(x, chunk=(e, p.experts)), Region("w", rows=(e * p.k, (e + 1) * p.k)),
               *counts_of(p)),
-             (Region(y, piece=(e, p.experts)),), args=(("batch", g),))
+             (Region(y, chunk=(e, p.experts)),), args=(("batch", g),))
         for e in span
     )  # fmt: skip
 
 
 def rows_of(p: Problem, name: str, cols: int, space: Space, *, by_expert: bool) -> Buffer:
     """Rows of all ranks, by owner or by expert."""
-    pieces = p.experts if by_expert else 1
-    return Buffer(name, (p.m, cols), p.dtype, space, split=True, pieces=pieces)
+    chunks = p.experts if by_expert else 1
+    return Buffer(name, (p.m, cols), p.dtype, space, split=True, chunks=chunks)
 
 
 def all_to_all(p: Problem, source: str, target: str) -> Step:

@@ -1,6 +1,6 @@
 """A plan by its spec: the name of a family, and words that choose among its plans.
 
-"serial", "direct", "shard_p2p xor", "graded 1/1/2 ring", "shard_p2p ring pieces=2", "grouped 4/4/8
+"serial", "direct", "shard_p2p xor", "graded 1/1/2 ring", "shard_p2p ring chunks=2", "grouped 4/4/8
 ring", "fused two_shot 64x64x8 warps=4". A word means the same for every operator. What a spec
 leaves out is filled in: ring, and the sizes that fit the machine. `build(problem, plan.spec) ==
 plan`.
@@ -21,7 +21,7 @@ from counterpoint.ranges import instance
 
 PEERS = ("ring", "xor")
 SHOTS = ("one_shot", "two_shot", "scatter")
-MAX_PIECES = 8
+MAX_CHUNKS = 8
 MAX_WARPS = 32
 MAX_DIGITS = 6  # of a number in a spec
 
@@ -119,9 +119,9 @@ class _Reader:
             return "peers", word
         if word in SHOTS:
             return "shots", word
-        if key in ("pieces", "warps") and _is_number(value):
+        if key in ("chunks", "warps") and _is_number(value):
             number = int(value)
-            most = MAX_WARPS if key == "warps" else MAX_PIECES
+            most = MAX_WARPS if key == "warps" else MAX_CHUNKS
             return (key, number) if 0 < number <= most else ("", None)
         if not word[0].isdecimal():
             return "", None

@@ -96,29 +96,29 @@ def _gather_1d(p: Problem, kind: Kind, order: Order) -> Parts:
     buffer = "packed" if kind.fused else "full"
     for i in range(p.ranks):
         chunk = (i, p.ranks)
-        mine = Region("x", piece=chunk)
+        mine = Region("x", chunk=chunk)
         # a chunk of one's own is copied to where it is packed; else it is read where it is
         copied = kind.fused and not kind.hetero
-        arrived = Region(buffer, shards=() if copied else others, piece=chunk)
-        steps.append(exchange(order, i, mine, Region(buffer, piece=chunk), own=copied))
+        arrived = Region(buffer, shards=() if copied else others, chunk=chunk)
+        steps.append(exchange(order, i, mine, Region(buffer, chunk=chunk), own=copied))
         if kind.fused:
-            product = Region("product", shards=arrived.shards, piece=chunk)
+            product = Region("product", shards=arrived.shards, chunk=chunk)
             steps.append(after_exchange(order, i, (arrived, W, *bias), product, args, own=copied))
-            target = Region("y", shards=arrived.shards, piece=chunk)
+            target = Region("y", shards=arrived.shards, chunk=chunk)
             steps.append(Step(f"scatter_{i}", "compute", "move", (product,), (target,)))
             continue
         if not kind.hetero:
-            target = Region("y", shards=OWN, piece=chunk)
+            target = Region("y", shards=OWN, chunk=chunk)
             steps.append(_matmul(f"own_{i}", (mine, W, *bias), target, args))
-        target = Region("y", shards=others, piece=chunk)
+        target = Region("y", shards=others, chunk=chunk)
         steps.append(after_exchange(order, i, (arrived, W, *bias), target, args, own=False))
     if not kind.fused:
         full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
         return (full,), tuple(steps)
     packed = Buffer("packed", (p.m, p.k), p.dtype, "symmetric", split=True, holds=kind.holds,
-                    pieces=p.ranks)  # fmt: skip
+                    chunks=p.ranks)  # fmt: skip
     product = Buffer("product", (p.m, p.n), p.dtype, "scratch", split=True, holds=kind.holds,
-                     pieces=p.ranks)  # fmt: skip
+                     chunks=p.ranks)  # fmt: skip
     return (packed, product), tuple(steps)
 
 
@@ -152,31 +152,31 @@ def _scatter_1d(p: Problem, kind: Kind, order: Order) -> Parts:
     sums = 1 if kind.one_sum else p.ranks
     for i in range(p.ranks):
         chunk = (i, p.ranks)
-        rows = Region("x", shards=whose, piece=chunk)
+        rows = Region("x", shards=whose, chunk=chunk)
         if kind.fused:
-            packed = Region("packed", shards=whose, piece=chunk)
+            packed = Region("packed", shards=whose, chunk=chunk)
             steps.append(Step(f"pack_{i}", "compute", "move", (rows,), (packed,)))
             rows = packed
-        steps.append(_matmul(str(i), (rows, W), Region(source, shards=whose, piece=chunk)))
+        steps.append(_matmul(str(i), (rows, W), Region(source, shards=whose, chunk=chunk)))
         signals = sums > 1 or i == p.ranks - 1
         steps.append(_push(order, i, source, "slots", chunk, signals=signals))
     own = Region("own") if kind.fused and kind.hetero else Region(source, shards=OWN)
     if kind.hetero:
         steps.append(_matmul("own", (Region("x", shards=OWN), W), own))
     for i in range(sums):
-        piece = (i, sums)
-        sent = (Region("slots", shards=(order.source(d),), piece=piece) for d in order.distances)
-        reads = (*sent, Region(own.buffer, shards=own.shards, piece=piece), *bias)
+        chunk = (i, sums)
+        sent = (Region("slots", shards=(order.source(d),), chunk=chunk) for d in order.distances)
+        reads = (*sent, Region(own.buffer, shards=own.shards, chunk=chunk), *bias)
         last = i if sums > 1 else p.ranks - 1
         waits = tuple(order.wait((last + 1) * p.ranks + d, d) for d in order.distances)
-        after, target = ("open",) if i == 0 else (), Region("y", piece=piece)
+        after, target = ("open",) if i == 0 else (), Region("y", chunk=chunk)
         steps.append(Step(f"reduce_{i}", "compute", "reduce", reads, (target,), after, waits,
                           args=args))  # fmt: skip
     slots = Buffer("slots", (p.m, p.n), p.dtype, "symmetric", split=True, holds="slots")
     if not kind.fused:
         return (Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True), slots), tuple(steps)
     buffers = [
-        Buffer(name, (p.m, cols), p.dtype, "scratch", split=True, holds=kind.holds, pieces=p.ranks)
+        Buffer(name, (p.m, cols), p.dtype, "scratch", split=True, holds=kind.holds, chunks=p.ranks)
         for name, cols in (("packed", p.k), ("product", p.n))
     ]
     if kind.hetero:
@@ -218,7 +218,7 @@ def exchange(order: Order, i: int, source: Region, target: Region, *, own: bool 
 
     def at(d: int) -> Region:
         where = order.to(d) if d else ()
-        return Region(target.buffer, where, OWN, target.piece, cols=target.cols)
+        return Region(target.buffer, where, OWN, target.chunk, cols=target.cols)
 
     distances = (*order.distances, *((0,) if own else ()))
     return Step(
@@ -267,7 +267,7 @@ def _push(
         f"push_{i}",
         "copy",
         "copy",
-        tuple(Region(source, shards=(order.to(d),), piece=chunk) for d in order.distances),
+        tuple(Region(source, shards=(order.to(d),), chunk=chunk) for d in order.distances),
         tuple(Region(slots, order.to(d), OWN, chunk) for d in order.distances),
         after=(f"matmul_{i}", *(("open",) if i == 0 else ())),
         posts=posts if signals else (),

@@ -38,8 +38,8 @@ def check_form(plan: Plan) -> None:
             fail(
                 f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
             )
-        if buffer.pieces != 1 and not (buffer.split and buffer.holds in ("all", "peers")):
-            fail(f"buffer {buffer.name!r} is stored by pieces, so it has to hold several blocks")
+        if buffer.chunks != 1 and not (buffer.split and buffer.holds in ("all", "peers")):
+            fail(f"buffer {buffer.name!r} is stored by chunks, so it has to hold several blocks")
     limit = plan.problem.scratch_bytes_limit
     used = plan.workspace_bytes
     if limit and used > limit:
@@ -204,9 +204,9 @@ def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
         return _misuse_of_all_reduce(plan, step, buffers)
     regions, buffers = sources + step.writes[:1], buffers[: len(sources) + 1]
     # by owner or by expert: the library's has a pass beside it that puts rows in order
-    pieces = (1, plan.problem.experts) if want == "all_to_all" else (1,)
+    chunks = (1, plan.problem.experts) if want == "all_to_all" else (1,)
     whole = all(
-        r == Region(r.buffer) and b.pieces in pieces for r, b in zip(regions, buffers, strict=True)
+        r == Region(r.buffer) and b.chunks in chunks for r, b in zip(regions, buffers, strict=True)
     )
     holds = {"all_gather": ["own", "all"], "reduce_scatter": ["all", "own"]}.get(
         str(want), ["all", "all"]

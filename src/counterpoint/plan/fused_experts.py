@@ -141,9 +141,9 @@ def received(p: Problem, sending: Sending | None) -> tuple[Buffer, Buffer]:
     that order; of a combine, rows by owner and a flag of each rank.
     """
     rows = Buffer("moved", (p.m, sum(p.operation.moved(p))), p.dtype, "turns", split=True,
-                  pieces=1 if sending is None else p.experts)  # fmt: skip
+                  chunks=1 if sending is None else p.experts)  # fmt: skip
     flags = 1 if sending is None else p.experts * sending.parts
-    return rows, Buffer("arrived", (p.ranks * flags, 1), "int32", "flags", split=True, pieces=flags)
+    return rows, Buffer("arrived", (p.ranks * flags, 1), "int32", "flags", split=True, chunks=flags)
 
 
 def _combines(p: Problem) -> bool:

@@ -22,7 +22,7 @@ MAX_GROUPS = 4  # above 8 ranks, so that the number of candidates stays in the h
 
 Groups = tuple[int, ...]
 GroupsOf = Callable[[Problem, Options, Machine], Groups]
-# seconds of a plan whose groups have those sizes, and of which one comes in so many pieces
+# seconds of a plan whose groups have those sizes, and of which one comes in so many chunks
 Makespan = Callable[[Problem, Groups, int, Machine, Tiles], float]
 ExpertsMakespan = Callable[[Problem, Groups, Machine], float]
 
@@ -31,47 +31,47 @@ def families(
     graded: Callable[[Problem, Groups, Peers, int], Plan],
     predict: Makespan,
     *,
-    in_pieces: int,
+    in_chunks: int,
     beside_s: Callable[[Problem, Machine], float] = lambda problem, machine: 0.0,
 ) -> tuple[Family, Family]:
     """The families "shard_p2p", where every group is one shard, and "graded".
 
     Args:
-        graded: the plan of groups of those sizes, of which one comes in pieces.
+        graded: the plan of groups of those sizes, of which one comes in chunks.
         predict: its makespan.
-        in_pieces: the group by index that may come in pieces; it is then one shard.
+        in_chunks: the group by index that may come in chunks; it is then one shard.
         beside_s: what the plan takes besides, however it is cut.
     """
 
     def family(name: str, takes: tuple[Option, ...], groups_of: GroupsOf) -> Family:
         def build(p: Problem, options: Options, machine: Machine) -> Plan:
             groups = groups_of(p, options, machine)
-            return graded(p, groups, options.peers, max(options.pieces, 1))
+            return graded(p, groups, options.peers, max(options.chunks, 1))
 
         def guess_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-            groups, pieces = groups_of(p, options, machine), max(options.pieces, 1)
-            return predict(p, groups, pieces, machine, tiles) + beside_s(p, machine)
+            groups, chunks = groups_of(p, options, machine), max(options.chunks, 1)
+            return predict(p, groups, chunks, machine, tiles) + beside_s(p, machine)
 
         return Family(name=name, takes=takes, build=build, guess_s=guess_s)
 
     def fitting(p: Problem, options: Options, machine: Machine) -> Groups:
         """Those of the spec; what it leaves out fits the machine."""
         groups = options.sizes or graded_groups(p, machine, predict)
-        if options.pieces > 1 and groups[in_pieces] != 1:
-            which = "last" if in_pieces else "first"
-            want = f"a spec whose {which} group is one shard, where it has pieces"
+        if options.chunks > 1 and groups[in_chunks] != 1:
+            which = "last" if in_chunks else "first"
+            want = f"a spec whose {which} group is one shard, where it has chunks"
             raise InputError(p.op, "plan", want=want, got=repr(options.spec))
         return groups
 
     return (
-        family("shard_p2p", ("peers", "pieces"), lambda p, options, machine: (1,) * p.ranks),
-        family("graded", ("peers", "sizes", "pieces"), fitting),
+        family("shard_p2p", ("peers", "chunks"), lambda p, options, machine: (1,) * p.ranks),
+        family("graded", ("peers", "sizes", "chunks"), fitting),
     )
 
 
-def named(groups: Groups, peers: Peers, pieces: int) -> tuple[str, str]:
+def named(groups: Groups, peers: Peers, chunks: int) -> tuple[str, str]:
     """Family and variant of a plan of such groups."""
-    tail = f"{peers} pieces={pieces}" if pieces > 1 else peers
+    tail = f"{peers} chunks={chunks}" if chunks > 1 else peers
     return ("shard_p2p", tail) if set(groups) == {1} else ("graded", f"{sizes(groups)} {tail}")
 
 

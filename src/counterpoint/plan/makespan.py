@@ -18,14 +18,14 @@ LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calib
 def gather_s(
     problem: Problem,
     groups: tuple[int, ...],
-    pieces: int,
+    chunks: int,
     machine: Machine,
     tiles: Tiles = NO_TILES,
 ) -> float:  # fmt: skip
     """Seconds of an all_gather_matmul whose groups of shards have those sizes.
 
     Args:
-        pieces: parts of the last shard, where the last group is one.
+        chunks: parts of the last shard, where the last group is one.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
@@ -34,7 +34,7 @@ def gather_s(
     arrived_s = costs.barrier_s
     for i, size in enumerate(groups):
         last = i == len(groups) - 1
-        parts = pieces if last and size == 1 else 1
+        parts = chunks if last and size == 1 else 1
         remote = size - (i == 0)
         for _ in range(parts):
             arrived_s += max(remote, 0) * _copy_s(rows * row_bytes // parts, machine)
@@ -90,14 +90,14 @@ def finer_s(
 def scatter_s(
     problem: Problem,
     groups: tuple[int, ...],
-    pieces: int,
+    chunks: int,
     machine: Machine,
     tiles: Tiles = NO_TILES,
 ) -> float:  # fmt: skip
     """Seconds of a matmul_reduce_scatter whose groups of owners have those sizes.
 
     Args:
-        pieces: parts of the first owner's rows, where the first group is one, and of the sum.
+        chunks: parts of the first owner's rows, where the first group is one, and of the sum.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
@@ -106,7 +106,7 @@ def scatter_s(
     computed_s, copied_s = 0.0, costs.barrier_s
     owners = 0
     for i, size in enumerate(groups):
-        parts = pieces if i == 0 and size == 1 else 1
+        parts = chunks if i == 0 and size == 1 else 1
         owners += size
         remote = size - (owners == problem.ranks)  # the last group holds the own rows
         for _ in range(parts):
@@ -118,9 +118,9 @@ def scatter_s(
                 copied_s = max(copied_s, computed_s) + sent_s
         if parts == 1 and remote:
             copied_s = max(copied_s, computed_s) + remote * block_s
-    sum_s = costs.memory_s((problem.ranks + 1) * rows * row_bytes // pieces)
+    sum_s = costs.memory_s((problem.ranks + 1) * rows * row_bytes // chunks)
     # all parts of the sum but the last run while the last block is on its way
-    return max(computed_s + (pieces - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
+    return max(computed_s + (chunks - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
 
 
 def dispatch_s(problem: Problem, groups: tuple[int, ...], machine: Machine) -> float:

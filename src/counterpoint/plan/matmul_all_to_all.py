@@ -6,7 +6,7 @@ from counterpoint.plan.experts import LANES, matmuls, push, rows_of
 from counterpoint.plan.makespan import combine_s
 from counterpoint.plan.names import OWN, in_one_lane
 from counterpoint.plan.operation import Options
-from counterpoint.plan.peers import Order, Piece
+from counterpoint.plan.peers import Chunk, Order
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import Problem
 
@@ -51,18 +51,18 @@ def _steps(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
         steps += [*multiplied, push(p, order, g, span, "product", "returned", after)]
         # behind the next group's matmuls: until then nothing has come
         steps += unpacked
-        pieces = [(e, p.experts) for e in span]
+        chunks = [(e, p.experts) for e in span]
         own, mine = (
-            tuple(Region(name, shards=OWN, piece=piece) for piece in pieces)
+            tuple(Region(name, shards=OWN, chunk=chunk) for chunk in chunks)
             for name in ("product", "y")
         )
         # later ones come behind `unpack` on their lane, and so behind the matmuls
         steps.append(Step(f"keep_{g}", "local", "copy", own, mine, () if g else after[:1]))
-        unpacked = _unpack(p, order, g, pieces)
+        unpacked = _unpack(p, order, g, chunks)
     return *steps, *unpacked
 
 
-def _unpack(p: Problem, order: Order, g: int, pieces: list[Piece]) -> tuple[Step, ...]:
+def _unpack(p: Problem, order: Order, g: int, chunks: list[Chunk]) -> tuple[Step, ...]:
     """What peers have sent of a group, into y.
 
     Waited for between matmuls: a kernel that waits beside one takes a place where it would run.
@@ -70,7 +70,7 @@ def _unpack(p: Problem, order: Order, g: int, pieces: list[Piece]) -> tuple[Step
     waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
     sources = [(order.source(d),) for d in order.distances]
     come, mine = (
-        tuple(Region(name, shards=source, piece=piece) for source in sources for piece in pieces)
+        tuple(Region(name, shards=source, chunk=chunk) for source in sources for chunk in chunks)
         for name in ("returned", "y")
     )
     return (

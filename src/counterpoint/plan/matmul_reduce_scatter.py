@@ -25,7 +25,7 @@ from counterpoint.plan.names import (
     with_bias,
 )
 from counterpoint.plan.operation import Operation, Peers, in_a_row
-from counterpoint.plan.peers import Order, Piece, cuts, orders
+from counterpoint.plan.peers import Chunk, Order, cuts, orders
 from counterpoint.plan.sizes import check_plain
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
@@ -61,10 +61,10 @@ def serial(p: Problem) -> Plan:
     return in_one_lane(p, "serial", buffers, *steps)
 
 
-def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -> Plan:
+def graded(p: Problem, groups: tuple[int, ...], peers: Peers, chunks: int = 1) -> Plan:
     """One matmul for each group of owners, whose rows are pushed while the next one computes.
 
-    The last group holds this rank's own rows. With `pieces`, the rows of the first owner, where it
+    The last group holds this rank's own rows. With `chunks`, the rows of the first owner, where it
     is a group of its own, are computed in parts, so that its push starts early; and those of the
     last come in parts, each of which is reduced while the next is on its way.
     """
@@ -75,33 +75,33 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
     for i, size in enumerate(groups):
         group = distances[start : start + size]
         owners = tuple(order.to(d) for d in group)
-        early = pieces > 1 and i == 0 and size == 1
-        for suffix, piece in cuts(pieces if early else 1):
-            rows = Region("x", shards=owners, piece=piece)
-            target = Region("partial", shards=owners, piece=piece)
+        early = chunks > 1 and i == 0 and size == 1
+        for suffix, chunk in cuts(chunks if early else 1):
+            rows = Region("x", shards=owners, chunk=chunk)
+            target = Region("partial", shards=owners, chunk=chunk)
             name = f"matmul_{i}{suffix}"
             steps.append(Step(name, "compute", "matmul", (rows, W), (target,)))
             if early:
-                steps.append(_push(order, group[0], suffix, piece, (name,)))
+                steps.append(_push(order, group[0], suffix, chunk, (name,)))
         if not early:
             for d in (d for d in group if d > 0):
                 # the first push of a group waits for its matmul; the lane orders the others
                 after = (f"matmul_{i}",) if d == group[0] else ()
-                parts = cuts(pieces if d == order.farthest else 1)
+                parts = cuts(chunks if d == order.farthest else 1)
                 steps += [
                     _push(order, d, *part, after if part[1][0] == 0 else ()) for part in parts
                 ]
         start += size
     added, args = with_bias(p)
-    for suffix, piece in cuts(pieces):
-        arrivals = [d for d in order.distances if piece[0] == 0 or d == order.farthest]
-        slots = [Region("slots", shards=(order.source(d),), piece=piece) for d in order.distances]
-        reads = (*slots, Region("partial", shards=OWN, piece=piece), *added)
+    for suffix, chunk in cuts(chunks):
+        arrivals = [d for d in order.distances if chunk[0] == 0 or d == order.farthest]
+        slots = [Region("slots", shards=(order.source(d),), chunk=chunk) for d in order.distances]
+        reads = (*slots, Region("partial", shards=OWN, chunk=chunk), *added)
         waits = tuple(
-            order.wait(p.ranks + d + (piece[0] if d == order.farthest else 0), d) for d in arrivals
+            order.wait(p.ranks + d + (chunk[0] if d == order.farthest else 0), d) for d in arrivals
         )
-        after = ("open",) if piece[0] == 0 else ()
-        target = Region("y", piece=piece)
+        after = ("open",) if chunk[0] == 0 else ()
+        target = Region("y", chunk=chunk)
         steps.append(Step(f"reduce{suffix}", "compute", "reduce", reads, (target,), after, waits,
                           args=args))  # fmt: skip
 
@@ -110,22 +110,22 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int = 1) -
         Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True),
         Buffer("slots", (p.m, p.n), p.dtype, "symmetric", split=True, holds="slots"),
     )
-    return Plan(p, *grading.named(groups, peers, pieces), peers, buffers, LANES, tuple(steps))
+    return Plan(p, *grading.named(groups, peers, chunks), peers, buffers, LANES, tuple(steps))
 
 
-def _push(order: Order, d: int, suffix: str, piece: Piece, after: tuple[str, ...]) -> Step:
+def _push(order: Order, d: int, suffix: str, chunk: Chunk, after: tuple[str, ...]) -> Step:
     """Partial rows of the rank at distance d into my slot there.
 
     Of the farthest rank's rows each part has its signal, of others the last part.
     """
-    if d == 1 and piece[0] == 0:
+    if d == 1 and chunk[0] == 0:
         after = (*after, "open")
-    source = Region("partial", shards=(order.to(d),), piece=piece)
-    target = Region("slots", order.to(d), OWN, piece)
+    source = Region("partial", shards=(order.to(d),), chunk=chunk)
+    target = Region("slots", order.to(d), OWN, chunk)
     posts = ()
     if d == order.farthest:
-        posts = (order.post(order.ranks + d + piece[0], d),)
-    elif piece[0] == piece[1] - 1:
+        posts = (order.post(order.ranks + d + chunk[0], d),)
+    elif chunk[0] == chunk[1] - 1:
         posts = (order.post(order.ranks + d, d),)
     return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)
 
@@ -143,13 +143,13 @@ def candidates(p: Problem) -> tuple[str, ...]:
     found = ["serial", "direct", "fused", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
     found += [f"graded {g} ring" for g in groups] or ["graded ring"]
     found += [f"graded {g} xor" for g in groups if "/" in g][2:6] if powers else []
-    found += [f"shard_p2p ring pieces={n}" for n in (2, 4)]
-    found += [f"graded {g} ring pieces=2" for g in groups if g.startswith("1/")]
+    found += [f"shard_p2p ring chunks={n}" for n in (2, 4)]
+    found += [f"graded {g} ring chunks=2" for g in groups if g.startswith("1/")]
     return (*found, *(f"{name} ring" for name in finer.NAMES))
 
 
 def _overlapped(p: Problem, copy_longer: bool) -> str:
-    return "shard_p2p ring pieces=2" if copy_longer else "shard_p2p ring"
+    return "shard_p2p ring chunks=2" if copy_longer else "shard_p2p ring"
 
 
 def _rule(p: Problem, machine: Machine) -> str:
@@ -166,7 +166,7 @@ OPERATION = Operation(
         in_a_row("serial", serial),
         direct.family(serial, direct.refusal_of_scatter),
         fused_sum.family(operands, scatters=True),
-        *grading.families(graded, scatter_s, in_pieces=0),
+        *grading.families(graded, scatter_s, in_chunks=0),
         *finer.families(operands, finer.scatter, partial(finer_s, gathers=False)),
     ),
     candidates=candidates,

@@ -46,10 +46,10 @@ def serial(p: Problem) -> Plan:
     return in_one_lane(p, "serial", (*operands(p), full), *steps)
 
 
-def graded(p: Problem, groups: tuple[int, ...], peers: Peers, pieces: int) -> Plan:
+def graded(p: Problem, groups: tuple[int, ...], peers: Peers, chunks: int) -> Plan:
     """The graded all_gather_matmul for dx, then one matmul for dw of what it has gathered."""
     names = {"x": "dy", "w": "wt", "y": "dx"}
-    graded_dx = all_gather_matmul.graded(gather_problem(p), groups, peers, pieces)
+    graded_dx = all_gather_matmul.graded(gather_problem(p), groups, peers, chunks)
     dx = part(graded_dx, p, buffers=names, prefix="dx_")
     full = dx.buffer("full")
     if groups[0] == 1:
@@ -72,9 +72,9 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 
 def _dx_s(
-    p: Problem, groups: tuple[int, ...], pieces: int, machine: Machine, tiles: Tiles
+    p: Problem, groups: tuple[int, ...], chunks: int, machine: Machine, tiles: Tiles
 ) -> float:
-    return gather_s(gather_problem(p), groups, pieces, machine, tiles)
+    return gather_s(gather_problem(p), groups, chunks, machine, tiles)
 
 
 def _dw_s(p: Problem, machine: Machine) -> float:
@@ -86,7 +86,7 @@ def candidates(p: Problem) -> tuple[str, ...]:
     groups = all_gather_matmul.GROUPS.get(p.ranks, ())
     found = ["serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
     found += [f"graded {g} ring" for g in groups if "/" in g][-4:] or ["graded ring"]
-    return (*found, "shard_p2p ring pieces=2")
+    return (*found, "shard_p2p ring chunks=2")
 
 
 OPERATION = Operation(
@@ -95,7 +95,7 @@ OPERATION = Operation(
     alone=alone,
     families=(
         in_a_row("serial", serial),
-        *grading.families(graded, _dx_s, in_pieces=-1, beside_s=_dw_s),
+        *grading.families(graded, _dx_s, in_chunks=-1, beside_s=_dw_s),
     ),
     candidates=candidates,
     collectives=("all_gather",),

@@ -17,7 +17,7 @@ from counterpoint.plan.values import Value
 from counterpoint.problem import Problem, declaration
 
 Peers = Literal["ring", "xor"]
-Option = Literal["peers", "sizes", "pieces", "shots", "tile", "warps"]
+Option = Literal["peers", "sizes", "chunks", "shots", "tile", "warps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Options:
     Args:
         peers: in which order ranks meet.
         sizes: of groups of shards, or of experts.
-        pieces: chunks of the shard that is moved last.
+        chunks: how many of the shard that is moved last.
         shots: of one kernel that sums: "one_shot", "two_shot", or "scatter" of own rows alone.
         tile: of one kernel: columns, contracted size, and stages of loads.
         warps: of a program of one kernel.
@@ -36,7 +36,7 @@ class Options:
 
     peers: Peers = "ring"
     sizes: tuple[int, ...] = ()
-    pieces: int = 0
+    chunks: int = 0
     shots: str = ""
     tile: tuple[int, int, int] | None = None
     warps: int = 0

@@ -7,7 +7,7 @@ from typing import Literal
 
 from counterpoint.plan.steps import Peer, Signal, Step
 
-Piece = tuple[int, int]
+Chunk = tuple[int, int]
 
 
 def orders(ranks: int) -> tuple[str, ...]:
@@ -15,9 +15,9 @@ def orders(ranks: int) -> tuple[str, ...]:
     return ("ring", "xor")[: 1 + (not ranks & (ranks - 1))]
 
 
-def cuts(pieces: int) -> list[tuple[str, Piece]]:
+def cuts(chunks: int) -> list[tuple[str, Chunk]]:
     """Parts of a block in order, each with what its steps have behind their names."""
-    return [(f"_{i}" if pieces > 1 else "", (i, pieces)) for i in range(pieces)]
+    return [(f"_{i}" if chunks > 1 else "", (i, chunks)) for i in range(chunks)]
 
 
 @dataclass(frozen=True, slots=True)

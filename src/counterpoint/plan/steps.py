@@ -34,7 +34,7 @@ class Buffer:
             protocol keeps in order, equally, unless it has all M rows.
         holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
             or in "slots" one copy of its own block for each rank that may write there.
-        pieces: of a split buffer that holds all or peers: stored piece-major, part 0 of every block
+        chunks: of a split buffer that holds all or peers: stored chunk-major, part 0 of every block
             before part 1, so that a part of every block is one box.
     """
 
@@ -44,7 +44,7 @@ class Buffer:
     space: Space
     split: bool = False
     holds: Literal["all", "peers", "own", "slots"] = "all"
-    pieces: int = 1
+    chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Region:
     """A part of `buffer` on rank me + at.
 
     Of a split buffer: the blocks (or the slots) of ranks me + shards, all that there are where
-    `shards` is empty; of each block part piece[0] of piece[1]. Of another buffer: rows
+    `shards` is empty; of each block part chunk[0] of chunk[1]. Of another buffer: rows
     [start, stop). `cols` [start, stop) of either; None means all; "own" those of this rank's
     tables: their place in a buffer that has all columns; another has room for the widest rank's,
     and holds them without gaps.
@@ -61,7 +61,7 @@ class Region:
     buffer: str
     at: Peer = ME
     shards: tuple[Peer, ...] = ()
-    piece: tuple[int, int] = (0, 1)
+    chunk: tuple[int, int] = (0, 1)
     rows: tuple[int, int] | None = None
     cols: tuple[int, int] | Literal["own"] | None = None
 
@@ -305,11 +305,11 @@ def _regions(regions: tuple[Region, ...]) -> str:
     def one(r: Region) -> str:
         where = f"@{_peer(r.at)}" if r.at else ""
         shards = f"[{','.join(map(_peer, r.shards))}]" if r.shards else ""
-        piece = f" {r.piece[0]}/{r.piece[1]}" if r.piece != (0, 1) else ""
+        chunk = f" {r.chunk[0]}/{r.chunk[1]}" if r.chunk != (0, 1) else ""
         rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
         cols = f" cols {':'.join(map(str, r.cols))}" if isinstance(r.cols, tuple) else ""
         cols = " own cols" if r.cols == "own" else cols
-        return f"{r.buffer}{where}{shards}{piece}{rows}{cols}"
+        return f"{r.buffer}{where}{shards}{chunk}{rows}{cols}"
 
     return ", ".join(map(one, regions))
 

@@ -286,7 +286,7 @@ def _routes(plan: Plan, bound: BoundStep, rank: int) -> Iterator[tuple[int, Box,
 def _rows_of(plan: Plan, box: Box, owner: int, expert: int) -> Box:
     """What a rank has of the rows of one owner and one expert, by expert or by owner."""
     p = plan.problem
-    by_expert = plan.buffer(box.buffer).pieces > 1
+    by_expert = plan.buffer(box.buffer).chunks > 1
     place = expert * p.ranks + owner if by_expert else owner * p.experts + expert
     count = p.rows[0] // p.experts
     return box._replace(r0=place * count, r1=(place + 1) * count)

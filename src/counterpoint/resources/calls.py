@@ -65,12 +65,12 @@ def _calls(pipeline: Pipeline, plan: Plan, around: Around | None) -> dict[str, C
 def _cut(step: Step, stage: Compute, device: torch.device) -> Call:
     """The call of a stage, its matmuls in as many launches as the step says."""
     marks: dict[str, Any] = dict(step.args)
-    if "pieces" not in marks:
+    if "chunks" not in marks:
         return stage.call
 
     def call() -> None:
         here = torch.cuda.get_device_properties(device)
-        with Cut(marks["pieces"], marks["along"], here.multi_processor_count):
+        with Cut(marks["chunks"], marks["along"], here.multi_processor_count):
             stage.call()
 
     return call

@@ -16,7 +16,7 @@ Along = Literal["m", "n"]
 Transport = Literal["sm", "copy_engine", "zero_cta"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-MAX_PIECES = 16
+MAX_CHUNKS = 16
 MAX_DELAY_S = 1e-3
 
 
@@ -34,7 +34,7 @@ class Controls:
             than before: what shaping does besides limiting the blocks.
         delay_s: Compute after a collective starts this much later, so that the collective has its
             SMs first. A bounded guess: nothing says when it has them.
-        pieces: Launches that each matmul of a compute stage is cut into.
+        chunks: Launches that each matmul of a compute stage is cut into.
         along: The dim that is cut.
         transport: "sm": the library's kernels; "copy_engine": copies and signals of ours, for
             all-reduce after a reduce-scatter by the library; "zero_cta": the library's copy-engine
@@ -52,7 +52,7 @@ class Controls:
     blocks_per_sm: int | None = None
     carve_out: bool = False
     delay_s: float = 0.0
-    pieces: int = 1
+    chunks: int = 1
     along: Along = "m"
     transport: Transport = "sm"
     max_ctas: int = 0
@@ -66,14 +66,14 @@ class Controls:
 
         for field in ("overlap", "priority", "carve_out"):
             check(type(getattr(self, field)) is bool, field, "True or False")
-        for field in ("pieces", "max_ctas", "num_sms", "green_sms"):
+        for field in ("chunks", "max_ctas", "num_sms", "green_sms"):
             check(type(getattr(self, field)) is int, field, "a whole number")
         check(self.blocks_per_sm is None or type(self.blocks_per_sm) is int, "blocks_per_sm",
               "None or a whole number")  # fmt: skip
         check(isinstance(self.delay_s, int | float), "delay_s", "seconds")
-        check(1 <= self.pieces <= MAX_PIECES, "pieces", f"from 1 to {MAX_PIECES}")
+        check(1 <= self.chunks <= MAX_CHUNKS, "chunks", f"from 1 to {MAX_CHUNKS}")
         check(self.along in ("m", "n"), "along", "'m' or 'n'")
-        check(self.pieces > 1 or self.along == "m", "along", "'m' where nothing is cut")
+        check(self.chunks > 1 or self.along == "m", "along", "'m' where nothing is cut")
         check(self.transport in TRANSPORTS, "transport", f"one of {', '.join(TRANSPORTS)}")
         check(0 <= self.delay_s <= MAX_DELAY_S, "delay_s", f"from 0 to {MAX_DELAY_S:g} s")
         check(self.blocks_per_sm is None or self.blocks_per_sm >= 1, "blocks_per_sm", ">= 1")
@@ -91,7 +91,7 @@ class Controls:
 
     @property
     def spec(self) -> str:
-        """The controls as text: "overlap priority pieces=4 along=n"."""
+        """The controls as text: "overlap priority chunks=4 along=n"."""
         if not self.overlap:
             return "sequential"
         words = ["overlap"]
@@ -105,8 +105,8 @@ class Controls:
             words.append("carve_out")
         if self.delay_s:
             words.append(f"delay={Decimal(repr(self.delay_s)).scaleb(6).normalize():f}us")
-        if self.pieces > 1:
-            words.append(f"pieces={self.pieces}" + (" along=n" if self.along == "n" else ""))
+        if self.chunks > 1:
+            words.append(f"chunks={self.chunks}" + (" along=n" if self.along == "n" else ""))
         words += [f"{f}={getattr(self, f)}" for f in ("max_ctas", "num_sms", "green_sms")
                   if getattr(self, f)]  # fmt: skip
         return " ".join(words)
@@ -121,7 +121,7 @@ class Controls:
         kind, *words = spec.split() or [""]
         if kind == "sequential" and not words:
             return cls(overlap=False)
-        numbers = {"blocks_per_sm", "pieces", "max_ctas", "num_sms", "green_sms"}
+        numbers = {"blocks_per_sm", "chunks", "max_ctas", "num_sms", "green_sms"}
         values: dict[str, Any] = {}
         for word in words if kind == "overlap" else [kind]:
             name, _, value = word.partition("=")
@@ -139,7 +139,7 @@ class Controls:
                 found = None
             if found is None or kind != "overlap" or found[0] in values:
                 want = (
-                    "'sequential', or 'overlap' and words such as priority, delay=5us, pieces=4, "
+                    "'sequential', or 'overlap' and words such as priority, delay=5us, chunks=4, "
                     "along=n, blocks_per_sm=2, carve_out, copy_engine, zero_cta, max_ctas=16"
                 )
                 raise InputError("Controls.parse", "spec", want=want, got=f"{word!r} in {spec!r}")
@@ -161,7 +161,7 @@ class Controls:
             InputError: a control has no way in.
         """
         ways: dict[str, str] = {}
-        for name in ("priority", "blocks_per_sm", "carve_out", "delay_s", "pieces", "max_ctas",
+        for name in ("priority", "blocks_per_sm", "carve_out", "delay_s", "chunks", "max_ctas",
                      "num_sms", "green_sms"):  # fmt: skip
             if getattr(self, name) != getattr(OFF, name):
                 way = WAYS_IN[name].get(mode)
@@ -188,7 +188,7 @@ WAYS_IN: dict[str, dict[Mode, str]] = {
         "graph": "a kernel that waits, in the graph",
         "eager": "a kernel that waits, on the stream",
     },
-    "pieces": {"graph": "TorchDispatchMode at capture", "eager": "TorchDispatchMode"},
+    "chunks": {"graph": "TorchDispatchMode at capture", "eager": "TorchDispatchMode"},
     "copy_engine": {"graph": "memcpy nodes", "eager": "copies on a stream"},
     "zero_cta": {"graph": "process-group options", "eager": "process-group options"},
     "max_ctas": {"graph": "process-group options", "eager": "process-group options"},

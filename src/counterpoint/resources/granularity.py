@@ -15,46 +15,46 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.errors import InputError
-from counterpoint.resources.controls import MAX_PIECES, Along
+from counterpoint.resources.controls import MAX_CHUNKS, Along
 
 TILE = (128, 256)  # of the matmul library's large kernels on sm_90
 NUM_SMS = 132
 
 
 def cuts(
-    extent: int, pieces: int, *, tile: int, tiles_across: int, num_sms: int = NUM_SMS
+    extent: int, chunks: int, *, tile: int, tiles_across: int, num_sms: int = NUM_SMS
 ) -> tuple[int, ...]:
-    """Where to cut a dim: the borders of the pieces, from 0 to `extent`.
+    """Where to cut a dim: the borders of the chunks, from 0 to `extent`.
 
-    Each border is a multiple of `tile`, within half a piece of an equal division; of those, the one
-    after which the piece fills its waves best, then the nearest.
+    Each border is a multiple of `tile`, within half a chunk of an equal division; of those, the one
+    after which the chunk fills its waves best, then the nearest.
 
     Args:
         extent: of the dim.
-        pieces: at most; fewer where there are not as many tiles.
+        chunks: at most; fewer where there are not as many tiles.
         tile: extent of a tile along this dim.
         tiles_across: tiles along the other dim.
         num_sms: tiles of a wave.
 
     Returns:
-        Ascending, one more than there are pieces.
+        Ascending, one more than there are chunks.
 
     Raises:
-        InputError: a number is below 1, or there are more than 16 pieces.
+        InputError: a number is below 1, or there are more than 16 chunks.
     """
     numbers = {"extent": extent, "tile": tile, "tiles_across": tiles_across, "num_sms": num_sms}
     for name, number in numbers.items():
         if number < 1:
             raise InputError("cuts", name, want=">= 1", got=number)
-    if not 1 <= pieces <= MAX_PIECES:
-        raise InputError("cuts", "pieces", want=f"from 1 to {MAX_PIECES}", got=pieces)
+    if not 1 <= chunks <= MAX_CHUNKS:
+        raise InputError("cuts", "chunks", want=f"from 1 to {MAX_CHUNKS}", got=chunks)
     num_tiles = ceil(extent / tile)
-    pieces = min(pieces, num_tiles)
+    chunks = min(chunks, num_tiles)
     borders = [0]
-    for i in range(1, pieces):
-        equal, reach = num_tiles * i / pieces, num_tiles / pieces / 2
+    for i in range(1, chunks):
+        equal, reach = num_tiles * i / chunks, num_tiles / chunks / 2
         least = borders[-1] + 1
-        most = num_tiles - (pieces - i)  # a tile for each piece that is left
+        most = num_tiles - (chunks - i)  # a tile for each chunk that is left
         near = [
             t for t in range(least, most + 1) if abs(t - equal) <= reach
         ] or [min(max(round(equal), least), most)]  # fmt: skip
@@ -74,7 +74,7 @@ class Cut(TorchDispatchMode):
     round in another order.
 
     Args:
-        pieces: launches of each, at most; 1 only counts them.
+        chunks: launches of each, at most; 1 only counts them.
         along: "m": rows of the result; "n": its columns.
         num_sms: of the GPU.
 
@@ -82,11 +82,11 @@ class Cut(TorchDispatchMode):
         InputError: `along` is neither.
     """
 
-    def __init__(self, pieces: int, along: Along = "m", num_sms: int = NUM_SMS) -> None:
+    def __init__(self, chunks: int, along: Along = "m", num_sms: int = NUM_SMS) -> None:
         super().__init__()
         if along not in ("m", "n"):
             raise InputError("Cut", "along", want="'m' or 'n'", got=repr(along))
-        self.pieces, self.along, self.num_sms = pieces, along, num_sms
+        self.chunks, self.along, self.num_sms = chunks, along, num_sms
         self.num_matmuls = 0  # that have been seen
 
     def __torch_dispatch__(
@@ -102,7 +102,7 @@ class Cut(TorchDispatchMode):
         else:
             return func(*args, **kwargs)
         self.num_matmuls += 1
-        if self.pieces == 1:
+        if self.chunks == 1:
             return func(*args, **kwargs)
         return self._cut(func, args, kwargs, *operands)
 
@@ -121,7 +121,7 @@ class Cut(TorchDispatchMode):
         # a tile may lie either way; its longer side along the other dim leaves more cuts
         tile, across = min(TILE), ceil((n if by_rows else m) / max(TILE))
         borders = cuts(
-            m if by_rows else n, self.pieces, tile=tile, tiles_across=across, num_sms=self.num_sms
+            m if by_rows else n, self.chunks, tile=tile, tiles_across=across, num_sms=self.num_sms
         )
         with_bias = len(args) > 2
         for start, stop in zip(borders, borders[1:], strict=False):

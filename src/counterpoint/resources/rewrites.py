@@ -4,7 +4,7 @@ Computation is one lane and communication another, each in the order written, wi
 a step touches what a step of the other lane writes. Controls change lanes, edges and steps; of
 whatever they make, `plan.validate` finds every two accesses that conflict in order.
 
-Args of a step: "collective", its op; "transport" and "max_ctas", of a collective; "pieces" and
+Args of a step: "collective", its op; "transport" and "max_ctas", of a collective; "chunks" and
 "along", of a call whose matmuls are cut; "delay_ns", of a step that only waits.
 """
 
@@ -79,8 +79,8 @@ def rewritten(plan: Plan, controls: Controls) -> Plan:
         plan = _with_lane(plan, COMPUTE, blocks_per_sm=controls.blocks_per_sm)
     if controls.green_sms:
         plan = _with_lane(plan, COMPUTE, num_sms=controls.green_sms)
-    if controls.pieces > 1:
-        plan = _marked(plan, COMPUTE, pieces=controls.pieces, along=controls.along)
+    if controls.chunks > 1:
+        plan = _marked(plan, COMPUTE, chunks=controls.chunks, along=controls.along)
     if controls.transport != "sm":
         plan = carried(plan, controls.transport)
     if controls.max_ctas:

@@ -31,7 +31,7 @@ class Space:
     Args:
         transports: beside "sm".
         blocks_per_sm: that the compute kernels can be brought to.
-        pieces: of each matmul.
+        chunks: of each matmul.
         along: dims that are cut.
         delays_s: of compute behind a collective.
         max_ctas: of the library's collectives.
@@ -41,7 +41,7 @@ class Space:
 
     transports: tuple[Transport, ...] = ()
     blocks_per_sm: tuple[int, ...] = ()
-    pieces: tuple[int, ...] = (2, 4, 8)
+    chunks: tuple[int, ...] = (2, 4, 8)
     along: tuple[Along, ...] = ("m",)
     delays_s: tuple[float, ...] = (5e-6, 10e-6)
     max_ctas: tuple[int, ...] = ()
@@ -55,8 +55,8 @@ class Space:
             ("transport", ["sm", *self.transports]),
             ("priority", [False, True] if self.priority else []),
             ("delay_s", [0.0, *self.delays_s]),
-            ("pieces", [1, *self.pieces]),
-            ("along", [*self.along] if of.pieces > 1 else []),
+            ("chunks", [1, *self.chunks]),
+            ("along", [*self.along] if of.chunks > 1 else []),
             ("blocks_per_sm", [None, *self.blocks_per_sm]),
             ("carve_out", [False, True] if self.carve_out else []),
             ("max_ctas", [0, *self.max_ctas]),
@@ -71,7 +71,7 @@ class Space:
                     change["carve_out"] = False
                 if name == "carve_out" and value:
                     change["blocks_per_sm"] = None
-                if name == "pieces" and value == 1:
+                if name == "chunks" and value == 1:
                     change["along"] = "m"
                 if name == "transport" and value == "copy_engine":
                     change |= {"priority": False, "max_ctas": 0}
@@ -218,7 +218,7 @@ def _without_losers(space: Space, arms: Mapping[Controls, Arm]) -> Space:
         space,
         blocks_per_sm=tuple(k for k in space.blocks_per_sm if keeps("blocks_per_sm", k)),
         max_ctas=tuple(c for c in space.max_ctas if keeps("max_ctas", c)),
-        pieces=tuple(p for p in space.pieces if keeps("pieces", p)),
+        chunks=tuple(p for p in space.chunks if keeps("chunks", p)),
     )
 
 
@@ -245,7 +245,7 @@ def simpler(than: Controls) -> tuple[Controls, ...]:
     some = (kept for size in range(1, len(names)) for kept in combinations(names, size))
     for kept in some:
         values = {name: getattr(than, name) for name in kept}
-        if "pieces" in values:
+        if "chunks" in values:
             values["along"] = than.along
         found.append(Controls(**values))
     return tuple(found) if than.overlap else ()

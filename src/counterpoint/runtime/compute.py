@@ -171,7 +171,7 @@ def _all_reduce(source: Place, target: Place, places: Places, *, in_place: bool)
 
 def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) -> Action:
     p, group = places.plan.problem, places.workspace.group
-    by_expert = [places.plan.buffer(r.buffer).pieces > 1
+    by_expert = [places.plan.buffer(r.buffer).chunks > 1
                  for r in (bound.step.reads[0], bound.step.writes[0])]  # fmt: skip
 
     def turned(rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
