@@ -16,7 +16,7 @@ demo: $(VENV)/.ready-run  ## all plan families of all_gather_matmul and matmul_r
 	@PYTHONPATH=src $(VENV)/bin/python -m counterpoint demo $(ARGS)
 
 test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded" for pytest)
-	@echo "make test takes about 10 minutes on 2 cores"
+	@echo "make test takes about 10 minutes on 2 cores, 12 the first time: kernels are compiled"
 	@echo "[1/4] ruff check"
 	@$(VENV)/bin/ruff check --quiet .
 	@echo "[2/4] ruff format"

@@ -5,7 +5,7 @@ may be. What is wrong with a value is so found in one way, whether it was passed
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from operator import index
 from types import NoneType, UnionType
@@ -140,43 +140,51 @@ def hints_of(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
+@cache
+def _parts_of(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """What an annotation is made of, its arguments, and whether it is a dataclass."""
+    return get_origin(hint), get_args(hint), is_dataclass(hint)
+
+
 def misfit(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | None:
     """What is wrong with a value of that annotation and range; None: nothing."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        found = [misfit(value, choice, limits, where) for choice in args]
-        if None in found:
-            return None
-        # of a tuple that is one but for an element, that element
-        inner = next((f for f in found if f and f.where != where), None)
-        return inner or Misfit(where, " or ".join(f.want for f in found if f), _shown(value))
-    if origin is Literal:
-        good = any(type(value) is type(choice) and value == choice for choice in args)
-        return None if good else _wrong(where, hint, limits, value)
-    if origin in (tuple, Sequence):
-        return _misfit_of_tuple(value, hint, limits, where)
-    if is_dataclass(hint):
-        if type(value) is not hint:
-            return _wrong(where, hint, limits, value)
-        dot = f"{where}." if where else ""
-        for field in fields(hint):
-            name, kind = field.name, hints_of(hint)[field.name]
-            of = RANGES.get(f"{type(value).__name__}.{name}")
-            if found := misfit(getattr(value, name), kind, of, dot + name):
-                return found
-        return None
-    if hint in (int, float):
+    if hint is int or hint is float:
         number = isinstance(value, int if hint is int else int | float)
         good = number and not isinstance(value, bool)
         if not good or (limits and not limits.low <= value <= limits.high):  # NaN is neither
             fix = limits.fix if good and limits else ""
             return _wrong(where, hint, limits, value)._replace(fix=fix)
         return None
+    origin, args, is_class_of_facts = _parts_of(hint)
+    if origin in (Union, UnionType):
+        found: list[Misfit] = []
+        for choice in args:
+            wrong = misfit(value, choice, limits, where)
+            if wrong is None:
+                return None
+            found.append(wrong)
+        # of a tuple that is one but for an element, that element
+        inner = next((f for f in found if f.where != where), None)
+        return inner or Misfit(where, " or ".join(f.want for f in found), _shown(value))
+    if origin is Literal:
+        good = any(type(value) is type(choice) and value == choice for choice in args)
+        return None if good else _wrong(where, hint, limits, value)
+    if origin in (tuple, Sequence):
+        return _misfit_of_tuple(value, hint, limits, where)
+    if is_class_of_facts:
+        if type(value) is not hint:
+            return _wrong(where, hint, limits, value)
+        dot = f"{where}." if where else ""
+        for name, kind in hints_of(hint).items():
+            of = RANGES.get(f"{hint.__name__}.{name}")
+            if wrong := misfit(getattr(value, name), kind, of, dot + name):
+                return wrong
+        return None
     return None if isinstance(value, hint) else _wrong(where, hint, limits, value)
 
 
 def _misfit_of_tuple(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | None:
-    args = get_args(hint)
+    _, args, _ = _parts_of(hint)
     if not isinstance(value, tuple):
         return _wrong(where, hint, limits, value)
     items: tuple[Any, ...] = value
