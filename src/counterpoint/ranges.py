@@ -140,12 +140,6 @@ def hints_of(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-@cache
-def _parts_of(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """What an annotation is made of, its arguments, and whether it is a dataclass."""
-    return get_origin(hint), get_args(hint), is_dataclass(hint)
-
-
 def misfit(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | None:
     """What is wrong with a value of that annotation and range; None: nothing."""
     if hint is int or hint is float:
@@ -155,7 +149,8 @@ def misfit(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | 
             fix = limits.fix if good and limits else ""
             return _wrong(where, hint, limits, value)._replace(fix=fix)
         return None
-    origin, args, is_class_of_facts = _parts_of(hint)
+    # no cache: compilers trace this, and warn of one
+    origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         found: list[Misfit] = []
         for choice in args:
@@ -171,12 +166,12 @@ def misfit(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | 
         return None if good else _wrong(where, hint, limits, value)
     if origin in (tuple, Sequence):
         return _misfit_of_tuple(value, hint, limits, where)
-    if is_class_of_facts:
+    if is_dataclass(hint):
         if type(value) is not hint:
             return _wrong(where, hint, limits, value)
         dot = f"{where}." if where else ""
         for name, kind in hints_of(hint).items():
-            of = RANGES.get(f"{hint.__name__}.{name}")
+            of = RANGES.get(f"{type(value).__name__}.{name}")
             if wrong := misfit(getattr(value, name), kind, of, dot + name):
                 return wrong
         return None
@@ -184,7 +179,7 @@ def misfit(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | 
 
 
 def _misfit_of_tuple(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | None:
-    _, args, _ = _parts_of(hint)
+    args = get_args(hint)
     if not isinstance(value, tuple):
         return _wrong(where, hint, limits, value)
     items: tuple[Any, ...] = value
