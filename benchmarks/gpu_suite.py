@@ -18,13 +18,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS, CHARACTERIZE = "tests", "characterize"
-TESTS_S, CHARACTERIZE_S, LONG_S = 330, 25, 560
+# of the tests, LANES files at a time where they may share the GPUs; of one file; of what is in full
+TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 330, 200, 25, 560
 START_S = 15  # of the processes of all tables
+END_S = 10  # to end by itself
+LANES = 4
+# files that count free memory or measure time
+ALONE = ("test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu")
+LOG_LINES = 120  # of what a part printed, where it failed
 # of a table in short form; with those above at most 540 where nothing hangs
 SHORT_S = {
     "overlap": 20, "few_rows": 10, "decode": 10, "experts": 15, "embedding": 15, "steps": 20,
@@ -33,53 +41,80 @@ SHORT_S = {
 }  # fmt: skip
 
 
-def separate(suite: str, out: Path, gpus: int) -> dict[str, tuple[list[str], int]]:
-    """Arguments of python and seconds of the parts that are no tables, by name.
+class Part(NamedTuple):
+    """One command of the suite."""
+
+    arguments: list[str]
+    """Of python."""
+    limit_s: int
+    beside: bool = False
+    """Whether others may run on the same GPUs meanwhile."""
+
+
+def tests(gpus: int, limit_s: int) -> dict[str, Part]:
+    """The files of GPU tests, the largest first: each has processes of its own.
+
+    Args:
+        gpus: how many.
+        limit_s: seconds of each.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    # another torch than CI's may warn: warnings are printed here, not errors
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations=5"]
+    pytest += ["-o", f"faulthandler_timeout={limit_s // 2}"]
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda f: -f.stat().st_size)
+    files.sort(key=lambda f: f.stem in ALONE)
+    return {
+        f.stem: Part([*launcher, *pytest, str(f.relative_to(ROOT))], limit_s, f.stem not in ALONE)
+        for f in files
+    }
+
+
+def separate(suite: str, out: Path, gpus: int) -> dict[str, Part]:
+    """The parts that are no tables, by name.
 
     Args:
         suite: as in the command line.
         out: folder of rows.
         gpus: how many.
     """
-    # another torch than CI's may warn: warnings are printed here, not errors
-    tests = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={gpus}",
-        "-m",
-        "pytest",
-        "tests/gpu",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "default",
-        "-o",
-        f"faulthandler_timeout={TESTS_S - 10}",
-        "--durations=8",
-    ]
     rows = str(out / f"characterize-{gpus}x.jsonl")
     constants = ["-m", "counterpoint", "characterize", "--ranks", str(gpus), "--rows", rows]
     if suite == "short":
-        return {TESTS: (tests, TESTS_S), CHARACTERIZE: ([*constants, "--quick"], CHARACTERIZE_S)}
-    found = {TESTS: (tests, LONG_S), CHARACTERIZE: (constants, LONG_S)}
-    return {name: part for name, part in found.items() if name == suite}
+        quick = Part([*constants, "--quick"], CHARACTERIZE_S)
+        return tests(gpus, TEST_S) | {CHARACTERIZE: quick}
+    if suite == TESTS:
+        return tests(gpus, TEST_S)
+    return {CHARACTERIZE: Part(constants, LONG_S)} if suite == CHARACTERIZE else {}
 
 
-def run_separate(found: Mapping[str, tuple[Sequence[str], int]], cache: Path) -> list[str]:
-    """Run the parts one after another; names of those that failed."""
-    failed: list[str] = []
-    for name, (arguments, limit_s) in found.items():
-        print(f"make gpu: {name}, at most {limit_s} s", flush=True)
-        start_s = time.monotonic()
-        code = run([sys.executable, *arguments], limit_s, cache)
-        print(
-            f"make gpu: {name} ended with {code} in {time.monotonic() - start_s:.0f} s", flush=True
-        )
-        failed += [name] if code else []
-    return failed
+def run_separate(parts: Mapping[str, Part], out: Path, total_s: float) -> list[str]:
+    """Run the parts, `LANES` at a time of those that may have others beside; names that failed.
+
+    Args:
+        parts: those with others beside come first.
+        out: folder of what they print, and of their caches.
+        total_s: of all; what begins later fails.
+    """
+    deadline_s = time.monotonic() + total_s
+
+    def ended(name: str) -> str:
+        part, log, start_s = parts[name], out / f"{name}.log", time.monotonic()
+        limit_s = min(part.limit_s, max(0, deadline_s - start_s))
+        with log.open("w") as file:
+            code = run([sys.executable, *part.arguments], limit_s, out / "cache" / name, file)
+        lines = log.read_text(errors="replace").splitlines() or ["it printed nothing"]
+        shown = lines[-LOG_LINES:] if code else lines[-1:]
+        took_s = time.monotonic() - start_s
+        said = f"make gpu: {name} ended with {code} in {took_s:.0f} s"
+        print("\n".join([said, *shown]), flush=True)
+        return name if code else ""
+
+    beside = [name for name, part in parts.items() if part.beside]
+    with ThreadPoolExecutor(LANES) as lanes:
+        failed = list(lanes.map(ended, beside))
+    failed += [ended(name) for name in parts if name not in beside]
+    return [name for name in failed if name]
 
 
 def run_tables(
@@ -105,8 +140,15 @@ def run_tables(
     return failed
 
 
-def run(command: Sequence[str], limit_s: float, cache: Path) -> int:
-    """Exit code of a command; 124 where it was not done in time."""
+def run(command: Sequence[str], limit_s: float, cache: Path, log: IO[str] | None = None) -> int:
+    """Exit code of a command; 124 where it was not done in time.
+
+    Args:
+        command: program and arguments.
+        limit_s: seconds.
+        cache: folder of what is measured.
+        log: where it prints; None: here.
+    """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests", ROOT))),
         "OMP_NUM_THREADS": "4",
@@ -117,12 +159,17 @@ def run(command: Sequence[str], limit_s: float, cache: Path) -> int:
         # what is measured here stays here, and nothing measured before is used
         "COUNTERPOINT_CACHE": str(cache),
     }
-    # a session of its own, so that no rank outlives the launcher
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    errors = subprocess.STDOUT if log else None
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, stdout=log, stderr=errors
+    )
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        print(f"make gpu: not done after {limit_s} s")
+        print(f"make gpu: not done after {limit_s:.0f} s", file=log, flush=True)
+        process.terminate()  # a launcher ends its ranks, whose sessions are their own
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
         return 124
     finally:
         with suppress(ProcessLookupError):
@@ -152,7 +199,8 @@ def main() -> int:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     start_s, suite = time.monotonic(), args.suite
-    failed = run_separate(separate(suite, out, gpus), out / "cache")
+    total_s = TESTS_S + CHARACTERIZE_S if suite == "short" else LONG_S
+    failed = run_separate(separate(suite, out, gpus), out, total_s)
     more = ["--ranks", str(gpus), *(["--short"] if suite == "short" else [])]
     tables = SHORT_S if suite == "short" else {suite: LONG_S} if suite in SHORT_S else {}
     failed += run_tables(tables, more, out, out / "cache")

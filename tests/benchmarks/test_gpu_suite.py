@@ -23,31 +23,56 @@ for name in names:
 """
 
 
+FILES = {f.stem for f in (gpu_suite.ROOT / "tests" / "gpu").glob("test_*.py")}
+
+
 def test_the_short_suite_is_all_tests_and_every_table_in_nine_minutes(tmp_path: Path):
     found = gpu_suite.separate("short", tmp_path, 2)
-    assert list(found) == ["tests", "characterize"] and set(gpu_suite.SHORT_S) == set(NAMES)
-    seconds = sum(limit_s for _, limit_s in found.values())
-    assert seconds + gpu_suite.START_S + sum(gpu_suite.SHORT_S.values()) <= 540
+    assert set(found) == {*FILES, "characterize"} and set(gpu_suite.SHORT_S) == set(NAMES)
+    assert list(found)[-1] == "characterize" and set(gpu_suite.ALONE) < FILES
+    seconds = gpu_suite.TESTS_S + gpu_suite.CHARACTERIZE_S + gpu_suite.START_S
+    assert seconds + sum(gpu_suite.SHORT_S.values()) <= 540
 
 
 @pytest.mark.parametrize("suite", [*NAMES, "tests", "characterize"])
-def test_a_long_suite_is_one_part(suite: str, tmp_path: Path):
+def test_a_long_suite_has_its_parts_alone(suite: str, tmp_path: Path):
     found = gpu_suite.separate(suite, tmp_path, 2)
-    assert list(found) == ([] if suite in NAMES else [suite])
-    assert all(limit_s < 600 for _, limit_s in found.values())
+    assert set(found) == (FILES if suite == "tests" else {suite} - set(NAMES))
+    assert all(part.limit_s < 600 for part in found.values())
 
 
 def test_a_part_that_fails_stops_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     parts = {
-        "wrong": (["-c", "import sys; print('of wrong', flush=True); sys.exit(7)"], 60),
-        "hangs": (["-c", "import threading; threading.Event().wait()"], 0),
-        "right": (["-c", "import os; print(os.environ['COUNTERPOINT_CACHE'])"], 60),
+        "wrong": gpu_suite.Part(
+            ["-c", "import sys; print('of wrong', flush=True); sys.exit(7)"], 60, beside=True
+        ),
+        "hangs": gpu_suite.Part(["-c", "import threading; threading.Event().wait()"], 0),
+        "right": gpu_suite.Part(["-c", "import os; print(os.environ['COUNTERPOINT_CACHE'])"], 60),
     }
-    assert gpu_suite.run_separate(parts, tmp_path / "cache") == ["wrong", "hangs"]
+    assert gpu_suite.run_separate(parts, tmp_path, total_s=90) == ["wrong", "hangs"]
     text = capfd.readouterr().out
-    assert "of wrong\n" in text and f"{tmp_path / 'cache'}\n" in text
-    assert "make gpu: wrong, at most 60 s" in text and "wrong ended with 7" in text
-    assert "make gpu: not done after 0 s" in text and "hangs ended with 124" in text
+    assert "of wrong\n" in text and f"{tmp_path / 'cache' / 'right'}\n" in text
+    assert "wrong ended with 7" in text
+    assert "hangs ended with 124" in text and "make gpu: not done after 0 s" in text
+    assert "make gpu: not done after 0 s" in (tmp_path / "hangs.log").read_text()
+
+
+def test_parts_beside_others_run_at_the_same_time(tmp_path: Path):
+    meet = (
+        "import sys, pathlib, time\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
+    )
+    meet += "while not other.exists(): time.sleep(0.01)"
+    names = [str(tmp_path / name) for name in "ab"]
+    parts = {
+        name: gpu_suite.Part(["-c", meet, *order], 60, beside=True)
+        for name, order in (("one", names), ("two", names[::-1]))
+    }
+    assert gpu_suite.run_separate(parts, tmp_path, total_s=60) == []
+
+
+def test_what_begins_behind_the_limit_of_all_fails(tmp_path: Path):
+    parts = {"late": gpu_suite.Part(["-c", "import threading; threading.Event().wait()"], 60)}
+    assert gpu_suite.run_separate(parts, tmp_path, total_s=0) == ["late"]
 
 
 def test_tables_behind_one_that_fails_run_in_new_processes(
