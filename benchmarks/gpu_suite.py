@@ -26,10 +26,12 @@ from typing import IO, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 TESTS, CHARACTERIZE = "tests", "characterize"
 # of the tests, LANES files at a time where they may share the GPUs; of one file; of what is in full
-TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 330, 200, 25, 560
+TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 330, 300, 25, 560
 START_S = 15  # of the processes of all tables
 END_S = 10  # to end by itself
 LANES = 4
+# files that take longest: they compile many kernels
+FIRST = ("test_experts_fused_gpu", "test_embedding_gpu", "test_matmul_all_reduce_gpu")
 # files that count free memory or measure time
 ALONE = ("test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu")
 LOG_LINES = 120  # of what a part printed, where it failed
@@ -52,7 +54,7 @@ class Part(NamedTuple):
 
 
 def tests(gpus: int, limit_s: int) -> dict[str, Part]:
-    """The files of GPU tests, the largest first: each has processes of its own.
+    """The files of GPU tests, the longest first: each has processes of its own.
 
     Args:
         gpus: how many.
@@ -62,8 +64,8 @@ def tests(gpus: int, limit_s: int) -> dict[str, Part]:
     # another torch than CI's may warn: warnings are printed here, not errors
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations=5"]
     pytest += ["-o", f"faulthandler_timeout={limit_s // 2}"]
-    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda f: -f.stat().st_size)
-    files.sort(key=lambda f: f.stem in ALONE)
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    files.sort(key=lambda f: (f.stem in ALONE, f.stem not in FIRST))
     return {
         f.stem: Part([*launcher, *pytest, str(f.relative_to(ROOT))], limit_s, f.stem not in ALONE)
         for f in files
