@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu readme clean
+.PHONY: help demo test faults gpu readme clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,9 @@ test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
 	@echo "[4/4] pytest"
 	@$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
+faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20")
+	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)
 
 gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUITE=decode for one in full; OUT=folder)
 	PYTHONPATH=src:. python3 -m benchmarks.gpu_suite --suite $(SUITE) --out $(OUT)

@@ -20,6 +20,7 @@ from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime import execute_cuda
+from counterpoint.runtime.ranks import gather_object
 
 CPU = torch.device("cpu")
 GATHER = Case("all_gather_matmul", "shard_p2p", (6, 6), 5, 4, bias=True)
@@ -29,13 +30,13 @@ REDUCE = Case("matmul_all_reduce", "fused", (6,), 5, 4)
 
 def counted(patch: pytest.MonkeyPatch) -> list[object]:
     """The calls in which ranks have compared their facts."""
-    found, compare = list[object](), call.compare
+    found, agree = list[object](), call.agree
 
-    def noted(*arguments: Any) -> None:
+    def noted(*arguments: Any) -> int:
         found.append(arguments[0])
-        compare(*arguments)
+        return agree(*arguments)
 
-    patch.setattr(call, "compare", noted)
+    patch.setattr(call, "agree", noted)
     return found
 
 
@@ -89,7 +90,7 @@ def test_auto_is_serial_on_all_ranks_where_one_cannot(rank: int, ranks: int):
     memory = SimpleNamespace(reserve=lambda _: None)
     workspace: Any = SimpleNamespace(
         group=world(), rank=rank, device=torch.device("cuda", 0), lanes=lanes, fused=memory,
-        reserve=lambda _: None,
+        reserve=lambda _: None, gather=lambda problem: gather_object(problem, world()),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

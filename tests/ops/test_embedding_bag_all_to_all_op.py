@@ -20,7 +20,7 @@ from refusals import Refusal, wrongly_refused
 import counterpoint as cp
 from counterpoint.ops.embedding_call import Known, Ready, ready_for
 from counterpoint.problem import Problem
-from counterpoint.runtime import execute_cpu, launch
+from counterpoint.runtime import launch, library
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
@@ -177,9 +177,9 @@ def by_ready(ready: Ready, bags: Bags, out: Any = None) -> torch.Tensor:
 
 
 def as_nccl(
-    got: torch.Tensor, sent: torch.Tensor, sizes: list[int], splits: list[int], group: Any
+    calls: Any, got: torch.Tensor, sent: torch.Tensor, sizes: list[int], splits: list[int]
 ) -> None:
-    """An all-to-all that, unlike gloo's, sends nothing and waits for nobody where there is none."""
+    """An all-to-all that sends nothing and waits for nobody where there is none."""
     rank, works = dist.get_rank(), list[Any]()
     for peer, (to, mine) in enumerate(zip(got.split(sizes), sent.split(splits), strict=True)):
         if peer == rank:
@@ -189,10 +189,6 @@ def as_nccl(
         works += [dist.irecv(to, peer)] if to.numel() else []
     for work in works:
         work.wait()
-
-
-def nothing(*_: object) -> None:
-    pass
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
@@ -208,8 +204,7 @@ def test_both_plans_by_turns(rank: int, ranks: int, into: bool):
     found: list[bool] = []
     draw = random.Random(rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", as_nccl)
-        patch.setattr(execute_cpu._Call, "_meet", nothing)  # pyright: ignore[reportPrivateUsage]
+        patch.setattr(library._OnCpu, "all_to_all", as_nccl)  # pyright: ignore[reportPrivateUsage]
         p = problem_of(((8, 3), (20,), ())[:ranks], (3, 0, 4)[-ranks:])
         out = cp.PooledOutputs(p.n, torch.float32, p.rows) if into else None
         first = [random_bags(d, p.m, seed=r) for r, d in enumerate(p.tables)][rank]
@@ -240,15 +235,15 @@ def test_a_rank_without_rows_is_waited_for(rank: int, ranks: int, tmp_path: Path
     out = cp.PooledOutputs(p.n, torch.float32, p.rows)
     ready = ready_of(bags, p, "serial", out)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", as_nccl)
-        patch.setattr(execute_cpu._Call, "_meet", nothing)  # pyright: ignore[reportPrivateUsage]
-        waits, meet = tmp_path / "waits", dist.all_reduce
+        calls = library._OnCpu  # pyright: ignore[reportPrivateUsage]
+        patch.setattr(calls, "all_to_all", as_nccl)
+        waits, meet = tmp_path / "waits", calls.all_reduce
 
         def waiting(*given: Any, **named: Any) -> None:
             waits.touch()
             meet(*given, **named)
 
-        patch.setattr(dist, "all_reduce", waiting)
+        patch.setattr(calls, "all_reduce", waiting)
         if rank:
             while not waits.exists():
                 time.sleep(0.01)
@@ -531,8 +526,10 @@ def host_calls(fn: Any) -> tuple[int, int]:
     Kernels are left out, and what launches one that is interpreted, and the executor of CPU ranks,
     which stands for a GPU's.
     """
-    beside = ("kernels/", "runtime/execute_cpu", "runtime/pads_cpu", "runtime/launch.py _arguments")
-    found = [c.split()[0] for c in own_calls(fn) if not c.startswith(beside)]
+    beside = ("kernels/", "runtime/execute_cpu", "runtime/pads_cpu", "runtime/launch.py _arguments",
+              "runtime/library", "runtime/notice_board", "runtime/ranks")  # fmt: skip
+    notes = "runtime/notice_board.py note"
+    found = [c.split()[0] for c in own_calls(fn) if c == notes or not c.startswith(beside)]
     return len(found), len(set(found))
 
 
@@ -555,16 +552,9 @@ def counted(rank: int, ranks: int, tables: int, plan: str) -> tuple[int, int]:
     ready, workspace = ready_of(bags, p, plan), workspace_of(world(), torch.device("cpu"))
     workspace.known = Remembered(Known(ready, {}))
     call = partial(called, bags, dims=p.tables, plan=plan, group=world())
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute_cpu._Call, "_act", act)  # pyright: ignore[reportPrivateUsage]
+    with torch.no_grad():
         call()
         return host_calls(call)
-
-
-def act(call: Any, bound: Any, actions: list[Any]) -> None:
-    """What of a step is left without a meeting of CPU ranks."""
-    for action in actions:
-        action(call.operands)
 
 
 @pytest.mark.parametrize("plan", ["serial", "fused"])

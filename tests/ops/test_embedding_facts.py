@@ -44,6 +44,8 @@ class Ranks:
             compiled=[],
             group=SimpleNamespace(size=lambda: 1 + len(self.peers), group_name="bags"),
             check=lambda: None,
+            gather=lambda spec: [spec],
+            board=SimpleNamespace(note=None, refuse=lambda error: None, facts={}),
             refuse_growth=self._grown,
         )
         self.workspace.remember = self.workspace.code.__setitem__
@@ -54,7 +56,6 @@ class Ranks:
         patch.setattr(agreement, "meet", self._meet)
         for module in (auto, plans):
             patch.setattr(module, "knowledge_of", self._knowledge)
-        patch.setattr(auto, "gather_object", self._gathered)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(embedding_facts, "check_bags", self._check)
         patch.setattr(embedding_call, "workspace_of", self._workspace)
@@ -65,9 +66,6 @@ class Ranks:
     def _knowledge(self, workspace: Any) -> Knowledge:
         return Knowledge(self.machine, {})
 
-    def _gathered(self, spec: str, group: Any) -> list[str]:
-        return [spec]
-
     def _workspace(self, *_: Any) -> Any:
         return self.workspace
 
@@ -75,7 +73,7 @@ class Ranks:
     def met(self) -> int:
         return len(self.said)
 
-    def _meet(self, op: str, here: Any, workspace: Any) -> list[Any]:
+    def _meet(self, op: str, here: Any, *_: Any) -> list[Any]:
         said, _ = here
         self.said.append(said)
         return [here, *(({**said, **peer}, self.refused) for peer in self.peers)]

@@ -13,7 +13,7 @@ from own_calls import own_calls, too_many
 from rank_bodies import by_reference, world
 
 import counterpoint as cp
-from counterpoint.ops import call, fused_experts, fused_sum, matmul_all_to_all
+from counterpoint.ops import fused_experts, fused_sum, matmul_all_to_all
 from counterpoint.plan.bind import Program
 from counterpoint.runtime import lanes_cuda, launch
 from counterpoint.runtime.execute_cuda import CudaCode
@@ -98,8 +98,6 @@ def test_a_warm_call_runs_few_functions_of_ours(
     group = world() if own else None
     with by_reference(), pytest.MonkeyPatch.context() as patch:
         kernel, graphs = Kernel(list(fused_sum.matmul_all_reduce_kernel.arg_names)), Graphs()
-        # a GPU's rank remembers all plans
-        patch.setattr(call, "uses_library", lambda _: False)
         run(x, w, plan=plan, group=group)
         run(x, w, plan=plan, group=group)
         workspace = workspace_of(world(), torch.device("cpu"))
@@ -147,7 +145,6 @@ def test_a_warm_call_of_experts_runs_few(
     run, problems, kernels = getattr(cp, op), list[str](), dict[str, Kernel]()
     small = ("arrival_kernel", "collect_kernel") if op == "matmul_all_to_all" else None
     with by_torch(known), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call, "uses_library", lambda _: False)
         # indices on a GPU are not read
         patch.setattr(matmul_all_to_all, "on_host", lambda _: False)
         run(x, w, **options)

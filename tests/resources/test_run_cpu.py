@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(rank: int, ranks: in
     gc.collect()
     assert pipeline() is None, "an error that is kept holds no memory"
     assert len(set(errors)) == (rank < ranks - 1)
-    want = "PeerTimeoutError: pipeline: rank 2 did not signal step 'all_to_all 1'"
+    want = "PeerTimeoutError: pipeline: rank 2 did not take part in 'all_to_all 1'"
     assert rank or errors[0].startswith(want), errors
 
 

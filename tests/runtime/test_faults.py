@@ -16,7 +16,7 @@ from rankpool import RankPool
 import counterpoint as cp
 from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import BoundStep
-from counterpoint.runtime import execute_cpu, pads_cpu
+from counterpoint.runtime import execute_cpu, notice_board
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.workspace import workspace_of
 
@@ -79,7 +79,7 @@ def survive(rank: int, world_size: int, case: Case, fault: str, folder: str) -> 
             fail(case, fault, Path(folder), patch)
             return None
         clock = Clock(rank, fault, Path(folder))
-        patch.setattr(pads_cpu, "time", clock)
+        patch.setattr(notice_board, "time", clock)
         start_s = 0.0
         with pytest.raises(PeerTimeoutError) as info:
             # what the victim has sent before its end may be enough for one call
@@ -195,7 +195,7 @@ def meet_in_vain(rank: int, world_size: int, folder: str) -> Report | None:
         return None
     workspace_of(world(), CPU).timeout_s = TIMEOUT_S
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pads_cpu, "time", Clock(rank, "sleeps", Path(folder)))
+        patch.setattr(notice_board, "time", Clock(rank, "sleeps", Path(folder)))
         with pytest.raises(PeerTimeoutError) as info:
             pooled(rank, world_size)
         with pytest.raises(PeerTimeoutError, match="unusable"):

@@ -1,6 +1,7 @@
 import errno
 import gc
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime import symmetric_cpu
+from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 NUM_BYTES = 4099  # one page and a bit, prime
@@ -47,7 +49,7 @@ def assert_peers_see_each_other(memory: SymmetricMemory, group: dist.ProcessGrou
 
 
 def write_to_peers(rank: int, world_size: int) -> int:
-    memory = symmetric_cpu.allocate_cpu(NUM_BYTES, world())
+    memory = symmetric_cpu.allocate_cpu(NUM_BYTES, world(), partial(gather_object, group=world()))
     assert (memory.rank, memory.world_size) == (rank, world_size)
     assert_peers_see_each_other(memory, world())
     assert memory.peer_pids[rank] == os.getpid()

@@ -2,10 +2,12 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
@@ -26,6 +28,11 @@ def lanes() -> CudaLanes:
     return made
 
 
+def quiet() -> Any:
+    """A notice board that has nothing to say."""
+    return SimpleNamespace(wrong=lambda: None, settle=lambda: None)
+
+
 def register(lanes: CudaLanes, plan: Plan) -> int:
     return lanes.register(plan.problem.op, plan.spec, awaited_by(bind(plan, RANK)))
 
@@ -37,13 +44,14 @@ def test_a_fault_word_names_ranks_and_step(lanes: CudaLanes, capfd: pytest.Captu
     assert tag == 2 * MAX_STEPS
     index = [step.name for step in plan.steps].index("matmul_1")
     word = np.zeros(1, dtype=np.int64)
-    watchdog = Watchdog(word, lanes.describe)
+    watchdog = Watchdog(word, lanes.describe, quiet())
     assert watchdog.look() is None
     # matmul_1 waits for ranks 0, 3 and 2, in this order: the last two are late
     word[0] = (0b110 << 32) | (tag + index + 1)
     fault = watchdog.look()
     assert fault is not None
-    assert (fault.rank, fault.step) == (3, "matmul_1")
+    assert isinstance(fault, PeerTimeoutError)
+    assert (fault.rank, fault.step) == (2, "matmul_1"), "the one that is dead"
     want = (
         "all_gather_matmul: ranks [3, 2] did not signal step 'matmul_1' of plan graded 1/3 ring "
         "to rank 1 within 2 s (pid 1 is alive, pid 4194305 is dead); the group is unusable"
@@ -57,7 +65,7 @@ def test_the_thread_says_it_by_itself(lanes: CudaLanes, capfd: pytest.CaptureFix
     plan = build(Problem("matmul_reduce_scatter", 16, 8, 8, 4), "shard_p2p")
     tag = register(lanes, plan)
     word = np.zeros(1, dtype=np.int64)
-    watchdog = Watchdog(word, lanes.describe)
+    watchdog = Watchdog(word, lanes.describe, quiet())
     word[0] = (1 << 32) | (tag + 1)  # the barrier that opens, its first wait
     deadline_s = time.monotonic() + 60
     said = ""

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from counterpoint.ops.check import check_dense, check_group
 from counterpoint.ops.register import refuse_double, register
+from counterpoint.runtime.library import library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import workspace_of
 
 
 def copy_to_group(parameter: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -55,7 +58,9 @@ class _CopyToGroup(torch.autograd.Function):
 
 def _sum(x: Tensor, group_name: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group_of(group_name))
+    workspace = workspace_of(group_of(group_name), total.device)
+    awaited = Awaited("copy_to_group", "add its gradient", "backward")
+    library_of(workspace, awaited).all_reduce(total)
     return total
 
 

@@ -1,20 +1,17 @@
 """Whether ranks call the same thing: facts compared in words, before anything is launched."""
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
-from counterpoint.runtime import pads_cpu
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.runtime.notice_board import Awaited, Facts, digest_of
+from counterpoint.runtime.workspace import Workspace, workspace_if_any
 
 COMPARE = "compare"  # the step at which ranks meet
 T = TypeVar("T")
@@ -44,23 +41,12 @@ def checking() -> bool:
     return os.environ.get("COUNTERPOINT_CHECK") == "1"
 
 
-def compare(
-    op: str,
-    inputs: Sequence[Input],
-    tensors: Sequence[Tensor | None],
-    plan: str,
+def words_of(
+    op: str, inputs: Sequence[Input], tensors: Sequence[Tensor | None], plan: str,
     rows: Sequence[int],
-    workspace: Workspace,
-) -> None:
-    """Refuse a call whose facts differ between ranks, naming the first that differs.
-
-    Not while a graph is captured: ranks cannot talk then.
-
-    Raises:
-        InputError: the facts differ.
-        PeerTimeoutError: a rank did not come.
-    """
-    here: dict[str, str] = {"op": op}
+) -> Facts:  # fmt: skip
+    """The facts of a call in words."""
+    here: Facts = {"op": op}
     for given, tensor in zip(inputs, tensors, strict=True):
         if given.form == "row":
             here[f"{given.name} is None"] = str(tensor is None)
@@ -70,17 +56,22 @@ def compare(
     first = next(t for t in tensors if t is not None)
     here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
     here["rows"] = str(tuple(rows))
-    agree(op, here, workspace)
+    return here
 
 
 def agree(
-    op: str, here: dict[str, str], workspace: Workspace, refused: CounterpointError | None = None
-) -> None:
+    op: str, here: Facts, workspace: Workspace, refused: CounterpointError | None = None
+) -> int:
     """Refuse a call on all ranks alike, where facts differ or a rank has refused it by itself.
+
+    Not while a graph is captured: ranks cannot talk then.
 
     Args:
         here: the facts of this rank in words, "op" first.
         refused: what this rank alone can see to be wrong.
+
+    Returns:
+        The digest of the facts, equal on all ranks.
 
     Raises:
         InputError: `refused` of the first rank that has one, or the first fact that differs.
@@ -89,8 +80,8 @@ def agree(
     if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         if refused is not None:
             raise refused
-        return
-    answers = meet(op, (here, refused), workspace)
+        return digest_of(here)
+    answers = meet(op, (here, refused), workspace, here)
     everyone = [facts for facts, _ in answers]
     # in the words of rank 0: all ranks say the same
     for name, want in everyone[0].items():
@@ -108,37 +99,38 @@ def agree(
     for _, wrong in answers:
         if wrong is not None:
             raise wrong
+    return digest_of(here)
 
 
-def meet(op: str, here: T, workspace: Workspace) -> list[T]:
+def meet(op: str, here: T, workspace: Workspace, facts: Facts) -> list[T]:
     """What all ranks say of a call: no rank returns before each has come to it.
 
-    CPU ranks wait as long as COUNTERPOINT_TIMEOUT_S says, GPUs' as long as the group does.
+    Args:
+        here: what this rank says.
+        facts: of the call, in words.
 
     Raises:
         PeerTimeoutError: a rank did not come.
+        InputError: a rank has called something that ranks had compared before, or refused to call.
     """
-    group = workspace.group
-    try:
-        if workspace.device.type == "cpu" and workspace.has_pads:
-            pads_cpu.meet(workspace, pads_cpu.Awaited(op, "come to compare its arguments", COMPARE))
-        elif workspace.device.type == "cpu" and dist.get_backend(group) == "gloo":
-            # of ranks that are there, only rank 0 hears in time who is not
-            bound = timedelta(seconds=workspace.timeout_s)
-            dist.monitored_barrier(group, timeout=bound, wait_all_ranks=True)
-        return gather_object(here, group)
-    except RuntimeError as error:
-        gone = workspace.gone()
-        # gloo tells rank 0 who has not come, and the others that rank 0 knows
-        text = str(error).partition(" Original exception")[0]
-        late = re.search(r"Ranks? ([\d, ]+) failed", text)
-        who = ", ".join(f"rank {r} ({state})" for r, state in gone)
-        who = who or (f"rank {late[1].strip(' ,')}" if late else "a rank")
-        first = gone[0][0] if gone else int(late[1].split(",")[0]) if late else None
-        fault = workspace.fault = PeerTimeoutError(
-            f"{op}: {who} did not come to compare its arguments ({text}); the group is "
-            "unusable, restart its ranks",
-            rank=first,
-            step=COMPARE,
-        )
-        raise fault from error
+    workspace.board.note_new(digest_of(facts), facts)
+    return workspace.gather(here, Awaited(op, "come to compare its arguments", COMPARE))
+
+
+def refused(
+    error: CounterpointError, group: dist.ProcessGroup | None, x: object
+) -> CounterpointError:
+    """Tell the other ranks, which may have come to the call, that this one has refused it.
+
+    Args:
+        error: why; it is returned.
+        group: of the call.
+        x: a tensor of the call, if it is one.
+    """
+    if not torch.compiler.is_compiling() and isinstance(x, Tensor) and dist.is_initialized():
+        group = dist.group.WORLD if group is None else group
+        if isinstance(group, dist.ProcessGroup):
+            workspace = workspace_if_any(group, x.device)
+            if workspace is not None:
+                workspace.board.refuse(error)
+    return error

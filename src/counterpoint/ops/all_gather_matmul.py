@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import call
-from counterpoint.ops.agreement import Input
+from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
@@ -94,12 +94,23 @@ def all_gather_matmul(
     y, key, group = call.repeated(OP, (x, w, bias), group, plan, rows, gather_dim)  # type: ignore[arg-type]
     if y is not None:
         return y
-    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment, arg-type]
-    check_tensors(OP, x, w, bias)  # type: ignore[arg-type]
-    front, dim, counts = _shards(x, rows, gather_dim, group)
-    spec, where = plan_key(OP, plan), (group.group_name, group.size())
+    return _anew(x, w, group, bias, plan, rows, gather_dim, key)  # type: ignore[arg-type]
+
+
+def _anew(
+    x: Tensor, w: Tensor, group: dist.ProcessGroup, bias: Tensor | None, plan: str | Path | Plan,
+    rows: Sequence[int] | None, gather_dim: int, key: tuple[object, ...] | None,
+) -> Tensor:  # fmt: skip
+    """The first call like this one, or one that goes through the dispatcher."""
+    try:
+        x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
+        check_tensors(OP, x, w, bias)
+        front, dim, counts = _shards(x, rows, gather_dim, group)
+        spec, where = plan_key(OP, plan), (group.group_name, group.size())
+    except CounterpointError as error:
+        raise refused(error, group, x) from None
     if key is not None:
-        y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]  # type: ignore[arg-type]
+        y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
     else:
         y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where)
     return y.movedim(0, dim) if dim else y

@@ -16,7 +16,6 @@ from counterpoint.choose.known import Knowledge, load, problem_key
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Workspace
 
 
@@ -43,7 +42,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
         room = 2 * workspace.fused.words.half_bytes if workspace.fused else 0
     spec = by_model(problem, known.machine, tiles=tiles, words_limit=room).spec
     # the library's tiles are asked of each GPU by itself
-    return spec if capturing else gather_object(spec, workspace.group)[0]
+    return spec if capturing else workspace.gather(spec)[0]
 
 
 def knowledge_of(workspace: Workspace) -> Knowledge:
@@ -57,7 +56,7 @@ def knowledge_of(workspace: Workspace) -> Knowledge:
             # ranks cannot talk now: what the package has is equal on all of them
             return Knowledge(load(name, ranks, torch.__version__, folder=None).machine, {})
         mine = load(name, ranks, torch.__version__) if workspace.rank == 0 else None
-        workspace.knowledge = gather_object(mine, workspace.group)[0]
+        workspace.knowledge = workspace.gather(mine)[0]
     return workspace.knowledge
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from counterpoint.errors import CounterpointError, UnsupportedError
-from counterpoint.ops.agreement import Input, agree, checking, compare
+from counterpoint.ops.agreement import Input, agree, checking, words_of
 from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import KEYS, plan_of
 from counterpoint.plan.families import build
@@ -26,7 +26,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.workspace import Operands, Workspace, workspace_if_any, workspace_of
+from counterpoint.runtime.workspace import Operands, Workspace, workspace_of, workspaces
 
 # both private, and asked at each call: a feature test holds them
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
@@ -104,11 +104,21 @@ class Operator:
 class Runnable(Protocol):
     """A call whose facts have been checked."""
 
-    workspace: Workspace
-
     def __call__(self, tensors: Tensors, room: int = 0) -> list[Tensor]:
         """Run on the current stream; the results are new tensors, of `room` rows if counted."""
         ...
+
+
+class Compiled(NamedTuple):
+    """What ranks have compiled of a call for the same facts.
+
+    Args:
+        code: None: there is nothing to compute.
+        digest: of the facts.
+    """
+
+    code: Code | None
+    digest: int
 
 
 class Ready:
@@ -117,13 +127,14 @@ class Ready:
     def __init__(
         self,
         workspace: Workspace,
-        code: Code | None,
+        known: Compiled,
         operator: Operator,
         tensors: Tensors,
         outputs: tuple[Output, ...],
     ) -> None:
         self.workspace = workspace
-        self.code = code
+        self.note = workspace.board.note
+        code, self.digest = self.code, _ = known
         given = enumerate(zip(operator.inputs, tensors, strict=True))
         named = {buffer.name for buffer in code.program.plan.buffers} if code else set[str]()
         # positions of the tensors that are there, their buffers, and how they become operands; a
@@ -149,8 +160,9 @@ class Ready:
 
         Raises:
             PeerTimeoutError: a peer did not answer; the group is unusable.
+            InputError: a peer has called something else; likewise.
         """
-        self.workspace.check()
+        self.note(self.digest)
         operands: dict[str, Tensor] = {}
         for i, name, form in self.inputs:
             tensor: Any = tensors[i]
@@ -257,8 +269,9 @@ def repeated(
     if key is None:
         return None, None, group
     x, *rest = tensors
-    workspace = workspace_if_any(group, x.device)
-    if workspace is None or "COUNTERPOINT_CHECK" in os.environ:
+    # as `workspace_if_any`, without its call
+    workspace = workspaces.get((group.group_name, x.device))
+    if workspace is None or workspace.group is not group or "COUNTERPOINT_CHECK" in os.environ:
         return None, key, group
     ready: Runnable | None = workspace.known.get(key)
     if ready is None:
@@ -275,14 +288,9 @@ def first(
     operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int],
     group: dist.ProcessGroup, key: tuple[object, ...], given: Given = NOTHING,
 ) -> list[Tensor]:  # fmt: skip
-    """Prepare and run a call that has passed its checks, and keep what it is ready with.
-
-    CPU ranks compare each call of a plan that gloo takes part in: gloo ends the process of a rank
-    whose peer sends another size, and does not say which.
-    """
+    """Prepare and run a call that has passed its checks, and keep what it is ready with."""
     ready = prepare(operator, tensors, plan, rows, group, given.refused)
-    if not (ready.workspace.device.type == "cpu" and uses_library(ready.code)):
-        ready.workspace.know(key, ready)
+    ready.workspace.know(key, ready)
     return ready(tensors, given.room)
 
 
@@ -316,13 +324,14 @@ def prepare(
     ready: Ready | None = workspace.known.get(layout)
     if ready is not None and refused is None and not checking():
         return ready
-    known: tuple[Code | None] | None = workspace.code.get(facts)
-    # ranks that disagree would wait for one another, or compute something else: compared at the
-    # first call with these facts, and at each call where that is asked for, or gloo takes part
-    by_library = known is not None and first.is_cpu and uses_library(known[0])
-    if known is None or by_library or checking():
-        _compare(operator, tensors, plan, rows, workspace, refused)
+    known: Compiled | None = workspace.code.get(facts)
+    # ranks that disagree would wait for one another, or compute something else: compared in words
+    # at the first call with these facts, and at each call where that is asked for; else by digests
+    digest = known.digest if known else 0
+    if known is None or checking():
+        digest = _compare(operator, tensors, plan, rows, workspace, refused)
     elif refused is not None:
+        workspace.board.refuse(refused)
         raise refused
     ranks, rank = group.size(), workspace.rank
     if known is None:
@@ -333,12 +342,11 @@ def prepare(
             # memory and views of it that calls in any mode may write to
             with torch.inference_mode(False), torch.enable_grad():
                 code = compiled(chosen, plan, workspace)
-        known = (code,)
+        known = Compiled(code, digest)
         workspace.remember(facts, known)
     outputs = operator.outputs(tensors, rows, ranks, rank)
-    ready = Ready(workspace, known[0], operator, tensors, outputs)
-    if not (first.is_cpu and uses_library(known[0])):
-        workspace.know(layout, ready)
+    ready = Ready(workspace, known, operator, tensors, outputs)
+    workspace.know(layout, ready)
     return ready
 
 
@@ -355,20 +363,14 @@ def _sizes(operator: Operator, tensors: Tensors) -> tuple[object, ...]:
 def _compare(
     operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int],
     workspace: Workspace, refused: CounterpointError | None,
-) -> None:  # fmt: skip
-    """Refuse a call whose facts differ between ranks, or that one of them refuses."""
+) -> int:  # fmt: skip
+    """Refuse a call whose facts differ between ranks, or that one of them refuses; their digest."""
     if operator.words is None:
-        compare(operator.op, operator.inputs, tensors, plan, rows, workspace)
-        return
-    here, wrong = operator.words(tensors, rows, workspace.rank)
-    here = {"op": operator.op, "plan": plan} | here
-    agree(operator.op, here, workspace, refused or wrong)
-
-
-def uses_library(code: Code | None) -> bool:
-    """Whether the library's collectives are part of a call, or on CPU ranks stand for a kernel."""
-    steps = code.program.plan.steps if code else ()
-    return any(step.kind in ("collective", "fused") for step in steps)
+        here, wrong = words_of(operator.op, operator.inputs, tensors, plan, rows), None
+    else:
+        here, wrong = operator.words(tensors, rows, workspace.rank)
+        here = {"op": operator.op, "plan": plan} | here
+    return agree(operator.op, here, workspace, refused or wrong)
 
 
 def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None = None) -> Code:

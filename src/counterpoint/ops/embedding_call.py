@@ -26,6 +26,7 @@ from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.embedding_layout import MAX_INDICES, VECTOR_BYTES
 from counterpoint.runtime.execute import Code
+from counterpoint.runtime.notice_board import digest_of
 from counterpoint.runtime.workspace import Workspace, workspace_of, workspaces
 
 MAX_KNOWN = 1024  # calls that are remembered
@@ -40,12 +41,14 @@ class Ready:
         workspace: of the group on the device.
         problem: what is computed.
         mean: of bags, not their sums.
+        digest: of what is equal on all ranks.
     """
 
     code: Code | None = None
 
-    def __init__(self, workspace: Workspace, problem: Problem, *, mean: bool) -> None:
+    def __init__(self, workspace: Workspace, problem: Problem, digest: int, *, mean: bool) -> None:
         self.workspace, self.problem, self.mean = workspace, problem, mean
+        self.digest, self.note = digest, workspace.board.note
         self.shape = problem.rows[workspace.rank], problem.n
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         # as the dispatcher takes them: of each rank how many tables, and their columns
@@ -64,8 +67,9 @@ class Ready:
         Raises:
             InputError: a graph is captured, with `out`.
             PeerTimeoutError: a peer did not answer; the group is unusable.
+            InputError: likewise, as one has called something else.
         """
-        self.workspace.check()
+        self.note(self.digest)
         into = None
         if out is None:
             y = indices.new_empty(self.shape, dtype=self.dtype)
@@ -148,7 +152,11 @@ def _first(asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None) 
     if ready is None:
         # what is made while a graph is captured is empty until its first replay
         workspace.refuse_growth("none: this is the first call of such bags")
-        ready = Ready(workspace, problem, mean=asked.mode == "mean")
+        said = {"op": OP, "plan": plan.spec, "mode": asked.mode, "dtype": problem.dtype}
+        said |= {"batch": str(problem.rows), "dims": str(problem.tables)}
+        digest = digest_of(said)
+        workspace.board.facts[digest] = said
+        ready = Ready(workspace, problem, digest, mean=asked.mode == "mean")
         if not problem.empty:
             ready.compile(plan, asked, placed)
         workspace.remember(facts, ready)

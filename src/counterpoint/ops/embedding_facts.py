@@ -109,6 +109,7 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
     new = found is None if known else not any(isinstance(k, _Known) for k in workspace.agreed)
     if not (asks or new or (known.dims if known else asked.dims) is None):
         if refused is not None:
+            workspace.board.refuse(refused)
             raise refused  # peers do not meet
         assert found is not None
         return found
@@ -120,7 +121,8 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
         assert found is not None
         return found
     here = _said(asked, known, asks) if known is not None and refused is None else {"op": OP}
-    problem = _told(agreement.meet(OP, (here, refused), workspace))
+    everyone = agreement.meet(OP, (here, refused), workspace, here)
+    problem = _told(everyone)
     assert known is not None
     _check_outputs(asked.out, problem)
     found = workspace.agreed[known] = _Agreed(problem, _chosen(problem, known, workspace))

@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.ops.register import refuse_double, register
@@ -22,7 +21,10 @@ from counterpoint.runtime.launch_embedding_gradient import (
     table_gradients_into,
     weight_gradient_into,
 )
+from counterpoint.runtime.library import library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import workspace_of
 
 CHUNK_ELEMENTS = 1 << 24  # of gathered rows in fp32 at a time
 
@@ -101,10 +103,11 @@ def exchange(dy: Tensor, p: Problem, rank: int, group_name: str) -> Tensor:
         return dy.contiguous()
     sent = torch.cat([part.reshape(-1) for part in dy.split(columns, 1)])
     got = dy.new_empty(p.m * columns[rank])
-    dist.all_to_all_single(
-        got, sent, [b * columns[rank] for b in p.rows],
-        [p.rows[rank] * c for c in columns], group=group_of(group_name),
-    )  # fmt: skip
+    workspace = workspace_of(group_of(group_name), dy.device)
+    awaited = Awaited(OP, "take part in the exchange of gradients", "backward")
+    calls = library_of(workspace, awaited)
+    gets, gives = [b * columns[rank] for b in p.rows], [p.rows[rank] * c for c in columns]
+    calls.all_to_all(got, sent, gets, gives)
     return got.view(p.m, columns[rank])
 
 

@@ -24,6 +24,8 @@ from counterpoint.runtime.compute import Action, packed, side_by_side
 from counterpoint.runtime.embedding_layout import DTYPES, VECTOR_BYTES, block_of, vector_of
 from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.launch import Grid, Launch, Site, register
+from counterpoint.runtime.library import library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.workspace import Operands, refuse_capture
 
 MAX_KNOWN = 64  # sets of tables whose chunks are kept by where they lie
@@ -270,7 +272,8 @@ def prepare(site: Site) -> Action:
 def reference(site: Site) -> Action:
     """What the kernels compute, by torch and gloo."""
     p, workspace, spins = site.places.plan.problem, site.places.workspace, site.bound.step.spins
-    exchange = side_by_side(p, workspace.rank, workspace.group)
+    calls = library_of(workspace, Awaited(OP, "take part in the exchange of rows", "exchange"))
+    exchange = side_by_side(p, workspace.rank, calls)
     place = None if spins else packed(site.bound.parts[0].write, site.places)
     dtype = getattr(torch, p.dtype)
 

@@ -7,8 +7,10 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops.check import check_dense, check_group, check_place
 from counterpoint.ops.register import register
-from counterpoint.runtime.library import all_gather
+from counterpoint.runtime.library import library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.workspace import workspace_of
 
 OP = "exchange_counts"
 
@@ -49,7 +51,9 @@ def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -
 
 def _run(counts: Tensor, group_name: str, group_size: int) -> Tensor:
     table = counts.new_empty(group_size, counts.shape[0])
-    all_gather(table.view(-1), counts.contiguous(), group_of(group_name))
+    workspace = workspace_of(group_of(group_name), counts.device)
+    calls = library_of(workspace, Awaited(OP, "exchange its counts", OP))
+    calls.all_gather(table.view(-1), counts.contiguous())
     return table
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.ops.agreement import refused
 from counterpoint.ops.check import DTYPES, autocast, check_dense, check_place
 from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
@@ -54,10 +55,13 @@ def checked(
         InputError: an argument is wrong.
         PlanError: `plan` is a Plan that is wrong.
     """
-    x, w = autocast(x, w)  # type: ignore[assignment]
-    check_operands(op, x, w)
-    table, spec = table_of(op, counts, x, w, group.size()), plan_key(op, plan)
-    return Checked(x, w, table, spec, group, *room_of(op, table, max_rows, group))
+    try:
+        x, w = autocast(x, w)  # type: ignore[assignment]
+        check_operands(op, x, w)
+        table, spec = table_of(op, counts, x, w, group.size()), plan_key(op, plan)
+        return Checked(x, w, table, spec, group, *room_of(op, table, max_rows, group))
+    except CounterpointError as error:
+        raise refused(error, group, x) from None
 
 
 def check_operands(op: str, x: Tensor, w: Tensor) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
@@ -11,6 +10,8 @@ from counterpoint.plan.fused_sum import KERNEL, padded, settings_in
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, register
+from counterpoint.runtime.library import library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.workspace import Operands
 
 GIVEN = ("x_ptr", "w_ptr", "bias_ptr", "y_ptr", "stride_wk", "stride_wn")
@@ -71,17 +72,18 @@ def arguments_of(site: Site) -> dict[str, Any]:
 
 
 def reference(site: Site) -> Action:
-    """What the kernel computes, by torch and gloo: its roundings, in one order on all ranks."""
+    """What the kernel computes, by torch: its roundings, in one order on all ranks."""
     p, workspace = site.places.plan.problem, site.places.workspace
     scatters = settings_in(site.bound.step).shots == "scatter"
     # a single row travels in fp32
     wire = torch.float32 if (max(p.rows) if scatters else p.m) == 1 else getattr(torch, p.dtype)
+    calls = library_of(workspace, Awaited(p.op, f"take part in {site.bound.step.name!r}", KERNEL))
 
     def run(operands: Operands) -> None:
         own = (operands["x"].float() @ operands["w"].float()).to(wire)
-        parts = [torch.empty_like(own) for _ in range(p.ranks)]
-        dist.all_gather(parts, own, group=workspace.group)
-        total = torch.stack(parts).float().sum(0)
+        parts = own.new_empty(p.ranks, *own.shape)
+        calls.all_gather(parts, own)
+        total = parts.float().sum(0)
         if scatters:
             total = total[p.row_starts[workspace.rank] : p.row_starts[workspace.rank + 1]]
         bias: Tensor | None = operands.get("bias")

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterpoint.errors import CounterpointError
 from counterpoint.ops import call, fused_sum
-from counterpoint.ops.agreement import Input
+from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_tensors
@@ -68,9 +69,12 @@ def matmul_all_reduce(
     y, key, group = call.repeated(OP, tensors, group, plan)
     if y is not None:
         return y
-    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
-    check_tensors(OP, x, w, bias)
-    spec = plan_key(OP, plan)
+    try:
+        x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
+        check_tensors(OP, x, w, bias)
+        spec = plan_key(OP, plan)
+    except CounterpointError as error:
+        raise refused(error, group, x) from None
     if key is None:
         return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, group.group_name)
     return call.first(OPERATOR, (x, w, bias), spec, (), group, key)[0]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import call, fused_sum
-from counterpoint.ops.agreement import Input
+from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
@@ -80,10 +80,21 @@ def matmul_reduce_scatter(
     y, key, group = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
     if y is not None:
         return y
-    x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
-    check_tensors(OP, x, w, bias)
-    front, dim, counts = _parts(x, rows, scatter_dim, group)
-    spec = plan_key(OP, plan)
+    return _anew(x, w, group, bias, plan, rows, scatter_dim, key)
+
+
+def _anew(
+    x: Tensor, w: Tensor, group: dist.ProcessGroup, bias: Tensor | None, plan: str | Path | Plan,
+    rows: Sequence[int] | None, scatter_dim: int, key: tuple[object, ...] | None,
+) -> Tensor:  # fmt: skip
+    """The first call like this one, or one that goes through the dispatcher."""
+    try:
+        x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
+        check_tensors(OP, x, w, bias)
+        front, dim, counts = _parts(x, rows, scatter_dim, group)
+        spec = plan_key(OP, plan)
+    except CounterpointError as error:
+        raise refused(error, group, x) from None
     if key is not None:
         y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
     else:

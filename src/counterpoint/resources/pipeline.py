@@ -28,7 +28,6 @@ from counterpoint.resources.stages import (
     check_collective,
     span,
 )
-from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 from counterpoint.runtime.workspace import Workspace, forget
 from counterpoint.runtime.zero_cta import ZeroCta
@@ -246,7 +245,7 @@ class Pipeline:
         """
         if more is None and self._agreed == len(self._stages):
             return
-        said = gather_object((self.signature(), repr(more)), self.group)
+        said = self.workspace.gather((self.signature(), repr(more)))
         for rank, (signature, arguments) in enumerate(said):
             if arguments != said[0][1]:
                 got = f"{arguments} on rank {rank}, {said[0][1]} on rank 0"

@@ -14,10 +14,11 @@ from counterpoint.plan.bind import Arrival
 from counterpoint.resources.controls import Transport
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.stages import Collective
-from counterpoint.runtime import compute
 from counterpoint.runtime.driver import Copy, copy_async
 from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.launch_cuda import signal
+from counterpoint.runtime.library import Library, library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.symmetric import SymmetricMemory
 
 Carry = Callable[[], object]  # puts a collective on the current stream
@@ -70,12 +71,13 @@ def carriers(
             pipeline.memory_of(c.target) if c.op in COPYABLE else None for c in pipeline.collectives
         ]
         return [
-            lane.carrier(c, memory, group) if memory else library(c, group)
+            lane.carrier(c, memory, group) if memory else _by_library(pipeline, c, group)
             for c, memory in zip(pipeline.collectives, memories, strict=True)
         ]
     zero = pipeline.zero_cta.group if transport == "zero_cta" and pipeline.zero_cta else group
     return [
-        library(c, zero if _goes_by_library(pipeline, c) else group) for c in pipeline.collectives
+        _by_library(pipeline, c, zero if _goes_by_library(pipeline, c) else group)
+        for c in pipeline.collectives
     ]
 
 
@@ -102,28 +104,20 @@ def library_writes_to_peers_memory(pipeline: Pipeline, transport: Transport) -> 
     return any(pipeline.memory_of(t) is not None for t in tensors)
 
 
-def library(collective: Collective, group: dist.ProcessGroup) -> Carry:
+def _by_library(pipeline: Pipeline, collective: Collective, group: dist.ProcessGroup) -> Carry:
     """The library's collective on the current stream, in stream order."""
+    name = collective.name
+    awaited = Awaited("pipeline", f"take part in {name!r}", name)
+    calls = library_of(pipeline.workspace, awaited, group)
     target, source = collective.target, collective.source
     flat_target, flat_source = target.view(-1), source.view(-1)
     average = collective.reduction == "avg"
-    # gloo has no average
-    divides = average and target.device.type == "cpu"
-    op = dist.ReduceOp.AVG if average and not divides else dist.ReduceOp.SUM
-
-    def carry() -> None:
-        if collective.op == "all_reduce":
-            dist.all_reduce(target, op=op, group=group)
-        elif collective.op == "reduce_scatter":
-            compute.reduce_scatter(flat_target, flat_source, op=op, group=group)
-        elif collective.op == "all_gather":
-            compute.all_gather(flat_target, flat_source, group=group)
-        else:
-            dist.all_to_all_single(flat_target, flat_source, group=group)
-        if divides:
-            target.div_(dist.get_world_size(group))
-
-    return carry
+    if collective.op == "all_reduce":
+        return lambda: calls.all_reduce(target, average=average)
+    if collective.op == "reduce_scatter":
+        return lambda: calls.reduce_scatter(flat_target, flat_source, average=average)
+    call = calls.all_gather if collective.op == "all_gather" else calls.all_to_all
+    return lambda: call(flat_target, flat_source)
 
 
 class CopyLane:
@@ -176,7 +170,9 @@ class CopyLane:
         arrivals = [Arrival(ranks + peer, peer) for peer in peers]
         open_ = signal(self.lanes, meets, met, tag, opens=True)
         close = signal(self.lanes, (), arrivals, tag + 1, opens=False)
-        sum_parts = _sum_parts(collective, group, rank, ranks) if reduces else None
+        awaited_sum = Awaited("pipeline", f"take part in {name!r}", name)
+        calls = library_of(self.workspace, awaited_sum, group)
+        sum_parts = _sum_parts(collective, calls, rank, ranks) if reduces else None
 
         def carry() -> None:
             stream = torch.cuda.current_stream(self.workspace.device)
@@ -196,16 +192,10 @@ class CopyLane:
         return carry
 
 
-def _sum_parts(
-    collective: Collective, group: dist.ProcessGroup, rank: int, ranks: int
-) -> Callable[[], None]:
+def _sum_parts(collective: Collective, calls: Library, rank: int, ranks: int) -> Callable[[], None]:
     """The reduce-scatter of an all-reduce, in place: each rank sums its own part."""
     flat = collective.target.view(-1)
     part = flat.numel() // ranks
     mine = flat[rank * part : (rank + 1) * part]
-    op = dist.ReduceOp.AVG if collective.reduction == "avg" else dist.ReduceOp.SUM
-
-    def sum_parts() -> None:
-        compute.reduce_scatter(mine, flat, op=op, group=group)
-
-    return sum_parts
+    average = collective.reduction == "avg"
+    return lambda: calls.reduce_scatter(mine, flat, average=average)

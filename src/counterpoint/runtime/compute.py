@@ -11,7 +11,9 @@ from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.problem import Problem
-from counterpoint.runtime import counted, library
+from counterpoint.runtime import counted
+from counterpoint.runtime.library import Library, library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], object]  # what it returns is nothing's
@@ -116,61 +118,43 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     Or its all-reduce, or its all-to-all with the pass that puts rows in order.
     """
     source, target = places.of(part.reads[0]), places.of(part.write)
+    spec, op = places.plan.spec, places.plan.problem.op
+    deed = f"take part in step {bound.step.name!r} of plan {spec}"
+    calls = library_of(places.workspace, Awaited(op, deed, bound.step.name))
     if bound.step.counted:
-        return counted.all_to_all(bound, places)
+        return counted.all_to_all(bound, places, calls)
     if places.plan.problem.tables:
-        return _exchange_columns(part, places)
+        return _exchange_columns(part, places, calls)
     if bound.step.arg("collective") == "all_to_all":
-        return _all_to_all(bound, source, target, places)
+        return _all_to_all(bound, source, target, places, calls)
     if bound.step.arg("collective") == "all_reduce":
-        return _all_reduce(source, target, places, in_place=part.reads[0] == part.write)
-    problem, group = places.plan.problem, places.workspace.group
-    names = places.name(part.write), places.name(part.reads[0])
-    starts, me = problem.row_starts, places.workspace.rank
-    even = len(set(problem.rows)) == 1
-    ranks = range(problem.ranks)
+        return _all_reduce(source, target, calls, in_place=part.reads[0] == part.write)
+    problem, starts = places.plan.problem, places.plan.problem.row_starts
     gathers = bound.step.arg("collective") == "all_gather"
-    if even:
-        call = library.all_gather if gathers else library.reduce_scatter
-        to, start = names
-        if to is not None and start is not None:
-            return lambda o: call(o[to], o[start], group=group)
-        return lambda o: call(target(o), source(o), group=group)
-
-    def gather(operands: Operands) -> None:
-        whole = target(operands)
-        whole[starts[me] : starts[me + 1]].copy_(source(operands))
-        for r in ranks:
-            block = whole[starts[r] : starts[r + 1]]
-            if block.numel():
-                dist.broadcast(block, dist.get_global_rank(group, r), group=group)
-
-    def scatter(operands: Operands) -> None:
-        partial = source(operands)
-        for r in ranks:
-            block = partial[starts[r] : starts[r + 1]].clone()  # the library sums in place
-            if block.numel():
-                dist.reduce(block, dist.get_global_rank(group, r), group=group)
-            if r == me:
-                target(operands).copy_(block)
-
-    return gather if gathers else scatter
+    if len(set(problem.rows)) > 1:
+        by_rows = calls.gather_rows if gathers else calls.scatter_rows
+        return lambda o: by_rows(target(o), source(o), starts)
+    call = calls.all_gather if gathers else calls.reduce_scatter
+    to, start = places.name(part.write), places.name(part.reads[0])
+    if to is not None and start is not None:
+        return lambda o: call(o[to], o[start])
+    return lambda o: call(target(o), source(o))
 
 
-def _all_reduce(source: Place, target: Place, places: Places, *, in_place: bool) -> Action:
-    group = places.workspace.group
-
+def _all_reduce(source: Place, target: Place, calls: Library, *, in_place: bool) -> Action:
     def run(operands: Operands) -> None:
         total = target(operands)
         if not in_place:
             total.copy_(source(operands))
-        dist.all_reduce(total, group=group)
+        calls.all_reduce(total)
 
     return run
 
 
-def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) -> Action:
-    p, group = places.plan.problem, places.workspace.group
+def _all_to_all(
+    bound: BoundStep, source: Place, target: Place, places: Places, calls: Library
+) -> Action:
+    p = places.plan.problem
     by_expert = [places.plan.buffer(r.buffer).chunks > 1
                  for r in (bound.step.reads[0], bound.step.writes[0])]  # fmt: skip
 
@@ -182,7 +166,7 @@ def _all_to_all(bound: BoundStep, source: Place, target: Place, places: Places) 
         if by_expert[0]:
             sent = turned(sent, p.experts, p.ranks)
         come = torch.empty_like(sent) if by_expert[1] else got
-        dist.all_to_all_single(come, sent, group=group)
+        calls.all_to_all(come, sent)
         if by_expert[1]:
             got.copy_(turned(come, p.ranks, p.experts))
 
@@ -198,7 +182,7 @@ def packed(box: Box, places: Places) -> Tensor | None:
     return memory.flatten()[: rows * cols].view(rows, cols)
 
 
-def _exchange_columns(part: Part, places: Places) -> Action:
+def _exchange_columns(part: Part, places: Places, calls: Library) -> Action:
     """The library's all-to-all of pooled rows, as wide as each rank's tables.
 
     Into memory that peers may write to, a call promises more: when it has ended, in stream order,
@@ -206,7 +190,7 @@ def _exchange_columns(part: Part, places: Places) -> Action:
     """
     source, target = packed(part.reads[0], places), part.write.buffer
     p, workspace = places.plan.problem, places.workspace
-    exchange = side_by_side(p, workspace.rank, workspace.group)
+    exchange = side_by_side(p, workspace.rank, calls)
     assert source is not None, "a lookup writes to scratch"
     if not p.out or (all(p.rows) and all(p.tables)):
         return lambda operands: exchange(source, operands[target])
@@ -214,15 +198,13 @@ def _exchange_columns(part: Part, places: Places) -> Action:
     word = torch.zeros(1, dtype=torch.int32, device=workspace.device)
 
     def run(operands: Operands) -> None:
-        dist.all_reduce(word, group=workspace.group)
+        calls.all_reduce(word)
         exchange(source, operands[target])
 
     return run
 
 
-def side_by_side(
-    p: Problem, rank: int, group: dist.ProcessGroup
-) -> Callable[[Tensor, Tensor], object]:
+def side_by_side(p: Problem, rank: int, calls: Library) -> Callable[[Tensor, Tensor], object]:
     """Puts own bags' rows of all tables side by side.
 
     It takes what this rank sends, [bags of all ranks, columns of own tables], and where the others'
@@ -234,7 +216,7 @@ def side_by_side(
 
     def run(sent: Tensor, y: Tensor) -> None:
         got = sent.new_empty(total)
-        dist.all_to_all_single(got, sent.view(-1), sizes, splits, group=group)
+        calls.all_to_all(got, sent.view(-1), sizes, splits)
         torch.cat(list(map(Tensor.view, got.split(sizes), shapes)), 1, out=y)
 
     return run

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.steps import COUNTS
+from counterpoint.runtime.library import Library
 from counterpoint.runtime.workspace import Operands, Places
 
 # public since torch 2.10
@@ -27,11 +27,11 @@ DISPATCH = "all_to_all_matmul"
 Action = Callable[[Operands], object]
 
 
-def all_to_all(bound: BoundStep, places: Places) -> Action:
+def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
     """The library's all-to-all of rows, and the pass that puts them in order by expert."""
     source, target = bound.step.reads[0].buffer, bound.step.writes[0].buffer
     dispatches = places.plan.problem.op == DISPATCH
-    group, rank = places.workspace.group, places.workspace.rank
+    rank = places.workspace.rank
 
     def run(operands: Operands) -> None:
         table = operands[COUNTS].cpu()  # no copy where the host has it
@@ -43,14 +43,14 @@ def all_to_all(bound: BoundStep, places: Places) -> Action:
             x, y = x[: sum(owned)], y[: sum(sources)]
             in_order = 1 in mine.shape or not len(y)
             come = y if in_order else torch.empty_like(y)
-            dist.all_to_all_single(come, x.contiguous(), sources, owned, group=group)
+            calls.all_to_all(come, x.contiguous(), sources, owned)
             if not in_order:
                 torch.index_select(come, 0, _order(mine, come), out=y)
             return
         x = x[: sum(sources)]
         if not (1 in mine.shape or not len(x)):
             x = x.index_select(0, _order(mine.t(), x))
-        dist.all_to_all_single(y[: sum(owned)], x, owned, sources, group=group)
+        calls.all_to_all(y[: sum(owned)], x, owned, sources)
         if "clear" in operands:
             y[sum(owned) :].zero_()
 

@@ -1,7 +1,7 @@
 """A program on a CPU rank: SM lanes on the calling thread in tuple order, copy lanes on threads.
 
 Signals are words in shared memory. A release and an acquire are plain stores and loads: x86 keeps
-their order. A wait yields, then sleeps, looks whether its peer is alive, and gives up in time.
+their order. How a wait ends that is in vain: notice_board.py.
 """
 
 import time
@@ -11,24 +11,14 @@ from threading import Event
 
 import torch
 
-from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import BoundStep, Part, Program
 from counterpoint.runtime import compute
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.launch import Site, fused_action
-from counterpoint.runtime.pads_cpu import (
-    LOOK_EVERY_S,
-    SLEEP_S,
-    Awaited,
-    await_words,
-    meet,
-    pads_of,
-    wrapped,
-)
+from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited
+from counterpoint.runtime.pads_cpu import await_words, pads_of, wrapped
 from counterpoint.runtime.workspace import Operands, Places, Workspace
 from counterpoint.spans import Span
-
-LOST_S = 0.2  # a dying process closes its connections before it shows as dead
 
 COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
     "matmul": compute.matmul,
@@ -87,6 +77,7 @@ class CpuCode:
         """See `execute.Code.run`."""
         operands.update(self.constants)
         _Call(self, operands, recording).run()
+        self.workspace.board.compare()
 
 
 class _Call:
@@ -160,39 +151,10 @@ class _Call:
         self.ended[step.name].set()
 
     def _act(self, bound: BoundStep, actions: list[Action]) -> None:
-        # of opaque steps, those that are a collective
-        by_library = bound.step.kind == "fused" or bool(bound.step.arg("collective"))
-        if by_library:
-            self._meet(bound)
         theirs = self.differentiates and bound.step.kind == "opaque"
-        try:
-            with torch.set_grad_enabled(theirs):
-                for action in actions:
-                    action(self.operands)
-        except RuntimeError as error:
-            if not by_library:
-                raise
-            raise self._lost(bound) from error
-
-    def _meet(self, bound: BoundStep) -> None:
-        """Come together before a library's collective, which cannot say who is missing."""
-        meet(self.workspace, self._awaited(bound), self.failed.is_set)
-
-    def _lost(self, bound: BoundStep) -> PeerTimeoutError:
-        """What a failed collective means: the group's timeout, or a peer that has gone."""
-        gone, deadline_s = self.workspace.gone(), time.monotonic() + LOST_S
-        while not gone and time.monotonic() < deadline_s:
-            time.sleep(SLEEP_S)
-            gone = self.workspace.gone()
-        who = ", ".join(f"rank {r} ({state})" for r, state in gone) or "a rank"
-        plan, step = self.code.program.plan, bound.step.name
-        fault = self.workspace.fault = PeerTimeoutError(
-            f"{plan.problem.op}: {who} did not take part in step {step!r} of plan {plan.spec}; "
-            "the group is unusable, restart its ranks",
-            rank=gone[0][0] if gone else None,
-            step=step,
-        )
-        return fault
+        with torch.set_grad_enabled(theirs):
+            for action in actions:
+                action(self.operands)
 
     def _note(self, bound: BoundStep, kind: str, start_s: float) -> None:
         if self.spans is not None:

@@ -25,7 +25,6 @@ from counterpoint.runtime import (
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
-from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
@@ -43,7 +42,7 @@ class CudaCode:
             refuse_capture("none: this is the group's first call of a plan with signals")
             # all ranks have compiled their signals before one of them waits for another
             launch_cuda.compile_signals(workspace.lanes)
-            gather_object(None, workspace.group)
+            workspace.gather(None)
             workspace.lanes.signals_compiled = True
         self.lanes: CudaLanes = workspace.lanes
         self.program = program
@@ -98,7 +97,7 @@ class CudaCode:
                 raise
             problem = str(error)
         # a rank that still compiles is late for all, and one that cannot must not be waited for
-        if meets and (problems := [p for p in gather_object(problem, self.workspace.group) if p]):
+        if meets and (problems := [p for p in self.workspace.gather(problem) if p]):
             raise UnsupportedError(problems[0])
         return steps
 

@@ -14,7 +14,6 @@ from counterpoint.errors import InputError
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan
 from counterpoint.problem import ITEM_BYTES
 from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory
 from counterpoint.runtime.workspace import Workspace
 
@@ -67,7 +66,7 @@ class Shared:
             self.memory.local().view(torch.float32).fill_(-0.0)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            gather_object(None, self.workspace.group)  # no peer writes before it is empty
+            self.workspace.gather(None)  # no peer writes before it is empty
 
 
 class FusedMemory:
@@ -94,7 +93,7 @@ class FusedMemory:
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
             self.fault = lanes_of(workspace).fault
             self.over = torch.zeros(1, dtype=torch.int64).pin_memory()
-            workspace.alarms.append(self.over.numpy())
+            workspace.board.alarms.append((self.over.numpy(), self.dropped))
         else:
             self.fault, self.over = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
 

@@ -1,10 +1,14 @@
 """What a user asks of a group: were all its waits answered, and to give its memory back."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
 from counterpoint.runtime.ranks import check_group
 from counterpoint.runtime.workspace import Workspace, forget, workspaces_of
+
+POLL_S = 2e-3
 
 
 def check(group: dist.ProcessGroup | None = None) -> None:
@@ -18,11 +22,24 @@ def check(group: dist.ProcessGroup | None = None) -> None:
     Raises:
         InputError: `group` is none.
         PeerTimeoutError: names the ranks and the step; the group is unusable.
+        InputError: ranks have called different things; likewise.
     """
     for workspace in _workspaces("check", group):
-        if workspace.device.type == "cuda":
-            torch.cuda.synchronize(workspace.device)
         workspace.check()
+        if workspace.device.type == "cuda":
+            _await(workspace)
+        workspace.check()
+
+
+def _await(workspace: Workspace) -> None:
+    """Wait for the GPU; not for kernels that wait in vain, once that is known."""
+    with torch.cuda.device(workspace.device):
+        event = torch.cuda.Event()
+        event.record()
+        while not event.query():
+            workspace.board.raise_what_is_wrong()
+            time.sleep(POLL_S)
+        torch.cuda.synchronize()
 
 
 def release(group: dist.ProcessGroup | None = None) -> None:
@@ -41,7 +58,7 @@ def release(group: dist.ProcessGroup | None = None) -> None:
     for workspace in _workspaces("release", group):
         if workspace.device.type == "cuda":
             torch.cuda.synchronize(workspace.device)
-        dist.barrier(workspace.group)  # no rank frees what another one still uses
+        workspace.gather(None)  # no rank frees what another one still uses
         forget(workspace)
 
 

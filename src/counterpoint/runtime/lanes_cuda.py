@@ -57,8 +57,8 @@ class CudaLanes:
         self.signals_compiled = False
         self.replays = Replays(device)
         words = self.fault.numpy()
-        workspace.alarms.append(words)
-        self.watchdog = Watchdog(words, self.describe)
+        self.watchdog = Watchdog(words, self.describe, workspace.board)
+        workspace.board.alarms.append((words, self.watchdog.look))
 
     def follow(self, spins: bool = False) -> None:
         """Let the current stream wait for the last call, where that was on another one.
@@ -109,12 +109,14 @@ class CudaLanes:
         op, spec, steps = self._awaited[tag // MAX_STEPS]
         name, sources = steps[tag % MAX_STEPS]
         ranks = [rank for i, rank in enumerate(sources) if late >> i % 32 & 1]
-        states = ", ".join(describe_process(self.workspace.pads.peer_pids[r]) for r in ranks)
+        each = [describe_process(self.workspace.pads.peer_pids[r]) for r in ranks]
+        states = ", ".join(each)
+        gone = [r for r, state in zip(ranks, each, strict=True) if not state.endswith("alive")]
         return PeerTimeoutError(
             f"{op}: ranks {ranks} did not signal step {name!r} of plan {spec} to rank "
             f"{self.workspace.rank} within {self.workspace.timeout_s:g} s ({states}); the group is "
             "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
-            rank=ranks[0] if ranks else None,
+            rank=next(iter(gone + ranks), None),
             step=name,
         )
 

@@ -16,7 +16,6 @@ from counterpoint.plan.bind import Arrival
 from counterpoint.runtime import driver, launch_cuda
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.lanes_cuda import CudaLanes
-from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import allocate
 from counterpoint.runtime.workspace import Workspace, forget
 
@@ -70,7 +69,7 @@ class _OnGpu(Peers):
         self.lanes = self.workspace.lanes = CudaLanes(self.workspace)
         launch_cuda.compile_signals(self.lanes)
         self.prepare()
-        gather_object(None, group)  # all have compiled before one waits
+        self.workspace.gather(None)  # all have compiled before one waits
 
     def prepare(self) -> None:
         """What has to be there before the first move."""
@@ -81,7 +80,7 @@ class _OnGpu(Peers):
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)  # no rank frees what another one still uses
+        self.workspace.gather(None)  # no rank frees what another one still uses
         forget(self.workspace)
 
     def meeting(self) -> tuple[Run, int]:

@@ -1,15 +1,21 @@
 """Symmetric memory of a group, on CPU ranks or on GPUs."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric_memory import SymmetricMemory
 
 
 def allocate(
-    num_bytes: int, group: dist.ProcessGroup, device: torch.device | str
-) -> SymmetricMemory:
+    num_bytes: int, group: dist.ProcessGroup, device: torch.device | str,
+    gather: Callable[[Any], list[Any]] | None = None,
+) -> SymmetricMemory:  # fmt: skip
     """Allocate a zero-filled buffer on each rank of `group`, and open those of the peers.
 
     A collective, synchronous call: when it returns, all buffers are zero and open on all
@@ -19,6 +25,8 @@ def allocate(
         num_bytes: size of one rank's buffer, equal on all ranks.
         group: all its ranks call this.
         device: "cpu", or this rank's CUDA device.
+        gather: how ranks tell each other what they have; None: by the library, as long as the
+            group's own timeout.
 
     Raises:
         InputError: `num_bytes` is < 1 or differs between ranks, or this rank is not in `group`.
@@ -30,13 +38,14 @@ def allocate(
     if dist.get_rank(group) < 0:
         raise InputError("allocate", "group", want="a group of this rank", got="another")
 
+    gather = gather or partial(gather_object, group=group)
     # imported here: the CUDA side needs private parts of torch that a CPU build may lack
     if device.type == "cpu":
         from counterpoint.runtime.symmetric_cpu import allocate_cpu
 
-        return allocate_cpu(num_bytes, group)
+        return allocate_cpu(num_bytes, group, gather)
     if device.type == "cuda":
         from counterpoint.runtime.symmetric_cuda import allocate_cuda
 
-        return allocate_cuda(num_bytes, group, device)
+        return allocate_cuda(num_bytes, group, device, gather)
     raise UnsupportedError(f"allocate: symmetric memory is on cpu and cuda, not on {device.type}")

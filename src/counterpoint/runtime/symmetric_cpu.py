@@ -8,14 +8,15 @@ file system: nothing is left behind however a rank ends, and Docker's 64 MB limi
 import errno
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric_memory import SymmetricMemory, check_sizes
 
 
@@ -32,7 +33,9 @@ class _Offer:
     problem: str = ""
 
 
-def allocate_cpu(num_bytes: int, group: dist.ProcessGroup) -> SymmetricMemory:
+def allocate_cpu(
+    num_bytes: int, group: dist.ProcessGroup, gather: Callable[[Any], list[Any]]
+) -> SymmetricMemory:
     """Allocate on CPU; see `symmetric.allocate`.
 
     Raises:
@@ -43,7 +46,7 @@ def allocate_cpu(num_bytes: int, group: dist.ProcessGroup) -> SymmetricMemory:
     offer = _make_offer(num_bytes, dist.get_world_size(group))
     try:
         # no rank leaves early before the exchange, or its peers would wait for it there
-        offers = gather_object(offer, group)
+        offers = gather(offer)
         _check(offers)
 
         buffers: list[Tensor] = []
@@ -53,7 +56,7 @@ def allocate_cpu(num_bytes: int, group: dist.ProcessGroup) -> SymmetricMemory:
         except RuntimeError as error:
             problem = str(error)
         # also the barrier after which no peer needs this rank's fd any more
-        problems = gather_object(problem, group)
+        problems = gather(problem)
     finally:
         if offer.fd >= 0:
             os.close(offer.fd)

@@ -6,6 +6,7 @@ are those of torch 2.11.
 
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric_memory import SymmetricMemory, check_sizes
 
 
 def allocate_cuda(
-    num_bytes: int, group: dist.ProcessGroup, device: torch.device
+    num_bytes: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    gather: Callable[[Any], list[Any]],
 ) -> SymmetricMemory:
     """Allocate on CUDA; see `symmetric.allocate`. Synchronises the host with `device`.
 
@@ -40,7 +43,7 @@ def allocate_cuda(
         except RuntimeError as error:
             problem = str(error)
         # rendezvous waits for all ranks, so none may stay away from it alone
-        reports = gather_object((num_bytes, problem, os.getpid()), group)
+        reports = gather((num_bytes, problem, os.getpid()))
         check_sizes([size for size, *_ in reports])
         for rank, (_, problem, _) in enumerate(reports):
             if problem:
@@ -62,7 +65,7 @@ def allocate_cuda(
         except RuntimeError as error:
             problem = str(error)
         # also the barrier that tells each rank that its peers' buffers are open
-        problems = gather_object(problem, group)
+        problems = gather(problem)
         for rank, problem in enumerate(problems):
             if problem:
                 raise UnsupportedError(

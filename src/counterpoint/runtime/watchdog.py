@@ -1,7 +1,8 @@
 """A host thread that says which rank and step do not move, while the main thread is blocked.
 
-It reads words in pinned host memory that kernels write when a wait gives up, and makes no CUDA
-call, so it may run while a graph is captured. The error is raised at the next call of the group.
+It looks at the notice board, and at words in pinned host memory that kernels write when a wait
+gives up. It makes no CUDA call, so it may run while a graph is captured. The error is raised at the
+next call of the group.
 """
 
 import sys
@@ -13,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.errors import PeerTimeoutError
+from counterpoint.errors import CounterpointError, PeerTimeoutError
+from counterpoint.runtime.notice_board import NoticeBoard
 
 PERIOD_S = 0.05
 
@@ -25,27 +27,37 @@ class Watchdog:
     """
 
     def __init__(
-        self, words: NDArray[np.int64], describe: Callable[[int, int], PeerTimeoutError]
-    ) -> None:
+        self, words: NDArray[np.int64], describe: Callable[[int, int], PeerTimeoutError],
+        board: NoticeBoard,
+    ) -> None:  # fmt: skip
         self._words = words
         self._describe = describe
-        self._fault: PeerTimeoutError | None = None
+        self._board = board
+        self._fault: CounterpointError | None = None
         name = "counterpoint-watchdog"
         threading.Thread(target=_watch, args=(weakref.ref(self),), name=name, daemon=True).start()
 
-    def look(self) -> PeerTimeoutError | None:
-        """The fault, once a wait has given up; says it on stderr the first time it is seen."""
-        if self._fault is None and self._words[0]:
-            word = int(self._words[0])
-            fault = self._describe((word & 0xFFFFFFFF) - 1, word >> 32 & 0xFFFFFFFF)
-            self._fault = fault
-            print(f"counterpoint: {fault}", file=sys.stderr, flush=True)
+    def look(self) -> CounterpointError | None:
+        """The fault, once there is one; says it on stderr the first time it is seen."""
+        if self._fault is None:
+            # who has left a verdict knew more than a wait that has given up
+            fault, word = self._board.wrong(), int(self._words[0])
+            if fault is None and word:
+                fault = self._describe((word & 0xFFFFFFFF) - 1, word >> 32 & 0xFFFFFFFF)
+            if fault is not None:
+                self._fault = fault
+                print(f"counterpoint: {fault}", file=sys.stderr, flush=True)
         return self._fault
+
+    def tell(self) -> None:
+        """Leave the fault for the next call, and for the other ranks."""
+        self._board.settle()
 
 
 def _watch(watched: "weakref.ref[Watchdog]") -> None:
     while (watchdog := watched()) is not None:
         if watchdog.look() is not None:
+            watchdog.tell()
             return
         del watchdog
         time.sleep(PERIOD_S)

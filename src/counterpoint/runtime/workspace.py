@@ -10,18 +10,16 @@ import atexit
 import os
 from collections.abc import Callable, Hashable
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.plan.bind import Box
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
-from counterpoint.runtime.ranks import describe_process
+from counterpoint.runtime.notice_board import Awaited, NoticeBoard
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 NUM_SLOTS = 4096  # words of a signal pad
@@ -31,6 +29,9 @@ ALIGN_BYTES = 256
 GRANULE_BYTES = 2 << 20
 DEFAULT_TIMEOUT_S = 30.0
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 1e-3, 10**6  # more than a week is none
+
+T = TypeVar("T")
+SETUP = Awaited("counterpoint", "come to set up the group's memory", "workspace")
 
 # the user's tensors by buffer name, each 2-D; of a plan of experts, w is [experts, K, N]
 Operands = dict[str, Tensor]
@@ -55,7 +56,7 @@ def default_timeout_s() -> float:
 
 
 class Workspace:
-    """What one group has on one device.
+    """What one group has on one device. Collective to make.
 
     `fault` is set once a peer has not answered: the group is unusable from then on, and every
     later call raises it. `code` caches what has been compiled for this memory; each rank may forget
@@ -67,14 +68,12 @@ class Workspace:
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
-        self.timeout_s = default_timeout_s()
-        self._fault: CounterpointError | None = None
+        self.board = NoticeBoard(group, device.type, default_timeout_s())
         self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None
         self.captured = False
         self.epoch = 0  # of CPU ranks; on a GPU it lives in device memory
-        self.meetings = 0  # of CPU ranks, before a library's collective
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.fused: Any = None  # what kernels that talk to their peers keep here
         self.code: dict[Hashable, Any] = {}
@@ -82,8 +81,6 @@ class Workspace:
         self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self._kept: list[object] = []
-        # words of the host that are not 0 once a kernel has found something wrong
-        self.alarms: list[NDArray[np.int64]] = []
 
     @property
     def fault(self) -> CounterpointError | None:
@@ -91,11 +88,16 @@ class Workspace:
 
         One that has been raised holds the frames it went through, and so the memory of the group.
         """
-        return copy(self._fault)
+        return copy(self.board.fault)
 
-    @fault.setter
-    def fault(self, error: CounterpointError | None) -> None:
-        self._fault = copy(error)
+    @property
+    def timeout_s(self) -> float:
+        """Bound of every wait on a peer."""
+        return self.board.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self.board.timeout_s = seconds
 
     def reserve(self, plan: Plan) -> None:
         """Have room for `plan`. Collective and synchronous when memory has to grow.
@@ -105,11 +107,10 @@ class Workspace:
             PeerTimeoutError: memory has to grow, and a rank did not come to it.
             UnsupportedError: the plan uses more signals than a pad has.
         """
-        if plan.num_slots > NUM_SLOTS - plan.problem.ranks:  # the last ones are for `meet`
-            want = f"has {plan.num_slots} signals, a pad holds {NUM_SLOTS - plan.problem.ranks}"
+        if plan.num_slots > NUM_SLOTS:
+            want = f"has {plan.num_slots} signals, a pad holds {NUM_SLOTS}"
             raise UnsupportedError(f"plan {plan.spec}: {want}")
-        # CPU ranks meet on their pads; on a GPU serial plans need nothing symmetric at all
-        if plan.num_slots or self.device.type == "cpu":
+        if plan.num_slots or self.device.type == "cpu":  # there, each plan has them at hand
             self.open_pads()
         symmetric = _arena_bytes(plan, "symmetric")
         scratch = _arena_bytes(plan, "scratch")
@@ -152,12 +153,6 @@ class Workspace:
         assert self._pads is not None, "reserve() comes before signals"
         return self._pads
 
-    def gone(self) -> list[tuple[int, str]]:
-        """The ranks whose processes are dead or stopped, and which of the two."""
-        pids = self._pads.peer_pids if self._pads else ()
-        states = enumerate(map(describe_process, pids))
-        return [(r, state) for r, state in states if not state.endswith("alive")]
-
     def refuse_growth(self, got: str) -> None:
         """Raise where memory would have to grow while a graph is captured."""
         if self.device.type == "cuda":
@@ -169,16 +164,20 @@ class Workspace:
         Raises:
             PeerTimeoutError: a rank did not come to it.
         """
-        try:
-            return allocate(num_bytes, self.group, self.device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            # the group's own timeout bounds this meeting of the ranks
-            name = self.group.group_name
-            problem = f"a rank of group {name!r} did not come to set up its workspace"
-            fault = self.fault = PeerTimeoutError(f"{problem}: {error}", step="workspace")
-            raise fault from error
+        return allocate(num_bytes, self.group, self.device, self.gather)
+
+    def gather(self, value: T, awaited: Awaited = SETUP) -> list[T]:
+        """What all ranks say, in rank order: no rank returns before each has come to it.
+
+        Args:
+            value: picklable.
+            awaited: for errors.
+
+        Raises:
+            PeerTimeoutError: a rank did not come.
+            InputError: a rank has refused the call, or made another one.
+        """
+        return self.board.gather(value, awaited)
 
     def remember(self, key: Hashable, code: Any) -> None:
         """Keep a compiled program; the oldest is forgotten when there are many."""
@@ -217,12 +216,7 @@ class Workspace:
             PeerTimeoutError: a peer did not answer in an earlier call.
             InputError: an earlier call has dropped rows, by counts on the device.
         """
-        for word in self.alarms:
-            if word[0] and self._fault is None:
-                # what was dropped explains who did not come then
-                self.fault = (self.fused and self.fused.dropped()) or self.lanes.watchdog.look()
-        if self._fault is not None:
-            raise copy(self._fault)
+        self.board.check()
 
 
 class Places:
@@ -364,6 +358,7 @@ def forget(workspace: Workspace) -> None:
     workspace.drop_code()
     workspace.agreed.clear()
     workspace.lanes = workspace.fused = None
+    workspace.board.alarms.clear()
     for key, known in list(workspaces.items()):
         if known is workspace:
             del workspaces[key]

@@ -1,0 +1,490 @@
+"""Who calls what, in memory that all ranks of a host see: nobody waits for one who does not come.
+
+Each rank has a line that it alone writes: how many calls it has made, digests of the last ones,
+whom it waits for, what it has refused, and its verdict once it has given up. A rank notes a call
+before it does anything else of it. It compares one neighbour's digests then, and those of all while
+it waits. Who gives up leaves a verdict, so that all others name the first cause, and not the first
+who left.
+
+Ranks also meet here: each has a page for what it says, and reads those of the others.
+
+Ranks on several hosts have no such memory. They meet by the store of their process group.
+"""
+
+import hashlib
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from copy import copy
+from itertools import cycle
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.runtime.ranks import describe_process
+from counterpoint.runtime.store import gather_by_store
+from counterpoint.runtime.symmetric_cpu import allocate_cpu
+from counterpoint.runtime.symmetric_memory import SymmetricMemory
+
+T = TypeVar("T")
+Bytes = NDArray[np.uint8]
+Facts = dict[str, str]  # of a call, in words; "op" first
+
+RING = 64  # calls whose digests a line holds
+MAX_REFUSALS = 1 << 20  # of one call
+# words of a line: calls made, the call that was refused and how often, 1 + the rank that is waited
+# for, whether there is a verdict, pages shown, pages of the others that were read, bytes of all
+CALLS, REFUSES, AWAITS, VERDICT, SHOWN, READ, SIZE, HEAD = range(8)
+NOTE_BYTES = 8 << 10  # of a verdict or a refusal, and of the facts of a call
+PAGE_BYTES = 256 << 10
+LINE_BYTES = 8 * (HEAD + RING)
+BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + PAGE_BYTES
+MAX_FACTS = 4096  # calls that are known in words
+
+YIELDS = 20  # then sleep: ranks may outnumber cores
+SLEEP_S = 50e-6
+LOOK_EVERY_S = 0.02
+
+
+class Awaited(NamedTuple):
+    """What a wait is for, as its error says it: "op: rank 1 did not DEED within 2 s"."""
+
+    op: str
+    deed: str
+    step: str
+
+
+class Refused(Exception):
+    """A rank has refused the call that others have come to, and why."""
+
+    def __init__(self, error: CounterpointError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class NoticeBoard:
+    """The lines of all ranks of a group, as one of them sees them. Collective to make.
+
+    Args:
+        group: whose ranks.
+        device: "cpu" or "cuda": a group may have a board for each.
+        timeout_s: of every wait.
+
+    Attributes:
+        fault: what made the group unusable; None: nothing.
+        shared: ranks are on one host. Else nothing is noted, and nobody is looked at.
+        alarms: words of the host that are not 0 once a kernel has found something wrong, and what
+            says what it is. The last ones explain what those before them have found.
+
+    Raises:
+        PeerTimeoutError: a rank did not come.
+        OSError: a rank is out of memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.timeout_s = timeout_s
+        self.fault: CounterpointError | None = None
+        self.facts: dict[int, Facts] = {}
+        self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
+        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s)
+        memory: SymmetricMemory | None = None
+        if self.ranks > 1:
+            try:
+                memory = allocate_cpu(BOARD_BYTES, group, self._by_store)
+            except UnsupportedError:  # on all ranks: hosts, containers or users differ
+                memory = None
+        self.shared = memory is not None
+        self._calls = 0
+        if memory is None:
+            return
+        self.pids = memory.peer_pids
+        arrays: list[Bytes] = [memory.peer(r).numpy() for r in range(self.ranks)]
+        # plain Python reads words of a memoryview in half the time of an array's
+        self._lines: list[Any] = [a[:LINE_BYTES].view(np.int64).data for a in arrays]
+        self._notes = [a[LINE_BYTES : LINE_BYTES + NOTE_BYTES] for a in arrays]
+        self._words = [a[LINE_BYTES + NOTE_BYTES : -PAGE_BYTES] for a in arrays]
+        self._pages = [a[-PAGE_BYTES:] for a in arrays]
+        self._mine = self._lines[self.rank]
+        self._peers = [r for r in range(self.ranks) if r != self.rank]
+        self._compared = [0] * self.ranks
+        after = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
+        self._next = cycle([self._lines[r] for r in after]).__next__
+
+    def note(self, digest: int) -> None:
+        """Say that a call begins whose arguments ranks have compared before.
+
+        Args:
+            digest: of its facts, see `digest_of`.
+
+        Raises:
+            InputError: the neighbour whose turn it is has made another call.
+            CounterpointError: the group is unusable, as a rank has found.
+        """
+        if self.fault is not None:
+            self.check()
+        for words, _ in self.alarms:
+            if words[0]:
+                self.check()
+        if not self.shared:
+            return
+        mine = self._mine
+        calls = self._calls = self._calls + 1
+        mine[HEAD + calls % RING] = digest
+        mine[CALLS] = calls  # x86 keeps the order of stores
+        theirs = self._next()
+        there = theirs[CALLS]
+        at = HEAD + (calls if there > calls else there) % RING
+        if theirs[VERDICT] or (theirs[at] != mine[at] and -RING < there - calls + 1 < RING):
+            self.raise_what_is_wrong()
+
+    def note_new(self, digest: int, facts: Facts) -> None:
+        """Say that a call begins whose arguments ranks will now compare.
+
+        Args:
+            digest: of its facts. The line has it with its lowest bit set: two ranks that both go
+                on to compare need no digest to find that they differ.
+            facts: in words.
+        """
+        if len(self.facts) >= MAX_FACTS:
+            self.facts.pop(next(iter(self.facts)))
+        self.facts[digest] = facts
+        if not self.shared:
+            return
+        _write(self._words[self.rank], facts)
+        self._calls += 1
+        self._mine[HEAD + self._calls % RING] = digest | 1
+        self._mine[CALLS] = self._calls
+
+    def refuse(self, error: CounterpointError) -> None:
+        """Say that this rank has refused a call before it noted it: peers may have come to it."""
+        if self.shared and self.fault is None:
+            _write(self._notes[self.rank], error)
+            times = self._refusals(self.rank, self._calls + 1) + 1
+            self._mine[REFUSES] = (self._calls + 1) * MAX_REFUSALS + min(times, MAX_REFUSALS - 1)
+
+    def _refusals(self, r: int, call: int) -> int:
+        """How often rank `r` has refused what would have been that call, before it made it."""
+        of, times = divmod(self._lines[r][REFUSES], MAX_REFUSALS)
+        return times if of == call else 0
+
+    def fail(self, error: CounterpointError) -> CounterpointError:
+        """Leave a verdict for the others: the group is unusable. Returns the first one."""
+        if self.fault is None:
+            # one that has been raised holds the frames that it went through, and all in them
+            self.fault = copy(error)
+            if self.shared:
+                _write(self._notes[self.rank], error)
+                self._mine[VERDICT] = 1
+        return copy(self.fault)
+
+    def check(self) -> None:
+        """Raise what made the group unusable, if anything did.
+
+        Raises:
+            CounterpointError: a new copy each time.
+        """
+        if self.fault is None and any(words[0] for words, _ in self.alarms):
+            self.settle()
+        if self.fault is not None:
+            raise copy(self.fault)
+
+    def settle(self) -> None:
+        """Find the fault that alarms stand for."""
+        for _, explain in reversed(self.alarms):
+            if (found := explain()) is not None:
+                self.fail(found)
+                return
+
+    def wrong(self) -> CounterpointError | None:
+        """What is wrong with anybody while some of a call may have run; None where nothing is."""
+        try:
+            found = self.look()
+        except Refused as refused:
+            return refused.error
+        if found is None and (r := self.gone()) is not None:
+            op = self.facts.get(self._mine[HEAD + self._calls % RING] & ~1, {}).get("op")
+            text = f"rank {r} did not come ({self.state(r)}); the group is unusable, restart its"
+            return PeerTimeoutError(f"{op or 'counterpoint'}: {text} ranks", rank=r, step="call")
+        return found
+
+    def raise_what_is_wrong(self) -> None:
+        """Raise what `wrong` finds, as a fault of the group.
+
+        Raises:
+            CounterpointError: what it found.
+        """
+        if (wrong := self.wrong()) is not None:
+            raise self.fail(wrong)
+
+    def look(self) -> CounterpointError | None:
+        """What is wrong with anybody; None where nothing is.
+
+        Raises:
+            Refused: a rank has refused the call that this one is in. Nothing of it has run.
+        """
+        if not self.shared:
+            return None
+        for r in self._peers:
+            if self._lines[r][VERDICT]:
+                return _read(self._notes[r])
+        for r in self._peers:
+            if (wrong := self._different(r)) is not None:
+                return wrong
+        for r in self._peers:
+            here, there = (self._refusals(each, self._calls) for each in (self.rank, r))
+            if there > here and self._lines[r][CALLS] == self._calls - 1:
+                error: CounterpointError = _read(self._notes[r])
+                raise Refused(_told(error, f"{error} (rank {r} has refused the call)"))
+        return None
+
+    def gone(self) -> int | None:
+        """A rank that has not made the call that this one is in, and never will: it is dead."""
+        for r in self._peers if self.shared else ():
+            if self._lines[r][CALLS] < self._calls and self.state(r).endswith("dead"):
+                return r
+        return None
+
+    def _different(self, r: int) -> CounterpointError | None:
+        """What rank `r` has called that this rank has not, among the last calls."""
+        line, mine = self._lines[r], self._mine
+        both = min(self._calls, line[CALLS])
+        first = max(self._compared[r], self._calls - RING, line[CALLS] - RING)
+        for call in range(max(first, 0) + 1, both + 1):
+            here, there = mine[HEAD + call % RING], line[HEAD + call % RING]
+            if here == there or (here & there & 1):  # ranks that meet will say so there
+                continue
+            if line[CALLS] - call < RING - 1:  # else it was overwritten by now
+                return self._disagreement(r, here, there)
+        self._compared[r] = both
+        return None
+
+    def _disagreement(self, r: int, here: int, there: int) -> CounterpointError:
+        ours = self.facts.get(here & ~1, {})
+        theirs = self.facts.get(there & ~1) or _read(self._words[r]) or {}
+        if ours == theirs:  # one rank alone has forgotten that they were compared
+            ours, theirs = {"memory": "one of this call"}, {"memory": "none of this call"}
+        (low, one), (high, other) = sorted(((self.rank, ours), (r, theirs)), key=lambda e: e[0])
+        name, want, got = difference(one, other)
+        op = one.get("op", "counterpoint")
+        want = f"equal on all ranks, {want} as on rank {low}"
+        fix = "the group is unusable, restart its ranks"
+        return InputError(op, name, want=want, got=f"{got} on rank {high}", fix=fix)
+
+    def state(self, r: int) -> str:
+        """Whether the process of a rank lives, in words."""
+        return describe_process(self.pids[r])
+
+    def culprit(self, r: int) -> int:
+        """Who holds rank `r` up: whom it waits for, whom that one waits for, and so on."""
+        for _ in range(self.ranks):
+            after = self._lines[r][AWAITS] - 1
+            if after < 0 or after == self.rank or not self.state(r).endswith("alive"):
+                break
+            r = after
+        return r
+
+    def gather(self, value: T, awaited: Awaited) -> list[T]:
+        """What all ranks say: none returns before each has come to it.
+
+        Raises:
+            PeerTimeoutError: a rank did not come.
+            InputError: a rank has refused the call, or made another one.
+        """
+        if not self.shared:
+            return [value] if self.ranks == 1 else self._by_store(value)
+        mine = np.frombuffer(pickle.dumps(value), np.uint8)
+        try:
+            found = self.gather_bytes(mine, awaited, launched=False)
+        except Refused as refused:
+            calls = self._calls = self._mine[CALLS] = self._calls - 1  # it counts on no rank
+            self._compared = [min(calls, each) for each in self._compared]
+            self.refuse(refused.error)
+            raise refused.error from None
+        return [pickle.loads(each.tobytes()) for each in found]
+
+    def gather_bytes(self, mine: Bytes, awaited: Awaited, *, launched: bool = True) -> list[Bytes]:
+        """What all ranks show, [any] bytes of each; a page at a time.
+
+        Args:
+            mine: what this rank shows.
+            awaited: for errors.
+            launched: whether some of the call may have run by now.
+
+        Raises:
+            PeerTimeoutError: a rank did not come.
+            InputError: a rank has refused the call, or made another one.
+            Refused: a rank has refused the call, of which nothing has run.
+        """
+        if not self.shared:
+            return [mine] if self.ranks == 1 else self._by_store(mine)
+        line, sizes = self._mine, [len(mine)] * self.ranks
+        found: list[Bytes] = []
+        start = 0
+        while start == 0 or start < max(sizes):
+            shown = line[SHOWN] + 1
+            self._wait(READ, shown - 1, Late(self, awaited, launched=launched))  # of the last page
+            part = mine[start : start + PAGE_BYTES]
+            self._pages[self.rank][: len(part)] = part
+            line[SIZE] = len(mine)
+            line[SHOWN] = shown
+            try:
+                self._wait(SHOWN, shown, Late(self, awaited, launched=launched))
+            except BaseException:
+                line[SHOWN] = shown - 1  # who comes later finds nobody there
+                raise
+            if not found:
+                self.compare()
+                sizes = [each[SIZE] for each in self._lines]
+                found = [np.empty(size, np.uint8) for size in sizes]
+            for r, each in enumerate(found):
+                part = each[start : start + PAGE_BYTES]
+                part[:] = self._pages[r][: len(part)]
+            line[READ] = shown
+            start += PAGE_BYTES
+        return found
+
+    def compare(self) -> None:
+        """Refuse what has come from peers, if it is of another call: all have noted theirs by then.
+
+        Raises:
+            InputError: it is.
+        """
+        for r in self._peers if self.shared else ():
+            if (wrong := self._different(r)) is not None:
+                raise self.fail(wrong)
+
+    def awaits(self, r: int | None) -> None:
+        """Let the others see whom this rank waits for."""
+        self._mine[AWAITS] = 0 if r is None else r + 1
+
+    def _wait(self, word: int, count: int, late: "Late") -> None:
+        """Wait until that word of all lines has come to `count`."""
+        for r in self._peers:
+            line = self._lines[r]
+            while line[word] < count:
+                late.wait(r)
+        late.end()
+
+
+class Late:
+    """One wait for peers: gives them time, looks at all now and then, and gives up in the end.
+
+    Args:
+        board: of the group.
+        awaited: what is waited for.
+        launched: whether some of the call may have run by now.
+    """
+
+    def __init__(self, board: NoticeBoard, awaited: Awaited, *, launched: bool = True) -> None:
+        self._board, self._awaited, self._launched = board, awaited, launched
+        self._polls = 0
+        self._start_s = self._look_s = 0.0
+        self._said = False
+
+    def wait(self, r: int) -> None:
+        """Give rank `r` a little time.
+
+        Raises:
+            PeerTimeoutError: somebody is dead, or too late.
+            InputError: somebody has made another call.
+            Refused: somebody has refused this call.
+        """
+        self._polls += 1
+        if self._polls < YIELDS:
+            os.sched_yield()
+            return
+        if self._polls == YIELDS:
+            self._start_s = self._look_s = time.monotonic()
+        time.sleep(SLEEP_S)
+        now_s = time.monotonic()
+        if now_s - self._look_s > LOOK_EVERY_S:
+            self._look_s = now_s
+            self._look(r, now_s - self._start_s)
+
+    def end(self) -> None:
+        """What was waited for is there."""
+        if self._look_s > self._start_s:
+            self._board.awaits(None)
+
+    def _look(self, r: int, waited_s: float) -> None:
+        board = self._board
+        if board.fault is not None:
+            raise copy(board.fault)
+        board.awaits(r)
+        try:
+            wrong = board.look()
+        except Refused as refused:
+            if not self._launched:
+                raise
+            wrong = refused.error
+        if wrong is not None:
+            raise board.fail(wrong)
+        gone = board.gone()
+        culprit = board.culprit(r) if gone is None else gone
+        state = board.state(culprit)
+        if state.endswith("dead") or waited_s >= board.timeout_s:
+            raise board.fail(self._too_late(r, culprit, state, waited_s))
+        if waited_s > board.timeout_s / 2 and not self._said:
+            self._said = True
+            text = f"{self._awaited.op}: rank {board.rank} waits for rank {culprit} ({state})"
+            text += f" since {waited_s:.1f} s, and gives up after {board.timeout_s:g} s"
+            print(f"counterpoint: {text}", file=sys.stderr, flush=True)
+
+    def _too_late(self, r: int, culprit: int, state: str, waited_s: float) -> PeerTimeoutError:
+        op, deed, step = self._awaited
+        why = "" if culprit == r else f"rank {culprit} holds it up, "
+        return PeerTimeoutError(
+            f"{op}: rank {r} did not {deed} within {waited_s:.2f} s ({why}{state}); the group is "
+            "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+            rank=culprit,
+            step=step,
+        )
+
+
+def digest_of(facts: object) -> int:
+    """A number that is equal on all ranks if facts are, and even: see `NoticeBoard.note_new`."""
+    text = repr(facts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()) << 1
+
+
+def difference(here: Facts, there: Facts) -> tuple[str, str, str]:
+    """The first fact that differs between two calls: its name, and its two values."""
+    for name, want in here.items():
+        got = there.get(name, f"op {there.get('op', 'another')}")
+        if got != want:
+            return name, want, got
+    return "call", "a known call", "another call"
+
+
+def _told(error: CounterpointError, text: str) -> CounterpointError:
+    """The error of a rank as the others raise it."""
+    kind: Callable[..., CounterpointError] = type(error).__new__
+    told = kind(type(error), text)
+    told.args = (text,)
+    told.__dict__.update(error.__dict__)
+    return told
+
+
+def _write(place: Bytes, value: object) -> None:
+    """Pickle a value into a place of a line; one that is too long is cut."""
+    blob = pickle.dumps(value)
+    if len(blob) > len(place) - 8:
+        if isinstance(value, CounterpointError):
+            blob = pickle.dumps(_told(value, f"{str(value)[:1000]}..."))
+        else:
+            assert isinstance(value, dict)
+            blob = pickle.dumps({"op": value.get("op", "")})  # pyright: ignore
+    place[:8].view(np.int64)[0] = len(blob)
+    place[8 : 8 + len(blob)] = np.frombuffer(blob, np.uint8)
+
+
+def _read(place: Bytes) -> Any:
+    """What `_write` has put there; None where nothing is."""
+    size = int(place[:8].view(np.int64)[0])
+    return pickle.loads(place[8 : 8 + size].tobytes()) if size else None

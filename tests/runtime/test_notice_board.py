@@ -1,0 +1,173 @@
+"""Ranks that call differently, or refuse alone, are an error on all, which says what differs."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from rank_bodies import by_reference, world
+
+import counterpoint as cp
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.runtime.notice_board import RING, Awaited, NoticeBoard
+from counterpoint.runtime.workspace import workspace_of
+
+CPU = torch.device("cpu")
+Call = Callable[[], object]
+
+
+def gather(rows: int = 2, plan: str = "shard_p2p", dtype: torch.dtype = torch.float32) -> object:
+    return cp.all_gather_matmul(torch.ones(rows, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype),
+                                plan=plan)  # fmt: skip
+
+
+def scatter(plan: str = "shard_p2p") -> object:
+    ranks = dist.get_world_size()
+    return cp.matmul_reduce_scatter(torch.ones(2 * ranks, 4), torch.ones(4, 3), plan=plan)
+
+
+def told(call: Call) -> str:
+    """The error of a call, "" if there is none."""
+    try:
+        call()
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# of rank 0 and the others, the last rank; the fact that differs; all have made both calls before
+PAIRS: dict[str, tuple[Call, Call, str]] = {
+    "shape": (gather, lambda: gather(3), r"x\.shape .* \(2, 4\) as on rank [01], got \(3, 4\)"),
+    "plan": (
+        gather,
+        lambda: gather(plan="serial"),
+        "plan .* shard_p2p as on rank [01], got serial",
+    ),
+    "serial": (lambda: gather(plan="serial"), lambda: gather(3, "serial"), r"x\.shape"),
+    "dtype": (gather, lambda: gather(dtype=torch.bfloat16), r"x\.dtype .*float32 .*bfloat16"),
+    "operator": (gather, scatter, "op .* all_gather_matmul as on rank [01], got matmul_reduce"),
+}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new to one"])
+@pytest.mark.parametrize("name", PAIRS)
+@on_ranks(2, 3)
+def test_other_calls_are_told_on_all_ranks(rank: int, ranks: int, name: str, known: bool):
+    one, other, fact = PAIRS[name]
+    with by_reference():
+        one()
+        if known:
+            other()
+        errors = [told(other if rank == ranks - 1 else one) for _ in range(2)]
+    assert len(set(errors)) == 1, "the group is unusable, and says why each time"
+    assert errors[0].startswith("InputError: ") and "unusable" in errors[0]
+    assert re.search(f"{fact}.* on rank {ranks - 1};", errors[0]), errors[0]
+
+
+@on_ranks(2, 3)
+def test_new_calls_that_differ_leave_a_group_as_it_was(rank: int, ranks: int):
+    """Nothing has been launched on any of them."""
+    gather()
+    for _ in range(3):
+        error = told(lambda: gather(5 + (rank == 1)))
+        assert "x.shape must be equal on all ranks, (5, 4) as on rank 0" in error, error
+        gather()
+    assert not told(cp.check)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@on_ranks(2, 3)
+def test_a_rank_that_refuses_alone(rank: int, ranks: int, known: bool):
+    """Its rows do not fit; new to all, nothing has run, and the group goes on."""
+    rows = [2] * ranks
+    x = torch.ones(3 if rank == 1 else 2, 4)
+    run = lambda x: cp.all_gather_matmul(x, torch.ones(4, 3), rows=rows, plan="shard_p2p")  # noqa: E731
+    gather(1)
+    if known:
+        run(x[:2])
+    error = told(lambda: run(x))
+    assert error.startswith("InputError: all_gather_matmul: x must be [2"), error
+    assert ("rank 1 has refused the call" in error) == (rank != 1)
+    dist.barrier()
+    again = told(lambda: gather(1))
+    # those that had begun are out of step with the one that had not; it hears of it
+    assert bool(again) == known, again
+    if not known:
+        assert not told(lambda: run(x[:2]))
+
+
+@on_ranks(2, 3)
+def test_what_all_ranks_refuse_is_nothing(rank: int, ranks: int, tmp_path: Path):
+    """Again and again, each rank at its own pace: nobody takes a refusal for one of the next."""
+    gather()
+    for i in range(3):
+        for _ in range(i + 1):
+            assert told(lambda: gather(plan="nonsense"))
+        if rank == i % ranks:  # the others have waited and looked by then
+            time.sleep(0.1)
+        gather(2 + i)
+    assert not told(cp.check)
+
+
+def board() -> NoticeBoard:
+    found = workspace_of(world(), CPU).board
+    assert found.shared
+    return found
+
+
+@on_ranks(2, 4)
+def test_ranks_may_be_far_apart(rank: int, ranks: int):
+    """A line holds the last calls only: one who is far ahead has not made other calls."""
+    notes = board()
+    for lap in range(3):
+        dist.barrier()
+        if rank != lap % ranks:
+            time.sleep(0.05)
+        for call in range(2 * RING + 5 * rank):
+            notes.note(2 * (call % 7))
+        for call in range(2 * RING + 5 * rank, 2 * RING + 5 * ranks):
+            notes.note(2 * (call % 7))
+        assert notes.look() is None
+    dist.barrier()
+    found = told(lambda: notes.note(2 + 2 * (rank == 1)))
+    dist.barrier()
+    assert found or told(notes.raise_what_is_wrong)
+
+
+@on_ranks(2, 3)
+def test_what_ranks_say_to_each_other(rank: int, ranks: int):
+    """Of any length, a page at a time; again and again without a meeting between."""
+    here = Awaited("op", "come", "step")
+    for i, size in enumerate((0, 1, 300_000, 3, 1 << 20, 0)):
+        own = bytes([rank, i]) * (size + 1000 * rank)
+        found = board().gather(own, here)
+        assert found == [bytes([r, i]) * (size + 1000 * r) for r in range(ranks)]
+
+
+@on_ranks(2)
+def test_rows_that_ranks_see_otherwise_are_an_error(rank: int, ranks: int):
+    """Counts differ between ranks that know calls of such sizes: no wrong rows, and no hang."""
+    x, w = torch.ones(4, 4), torch.ones(1, 4, 3)
+    counts = torch.full((2, 2), 2)
+
+    def run(counts: torch.Tensor) -> object:
+        return cp.all_to_all_matmul(x, w, counts=counts, plan="serial")
+
+    with by_reference():
+        run(counts)
+        run(torch.tensor([[1, 3], [3, 1]]))
+        mine = torch.tensor([[1, 3], [3, 1]]) if rank else torch.tensor([[3, 1], [1, 3]])
+        error = told(lambda: run(mine))
+    assert error.startswith("InputError: all_to_all_matmul: ") and "unusable" in error, error
+
+
+@on_ranks(2)
+def test_a_refusal_names_its_own_error(rank: int, ranks: int):
+    gather()
+    with pytest.raises(InputError, match="plan must be") as info:
+        gather(plan="nonsense" if rank else "graded")
+    assert "nonsense" in str(info.value)
