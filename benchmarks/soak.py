@@ -18,6 +18,7 @@ from benchmarks.declare import Bench, Benchmark, Case, Section
 from benchmarks.rows import Row
 from counterpoint.errors import CounterpointError
 from counterpoint.measure.timing import backlog, captured, relative_error
+from counterpoint.runtime.workspace import workspace_of
 
 DELAYS_S = (1e-5, 5e-5, 2e-4)
 CYCLES_PER_S = 1.9e9
@@ -25,6 +26,7 @@ OFTEN = 0.03  # how often a rank is late before a call, and after it
 GRAPHS = 4  # captured, in turn: delays in them differ
 EAGER = 0.2  # of the calls; all where outputs are in turn
 QUEUED = 1000  # calls, until the host waits for the GPU
+NOTES = 2000  # timed in a row
 LIMIT = 4e-3  # error of bf16, rounded once
 LOCAL, MOST, TOP = 4, 24, 2  # experts of a rank, rows from a rank to an expert, rows of a sum
 MODEL = experts.Model("small", LOCAL, 256, 256, TOP)
@@ -185,7 +187,21 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
     found = int(bench.summed(wrong))
     if found:
         raise CounterpointError(f"soak of {op}: {found} of {eager + replays * each} calls differ")
-    return [{"calls": eager + replays * each, "eager": eager, "wrong": found, "seconds": seconds}]
+    counts: Row = {"calls": eager + replays * each, "eager": eager, "wrong": found}
+    return [{**counts, "seconds": seconds, "note_s": note_s(bench)}]
+
+
+def note_s(bench: Bench) -> float:
+    """Host seconds of one note of a call on the notice board, the slowest rank's; warm."""
+    note = workspace_of(bench.group, bench.device).board.note
+    taken: list[float] = []
+    for _ in range(5):
+        bench.meet()
+        start_s = time.perf_counter()
+        for i in range(NOTES):
+            note(2 * (i % 5))
+        taken.append((time.perf_counter() - start_s) / NOTES)
+    return max(bench.most([min(taken)]))
 
 
 def cases(_: int) -> list[Case]:

@@ -1,5 +1,6 @@
 """A rank that does not come: the others give up in time, say who is missing, and drain."""
 
+import re
 import time
 
 import pytest
@@ -32,6 +33,47 @@ def test_a_missing_rank_is_named(gpus, op):
         with pytest.raises(counterpoint.PeerTimeoutError, match="the group is unusable"):
             call(x, w, group=group, plan="graded")
     dist.barrier()
+
+
+@pytest.mark.parametrize("plan", ["direct", "shard_p2p"])
+def test_other_sizes_of_one_rank_are_told_on_all(gpus, plan):
+    """All know both sizes, so nobody asks before kernels run; the next check says it."""
+    group = dist.new_group()
+    workspace_of(group, gpus).timeout_s = 2.0
+    last = group.size() - 1
+    w = torch.randn(64, 64, device="cuda").bfloat16()
+    x, more = (torch.randn(rows, 64, device="cuda").bfloat16() for rows in (64, 128))
+    for each in (x, more, x):
+        counterpoint.all_gather_matmul(each, w, group=group, plan=plan)
+    counterpoint.check(group)
+    dist.barrier()
+    said = ""
+    try:
+        given = more if group.rank() == last else x
+        counterpoint.all_gather_matmul(given, w, group=group, plan=plan)
+    except counterpoint.InputError as error:  # the last one to call has seen it before it launched
+        said = str(error)
+    dist.barrier()
+    if not said:
+        with pytest.raises(counterpoint.InputError) as info:
+            counterpoint.check(group)
+        said = str(info.value)
+    text = r"x\.shape must be equal on all ranks, \(64, 64\) as on rank .*\(128, 64\) on rank"
+    assert re.search(text, said), said
+
+
+def test_a_rank_that_refuses_alone_is_told_on_all(gpus):
+    """Sizes are new to all: nothing has run, and the group goes on."""
+    group = dist.new_group()
+    w, rows = torch.randn(64, 64, device="cuda"), [16] * group.size()
+    counterpoint.all_gather_matmul(torch.randn(8, 64, device="cuda"), w, group=group)
+    x = torch.randn(17 if group.rank() == 1 else 16, 64, device="cuda")
+    with pytest.raises(counterpoint.InputError, match=r"x must be \[16") as info:
+        counterpoint.all_gather_matmul(x, w, group=group, rows=rows)
+    assert ("rank 1 has refused the call" in str(info.value)) == (group.rank() != 1)
+    dist.barrier()
+    counterpoint.all_gather_matmul(x[:16], w, group=group, rows=rows)
+    counterpoint.check(group)
 
 
 def test_a_late_rank_is_waited_for(gpus):

@@ -36,9 +36,10 @@ def _await(workspace: Workspace) -> None:
     with torch.cuda.device(workspace.device):
         event = torch.cuda.Event()
         event.record()
+        workspace.board.raise_what_is_wrong()
         while not event.query():
-            workspace.board.raise_what_is_wrong()
             time.sleep(POLL_S)
+            workspace.board.raise_what_is_wrong()
         torch.cuda.synchronize()
 
 
