@@ -99,6 +99,8 @@ def test_what_every_eager_call_asks_torch(gpus):
     from counterpoint.ops import call
     from counterpoint.runtime import library
     from counterpoint.runtime.lanes_cuda import raw_stream
+    from counterpoint.runtime.notice_board import Awaited
+    from counterpoint.runtime.workspace import workspace_of
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -118,9 +120,20 @@ def test_what_every_eager_call_asks_torch(gpus):
         torch.full((4,), dist.get_rank() + 1.0, device=gpus),
         torch.empty(4 * world, device=gpus),
     )
-    library.all_gather(whole, mine, dist.group.WORLD)
+    calls = library.library_of(workspace_of(dist.group.WORLD, gpus), Awaited("", "", ""))
+    calls.all_gather(whole, mine)
     want = torch.arange(1.0, world + 1, device=gpus).repeat_interleave(4)
     assert torch.equal(whole, want)
     part = torch.empty(4, device=gpus)
-    library.reduce_scatter(part, whole, dist.group.WORLD)
+    calls.reduce_scatter(part, whole)
     assert torch.equal(part, mine * world)
+    calls.reduce_scatter(part, whole, average=True)
+    assert torch.equal(part, mine)
+    rows = [0, *(r * (r + 3) // 2 for r in range(1, world + 1))]  # 2, 3, 4, ... rows
+    own = torch.full((dist.get_rank() + 2, 3), dist.get_rank() + 1.0, device=gpus)
+    every = torch.empty(rows[-1], 3, device=gpus)
+    calls.gather_rows(every, own, rows)
+    assert all((every[rows[r] : rows[r + 1]] == r + 1).all() for r in range(world))
+    summed = torch.empty_like(own)
+    calls.scatter_rows(summed, every, rows)
+    assert torch.equal(summed, own * world)
