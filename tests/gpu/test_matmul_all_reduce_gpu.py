@@ -198,6 +198,41 @@ def test_two_streams_of_one_group(gpus):
     assert all(torch.equal(y, want) for y, want in pairs)
 
 
+@pytest.mark.parametrize("plan", ["fused", "direct"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_two_streams_of_one_capture(gpus, plan, groups):
+    """Calls side by side in a graph share an epoch, or the SMs: the capture puts them in order."""
+    calls, (m, n, k) = 6, (4, 4096, 512)
+    every = [dist.group.WORLD, dist.new_group()][:groups]
+    x, w = zip(*(operands(m, n, k) for _ in range(calls)), strict=True)
+
+    def call(i):
+        return cp.matmul_all_reduce(x[i], w[i], group=every[i % groups], plan=plan)
+
+    for i in range(calls):
+        call(i)
+    main, side = torch.cuda.Stream(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with no_collector(), torch.cuda.graph(graph, stream=main):
+        side.wait_stream(main)
+        ys = []
+        for i in range(calls):
+            with torch.cuda.stream(side if i % 2 else main):
+                ys.append(call(i))
+        main.wait_stream(side)
+    for _ in range(50):
+        for each in x:
+            each.normal_()
+        graph.replay()
+        for i in range(calls):
+            assert torch.equal(ys[i], call(i))
+    cp.check()
+    del graph
+    if groups == 2:
+        cp.release(every[1])
+
+
 def test_tensors_that_lie_otherwise(gpus):
     """Odd addresses, a strided bias: other kernels, or copies, and the same sums."""
     m, n, k = 4, 1024, 512

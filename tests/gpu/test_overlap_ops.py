@@ -8,7 +8,7 @@ from specs import specs
 import counterpoint
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
-from counterpoint.runtime import compute
+from counterpoint.runtime import compute, lanes_cuda
 from counterpoint.runtime.workspace import workspace_of
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
@@ -246,6 +246,27 @@ def test_calls_on_two_streams_stay_in_order(groups):
     torch.cuda.synchronize()
     check(first, want, plain, "main stream")
     check(second, want, plain, "side stream")
+
+
+def test_tables_of_many_plans_have_room(gpus, monkeypatch):
+    """A workspace has as many as it needs, and those that graphs point into stay."""
+    monkeypatch.setattr(lanes_cuda, "TABLE_WORDS", 32)
+    group = dist.new_group()
+    world = group.size()
+    x, w = torch.randn(8 * world, 64, device="cuda"), torch.randn(64, 32, device="cuda")
+    lanes = lanes_cuda.lanes_of(workspace_of(group, gpus))
+    lanes._pool = lanes._pool[:32]
+    first = lanes._pool.data_ptr()
+    plans = ("shard_p2p", "graded", "shard_p2p chunks=2", "uniform_fused_1d", "graded 1/3")
+    for _ in range(2):
+        for plan in plans:
+            y = counterpoint.all_gather_matmul(x, w, group=group, plan=plan)
+            want = torch.empty(world * len(x), 64, device="cuda")
+            compute.all_gather(want, x, group=group)
+            assert relative_error(y, want.double() @ w.double()) < 1e-2
+    assert lanes._pool.data_ptr() != first, "not enough plans"
+    counterpoint.check(group)
+    counterpoint.release(group)
 
 
 def test_compiles_without_a_graph_break(groups):

@@ -114,6 +114,9 @@ def doctor(
     shape: Annotated[
         str, typer.Option(help="M,N,K of that step's matmul; 8192,7168,8192 if left out.")
     ] = "",
+    group: Annotated[
+        bool, typer.Option("--group", help="Instead, under torchrun: who is where.")
+    ] = False,
 ) -> None:
     """Show what this machine has, what it lacks, and how to get that.
 
@@ -123,13 +126,23 @@ def doctor(
     **Example:** `counterpoint doctor --json > doctor.json`
 
     **Example:** `counterpoint doctor --kernels --shape 2048,7168,8192`
+
+    With `--group`: host, process, GPU and peers of each rank, and what settings differ.
+
+    **Example:** `torchrun --nproc-per-node=2 -m counterpoint doctor --group`
     """
+    if group and kernels:
+        raise InputError("doctor", "--group", want="given without --kernels", got="both")
     if shape and not kernels:
         raise InputError("doctor", "--shape", want="given together with --kernels", got=repr(shape))
     if kernels:
         from counterpoint.cli.kernels import kernels as show
 
         raise typer.Exit(show(shape=shape, as_json=as_json))
+    if group:
+        from counterpoint.cli.group import group as show_group
+
+        raise typer.Exit(show_group(as_json=as_json))
     from counterpoint.cli.doctor import doctor as run
 
     raise typer.Exit(run(as_json=as_json))

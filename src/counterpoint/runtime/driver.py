@@ -220,6 +220,14 @@ def upload(host: Tensor, target: int, stream: int) -> None:
         _check(status, "cudaStreamSynchronize")
 
 
+def capture_of(stream: int) -> int:
+    """The number of the capture that a stream is in, of this process; 0: none."""
+    # which results come after the first three differs between versions of CUDA
+    status, state, number, *_ = bindings().cudaStreamGetCaptureInfo(stream)
+    _check(status, "cudaStreamGetCaptureInfo")
+    return int(number) if int(state) else 0
+
+
 def ask(call: str, *arguments: Any) -> Any:
     """What a driver call returns behind its status: one value, or a list of them."""
     status, *found = getattr(driver_bindings(), call)(*arguments)

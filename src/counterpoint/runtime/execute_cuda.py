@@ -105,10 +105,11 @@ class CudaCode:
         """See `execute.Code.run`."""
         capturing = torch.cuda.is_current_stream_capturing()
         traced = profiling()
+        # calls of one group are in order whatever streams they are on
         if capturing:
             self.workspace.captured = True
+            self.lanes.follow_in_capture(self.spins)
         else:
-            # calls of one group are in order whatever streams they are on
             self.lanes.follow(self.spins)
             # under a profiler step by step, so that it sees which step launched what
             if self.replayable and not traced:

@@ -1,6 +1,7 @@
 """What the calls of one workspace share on its GPU: streams, epoch, fault words, tables."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,19 @@ raw_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() els
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore
 
 
+class _Captured(NamedTuple):
+    """A stream of a capture, and the capture's number."""
+
+    capture: int
+    stream: torch.cuda.Stream
+
+    def behind(self, last: "_Captured | None") -> "_Captured":
+        """This one, which waits for the last one of the same capture."""
+        if last is not None and last.capture == self.capture and last.stream != self.stream:
+            self.stream.wait_stream(last.stream)
+        return self
+
+
 class CudaLanes:
     """Side streams by lane, the epoch, the words of a wait that gave up, constants of kernels."""
 
@@ -45,6 +59,7 @@ class CudaLanes:
         self.epoch = torch.zeros(2, dtype=torch.int32, device=device)
         self.fault = torch.zeros(1, dtype=torch.int64).pin_memory()
         self._last = (raw_stream(device.index), torch.cuda.current_stream(device))
+        self._captured: _Captured | None = None
         self.fork = torch.cuda.Event()
         self._streams: dict[tuple[str, int, int | None], torch.cuda.Stream] = {}
         self._pool = torch.zeros(TABLE_WORDS, dtype=torch.int64, device=device)
@@ -74,6 +89,19 @@ class CudaLanes:
             stream.wait_stream(self._last[1])
             self._last = (raw, stream)
 
+    def follow_in_capture(self, spins: bool = False) -> None:
+        """As `follow`, while a graph is captured: of the calls in that graph.
+
+        Args:
+            spins: as there.
+        """
+        device = self.workspace.device
+        stream = torch.cuda.current_stream(device)
+        here = _Captured(driver.capture_of(stream.cuda_stream), stream)
+        self._captured = here.behind(self._captured)
+        if spins:
+            _captured_turns[device] = here.behind(_captured_turns.get(device))
+
     def stream(self, name: str, priority: int, num_sms: int | None = None) -> torch.cuda.Stream:
         """The side stream of a lane."""
         key, device = (name, priority, num_sms), self.workspace.device
@@ -90,13 +118,21 @@ class CudaLanes:
         key = tuple(words)
         if key not in self._tables:
             if self._used + len(key) > TABLE_WORDS:
-                raise UnsupportedError(f"workspace: tables exceed {TABLE_WORDS} words")
+                self._grow(len(key))
             place = self._pool[self._used : self._used + max(len(key), 1)]
             host = torch.tensor(key or (0,), dtype=torch.int64)
             driver.upload(host, place.data_ptr(), self._upload.cuda_stream)
             self._used += -(-len(place) // 2) * 2  # 16-byte steps: one variant of each kernel
             self._tables[key] = place
         return self._tables[key]
+
+    def _grow(self, words: int) -> None:
+        """Have room for more tables; those that there are stay where they are."""
+        self.workspace.refuse_growth(f"{TABLE_WORDS} words of tables, all in use")
+        if words > TABLE_WORDS:
+            raise UnsupportedError(f"workspace: a table of {words} words exceeds {TABLE_WORDS}")
+        self._pool, self._used = torch.zeros_like(self._pool), 0
+        torch.cuda.synchronize(self.workspace.device)
 
     def register(self, op: str, spec: str, steps: Awaited) -> int:
         """A number by which a fault word names one of `steps`: this plus the step's index."""
@@ -142,6 +178,7 @@ class CudaLanes:
 
 _NOBODY: tuple[int, None] = (-1, None)
 _turns: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}
+_captured_turns: dict[torch.device, _Captured] = {}
 
 
 def in_turn(device: torch.device) -> None:
