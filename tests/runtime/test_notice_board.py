@@ -1,8 +1,11 @@
 """Ranks that call differently, or refuse alone, are an error on all, which says what differs."""
 
+import random
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,59 @@ def test_a_rank_that_refuses_alone(rank: int, ranks: int, known: bool):
     assert bool(again) == known, again
     if not known:
         assert not told(lambda: run(x[:2]))
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """What a watchdog's thread finds wrong meanwhile, as often as it can look."""
+    found, over, notes = list[str](), threading.Event(), workspace_of(world(), CPU).board
+
+    def look() -> None:
+        while not over.is_set():
+            if (wrong := notes.wrong()) is not None:
+                found.append(str(wrong))
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+@on_ranks(2, 3)
+def test_a_refusal_of_a_new_call_is_no_fault_to_a_watchdog(rank: int, ranks: int):
+    """The ranks that wait for the one that refuses hear of it by themselves."""
+    gather(1)
+    for i in range(12):
+        x = torch.ones(3 + i + (rank == 1), 4)
+        with watched() as found:
+            error = told(lambda x=x, i=i: cp.all_gather_matmul(
+                x, torch.ones(4, 3), rows=[3 + i] * ranks, plan="shard_p2p"
+            ))  # fmt: skip
+        assert error and found == [], (error, found)
+        gather(1)
+
+
+@on_ranks(2, 4)
+def test_any_ranks_may_refuse_any_new_call(rank: int, ranks: int):
+    """One after another, at each rank's own pace: all ranks fail together or none does."""
+    gather(1)
+    draw, own = random.Random(ranks), random.Random(rank)
+    for i in range(40):
+        refuse = [draw.random() < 0.2 for _ in range(ranks)]
+        if own.random() < 0.2:
+            time.sleep(0.03)
+        rows = 3 + i
+        x = torch.ones(rows + refuse[rank], 4)
+        error = told(lambda x=x, n=rows: cp.all_gather_matmul(
+            x, torch.ones(4, 3), rows=[n] * ranks, plan="shard_p2p"
+        ))  # fmt: skip
+        assert bool(error) == any(refuse), (i, refuse, error)
+        if i % 3 == 0:
+            gather(1)
 
 
 @on_ranks(2, 3)

@@ -101,6 +101,7 @@ class NoticeBoard:
                 memory = None
         self.shared = memory is not None
         self._calls = 0
+        self._compares = False  # a call that is new, of which nothing has run
         if memory is None:
             return
         self.pids = memory.peer_pids
@@ -157,6 +158,7 @@ class NoticeBoard:
         if not self.shared:
             return
         _write(self._words[self.rank], facts)
+        self._compares = True
         self._calls += 1
         self._mine[HEAD + self._calls % RING] = digest | 1
         self._mine[CALLS] = self._calls
@@ -203,10 +205,11 @@ class NoticeBoard:
 
     def wrong(self) -> CounterpointError | None:
         """What is wrong with anybody while some of a call may have run; None where nothing is."""
+        compares = self._compares
         try:
             found = self.look()
-        except Refused as refused:
-            return refused.error
+        except Refused as refused:  # a meeting hears of it by itself, and nothing has run then
+            return None if compares or self._compares else refused.error
         if found is None and (r := self.gone()) is not None:
             op = self.facts.get(self._mine[HEAD + self._calls % RING] & ~1, {}).get("op")
             text = f"rank {r} did not come ({self.state(r)}); the group is unusable, restart its"
@@ -237,11 +240,20 @@ class NoticeBoard:
             if (wrong := self._different(r)) is not None:
                 return wrong
         for r in self._peers:
-            here, there = (self._refusals(each, self._calls) for each in (self.rank, r))
-            if there > here and self._lines[r][CALLS] == self._calls - 1:
-                error: CounterpointError = _read(self._notes[r])
-                raise Refused(_told(error, f"{error} (rank {r} has refused the call)"))
+            if self._lines[r][CALLS] < self._calls:
+                self._check_refusal(r)
         return None
+
+    def _check_refusal(self, r: int) -> None:
+        """Raise what rank `r` has refused more often than this one, before the call it is in.
+
+        Raises:
+            Refused: there is something.
+        """
+        here, there = (self._refusals(each, self._calls) for each in (self.rank, r))
+        if there > here:
+            error: CounterpointError = _read(self._notes[r])
+            raise Refused(_told(error, f"{error} (rank {r} has refused the call)"))
 
     def gone(self) -> int | None:
         """A rank that has not made the call that this one is in, and never will: it is dead."""
@@ -251,18 +263,36 @@ class NoticeBoard:
         return None
 
     def _different(self, r: int) -> CounterpointError | None:
-        """What rank `r` has called that this rank has not, among the last calls."""
+        """What rank `r` has called that this rank has not, among the last calls.
+
+        Raises:
+            Refused: it has refused the call that this rank is in.
+        """
         line, mine = self._lines[r], self._mine
         both = min(self._calls, line[CALLS])
         first = max(self._compared[r], self._calls - RING, line[CALLS] - RING)
         for call in range(max(first, 0) + 1, both + 1):
             here, there = mine[HEAD + call % RING], line[HEAD + call % RING]
-            if here == there or (here & there & 1):  # ranks that meet will say so there
+            if here == there:
+                continue
+            if call == self._calls:
+                self._check_refusal(r)  # it has gone on to another one, then
+                if self._unheard(r):
+                    return None
+            if here & there & 1:  # ranks that meet will say so there
                 continue
             if line[CALLS] - call < RING - 1:  # else it was overwritten by now
                 return self._disagreement(r, here, there)
         self._compared[r] = both
         return None
+
+    def _unheard(self, r: int) -> bool:
+        """Whether rank `r` still waits in a call that this rank has refused and left behind."""
+        line, call = self._lines[r], self._calls
+        if self._refusals(self.rank, call) <= self._refusals(r, call) or line[CALLS] != call:
+            return False
+        there = line[HEAD + call % RING]
+        return bool(there & 1) and there != self._mine[HEAD + call % RING]
 
     def _disagreement(self, r: int, here: int, there: int) -> CounterpointError:
         ours = self.facts.get(here & ~1, {})
@@ -306,6 +336,8 @@ class NoticeBoard:
             self._compared = [min(calls, each) for each in self._compared]
             self.refuse(refused.error)
             raise refused.error from None
+        finally:
+            self._compares = False
         return [pickle.loads(each.tobytes()) for each in found]
 
     def gather_bytes(self, mine: Bytes, awaited: Awaited, *, launched: bool = True) -> list[Bytes]:
@@ -335,11 +367,11 @@ class NoticeBoard:
             line[SHOWN] = shown
             try:
                 self._wait(SHOWN, shown, Late(self, awaited, launched=launched))
+                self.compare(launched=launched)
             except BaseException:
                 line[SHOWN] = shown - 1  # who comes later finds nobody there
                 raise
             if not found:
-                self.compare()
                 sizes = [each[SIZE] for each in self._lines]
                 found = [np.empty(size, np.uint8) for size in sizes]
             for r, each in enumerate(found):
@@ -349,14 +381,24 @@ class NoticeBoard:
             start += PAGE_BYTES
         return found
 
-    def compare(self) -> None:
+    def compare(self, *, launched: bool = True) -> None:
         """Refuse what has come from peers, if it is of another call: all have noted theirs by then.
+
+        Args:
+            launched: whether some of the call may have run by now.
 
         Raises:
             InputError: it is.
+            Refused: a rank has refused the call, of which nothing has run.
         """
         for r in self._peers if self.shared else ():
-            if (wrong := self._different(r)) is not None:
+            try:
+                wrong = self._different(r)
+            except Refused as refused:
+                if not launched:
+                    raise
+                wrong = refused.error
+            if wrong is not None:
                 raise self.fail(wrong)
 
     def awaits(self, r: int | None) -> None:
@@ -367,7 +409,8 @@ class NoticeBoard:
         """Wait until that word of all lines has come to `count`."""
         for r in self._peers:
             line = self._lines[r]
-            while line[word] < count:
+            # a page of a call that this rank has refused is none of this one
+            while line[word] < count or (word == SHOWN and self._unheard(r)):
                 late.wait(r)
         late.end()
 
