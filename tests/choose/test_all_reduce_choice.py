@@ -20,7 +20,7 @@ def measured(ranks: int) -> dict[cp.Problem, Times]:
     """Seconds of a call in a graph, by problem and arm."""
     found: dict[cp.Problem, Times] = defaultdict(dict)
     for row in rows_of(RESULTS / f"decode-{ranks}x-h200.jsonl"):
-        if row["table"] == "decode" and row["mode"] == "graph" and row["arm"] in ARMS:
+        if row["table"] == "decode" and row.get("mode") == "graph" and row["arm"] in ARMS:
             problem = cp.Problem(AR, row["m"], row["n"], row["k"], row["ranks"])
             found[problem][row["arm"]] = row["median_s"]
     return found

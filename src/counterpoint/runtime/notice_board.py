@@ -528,6 +528,13 @@ def _write(place: Bytes, value: object) -> None:
 
 
 def _read(place: Bytes) -> Any:
-    """What `_write` has put there; None where nothing is."""
-    size = int(place[:8].view(np.int64)[0])
-    return pickle.loads(place[8 : 8 + size].tobytes()) if size else None
+    """What `_write` has put there; None where nothing is. Read again if it was being written."""
+    for last in (False, False, True):
+        size = int(place[:8].view(np.int64)[0])
+        try:
+            return pickle.loads(place[8 : 8 + size].tobytes()) if size else None
+        except Exception:  # whatever pickle makes of half of one value and half of another
+            if last:
+                raise
+            time.sleep(1e-3)
+    return None

@@ -143,11 +143,6 @@ class Workspace:
             self._pads = self.allocate(4 * NUM_SLOTS)
 
     @property
-    def has_pads(self) -> bool:
-        """Whether ranks have opened their pads, as all of them do or none."""
-        return self._pads is not None
-
-    @property
     def pads(self) -> SymmetricMemory:
         """The signal pads of all ranks: NUM_SLOTS words each."""
         assert self._pads is not None, "reserve() comes before signals"
