@@ -152,8 +152,25 @@ def test_any_ranks_may_refuse_any_new_call(rank: int, ranks: int):
             x, torch.ones(4, 3), rows=[n] * ranks, plan="shard_p2p"
         ))  # fmt: skip
         assert bool(error) == any(refuse), (i, refuse, error)
-        if i % 3 == 0:
+        for _ in range(i % 4):
             gather(1)
+
+
+@on_ranks(2, 3)
+def test_a_rank_that_refuses_is_ahead_of_those_that_have_not_heard(rank: int, ranks: int):
+    """It makes more calls before the others look; they neither fail for that nor does it."""
+    gather(1)
+    notes = board()
+    for i in range(5):
+        error = told(lambda i=i: cp.all_gather_matmul(
+            torch.ones(3 + i + (rank == 1), 4), torch.ones(4, 3), rows=[3 + i] * ranks,
+            plan="shard_p2p",
+        ))  # fmt: skip
+        assert error
+        for _ in range(3):  # as calls on a GPU are noted: nobody waits
+            notes.note(2)
+        dist.barrier()
+    assert notes.look() is None and not told(cp.check)
 
 
 @on_ranks(2, 3)

@@ -54,13 +54,15 @@ def release(group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         InputError: `group` is none.
-        RuntimeError: a rank did not come, within the group's own timeout.
+        PeerTimeoutError: a rank did not come; the memory of this rank is free all the same.
     """
     for workspace in _workspaces("release", group):
         if workspace.device.type == "cuda":
             torch.cuda.synchronize(workspace.device)
-        workspace.gather(None)  # no rank frees what another one still uses
-        forget(workspace)
+        try:
+            workspace.gather(None)  # no rank frees what another one still uses
+        finally:
+            forget(workspace)
 
 
 def _workspaces(op: str, group: dist.ProcessGroup | None) -> list[Workspace]:

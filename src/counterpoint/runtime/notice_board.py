@@ -14,6 +14,7 @@ Ranks on several hosts have no such memory. They meet by the store of their proc
 import hashlib
 import os
 import pickle
+import platform
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ Bytes = NDArray[np.uint8]
 Facts = dict[str, str]  # of a call, in words; "op" first
 
 RING = 64  # calls whose digests a line holds
+X86 = ("x86_64", "AMD64")
 MAX_REFUSALS = 1 << 20  # of one call
 # words of a line: calls made, the call that was refused and how often, 1 + the rank that is waited
 # for, whether there is a verdict, pages shown, pages of the others that were read, bytes of all
@@ -77,7 +79,7 @@ class NoticeBoard:
 
     Attributes:
         fault: what made the group unusable; None: nothing.
-        shared: ranks are on one host. Else nothing is noted, and nobody is looked at.
+        shared: ranks are on one host, an x86 one. Else nothing is noted, and nobody is looked at.
         alarms: words of the host that are not 0 once a kernel has found something wrong, and what
             says what it is. The last ones explain what those before them have found.
 
@@ -94,11 +96,14 @@ class NoticeBoard:
         self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
         self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s)
         memory: SymmetricMemory | None = None
-        if self.ranks > 1:
+        on_gpu = device == "cuda"
+        # x86 keeps the order of stores; elsewhere a digest may be seen after the call's number
+        if self.ranks > 1 and (platform.machine() in X86 or not on_gpu):
             try:
                 memory = allocate_cpu(BOARD_BYTES, group, self._by_store)
-            except UnsupportedError:  # on all ranks: hosts, containers or users differ
-                memory = None
+            except (UnsupportedError, OSError) as error:  # on all ranks alike
+                if not (on_gpu or isinstance(error, UnsupportedError)):
+                    raise
         self.shared = memory is not None
         self._calls = 0
         self._compares = False  # a call that is new, of which nothing has run
@@ -277,18 +282,22 @@ class NoticeBoard:
                 continue
             if call == self._calls:
                 self._check_refusal(r)  # it has gone on to another one, then
-                if self._unheard(r):
-                    return None
+            if self._unheard(r, call):
+                return None
             if here & there & 1:  # ranks that meet will say so there
                 continue
-            if line[CALLS] - call < RING - 1:  # else it was overwritten by now
-                return self._disagreement(r, here, there)
+            slot, last = HEAD + call % RING, max(line[CALLS], self._calls)
+            if last - call >= RING - 1:  # overwritten by now
+                continue
+            if line[CALLS] < call or (mine[slot], line[slot]) != (here, there):
+                return None  # one has heard of a refusal meanwhile: looked at again
+            return self._disagreement(r, here, there)
         self._compared[r] = both
         return None
 
-    def _unheard(self, r: int) -> bool:
+    def _unheard(self, r: int, call: int) -> bool:
         """Whether rank `r` still waits in a call that this rank has refused and left behind."""
-        line, call = self._lines[r], self._calls
+        line = self._lines[r]
         if self._refusals(self.rank, call) <= self._refusals(r, call) or line[CALLS] != call:
             return False
         there = line[HEAD + call % RING]
@@ -327,11 +336,14 @@ class NoticeBoard:
             InputError: a rank has refused the call, or made another one.
         """
         if not self.shared:
-            return [value] if self.ranks == 1 else self._by_store(value)
+            return self._gather_by_store(value)
         mine = np.frombuffer(pickle.dumps(value), np.uint8)
         try:
             found = self.gather_bytes(mine, awaited, launched=False)
         except Refused as refused:
+            self.awaits(None)
+            if not self._compares:  # what it was called for is not what this rank meets for
+                raise self.fail(refused.error) from None
             calls = self._calls = self._mine[CALLS] = self._calls - 1  # it counts on no rank
             self._compared = [min(calls, each) for each in self._compared]
             self.refuse(refused.error)
@@ -339,6 +351,12 @@ class NoticeBoard:
         finally:
             self._compares = False
         return [pickle.loads(each.tobytes()) for each in found]
+
+    def _gather_by_store(self, value: T) -> list[T]:
+        try:
+            return self._by_store(value)
+        except PeerTimeoutError as error:
+            raise self.fail(error) from None
 
     def gather_bytes(self, mine: Bytes, awaited: Awaited, *, launched: bool = True) -> list[Bytes]:
         """What all ranks show, [any] bytes of each; a page at a time.
@@ -354,7 +372,7 @@ class NoticeBoard:
             Refused: a rank has refused the call, of which nothing has run.
         """
         if not self.shared:
-            return [mine] if self.ranks == 1 else self._by_store(mine)
+            return self._gather_by_store(mine)
         line, sizes = self._mine, [len(mine)] * self.ranks
         found: list[Bytes] = []
         start = 0
@@ -410,7 +428,7 @@ class NoticeBoard:
         for r in self._peers:
             line = self._lines[r]
             # a page of a call that this rank has refused is none of this one
-            while line[word] < count or (word == SHOWN and self._unheard(r)):
+            while line[word] < count or (word == SHOWN and self._unheard(r, self._calls)):
                 late.wait(r)
         late.end()
 

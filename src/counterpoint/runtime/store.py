@@ -67,6 +67,8 @@ def gather_by_store(
                         missing = [r for r in range(ranks) if not store.check([keys[r]])]
                         raise _late(missing, timeout_s)
                     time.sleep(POLL_S)
+            if count > 1:  # all have come to this one, so all have read the one before
+                store.delete_key(f"{name}/{turn}/{count - 1}/{rank}")
             return [pickle.loads(store.get(key)) for key in keys]
         except RuntimeError as error:
             raise _gone(error) from error
@@ -76,7 +78,7 @@ def gather_by_store(
 
 def _late(missing: list[int], timeout_s: float) -> PeerTimeoutError:
     return PeerTimeoutError(
-        f"counterpoint: ranks {missing} did not come to the group's first call within "
+        f"counterpoint: ranks {missing} did not come to a meeting of the group within "
         f"{timeout_s:g} s; the group is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the "
         "bound)",
         rank=missing[0] if missing else None,
