@@ -87,6 +87,7 @@ class Launch:
         self._options = dict(options)
         self._places = [names.index(each) for each in given]
         self._template = [fixed.get(each) for each in names]
+        self._fixed = fixed  # once compiled, the template has no more than addresses
         self._run: Callable[..., None] | None = None
         self.programs = grid.programs(INTERPRETED_BLOCKS)
 
@@ -108,6 +109,8 @@ class Launch:
                 raise UnsupportedError(f"{self._name}: its kernel does not fit: {error}") from error
         self.programs = self._grid.programs(resident)
         self._run = compiled[(self.programs, 1, 1)]
+        # the binder asks the driver about each tensor, at each launch
+        self._template = [v.data_ptr() if isinstance(v, Tensor) else v for v in self._template]
         return self
 
     def __call__(self, *given: object) -> None:
