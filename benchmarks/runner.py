@@ -159,12 +159,12 @@ def _timed(
     if not single:
         return rows
     bench.say(f"timing {len(single)} single calls")
-    for name in set(single).intersection(benchmark.eager):
+    some = {name: arm for name, arm in single.items() if name in benchmark.eager}
+    for arm in some.values():
         # as in a loop over layers that has run for some steps: a call that repeats is one graph
         for _ in range((SEEN_BEFORE + 1) * arms.sets):
-            single[name]()
+            arm()
     behind = rotate(single, soak_s=soak_s, backlog_cycles=benchmark.backlog_cycles, **more)
-    some = {name: arm for name, arm in single.items() if name in benchmark.eager}
     plain = rotate(some, soak_s=0.05, backlog_cycles=1, **more) if some else {}
     for name, arm in single.items():
         beside: Row = {}
