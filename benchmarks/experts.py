@@ -392,6 +392,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
 
 EXPERTS = Benchmark(
     "experts", cases, arms, calls=4, soak_s=0.2, pictures=pictures,
+    eager=("in place looped", "one kernel", "plan grouped ring"),
     short=lambda case: case["model"] == "Qwen3-235B" and case["tokens"] == 1024,
     moved=lambda case, ranks: 2 * case["tokens"] * case["top"] * (
         case["k"] if case["op"] == "all_to_all_matmul" else case["n"]) * (ranks - 1) // ranks,
