@@ -199,7 +199,7 @@ def test_dropped_rows_are_said(gpus, op):
     y = op(x, w, counts=fewer, max_rows=3, group=group)
     with pytest.raises(cp.InputError, match=r"max_rows must be as many .* dropped rows"):
         cp.check(group)
-    assert y.shape == (3, N)
+    assert y.shape == (3, N) and y.isnan().all()
     with pytest.raises(cp.InputError, match="dropped rows"):
         op(x, w, counts=fewer, max_rows=3, group=group)
     dist.barrier()
@@ -215,9 +215,10 @@ def test_rows_to_sum_that_are_none(gpus):
     more = {"counts": table, "max_rows": 64, "group": group}
     out = cp.matmul_all_to_all(x, w, **more, sum_of=(index[:, :0], weights[:, :0]))
     assert not out.any() and out.shape == (2, N)
-    cp.matmul_all_to_all(x, w, **more, sum_of=(index, weights))
+    out = cp.matmul_all_to_all(x, w, **more, sum_of=(index, weights))
     with pytest.raises(cp.InputError, match="sum_of must be of rows that come back"):
         cp.check(group)
+    assert out[0].isfinite().all() and out[1].isnan().all()
     dist.barrier()
 
 

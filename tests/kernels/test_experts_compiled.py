@@ -126,7 +126,7 @@ def test_rows_are_taken_and_zeroed_16_bytes_at_a_time():
     )
     types = {"rows_ptr": "*i64", "state_ptr": "*i32", "routes_ptr": "*i32", "index_ptr": "*bf16",
              "weights_ptr": "*bf16", "y_ptr": "*bf16", "over_ptr": "*i64"}  # fmt: skip
-    names = ("tokens", "count", "N", "half_bytes", "limit", "rank", "clear")
+    names = ("tokens", "count", "spoils", "N", "half_bytes", "limit", "rank", "clear")
     aligned = (*types, "N", "half_bytes")
     types |= dict.fromkeys(names, "i32")
     taken = compiled(collect_kernel, 90, types, {"TOP": 0, "BLOCK_N": 2048}, num_warps=4,

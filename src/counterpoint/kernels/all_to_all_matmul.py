@@ -23,6 +23,7 @@ from counterpoint.kernels.proxy import through_tma
 from counterpoint.kernels.routes import (
     expert_of,
     place_ptr_of,
+    spoiled_ptr_of,
     spread_block,
     starts_ptr_of,
     tiles_ptr_of,
@@ -136,6 +137,7 @@ def all_to_all_matmul_kernel(
         num_n = tl.cdiv(N, BLOCK_N)
         tiles = tl.load(tiles_ptr + local) * num_n
         come = min(tl.load(starts_ptr + E), limit)
+        spoiled = tl.load(spoiled_ptr_of(routes_ptr, E, WORLD)) != 0
         ticket_ptr = tiles_ptr + local + 1
         tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
         while tile < tiles:
@@ -164,6 +166,7 @@ def all_to_all_matmul_kernel(
                 rows = at_m + tl.arange(0, BLOCK_M)
                 cols = at_n + tl.arange(0, BLOCK_N)
                 to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+                acc = tl.where(spoiled, float("nan"), acc)
                 tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
             tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
 

@@ -128,7 +128,7 @@ def arrival_kernel(
     end_of_call(late.to(tl.int32), ranks, 1, state_ptr, fault_ptr, tag)
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "limit", "rank", "clear"])
+@triton.jit(do_not_specialize=["tokens", "count", "limit", "rank", "clear", "spoils"])
 def collect_kernel(
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     state_ptr,  # [3] int32: the epoch of the call, which has been counted
@@ -139,6 +139,7 @@ def collect_kernel(
     over_ptr,  # [1] int64, pinned host memory: 3, if a row of `index` is none
     tokens,
     count,  # the word of routes that says how many rows there are
+    spoils,  # the word of `spoiled`
     N,
     half_bytes,  # where the rows of odd epochs begin
     limit,  # rows that there is room for
@@ -151,6 +152,7 @@ def collect_kernel(
     half = (tl.load(state_ptr) & 1).to(tl.int64) * half_bytes
     from_ptr = peer_ptr(rows_ptr, rank, half, Y)
     there_are = min(limit, tl.load(routes_ptr + count))
+    spoiled = tl.load(routes_ptr + spoils) != 0
     if TOP == 0:
         there_are = min(tokens, there_are)
         tokens = tl.where(clear != 0, tokens, there_are)
@@ -162,6 +164,7 @@ def collect_kernel(
             if TOP == 0:
                 live = (cols < N) & (token < there_are)
                 row = tl.load(from_ptr + row_at + cols, mask=live, other=0.0)
+                row = tl.where(live & spoiled, float("nan"), row)
                 tl.store(to, row, mask=cols < N)
             else:
                 total = tl.zeros((BLOCK_N,), tl.float32)
@@ -172,5 +175,6 @@ def collect_kernel(
                     if not there:
                         tl.store(over_ptr, 3)
                     row = tl.load(from_ptr + which * N + cols, mask=(cols < N) & there, other=0.0)
-                    total += weight * row.to(tl.float32)
+                    total += tl.where(there, weight * row.to(tl.float32), float("nan"))
+                total = tl.where(spoiled, float("nan"), total)
                 tl.store(to, total.to(Y), mask=cols < N)

@@ -10,6 +10,7 @@ knows nothing of it: kernels read what `routes_kernel` has left for its rank, al
     tiles  [E_local + 1]          blocks of BLOCK_M rows before those of each own expert, and all
     ticket [1]                    0: the next tile
     senders [1]                   0: programs that have begun to send
+    spoiled [1]                   1: counts do not fit, and all results are NaN
 """
 
 import triton
@@ -34,9 +35,15 @@ def tiles_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
     return starts_ptr_of(routes_ptr, E, WORLD) + E + 1  # E_local * WORLD is E
 
 
+@triton.jit
+def spoiled_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
+    """Where `spoiled` is."""
+    return tiles_ptr_of(routes_ptr, E, WORLD) + E // WORLD + 3
+
+
 def num_words(experts: int, ranks: int) -> int:
     """Words of all of it."""
-    return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 2
+    return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 3
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "has"])
@@ -91,6 +98,8 @@ def routes_kernel(
     given, taken = (come, sent) if BACK else (sent, come)
     over = (taken > limit) | (given > has)
     bits = tl.sum(tl.where(over, 1 << (ranks % 32), 0).to(tl.int64))
+    # the same on all ranks, whose tables are equal
+    tl.store(spoiled_ptr_of(routes_ptr, E, WORLD), (bits != 0).to(tl.int32))
     if bits != 0:
         tl.store(over_ptr, (bits << 32) | (1 + BACK))
 

@@ -95,7 +95,8 @@ class _Experts:
         """
         fixed = {
             "rows_ptr": self.rows.bases, "state_ptr": self.memory.state, "count": count,
-            "over_ptr": self.memory.over, "N": columns, "half_bytes": self.half_bytes,
+            "spoils": self.route_words - 1, "over_ptr": self.memory.over, "N": columns,
+            "half_bytes": self.half_bytes,
             "rank": self.workspace.rank, "TOP": top, "BLOCK_N": _block(columns),
         }  # fmt: skip
         given = ("routes_ptr", "index_ptr", "weights_ptr", "y_ptr", "tokens", "limit", "clear")
