@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+import counterpoint as cp
 from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
 from benchmarks.rows import Row
@@ -321,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             faulthandler.dump_traceback_later(args.limit, exit=True)
             out = file_of(name, args.out, bench.ranks)
             run(declared(name), pick(name, bench.ranks), bench, out, say)
+            cp.release(group)  # the next one begins as if it were alone
             if bench.rank == 0 and args.done is not None:
                 with args.done.open("a") as file:
                     file.write(f"{name}\n")
