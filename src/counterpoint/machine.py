@@ -14,6 +14,8 @@ from counterpoint.errors import InputError
 from counterpoint.ranges import check
 
 KIB, MIB = 2**10, 2**20
+# compute capabilities of GPUs that kernels of this library run on
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3")
 
 Topology = Literal["switch", "mesh", "pcie"]
 
@@ -41,6 +43,7 @@ class DeviceSpec:
         hbm_bytes: Device memory; the datasheet's GB read as 1e9, a little less than there is.
         l2_bytes: All L2 slices; a memory-side cache behind them is not counted.
         source: Where the numbers come from.
+        capability: Compute capability, "9.0"; "" where nobody has said it.
 
     Raises:
         InputError: A number is not positive, or so small that its unit must have slipped.
@@ -62,6 +65,7 @@ class DeviceSpec:
     hbm_bytes: float
     l2_bytes: int
     source: str
+    capability: str = ""
 
     def __post_init__(self) -> None:
         check(f"DeviceSpec {self.name}", self)
@@ -74,6 +78,15 @@ class DeviceSpec:
     def warp_size(self) -> int:
         """Threads per warp: 32, or 64 on AMD."""
         return self.max_threads_per_sm // self.max_warps_per_sm
+
+
+def kernels_refused(capability: str) -> str:
+    """Why kernels of this library do not run on GPUs of a compute capability; "" if they do."""
+    if not capability or capability in CAPABILITIES:
+        return ""
+    *some, last = CAPABILITIES
+    known = f"{', '.join(some)} and {last}"
+    return f"kernels of counterpoint run on compute capabilities {known}, not on {capability}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

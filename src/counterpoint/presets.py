@@ -31,6 +31,7 @@ A100 = Machine(
         hbm_bytes=80 * GIGA,
         l2_bytes=40 * MIB,
         source="NVIDIA A100 datasheet; CUDA C++ Programming Guide, compute capability 8.0",
+        capability="8.0",
     ),
     link=LinkSpec(
         name="NVLink 3, NVSwitch",
@@ -61,6 +62,7 @@ A40 = Machine(
         hbm_bytes=48 * GIGA,
         l2_bytes=6 * MIB,
         source="NVIDIA A40 datasheet; CUDA C++ Programming Guide, compute capability 8.6",
+        capability="8.6",
     ),
     link=LinkSpec(
         name="PCIe 4.0 x16, no NVLink bridge",
@@ -91,6 +93,7 @@ H100 = Machine(
         hbm_bytes=80 * GIGA,
         l2_bytes=50 * MIB,
         source="NVIDIA H100 datasheet; CUDA C++ Programming Guide, compute capability 9.0",
+        capability="9.0",
     ),
     link=LinkSpec(
         name="NVLink 4, NVSwitch",
@@ -114,6 +117,7 @@ H200 = replace(
         hbm_bytes=141 * GIGA,
         l2_bytes=60 * MIB,  # as the device reports it; the datasheet does not say
         source="NVIDIA H200 datasheet; CUDA C++ Programming Guide, compute capability 9.0",
+        capability="9.0",
     ),
     link=replace(
         H100.link,
@@ -136,6 +140,7 @@ B200 = replace(
         hbm_bytes=180 * GIGA,
         l2_bytes=126 * MIB,
         source="NVIDIA DGX B200 datasheet; Blackwell tuning guide, compute capability 10.0",
+        capability="10.0",
     ),
     link=replace(
         H100.link,

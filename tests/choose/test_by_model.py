@@ -395,3 +395,21 @@ def test_finer_than_shards_wins_on_a_mesh_and_not_behind_a_switch():
         assert best_s["h200-8"][1] > best_s["h200-8"][0]
         assert by_model(problem, preset("mi300x-8")).spec.split()[0] in finer.NAMES
         assert by_model(problem, preset("h200-8")).spec.split()[0] not in finer.NAMES
+
+
+@pytest.mark.parametrize("choose", [by_model, by_rule])
+@pytest.mark.parametrize("op", [AG, RS, AR, *EXPERTS])
+def test_where_kernels_do_not_run_serial_is_chosen_and_says_why(
+    op: str, choose: Callable[..., Choice]
+):
+    machine = preset("h200-4")
+    old = replace(machine, device=replace(machine.device, capability="7.5"))
+    problem = make_problem(op, 64 if op == AR else 8192, 7168, 8192, 4)
+    assert "refused" not in {c.basis for c in choose(problem, machine).table}
+    found = choose(problem, old)
+    assert found.spec == "serial" and len(found.table) > 1
+    for candidate in found.table[1:]:
+        assert candidate.basis == "refused"
+        assert candidate.verdict.startswith("kernels of counterpoint run on compute capabilities")
+        assert candidate.verdict.endswith("not on 7.5")
+    assert "not on 7.5" in found.explain()

@@ -4,24 +4,31 @@ x86 orders stores, so no run on CPU ranks shows a missing release, or a missing 
 """
 
 import re
+from contextlib import nullcontext
 
 import pytest
+import triton
 from ptx import CAPABILITIES, Compiled, compiled, lines_with
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import PTXASError
 
+from counterpoint import machine
 from counterpoint.kernels.delay import delay_kernel
 from counterpoint.kernels.exchange import exchange_kernel
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
 
+SIGNAL_TYPES = {
+    "post_ptrs": "*i64", "num_posts": "i32", "wait_ptrs": "*i64", "num_waits": "i32",
+    "epoch_ptr": "*i32", "fault_ptr": "*i64", "step": "i32", "timeout_ns": "i64",
+}  # fmt: skip
+
 
 def signal(capability: int, *, advance: bool, lanes: int = 32) -> Compiled:
-    types = {
-        "post_ptrs": "*i64", "num_posts": "i32", "wait_ptrs": "*i64", "num_waits": "i32",
-        "epoch_ptr": "*i32", "fault_ptr": "*i64", "step": "i32", "timeout_ns": "i64",
-    }  # fmt: skip
     constants = {"ADVANCE": advance, "LANES": lanes}
-    return compiled(signal_kernel, capability, types, constants, num_warps=1)
+    return compiled(signal_kernel, capability, SIGNAL_TYPES, constants, num_warps=1)
 
 
 @pytest.mark.parametrize("lanes", [32, 128])
@@ -55,6 +62,18 @@ def test_signal_fits_beside_any_kernel(capability: int, advance: bool):
     assert found.registers <= 32
     assert found.shared_bytes == found.spills == 0
     assert ".reqntid 32" in found.ptx, "one warp"
+
+
+@pytest.mark.parametrize("capability", ["6.0", *machine.CAPABILITIES])
+def test_signals_compile_where_kernels_are_said_to_run(capability: str):
+    number = int(capability.replace(".", ""))
+    constants = {"ADVANCE": True, "LANES": 32}
+    types = SIGNAL_TYPES | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=signal_kernel, signature=types, constexprs=constants)
+    refused = capability not in machine.CAPABILITIES
+    with pytest.raises(PTXASError, match="target sm_70") if refused else nullcontext():
+        built = triton.compile(source, target=GPUTarget("cuda", number, 32))
+        assert built.asm["cubin"]
 
 
 REDUCE_TYPES = {

@@ -39,6 +39,7 @@ class Ranks:
             device=torch.device("cuda", 0),
             rank=0,
             agreed={},
+            kernels_refused="",
             code={},
             known={},
             compiled=[],

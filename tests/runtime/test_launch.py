@@ -1,7 +1,9 @@
 """The launcher of kernels that wait for peers: grids, residency, arguments by name, refusals."""
 
 import random
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,16 +11,25 @@ import pytest
 import torch
 from memories import memories, places_of
 from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
+from counterpoint.choose.known import Knowledge
 from counterpoint.errors import PlanError, UnsupportedError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.machine import CAPABILITIES, kernels_refused
 from counterpoint.ops import fused_sum
+from counterpoint.ops.auto import choose_spec
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
+from counterpoint.plan.launches import has_kernels
+from counterpoint.plan.operation import operation_of
+from counterpoint.plan.steps import Plan
+from counterpoint.presets import PRESETS, preset
 from counterpoint.problem import Problem
-from counterpoint.runtime import launch
+from counterpoint.runtime import device_limits, launch
+from counterpoint.runtime.execute import compile_plan
 from counterpoint.runtime.launch import RESERVED_SMS, Grid, Launch, Site
+from counterpoint.runtime.limits import LIMITS
 
 GPU = torch.device("cuda", 0)
 SUM = Problem("matmul_all_reduce", 4, 64, 64, 2)
@@ -167,11 +178,105 @@ def test_what_is_new_in_a_capture_is_loaded_in_relaxed_mode(gpu: SimpleNamespace
 
 
 @pytest.mark.parametrize(
-    "error", [OutOfResources(300_000, 232_448, "shared memory"), CompilationError("", None, "no")]
-)
+    "error",
+    [
+        OutOfResources(300_000, 232_448, "shared memory"), CompilationError("", None, "no"),
+        PTXASError("Feature '.release' requires .target sm_70 or higher"),
+    ],
+)  # fmt: skip
 def test_a_kernel_that_does_not_compile_is_unsupported(gpu: SimpleNamespace, error: Exception):
     with pytest.raises(UnsupportedError, match=r"^op: its kernel does not fit: "):
         launched(Kernel("a", error=error), ("a",), {}).compile(1)
+
+
+@dataclass
+class Group:
+    """A workspace of rank 0, as far as a plan that has not been compiled needs it.
+
+    Args:
+        has: compute capability of each rank's GPU.
+    """
+
+    has: Sequence[str]
+    device: torch.device = GPU
+    kernels_refused: str | None = None
+    knowledge: Knowledge = field(default_factory=lambda: Knowledge(preset("h200-2"), {}))
+    met: int = 0
+
+    def gather(self, value: str) -> list[str]:
+        self.met += 1
+        assert value == kernels_refused(self.has[0])
+        return [*map(kernels_refused, self.has)]
+
+    def reserve(self, plan: Plan) -> None:
+        raise AssertionError(f"{plan.spec} was not refused")
+
+
+@pytest.fixture
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def made(*has: str) -> Any:
+        monkeypatch.setattr(device_limits, "capability_of", lambda _: has[0])
+        device_limits.refused_on.cache_clear()
+        return Group(has)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield made  # type: ignore[misc]
+    device_limits.refused_on.cache_clear()
+
+
+OLD = [("7.5", "7.5"), ("7.5", "9.0"), ("9.0", "12.0")]
+GRAPHED = [
+    (op, spec)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    for spec in operation_of(op).candidates(Problem(op, 4, 64, 64, 2))
+]
+
+
+@pytest.mark.parametrize("has", OLD, ids="+".join)
+@pytest.mark.parametrize(("op", "spec"), GRAPHED, ids=" ".join)
+def test_a_gpu_without_kernels_takes_serial_and_refuses_all_else(
+    op: str, spec: str, has: tuple[str, ...], old_gpu: Callable[..., Any]
+):
+    """Before memory, compiler or GPU are asked; and on every rank, whoever has the old one."""
+    problem, group = Problem(op, 4, 64, 64, 2), old_gpu(*has)
+    assert choose_spec(problem, group, ()) == "serial"
+    plan = build(problem, spec, preset("h200-2"))
+    assert has_kernels(plan) == (spec != "serial")
+    rank = has.index("9.0") ^ 1 if "9.0" in has else 0
+    text = (
+        rf"^{op}: plan {spec}.* does not run here: .* 8\.0, .*, not on {has[rank]} of rank {rank}$"
+    )
+    with pytest.raises(
+        AssertionError if spec == "serial" else UnsupportedError,
+        match="^serial was not refused$" if spec == "serial" else text,
+    ):
+        compile_plan(plan, group)
+    assert group.met == 1, "ranks meet once"
+
+
+def test_a_gpu_that_has_kernels_is_asked_once(old_gpu: Callable[..., Any]):
+    group = old_gpu("9.0", "10.3")
+    assert [device_limits.refused_in(group) for _ in range(2)] == ["", ""]
+    assert group.met == 1
+    here = old_gpu("9.0", "9.0")
+    here.device = torch.device("cpu")
+    assert not device_limits.refused_in(here) and not here.met
+
+
+def test_a_capture_asks_this_gpu_alone(
+    old_gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    group = old_gpu("7.5", "9.0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert device_limits.refused_in(group).endswith("not on 7.5")
+    assert group.kernels_refused is None and not group.met
+
+
+def test_kernels_run_where_limits_of_an_sm_are_known():
+    assert [f"sm_{c.replace('.', '')}" for c in CAPABILITIES] == [a for a in LIMITS if "sm" in a]
+    assert not any(kernels_refused(c) for c in ("", *CAPABILITIES))
+    named = [m.device.capability for m in PRESETS.values() if not m.source.count("MI")]
+    assert set(named) <= {*CAPABILITIES} and len(named) == 5
 
 
 def site_of(spec: str = "fused two_shot 16x32x3 warps=4", tag: int = 7, **step: Any) -> Site:

@@ -13,7 +13,8 @@ from refusals import wrongly_refused
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime import driver, peer_moves, symmetric_cuda
+from counterpoint.machine import kernels_refused
+from counterpoint.runtime import driver, peer_moves, symmetric_cuda, transports
 from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
 
 CPU = torch.device("cpu")
@@ -145,6 +146,8 @@ MACHINES = {
     "an island": ({"reached": (1,)}, {"sm": r"GPU 0 does not reach GPUs \[2, 3\]; NVLink or PCIe",
                                       "copy_engine": "GPU 0 does not reach GPUs"}),
     "no copy engine": ({"engines": 0}, {"copy_engine": "a GPU has no copy engine"}),
+    "an old GPU": ({"capability": "7.5"},
+                   dict.fromkeys(("sm", "copy_engine"), "capabilities .*, not on 7.5")),
     "no bindings": ({"engines": None}, {"copy_engine": "pip install cuda-bindings"}),
 }  # fmt: skip
 
@@ -166,6 +169,7 @@ def gpus(
     monkeypatch: pytest.MonkeyPatch, *, nccl: bool = True, backend: str = "cuda:nccl",
     nvls: str = "0", policy: bool = True, version: tuple[int, ...] = (2, 28, 9),
     symmetric: bool = True, reached: tuple[int, ...] = (1, 2, 3), engines: int | None = 3,
+    capability: str = "9.0",
 ) -> None:  # fmt: skip
     """Four GPUs on paper, with what they have."""
 
@@ -195,6 +199,7 @@ def gpus(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, i: i in reached)
     monkeypatch.setattr(driver, "num_copy_engines", num_copy_engines)
+    monkeypatch.setattr(transports, "refused_on", lambda _: kernels_refused(capability))
     monkeypatch.setattr(symmetric_cuda, "torch_symmetric_memory", torch_symmetric_memory)
 
 

@@ -9,10 +9,11 @@ from math import inf, nan
 
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.costs import NO_TILES, Costs, Tiles
-from counterpoint.machine import Machine
+from counterpoint.machine import Machine, kernels_refused
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import finer
 from counterpoint.plan.families import build, parse
+from counterpoint.plan.launches import has_kernels
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -106,7 +107,7 @@ class _Weighed:
         for spec in sorted(specs, key=self.guesses.__getitem__):
             if len(found) == MAX_SIMULATED:
                 break
-            if why := refusal(build(self.problem, spec, self.machine)):
+            if why := refusal(build(self.problem, spec, self.machine), self.machine):
                 self.limits[spec] = why
             else:
                 found.append(spec)
@@ -115,7 +116,7 @@ class _Weighed:
     def simulate(self, spec: str) -> float:
         """The time of a plan, if a chooser may take it; nan if not."""
         plan = build(self.problem, spec, self.machine)
-        if spec != "serial" and (why := refusal(plan)):
+        if spec != "serial" and (why := refusal(plan, self.machine)):
             self.limits[spec] = why
             return nan
         seconds = predicted_s(plan, self.machine, eager=self.eager, tiles=self.tiles)
@@ -160,8 +161,10 @@ def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]
     return in_a_row, others
 
 
-def refusal(plan: Plan) -> str:
+def refusal(plan: Plan, machine: Machine) -> str:
     """Why no chooser may take `plan`, or ''."""
+    if has_kernels(plan) and (why := kernels_refused(machine.device.capability)):
+        return why
     limit, used = plan.problem.scratch_bytes_limit, plan.workspace_bytes
     if limit and used > limit:
         return f"needs {used} bytes of scratch, the limit is {limit}"

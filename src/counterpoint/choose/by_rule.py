@@ -51,7 +51,7 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
     if problem.ranks > 1 and spec:
         plan = build(problem, spec, machine)
         seconds = predicted_s(plan, machine, eager=eager)
-        if why := refusal(plan):
+        if why := refusal(plan, machine):
             other = Candidate(plan.spec, float("nan"), "refused", why)
         elif instead:
             other = replace(chosen, verdict=why_not_serial)

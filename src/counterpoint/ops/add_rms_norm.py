@@ -12,6 +12,7 @@ from counterpoint.kernels.rms_norm import add_rms_norm_kernel
 from counterpoint.ops.check import check_dense, check_tensors
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
 from counterpoint.ops.register import LIBRARY
+from counterpoint.runtime.device_limits import refused_on
 
 OP = "matmul_all_reduce_rms_norm"
 MAX_COLUMNS = 1 << 15  # of a row that one program holds
@@ -75,6 +76,8 @@ def matmul_all_reduce_rms_norm(
 
 
 def _run(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if refused_on(y.device):
+        return _by_torch(y, residual, weight, eps)
     y, residual, weight = (t.contiguous() for t in (y, residual, weight))
     out, total = torch.empty_like(y), torch.empty_like(y)
     if y.numel():
@@ -87,7 +90,7 @@ def _run(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     return out, total
 
 
-def _on_cpu(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _by_torch(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = (y.float() + residual.float()).to(y.dtype)
     h = total.float()
     scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
@@ -99,5 +102,5 @@ def _fake(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 LIBRARY.impl("add_rms_norm", _run, "CUDA")
-LIBRARY.impl("add_rms_norm", _on_cpu, "CPU")
+LIBRARY.impl("add_rms_norm", _by_torch, "CPU")
 torch.library.register_fake("counterpoint::add_rms_norm", _fake, lib=LIBRARY)

@@ -16,13 +16,14 @@ from counterpoint.choose.known import Knowledge, load, problem_key
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
+from counterpoint.runtime.device_limits import refused_in
 from counterpoint.runtime.workspace import Workspace
 
 
 def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor | None]) -> str:
     """The spec of the plan for `problem`; collective unless a graph is being captured."""
     known = knowledge_of(workspace)
-    if problem.ranks == 1:
+    if problem.ranks == 1 or refused_in(workspace):
         return "serial"
     tuned = known.tuned.get(problem_key(problem))
     if tuned is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
 from counterpoint.ops.register import refuse_double_matmul, register
+from counterpoint.runtime.device_limits import refused_on
 
 BLOCK_N = 2048  # columns at a time
 NUM_WARPS = 4
@@ -42,7 +43,7 @@ def gradients(
 
 
 def _sum(rows: Tensor, index: Tensor) -> Tensor:
-    if not rows.is_cuda:
+    if not rows.is_cuda or refused_on(rows.device):
         each = rows.index_select(0, index.flatten()).view(*index.shape, rows.shape[1])
         return each.sum(1, dtype=torch.float32).to(rows.dtype)
     out = rows.new_empty(index.shape[0], rows.shape[1])
@@ -54,7 +55,7 @@ def _sum(rows: Tensor, index: Tensor) -> Tensor:
 def _gradient(
     dout: Tensor, index: Tensor, weights: Tensor, rows: int, y: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if dout.is_cuda:
+    if dout.is_cuda and not refused_on(dout.device):
         dy = dout.new_empty(rows, dout.shape[1])
         dweights = weights.new_zeros(weights.shape if y is not None else 0)
         y = None if y is None else y.contiguous()

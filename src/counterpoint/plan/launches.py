@@ -92,3 +92,11 @@ def _alike(a: Box, b: Box) -> bool:
 
 def _whole_rows(boxes: Sequence[Box], plan: Plan) -> bool:
     return all(box.c1 - box.c0 == plan.buffer(box.buffer).shape[1] for box in boxes)
+
+
+def has_kernels(plan: Plan) -> bool:
+    """Whether a GPU runs kernels of this library for a plan: signals, sums or fused steps."""
+    return any(
+        s.kind in ("fused", "reduce", "barrier") or s.waits or s.posts or s.arg("transport")
+        for s in plan.steps
+    )

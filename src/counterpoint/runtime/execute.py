@@ -6,9 +6,12 @@ A plan is compiled once for a workspace; running it then only fills in the opera
 from types import MappingProxyType
 from typing import Protocol
 
+from counterpoint.errors import UnsupportedError
 from counterpoint.plan.bind import Program, bind
+from counterpoint.plan.launches import has_kernels
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan
 from counterpoint.runtime.compute import Calls
+from counterpoint.runtime.device_limits import refused_in
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import INTERPRETED
 from counterpoint.runtime.workspace import Operands, Workspace
@@ -43,7 +46,12 @@ def compile_plan(
         workspace: of its group, on the device that it is to run on.
         calls: of each opaque step, by its name: launches on the current stream.
         like: operands of the first call, for kernels that are compiled for what lies how.
+
+    Raises:
+        UnsupportedError: it has kernels of ours, and the GPU of a rank does not run them.
     """
+    if has_kernels(plan) and (why := refused_in(workspace)):
+        raise UnsupportedError(f"{plan.problem.op}: plan {plan.spec} does not run here: {why}")
     workspace.reserve(plan)
     kernels = workspace.device.type == "cuda" or INTERPRETED
     if kernels and any(b.space in OWN_PROTOCOL for b in plan.buffers):

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from counterpoint.errors import PlanError, UnsupportedError
 from counterpoint.plan.bind import BoundStep
@@ -105,7 +105,7 @@ class Launch:
             try:
                 compiled = self._kernel.warmup(*arguments, grid=(1,), **self._options)
                 resident = resident_blocks(compiled, self._device, self._name, self._grid)
-            except (OutOfResources, CompilationError) as error:
+            except (OutOfResources, CompilationError, PTXASError) as error:
                 raise UnsupportedError(f"{self._name}: its kernel does not fit: {error}") from error
         self.programs = self._grid.programs(resident)
         self._run = compiled[(self.programs, 1, 1)]

@@ -67,6 +67,7 @@ LIMITS: dict[str, SmLimits] = {
         _nvidia(8, 9, warps=48, blocks=24, shared_kib=100),
         _nvidia(9, 0, warps=64, blocks=32, shared_kib=228),
         _nvidia(10, 0, warps=64, blocks=32, shared_kib=228),
+        _nvidia(10, 3, warps=64, blocks=32, shared_kib=228),
         _amd("gfx90a", "MI200"),
         _amd("gfx942", "MI300"),
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime import compute, driver, symmetric_cuda, zero_cta
+from counterpoint.runtime.device_limits import refused_on
 from counterpoint.runtime.peer_moves import ByCopies, ByCpuCopies, ByKernel, ByTriton, Move, Peers
 
 ALIGN_BYTES = 16
@@ -177,6 +178,8 @@ def _lacks_zero_cta(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _lacks_peers(group: dist.ProcessGroup, device: torch.device) -> str:
+    if why := refused_on(device):
+        return why
     try:
         symmetric_cuda.torch_symmetric_memory()
     except UnsupportedError as error:

@@ -80,6 +80,7 @@ class Workspace:
         self.known: dict[Hashable, Any] = {}  # of `code`, by what an eager call sees at once
         self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
+        self.kernels_refused: str | None = None  # see device_limits.refused_in
         self._kept: list[object] = []
 
     @property
