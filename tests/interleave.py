@@ -19,7 +19,6 @@ Needs an interpreting process (TRITON_INTERPRET=1); memory of the ranks is plain
 
 import inspect
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -93,9 +92,6 @@ class Interleaved:
         """
         self.main = greenlet.getcurrent()
         with ExitStack() as undo:
-            undo.enter_context(warnings.catch_warnings())
-            # the interpreter's own: it takes the bound of a loop from an array of one element
-            warnings.simplefilter("ignore", DeprecationWarning)
             self.scopes: list[Any] = []
             undo.callback(lambda: [scope.restore() for scope in reversed(self.scopes)])
             for name in ("create_atomic_rmw", "create_masked_store", "create_masked_load"):

@@ -1,7 +1,6 @@
 """A rank that comes late to kernels of ours, on CPU ranks: events put them in order, not time."""
 
 import itertools
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -22,9 +21,7 @@ def looks_of(rank: int, body: Callable[[], None]) -> int:
     It is a second later at each look; a wait for what is there, or for nothing, looks once.
     """
     seconds = itertools.count(step=10**9)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # the interpreter's own: it takes the bound of a loop from an array of one element
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer, "LOOK_EVERY", tl.constexpr(2))  # turns, which are slow here
         patch.setattr(clock, "time", SimpleNamespace(monotonic_ns=seconds.__next__))
         if rank:

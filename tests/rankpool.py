@@ -217,8 +217,6 @@ def _run_job(payload: bytes) -> Any:
     """Unpickle a job, which imports the test's module, and run it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as in pytest's own process
-        # Triton's interpreter takes the bound of a loop from an array of one element
-        warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
         job: Job = pickle.loads(payload)
         torch.manual_seed(job.seed)  # pyright: ignore[reportUnknownMemberType]
         np.random.seed(job.seed)
