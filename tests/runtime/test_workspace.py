@@ -1,19 +1,25 @@
 """The memory of a group: it grows when it has to, is reused by every call, and is all accounted."""
 
+import ctypes
 import gc
-from dataclasses import replace
+import random
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 import torch
 from on_ranks import on_ranks
 from rank_bodies import Case, call, operands, world, wrong
 
-from counterpoint.errors import UnsupportedError
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Signal
 from counterpoint.problem import Problem
+from counterpoint.runtime import driver
+from counterpoint.runtime import tables as tables_module
 from counterpoint.runtime import workspace as module
 from counterpoint.runtime.groups import release
+from counterpoint.runtime.tables import Tables
 from counterpoint.runtime.workspace import (
     ALIGN_BYTES,
     GRANULE_BYTES,
@@ -140,3 +146,61 @@ def test_a_group_gives_its_memory_back(rank: int, world_size: int):
         with open("/proc/self/maps") as maps:
             assert "memfd:counterpoint" not in maps.read()
         assert space().num_bytes() == (0, 0)
+
+
+@dataclass
+class Growing:
+    """A workspace as far as tables need it; it counts captures that they would grow in."""
+
+    capturing: bool = False
+    device: torch.device = CPU
+
+    def refuse_growth(self, got: str) -> None:
+        if self.capturing:
+            raise InputError("counterpoint", "workspace", want="warm", got=got)
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    """Tables of pools of 64 words."""
+
+    def upload(host: torch.Tensor, target: int, stream: int) -> None:
+        ctypes.memmove(target, host.data_ptr(), host.nbytes)
+
+    monkeypatch.setattr(tables_module, "TABLE_WORDS", 64)
+    monkeypatch.setattr(driver, "upload", upload)
+    return Tables(cast(Any, Growing()), 0)
+
+
+def test_tables_of_programs_that_are_gone_are_freed(tables: Tables):
+    """Ten thousand programs, of which the last twenty are kept: what there is stays small."""
+    draw, kept = random.Random(0), list[tuple[list[int], torch.Tensor]]()
+    for _ in range(10_000):
+        words = [draw.randrange(-(2**63), 2**63) for _ in range(draw.randrange(1, 17))]
+        kept = [*kept[-19:], (words, tables.of(words))]
+        # at most 17 words with what is left empty at a pool's end: 3 or more of them in each
+        assert tables.num_bytes <= 8 * 64 * (2 + 20 // 3)
+        assert tables.of(words) is kept[-1][1], "equal tables are one"
+    for words, table in kept:
+        assert table.tolist() == words and table.data_ptr() % 16 == 0
+
+
+def test_tables_that_are_held_stay(tables: Tables):
+    held = [tables.of([i] * 8) for i in range(64)]
+    assert tables.num_bytes == 64 * 64
+    assert [table.tolist() for table in held] == [[i] * 8 for i in range(64)]
+    del held
+    tables.of([1] * 64)
+    assert tables.num_bytes == 8 * 64
+
+
+def test_tables_do_not_grow_in_a_capture(tables: Tables):
+    some = tables.of(range(60))
+    cast(Any, tables.workspace).capturing = True
+    fits = tables.of([7])
+    with pytest.raises(InputError, match="512 bytes of tables, all in use"):
+        tables.of(range(8))
+    assert some.tolist() == [*range(60)] and fits.tolist() == [7]
+    cast(Any, tables.workspace).capturing = False
+    with pytest.raises(UnsupportedError, match="a table of 65 words exceeds 64"):
+        tables.of(range(65))

@@ -108,6 +108,7 @@ class CudaCode:
         # calls of one group are in order whatever streams they are on
         if capturing:
             self.workspace.captured = True
+            self.workspace.keep(self)  # the graph reads its tables
             self.lanes.follow_in_capture(self.spins)
         else:
             self.lanes.follow(self.spins)

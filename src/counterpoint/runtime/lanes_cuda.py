@@ -5,17 +5,17 @@ from typing import NamedTuple
 
 import torch
 
-from counterpoint.errors import PeerTimeoutError, UnsupportedError
+from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import Arrival, Program
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.green import green_stream
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.replay import Replays
+from counterpoint.runtime.tables import Tables
 from counterpoint.runtime.watchdog import Watchdog
 from counterpoint.runtime.workspace import Workspace, refuse_capture
 
-TABLE_WORDS = 1 << 16
 MAX_STEPS = 1 << 12  # of a plan; a fault word holds a program's number and a step's
 MAX_PROGRAMS = 1 << 16  # that are told apart; replayed graphs may hold old ones
 Awaited = tuple[tuple[str, tuple[int, ...]], ...]  # of each step: its name, the ranks it waits for
@@ -62,10 +62,8 @@ class CudaLanes:
         self._captured: _Captured | None = None
         self.fork = torch.cuda.Event()
         self._streams: dict[tuple[str, int, int | None], torch.cuda.Stream] = {}
-        self._pool = torch.zeros(TABLE_WORDS, dtype=torch.int64, device=device)
-        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
-        self._used = 0
         self._upload = torch.cuda.Stream(device)
+        self.tables = Tables(workspace, self._upload.cuda_stream)
         torch.cuda.synchronize(device)  # the zeros above are there, whatever stream comes next
         self._awaited: dict[int, tuple[str, str, Awaited]] = {}
         self._num_programs = 0
@@ -113,27 +111,6 @@ class CudaLanes:
             )
         return self._streams[key]
 
-    def table(self, words: Sequence[int]) -> torch.Tensor:
-        """`words` in device memory, int64; equal tables are one. May be called in a capture."""
-        key = tuple(words)
-        if key not in self._tables:
-            if self._used + len(key) > TABLE_WORDS:
-                self._grow(len(key))
-            place = self._pool[self._used : self._used + max(len(key), 1)]
-            host = torch.tensor(key or (0,), dtype=torch.int64)
-            driver.upload(host, place.data_ptr(), self._upload.cuda_stream)
-            self._used += -(-len(place) // 2) * 2  # 16-byte steps: one variant of each kernel
-            self._tables[key] = place
-        return self._tables[key]
-
-    def _grow(self, words: int) -> None:
-        """Have room for more tables; those that there are stay where they are."""
-        self.workspace.refuse_growth(f"{TABLE_WORDS} words of tables, all in use")
-        if words > TABLE_WORDS:
-            raise UnsupportedError(f"workspace: a table of {words} words exceeds {TABLE_WORDS}")
-        self._pool, self._used = torch.zeros_like(self._pool), 0
-        torch.cuda.synchronize(self.workspace.device)
-
     def register(self, op: str, spec: str, steps: Awaited) -> int:
         """A number by which a fault word names one of `steps`: this plus the step's index."""
         self._num_programs = (self._num_programs + 1) % MAX_PROGRAMS
@@ -158,7 +135,7 @@ class CudaLanes:
 
     def posted_words(self, posts: Sequence[Arrival]) -> torch.Tensor:
         """The addresses of those slots, on the pads of the ranks that are posted to."""
-        return self.table(
+        return self.tables.of(
             [self.workspace.pads.buffer_ptrs[rank] + 4 * slot for slot, rank in posts]
         )
 
@@ -173,7 +150,7 @@ class CudaLanes:
     def awaited_words(self, waits: Sequence[Arrival]) -> torch.Tensor:
         """The addresses of those slots, on the own pad."""
         pad = self.workspace.pads.buffer_ptrs[self.workspace.rank]
-        return self.table([pad + 4 * slot for slot, _ in waits])
+        return self.tables.of([pad + 4 * slot for slot, _ in waits])
 
 
 _NOBODY: tuple[int, None] = (-1, None)

@@ -64,7 +64,7 @@ def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Ac
     slot_stride = 0
     if base is not None and second is not None:
         slot_stride = (second.data_ptr() - base.data_ptr()) // base.element_size()
-    order = lanes.table([box.slot for box in slots])
+    order = lanes.tables.of([box.slot for box in slots])
     rows, cols = part.write.shape
     target = places.of(part.write)
     grid = (rows, -(-cols // REDUCE_BLOCK))

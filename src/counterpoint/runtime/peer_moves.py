@@ -68,6 +68,11 @@ class _OnGpu(Peers):
         self.workspace.open_pads()
         self.lanes = self.workspace.lanes = CudaLanes(self.workspace)
         launch_cuda.compile_signals(self.lanes)
+        # those of all moves: a graph may outlive the move that it has captured
+        self.tables = [
+            *map(self.lanes.posted_words, ([], self.posts, self.meets_at)),
+            *map(self.lanes.awaited_words, ([], self.arrivals, self.met_by)),
+        ]
         self.prepare()
         self.workspace.gather(None)  # all have compiled before one waits
 
@@ -89,10 +94,18 @@ class _OnGpu(Peers):
             (name, tuple(self.others)) for name in ("meeting of the ranks", "arrival of the parts")
         )
         tag = self.lanes.register("transport", self.name, awaited)
-        posts = [Arrival(self.rank, peer) for peer in self.others]
-        waits = [Arrival(peer, peer) for peer in self.others]
-        opens = launch_cuda.signal(self.lanes, posts, waits, tag, opens=True)
+        opens = launch_cuda.signal(self.lanes, self.meets_at, self.met_by, tag, opens=True)
         return lambda stream: opens(stream.cuda_stream), tag
+
+    @property
+    def meets_at(self) -> list[Arrival]:
+        """The words that say to the peers that this rank is there."""
+        return [Arrival(self.rank, peer) for peer in self.others]
+
+    @property
+    def met_by(self) -> list[Arrival]:
+        """The words that say so of the peers."""
+        return [Arrival(peer, peer) for peer in self.others]
 
     @property
     def arrivals(self) -> list[Arrival]:

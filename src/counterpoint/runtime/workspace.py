@@ -192,6 +192,14 @@ class Workspace:
         """Hold on, as long as the workspace lives, to what a graph in capture points into."""
         self._kept += [new for new in held if not any(new is old for old in self._kept)]
 
+    def release(self) -> None:
+        """Let go of what points back at it: without this, memory waits for the collector."""
+        self.drop_code()
+        self.agreed.clear()
+        self._kept.clear()
+        self.lanes = self.fused = None
+        self.board.alarms.clear()
+
     def drop_code(self) -> None:
         """Forget what has been compiled: it points into memory that is about to go."""
         self.code.clear()
@@ -350,11 +358,7 @@ def release_all() -> None:
 
 def forget(workspace: Workspace) -> None:
     """Drop a workspace and free its memory."""
-    # compiled code and lanes point back at it: without this, memory waits for the collector
-    workspace.drop_code()
-    workspace.agreed.clear()
-    workspace.lanes = workspace.fused = None
-    workspace.board.alarms.clear()
+    workspace.release()
     for key, known in list(workspaces.items()):
         if known is workspace:
             del workspaces[key]
