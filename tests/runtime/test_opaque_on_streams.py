@@ -13,8 +13,9 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.steps import Plan
 from counterpoint.resources.controls import SEQUENTIAL, Controls
 from counterpoint.resources.rewrites import Touch, plan_of, rewritten
-from counterpoint.runtime import execute_cuda
+from counterpoint.runtime import execute_cuda, lanes_cuda
 from counterpoint.runtime.execute_cuda import CudaCode
+from counterpoint.runtime.lanes_cuda import CudaLanes
 
 A, B, C, D, X = (0, 4), (10, 20), (20, 30), (50, 60), (60, 70)
 STAGES = [
@@ -41,6 +42,7 @@ class Gpu:
         return SimpleNamespace(name=full, cuda_stream=0, wait_event=wait_event)
 
     def event(self) -> Any:
+        self.events += 1
         made = SimpleNamespace(after="nothing")
 
         def record(stream: Any) -> None:
@@ -115,3 +117,25 @@ def test_a_lane_of_some_sms_is_a_stream_of_its_own(gpu: Gpu):
         "waits for start", "gemm 0", "gemm 1", "waits for exchange 0", "norm",
     ]  # fmt: skip
     assert [what for on, what in log if on == "main"] == ["waits for norm", "waits for exchange 1"]
+
+
+def test_calls_that_change_streams_make_no_events(gpu: Gpu, monkeypatch: pytest.MonkeyPatch):
+    """Each call follows the last one; so does a kernel that waits for peers, of any group."""
+    device, streams = torch.device("cuda", 0), [gpu.stream("a"), gpu.stream("b")]
+    monkeypatch.setattr(lanes_cuda, "raw_stream", lambda _: gpu.current.name)
+    monkeypatch.setattr(lanes_cuda, "_turns", {})
+    groups: list[Any] = [object.__new__(CudaLanes) for _ in range(2)]
+    for lanes in groups:
+        lanes.workspace = SimpleNamespace(device=device)
+        lanes._last, lanes._left = ("main", gpu.current), gpu.event()
+    lanes_cuda._left_on.cache_clear()
+    for i in range(8):
+        gpu.log.append((streams[i % 2].name, f"before {i}"))
+        with gpu.on(streams[i % 2]):
+            groups[i // 2 % 2].follow(spins=True)
+            gpu.log.append((streams[i % 2].name, f"call {i}"))
+    assert gpu.events == 3, "one of each group, and one of the GPU"
+    for i in range(1, 8):
+        mine = [what for on, what in gpu.log if on == streams[i % 2].name]
+        assert f"waits for call {i - 1}" in mine[: mine.index(f"call {i}")]
+    lanes_cuda._left_on.cache_clear()

@@ -173,9 +173,9 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
 
 
 def test_tables_of_programs_that_are_gone_are_freed(tables: Tables):
-    """Ten thousand programs, of which the last twenty are kept: what there is stays small."""
+    """A thousand programs, of which the last twenty are kept: what there is stays small."""
     draw, kept = random.Random(0), list[tuple[list[int], torch.Tensor]]()
-    for _ in range(10_000):
+    for _ in range(1_000):
         words = [draw.randrange(-(2**63), 2**63) for _ in range(draw.randrange(1, 17))]
         kept = [*kept[-19:], (words, tables.of(words))]
         # at most 17 words with what is left empty at a pool's end: 3 or more of them in each

@@ -132,7 +132,7 @@ class CopyLane:
         self.workspace = pipeline.workspace
         self.workspace.open_pads()
         self.lanes = lanes_of(self.workspace)
-        self.own = torch.cuda.Stream(pipeline.device)
+        self.own, self.edge = torch.cuda.Stream(pipeline.device), torch.cuda.Event()
 
     def carrier(
         self, collective: Collective, memory: SymmetricMemory, group: dist.ProcessGroup
@@ -179,7 +179,8 @@ class CopyLane:
             if sum_parts is not None:
                 sum_parts()
             else:  # the own part, beside all else
-                self.own.wait_stream(stream)
+                self.edge.record(stream)
+                self.own.wait_event(self.edge)
                 copy_async(push(rank), self.own.cuda_stream)
             open_(stream.cuda_stream)
             for peer, post in zip(peers, posts, strict=True):
@@ -187,7 +188,8 @@ class CopyLane:
                 copy_async(post, stream.cuda_stream)
             close(stream.cuda_stream)
             if sum_parts is None:
-                stream.wait_stream(self.own)
+                self.edge.record(self.own)
+                stream.wait_event(self.edge)
 
         return carry
 

@@ -1,6 +1,7 @@
 """What the calls of one workspace share on its GPU: streams, epoch, fault words, tables."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class CudaLanes:
         self.epoch = torch.zeros(2, dtype=torch.int32, device=device)
         self.fault = torch.zeros(1, dtype=torch.int64).pin_memory()
         self._last = (raw_stream(device.index), torch.cuda.current_stream(device))
+        self._left = torch.cuda.Event()  # of the stream of the last call
         self._captured: _Captured | None = None
         self.fork = torch.cuda.Event()
         self._streams: dict[tuple[str, int, int | None], torch.cuda.Stream] = {}
@@ -84,7 +86,8 @@ class CudaLanes:
             in_turn(self.workspace.device)
         if raw != self._last[0]:
             stream = torch.cuda.current_stream(self.workspace.device)
-            stream.wait_stream(self._last[1])
+            self._left.record(self._last[1])
+            stream.wait_event(self._left)
             self._last = (raw, stream)
 
     def follow_in_capture(self, spins: bool = False) -> None:
@@ -158,6 +161,12 @@ _turns: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}
 _captured_turns: dict[torch.device, _Captured] = {}
 
 
+@cache
+def _left_on(device: torch.device) -> torch.cuda.Event:
+    """The event of the stream of a GPU's last fused kernel."""
+    return torch.cuda.Event()
+
+
 def in_turn(device: torch.device) -> None:
     """Let the current stream wait for the last fused kernel, where that was on another one.
 
@@ -169,7 +178,9 @@ def in_turn(device: torch.device) -> None:
         return
     stream = torch.cuda.current_stream(device)
     if last is not None:
-        stream.wait_stream(last[1])
+        left = _left_on(device)
+        left.record(last[1])
+        stream.wait_event(left)
     _turns[device] = raw, stream
 
 

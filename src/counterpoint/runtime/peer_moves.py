@@ -128,7 +128,7 @@ class ByCopies(_OnGpu):
     name = "copy_engine"
 
     def prepare(self) -> None:
-        self.own = torch.cuda.Stream(self.device)
+        self.own, self.edge = torch.cuda.Stream(self.device), torch.cuda.Event()
 
     def move(self, part_bytes: int, *, scatters: bool, meets: bool) -> Move:
         pushes = [self.push(peer, part_bytes, scatters) for peer in self.others]
@@ -139,7 +139,8 @@ class ByCopies(_OnGpu):
 
         def move() -> None:
             stream = torch.cuda.current_stream(self.device)
-            self.own.wait_stream(stream)
+            self.edge.record(stream)
+            self.own.wait_event(self.edge)
             driver.copy_async(own, self.own.cuda_stream)
             if meets:
                 opens(stream)
@@ -153,7 +154,8 @@ class ByCopies(_OnGpu):
                     driver.copy_async(word, handle)
             if meets:
                 closes(handle)
-            stream.wait_stream(self.own)
+            self.edge.record(self.own)
+            stream.wait_event(self.edge)
 
         return move
 

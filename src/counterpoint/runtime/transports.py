@@ -125,7 +125,7 @@ class _ZeroCta(_Library):
         own = zero_cta.ZeroCta(group, device)
         self.group = own.group
         source, target = (own.empty(num_bytes, dtype=torch.uint8) for _ in range(2))
-        self._side = torch.cuda.Stream(device)
+        self._side, self._edge = torch.cuda.Stream(device), torch.cuda.Event()
         return source, target
 
     def move(self, part_bytes: int, *, scatters: bool, meets: bool) -> Move:
@@ -137,10 +137,12 @@ class _ZeroCta(_Library):
             if current.cuda_stream:
                 move()
                 return
-            self._side.wait_stream(current)
+            self._edge.record(current)
+            self._side.wait_event(self._edge)
             with torch.cuda.stream(self._side):
                 move()
-            current.wait_stream(self._side)
+            self._edge.record(self._side)
+            current.wait_event(self._edge)
 
         return run
 
