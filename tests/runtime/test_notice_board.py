@@ -16,6 +16,7 @@ from rank_bodies import by_reference, world
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError
+from counterpoint.nn.replicated import copy_to_group
 from counterpoint.runtime.notice_board import RING, Awaited, NoticeBoard
 from counterpoint.runtime.workspace import workspace_of
 
@@ -69,6 +70,52 @@ def test_other_calls_are_told_on_all_ranks(rank: int, ranks: int, name: str, kno
     assert len(set(errors)) == 1, "the group is unusable, and says why each time"
     assert errors[0].startswith("InputError: ") and "unusable" in errors[0]
     assert re.search(f"{fact}.* on rank {ranks - 1};", errors[0]), errors[0]
+
+
+def backward() -> object:
+    """The exchange of the gradients of embedding bags: one table of 4 columns on each rank."""
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), world().group_name
+    dims, batch, dy = [1, 4] * ranks, [1] * ranks, torch.ones(1, 4 * ranks)
+    return torch.ops.counterpoint.pooled_gradient_all_to_all(dy, dims, batch, rank, group)
+
+
+def counts(each: int = 1) -> object:
+    return cp.exchange_counts(torch.ones(each * dist.get_world_size(), dtype=torch.int64))
+
+
+def summed(size: int = 4) -> object:
+    w = torch.ones(size, requires_grad=True)
+    return torch.autograd.grad(copy_to_group(w).sum(), w)
+
+
+# of rank 0 and the others, the last rank; what is said. No call of these is noted on the board
+MEETINGS: dict[str, tuple[Call, Call, str]] = {
+    "counts, sum": (
+        counts, summed,
+        r"meeting .* to exchange its counts \(exchange_counts\) as on rank 0, got to add its "
+        r"gradient \(copy_to_group\) on rank",
+    ),
+    "sum, bags": (summed, backward, r"to add .*, got to take part in the exchange of gradients"),
+    "counts, a new call": (counts, gather, r"exchange its counts .* got to come to compare"),
+    "serial, counts": (
+        lambda: gather(plan="serial"), counts, r"to take part in step .* got to exchange its counts"
+    ),
+    "sizes of counts": (counts, lambda: counts(2), r"exchange_counts: bytes .* got .* on rank"),
+    "sizes of sums": (summed, lambda: summed(5), r"bytes .*, 16 as on rank 0, got 20 on rank"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+@on_ranks(2, 3)
+def test_meetings_for_different_things_are_told_on_all_ranks(rank: int, ranks: int, name: str):
+    one, other, fact = MEETINGS[name]
+    with by_reference():
+        if "new" not in name:
+            gather(plan="serial")
+        errors = [told(other if rank == ranks - 1 else one) for _ in range(2)]
+    assert errors[0].startswith("InputError: ") and "unusable" in errors[0], errors
+    assert re.search(fact, errors[0]), errors[0]
+    assert told(cp.check) == errors[0] and errors[1]
 
 
 @on_ranks(2, 3)

@@ -148,12 +148,16 @@ class _OnCpu:
     def __init__(self, board: NoticeBoard, awaited: Awaited) -> None:
         self._board, self._awaited = board, awaited
 
-    def _shown(self, source: Tensor) -> list[Tensor]:
-        """All ranks' tensors, flat, in the dtype of `source`."""
+    def _shown(self, source: Tensor, *, even: bool = False) -> list[Tensor]:
+        """All ranks' tensors, flat, in the dtype of `source`; `even`: they must be of one size."""
         mine = np.empty(0, np.uint8)
         if source.numel():
             mine = source.detach().contiguous().view(-1).view(torch.uint8).numpy()
         found = self._board.gather_bytes(mine, self._awaited)
+        for r, each in enumerate(found if even else ()):
+            if each.size != found[0].size:
+                want = f"equal on all ranks, {found[0].size} as on rank 0"
+                self._refuse("bytes", want, f"{each.size} on rank {r}")
         return [torch.from_numpy(each).view(source.dtype) if each.size else source.new_empty(0)
                 for each in found]  # fmt: skip
 
@@ -169,15 +173,15 @@ class _OnCpu:
         return total.view(like.shape)
 
     def all_gather(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(torch.cat(self._shown(source)).view(target.shape))
+        target.copy_(torch.cat(self._shown(source, even=True)).view(target.shape))
 
     def reduce_scatter(self, target: Tensor, source: Tensor, *, average: bool = False) -> None:
         shape, me = (self._board.ranks, -1), self._board.rank
-        parts = [each.view(shape)[me] for each in self._shown(source)]
+        parts = [each.view(shape)[me] for each in self._shown(source, even=True)]
         target.copy_(self._sum(parts, target, average=average))
 
     def all_reduce(self, tensor: Tensor, *, average: bool = False) -> None:
-        tensor.copy_(self._sum(self._shown(tensor), tensor, average=average))
+        tensor.copy_(self._sum(self._shown(tensor, even=True), tensor, average=average))
 
     def all_to_all(
         self, target: Tensor, source: Tensor,
@@ -192,18 +196,17 @@ class _OnCpu:
         for r, (table, shown) in enumerate(zip(tables, self._shown(source), strict=True)):
             starts = [0, *table.cumsum(0).tolist()]
             if int(table[me]) != gets[r]:
-                self._refuse(r, int(table[me]), gets[r])
+                want = f"{gets[r]} from rank {r} to rank {me}, as that one has them"
+                self._refuse("rows", want, int(table[me]))
             taken.append(shown[starts[me] * width : starts[me + 1] * width])
         target.copy_(torch.cat(taken).view(target.shape))
 
-    def _refuse(self, r: int, rows: int, want: int) -> None:
+    def _refuse(self, arg: str, want: str, got: object) -> None:
         fix = "the group is unusable, restart its ranks"
-        what = f"{want} from rank {r} to rank {self._board.rank}, as that one has them"
-        error = InputError(self._awaited.op, "rows", want=what, got=rows, fix=fix)
-        raise self._board.fail(error)
+        raise self._board.fail(InputError(self._awaited.op, arg, want=want, got=got, fix=fix))
 
     def gather_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
-        self.all_gather(target, source)
+        target.copy_(torch.cat(self._shown(source)).view(target.shape))
 
     def scatter_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
         me = self._board.rank

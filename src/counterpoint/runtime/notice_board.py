@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from copy import copy
+from functools import lru_cache
 from itertools import cycle
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,9 +44,10 @@ MAX_REFUSALS = 1 << 20  # of one call
 # for, whether there is a verdict, pages shown, pages of the others that were read, bytes of all
 CALLS, REFUSES, AWAITS, VERDICT, SHOWN, READ, SIZE, HEAD = range(8)
 NOTE_BYTES = 8 << 10  # of a verdict or a refusal, and of the facts of a call
+KIND_BYTES = 256  # of what a rank has come to a meeting for
 PAGE_BYTES = 256 << 10
 LINE_BYTES = 8 * (HEAD + RING)
-BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + PAGE_BYTES
+BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + KIND_BYTES + PAGE_BYTES
 MAX_FACTS = 4096  # calls that are known in words
 
 YIELDS = 20  # then sleep: ranks may outnumber cores
@@ -114,7 +116,8 @@ class NoticeBoard:
         # plain Python reads words of a memoryview in half the time of an array's
         self._lines: list[Any] = [a[:LINE_BYTES].view(np.int64).data for a in arrays]
         self._notes = [a[LINE_BYTES : LINE_BYTES + NOTE_BYTES] for a in arrays]
-        self._words = [a[LINE_BYTES + NOTE_BYTES : -PAGE_BYTES] for a in arrays]
+        self._words = [a[LINE_BYTES + NOTE_BYTES :][:NOTE_BYTES] for a in arrays]
+        self._kinds: list[Any] = [a[-KIND_BYTES - PAGE_BYTES : -PAGE_BYTES].data for a in arrays]
         self._pages = [a[-PAGE_BYTES:] for a in arrays]
         self._mine = self._lines[self.rank]
         self._peers = [r for r in range(self.ranks) if r != self.rank]
@@ -374,6 +377,8 @@ class NoticeBoard:
         if not self.shared:
             return self._gather_by_store(mine)
         line, sizes = self._mine, [len(mine)] * self.ranks
+        # ranks that meet before anything runs compare their operators there
+        kind = _kind(f"{awaited.deed} ({awaited.op})" if launched else awaited.deed)
         found: list[Bytes] = []
         start = 0
         while start == 0 or start < max(sizes):
@@ -382,10 +387,12 @@ class NoticeBoard:
             part = mine[start : start + PAGE_BYTES]
             self._pages[self.rank][: len(part)] = part
             line[SIZE] = len(mine)
+            self._kinds[self.rank][:] = kind
             line[SHOWN] = shown
             try:
                 self._wait(SHOWN, shown, Late(self, awaited, launched=launched))
                 self.compare(launched=launched)
+                self._compare_kinds()
             except BaseException:
                 line[SHOWN] = shown - 1  # who comes later finds nobody there
                 raise
@@ -418,6 +425,23 @@ class NoticeBoard:
                 wrong = refused.error
             if wrong is not None:
                 raise self.fail(wrong)
+
+    def _compare_kinds(self) -> None:
+        """Refuse a meeting to which ranks have come for different things.
+
+        Raises:
+            InputError: they have.
+        """
+        for r, kind in enumerate(self._kinds):
+            if kind != self._kinds[0]:
+                low, high = (
+                    bytes(each).rstrip(b"\0").decode(errors="replace")
+                    for each in (self._kinds[0], kind)
+                )
+                want = f"equal on all ranks, to {low} as on rank 0"
+                fix = "the group is unusable, restart its ranks"
+                got = f"to {high} on rank {r}"
+                raise self.fail(InputError("counterpoint", "meeting", want=want, got=got, fix=fix))
 
     def awaits(self, r: int | None) -> None:
         """Let the others see whom this rank waits for."""
@@ -506,6 +530,11 @@ class Late:
             rank=culprit,
             step=step,
         )
+
+
+@lru_cache(maxsize=256)
+def _kind(text: str) -> bytes:
+    return text.encode()[:KIND_BYTES].ljust(KIND_BYTES, b"\0")
 
 
 def digest_of(facts: object) -> int:
