@@ -26,7 +26,7 @@ test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded"
 	@echo "[4/4] pytest"
 	@$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
-faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20")
+faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", or "--soak 30" for minutes in which groups are rebuilt)
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)
 
 gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUITE=decode for one in full; OUT=folder)

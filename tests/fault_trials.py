@@ -1,12 +1,15 @@
 """Ranks that are killed, stopped, sleep or exit at a random moment: who says what, and when.
 
     python -m fault_trials --trials 200     # `make faults`; one trial is 2 to 4 CPU ranks
+    python -m fault_trials --soak 30        # minutes of 4 CPU ranks, rebuilt after each fault
+    python -m fault_trials --gpu --trials 20 --out FILE     # of 2 GPUs
 
 A trial is right if every survivor raises within the bound and a second, and names the rank that
 failed and the state of its process.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -14,14 +17,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from embedding_cases import random_bags
-from rank_bodies import Case, by_reference, operands
-from rank_bodies import call as call_op
+from mixed_calls import mixed_calls
+from rank_bodies import by_reference
 from rankpool import RankPool
 
 import counterpoint as cp
@@ -30,12 +33,8 @@ from counterpoint.errors import PeerTimeoutError
 BOUND_S, SLACK_S = 2.0, 1.0
 KINDS = {"killed": "dead", "exits": "dead", "stops": "stopped", "sleeps": "alive"}
 LATEST_S = 0.3  # when a rank fails, after its first calls
-MATMULS = (
-    ("all_gather_matmul", "shard_p2p"), ("all_gather_matmul", "serial"),
-    ("matmul_reduce_scatter", "graded"), ("matmul_reduce_scatter", "serial"),
-    ("matmul_all_reduce", "serial"), ("matmul_all_reduce", "auto"),
-)  # fmt: skip
-NUM_CALLS = len(MATMULS) + 2
+CHECK_EVERY = 8  # calls: on a GPU they return before they have run
+POOL_ENV = {"TRITON_INTERPRET": "1"}
 
 
 class Trial(NamedTuple):
@@ -47,66 +46,61 @@ class Trial(NamedTuple):
     after_s: float
     seed: int
 
+    @property
+    def bound_s(self) -> float:
+        """Of every wait."""
+        return BOUND_S
 
-def trial_of(seed: int) -> Trial:
+    @property
+    def dies(self) -> tuple[int, ...]:
+        """Ranks whose processes end; one that only sleeps goes on, and is told."""
+        return () if self.kind == "sleeps" else (self.victim,)
+
+
+def trial_of(seed: int, ranks: int = 0, latest_s: float = LATEST_S) -> Trial:
     """The trial of that number: each rank and each kind as often as others."""
     draw = random.Random(seed)
-    ranks = draw.choice((2, 3, 4))
+    ranks = ranks or draw.choice((2, 3, 4))
     kind = tuple(KINDS)[seed % len(KINDS)]
-    return Trial(ranks, seed // len(KINDS) % ranks, kind, draw.uniform(0, LATEST_S), seed)
-
-
-def call_number(i: int, rank: int, ranks: int) -> None:
-    """A call of some operator; all ranks make the same ones in the same order."""
-    if i < len(MATMULS):
-        op, plan = MATMULS[i]
-        rows = (4,) if op == "matmul_all_reduce" else (2,) * ranks
-        case = Case(op, plan, rows, 5, 4)
-        call_op(case, operands(case, rank, 0, torch.device("cpu")))
-    elif i == len(MATMULS):
-        counts = torch.full((ranks, 2 * ranks), 2)
-        cp.all_to_all_matmul(torch.ones(4 * ranks, 4), torch.ones(2, 4, 3), counts=counts)
-    else:
-        bags = random_bags((4,), 2 * ranks, seed=rank)
-        cp.embedding_bag_all_to_all(
-            bags.tables, bags.indices, bags.offsets, include_last_offset=True
-        )
+    return Trial(ranks, seed // len(KINDS) % ranks, kind, draw.uniform(0, latest_s), seed)
 
 
 class Told(NamedTuple):
-    """What a survivor was told, and how long after the fault."""
+    """What a rank was told, how long after the fault, and after how many calls."""
 
     rank: int | None
     text: str
     after_s: float
+    calls: int
 
 
-def suffer(rank: int, _: int, trial: Trial, folder: str) -> Told | None:
+def suffer(
+    rank: int, trial: Trial, folder: Path, calls: Sequence[Callable[[], object]]
+) -> Told:  # fmt: skip
     """Call and call, until this rank fails, or hears that another one has."""
-    os.environ["COUNTERPOINT_TIMEOUT_S"] = str(BOUND_S)
-    draw, at, done = random.Random(trial.seed), Path(folder) / "at", Path(folder) / "done"
-    sleeps = threading.Event()
-    with by_reference():
-        for i in range(NUM_CALLS):
-            call_number(i, rank, trial.ranks)
-        if rank == trial.victim:
-            threading.Thread(target=fail, args=(trial, at, sleeps), daemon=True).start()
-        try:
-            while not sleeps.is_set():
-                call_number(draw.randrange(NUM_CALLS), rank, trial.ranks)
-        except PeerTimeoutError as error:
-            told_s = time.monotonic()
-            while not at.exists() or not at.read_text():
-                time.sleep(0.01)
-            (done / str(rank)).touch()
-            if trial.kind in ("stops", "sleeps"):
-                end_it(trial, done)
-            return Told(error.rank, str(error), told_s - float(at.read_text()))
-    assert rank == trial.victim, "a rank that is not to fail leaves no call"
-    at.write_text(str(time.monotonic()))
-    while len(list(done.iterdir())) < trial.ranks - 1:
-        time.sleep(0.01)
-    os._exit(0)
+    draw, at, done = random.Random(trial.seed), folder / "at", folder / "done"
+    sleeps, number = threading.Event(), 0
+    if rank == trial.victim:
+        threading.Thread(target=fail, args=(trial, at, sleeps), daemon=True).start()
+    try:
+        while True:
+            draw.choice(calls)()
+            number += 1
+            if number % CHECK_EVERY == 0:
+                cp.check()
+            if sleeps.is_set():
+                at.write_text(str(time.monotonic()))
+                sleeps.clear()
+                while len(list(done.iterdir())) < trial.ranks - 1:
+                    time.sleep(0.01)
+    except PeerTimeoutError as error:
+        told_s = time.monotonic()
+        while not at.exists() or not at.read_text():
+            time.sleep(0.01)
+        (done / str(rank)).touch()
+        if trial.kind == "stops":
+            end_it(trial, done)
+        return Told(error.rank, str(error), told_s - float(at.read_text()), number)
 
 
 def fail(trial: Trial, at: Path, sleeps: threading.Event) -> None:
@@ -123,29 +117,60 @@ def fail(trial: Trial, at: Path, sleeps: threading.Event) -> None:
 
 
 def end_it(trial: Trial, done: Path) -> None:
-    """The last survivor ends a rank that is stopped; one that sleeps goes by itself."""
-    if trial.kind == "stops" and len(list(done.iterdir())) == trial.ranks - 1:
+    """The last survivor ends a rank that is stopped."""
+    if len(list(done.iterdir())) == trial.ranks - 1:
         with suppress(ProcessLookupError):  # another survivor was the last one, too
             os.kill(int(done.with_name("pid").read_text()), signal.SIGKILL)
 
 
+def suffer_on_cpu(rank: int, ranks: int, trial: Trial, folder: str) -> Told:
+    """One rank's part of a trial."""
+    os.environ["COUNTERPOINT_TIMEOUT_S"] = str(trial.bound_s)
+    with by_reference():
+        calls = [call.run for call in mixed_calls(rank, ranks, torch.device("cpu"))]
+        for call in calls:
+            call()
+        return suffer(rank, trial, Path(folder), calls)
+
+
 def problems_of(trial: Trial, pool: RankPool) -> list[str]:
-    """What survivors did not say, or said too late."""
+    """What ranks did not say, or said too late."""
     with tempfile.TemporaryDirectory(prefix="counterpoint-trial-") as folder:
         (Path(folder) / "done").mkdir()
-        found = pool.run(suffer, trial.ranks, trial, folder, expect_dead=(trial.victim,))
+        found = pool.run(suffer_on_cpu, trial.ranks, trial, folder, expect_dead=trial.dies)
+    return judge(trial, found)
+
+
+def judge(trial: Trial, found: Sequence[Told | None]) -> list[str]:
+    """What is wrong with what ranks were told; None: of one that has died."""
     problems: list[str] = []
     for rank, told in enumerate(found):
-        if rank == trial.victim:
+        if told is None:
+            if rank not in trial.dies:
+                problems.append(f"{trial}: rank {rank} was told nothing")
             continue
         where = f"{trial}: rank {rank} after {told.after_s:.2f} s: {told.text}"
         if told.rank != trial.victim:
             problems.append(f"names rank {told.rank}; {where}")
         if f"is {KINDS[trial.kind]}" not in told.text:
             problems.append(f"does not say {KINDS[trial.kind]}; {where}")
-        if told.after_s > BOUND_S + SLACK_S:
+        if told.after_s > trial.bound_s + SLACK_S and rank != trial.victim:
             problems.append(f"late; {where}")
     return problems
+
+
+def run_trials(first: int, count: int) -> int:
+    """How many of that many trials on CPU ranks were wrong."""
+    wrong = 0
+    with RankPool(env=POOL_ENV) as pool:
+        for i in range(first, first + count):
+            problems = problems_of(trial_of(i), pool)
+            wrong += bool(problems)
+            for problem in problems:
+                print(f"\n{problem}", flush=True)
+            print(f"\r{i + 1 - first}/{count} trials, {wrong} wrong", end="", flush=True)
+    print()
+    return wrong
 
 
 def main() -> int:
@@ -155,18 +180,18 @@ def main() -> int:
     )
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="of calls that are compared")
+    parser.add_argument(
+        "--every", type=float, default=60.0, metavar="S", help="of the soak's faults"
+    )
     args = parser.parse_args()
-    wrong = 0
-    with RankPool(env={"TRITON_INTERPRET": "1"}) as pool:
-        for i in range(args.first, args.first + args.trials):
-            problems = problems_of(trial_of(i), pool)
-            wrong += bool(problems)
-            for problem in problems:
-                print(f"\n{problem}", flush=True)
-            done = i + 1 - args.first
-            print(f"\r{done}/{args.trials} trials, {wrong} wrong", end="", flush=True)
-    print()
-    return 1 if wrong else 0
+    if args.soak is not None:
+        from fault_soak import soak
+
+        summary = soak(round(args.soak * 60 / args.every), args.every)
+        print(json.dumps(summary._asdict()))
+        return 0 if summary.good else 1
+    return 1 if run_trials(args.first, args.trials) else 0
 
 
 if __name__ == "__main__":
