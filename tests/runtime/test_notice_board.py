@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from rank_bodies import by_reference, world
 import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.nn.replicated import copy_to_group
-from counterpoint.runtime.notice_board import RING, Awaited, NoticeBoard
+from counterpoint.runtime import notice_board
+from counterpoint.runtime.notice_board import RING, Awaited, HeldUp, NoticeBoard
 from counterpoint.runtime.workspace import workspace_of
 
 CPU = torch.device("cpu")
@@ -88,30 +90,26 @@ def summed(size: int = 4) -> object:
     return torch.autograd.grad(copy_to_group(w).sum(), w)
 
 
-# of rank 0 and the others, the last rank; what is said. No call of these is noted on the board
-MEETINGS: dict[str, tuple[Call, Call, str]] = {
+# as above, of calls that compare nothing but their operator; what is said
+ALONE: dict[str, tuple[Call, Call, str]] = {
     "counts, sum": (
-        counts, summed,
-        r"meeting .* to exchange its counts \(exchange_counts\) as on rank 0, got to add its "
-        r"gradient \(copy_to_group\) on rank",
+        counts, summed, "op .* exchange_counts as on rank [01], got copy_to_group on rank"
     ),
-    "sum, bags": (summed, backward, r"to add .*, got to take part in the exchange of gradients"),
-    "counts, a new call": (counts, gather, r"exchange its counts .* got to come to compare"),
-    "serial, counts": (
-        lambda: gather(plan="serial"), counts, r"to take part in step .* got to exchange its counts"
-    ),
-    "sizes of counts": (counts, lambda: counts(2), r"exchange_counts: bytes .* got .* on rank"),
-    "sizes of sums": (summed, lambda: summed(5), r"bytes .*, 16 as on rank 0, got 20 on rank"),
+    "sum, bags": (summed, backward, "op .* copy_to_group as .* got embedding_bag_all_to_all back"),
+    "counts, a new call": (counts, gather, "op .* exchange_counts as .* got all_gather_matmul"),
+    "copies, counts": (gather, counts, "op .* all_gather_matmul as .* got exchange_counts"),
+    "sizes of counts": (counts, lambda: counts(2), "exchange_counts: bytes .* got .* on rank"),
+    "sizes of sums": (summed, lambda: summed(5), "bytes .*, 16 as on rank 0, got 20 on rank"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("name", ALONE)
 @on_ranks(2, 3)
-def test_meetings_for_different_things_are_told_on_all_ranks(rank: int, ranks: int, name: str):
-    one, other, fact = MEETINGS[name]
+def test_calls_that_compare_only_their_operator(rank: int, ranks: int, name: str):
+    one, other, fact = ALONE[name]
     with by_reference():
         if "new" not in name:
-            gather(plan="serial")
+            gather()
         errors = [told(other if rank == ranks - 1 else one) for _ in range(2)]
     assert errors[0].startswith("InputError: ") and "unusable" in errors[0], errors
     assert re.search(fact, errors[0]), errors[0]
@@ -291,3 +289,41 @@ def test_a_refusal_names_its_own_error(rank: int, ranks: int):
     with pytest.raises(InputError, match="plan must be") as info:
         gather(plan="nonsense" if rank else "graded")
     assert "nonsense" in str(info.value)
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["late", "dead"])
+@on_ranks(2, 3)
+def test_a_host_does_not_wait_for_ever_for_its_gpu(rank: int, ranks: int, dead: bool):
+    """Work there may wait in the library. Who lives and has made as many calls is not blamed."""
+    notes, last, clock = board(), ranks - 1, SimpleNamespace(now_s=0.0)
+    if dead:
+        notes.pids = (*notes.pids[:last], 2**22 + 1)  # the number of no process
+    held_up = HeldUp(notes)
+
+    def later(bounds: float) -> str:
+        clock.now_s += bounds * notes.timeout_s
+        return "" if rank == last else told(held_up.look)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(notice_board, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+        if rank != last:
+            notes.note(2)
+        dist.barrier()
+        assert [later(0), later(0.9)] == ["", ""]
+        dist.barrier()
+        if rank == last:  # it comes, so its time starts anew
+            notes.note(2)
+        dist.barrier()
+        assert [later(0.2), later(0.9)] == ["", ""]
+        assert bool(later(0.2)) == (dead and rank != last)
+        if not dead:
+            if rank != last:
+                notes.note(4)
+            dist.barrier()
+            assert later(9) == ""
+            assert bool(later(1.1)) == (rank != last)
+    dist.barrier()
+    if rank != last:
+        state = f"pid {notes.pids[last]} is {'dead' if dead else 'alive'}"
+        text = rf"rank {last} did not make its calls within .* the GPU is not done \({state}\)"
+        assert re.search(text, told(cp.check))

@@ -104,6 +104,7 @@ def exchange(dy: Tensor, p: Problem, rank: int, group_name: str) -> Tensor:
     sent = torch.cat([part.reshape(-1) for part in dy.split(columns, 1)])
     got = dy.new_empty(p.m * columns[rank])
     workspace = workspace_of(group_of(group_name), dy.device)
+    workspace.board.note_op(f"{OP} backward")
     awaited = Awaited(OP, "take part in the exchange of gradients", "backward")
     calls = library_of(workspace, awaited)
     gets, gives = [b * columns[rank] for b in p.rows], [p.rows[rank] * c for c in columns]

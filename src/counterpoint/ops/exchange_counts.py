@@ -52,6 +52,7 @@ def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -
 def _run(counts: Tensor, group_name: str, group_size: int) -> Tensor:
     table = counts.new_empty(group_size, counts.shape[0])
     workspace = workspace_of(group_of(group_name), counts.device)
+    workspace.board.note_op(OP)
     calls = library_of(workspace, Awaited(OP, "exchange its counts", OP))
     calls.all_gather(table.view(-1), counts.contiguous())
     return table

@@ -5,6 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from counterpoint.runtime.notice_board import HeldUp
 from counterpoint.runtime.ranks import check_group
 from counterpoint.runtime.workspace import Workspace, forget, workspaces_of
 
@@ -21,7 +22,9 @@ def check(group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         InputError: `group` is none.
-        PeerTimeoutError: names the ranks and the step; the group is unusable.
+        PeerTimeoutError: names the ranks and the step; the group is unusable. Also where a rank
+            that has died, or makes no more calls, held up the library's collectives on the GPU for
+            COUNTERPOINT_TIMEOUT_S: these may wait for ever, so end the process then.
         InputError: ranks have called different things; likewise.
     """
     for workspace in _workspaces("check", group):
@@ -32,14 +35,16 @@ def check(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _await(workspace: Workspace) -> None:
-    """Wait for the GPU; not for kernels that wait in vain, once that is known."""
+    """Wait for the GPU; not for work that waits in vain, once that is known."""
     with torch.cuda.device(workspace.device):
         event = torch.cuda.Event()
         event.record()
         workspace.board.raise_what_is_wrong()
+        held_up = HeldUp(workspace.board)
         while not event.query():
             time.sleep(POLL_S)
             workspace.board.raise_what_is_wrong()
+            held_up.look()
         torch.cuda.synchronize()
 
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from copy import copy
-from functools import lru_cache
+from functools import cache
 from itertools import cycle
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,10 +44,9 @@ MAX_REFUSALS = 1 << 20  # of one call
 # for, whether there is a verdict, pages shown, pages of the others that were read, bytes of all
 CALLS, REFUSES, AWAITS, VERDICT, SHOWN, READ, SIZE, HEAD = range(8)
 NOTE_BYTES = 8 << 10  # of a verdict or a refusal, and of the facts of a call
-KIND_BYTES = 256  # of what a rank has come to a meeting for
 PAGE_BYTES = 256 << 10
 LINE_BYTES = 8 * (HEAD + RING)
-BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + KIND_BYTES + PAGE_BYTES
+BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + PAGE_BYTES
 MAX_FACTS = 4096  # calls that are known in words
 
 YIELDS = 20  # then sleep: ranks may outnumber cores
@@ -116,8 +115,7 @@ class NoticeBoard:
         # plain Python reads words of a memoryview in half the time of an array's
         self._lines: list[Any] = [a[:LINE_BYTES].view(np.int64).data for a in arrays]
         self._notes = [a[LINE_BYTES : LINE_BYTES + NOTE_BYTES] for a in arrays]
-        self._words = [a[LINE_BYTES + NOTE_BYTES :][:NOTE_BYTES] for a in arrays]
-        self._kinds: list[Any] = [a[-KIND_BYTES - PAGE_BYTES : -PAGE_BYTES].data for a in arrays]
+        self._words = [a[LINE_BYTES + NOTE_BYTES : -PAGE_BYTES] for a in arrays]
         self._pages = [a[-PAGE_BYTES:] for a in arrays]
         self._mine = self._lines[self.rank]
         self._peers = [r for r in range(self.ranks) if r != self.rank]
@@ -160,16 +158,33 @@ class NoticeBoard:
                 on to compare need no digest to find that they differ.
             facts: in words.
         """
-        if len(self.facts) >= MAX_FACTS:
-            self.facts.pop(next(iter(self.facts)))
-        self.facts[digest] = facts
+        self._know(digest, facts)
         if not self.shared:
             return
-        _write(self._words[self.rank], facts)
         self._compares = True
         self._calls += 1
         self._mine[HEAD + self._calls % RING] = digest | 1
         self._mine[CALLS] = self._calls
+
+    def note_op(self, op: str) -> None:
+        """Say that a call begins of which ranks compare nothing but the operator.
+
+        Raises:
+            InputError: a rank has called something else, as far as this one sees by now.
+            CounterpointError: the group is unusable, as a rank has found.
+        """
+        digest = _digest_of_op(op)
+        if digest not in self.facts:
+            self._know(digest, {"op": op})
+        self.note(digest)
+
+    def _know(self, digest: int, facts: Facts) -> None:
+        """Keep the facts of a call in words, and show them to ranks that have made another one."""
+        if len(self.facts) >= MAX_FACTS:
+            self.facts.pop(next(iter(self.facts)))
+        self.facts[digest] = facts
+        if self.shared:
+            _write(self._words[self.rank], facts)
 
     def refuse(self, error: CounterpointError) -> None:
         """Say that this rank has refused a call before it noted it: peers may have come to it."""
@@ -331,6 +346,18 @@ class NoticeBoard:
             r = after
         return r
 
+    def holds_up(self) -> tuple[int, int] | None:
+        """A rank for which work on this rank's GPU may wait, and how many calls it has made.
+
+        One that is dead, or else one that has made fewer calls; None: there is none.
+        """
+        peers = self._peers if self.shared else ()
+        dead = [r for r in peers if self.state(r).endswith("dead")]
+        behind = [r for r in peers if self._lines[r][CALLS] < self._calls]
+        for r in (*dead, *behind):
+            return r, self._lines[r][CALLS]
+        return None
+
     def gather(self, value: T, awaited: Awaited) -> list[T]:
         """What all ranks say: none returns before each has come to it.
 
@@ -377,8 +404,6 @@ class NoticeBoard:
         if not self.shared:
             return self._gather_by_store(mine)
         line, sizes = self._mine, [len(mine)] * self.ranks
-        # ranks that meet before anything runs compare their operators there
-        kind = _kind(f"{awaited.deed} ({awaited.op})" if launched else awaited.deed)
         found: list[Bytes] = []
         start = 0
         while start == 0 or start < max(sizes):
@@ -387,12 +412,10 @@ class NoticeBoard:
             part = mine[start : start + PAGE_BYTES]
             self._pages[self.rank][: len(part)] = part
             line[SIZE] = len(mine)
-            self._kinds[self.rank][:] = kind
             line[SHOWN] = shown
             try:
                 self._wait(SHOWN, shown, Late(self, awaited, launched=launched))
                 self.compare(launched=launched)
-                self._compare_kinds()
             except BaseException:
                 line[SHOWN] = shown - 1  # who comes later finds nobody there
                 raise
@@ -425,23 +448,6 @@ class NoticeBoard:
                 wrong = refused.error
             if wrong is not None:
                 raise self.fail(wrong)
-
-    def _compare_kinds(self) -> None:
-        """Refuse a meeting to which ranks have come for different things.
-
-        Raises:
-            InputError: they have.
-        """
-        for r, kind in enumerate(self._kinds):
-            if kind != self._kinds[0]:
-                low, high = (
-                    bytes(each).rstrip(b"\0").decode(errors="replace")
-                    for each in (self._kinds[0], kind)
-                )
-                want = f"equal on all ranks, to {low} as on rank 0"
-                fix = "the group is unusable, restart its ranks"
-                got = f"to {high} on rank {r}"
-                raise self.fail(InputError("counterpoint", "meeting", want=want, got=got, fix=fix))
 
     def awaits(self, r: int | None) -> None:
         """Let the others see whom this rank waits for."""
@@ -532,15 +538,46 @@ class Late:
         )
 
 
-@lru_cache(maxsize=256)
-def _kind(text: str) -> bytes:
-    return text.encode()[:KIND_BYTES].ljust(KIND_BYTES, b"\0")
+class HeldUp:
+    """The wait of a host for its GPU, whose work may wait for ranks that never come.
+
+    Kernels of ours end by themselves then; the library's collectives do not.
+    """
+
+    def __init__(self, board: NoticeBoard) -> None:
+        self._board = board
+        self._by: tuple[int, int] | None = None
+        self._since_s = 0.0
+
+    def look(self) -> None:
+        """To be called again and again while the GPU is not done.
+
+        Raises:
+            PeerTimeoutError: a rank has held it up for longer than the bound of every wait: it is
+                dead, or it has made fewer calls and none since.
+        """
+        board, by, now_s = self._board, self._board.holds_up(), time.monotonic()
+        if by is None or by != self._by:
+            self._by, self._since_s = by, now_s
+        elif now_s - self._since_s > board.timeout_s:
+            raise board.fail(PeerTimeoutError(
+                f"counterpoint: rank {by[0]} did not make its calls within {board.timeout_s:g} s, "
+                f"and the GPU is not done ({board.state(by[0])}); the group is unusable, restart "
+                "its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+                rank=by[0],
+                step="check",
+            ))  # fmt: skip
 
 
 def digest_of(facts: object) -> int:
     """A number that is equal on all ranks if facts are, and even: see `NoticeBoard.note_new`."""
     text = repr(facts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()) << 1
+
+
+@cache
+def _digest_of_op(op: str) -> int:
+    return digest_of({"op": op})
 
 
 def difference(here: Facts, there: Facts) -> tuple[str, str, str]:
