@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.pictures import curves
 from benchmarks.rows import Row
-from benchmarks.tables import grid, of_most, source, us
+from benchmarks.tables import measured, of_most, source, us
 from counterpoint.measure.timing import captured
 from counterpoint.runtime.driver import Copy, copy_async, copy_batch_async, no_batches
 from counterpoint.runtime.transports import ALIGN_BYTES, TRANSPORTS, missing, open_transport
@@ -221,52 +221,55 @@ def asked(rows: Sequence[Row]) -> list[Row]:
 def rates(rows: list[Row], *, ahead: bool) -> str:
     """A line for each way, direction and number of copies, a column for each size."""
     some = [row for row in asked(rows) if row["ahead"] == ahead]
-    found = {(r["way"], r["direction"], r["count"], r["num_bytes"]): rate(r) for r in some}
+    found = {(r["way"], r["direction"], r["count"], r["num_bytes"]): r for r in some}
     sizes = sorted({key[3] for key in found})
     keys = sorted(dict.fromkeys(key[:3] for key in found), key=lambda key: list(WAYS).index(key[0]))
-    lines = [[WAYS[key[0]], key[1], str(key[2]), *(f"{found[(*key, n)]:.0f}" for n in sizes)]
-             for key in keys]  # fmt: skip
-    return grid(["submitted by", "direction", "copies", *map(size, sizes)], lines)
+    lines: list[tuple[list[str], list[Row]]] = []
+    for key in keys:
+        own = [found[(*key, n)] for n in sizes]
+        cells = [WAYS[key[0]], key[1], str(key[2]), *(f"{rate(row):.0f}" for row in own)]
+        lines.append((cells, own))
+    return measured(["submitted by", "direction", "copies", *map(size, sizes)], lines, "GB/s.")
 
 
 def submission(rows: list[Row]) -> str:
     """Eager."""
-    picture, where = "![rates of copies](images/copies.png)", source(rows[0])
-    return f"{picture}\n\n{rates(rows, ahead=False)}\n\nGB/s. {where}"
+    return f"![rates of copies](images/copies.png)\n\n{rates(rows, ahead=False)}"
 
 
 def batch(rows: list[Row]) -> str:
     """What a batch takes of the time of the other ways, and what it may."""
-    lines: list[list[str]] = []
+    lines: list[tuple[list[str], list[Row]]] = []
     for direction in DIRECTIONS:
-        times = {
-            r["way"]: r["seconds"]
+        found = {
+            r["way"]: r
             for r in asked(rows)
             if (r["num_bytes"], r["count"], r["direction"], r["ahead"])
             == (*BARRED, direction, False)
         }
-        for way, seconds in times.items():
-            if way != "batch" and "batch" in times:
-                share, most = times["batch"] / seconds, BARS.get(way)
+        for way, row in found.items():
+            if way != "batch" and "batch" in found:
+                seconds, batch_s = row["seconds"], found["batch"]["seconds"]
+                share, most = batch_s / seconds, BARS.get(way)
                 bar = f"{most:.0%}: {'met' if share <= most else 'missed'}" if most else "-"
-                lines.append([direction, WAYS[way], us(seconds, 0), us(times["batch"], 0),
-                              f"{share:.0%}", bar])  # fmt: skip
+                cells = [direction, WAYS[way], us(seconds, 0), us(batch_s, 0), f"{share:.0%}", bar]
+                lines.append((cells, [row, found["batch"]]))
     head = ["direction", "beside", "us", "the batch, us", "of it", "at most"]
-    return grid(head, lines) if lines else "This machine has no batches."
+    return measured(head, lines) or "This machine has no batches."
 
 
 def transports(rows: list[Row]) -> str:
     """A line for each collective and transport."""
-    found = {(r["op"], r["transport"], r["num_bytes"]): r["median_s"] for r in rows
+    found = {(r["op"], r["transport"], r["num_bytes"]): r for r in rows
              if r["question"] == "transport" and "refused" not in r}  # fmt: skip
     sizes = sorted({n for *_, n in found})
     keys = sorted(dict.fromkeys(key[:2] for key in found), key=lambda key: key[0])
-    lines = [[*key, *(us(found[(*key, n)], 0) for n in sizes)] for key in keys]
+    own = {key: [found[(*key, n)] for n in sizes] for key in keys}
+    lines = [([*key, *(us(row["median_s"], 0) for row in own[key])], own[key]) for key in keys]
     why = {r.get("transport", r.get("arm")): r["refused"] for r in rows if "refused" in r}
     parts = ["![rates of transports](images/transports.png)",
-             grid(["op", "transport", *map(size, sizes)], lines),
              *(f"{name} was missing: {reason}." for name, reason in why.items()),
-             f"Microseconds. {source(rows[0])}"]  # fmt: skip
+             measured(["op", "transport", *map(size, sizes)], lines, "Microseconds.")]  # fmt: skip
     return "\n\n".join(parts)
 
 
@@ -279,7 +282,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
             panel = panels.setdefault("one copy" if r["count"] == 1 else f"{r['count']} copies", {})
             panel.setdefault(r["way"], []).append((r["num_bytes"] // KIB, rate(r)))
     curves(panels, images / "copies.png", title="Pushes to all peers in turn, eager and in a graph",
-           source=source(rows[0]), x_label="KiB of each copy", y_label="GB/s")  # fmt: skip
+           source=source(rows), x_label="KiB of each copy", y_label="GB/s")  # fmt: skip
 
 
 def transport_pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -294,7 +297,7 @@ def transport_pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         panels,
         images / "transports.png",
         title="Transports side by side",
-        source=source(rows[0]),
+        source=source(rows),
         x_label="MiB on each rank",
         y_label="GB/s",
     )
@@ -317,11 +320,7 @@ COPIES = Benchmark(
     moved=lambda case, _: case["num_bytes"],
     sections=(
         Section("docs/transports.md", "submission", of_most(submission)),
-        Section(
-            "docs/transports.md",
-            "ahead",
-            of_most(lambda rows: f"{rates(rows, ahead=True)}\n\nGB/s."),
-        ),
+        Section("docs/transports.md", "ahead", of_most(lambda rows: rates(rows, ahead=True))),
         Section("docs/transports.md", "batch", of_most(batch)),
     ),
 )

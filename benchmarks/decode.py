@@ -15,7 +15,7 @@ import counterpoint as cp
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import bars
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import Column, arm, by_machine, grid, of_most, sizes, source, table, us
+from benchmarks.tables import Column, arm, by_machine, measured, of_most, sizes, table, us
 from counterpoint.errors import InputError
 from counterpoint.measure.timing import relative_error
 
@@ -108,6 +108,11 @@ def shapes_of(rows: Sequence[Row]) -> list[Timed]:
     return taken([row for row in rows if row["table"] == "decode"], "m", "n", "k")
 
 
+def few_of(rows: Sequence[Row]) -> list[Timed]:
+    """The cases that means are of."""
+    return [case for case in shapes_of(rows) if case.head["m"] in ROWS]
+
+
 def peer_s(case: Timed) -> float:
     """The better of torch's."""
     return case.s(case.fastest(TORCH))
@@ -135,7 +140,7 @@ NOTE = (
 
 def summary(rows: list[Row]) -> str:
     """The means over layers and few rows."""
-    few = [case for case in shapes_of(rows) if case.head["m"] in ROWS]
+    few = few_of(rows)
     serial = [c.s("auto") / c.s("serial") for c in few]
     peer = [c.s("auto") / peer_s(c) for c in few]
     return (
@@ -148,29 +153,30 @@ def summary(rows: list[Row]) -> str:
 
 def all_shapes(rows: list[Row]) -> str:
     """Every layer and number of rows."""
-    return f"{table(COLUMNS, shapes_of(rows))}\n\n{summary(rows)}\n\n{source(rows[0], NOTE)}"
+    return table(COLUMNS, shapes_of(rows), f"{NOTE} {summary(rows)}")
 
 
 def short_table(rows: list[Row]) -> str:
     """The layers with one row and with 32."""
     few = [case for case in shapes_of(rows) if case.head["m"] in (1, 32)]
-    return f"{table(COLUMNS, few)}\n\n{source(rows[0], NOTE)} {summary(rows)}"
+    summed = [row for case in few_of(rows) for row in case.rows]
+    return table(COLUMNS, few, f"{NOTE} {summary(rows)}", also=summed)
 
 
 def eager(rows: list[Row]) -> str:
     """Plain single calls: time with the host in it, and the host's own."""
-    lines: list[list[str]] = []
+    lines: list[tuple[list[str], list[Row]]] = []
     for case in shapes_of(rows):
         serial, auto = (case.eager[name] for name in ("serial", "auto"))
         ratio = serial["plain_eager_s"] / auto["plain_eager_s"]
-        lines.append([
+        lines.append(([
             sizes("m", "n", "k").cell(case), us(serial["plain_eager_s"], 0),
             us(auto["plain_eager_s"], 0), f"{ratio:.2f}", us(serial["host_s"], 0),
             us(auto["host_s"], 0),
-        ])  # fmt: skip
+        ], [serial, auto]))  # fmt: skip
     head = ["M, N, K", "serial", "auto", "serial / auto", "host of serial", "host of auto"]
     note = "Microseconds of one eager call at a time, medians; the host's of calls in a row."
-    return f"{grid(head, lines)}\n\n{source(rows[0], note)}"
+    return measured(head, lines, note)
 
 
 def picture(_: Mapping[int, list[Row]]) -> str:
@@ -181,7 +187,7 @@ def picture(_: Mapping[int, list[Row]]) -> str:
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Serial and ours at every shape of few rows, of the most GPUs."""
     ranks, rows = next(iter(found.items()))
-    few = [case for case in shapes_of(rows) if case.head["m"] in ROWS]
+    few = few_of(rows)
     alone = "our matmul" if "our matmul" in few[0] else "matmul"
     bars(
         {

@@ -22,7 +22,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.embedding_floors import gathers, stores
 from benchmarks.pictures import bars
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import Column, by_machine, grid, ms, of_most, source, table, us
+from benchmarks.tables import Column, by_machine, measured, ms, of_most, table, us
 from counterpoint.measure.timing import relative_error
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
@@ -251,38 +251,35 @@ def summary(found: Sequence[Said]) -> str:
 
 def by_pooling(found: Sequence[Said]) -> str:
     """The mean of each pooling: what of the time is communication differs with it."""
-    ratios: dict[int, list[float]] = {}
-    for c in found:
-        ratios.setdefault(c.case.head["pooling"], []).append(c.fused_s / c.serial_s)
-    lines = [
-        [
-            f"{pooling or 'MLPerf'}",
-            f"{len(r)}",
-            f"{1 - geometric_mean(r):.0%}",
-            f"{1 - max(r):.0%}",
-            f"{1 - min(r):.0%}",
-        ]
-        for pooling, r in sorted(ratios.items(), key=lambda item: item[0] or 1 << 30)
-    ]
-    return grid(["pooling", "cases", "less time, mean", "at worst", "at best"], lines)
+    lines: list[tuple[list[str], list[Row]]] = []
+    for pooling in sorted({c.case.head["pooling"] for c in found}, key=lambda p: p or 1 << 30):
+        some = [c for c in found if c.case.head["pooling"] == pooling]
+        r = [c.fused_s / c.serial_s for c in some]
+        cells = [f"{pooling or 'MLPerf'}", f"{len(r)}", f"{1 - geometric_mean(r):.0%}",
+                 f"{1 - max(r):.0%}", f"{1 - min(r):.0%}"]  # fmt: skip
+        lines.append((cells, [row for c in some for row in c.case.rows]))
+    return measured(["pooling", "cases", "less time, mean", "at worst", "at best"], lines)
 
 
 def every_case(rows: list[Row]) -> str:
     """Milliseconds."""
     found = said(rows)
     lines = [
-        [
-            c.case.head["case"],
-            ms(c.case.s(c.case.fastest(("bags cat", "bags permute")))),
-            ms(c.serial_s),
-            c.serial,
-            f"**{ms(c.fused_s)}**",
-            _less(c.fused_s, c.serial_s),
-            ms(c.copy_s),
-            ms(c.gather_s),
-            ms(c.store_s),
-            f"{c.floor_s / c.fused_s:.0%}",
-        ]
+        (
+            [
+                c.case.head["case"],
+                ms(c.case.s(c.case.fastest(("bags cat", "bags permute")))),
+                ms(c.serial_s),
+                c.serial,
+                f"**{ms(c.fused_s)}**",
+                _less(c.fused_s, c.serial_s),
+                ms(c.copy_s),
+                ms(c.gather_s),
+                ms(c.store_s),
+                f"{c.floor_s / c.fused_s:.0%}",
+            ],
+            c.case.rows,
+        )
         for c in found
     ]
     head = ["case", "torch bags", "best baseline", "which", "fused", "less", "with a copy",
@@ -291,8 +288,7 @@ def every_case(rows: list[Row]) -> str:
         "Int64 indices. Milliseconds of the slowest rank, tables of a GPU, indices in rotation, "
         "all arms in one randomised rotation."
     )
-    parts = (summary(found), by_pooling(found), grid(head, lines), source(rows[0], note))
-    return "\n\n".join(parts)
+    return "\n\n".join((summary(found), by_pooling(found), measured(head, lines, note)))
 
 
 def host(rows: list[Row]) -> str:

@@ -19,7 +19,7 @@ from benchmarks.pictures import dots, scatter
 from benchmarks.rows import RESULTS, Row
 from benchmarks.scenarios import expert_scenarios, scenarios
 from benchmarks.score import RIGHT
-from benchmarks.tables import grid
+from benchmarks.tables import measured
 from counterpoint.choose.by_rule import RULE
 from counterpoint.choose.known import shipped
 from counterpoint.errors import CounterpointError, InputError
@@ -157,6 +157,13 @@ def committed() -> dict[int, list[Found]]:
     return read(sorted((*RESULTS.glob("evaluate-*.jsonl"), *RESULTS.glob("tiles-*.jsonl"))))
 
 
+def score_table(part: Sequence[Found], machine: Machine, least_m: int = 0) -> str:
+    """Every way to choose; each line is of all rows."""
+    head = HEAD[:1] + HEAD[6:9] if least_m else HEAD
+    lines = [(cells, ()) for cells in cells_of(part, machine, least_m)]
+    return measured(head, lines, also=[row for each in part for row in each.rows])
+
+
 def scores(_: Mapping[int, list[Row]]) -> str:
     """docs/choosing.md."""
     text: list[str] = []
@@ -166,10 +173,10 @@ def scores(_: Mapping[int, list[Row]]) -> str:
         for name, part in parts_of(found).items():
             if not name.startswith("all "):
                 text += [f"**{ranks} GPUs, {name}: {len(part)} scenarios**",
-                         grid(HEAD, cells_of(part, machine))]  # fmt: skip
+                         score_table(part, machine)]  # fmt: skip
         unseen = parts_of(found)["models not fitted to"]
         text += [f"**{ranks} GPUs, models not fitted to, {MANY_TOKENS} tokens or more**",
-                 grid(HEAD[:1] + HEAD[6:9], cells_of(unseen, machine, MANY_TOKENS)),
+                 score_table(unseen, machine, MANY_TOKENS),
                  errors_of(unseen, machine)]  # fmt: skip
     return "\n\n".join(text)
 

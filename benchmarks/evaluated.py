@@ -34,6 +34,7 @@ class Found(NamedTuple):
     torch_s: float  # 0: not measured
     gpu: str
     tiles: Tiles  # of the matmul library, where rows say them
+    rows: Sequence[Row]
 
 
 class Way(NamedTuple):
@@ -73,7 +74,7 @@ def scenarios_of(rows: Sequence[Row]) -> list[Found]:
         found.append(Found(
             Measured(name, problem, times), picked, times.get(picked, 0.0),
             max(seconds["compute"], moved_s), seconds.get(overlap.PEER, 0.0), h["gpu"],
-            {(m, n, k): (height, width) for m, n, k, height, width in known},
+            {(m, n, k): (height, width) for m, n, k, height, width in known}, case.rows,
         ))  # fmt: skip
     return found
 

@@ -27,7 +27,7 @@ from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import dots
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import grid, source, us
+from benchmarks.tables import measured, source, us
 from counterpoint.choose.known import shipped
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
@@ -237,6 +237,8 @@ def arms(case: Case, bench: Bench) -> Arms:
 
 # ---- what is said of the rows
 
+NOTE = "Microseconds, CUDA graphs, one rotation a case."
+
 
 class Said:
     """One case of a table."""
@@ -294,7 +296,7 @@ def times(cases: Sequence[Said]) -> str:
             "auto"]  # fmt: skip
     if cases[0].combines:
         head += ["in place, sum", "one kernel, sum", "less"]
-    lines: list[list[str]] = []
+    lines: list[tuple[list[str], list[Row]]] = []
     for c in cases:
         h, (pick, auto_s) = c.head, c.auto
         share = (c.in_place_s - c.ours_s) / (c.in_place_s - c.ideal_s)
@@ -306,8 +308,8 @@ def times(cases: Sequence[Said]) -> str:
         if c.combines:
             theirs, ours = c.least("in place", ", sum"), c.s("one kernel, sum")
             line += [_us(theirs), _us(ours), _less(ours, theirs)]
-        lines.append(line)
-    return grid(head, lines)
+        lines.append((line, c.case.rows))
+    return measured(head, lines, NOTE)
 
 
 def means(cases: Sequence[Said]) -> str:
@@ -338,7 +340,6 @@ def experts_section(found: Mapping[int, list[Row]]) -> str:
         for op, name in NAMES.items():
             if some := [c for c in said(rows) if c.head["op"] == op]:
                 parts.append(f"{ranks} GPUs, rows {name}:\n\n{times(some)}\n\n{means(some)}")
-        parts.append(source(rows[0], "Microseconds, CUDA graphs, one rotation a case."))
     return "\n\n".join(parts)
 
 
@@ -358,18 +359,19 @@ def readme(found: Mapping[int, list[Row]]) -> str:
         ("in place / auto", lambda c: f"{c.in_place_s / c.auto[1]:.2f}"),
         ("its plan", lambda c: c.auto[0]),
     ]  # fmt: skip
-    lines = [[cell(c) for _, cell in columns] for c in shown]
+    lines = [([cell(c) for _, cell in columns], c.case.rows) for c in shown]
     combines = [c for c in every if c.combines]
     sums = [c.least("in place", ", sum") / c.s("one kernel, sum") for c in combines]
     less = [1 - _best_s(c) / c.pair_s for c in every]
     note = (
-        f"Microseconds, CUDA graphs, one rotation a case. Over all {len(every)} cases, half of "
+        f"{NOTE} Over all {len(every)} cases, half of "
         f"them skewed: {fmean(less):.0%} less time than the libraries' grouped matmul and "
         f"all-to-all alone, {max(less):.0%} at most; back with the weighted sum of a token's rows "
         f"({len(combines)} cases) {geometric_mean(sums):.2f}x. *Auto* where counts are "
         "host-known, by the predictions of this version."
     )
-    return f"{grid([head for head, _ in columns], lines)}\n\n{source(rows[0], note)}"
+    summed = [row for c in every for row in c.case.rows]
+    return measured([head for head, _ in columns], lines, note, also=summed)
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -385,7 +387,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
                      "plan of copies": c.planned_s, "auto": c.auto[1]}  # fmt: skip
             panel[label] = {kind: c.in_place_s / t for kind, t in kinds.items() if t < torch.inf}
             ideal[label] = c.in_place_s / c.ideal_s
-    dots(panels, ideals, images / "experts.png", source=source(rows[0]),
+    dots(panels, ideals, images / "experts.png", source=source(rows),
          title=f"Experts on {ranks} GPUs: speedup over the libraries with rows in place",
          label="libraries in place / plan (higher is better)")  # fmt: skip
 

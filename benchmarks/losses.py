@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import curves
 from benchmarks.rows import Row
-from benchmarks.tables import grid, of_most, source, us
+from benchmarks.tables import measured, of_most, source, us
 from counterpoint.measure.timing import relative_error
 from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
 
@@ -247,12 +247,16 @@ def in_chunks(rows: Sequence[Row], question: str) -> dict[tuple[str, str], dict[
 
 def chunk_table(rows: Sequence[Row], question: str) -> str:
     """A line for each shape and kind, a column for each number of chunks."""
+    kind = "along" if question == MATMUL else "transport"
+    of: dict[tuple[str, str], list[Row]] = {}
+    for row in (row for row in rows if row["question"] == question and "median_s" in row):
+        of.setdefault((shape_of(row), row[kind]), []).append(row)
     lines = [
-        [*key, us(times[1], 0), *(f"{times[n] / times[1]:.2f}" for n in CHUNKS[1:])]
+        ([*key, us(times[1], 0), *(f"{times[n] / times[1]:.2f}" for n in CHUNKS[1:])], of[key])
         for key, times in in_chunks(rows, question).items()
     ]
     head = ("M, N, K", "along") if question == MATMUL else ("gathered", "transport")
-    return grid([*head, "whole, us", *(f"{n} chunks" for n in CHUNKS[1:])], lines)
+    return measured([*head, "whole, us", *(f"{n} chunks" for n in CHUNKS[1:])], lines)
 
 
 def contended(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
@@ -276,11 +280,13 @@ def beside_table(rows: list[Row]) -> str:
     """What each takes of the longer one's time."""
     head = ["matmul", "beside", "the matmul takes", "one after the other", "the transport takes",
             "one after the other"]  # fmt: skip
+    some = [row for row in rows if row["question"] == CONTENDED and "median_s" in row]
     lines = [
-        [*key, *(f"{ratio:.2f} x" for which in ("matmul", "transport") for ratio in each[which])]
+        ([*key, *(f"{ratio:.2f} x" for which in ("matmul", "transport") for ratio in each[which])],
+         [row for row in some if (row["matmul"], row["transport"]) == key])
         for key, each in contended(rows).items()
-    ]
-    return f"{grid(head, lines)}\n\n{source(rows[0])}"
+    ]  # fmt: skip
+    return measured(head, lines)
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -293,7 +299,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
             panel, curve = (f"chunks of {which}", shape) if question == MATMUL else (shape, which)
             points = [(n, t / times[1]) for n, t in times.items()]
             panels.setdefault(panel, {})[curve] = points
-        curves(panels, images / f"losses-{name}.png", title=title, source=source(rows[0]),
+        curves(panels, images / f"losses-{name}.png", title=title, source=source(rows),
                x_label="chunks", y_label="chunks / whole", y_most=8.0)  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.pictures import Point, bars, scatter
 from benchmarks.rows import RESULTS, Row, Timed, plan_word, taken
-from benchmarks.tables import Column, arm, by_machine, grid, ms, of_most, sizes, source, table, us
+from benchmarks.tables import Column, arm, by_machine, measured, ms, of_most, sizes, table, us
 from counterpoint.choose.known import SHIPPED, shipped
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
@@ -198,7 +198,7 @@ def main_table(rows: list[Row]) -> str:
         "Milliseconds, medians of the slowest rank, graphs of several calls with weights in "
         "rotation, all arms in one randomised rotation."
     )
-    return f"{table(columns(ms), shapes)}\n\n{source(rows[0], note)}"
+    return table(columns(ms), shapes, note)
 
 
 def points(shapes: Sequence[Timed], machine: Machine) -> list[Point]:
@@ -245,13 +245,12 @@ def summary(rows: list[Row]) -> str:
 def eager_table(rows: list[Row]) -> str:
     """Single calls: GPU time behind a backlog, with the host's time in it, and the host's alone."""
     lines = [
-        [case.head["op"], sizes("m", "n", "k").cell(case), name, ms(row["median_s"]),
-         ms(row["plain_eager_s"]), us(row["host_s"], 0)]
+        ([case.head["op"], sizes("m", "n", "k").cell(case), name, ms(row["median_s"]),
+          ms(row["plain_eager_s"]), us(row["host_s"], 0)], [row])
         for case in shapes_of(rows) for name, row in case.eager.items()
     ]  # fmt: skip
-    return grid(
-        ["op", "M, N, K", "arm", "behind a backlog", "plain eager", "host us a call"], lines
-    )
+    head = ["op", "M, N, K", "arm", "behind a backlog", "plain eager", "host us a call"]
+    return measured(head, lines)
 
 
 def all_results(found: Mapping[int, list[Row]]) -> str:
@@ -278,7 +277,7 @@ def finer(rows: list[Row]) -> str:
         *(arm(f"{f} ring", ms, f"`{f}`") for f in FINER),
     ]
     note = "Milliseconds, in a graph, all in one rotation."
-    return f"{table(some, shapes)}\n\n{source(rows[0], note)}" if shapes else ""
+    return table(some, shapes, note)
 
 
 def few_rows_table(rows: list[Row]) -> str:
@@ -298,7 +297,7 @@ def few_rows_table(rows: list[Row]) -> str:
         f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
         "in rotation."
     )
-    return f"{table([*some, *more], shapes)}\n\n{source(rows[0], note)}"
+    return table([*some, *more], shapes, note)
 
 
 def few_rows_line(rows: list[Row]) -> str:

@@ -46,6 +46,11 @@ class Timed:
     modes: Mapping[str, Mapping[str, Row]]
 
     @property
+    def rows(self) -> list[Row]:
+        """All of them."""
+        return [row for arms in self.modes.values() for row in arms.values()]
+
+    @property
     def graph(self) -> Mapping[str, Row]:
         """Arms in a CUDA graph."""
         return self.modes.get("graph", {})
@@ -103,13 +108,14 @@ OLDER = {"transports": ("copies",)}  # whose file had these rows before
 
 
 def one_form(rows: Sequence[Row]) -> list[Row]:
-    """Rows as the runner writes them, of rows that were written before there was one."""
+    """Rows as the runner writes them, of rows that were written before there was one; each with its
+    line in the file, since files are added to: what comes later is newer."""
     hosts = {_key(r): r["host_s"] for r in rows if r.get("host_s") and r.get("mode") == "graph"}
     # operators whose copies were measured both ways: what says no push pulled
     both = {row.get("op") for row in rows if " push" in str(row.get("arm"))}
     found: list[Row] = []
-    for old in rows:
-        row = dict(old)
+    for number, old in enumerate(rows):
+        row = {"line": number} | dict(old)
         for before, now in RENAMED.items():
             if before in row and row[before] is not None:
                 row.setdefault(now, row[before])

@@ -1,7 +1,7 @@
 """What docs/sharing.md says of the rows of resources.py. Ratios that miss their bar stand beside
 others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from benchmarks.declare import Section
 from benchmarks.pictures import curves, dots
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import grid, source
+from benchmarks.tables import measured, source
 
 PLAIN, TUNED, TUNED_SM = "plain overlap", "tuned", "tuned, SM collectives"
 ARMS = ("sequential", PLAIN, "priority", "order", "granularity", "carve-out only", "shaping",
@@ -73,10 +73,10 @@ def was_taken(row: Row) -> str:
     return row["controls"].removeprefix("overlap ")
 
 
-def where(row: Row) -> str:
-    """What stands under a table."""
-    registers = "on" if row["nccl_graph_register"] else "off"
-    return source(row, f"Graph registration {registers}.")
+def registered(rows: Iterable[Row]) -> str:
+    """Whether NCCL registered memory in graphs."""
+    found = {row["nccl_graph_register"] for row in rows if "nccl_graph_register" in row}
+    return f"Graph registration {' and '.join('on' if each else 'off' for each in sorted(found))}."
 
 
 def in_graph(rows: Sequence[Row]) -> list[Timed]:
@@ -86,7 +86,8 @@ def in_graph(rows: Sequence[Row]) -> list[Timed]:
 
 def bars(rows: Sequence[Row]) -> str:
     """How near to the ideal the pairs come that have a bar."""
-    found, lines = {c.head["pair"]: c for c in in_graph(rows)}, list[list[str]]()
+    found = {c.head["pair"]: c for c in in_graph(rows)}
+    lines: list[tuple[list[str], list[Row]]] = []
     for bar in BARS:
         case = found.get(bar.pair)
         if case is None or bar.arm not in case:
@@ -94,13 +95,13 @@ def bars(rows: Sequence[Row]) -> str:
         row = case.graph[bar.arm]
         ideal_s = row["ideal_sm_s" if bar.arm == TUNED_SM else "ideal_s"]
         _, low, high = row["baseline_over_arm"]
-        lines.append([
+        lines.append(([
             bar.pair + (", SM collectives kept" if bar.arm == TUNED_SM else ""), ms(ideal_s),
             bold(f"{row['median_s'] / ideal_s:.3f}", row["median_s"] <= bar.at_most * ideal_s),
             f"{bar.at_most:.2f}", was_taken(row), f"{case.s(PLAIN) / ideal_s:.3f}",
             f"{percent(less(case, bar.arm))} ({percent(1 - 1 / low)} to {percent(1 - 1 / high)})",
             f"{row['p20_s'] / ideal_s:.3f}..{row['p80_s'] / ideal_s:.3f}",
-        ])  # fmt: skip
+        ], case.rows))  # fmt: skip
     head = [
         "pair",
         "ideal ms",
@@ -111,14 +112,14 @@ def bars(rows: Sequence[Row]) -> str:
         "less time than plain overlap",
         "p20..p80 of tuned / ideal",
     ]
-    return grid(head, lines) if lines else ""
+    return measured(head, lines, registered(rows))
 
 
 def by_mode(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Arms in both modes."""
     parts: list[str] = []
     for mode in ("graph", "eager"):
-        lines: list[list[str]] = []
+        lines: list[tuple[list[str], list[Row]]] = []
         for case in pairs_of(rows):
             arms = case.modes.get(mode, {})
             times = {name: arms[name]["median_s"] for name in names if name in arms}
@@ -127,10 +128,9 @@ def by_mode(rows: Sequence[Row], names: Sequence[str]) -> str:
                 cells = [
                     bold(ms(times[n]), times[n] == fastest) if n in times else "-" for n in names
                 ]
-                lines.append([case.head["pair"], *cells, ms(ideal)])
-        if lines:
-            parts.append(grid([f"{mode}: pair", *names, "ideal"], lines))
-    return "\n\n".join(parts)
+                lines.append(([case.head["pair"], *cells, ms(ideal)], [*arms.values()]))
+        parts.append(measured([f"{mode}: pair", *names, "ideal"], lines, registered(rows)))
+    return "\n\n".join(filter(None, parts))
 
 
 def others(rows: Sequence[Row]) -> str:
@@ -142,7 +142,7 @@ def others(rows: Sequence[Row]) -> str:
 
 def energy(rows: Sequence[Row]) -> str:
     """Joules, watts and clock of some arms, and what the copy engines save."""
-    lines, ratios = list[list[str]](), dict[str, float]()
+    lines, ratios = list[tuple[list[str], list[Row]]](), dict[str, float]()
     for case in in_graph(rows):
         # 0 J: the counter did not move while the arm ran
         used = {n: case.graph[n] for n in ENERGY_ARMS if case.graph.get(n, {}).get("energy_j")}
@@ -154,22 +154,23 @@ def energy(rows: Sequence[Row]) -> str:
                 else "-"
                 for n in ENERGY_ARMS
             ]
-            lines.append([case.head["pair"], *cells])
+            lines.append(([case.head["pair"], *cells], [*used.values()]))
         if PLAIN in used and "transport" in used:
             ratios[case.head["pair"]] = used["transport"]["energy_j"] / used[PLAIN]["energy_j"]
     if not ratios:
         return ""
     least, most = (pick(ratios, key=ratios.__getitem__) for pick in (min, max))
-    return f"{grid(['pair', *ENERGY_ARMS], lines)}\n\n" + (
+    note = (
         f"Energy of a loop by copy engines / that of plain overlap: geometric mean "
         f"{geometric_mean(ratios.values()):.2f} of {len(ratios)} pairs, from {ratios[least]:.2f} "
         f"({least}) to {ratios[most]:.2f} ({most})."
     )
+    return measured(["pair", *ENERGY_ARMS], lines, f"{registered(rows)} {note}")
 
 
 def shaping(rows: Sequence[Row]) -> str:
     """Per Triton kernel and collective: shaped at best against unshaped, and the carve-out."""
-    sweep, lines = sweep_of(rows), list[list[str]]()
+    sweep, lines = sweep_of(rows), list[tuple[list[str], list[Row]]]()
     arms = {case.head["pair"]: case for case in in_graph(rows)}
     for label in dict.fromkeys(row["pair"] for row in sweep):
         case, cells = arms.get(label), list[tuple[float, str]]()
@@ -187,10 +188,12 @@ def shaping(rows: Sequence[Row]) -> str:
             cells.append((ratio, f"{ratio:.3f}" if known else "-"))
         least = min(ratio for ratio, _ in cells)
         ideal = f"{ideal_ratio(case):.3f}" if case else "-"
-        lines.append([label, *(bold(text, ratio == least) for ratio, text in cells), ideal])
+        own = [row for row in sweep if row["pair"] == label] + (case.rows if case else [])
+        texts = [label, *(bold(text, ratio == least) for ratio, text in cells), ideal]
+        lines.append((texts, own))
     head = ["pair", "unshaped", "shaped (blocks per SM)", "carve-out only", "unshaped, priority",
             "shaped, priority", "carve-out, priority", "ideal"]  # fmt: skip
-    return grid(head, lines) if lines else ""
+    return measured(head, lines, registered(rows))
 
 
 def ideal_ratio(case: Timed) -> float:
@@ -222,9 +225,9 @@ def short_table(found: Mapping[int, list[Row]]) -> str:
     """The pairs of cuBLAS on the most GPUs, for the README."""
     rows = next(iter(found.values()))
     lines = [
-        [c.head["pair"].replace("cuBLAS ", ""), ms(c.s("sequential")), ms(c.s(PLAIN)),
+        ([c.head["pair"].replace("cuBLAS ", ""), ms(c.s("sequential")), ms(c.s(PLAIN)),
          bold(ms(c.s(TUNED)), True), ms(c.graph[TUNED]["ideal_s"]), percent(less(c, TUNED)),
-         was_taken(c.graph[TUNED])]
+         was_taken(c.graph[TUNED])], [*c.graph.values()])
         for c in in_graph(rows) if c.graph[TUNED]["kernel"] == "cuBLAS"
     ]  # fmt: skip
     head = ["GEMM + collective", "one after the other", "plain overlap", "**tuned**", "ideal",
@@ -233,7 +236,7 @@ def short_table(found: Mapping[int, list[Row]]) -> str:
         "Four iterations of a cuBLAS GEMM (cb: 8192 x 8192 x 8192, mb: 8192 x 57344 x 8192) and a "
         "collective of 896 MiB, ms, in one CUDA graph."
     )
-    return f"{grid(head, lines)}\n\n{text} {where(in_graph(rows)[0].head)}"
+    return measured(head, lines, f"{text} {registered(rows)}")
 
 
 def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Section:
@@ -241,8 +244,7 @@ def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Se
 
     def text(found: Mapping[int, list[Row]]) -> str:
         parts = {ranks: write(rows) for ranks, rows in found.items()}
-        made = [f"**{ranks} GPUs**\n\n{part}\n\n{where(pairs_of(found[ranks])[0].head)}"
-                for ranks, part in parts.items() if part]  # fmt: skip
+        made = [f"**{ranks} GPUs**\n\n{part}" for ranks, part in parts.items() if part]
         return "\n\n".join([note, *made]) if made else ""
 
     return Section("docs/sharing.md", marker, text)
@@ -251,7 +253,8 @@ def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Se
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Each control by itself, and what shaping does, of the most GPUs."""
     rows = next(iter(found.values()))
-    place = where(pairs_of(rows)[0].head)
+    timed = [row for row in rows if "median_s" in row]
+    place = source(timed, registered(timed))
     some = [c for c in in_graph(rows) if c.head["kernel"] == "cuBLAS"]
     speedups = {c.head["pair"]: {n: c.s(PLAIN) / c.s(n) for n in ARMS if n in c and n != PLAIN}
                 for c in some}  # fmt: skip

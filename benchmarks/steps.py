@@ -34,7 +34,7 @@ from benchmarks.experts import MODELS, Model
 from benchmarks.pictures import dots
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.steps_experts import experts_arms
-from benchmarks.tables import grid, ms, source
+from benchmarks.tables import measured, ms
 from counterpoint.measure.timing import relative_error
 
 DLRM, BOTH = "DLRM-DCNv2", "forward + backward"
@@ -152,6 +152,9 @@ def gradients(training: Any) -> list[Tensor]:
 
 
 MOST_TABLES = 26
+NOTE = (
+    "Milliseconds of the slowest rank, eager calls, all ways of a size in one randomised rotation."
+)
 
 
 # ---- what is said of the rows
@@ -161,7 +164,7 @@ class Step:
     """One step of one model at one size: what its ways take, and its two sides alone."""
 
     def __init__(self, case: Timed, what: str) -> None:
-        self.head, self.what = case.head, what
+        self.head, self.rows, self.what = case.head, case.rows, what
         self.kind = DLRM if case.head["model"] == DLRM else "experts"
         split = {arm: arm.partition(", by ")[::2] for arm in case.main}
         self.seconds = {way: case.s(arm) for arm, (w, way) in split.items() if w == what}
@@ -211,14 +214,14 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
         *sides,
         "saved / shorter",
     ]
-    lines: list[list[str]] = []
+    lines: list[tuple[list[str], list[Row]]] = []
     for s in steps:
         saved_s = s.unfused_s - s.fused_s
-        lines.append([
+        lines.append(([
             s.label, *(ms(s.seconds[way]) for way in others), f"**{ms(s.fused_s)}**",
             f"{1 - s.over('torch'):.0%}", f"{1 - s.over(''):.0%}", ms(saved_s), ms(s.compute_s),
             ms(s.communication_s), f"{saved_s / s.bound_s:.0%}",
-        ])  # fmt: skip
+        ], s.rows))  # fmt: skip
     texts: list[str] = []
     for what in dict.fromkeys(s.what for s in steps):
         some = [s for s in steps if s.what == what]
@@ -227,7 +230,7 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
             f"{what} {_than(some, 'torch')} time than torch, {_than(some)} than the fastest "
             f"that is not fused ({worst:.0%} less at worst)"
         )
-    return f"{grid(head, lines)}\n\nGeometric means: {'; '.join(texts)}."
+    return measured(head, lines, f"{NOTE} Geometric means: {'; '.join(texts)}.")
 
 
 def section(found: Mapping[int, list[Row]]) -> str:
@@ -239,11 +242,6 @@ def section(found: Mapping[int, list[Row]]) -> str:
         for kind in UNFUSED:
             if some := [s for s in steps if s.kind == kind]:
                 parts.append(step_table(some, kind))
-        note = (
-            "Milliseconds of the slowest rank, eager calls, all ways of a size in one randomised "
-            "rotation."
-        )
-        parts.append(source(rows[0], note))
     return "\n\n".join(parts)
 
 

@@ -24,6 +24,7 @@ from counterpoint.resources.controls import WAYS_IN, Controls
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+MARK = "†"  # of a line by older code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +63,43 @@ def sizes(*names: str, head: str = "M, N, K") -> Column:
     return Column(head, lambda case: ", ".join(str(case.head[name]) for name in names))
 
 
-def table(columns: Sequence[Column], cases: Iterable[Timed]) -> str:
-    """Markdown; "" without cases."""
-    lines = [[column.cell(case) for column in columns] for case in cases]
-    return grid([column.head for column in columns], lines) if lines else ""
+def table(
+    columns: Sequence[Column], cases: Iterable[Timed], note: str = "", *, also: Sequence[Row] = ()
+) -> str:
+    """A line for each case, as `measured` has it."""
+    lines = (([column.cell(case) for column in columns], case.rows) for case in cases)
+    return measured([column.head for column in columns], lines, note, also=also)
+
+
+def measured(
+    head: Sequence[str], lines: Iterable[tuple[Sequence[str], Sequence[Row]]], note: str = "", *,
+    also: Sequence[Row] = (),
+) -> str:  # fmt: skip
+    """A table of rows, and under it where they are from; "" without lines.
+
+    A line that has rows of older code than the newest of the table is marked, and that is said.
+
+    Args:
+        head: of the columns.
+        lines: cells, and the rows that they are of.
+        note: what else is said under it.
+        also: rows that only the note is of, or all lines alike.
+    """
+    every = [(list(cells), rows) for cells, rows in lines]
+    if not every:
+        return ""
+    rows = [row for _, some in every for row in some] + list(also)
+    newest = max(rows, key=_age)["commit"]
+    older = False
+    for cells, some in every:
+        if any(row["commit"] != newest for row in some):
+            cells[0], older = f"{cells[0]} {MARK}", True
+    said = f" {MARK} By older code than commit {newest}." if older else ""
+    return f"{grid(head, [cells for cells, _ in every])}\n\n{source(rows, note)}{said}"
+
+
+def _age(row: Row) -> tuple[str, int]:
+    return row["date"], row.get("line", 0)
 
 
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -74,16 +108,26 @@ def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def source(row: Row, note: str = "") -> str:
-    """Where and when a row was measured: what stands under a table."""
+def source(rows: Iterable[Row], note: str = "") -> str:
+    """Where, when and by which commits rows were measured, the oldest first."""
+    places: dict[str, dict[str, str]] = {}
+    for row in sorted(rows, key=_age):
+        commits = places.setdefault(_place(row), {})
+        commits[f"{row['commit']} ({row['date']})"] = row["commit"]
+    text = "; ".join(
+        f"{place}, commit{'s' * (len(set(commits.values())) > 1)} {', '.join(commits)}"
+        for place, commits in places.items()
+    )
+    return f"{text}. {note}" if note else f"{text}."
+
+
+def _place(row: Row) -> str:
     multicast = "on" if row["multicast"] else "off"
     triton = f"Triton {row['triton']}, " if "triton" in row else ""
-    text = (
+    return (
         f"{row['ranks']}x {row['gpu']}, bf16, driver {row['driver']}, torch {row['torch']}, "
-        f"{triton}NCCL {row['nccl']}, NVLink multicast {multicast}, {row['date']}, commit "
-        f"{row['commit']}."
+        f"{triton}NCCL {row['nccl']}, NVLink multicast {multicast}"
     )
-    return f"{text} {note}" if note else text
 
 
 def by_machine(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list[Row]]], str]:
@@ -141,7 +185,9 @@ def constants(path: Path) -> str:
         else:
             text = f"{value * 1e6:.1f} us" if field.name.endswith("_s") else f"{value:.2f}"
         lines.append([f"`{field.name}`", text])
-    return f"{machine.source}:\n\n{grid(['constant', 'value'], lines)}"
+    rows = results("characterize")[machine.num_devices]
+    cells = [(line, ()) for line in lines]
+    return f"{machine.source}:\n\n{measured(['constant', 'value'], cells, also=rows)}"
 
 
 def controls() -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional
 import counterpoint as cp
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section, all_gather, reduce_scatter
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import Column, arm, by_machine, ms, source, table
+from benchmarks.tables import Column, arm, by_machine, ms, table
 from counterpoint.measure.timing import relative_error
 from counterpoint.runtime.workspace import workspace_of
 
@@ -193,7 +193,7 @@ COLUMNS = (
 
 def training_table(rows: list[Row]) -> str:
     """Forward and backward, as CUDA graphs."""
-    return f"{table(COLUMNS, taken(rows, 'm', 'hidden', 'ffn'))}\n\n{source(rows[0])}"
+    return table(COLUMNS, taken(rows, "m", "hidden", "ffn"))
 
 
 TRAINING = Benchmark(

@@ -13,6 +13,7 @@ from benchmarks.tables import (
     arm,
     by_machine,
     grid,
+    measured,
     of_most,
     replace,
     sizes,
@@ -35,7 +36,7 @@ QUICK = (decode.DECODE, training.TRAINING, embedding.EMBEDDING, steps.STEPS, res
 
 def test_columns_are_of_arms_and_facts():
     columns = [sizes("m", head="M"), arm("serial"), arm("ours", bold=True)]
-    assert table(columns, taken(ROWS, "m")).splitlines() == [
+    assert table(columns, taken(ROWS, "m")).splitlines()[:-2] == [
         "| M | serial | **ours** |", "| --- | --- | --- |", "| 64 | 2.0 | **1.0** |",
         "| 8 | 4.0 | **-** |",
     ]  # fmt: skip
@@ -67,9 +68,33 @@ def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):
 
 
 def test_what_stands_under_a_table():
-    text = "2x H200, bf16, driver 1, torch 2, Triton 3, NCCL 4, NVLink multicast off, 2026-11-22,"
-    assert source(HEAD, "More.") == f"{text} commit abc. More."
+    text = "2x H200, bf16, driver 1, torch 2, Triton 3, NCCL 4, NVLink multicast off,"
+    assert source([HEAD], "More.") == f"{text} commit abc (2026-11-22). More."
     assert grid(["a"], [["1"]]) == "| a |\n| --- |\n| 1 |"
+    before = HEAD | {"date": "2026-11-20", "commit": "def"}
+    assert source([HEAD, before, HEAD]) == (f"{text} commits def (2026-11-20), abc (2026-11-22).")
+    other = before | {"torch": "1"}
+    assert source([HEAD, other]) == (
+        f"{text.replace('torch 2', 'torch 1')} commit def (2026-11-20); {text} commit abc "
+        "(2026-11-22)."
+    )
+
+
+def test_lines_of_older_code_are_marked():
+    """The newest code is that of the last line of the file on the last day, wherever it stands."""
+    rows = one_form([
+        HEAD | {"commit": "old", "m": 1}, HEAD | {"commit": "old", "m": 2},
+        HEAD | {"commit": "new", "m": 1},
+    ])  # fmt: skip
+    some = [(["1"], rows[2:]), (["2"], rows[1:2]), (["both"], rows)]
+    *lines, _, said = measured(["M"], some, "Us.").splitlines()
+    assert lines[2:] == ["| 1 |", "| 2 † |", "| both † |"]
+    assert said.endswith(
+        "commits old (2026-11-22), new (2026-11-22). Us. † By older code than commit new."
+    )
+    *lines, _, said = measured(["M"], some[1:2]).splitlines()
+    assert lines[2:] == ["| 2 |"] and said.endswith("commit old (2026-11-22).")
+    assert "| 2 † |" in measured(["M"], some[1:2], also=rows)
 
 
 def test_older_rows_are_put_into_one_form(tmp_path: Path):
