@@ -19,7 +19,7 @@ from benchmarks.pictures import dots, scatter
 from benchmarks.rows import RESULTS, Row
 from benchmarks.scenarios import expert_scenarios, scenarios
 from benchmarks.score import RIGHT
-from benchmarks.tables import measured
+from benchmarks.tables import measured, torch_note
 from counterpoint.choose.by_rule import RULE
 from counterpoint.choose.known import shipped
 from counterpoint.errors import CounterpointError, InputError
@@ -161,7 +161,9 @@ def score_table(part: Sequence[Found], machine: Machine, least_m: int = 0) -> st
     """Every way to choose; each line is of all rows."""
     head = HEAD[:1] + HEAD[6:9] if least_m else HEAD
     lines = [(cells, ()) for cells in cells_of(part, machine, least_m)]
-    return measured(head, lines, also=[row for each in part for row in each.rows])
+    cases = [each.case for each in part if each.torch_s]
+    note = torch_note(cases, overlap.PEER) if cases else ""
+    return measured(head, lines, note, also=[row for each in part for row in each.case.rows])
 
 
 def scores(_: Mapping[int, list[Row]]) -> str:
@@ -296,6 +298,7 @@ EVALUATE = Benchmark(
     cases,
     arms,
     rounds=7,
+    eager=(overlap.PEER, "auto"),
     soak_s=0.2,
     pictures=pictures,
     short=lambda case: (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks import overlap
 from benchmarks.pictures import Point
-from benchmarks.rows import Row, one_form, rows_of, taken
+from benchmarks.rows import Row, Timed, one_form, rows_of, taken
 from benchmarks.scenarios import FITTED, LOOKED_AT
 from benchmarks.score import Measured, Score, at_random, constants, score
 from counterpoint.choose.by_model import by_model
@@ -31,10 +31,10 @@ class Found(NamedTuple):
     picked: str  # by "auto", where it was measured
     auto_s: float
     ideal_s: float
-    torch_s: float  # 0: not measured
+    torch_s: float  # in the mode in which it does better beside auto; 0: not measured
     gpu: str
     tiles: Tiles  # of the matmul library, where rows say them
-    rows: Sequence[Row]
+    case: Timed
 
 
 class Way(NamedTuple):
@@ -54,8 +54,10 @@ class Way(NamedTuple):
 def scenarios_of(rows: Sequence[Row]) -> list[Found]:
     """What rows say of each shape, in graphs; rows of before the runner too."""
     found: list[Found] = []
-    some = [r for r in one_form(rows) if r.get("mode") == "graph" and "op" in r]
+    some = [r for r in one_form(rows) if r.get("mode") in ("graph", "eager") and "op" in r]
     for case in taken(some, "op", "m", "n", "k", "ranks", "dtype", "experts"):
+        if not case.graph:
+            continue
         h, arms_ = case.head, dict(case.graph)
         problem = Problem(h["op"], h["m"], h["n"], h["k"], h["ranks"], h["dtype"],
                           experts=h.get("experts", 0))  # fmt: skip
@@ -64,7 +66,9 @@ def scenarios_of(rows: Sequence[Row]) -> list[Found]:
         # plans that pull are gone
         gone = {a for a in seconds if a != "serial" and (a in overlap.FIXED or " pull" in a)}
         times = {a: t for a, t in seconds.items() if a not in gone}
-        auto_s = seconds.get("auto", 0.0)
+        auto_s, torch_s = seconds.get("auto", 0.0), seconds.get(overlap.PEER, 0.0)
+        if auto_s and torch_s:
+            torch_s = auto_s * case.fair(overlap.PEER, "auto")
         if auto_s:  # the same plan, timed twice, or no candidate of that measurement
             times[picked] = auto_s = fmean((times.get(picked, auto_s), auto_s))
         layer = (h.get("layer") or problem.op).partition(",")[0]
@@ -73,8 +77,8 @@ def scenarios_of(rows: Sequence[Row]) -> list[Found]:
         known = arms_.get("auto", {}).get("tiles", ())
         found.append(Found(
             Measured(name, problem, times), picked, times.get(picked, 0.0),
-            max(seconds["compute"], moved_s), seconds.get(overlap.PEER, 0.0), h["gpu"],
-            {(m, n, k): (height, width) for m, n, k, height, width in known}, case.rows,
+            max(seconds["compute"], moved_s), torch_s, h["gpu"],
+            {(m, n, k): (height, width) for m, n, k, height, width in known}, case,
         ))  # fmt: skip
     return found
 

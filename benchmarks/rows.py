@@ -72,6 +72,16 @@ class Timed:
         """Median seconds of an arm."""
         return self.main[arm]["median_s"]
 
+    def fair(self, peer: str, ours: str) -> float:
+        """Time of a peer's arm over that of ours, the lowest of all modes that have both.
+
+        Each mode is a rotation of its own, and clocks of two rotations differ.
+        """
+        return min(
+            arms[peer]["median_s"] / arms[ours]["median_s"]
+            for arms in self.modes.values() if peer in arms and ours in arms
+        )  # fmt: skip
+
     def fastest(self, arms: Iterable[str]) -> str:
         """The arm that took least, of those that there are."""
         return min((arm for arm in arms if arm in self.main), key=self.s)
@@ -115,7 +125,7 @@ def one_form(rows: Sequence[Row]) -> list[Row]:
     both = {row.get("op") for row in rows if " push" in str(row.get("arm"))}
     found: list[Row] = []
     for number, old in enumerate(rows):
-        row = {"line": number} | dict(old)
+        row: Row = {"line": number, **old}
         for before, now in RENAMED.items():
             if before in row and row[before] is not None:
                 row.setdefault(now, row[before])

@@ -58,6 +58,30 @@ def arm(
     return Column(f"**{title}**" if bold else title, cell)
 
 
+def both_modes(
+    name: str, unit: Callable[[float], str] = us, head: str = "", *, bold: bool = False
+) -> Column:
+    """The times of an arm in a graph and eagerly behind a backlog, where there are both."""
+
+    def cell(case: Timed) -> str:
+        times = [unit(arms[name]["median_s"]) for arms in (case.graph, case.eager) if name in arms]
+        return f"**{times[0]}**{''.join(f', {t}' for t in times[1:])}" if bold else ", ".join(times)
+
+    return Column(f"**{head or name}**" if bold else head or name, cell)
+
+
+def torch_note(cases: Sequence[Timed], *peers: str) -> str:
+    """How torch's operators are compared: their better mode counts."""
+    eager = [case for case in cases if any(peer in case.eager for peer in peers)]
+    if not eager:
+        return "torch's operators were timed in a graph only, not eagerly."
+    some = "" if len(eager) == len(cases) else f" ({len(eager)} of {len(cases)} cases)"
+    return (
+        f"Two times are in a graph and eagerly behind a backlog{some}, each beside *auto* in one "
+        "rotation; torch / auto is of the mode in which torch does better."
+    )
+
+
 def sizes(*names: str, head: str = "M, N, K") -> Column:
     """Facts of a case, with commas between."""
     return Column(head, lambda case: ", ".join(str(case.head[name]) for name in names))

@@ -11,6 +11,7 @@ from benchmarks.runner import NAMES, declared
 from benchmarks.tables import (
     ROOT,
     arm,
+    both_modes,
     by_machine,
     grid,
     measured,
@@ -19,6 +20,7 @@ from benchmarks.tables import (
     sizes,
     source,
     table,
+    torch_note,
     write,
 )
 
@@ -48,6 +50,22 @@ def test_a_case_measured_again_counts_as_it_was_last():
     first, other = taken([*ROWS, *again], "m")
     assert (first.s("ours"), other.s("serial")) == (2e-6, 4e-6)
     assert first.fastest(("serial", "ours", "none")) == "ours" and "none" not in first
+
+
+def test_a_peer_is_compared_in_its_better_mode_within_one_rotation():
+    head = HEAD | {"m": 1}
+    times = {"graph": {"torch": 6.0, "auto": 3.0}, "eager": {"torch": 4.0, "auto": 2.5}}
+    rows = [head | {"mode": mode, "arm": name, "median_s": t * 1e-6}
+            for mode, arms in times.items() for name, t in arms.items()]  # fmt: skip
+    (both,), (graph,) = taken(rows, "m"), taken(rows[:2], "m")
+    assert both.fair("torch", "auto") == pytest.approx(1.6)
+    assert graph.fair("torch", "auto") == pytest.approx(2.0)
+    columns = [both_modes("torch"), both_modes("auto", bold=True)]
+    text = table(columns, [both, graph])
+    assert "| 6.0, 4.0 | **3.0**, 2.5 |" in text and "| 6.0 | **3.0** |" in text
+    assert "in a graph only" in torch_note([graph], "torch")
+    assert "(1 of 2 cases)" in torch_note([both, graph], "torch")
+    assert "cases" not in torch_note([both], "torch")
 
 
 def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):
