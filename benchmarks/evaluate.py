@@ -1,7 +1,8 @@
 """How often the choice of plans is right, and how far off, at layers of real models.
 
-    counterpoint evaluate                      # measures every candidate of all scenarios, and
-scores counterpoint evaluate --rows FILE.jsonl    # scores what was measured
+    counterpoint evaluate                      # measures all candidates, and scores
+    counterpoint evaluate --only held-out      # the scenarios whose score is published
+    counterpoint evaluate --rows FILE.jsonl    # scores what was measured
 
 Without experts the arms are those of overlap.py, with experts those of experts.py at equal counts.
 """
@@ -14,10 +15,19 @@ from statistics import median
 
 from benchmarks import experts, overlap
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
-from benchmarks.evaluated import Found, parts_of, points_of, read, speedups_of, ways_of
+from benchmarks.evaluated import (
+    AS_MEASURED,
+    UNSEEN,
+    Found,
+    parts_of,
+    points_of,
+    read,
+    speedups_of,
+    ways_of,
+)
 from benchmarks.pictures import dots, scatter
 from benchmarks.rows import RESULTS, Row
-from benchmarks.scenarios import expert_scenarios, scenarios
+from benchmarks.scenarios import HELD_OUT, expert_scenarios, held_out, scenarios
 from benchmarks.score import RIGHT
 from benchmarks.tables import measured, torch_note
 from counterpoint.choose.by_rule import RULE
@@ -34,18 +44,17 @@ MISSES, OFF = (
 HEAD = ("chosen by", "scenarios", "right", "regret", "worst", "least", "serial /", "shard_p2p /",
         "torch /", "worst at")  # fmt: skip
 # whose pick is drawn: the first of these that there is
-DRAWN = ("the model now", "the model now, tiles not known", "auto, as it was measured")
+DRAWN = ("the model now", "the model now, tiles not known", AS_MEASURED)
 
 
 def cases(ranks: int) -> list[Case]:
-    """Every scenario, those with experts last."""
+    """Every scenario, the held-out ones last."""
     found: list[Case] = []
-    for each in (*scenarios(ranks), *expert_scenarios(ranks)):
+    for each in (*scenarios(ranks), *expert_scenarios(ranks), *held_out(ranks)):
         p, layer = each.problem, f"{each.model} {each.layer}"
         case = overlap.case_of(p.op, p.m, p.n, p.k, layer)
-        if p.experts:
-            model = next(m for m in experts.MODELS if m.name == each.model)
-            case = experts.case_of(p.op, model, each.tokens, "uniform")
+        if each.experts is not None:
+            case = experts.case_of(p.op, each.experts, each.tokens, "uniform")
         facts = {"m": p.m, "layer": layer, "tokens": each.tokens, "dtype": p.dtype}
         found.append(Case(each.name, {**case.facts, **facts}))
     return found
@@ -103,8 +112,9 @@ def errors_of(part: Sequence[Found], machine: Machine) -> str:
     worst = max(points, key=lambda point: abs(point.error))
     off = sum(abs(point.error) > OFF for point in points)
     return (
-        f"Predictions of {len(points)} times: off by {median(abs(p.error) for p in points):.1%} in "
-        f"the median, {off} by more than {OFF:.0%}, at worst {worst.error:+.0%} ({worst.label})."
+        f"Predictions of {len(points)} times by the model now: off by "
+        f"{median(abs(p.error) for p in points):.1%} in the median, {off} by more than {OFF:.0%}, "
+        f"at worst {worst.error:+.0%} ({worst.label})."
     )
 
 
@@ -167,37 +177,58 @@ def score_table(part: Sequence[Found], machine: Machine, least_m: int = 0) -> st
 
 
 def scores(_: Mapping[int, list[Row]]) -> str:
-    """docs/choosing.md."""
-    text: list[str] = []
+    """docs/choosing.md: what is held out first, then what was looked at before."""
+    published: list[str] = []
+    before: list[str] = []
     for ranks, found in committed().items():
         machine = shipped(found[0].gpu, ranks)
         assert machine is not None, "the library has measured costs of H200s"
-        for name, part in parts_of(found).items():
+        parts = parts_of(found)
+        if HELD_OUT not in parts:
+            count = len(held_out(ranks))
+            published.append(f"**{ranks} GPUs, {HELD_OUT}: {count} scenarios: not measured.**")
+        for name, part in parts.items():
+            text = published if name == HELD_OUT else before
             if not name.startswith("all "):
                 text += [f"**{ranks} GPUs, {name}: {len(part)} scenarios**",
                          score_table(part, machine)]  # fmt: skip
-        unseen = parts_of(found)["models not fitted to"]
-        text += [f"**{ranks} GPUs, models not fitted to, {MANY_TOKENS} tokens or more**",
-                 score_table(unseen, machine, MANY_TOKENS),
-                 errors_of(unseen, machine)]  # fmt: skip
-    return "\n\n".join(text)
+            if name in (HELD_OUT, UNSEEN):
+                text += [f"**{ranks} GPUs, {name}, {MANY_TOKENS} tokens or more**",
+                         score_table(part, machine, MANY_TOKENS),
+                         errors_of(part, machine)]  # fmt: skip
+    return "\n\n".join([*published, *before])
 
 
 def short_scores(_: Mapping[int, list[Row]]) -> str:
-    """The model at what it was not made with, in a sentence for each number of GPUs."""
+    """A sentence for each number of GPUs: auto as it was measured at what is held out, or that this
+    is not measured, and the model at what was looked at before."""
     lines: list[str] = []
     for ranks, found in committed().items():
-        unseen = parts_of(found)["models not fitted to"]
-        way = next(w for w in ways_of(unseen, shipped(found[0].gpu, ranks)) if w.name == DRAWN[0])
-        means, s = speedups_of(way, unseen, MANY_TOKENS), way.score
+        parts = parts_of(found)
+        held = HELD_OUT in parts
+        part = parts[HELD_OUT if held else UNSEEN]
+        ways = {way.name: way for way in ways_of(part, shipped(found[0].gpu, ranks))}
+        way = ways[AS_MEASURED] if held else next(ways[name] for name in DRAWN if name in ways)
+        means, s = speedups_of(way, part, MANY_TOKENS), way.score
         assert s is not None, "a way to choose has a score"
+        count = len(held_out(ranks))
+        if held:
+            what = f"{len(part)} held-out scenarios" + (f" of {count}" if len(part) < count else "")
+        else:
+            what = (
+                f"{count} held-out scenarios: not measured. {len(part)} of models looked at before"
+            )
         lines.append(
-            f"  {ranks} GPUs, {len(unseen)} scenarios of models it was not made with: within 2 % "
-            f"of the fastest candidate in {s.right:.0%}, {s.mean_regret:.1%} slower in the mean, "
-            f"{s.worst_regret:.1%} at worst; from {MANY_TOKENS} tokens on {means['serial']:.2f}x "
-            f"serial, {means['torch']:.2f}x torch's fused operators."
+            f"  {ranks} GPUs, {what}: within 2 % of the fastest candidate in {s.right:.0%}, "
+            f"{s.mean_regret:.1%} slower in the mean, {s.worst_regret:.1%} at worst; from "
+            f"{MANY_TOKENS} tokens on {means['serial']:.2f}x serial, {means['torch']:.2f}x torch's "
+            f"fused operators{'' if _eager(part) else ' in a graph'}."
         )
     return "\n".join(lines)
+
+
+def _eager(part: Sequence[Found]) -> bool:
+    return any(overlap.PEER in each.case.eager for each in part)
 
 
 def draw(parts: Mapping[int, Sequence[Found]], path: Path) -> Path:
@@ -230,7 +261,8 @@ def draw(parts: Mapping[int, Sequence[Found]], path: Path) -> Path:
 
 
 def draw_errors(found: Sequence[Found], machine: Machine, path: Path) -> Path:
-    """Predicted against measured times, of the models not fitted to where there are any."""
+    """Predicted against measured times, of what is held out or of models not fitted to, where there
+    are any."""
     name, part = list(parts_of(found).items())[-1]
     ranks, gpu = part[0].measured.problem.ranks, part[0].gpu
     source = f"{ranks}x {gpu}, CUDA graphs; {name}, {len(part)} scenarios"

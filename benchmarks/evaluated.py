@@ -8,7 +8,7 @@ from typing import NamedTuple
 from benchmarks import overlap
 from benchmarks.pictures import Point
 from benchmarks.rows import Row, Timed, one_form, rows_of, taken
-from benchmarks.scenarios import FITTED, LOOKED_AT
+from benchmarks.scenarios import FITTED, HELD_OUT, LOOKED_AT
 from benchmarks.score import Measured, Score, at_random, constants, score
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.by_rule import by_rule
@@ -22,6 +22,8 @@ from counterpoint.problem import Problem
 
 CONSTANTS = 3  # that are listed, the best first
 SHARD_P2P = ("shard_p2p ring",)
+AS_MEASURED = "auto, as it was measured"
+UNSEEN, EXPERTS = "models not fitted to, looked at before", "experts, looked at before"
 
 
 class Found(NamedTuple):
@@ -118,17 +120,26 @@ def read(paths: Sequence[Path], only: str = "") -> dict[int, list[Found]]:
 
 
 def parts_of(found: Sequence[Found]) -> dict[str, list[Found]]:
+    """By what was known of them when the chooser was made; last what is held out, which no other
+    part has in it."""
+    held = [each for each in found if each.measured.name.startswith(HELD_OUT)]
+    before = [each for each in found if not each.measured.name.startswith(HELD_OUT)]
+    parts = _looked_at(before) if before else {}
+    return parts | ({HELD_OUT: held} if held else {})
+
+
+def _looked_at(found: Sequence[Found]) -> dict[str, list[Found]]:
     """Those that the chooser was made with, those of models that it was not, and experts."""
     with_experts = [each for each in found if each.measured.problem.experts]
     without = [each for each in found if not each.measured.problem.experts]
     if not without:
-        return {"experts": with_experts}
+        return {EXPERTS: with_experts}
     fitted = [each for each in without if FITTED in each.measured.name]
     seen = (FITTED, LOOKED_AT, "Llama-3", "70B", "405B")  # and by older names
     unseen = [each for each in without if not any(m in each.measured.name for m in seen)]
-    parts = {"all scenarios": list(found), "all but experts": without if with_experts else [],
-             f"{FITTED}, fitted to": fitted, "experts": with_experts,
-             "models not fitted to": unseen}  # fmt: skip
+    parts = {"all looked at before": list(found),
+             "all but experts": without if with_experts else [],
+             f"{FITTED}, fitted to": fitted, EXPERTS: with_experts, UNSEEN: unseen}  # fmt: skip
     return {n: part for n, part in parts.items() if part and (part == unseen or len(part) > 1)}
 
 
@@ -138,7 +149,7 @@ def ways_of(found: Sequence[Found], machine: Machine | None) -> list[Way]:
     measured = [each.measured for each in found]
     picks: dict[str, Callable[[Found], str]] = {}
     if any(each.picked for each in found):
-        picks["auto, as it was measured"] = lambda f: f.picked
+        picks[AS_MEASURED] = lambda f: f.picked
     if machine is not None:
         if any(each.tiles for each in found):
             picks["the model now"] = lambda f: (

@@ -2,21 +2,34 @@
 
 import sys
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
 import pytest
 
 from benchmarks import evaluate
-from benchmarks.evaluated import parts_of, points_of, scenarios_of, speedups_of, tiles_of, ways_of
+from benchmarks.evaluated import (
+    AS_MEASURED,
+    EXPERTS,
+    UNSEEN,
+    parts_of,
+    points_of,
+    scenarios_of,
+    speedups_of,
+    tiles_of,
+    ways_of,
+)
 from benchmarks.experts import MODELS, case_of
-from benchmarks.rows import rows_of
+from benchmarks.rows import one_form, rows_of
 from benchmarks.scenarios import (
     EXPERT_TOKENS,
     FITTED,
+    HELD_OUT,
     LOOKED_AT,
     TOKENS,
     expert_scenarios,
+    held_out,
     scenarios,
 )
 from counterpoint.choose.by_rule import RULE
@@ -52,7 +65,7 @@ def test_the_bars_of_models_not_fitted_to(ranks: int):
     """40 scenarios of models that nothing was fitted to; see docs/choosing.md."""
     found = scenarios_of(rows_of(RESULTS / f"evaluate-{ranks}x-h200.jsonl"))
     tiles = tiles_of(rows_of(RESULTS / "tiles-h200.jsonl"))
-    unseen = parts_of([e._replace(tiles=tiles) for e in found])["models not fitted to"]
+    unseen = parts_of([e._replace(tiles=tiles) for e in found])[UNSEEN]
     assert len(unseen) == 40
     machine = shipped("NVIDIA H200", ranks)
     assert machine is not None
@@ -118,11 +131,55 @@ def test_scenarios_with_experts_are_equal_counts_of_the_same_layers():
     deep = found[0].problem
     assert (deep.m, deep.n, deep.k, deep.experts) == (256 * 8, 4096, 7168, 32)
     cases = {case.name: case for case in evaluate.cases(4)}
-    assert len(cases) == len(scenarios(4)) + len(found)
+    assert len(cases) == len(scenarios(4)) + len(found) + len(held_out(4))
     for each in found:
         case, p = cases[each.name], each.problem
         assert (case["m"], case["n"], case["k"], case["experts"]) == (p.m, p.n, p.k, p.experts)
         assert case["routing"] == "uniform"
+
+
+def test_held_out_scenarios_are_as_they_were_frozen():
+    """A score of what was chosen afterwards would be none: do not mend the digest."""
+    found = [held_out(ranks) for ranks in (2, 4)]
+    facts = ("op", "m", "n", "k", "ranks", "dtype", "experts")
+    text = repr([[(s.name, *(getattr(s.problem, fact) for fact in facts)) for s in some]
+                 for some in found])  # fmt: skip
+    assert sha256(text.encode()).hexdigest()[:16] == "570e5bf52aefd924"
+    assert all(len(some) == len({s.name for s in some}) >= 40 for some in found)
+    assert not held_out(8)
+
+
+def test_held_out_shapes_are_in_no_other_rows_and_no_other_list():
+    held = {(s.problem.n, s.problem.k) for ranks in (2, 4) for s in held_out(ranks)}
+    looked_at = {(s.problem.n, s.problem.k) for ranks in (2, 4)
+                 for s in (*scenarios(ranks), *expert_scenarios(ranks))}  # fmt: skip
+    for path in RESULTS.rglob("*.jsonl"):
+        looked_at |= {(row["n"], row["k"]) for row in one_form(rows_of(path))
+                      if "n" in row and not str(row.get("layer")).startswith(HELD_OUT)}  # fmt: skip
+    assert len(looked_at) > 20 and not held & looked_at
+
+
+def test_scores_of_what_is_held_out_are_published_where_there_are_rows(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    rows = rows_of(RESULTS / "evaluate-2x-h200.jsonl")
+    before = scenarios_of(rows)
+    # other layers, so that their problems are others too
+    some = [row | {"k": row["k"] + 64, "layer": f"{HELD_OUT} {row['layer']}"}
+            for row in rows if "GPT-OSS" in row["layer"]]  # fmt: skip
+    held = scenarios_of(some)
+    assert parts_of([*before, *held]) == parts_of(before) | {HELD_OUT: held}
+    assert parts_of(held) == {HELD_OUT: held}
+    monkeypatch.setattr(evaluate, "committed", lambda: {2: before})
+    assert evaluate.scores({}).startswith("**2 GPUs, held-out: 56 scenarios: not measured.**")
+    assert "56 held-out scenarios: not measured. 40 of" in evaluate.short_scores({})
+    monkeypatch.setattr(evaluate, "committed", lambda: {2: [*before, *held]})
+    text, line = evaluate.scores({}), evaluate.short_scores({})
+    assert text.startswith("**2 GPUs, held-out: 8 scenarios**") and "not measured" not in text
+    assert f"**2 GPUs, {UNSEEN}: 40 scenarios**" in text
+    auto = next(way.score for way in ways_of(held, None) if way.name == AS_MEASURED)
+    assert auto is not None and f"in {auto.right:.0%}, {auto.mean_regret:.1%} slower" in line
+    assert line.startswith("  2 GPUs, 8 held-out scenarios of 56: within") and "before" not in line
 
 
 def rows_of_experts(ranks: int) -> list[dict]:
@@ -158,11 +215,11 @@ def test_experts_are_a_group_and_change_no_other_score():
     )
     assert first.ideal_s == pytest.approx(690e-6) and first.picked == "grouped ring"
     parts, alone = parts_of([*before, *more]), parts_of(before)
-    assert len(parts["experts"]) == 2 and parts["all but experts"] == alone["all scenarios"]
-    for name in set(alone) - {"all scenarios"}:
+    assert len(parts[EXPERTS]) == 2 and parts["all but experts"] == alone["all looked at before"]
+    for name in set(alone) - {"all looked at before"}:
         assert parts[name] == alone[name]
-    scores = {w.name: w.score for w in ways_of(parts["experts"], shipped("NVIDIA H200", 2))}
-    auto = scores["auto, as it was measured"]
+    scores = {w.name: w.score for w in ways_of(parts[EXPERTS], shipped("NVIDIA H200", 2))}
+    auto = scores[AS_MEASURED]
     assert auto is not None and auto.worst_regret == pytest.approx(0.025)
 
 
