@@ -45,7 +45,7 @@ def table(images: Path) -> str:
                 label = f"{SHORT[op]} {', '.join(map(str, shape))}"
                 found = {
                     kind: min((predicted_s(plan, machine), plan.spec) for plan in plans
-                              if plan.family in families and not refusal(plan))
+                              if plan.family in families and not refusal(plan, machine))
                     for kind, families in KINDS.items()
                 }  # fmt: skip
                 panel[label] = {kind: choice.serial_s / s for kind, (s, _) in found.items()}
