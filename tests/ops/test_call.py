@@ -89,6 +89,7 @@ def test_auto_is_serial_on_all_ranks_where_one_cannot(rank: int, ranks: int):
     lanes = SimpleNamespace(register=lambda *_: 0)
     memory = SimpleNamespace(reserve=lambda _: None)
     workspace: Any = SimpleNamespace(
+        kernels_refused="",
         group=world(), rank=rank, device=torch.device("cuda", 0), lanes=lanes, fused=memory,
         reserve=lambda _: None, gather=lambda problem: gather_object(problem, world()),
     )  # fmt: skip

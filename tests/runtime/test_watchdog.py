@@ -30,7 +30,7 @@ def lanes() -> CudaLanes:
 
 def quiet() -> Any:
     """A notice board that has nothing to say."""
-    return SimpleNamespace(wrong=lambda: None, settle=lambda: None)
+    return SimpleNamespace(wrong=lambda: None, settle=lambda: None, alarms=[])
 
 
 def register(lanes: CudaLanes, plan: Plan) -> int:

@@ -73,7 +73,6 @@ class CudaLanes:
         self.replays = Replays(device)
         words = self.fault.numpy()
         self.watchdog = Watchdog(words, self.describe, workspace.board)
-        workspace.board.alarms.append((words, self.watchdog.look))
 
     def follow(self, spins: bool = False) -> None:
         """Let the current stream wait for the last call, where that was on another one.

@@ -8,7 +8,8 @@ who left.
 
 Ranks also meet here: each has a page for what it says, and reads those of the others.
 
-Ranks on several hosts have no such memory. They meet by the store of their process group.
+Ranks on several hosts have no such memory. They meet by the store of their process group, and each
+copies the line of the next one through it: see far_lines.py.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.runtime.far_lines import FarLines
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.store import gather_by_store
 from counterpoint.runtime.symmetric_cpu import allocate_cpu
@@ -37,7 +39,7 @@ T = TypeVar("T")
 Bytes = NDArray[np.uint8]
 Facts = dict[str, str]  # of a call, in words; "op" first
 
-RING = 64  # calls whose digests a line holds
+RING = 1024  # calls whose digests a line holds
 X86 = ("x86_64", "AMD64")
 MAX_REFUSALS = 1 << 20  # of one call
 # words of a line: calls made, the call that was refused and how often, 1 + the rank that is waited
@@ -80,7 +82,7 @@ class NoticeBoard:
 
     Attributes:
         fault: what made the group unusable; None: nothing.
-        shared: ranks are on one host, an x86 one. Else nothing is noted, and nobody is looked at.
+        shared: ranks are on one host, an x86 one. Else only the next rank is looked at, from afar.
         alarms: words of the host that are not 0 once a kernel has found something wrong, and what
             says what it is. The last ones explain what those before them have found.
 
@@ -95,7 +97,7 @@ class NoticeBoard:
         self.fault: CounterpointError | None = None
         self.facts: dict[int, Facts] = {}
         self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
-        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s)
+        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s, self.check)
         memory: SymmetricMemory | None = None
         on_gpu = device == "cuda"
         # x86 keeps the order of stores; elsewhere a digest may be seen after the call's number
@@ -108,20 +110,32 @@ class NoticeBoard:
         self.shared = memory is not None
         self._calls = 0
         self._compares = False  # a call that is new, of which nothing has run
+        self._far: FarLines | None = None
+        self._peers = [r for r in range(self.ranks) if r != self.rank]
         if memory is None:
-            return
-        self.pids = memory.peer_pids
-        arrays: list[Bytes] = [memory.peer(r).numpy() for r in range(self.ranks)]
+            arrays = self._afar(group, device)
+        else:
+            self.pids = memory.peer_pids
+            arrays = [memory.peer(r).numpy() for r in range(self.ranks)]
         # plain Python reads words of a memoryview in half the time of an array's
         self._lines: list[Any] = [a[:LINE_BYTES].view(np.int64).data for a in arrays]
         self._notes = [a[LINE_BYTES : LINE_BYTES + NOTE_BYTES] for a in arrays]
         self._words = [a[LINE_BYTES + NOTE_BYTES : -PAGE_BYTES] for a in arrays]
         self._pages = [a[-PAGE_BYTES:] for a in arrays]
         self._mine = self._lines[self.rank]
-        self._peers = [r for r in range(self.ranks) if r != self.rank]
         self._compared = [0] * self.ranks
         after = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
         self._next = cycle([self._lines[r] for r in after]).__next__
+
+    def _afar(self, group: dist.ProcessGroup, device: str) -> list[Bytes]:
+        """Memory of this rank alone: its own line, and the only one that it sees of others."""
+        own, other = (np.zeros(BOARD_BYTES, np.uint8) for _ in range(2))
+        self._copied = own[:-PAGE_BYTES], other[:-PAGE_BYTES]
+        if self.ranks > 1:
+            (turn, *_) = self._by_store(time.time_ns())
+            self._far = FarLines(group, f"counterpoint/{device}/{turn}", self.timeout_s)
+            self._peers = [(self.rank + 1) % self.ranks]
+        return [own if r == self.rank else other for r in range(self.ranks)]
 
     def note(self, digest: int) -> None:
         """Say that a call begins whose arguments ranks have compared before.
@@ -138,12 +152,12 @@ class NoticeBoard:
         for words, _ in self.alarms:
             if words[0]:
                 self.check()
-        if not self.shared:
-            return
         mine = self._mine
         calls = self._calls = self._calls + 1
         mine[HEAD + calls % RING] = digest
         mine[CALLS] = calls  # x86 keeps the order of stores
+        if not self.shared:
+            return
         theirs = self._next()
         there = theirs[CALLS]
         at = HEAD + (calls if there > calls else there) % RING
@@ -159,8 +173,6 @@ class NoticeBoard:
             facts: in words.
         """
         self._know(digest, facts)
-        if not self.shared:
-            return
         self._compares = True
         self._calls += 1
         self._mine[HEAD + self._calls % RING] = digest | 1
@@ -183,12 +195,13 @@ class NoticeBoard:
         if len(self.facts) >= MAX_FACTS:
             self.facts.pop(next(iter(self.facts)))
         self.facts[digest] = facts
-        if self.shared:
-            _write(self._words[self.rank], facts)
+        _write(self._words[self.rank], facts)
 
     def refuse(self, error: CounterpointError) -> None:
         """Say that this rank has refused a call before it noted it: peers may have come to it."""
-        if self.shared and self.fault is None:
+        if self._far is not None:  # none of them looks while it waits
+            self.fail(_told(error, f"{error} (rank {self.rank} has refused the call)"))
+        elif self.fault is None:
             _write(self._notes[self.rank], error)
             times = self._refusals(self.rank, self._calls + 1) + 1
             self._mine[REFUSES] = (self._calls + 1) * MAX_REFUSALS + min(times, MAX_REFUSALS - 1)
@@ -203,9 +216,10 @@ class NoticeBoard:
         if self.fault is None:
             # one that has been raised holds the frames that it went through, and all in them
             self.fault = copy(error)
-            if self.shared:
-                _write(self._notes[self.rank], error)
-                self._mine[VERDICT] = 1
+            _write(self._notes[self.rank], error)
+            self._mine[VERDICT] = 1
+            if self._far is not None:
+                self._far.tell(error)
         return copy(self.fault)
 
     def check(self) -> None:
@@ -254,11 +268,11 @@ class NoticeBoard:
         Raises:
             Refused: a rank has refused the call that this one is in. Nothing of it has run.
         """
-        if not self.shared:
-            return None
+        if self._far is not None and (verdict := self._far.exchange(*self._copied)) is not None:
+            return verdict
         for r in self._peers:
-            if self._lines[r][VERDICT]:
-                return _read(self._notes[r])
+            if self._lines[r][VERDICT] and (verdict := _read(self._notes[r])) is not None:
+                return verdict
         for r in self._peers:
             if (wrong := self._different(r)) is not None:
                 return wrong
@@ -274,13 +288,13 @@ class NoticeBoard:
             Refused: there is something.
         """
         here, there = (self._refusals(each, self._calls) for each in (self.rank, r))
-        if there > here:
-            error: CounterpointError = _read(self._notes[r])
+        error: CounterpointError | None = _read(self._notes[r]) if there > here else None
+        if error is not None:
             raise Refused(_told(error, f"{error} (rank {r} has refused the call)"))
 
     def gone(self) -> int | None:
         """A rank that has not made the call that this one is in, and never will: it is dead."""
-        for r in self._peers if self.shared else ():
+        for r in self._peers:
             if self._lines[r][CALLS] < self._calls and self.state(r).endswith("dead"):
                 return r
         return None
@@ -335,6 +349,8 @@ class NoticeBoard:
 
     def state(self, r: int) -> str:
         """Whether the process of a rank lives, in words."""
+        if self._far is not None:
+            return self._far.state()
         return describe_process(self.pids[r])
 
     def culprit(self, r: int) -> int:
@@ -351,9 +367,8 @@ class NoticeBoard:
 
         One that is dead, or else one that has made fewer calls; None: there is none.
         """
-        peers = self._peers if self.shared else ()
-        dead = [r for r in peers if self.state(r).endswith("dead")]
-        behind = [r for r in peers if self._lines[r][CALLS] < self._calls]
+        dead = [r for r in self._peers if self.state(r).endswith("dead")]
+        behind = [r for r in self._peers if self._lines[r][CALLS] < self._calls]
         for r in (*dead, *behind):
             return r, self._lines[r][CALLS]
         return None
@@ -387,6 +402,8 @@ class NoticeBoard:
             return self._by_store(value)
         except PeerTimeoutError as error:
             raise self.fail(error) from None
+        finally:
+            self._compares = False
 
     def gather_bytes(self, mine: Bytes, awaited: Awaited, *, launched: bool = True) -> list[Bytes]:
         """What all ranks show, [any] bytes of each; a page at a time.
@@ -612,13 +629,11 @@ def _write(place: Bytes, value: object) -> None:
 
 
 def _read(place: Bytes) -> Any:
-    """What `_write` has put there; None where nothing is. Read again if it was being written."""
-    for last in (False, False, True):
+    """What `_write` has put there; None where nothing is, or still is being written."""
+    for _ in range(3):
         size = int(place[:8].view(np.int64)[0])
         try:
             return pickle.loads(place[8 : 8 + size].tobytes()) if size else None
         except Exception:  # whatever pickle makes of half of one value and half of another
-            if last:
-                raise
             time.sleep(1e-3)
     return None

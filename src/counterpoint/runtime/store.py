@@ -31,7 +31,10 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 def gather_by_store(
-    group: dist.ProcessGroup, name: str, timeout_s: float
+    group: dist.ProcessGroup,
+    name: str,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
 ) -> Callable[[Any], list[Any]]:
     """A function that all-gathers a picklable value, each time it is called, by all ranks alike.
 
@@ -39,6 +42,7 @@ def gather_by_store(
         group: whose ranks.
         name: of keys; a group may have several.
         timeout_s: of each wait.
+        check: raises where it is known by now that nobody will come.
 
     Raises:
         PeerTimeoutError: the store is gone. Its function: or a rank did not come.
@@ -63,6 +67,7 @@ def gather_by_store(
             store.set(keys[rank], pickle.dumps(value))
             for key in keys:
                 while not store.check([key]):
+                    check()
                     if time.monotonic() > deadline_s:
                         missing = [r for r in range(ranks) if not store.check([keys[r]])]
                         raise _late(missing, timeout_s)

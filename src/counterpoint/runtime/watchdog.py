@@ -34,6 +34,7 @@ class Watchdog:
         self._describe = describe
         self._board = board
         self._fault: CounterpointError | None = None
+        board.alarms.append((words, self.look))  # before it has something to tell
         name = "counterpoint-watchdog"
         threading.Thread(target=_watch, args=(weakref.ref(self),), name=name, daemon=True).start()
 

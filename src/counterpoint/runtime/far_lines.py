@@ -1,0 +1,85 @@
+"""The line of one neighbour on the notice board, where ranks share no memory: between hosts.
+
+Each rank shows its line in the store of the group a few times a second, and copies that of the next
+rank. If any two ranks differ, some neighbours do; who finds it leaves a verdict for all. That is
+one line written and one read for each rank, however many there are.
+"""
+
+import pickle
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.runtime.store import store_of
+
+PERIOD_S = 0.25
+
+
+class FarLines:
+    """What a rank exchanges with the next one. Collective to make.
+
+    Args:
+        group: whose ranks.
+        name: of keys; equal on all ranks, and another one for each board.
+        timeout_s: silence after which a rank counts as dead.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.timeout_s = timeout_s
+        self._own, self._next = (f"{name}/line/{r % ranks}" for r in (rank, rank + 1))
+        self._verdict = f"{name}/verdict"
+        try:
+            self._store: Any = store_of(group)
+        except UnsupportedError:  # nobody is heard, then
+            self._store = None
+        self._shown, self._heard = 0, 0
+        self._last_s = -PERIOD_S
+        self._heard_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def exchange(
+        self, mine: NDArray[np.uint8], theirs: NDArray[np.uint8]
+    ) -> CounterpointError | None:
+        """Show `mine` and copy the line of the next rank to `theirs`, if it is time to.
+
+        Returns:
+            The verdict of the first rank that gave up; None: nobody did.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            if self._store is None or now_s - self._last_s < PERIOD_S:
+                return None
+            self._last_s = now_s
+            try:
+                self._shown += 1
+                self._store.set(self._own, pickle.dumps((self._shown, mine.tobytes())))
+                if self._store.check([self._verdict]):
+                    return pickle.loads(self._store.get(self._verdict))
+                if self._store.check([self._next]):
+                    heard, line = pickle.loads(self._store.get(self._next))
+                    if heard != self._heard:
+                        self._heard, self._heard_s = heard, now_s
+                        theirs[:] = np.frombuffer(line, np.uint8)
+            except RuntimeError:  # it ended with its host
+                self._store = None
+        return None
+
+    def tell(self, error: CounterpointError) -> None:
+        """Leave a verdict for all ranks, unless one has."""
+        with self._lock:
+            try:
+                if self._store is not None and not self._store.check([self._verdict]):
+                    self._store.set(self._verdict, pickle.dumps(error))
+            except RuntimeError:
+                self._store = None
+
+    def state(self) -> str:
+        """Whether the next rank is heard, in words."""
+        silent_s = time.monotonic() - self._heard_s
+        return f"silent for {silent_s:.1f} s: {'dead' if silent_s > self.timeout_s else 'alive'}"
