@@ -3,11 +3,11 @@
 Each result has to have the bits that the same call gave without a fault. After each fault the group
 is rebuilt in one of three ways, in turn:
 
-- anew: all processes are started anew, as by torchrun's `--max-restarts`;
 - release: who is left calls `release` and destroys the group;
-- destroy: who is left only destroys the group.
+- destroy: who is left only destroys the group;
+- anew: all processes are started anew, as by torchrun's `--max-restarts`.
 
-In the last two, those who are left then build a group in the same processes and compare calls in
+In the first two, those who are left then build a group in the same processes and compare calls in
 it; after that, a new process takes the place of the dead one.
 """
 
@@ -35,7 +35,7 @@ from counterpoint.runtime.ranks import describe_process, gloo_group
 
 CPU = torch.device("cpu")
 RANKS, TURNS = 4, 4
-WAYS = ("anew", "release", "destroy")
+WAYS = ("release", "destroy", "anew")
 HANG_S = 60.0  # beyond the fault: no rank that ends takes as long
 
 
@@ -91,7 +91,7 @@ def segments() -> int:
 def learn(rank: int, ranks: int) -> Known:
     """Every call twice, in other orders; plans of an operator have to agree to the bit."""
     with by_reference():
-        calls = mixed_calls(rank, ranks, CPU, TURNS)
+        calls = mixed_calls(CPU, turns=TURNS)
         bits = [digest(call.run()) for call in calls]
         gc.collect()
         order = random.Random(ranks).sample(range(len(calls)), len(calls))
@@ -128,7 +128,7 @@ def live(
     with by_reference():
         if found := segments():
             leaks.append(f"{found} segments before the first call")
-        calls = mixed_calls(rank, ranks, CPU, TURNS)
+        calls = mixed_calls(CPU, turns=TURNS)
         told = suffer(rank, trial, here, compared(calls, known[ranks][rank], rank, here))
         if way == "anew":
             return Lived(told, leaks)
@@ -141,7 +141,7 @@ def live(
         left = [r for r in range(ranks) if r not in trial.dies]
         rank, ranks = left.index(rank), len(left)
         with gloo_group(rank, ranks, f"{folder}/again", timeout_s=HANG_S):
-            calls = mixed_calls(rank, ranks, CPU, TURNS)
+            calls = mixed_calls(CPU, turns=TURNS)
             for once in compared(calls, known[ranks][rank], rank, here):
                 once()
             gc.collect()
@@ -205,12 +205,15 @@ def soak(num_faults: int, every_s: float) -> Summary:
     try:
         known = {n: pool.run(learn, n) for n in (RANKS - 1, RANKS)}
         for number in range(num_faults):
-            trial, way = trial_of(number, RANKS, 2 * every_s), WAYS[number % len(WAYS)]
+            trial, way = (
+                trial_of(number, ranks=RANKS, latest_s=2 * every_s),
+                WAYS[number % len(WAYS)],
+            )
             said = tally.fault(trial, way, pool, known)
             minutes = (time.monotonic() - start_s) / 60
             fault = f"rank {trial.victim} {trial.kind}, {way}, {tally.calls} calls so far"
             print(f"{minutes:.1f} min: {fault}: {said}", flush=True)
-            if way == "anew":
+            if way == "anew" and number + 1 < num_faults:
                 pool.close()
                 pool = RankPool(env=POOL_ENV)
     finally:

@@ -2,39 +2,55 @@
 
     python -m fault_trials --trials 200     # `make faults`; one trial is 2 to 4 CPU ranks
     python -m fault_trials --soak 30        # minutes of 4 CPU ranks, rebuilt after each fault
-    python -m fault_trials --gpu --trials 20 --out FILE     # of 2 GPUs
+    python -m fault_trials --gpu --trials 20 --out FILE     # of 2 ranks on 2 GPUs, several at once
 
 A trial is right if every survivor raises within the bound and a second, and names the rank that
-failed and the state of its process.
+failed and the state of its process. On GPUs it may do so at its next call, or at the next `check`;
+calls are eager ones, and replays of a graph of many.
 """
 
 import argparse
 import json
 import os
+import pickle
 import random
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from mixed_calls import mixed_calls
 from rank_bodies import by_reference
-from rankpool import RankPool
+from rankpool import RankError, RankPool
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import counterpoint as cp
 from counterpoint.errors import PeerTimeoutError
+from counterpoint.measure.timing import captured
 
 BOUND_S, SLACK_S = 2.0, 1.0
 KINDS = {"killed": "dead", "exits": "dead", "stops": "stopped", "sleeps": "alive"}
 LATEST_S = 0.3  # when a rank fails, after its first calls
-CHECK_EVERY = 8  # calls: on a GPU they return before they have run
+CHECK_EVERY = 4  # calls: on a GPU they return before they have run
 POOL_ENV = {"TRITON_INTERPRET": "1"}
+ON_GPUS = {"kinds": ("killed", "sleeps"), "ranks": 2, "latest_s": 1.0, "bound_s": 5.0}
+GPU_LANES = 4  # trials at a time, on the same GPUs
+GPU_ENV = {"NCCL_GRAPH_REGISTER": "0", "COUNTERPOINT_TIMEOUT_S": "120"}  # until all is compiled
+HANG_S = 120.0  # of a trial: none takes as long
 
 
 class Trial(NamedTuple):
@@ -45,11 +61,7 @@ class Trial(NamedTuple):
     kind: str
     after_s: float
     seed: int
-
-    @property
-    def bound_s(self) -> float:
-        """Of every wait."""
-        return BOUND_S
+    bound_s: float  # of every wait
 
     @property
     def dies(self) -> tuple[int, ...]:
@@ -57,12 +69,15 @@ class Trial(NamedTuple):
         return () if self.kind == "sleeps" else (self.victim,)
 
 
-def trial_of(seed: int, ranks: int = 0, latest_s: float = LATEST_S) -> Trial:
+def trial_of(
+    seed: int, *, ranks: int = 0, latest_s: float = LATEST_S, bound_s: float = BOUND_S,
+    kinds: Sequence[str] = tuple(KINDS),
+) -> Trial:  # fmt: skip
     """The trial of that number: each rank and each kind as often as others."""
     draw = random.Random(seed)
     ranks = ranks or draw.choice((2, 3, 4))
-    kind = tuple(KINDS)[seed % len(KINDS)]
-    return Trial(ranks, seed // len(KINDS) % ranks, kind, draw.uniform(0, latest_s), seed)
+    kind, victim = kinds[seed % len(kinds)], seed // len(kinds) % ranks
+    return Trial(ranks, victim, kind, draw.uniform(0, latest_s), seed, bound_s)
 
 
 class Told(NamedTuple):
@@ -75,7 +90,8 @@ class Told(NamedTuple):
 
 
 def suffer(
-    rank: int, trial: Trial, folder: Path, calls: Sequence[Callable[[], object]]
+    rank: int, trial: Trial, folder: Path, calls: Sequence[Callable[[], object]],
+    group: dist.ProcessGroup | None = None,
 ) -> Told:  # fmt: skip
     """Call and call, until this rank fails, or hears that another one has."""
     draw, at, done = random.Random(trial.seed), folder / "at", folder / "done"
@@ -87,7 +103,7 @@ def suffer(
             draw.choice(calls)()
             number += 1
             if number % CHECK_EVERY == 0:
-                cp.check()
+                cp.check(group)
             if sleeps.is_set():
                 at.write_text(str(time.monotonic()))
                 sleeps.clear()
@@ -127,18 +143,92 @@ def suffer_on_cpu(rank: int, ranks: int, trial: Trial, folder: str) -> Told:
     """One rank's part of a trial."""
     os.environ["COUNTERPOINT_TIMEOUT_S"] = str(trial.bound_s)
     with by_reference():
-        calls = [call.run for call in mixed_calls(rank, ranks, torch.device("cpu"))]
+        calls = [call.run for call in mixed_calls(torch.device("cpu"))]
         for call in calls:
             call()
         return suffer(rank, trial, Path(folder), calls)
 
 
-def problems_of(trial: Trial, pool: RankPool) -> list[str]:
-    """What ranks did not say, or said too late."""
+def suffer_and_end(rank: int, ranks: int, trial: Trial, folder: str, port: int, kind: str) -> None:
+    """As `suffer_on_cpu`, in a process that leaves a file and ends.
+
+    On GPUs it has to: NCCL may wait for a lost rank for ever.
+    """
+    try:
+        told = suffer_in_new_group(rank, ranks, trial, folder, port, kind)
+    except Exception:  # an orderly end may hang as well
+        told = Told(None, traceback.format_exc(), -1.0, 0)
+    told_in(folder, rank).write_bytes(pickle.dumps(told))
+    (Path(folder) / "done" / str(rank)).touch()
+    os._exit(0)
+
+
+def suffer_in_new_group(
+    rank: int, ranks: int, trial: Trial, folder: str, port: int, kind: str
+) -> Told:
+    """One rank's part of a trial, on a device of that kind; what it calls is compiled before."""
+    warnings.simplefilter("ignore")  # what NCCL and compilers say at first
+    torch.use_deterministic_algorithms(False)  # else cuBLAS refuses
+    on_gpu = kind == "cuda"
+    device = torch.device(kind, rank) if on_gpu else torch.device(kind)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = PrefixStore(folder, TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks,
+        device_id=device if on_gpu else None, timeout=timedelta(seconds=2 * HANG_S),
+    )  # fmt: skip
+    for call in mixed_calls(device):  # in a group of a long bound: a rank may compile for long
+        call.run()
+    cp.check()
+    os.environ["COUNTERPOINT_TIMEOUT_S"] = str(trial.bound_s)
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    calls = mixed_calls(device, group=group)
+    runs: list[Callable[[], object]] = [call.run for call in calls]
+    for run in runs:
+        run()
+    if on_gpu:
+        ours = [call for call in calls if call.ours]
+        replay, _ = captured(lambda i: ours[i].run(), len(ours))
+        runs.append(replay)
+    cp.check(group)
+    return suffer(rank, trial, Path(folder), runs, group)
+
+
+def told_in(folder: str, rank: int) -> Path:
+    """Where a rank that ends leaves what it was told."""
+    return Path(folder) / f"told.{rank}"
+
+
+def on_cpu(trial: Trial, pool: RankPool) -> list[Told | None]:
+    """What the ranks of a trial on CPUs were told."""
+    with folder_of_trial() as folder:
+        return pool.run(suffer_on_cpu, trial.ranks, trial, folder, expect_dead=trial.dies)
+
+
+def on_ending_ranks(trial: Trial, pool: RankPool, port: int, kind: str) -> list[Told | None]:
+    """What ranks on devices of that kind were told; by a store that outlives them."""
+    with folder_of_trial() as folder:
+        pool.run(
+            suffer_and_end, trial.ranks, trial, folder, port, kind,
+            group=False, timeout_s=HANG_S, expect_dead=range(trial.ranks),
+        )  # fmt: skip
+        files = [told_in(folder, rank) for rank in range(trial.ranks)]
+        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+@contextmanager
+def folder_of_trial() -> Iterator[str]:
+    """Where ranks of a trial leave notes."""
     with tempfile.TemporaryDirectory(prefix="counterpoint-trial-") as folder:
         (Path(folder) / "done").mkdir()
-        found = pool.run(suffer_on_cpu, trial.ranks, trial, folder, expect_dead=trial.dies)
-    return judge(trial, found)
+        yield folder
+
+
+def problems_of(trial: Trial, pool: RankPool) -> list[str]:
+    """What ranks on CPUs did not say, or said too late."""
+    return judge(trial, on_cpu(trial, pool))
 
 
 def judge(trial: Trial, found: Sequence[Told | None]) -> list[str]:
@@ -159,17 +249,55 @@ def judge(trial: Trial, found: Sequence[Told | None]) -> list[str]:
     return problems
 
 
-def run_trials(first: int, count: int) -> int:
-    """How many of that many trials on CPU ranks were wrong."""
-    wrong = 0
-    with RankPool(env=POOL_ENV) as pool:
-        for i in range(first, first + count):
-            problems = problems_of(trial_of(i), pool)
-            wrong += bool(problems)
-            for problem in problems:
+def rows_of(
+    trials: Sequence[Trial], run: Callable[[Trial, RankPool], list[Told | None]],
+    pools: Sequence[RankPool],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row of each trial, in order; as many at a time as there are pools."""
+    free: SimpleQueue[RankPool] = SimpleQueue()
+    for pool in pools:
+        free.put(pool)
+
+    def row_of(trial: Trial) -> dict[str, Any]:
+        pool, found = free.get(), list[Told | None]()
+        try:
+            found = run(trial, pool)
+            problems = judge(trial, found)
+        except RankError as error:  # it hung, too
+            problems = [f"{trial}: {error}"]
+        finally:
+            free.put(pool)
+        told = [each and each._asdict() for each in found]
+        return {**trial._asdict(), "told": told, "problems": problems}
+
+    with ThreadPoolExecutor(len(pools)) as lanes:
+        yield from lanes.map(row_of, trials)
+
+
+def run_trials(trials: Sequence[Trial], out: str, *, gpu: bool) -> int:
+    """How many of the trials were wrong. Their rows and a summary go to the file `out`, if any."""
+    start_s, wrong = time.monotonic(), 0
+    with ExitStack() as stack:
+        file = stack.enter_context(open(out, "w")) if out else None
+        lanes, env = (GPU_LANES, GPU_ENV) if gpu else (1, POOL_ENV)
+        pools = [stack.enter_context(RankPool(env=env)) for _ in range(lanes)]
+        run = on_cpu
+        if gpu:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            run = partial(on_ending_ranks, port=store.port, kind="cuda")
+        for done, row in enumerate(rows_of(trials, run, pools), 1):
+            wrong += bool(row["problems"])
+            if file is not None:
+                print(json.dumps(row), file=file, flush=True)
+            for problem in row["problems"]:
                 print(f"\n{problem}", flush=True)
-            print(f"\r{i + 1 - first}/{count} trials, {wrong} wrong", end="", flush=True)
-    print()
+            print(f"\r{done}/{len(trials)} trials, {wrong} wrong", end="", flush=True)
+        print()
+        if file is not None:
+            kinds = Counter(trial.kind for trial in trials)
+            seconds = round(time.monotonic() - start_s, 1)
+            summary = {"trials": len(trials), "kinds": kinds, "wrong": wrong, "seconds": seconds}
+            print(json.dumps({**summary, "gpu": gpu, "torch": torch.__version__}), file=file)
     return wrong
 
 
@@ -184,6 +312,8 @@ def main() -> int:
     parser.add_argument(
         "--every", type=float, default=60.0, metavar="S", help="of the soak's faults"
     )
+    parser.add_argument("--gpu", action="store_true", help="2 ranks on 2 GPUs: killed, or asleep")
+    parser.add_argument("--out", default="", metavar="FILE", help="of a row for each trial")
     args = parser.parse_args()
     if args.soak is not None:
         from fault_soak import soak
@@ -191,7 +321,9 @@ def main() -> int:
         summary = soak(round(args.soak * 60 / args.every), args.every)
         print(json.dumps(summary._asdict()))
         return 0 if summary.good else 1
-    return 1 if run_trials(args.first, args.trials) else 0
+    more: dict[str, Any] = ON_GPUS if args.gpu else {}
+    trials = [trial_of(i, **more) for i in range(args.first, args.first + args.trials)]
+    return 1 if run_trials(trials, args.out, gpu=args.gpu) else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from rank_bodies import world
 from torch import Tensor
 
 import counterpoint as cp
@@ -33,8 +35,10 @@ class MixedCall(NamedTuple):
 class _Maker:
     """Operands of one rank for one turn."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, turn: int) -> None:
-        self.ranks, self.device, self.turn = ranks, device, turn
+    def __init__(
+        self, rank: int, device: torch.device, turn: int, group: dist.ProcessGroup
+    ) -> None:
+        self.ranks, self.device, self.turn, self.group = group.size(), device, turn, group
         self._own = torch.Generator().manual_seed(1000 * turn + rank)
         self._common = torch.Generator().manual_seed(1000 * turn + 999)
 
@@ -49,7 +53,10 @@ class _Maker:
         run = getattr(cp, op)
         rows = ROWS * self.ranks if op == "matmul_reduce_scatter" else ROWS
         x, w = self.integers(rows, K), self.integers(K, N)
-        return [self.call(op, plan, lambda plan=plan: run(x, w, plan=plan)) for plan in plans]
+        return [
+            self.call(op, plan, lambda plan=plan: run(x, w, plan=plan, group=self.group))
+            for plan in plans
+        ]
 
     def gradients(self) -> MixedCall:
         """Of a gather and a matmul: a matmul, and the scatter of its sums."""
@@ -57,7 +64,8 @@ class _Maker:
         dy = self.integers(ROWS * self.ranks, N)
 
         def run() -> Tensor:
-            grads = torch.autograd.grad(cp.all_gather_matmul(x, w, plan="graded"), (x, w), dy)
+            y = cp.all_gather_matmul(x, w, plan="graded", group=self.group)
+            grads = torch.autograd.grad(y, (x, w), dy)
             return torch.cat([each.flatten() for each in grads])
 
         return self.call("all_gather_matmul backward", "graded", run)
@@ -69,7 +77,7 @@ class _Maker:
         def run(plan: str) -> Tensor:
             return torch.cat(
                 cp.matmul_all_reduce_rms_norm(
-                    x, w, residual=residual, norm_weight=weight, plan=plan
+                    x, w, residual=residual, norm_weight=weight, plan=plan, group=self.group
                 )
             )
 
@@ -82,7 +90,9 @@ class _Maker:
         x, w = self.integers(rows, K), self.integers(LOCAL, K, N)
         return [
             self.call(
-                op.__name__, plan, lambda op=op, plan=plan: op(x, w, counts=counts, plan=plan)
+                op.__name__,
+                plan,
+                lambda op=op, plan=plan: op(x, w, counts=counts, plan=plan, group=self.group),
             )
             for op in (cp.all_to_all_matmul, cp.matmul_all_to_all)
             for plan in plans
@@ -97,7 +107,9 @@ class _Maker:
         dy = self.integers(ROWS, 16 * self.ranks)
 
         def pool(plan: str) -> Tensor:
-            return cp.embedding_bag_all_to_all([table], indices, offsets, plan=plan)
+            return cp.embedding_bag_all_to_all(
+                [table], indices, offsets, plan=plan, group=self.group
+            )
 
         def forward(plan: str) -> Tensor:
             with torch.no_grad():
@@ -114,24 +126,36 @@ class _Maker:
         """What waits in the library alone."""
         counts = torch.randint(9, (LOCAL * self.ranks,), generator=self._own).to(self.device)
         weight, dy = self.integers(N).requires_grad_(), self.integers(N)
+
+        def exchange() -> Tensor:
+            return cp.exchange_counts(counts, group=self.group)
+
+        def copied() -> Tensor:
+            return torch.autograd.grad(copy_to_group(weight, group=self.group), weight, dy)[0]
+
         return [
-            self.call("exchange_counts", "serial", lambda: cp.exchange_counts(counts)),
-            self.call("copy_to_group", "serial",
-                  lambda: torch.autograd.grad(copy_to_group(weight), weight, dy)[0]),
-        ]  # fmt: skip
+            self.call("exchange_counts", "serial", exchange),
+            self.call("copy_to_group", "serial", copied),
+        ]
 
 
-def mixed_calls(rank: int, ranks: int, device: torch.device, turns: int = 1) -> list[MixedCall]:
+def mixed_calls(
+    device: torch.device, *, turns: int = 1, group: dist.ProcessGroup | None = None
+) -> list[MixedCall]:
     """The calls of a rank; those of all ranks belong together by their place in the list.
 
     Args:
+        device: of the operands.
         turns: sets of operands.
+        group: the default group if None.
     """
+    group = world(group)
+    rank, ranks = group.rank(), group.size()
     even = ranks in (1, 2, 4, 8)
     direct, fused = ("direct",) if even else (), ("fused",) if even else ()
     found: list[MixedCall] = []
     for turn in range(turns):
-        made = _Maker(rank, ranks, device, turn)
+        made = _Maker(rank, device, turn, group)
         found += [
             *made.matmuls("all_gather_matmul", ("shard_p2p", "graded ring", *direct, "serial")),
             *made.matmuls("matmul_reduce_scatter", ("graded", "shard_p2p", *direct, "serial")),

@@ -59,12 +59,15 @@ def release(group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         InputError: `group` is none.
-        PeerTimeoutError: a rank did not come; the memory of this rank is free all the same.
+        PeerTimeoutError: a rank did not come, to this or to an earlier call; the memory of this
+            rank is free all the same.
+        InputError: a rank calls something else; likewise.
     """
     for workspace in _workspaces("release", group):
         if workspace.device.type == "cuda":
             torch.cuda.synchronize(workspace.device)
         try:
+            workspace.board.note_op("release")
             workspace.gather(None)  # no rank frees what another one still uses
         finally:
             forget(workspace)

@@ -420,6 +420,8 @@ class NoticeBoard:
         """
         if not self.shared:
             return self._gather_by_store(mine)
+        if self.fault is not None:  # who comes late must not find a page of those who gave up
+            raise copy(self.fault)
         line, sizes = self._mine, [len(mine)] * self.ranks
         found: list[Bytes] = []
         start = 0
