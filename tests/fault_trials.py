@@ -50,7 +50,7 @@ POOL_ENV = {"TRITON_INTERPRET": "1"}
 ON_GPUS = {"kinds": ("killed", "sleeps"), "ranks": 2, "latest_s": 1.0, "bound_s": 5.0}
 GPU_LANES = 4  # trials at a time, on the same GPUs
 GPU_ENV = {"NCCL_GRAPH_REGISTER": "0", "COUNTERPOINT_TIMEOUT_S": "120"}  # until all is compiled
-HANG_S = 120.0  # of a trial: none takes as long
+HANG_S = 150.0  # of a trial: none takes as long
 
 
 class Trial(NamedTuple):
@@ -155,7 +155,8 @@ def suffer_and_end(rank: int, ranks: int, trial: Trial, folder: str, port: int, 
     On GPUs it has to: NCCL may wait for a lost rank for ever.
     """
     try:
-        told = suffer_in_new_group(rank, ranks, trial, folder, port, kind)
+        with by_reference():  # of CPU ranks
+            told = suffer_in_new_group(rank, ranks, trial, folder, port, kind)
     except Exception:  # an orderly end may hang as well
         told = Told(None, traceback.format_exc(), -1.0, 0)
     told_in(folder, rank).write_bytes(pickle.dumps(told))
@@ -171,6 +172,7 @@ def suffer_in_new_group(
     torch.use_deterministic_algorithms(False)  # else cuBLAS refuses
     on_gpu = kind == "cuda"
     device = torch.device(kind, rank) if on_gpu else torch.device(kind)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if on_gpu:
         torch.cuda.set_device(device)
     store = PrefixStore(folder, TCPStore("127.0.0.1", port, is_master=False))
@@ -315,6 +317,8 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="2 ranks on 2 GPUs: killed, or asleep")
     parser.add_argument("--out", default="", metavar="FILE", help="of a row for each trial")
     args = parser.parse_args()
+    if args.gpu and torch.cuda.device_count() < 2:
+        parser.error(f"--gpu needs 2 GPUs, there are {torch.cuda.device_count()}")
     if args.soak is not None:
         from fault_soak import soak
 

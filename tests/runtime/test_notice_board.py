@@ -135,7 +135,10 @@ def test_a_rank_that_refuses_alone(rank: int, ranks: int, known: bool):
     """Its rows do not fit; new to all, nothing has run, and the group goes on."""
     rows = [2] * ranks
     x = torch.ones(3 if rank == 1 else 2, 4)
-    run = lambda x: cp.all_gather_matmul(x, torch.ones(4, 3), rows=rows, plan="shard_p2p")  # noqa: E731
+
+    def run(x: torch.Tensor) -> object:
+        return cp.all_gather_matmul(x, torch.ones(4, 3), rows=rows, plan="shard_p2p")
+
     gather(1)
     if known:
         run(x[:2])
@@ -288,12 +291,16 @@ def test_rows_that_ranks_see_otherwise_are_an_error(rank: int, ranks: int):
 @on_ranks(2, 3)
 def test_who_has_given_up_shows_no_page(rank: int, ranks: int):
     """A rank that wakes up later would take it for one of its own meeting."""
+
+    def meets(*_: object) -> None:
+        pytest.fail("it meets")
+
     gather(1)
     last = ranks - 1
     if rank != last:
         board().fail(PeerTimeoutError("given up", rank=last, step="call"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(notice_board.Late, "wait", lambda *_: pytest.fail("it meets"))
+            patch.setattr(notice_board.Late, "wait", meets)
             assert "given up" in told(lambda: workspace_of(world(), CPU).gather(None))
             assert "given up" in told(cp.release)
     dist.barrier()
