@@ -81,7 +81,7 @@ def trial_of(
 
 
 class Told(NamedTuple):
-    """What a rank was told, how long after the fault, and after how many calls."""
+    """What a rank was told, how long after the fault (< 0: before it), after how many calls."""
 
     rank: int | None
     text: str
@@ -111,12 +111,14 @@ def suffer(
                     time.sleep(0.01)
     except PeerTimeoutError as error:
         told_s = time.monotonic()
-        while not at.exists() or not at.read_text():
+        latest_s = told_s + trial.after_s + 1  # without a fault by then, there is none
+        while not (at.exists() and at.read_text()) and time.monotonic() < latest_s:
             time.sleep(0.01)
         (done / str(rank)).touch()
         if trial.kind == "stops":
             end_it(trial, done)
-        return Told(error.rank, str(error), told_s - float(at.read_text()), number)
+        after_s = told_s - float(at.read_text()) if at.exists() else -1.0
+        return Told(error.rank, str(error), after_s, number)
 
 
 def fail(trial: Trial, at: Path, sleeps: threading.Event) -> None:
@@ -135,7 +137,7 @@ def fail(trial: Trial, at: Path, sleeps: threading.Event) -> None:
 def end_it(trial: Trial, done: Path) -> None:
     """The last survivor ends a rank that is stopped."""
     if len(list(done.iterdir())) == trial.ranks - 1:
-        with suppress(ProcessLookupError):  # another survivor was the last one, too
+        with suppress(ProcessLookupError, FileNotFoundError):  # another survivor was the last, too
             os.kill(int(done.with_name("pid").read_text()), signal.SIGKILL)
 
 
@@ -246,6 +248,8 @@ def judge(trial: Trial, found: Sequence[Told | None]) -> list[str]:
             problems.append(f"names rank {told.rank}; {where}")
         if f"is {KINDS[trial.kind]}" not in told.text:
             problems.append(f"does not say {KINDS[trial.kind]}; {where}")
+        if told.after_s < 0:
+            problems.append(f"without a fault; {where}")
         if told.after_s > trial.bound_s + SLACK_S and rank != trial.victim:
             problems.append(f"late; {where}")
     return problems
