@@ -121,8 +121,8 @@ H200 = replace(
     ),
     link=replace(
         H100.link,
-        source="NVIDIA H200 datasheet; copy overhead measured on 8xH200, 2026-11; latency is a "
-        "placeholder until calibrated",
+        source="NVIDIA H200 datasheet; copy overhead as measured on 4xH200 (5.4 us), 2026-11, 8 "
+        "have not been measured; latency is a placeholder until calibrated",
     ),
     source="datasheet peaks of HGX H200 with 8 GPUs",
 )
