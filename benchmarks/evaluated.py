@@ -32,7 +32,7 @@ class Found(NamedTuple):
     measured: Measured
     picked: str  # by "auto", where it was measured
     auto_s: float
-    ideal_s: float
+    longer_s: float  # of compute and communication, each alone
     torch_s: float  # in the mode in which it does better beside auto; 0: not measured
     gpu: str
     tiles: Tiles  # of the matmul library, where rows say them
@@ -171,7 +171,7 @@ def ways_of(found: Sequence[Found], machine: Machine | None) -> list[Way]:
         ways.append(Way(each.way, always, each))
     ways.append(Way("at random", {}, at_random(measured)))
     ways.append(Way("best possible", {m.problem: m.best_s for m in measured}, None))
-    return [*ways, Way("ideal", {p: each.ideal_s for p, each in of.items()}, None)]
+    return [*ways, Way("the longer part alone", {p: each.longer_s for p, each in of.items()}, None)]
 
 
 def _by_rule(each: Found, machine: Machine) -> str:

@@ -104,7 +104,7 @@ def build(pair: Pair, bench: Bench) -> Loop:
     return Loop(pipeline, gemms[0], _checker(pair, a, b, sources, targets, bench))
 
 
-def ideal_s(gemm_s: float, comm_s: float, iterations: int = NUM_ITERATIONS) -> float:
+def alone_s(gemm_s: float, comm_s: float, iterations: int = NUM_ITERATIONS) -> float:
     """Seconds of the loop if nothing shared anything: GEMM, then the longer ones, then the rest."""
     return gemm_s + (iterations - 1) * max(gemm_s, comm_s) + comm_s
 

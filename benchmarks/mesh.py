@@ -28,13 +28,13 @@ SHORT = {"all_gather_matmul": "AG", "matmul_reduce_scatter": "RS"}
 def table(images: Path) -> str:
     """Draw the picture; the table beside it."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
-    ideals: dict[str, dict[str, float]] = {}
+    marks: dict[str, dict[str, float]] = {}
     lines: dict[str, list[str]] = {}
     head = ["M, N, K"]
     for name, title in MACHINES.items():
         machine = cp.preset(name)
-        head += [f"{title}: shard_p2p", "graded", "finer", "which", "ideal"]
-        panel, ideal = panels.setdefault(title, {}), ideals.setdefault(title, {})
+        head += [f"{title}: shard_p2p", "graded", "finer", "which", "longer part"]
+        panel, mark = panels.setdefault(title, {}), marks.setdefault(title, {})
         for op, shapes in SHAPES.items():
             for shape in shapes:
                 problem = cp.Problem(op, *shape, 8)
@@ -49,15 +49,15 @@ def table(images: Path) -> str:
                     for kind, families in KINDS.items()
                 }  # fmt: skip
                 panel[label] = {kind: choice.serial_s / s for kind, (s, _) in found.items()}
-                ideal[label] = choice.serial_s / choice.ideal_s
+                mark[label] = choice.serial_s / choice.longer_s
                 finest = found["finer than shards"][1].split()[0]
                 ratios = [f"{ratio:.2f}" for ratio in panel[label].values()]
                 lines.setdefault(label, [label]).extend(
-                    [*ratios, f"`{finest}`", f"{ideal[label]:.2f}"]
+                    [*ratios, f"`{finest}`", f"{mark[label]:.2f}"]
                 )
     dots(
         panels,
-        ideals,
+        marks,
         images / "mesh-prediction.png",
         title="Plans finer than shards, on two topologies",
         source="predictions from datasheet rates, 8 GPUs, bf16; the fastest of each kind",

@@ -167,7 +167,7 @@ def shapes_of(rows: Sequence[Row]) -> list[Timed]:
     return taken(rows, "op", "m", "n", "k")
 
 
-def ideal_s(case: Timed) -> float:
+def longer_s(case: Timed) -> float:
     """The longer of compute and the faster of both transports, each alone."""
     return max(case.s("compute"), case.s(case.fastest(("communication", "copy_engine"))))
 
@@ -182,7 +182,7 @@ def hidden(case: Timed) -> str:
     serial_s, auto_s = case.s("serial"), case.s("auto")
     if case.graph["auto"]["pick"] == "serial":
         return "-"
-    share = (serial_s - auto_s) / (serial_s - ideal_s(case))
+    share = (serial_s - auto_s) / (serial_s - longer_s(case))
     return f"{share:.0%}" if serial_s > auto_s else "loses"
 
 
@@ -363,7 +363,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     where = f"{ranks}x {h['gpu']}, bf16, {h['date']}"
     bars({f"{c.head['op']}\n{sizes('m', 'n', 'k').cell(c)}":
           {"serial": c.s("serial"), "counterpoint": c.s("auto"),
-           "ideal: the longer of compute and communication": ideal_s(c)} for c in shapes},
+           "the longer of compute and communication, alone": longer_s(c)} for c in shapes},
          images / "overlap.png", title='Time of one call, serial against plan="auto"',
          source=f"{where}; serial is NCCL + cuBLAS")  # fmt: skip
     scatter(points(shapes, machine), images / "model.png", title="Predicted against measured",

@@ -100,22 +100,24 @@ def bars(cases: Mapping[str, Mapping[str, float]], path: Path, *, title: str, so
 
 def dots(
     panels: Mapping[str, Mapping[str, Mapping[str, float]]],
-    ideals: Mapping[str, Mapping[str, float]],
+    marks: Mapping[str, Mapping[str, float]],
     path: Path,
     *,
     title: str,
     source: str,
     label: str = "serial / plan (higher is better)",
+    mark: str = "the longer part alone",
 ) -> Path:
-    """A dot for each kind at each case, in a panel for each machine, and the ideal as a bar.
+    """A dot for each kind at each case, in a panel for each machine, and a bar beside them.
 
     Args:
         panels: title -> label of a case -> kind -> speedup.
-        ideals: likewise, without kinds.
+        marks: likewise, without kinds: what the dots are beside.
         path: of the picture.
         title: above it.
         source: machine, dtype and date.
         label: of the axis.
+        mark: what the bars are.
     """
     rows = max(len(cases) for cases in panels.values())
     figure, found = sheet(
@@ -130,10 +132,10 @@ def dots(
             points = [(each[kind], at[case]) for case, each in cases.items() if kind in each]
             axes.plot(*zip(*points, strict=True), linestyle="", markersize=6, label=kind, zorder=3,
                       **look) if points else None  # fmt: skip
-        marks = [(ideal, at[case]) for case, ideal in ideals[name].items() if case in at]
-        if marks:
-            axes.plot(*zip(*marks, strict=True), color=INK, marker="|", markersize=11, linestyle="",
-                      markeredgewidth=2, label="ideal", zorder=2)  # fmt: skip
+        beside = [(speedup, at[case]) for case, speedup in marks[name].items() if case in at]
+        if beside:
+            axes.plot(*zip(*beside, strict=True), color=INK, marker="|", markersize=11,
+                      linestyle="", markeredgewidth=2, label=mark, zorder=2)  # fmt: skip
         axes.set_yticks(range(len(cases)), list(cases), fontsize=8)
         axes.set_ylim(len(cases) - 0.5, -0.5)
         axes.set_xlabel(label, fontsize=8.5)

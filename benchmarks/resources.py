@@ -19,8 +19,8 @@ from benchmarks.loop import (
     NUM_ITERATIONS,
     Loop,
     Pair,
+    alone_s,
     build,
-    ideal_s,
     pairs,
 )
 from benchmarks.rows import Row
@@ -153,7 +153,7 @@ def timed(
     gemm_s, sm_s, copies_s = (times[name].median_s for name in parts)
     bounds = {
         "gemm_s": gemm_s, "comm_sm_s": sm_s, "comm_copy_engine_s": copies_s,
-        "ideal_s": ideal_s(gemm_s, min(sm_s, copies_s)), "ideal_sm_s": ideal_s(gemm_s, sm_s),
+        "ideal_s": alone_s(gemm_s, min(sm_s, copies_s)), "ideal_sm_s": alone_s(gemm_s, sm_s),
     }  # fmt: skip
     return [
         _row(name, controls, times, errors[controls.spec]) | bounds

@@ -181,8 +181,8 @@ class Step:
         self.fused_s = self.seconds["fused"]
 
     def over(self, way: str) -> float:
-        """Time of ours / time of that way, or of the fastest that is not ours."""
-        return self.fused_s / (self.seconds[way] if way else self.unfused_s)
+        """Time of that way, or of the fastest that is not ours, over that of ours."""
+        return (self.seconds[way] if way else self.unfused_s) / self.fused_s
 
 
 def steps_of(rows: Sequence[Row]) -> list[Step]:
@@ -196,8 +196,7 @@ def steps_of(rows: Sequence[Row]) -> list[Step]:
 
 
 def _than(steps: Sequence[Step], way: str = "") -> str:
-    less = 1 - geometric_mean(s.over(way) for s in steps)
-    return f"{abs(less):.0%} {'less' if less >= 0 else 'more'}"
+    return f"{geometric_mean(s.over(way) for s in steps):.2f}"
 
 
 def step_table(steps: Sequence[Step], kind: str) -> str:
@@ -208,8 +207,8 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
         f"model, {'samples' if kind == DLRM else 'tokens of a rank'}, step",
         *others,
         "**fused**",
-        "less than torch",
-        "than the fastest",
+        "torch / fused",
+        "fastest / fused",
         "saved",
         *sides,
         "saved / shorter",
@@ -219,16 +218,16 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
         saved_s = s.unfused_s - s.fused_s
         lines.append(([
             s.label, *(ms(s.seconds[way]) for way in others), f"**{ms(s.fused_s)}**",
-            f"{1 - s.over('torch'):.0%}", f"{1 - s.over(''):.0%}", ms(saved_s), ms(s.compute_s),
+            f"{s.over('torch'):.2f}", f"{s.over(''):.2f}", ms(saved_s), ms(s.compute_s),
             ms(s.communication_s), f"{saved_s / s.bound_s:.0%}",
         ], s.rows))  # fmt: skip
     texts: list[str] = []
     for what in dict.fromkeys(s.what for s in steps):
         some = [s for s in steps if s.what == what]
-        worst = 1 - max(s.over("") for s in some)
+        worst = min(s.over("") for s in some)
         texts.append(
-            f"{what} {_than(some, 'torch')} time than torch, {_than(some)} than the fastest "
-            f"that is not fused ({worst:.0%} less at worst)"
+            f"{what}: torch / fused {_than(some, 'torch')}, the fastest that is not fused / fused "
+            f"{_than(some)} (least {worst:.2f})"
         )
     return measured(head, lines, f"{NOTE} Geometric means: {'; '.join(texts)}.")
 
@@ -252,8 +251,8 @@ def readme(found: Mapping[int, list[Row]]) -> str:
     for kind, name in ((DLRM, "a DLRM"), ("experts", "a layer of experts with `max_rows=`")):
         if some := [s for s in steps_of(rows) if s.kind == kind and s.what == BOTH]:
             texts.append(
-                f"{name} {_than(some, 'torch')} time than with torch's own operators, "
-                f"{_than(some)} than the fastest that is not fused ({len(some)} sizes)"
+                f"{name} {_than(some, 'torch')}x torch's own operators, {_than(some)}x the fastest "
+                f"that is not fused ({len(some)} sizes)"
             )
     return (f"[Whole steps](docs/training.md#whole-steps), forward and backward, on {ranks}x "
             f"{rows[0]['gpu']}, in the mean: {'; '.join(texts)}.")  # fmt: skip
@@ -262,22 +261,21 @@ def readme(found: Mapping[int, list[Row]]) -> str:
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """How much faster than the fastest that is not fused."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
-    ideals: dict[str, dict[str, float]] = {}
+    marks: dict[str, dict[str, float]] = {}
     for ranks, rows in list(found.items())[:2]:
         steps = [s for s in steps_of(rows) if s.what != "tables"]
         panels[f"{ranks} GPUs"] = {
-            s.label: {"fused": 1 / s.over(""), "torch": s.unfused_s / s.seconds["torch"]}
-            for s in steps
+            s.label: {"fused": s.over(""), "torch": s.unfused_s / s.seconds["torch"]} for s in steps
         }
-        ideals[f"{ranks} GPUs"] = {s.label: s.unfused_s / (s.unfused_s - s.bound_s) for s in steps}
+        marks[f"{ranks} GPUs"] = {s.label: s.unfused_s / (s.unfused_s - s.bound_s) for s in steps}
     h = next(iter(found.values()))[0]
     dots(
         panels,
-        ideals,
+        marks,
         images / "steps.png",
         title="Whole steps",
-        source=f"{h['gpu']}, bf16, {h['date']}; 1 is the fastest not fused, ideal hides the "
-        "shorter side",
+        source=f"{h['gpu']}, bf16, {h['date']}; 1 is the fastest not fused",
+        mark="that, its shorter side hidden",
         label="fastest unfused / this (higher is better)",
     )
 

@@ -55,7 +55,8 @@ def test_committed_rows_are_scored_and_drawn(
     text = capsys.readouterr().out
     assert "4 GPUs: right is within 2% of the fastest candidate" in text
     for way in ("auto, as it was measured", "the model now", "the static rule", "always ",
-                "at random", "best possible", "ideal", "shard_p2p /", "torch /", RULE):  # fmt: skip
+                "at random", "best possible", "the longer part alone", "shard_p2p /", "torch /",
+                RULE):  # fmt: skip
         assert way in text
     assert all("<svg" in picture.read_text() for picture in pictures)
 
@@ -93,7 +94,7 @@ def test_auto_is_better_than_any_constant_and_than_luck():
     """Of what was measured on 4 GPUs: the published shapes and those of few rows."""
     paths = (ROWS, RESULTS / "few-rows-4x-h200.jsonl")
     found = [each for path in paths for each in scenarios_of(rows_of(path))]
-    assert len(found) == 30 and all(each.ideal_s > 0 and each.torch_s > 0 for each in found)
+    assert len(found) == 30 and all(each.longer_s > 0 and each.torch_s > 0 for each in found)
     ways = ways_of(found, shipped(found[0].gpu, 4))
     scores = {way.name: way.score for way in ways if way.score}
     auto = scores["auto, as it was measured"]
@@ -213,7 +214,7 @@ def test_experts_are_a_group_and_change_no_other_score():
     assert first.measured.times == pytest.approx(
         {"serial": 990e-6, "fused": 800e-6, "grouped ring": 820e-6}
     )
-    assert first.ideal_s == pytest.approx(690e-6) and first.picked == "grouped ring"
+    assert first.longer_s == pytest.approx(690e-6) and first.picked == "grouped ring"
     parts, alone = parts_of([*before, *more]), parts_of(before)
     assert len(parts[EXPERTS]) == 2 and parts["all but experts"] == alone["all looked at before"]
     for name in set(alone) - {"all looked at before"}:

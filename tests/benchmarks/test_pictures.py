@@ -28,7 +28,7 @@ def drawn(kind: str, path: Path) -> Path:
 
 SAID = {
     "bars": ["one", "serial", "ours", "2.00 ms", "1.00 ms   2.00x", "share of serial"],
-    "dots": ["2 GPUs", "one", "two", "fast", "slow", "ideal"],
+    "dots": ["2 GPUs", "one", "two", "fast", "slow", "the longer part alone"],
     "curves": ["rows", "a", "chunks", "ratio"],
     "scatter": ["graded, 8192  +20%", "2 points, median error 12.4%,", "1 within 10%, 2 within 25%",
                 "graded: 1, median 20.0%, worst 20%"],

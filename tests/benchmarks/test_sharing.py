@@ -42,7 +42,7 @@ def test_bars_hide_nothing_and_bold_what_meets_them(eight: list[Row]):
     text = sharing.bars(eight)
     assert cells(text, CUBLAS.label) == [
         "10.00", "**1.050**", "1.06", "copy_engine chunks=4", "1.600",
-        "34.4 % (27.1 % to 40.3 %)", "1.029..1.092",
+        "1.52 (1.37 to 1.68)", "1.029..1.092",
     ]  # fmt: skip
     kept = cells(text, f"{CUBLAS.label}, SM collectives kept")
     assert kept[:5] == ["11.00", "1.100", "1.08", "priority delay=10us", "1.455"]
@@ -56,7 +56,7 @@ def test_bars_hide_nothing_and_bold_what_meets_them(eight: list[Row]):
 def test_arms_that_do_not_apply_are_dashes(eight: list[Row]):
     graph, _, eager, said = sharing.by_mode(eight, sharing.ARMS).split("\n\n")
     assert said.endswith("commit abc1234 (2026-11-21). Graph registration off.")
-    assert cells(graph, "graph: pair") == [*sharing.ARMS, "ideal"]
+    assert cells(graph, "graph: pair") == [*sharing.ARMS, "parts alone"]
     assert cells(graph, CUBLAS.label) == [
         "20.00", "16.00", "14.00", "-", "-", "-", "-", "-", "10.70", "**10.50**", "10.00",
     ]  # fmt: skip
@@ -68,7 +68,7 @@ def test_arms_that_do_not_apply_are_dashes(eight: list[Row]):
 def test_no_arm_is_in_no_table(eight: list[Row]):
     graph = sharing.others(eight).split("\n\n")[0]
     others = ["budget", "tuned, SM collectives", "carve-out, priority"]
-    assert cells(graph, "graph: pair") == ["plain overlap", *others, "tuned", "ideal"]
+    assert cells(graph, "graph: pair") == ["plain overlap", *others, "tuned", "parts alone"]
     assert cells(graph, CUBLAS.label) == ["16.00", "21.00", "12.10", "-", "**10.50**", "10.00"]
 
 
@@ -86,16 +86,16 @@ def test_energy_and_what_copies_save(eight: list[Row]):
 
 def test_shaping_beside_the_carve_out_and_priority(eight: list[Row]):
     assert cells(sharing.shaping(eight), TRITON.label) == [
-        "0.850", "0.780 (2)", "0.800", "**0.750**", "0.760 (2)", "0.760", "0.550",
+        "1.18", "1.28 (2)", "1.25", "**1.33**", "1.32 (2)", "1.32", "1.82",
     ]  # fmt: skip
 
 
 def test_summary_has_the_worst_pair_too(eight: list[Row]):
-    # geometric mean of 10.5 / 16, 15 / 16 and 10.7 / 17
+    # geometric mean of 16 / 10.5, 16 / 15 and 17 / 10.7
     assert sharing.summary({8: eight}) == (
-        "- 8 GPUs: tuned takes 27.1 % less time than plain overlap, geometric mean of 3 pairs in a "
-        "graph; at best 37.1 % with cb Triton 64x64x32 + all-reduce (the ideal pipeline 41.2 %), "
-        "at worst 6.2 % with mb cuBLAS + all-reduce (the ideal pipeline 37.5 %)."
+        "- 8 GPUs: plain overlap / tuned, in a graph: geometric mean 1.37 of 3 pairs, from 1.07 "
+        "with mb cuBLAS + all-reduce (its parts alone 1.60) to 1.59 with cb Triton 64x64x32 + "
+        "all-reduce (its parts alone 1.70)."
     )
 
 

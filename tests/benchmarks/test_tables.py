@@ -1,10 +1,12 @@
 """The one writer: sections of pages, columns, and what committed rows say."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import copies, decode, embedding, losses, resources, steps, training
+from benchmarks import copies, decode, embedding, experts, losses, resources, steps, training
 from benchmarks.declare import Benchmark, Section
 from benchmarks.rows import Row, one_form, results, taken
 from benchmarks.runner import NAMES, declared
@@ -66,6 +68,26 @@ def test_a_peer_is_compared_in_its_better_mode_within_one_rotation():
     assert "in a graph only" in torch_note([graph], "torch")
     assert "(1 of 2 cases)" in torch_note([both, graph], "torch")
     assert "cases" not in torch_note([both], "torch")
+
+
+def test_auto_of_experts_is_timed_by_its_own_plan_not_by_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    case = experts.case_of("all_to_all_matmul", experts.MODELS[0], 4096, "uniform")
+    times = {"matmul grouped": 6, "communication": 3, "pair grouped": 9, "in place grouped": 10,
+             "one kernel": 12, "plan grouped": 8, "plan grouped 8/8/8/8": 5}  # fmt: skip
+    head = HEAD | dict(case.facts) | {"gpu": "NVIDIA H200", "rows": 32768, "table": "experts"}
+    rows = [head | {"arm": arm, "mode": "graph", "median_s": float(t)} for arm, t in times.items()]
+    for spec, seconds, mean in (
+        ("grouped ring", 8, "1.12"), ("serial", 10, "0.90"), ("fused", 12, "0.75"),
+    ):  # fmt: skip
+        choose = MagicMock(return_value=SimpleNamespace(spec=spec))
+        monkeypatch.setattr(experts, "cp", SimpleNamespace(choose=choose))
+        some = experts.said(rows)
+        assert some[0].auto[1] == seconds
+        text = experts.auto_means(some)
+        assert "one kernel, 0.75 (1 cases, 0.75 to 0.75, slower in 1)" in text
+        assert f"host-known equal counts {mean} (1 cases" in text
 
 
 def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):

@@ -82,15 +82,15 @@ class Choice:
         return "lookup" if self.problem.tables else "matmuls"
 
     @property
-    def ideal_s(self) -> float:
-        """What no plan can be faster than: the longer of matmuls and communication."""
+    def longer_s(self) -> float:
+        """The longer of matmuls and communication, each alone."""
         return max(self.compute_s, self.comm_s)
 
     @property
     def hidden(self) -> float:
-        """Part of the time between serial and ideal that is saved; 1 where nothing is to hide."""
-        room_s = self.serial_s - self.ideal_s
-        # a comparison that holds for NaN: where the ideal is not known, neither is this
+        """Share saved of what serial takes beyond the longer part; 1 where nothing is to hide."""
+        room_s = self.serial_s - self.longer_s
+        # a comparison that holds for NaN: where the parts are not known, neither is this
         return 1.0 if room_s <= 0 else (self.serial_s - self.seconds) / room_s
 
     def speedup(self, seconds: float) -> float:
@@ -105,12 +105,12 @@ class Choice:
         mode = "eager" if self.eager else "in a CUDA graph"
         lines = [f"{p}", f"on {self.machine.name} ({known} rates: {self.machine.source}), {mode}"]
         hidden = ""
-        if isfinite(self.ideal_s):
+        if isfinite(self.longer_s):
             # not timed beside the plans
             basis = "predicted: " if self.basis == "measurement" else ""
             lines.append(
                 f"{basis}{self.computed} alone {self.compute_s * us:.0f} us, communication alone "
-                f"{self.comm_s * us:.0f} us, ideal {self.ideal_s * us:.0f} us"
+                f"{self.comm_s * us:.0f} us"
             )
             hidden = f", {self.hidden:.0%} hidden"
         lines.append(

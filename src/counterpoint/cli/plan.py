@@ -27,7 +27,7 @@ from counterpoint.problem import DType, Problem, op_names
 AUTO = "auto"
 TABLES = "tables of a GPU, their columns, indices of a bag, bags of all GPUs"
 ASKED = "asked for"
-HIDDEN = "hidden: of what serial takes beyond the ideal"
+HIDDEN = "hidden: of what serial takes beyond the longer part alone"
 CLOSED = "closed form: a first guess, by which those to simulate are sorted out"
 
 
@@ -146,9 +146,8 @@ def _head(choice: Choice, spec: str) -> Table:
     head.add_row("problem", f"{choice.problem}, {mode}")
     head.add_row("machine", f"{machine.name}: {machine.source}")
     head.add_row("rates", rates)
-    parts = f"{choice.computed} alone {choice.compute_s * unit:.0f} us, communication alone"
-    ideal = f"{choice.ideal_s * unit:.0f} us: {parts} {choice.comm_s * unit:.0f} us"
-    head.add_row("ideal", ideal)
+    parts = f"{choice.computed} {choice.compute_s * unit:.0f} us, communication"
+    head.add_row("alone", f"{parts} {choice.comm_s * unit:.0f} us")
     hidden = f"{choice.hidden:.0%} hidden" if choice.hidden >= 0 else "slower than serial"
     took = (
         f"{choice.seconds * unit:.0f} us, serial / {choice.speedup(choice.seconds):.2f}, {hidden}"
@@ -190,7 +189,7 @@ def _facts(choice: Choice, spec: str, saved: Path | None) -> dict[str, Any]:
         "serial_s": choice.serial_s,
         "compute_s": choice.compute_s,
         "comm_s": choice.comm_s,
-        "ideal_s": choice.ideal_s,
+        "longer_s": choice.longer_s,
         "hidden": choice.hidden,
         "workspace_bytes": choice.plan.workspace_bytes,
         "table": rows,
