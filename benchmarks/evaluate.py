@@ -1,7 +1,7 @@
 """How often the choice of plans is right, and how far off, at layers of real models.
 
     counterpoint evaluate                      # measures all candidates, and scores
-    counterpoint evaluate --only held-out      # the scenarios whose score is published
+    counterpoint evaluate --only held-out      # of the scenarios whose score is published
     counterpoint evaluate --rows FILE.jsonl    # scores what was measured
 
 Without experts the arms are those of overlap.py, with experts those of experts.py at equal counts.
@@ -330,6 +330,7 @@ EVALUATE = Benchmark(
     cases,
     arms,
     rounds=7,
+    apart=HELD_OUT,
     eager=(overlap.PEER, "auto"),
     soak_s=0.2,
     pictures=pictures,

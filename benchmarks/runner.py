@@ -241,6 +241,8 @@ def chosen(
             raise InputError("bench", "--shapes", want=want, got=repr(shapes)) from error
     else:
         cases = list(benchmark.cases(ranks))
+    if benchmark.apart and not only.startswith(benchmark.apart):
+        cases = [case for case in cases if not case.name.startswith(benchmark.apart)]
     found = [
         c for c in cases if only.lower() in c.name.lower() and (benchmark.short(c) or not short)
     ]

@@ -22,6 +22,7 @@ from benchmarks.evaluated import (
 )
 from benchmarks.experts import MODELS, case_of
 from benchmarks.rows import one_form, rows_of
+from benchmarks.runner import chosen
 from benchmarks.scenarios import (
     EXPERT_TOKENS,
     FITTED,
@@ -148,6 +149,13 @@ def test_held_out_scenarios_are_as_they_were_frozen():
     assert sha256(text.encode()).hexdigest()[:16] == "570e5bf52aefd924"
     assert all(len(some) == len({s.name for s in some}) >= 40 for some in found)
     assert not held_out(8)
+
+
+def test_held_out_scenarios_run_only_where_they_are_asked_for():
+    names = {only: [case.name for case in chosen(evaluate.EVALUATE, 2, only=only)]
+             for only in ("", "experts", HELD_OUT, f"{HELD_OUT} Qwen2.5-7B")}  # fmt: skip
+    assert [len(found) for found in names.values()] == [72 + 18, 18, 56, 8]
+    assert not any(name.startswith(HELD_OUT) for name in (*names[""], *names["experts"]))
 
 
 def test_held_out_shapes_are_in_no_other_rows_and_no_other_list():
