@@ -28,6 +28,13 @@ def test_compositions_are_all_ways_to_cut(ranks: int):
         assert max(len(groups) for groups in cuts) == MAX_GROUPS
 
 
+@pytest.mark.parametrize("ranks", [33, 64, 100, 1024])
+def test_candidates_of_many_ranks_stay_in_the_thousands(ranks: int):
+    cuts = list(compositions(ranks))
+    assert len(set(cuts)) == len(cuts) <= 5000
+    assert all(sum(groups) == ranks and min(groups) > 0 for groups in cuts)
+
+
 @pytest.mark.parametrize("op", PREDICT)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("size", [0, 1, 127, 4096])

@@ -19,6 +19,7 @@ EQUAL = 1.005  # times that a closed form cannot tell apart
 MAX_EXPERT_GROUPS = 5
 MAX_EDGES = 16  # of groups of experts: more experts go by twos, by threes and so on
 MAX_GROUPS = 4  # above 8 ranks, so that the number of candidates stays in the hundreds
+MAX_CUTS = 32  # as many places to cut at
 
 Groups = tuple[int, ...]
 GroupsOf = Callable[[Problem, Options, Machine], Groups]
@@ -81,10 +82,14 @@ def sizes(groups: Groups) -> str:
 
 
 def compositions(ranks: int) -> Iterator[Groups]:
-    """Every ordered way to cut `ranks` shards into groups; above 8 ranks at most MAX_GROUPS."""
+    """Every ordered way to cut `ranks` shards into groups; above 8 ranks at most MAX_GROUPS.
+
+    Above MAX_CUTS ranks they are cut in steps of several shards.
+    """
     most = ranks if ranks <= 8 else min(ranks, MAX_GROUPS)
+    step = -(-ranks // MAX_CUTS)
     for num_cuts in range(most):
-        for cuts in combinations(range(1, ranks), num_cuts):
+        for cuts in combinations(range(step, ranks, step), num_cuts):
             yield tuple(b - a for a, b in pairwise((0, *cuts, ranks)))
 
 
