@@ -6,6 +6,7 @@ Rows as JSONL; installs nothing.
     SUITE=NAME           one table in full, by its name in `counterpoint bench`; rows are added
     SUITE=tests          the tests alone
     SUITE=characterize   the constants of this machine, and rows of them
+    SUITE=sanitize       every kernel under compute-sanitizer's memcheck and racecheck, on 2 GPUs
 
 A part that fails does not stop those behind it; the exit code says that there was one. A hang ends
 in the stacks of all ranks.
@@ -24,9 +25,10 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS, CHARACTERIZE = "tests", "characterize"
+TESTS, CHARACTERIZE, SANITIZE = "tests", "characterize", "sanitize"
 # of the tests, LANES files at a time where they may share the GPUs; of one file; of what is in full
 TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 315, 300, 40, 560
+SANITIZE_S = 480
 START_S = 15  # of the processes of all tables
 END_S = 10  # to end by itself
 LANES = 4
@@ -87,6 +89,8 @@ def separate(suite: str, out: Path, gpus: int) -> dict[str, Part]:
         return tests(gpus, TEST_S) | {CHARACTERIZE: quick}
     if suite == TESTS:
         return tests(gpus, TEST_S)
+    if suite == SANITIZE:
+        return {SANITIZE: Part(["-m", "benchmarks.sanitize", "--out", str(out)], SANITIZE_S)}
     return {CHARACTERIZE: Part(constants, LONG_S)} if suite == CHARACTERIZE else {}
 
 
@@ -185,7 +189,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--suite", choices=("short", TESTS, CHARACTERIZE, *SHORT_S), default="short"
+        "--suite", choices=("short", TESTS, CHARACTERIZE, SANITIZE, *SHORT_S), default="short"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
     parser.add_argument("--gpus", type=int, default=0, help="how many; 0: all that are there")

@@ -34,7 +34,7 @@ def test_the_short_suite_is_all_tests_and_every_table_in_nine_minutes(tmp_path: 
     assert seconds + sum(gpu_suite.SHORT_S.values()) <= 540
 
 
-@pytest.mark.parametrize("suite", [*NAMES, "tests", "characterize"])
+@pytest.mark.parametrize("suite", [*NAMES, "tests", "characterize", "sanitize"])
 def test_a_long_suite_has_its_parts_alone(suite: str, tmp_path: Path):
     found = gpu_suite.separate(suite, tmp_path, 2)
     assert set(found) == (FILES if suite == "tests" else {suite} - set(NAMES))
