@@ -14,6 +14,7 @@ from counterpoint.machine import Machine
 from counterpoint.model import estimate as model
 from counterpoint.model.estimate import estimate, predicted_s, slowest_rank
 from counterpoint.model.work import work_s
+from counterpoint.plan import bind as binding
 from counterpoint.plan import finer
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
@@ -487,6 +488,20 @@ def test_groups_of_experts_hide_what_serial_exposes():
                  for spec in ("serial", "grouped", "grouped 32", "grouped 16/16")}  # fmt: skip
         assert times["grouped"] == min(times.values())
         assert times["grouped"] > parts_s(p, machine)[0]
+
+
+def test_work_of_many_ranks_grows_as_the_ranks(monkeypatch: pytest.MonkeyPatch):
+    """Blocks of chunked buffers are cut once each, not once for each of the others."""
+    cuts = 0
+
+    def cut(rows: int, i: int, of: int) -> tuple[int, int]:
+        nonlocal cuts
+        cuts += 1
+        return rows * i // of, rows * (i + 1) // of
+
+    monkeypatch.setattr(binding, "_chunk", cut)
+    bind(build(Problem("all_to_all_matmul", 4096, 512, 512, 1024, experts=4), "serial"), 0)
+    assert 0 < cuts < 64 * 1024
 
 
 @pytest.mark.parametrize("spec", ["serial", "shard_p2p"])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
@@ -226,18 +227,18 @@ class _Binder:
             if region.shards and holder in shards:
                 self.fail(f"{region.buffer} holds the blocks of peers only")
             shards = [shard for shard in shards if shard != holder]
-        boxes: list[Box] = []
-        for block in sorted(shards):
-            start, stop = _chunk(sizes[block], i, of)
-            if buffer.chunks > 1:
-                # chunk-major: part 0 of every block, then part 1
-                earlier = sum(_chunk(n, i, of)[0] for n in sizes)
-                earlier += sum(_chunk(n, i, of)[1] - _chunk(n, i, of)[0] for n in sizes[:block])
-                start, stop = earlier, earlier + stop - start
-            else:
-                start, stop = start + sum(sizes[:block]), stop + sum(sizes[:block])
-            boxes.append(Box(holder, buffer.name, 0, start, stop, *cols))
-        return boxes
+        parts = [_chunk(n, i, of) for n in sizes]
+        rows = [stop - start for start, stop in parts]
+        if buffer.chunks > 1:
+            # chunk-major: part 0 of every block, then part 1
+            starts = list(accumulate(rows, initial=sum(start for start, _ in parts)))
+        else:
+            blocks = accumulate(sizes, initial=0)
+            starts = [first + start for first, (start, _) in zip(blocks, parts, strict=False)]
+        return [
+            Box(holder, buffer.name, 0, starts[b], starts[b] + rows[b], *cols)
+            for b in sorted(shards)
+        ]
 
     def block_rows(self, buffer: Buffer, holder: int) -> Sequence[int]:
         """Rows of each block of a split buffer, as `holder` stores it."""
