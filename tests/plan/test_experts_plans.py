@@ -11,6 +11,7 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.grading import expert_groups
 from counterpoint.plan.makespan import combine_s, dispatch_s
+from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan, Region
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
@@ -105,3 +106,18 @@ def test_a_matmul_takes_one_experts_weight():
     refused(with_step(plan, i, reads=(x, Region("w", rows=(8, 15)))), "than one expert's weight")
     # another expert's is a value that the op does not define
     refused(with_step(plan, i, reads=(x, Region("w", rows=(0, 7)))), "the op defines")
+
+
+@pytest.mark.parametrize("op", EXPERTS)
+@pytest.mark.parametrize("known", ["equal", "device"])
+def test_one_kernel_counts_its_tiles_in_32_bits(op: str, known: str):
+    """What is larger has other plans, and no kernel that wraps."""
+    family = operation_of(op).family("fused")
+    assert family is not None
+    for m, n, fits in (
+        (8192, 2**30, True), (8192, 2**31, False), (2**22, 2**25, False), (2**22, 2**22, True),
+        (2**31, 8, False),
+    ):  # fmt: skip
+        p = Problem(op, m, n, 64, 2, experts=4, counts=known)
+        assert (family.refusal(p) == "") == fits, (m, n)
+        assert (operation_of(op).without_serial(p)[0] == "fused") == (fits and known == "device")

@@ -96,7 +96,13 @@ def refusal(p: Problem) -> str:
         return why
     if p.item_bytes != 2 or p.k % 8 or p.n % 8:
         return "16-bit numbers, K and N multiples of 8"
-    return "" if p.experts * p.ranks <= MAX_EXPERTS else f"at most {MAX_EXPERTS} experts"
+    if p.experts * p.ranks > MAX_EXPERTS:
+        return f"at most {MAX_EXPERTS} experts"
+    tile = tile_of(p.m, p.k, p.n, p.experts, combines=_combines(p))
+    # kernels count in int32; an expert's last blocks may be partly empty, and up to one a rank none
+    blocks = ceil(p.m / tile.block_m) + p.experts * p.ranks
+    tiles = blocks * ceil(p.n / tile.block_n)
+    return "" if max(p.m, p.k, p.n, tiles) < 2**31 else "M, N, K and tiles of y below 2**31"
 
 
 def or_serial(p: Problem) -> str:
