@@ -1,7 +1,7 @@
 """The GPU's executor on streams that only note what is put on them: where calls go, what waits."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +117,22 @@ def test_a_lane_of_some_sms_is_a_stream_of_its_own(gpu: Gpu):
         "waits for start", "gemm 0", "gemm 1", "waits for exchange 0", "norm",
     ]  # fmt: skip
     assert [what for on, what in log if on == "main"] == ["waits for norm", "waits for exchange 1"]
+
+
+def test_a_capture_of_the_users_calls_holds_none_of_them(gpu: Gpu, monkeypatch: pytest.MonkeyPatch):
+    """They may hold the graph, and that has the collectives of a group that is to be destroyed."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(execute_cuda.driver, "relaxed_capture", nullcontext)
+    plan, kept = rewritten(plan_of(STAGES, 2), SEQUENTIAL), list[object]()
+    lanes = SimpleNamespace(register=lambda *_: 0, follow_in_capture=lambda _: None)
+    device = torch.device("cuda", 0)
+    workspace: Any = SimpleNamespace(lanes=lanes, device=device, keep=kept.append)
+    code = CudaCode(bind(plan, 1), workspace, gpu.calls(plan))
+    code.run({})
+    assert not kept and len(gpu.log) == len(STAGES)
+    code.opaque = False
+    code.run({})
+    assert kept == [code], "of others a graph reads the tables"
 
 
 def test_calls_that_change_streams_make_no_events(gpu: Gpu, monkeypatch: pytest.MonkeyPatch):

@@ -194,6 +194,11 @@ def test_tables_that_are_held_stay(tables: Tables):
     assert tables.num_bytes == 8 * 64
 
 
+def test_a_table_of_nothing_has_an_address_in_a_pool_that_is_full(tables: Tables):
+    full = tables.of(range(64))
+    assert tables.of([]).tolist() == [0] and len(full) == 64
+
+
 def test_tables_do_not_grow_in_a_capture(tables: Tables):
     some = tables.of(range(60))
     cast(Any, tables.workspace).capturing = True

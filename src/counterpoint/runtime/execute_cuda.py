@@ -57,6 +57,8 @@ class CudaCode:
         # launched as fast as a graph of it
         kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
                        for s in program.plan.steps)  # fmt: skip
+        # calls of the user's own may hold the graph; who holds that holds this
+        self.opaque = any(s.kind == "opaque" for s in program.plan.steps)
         self.replayable = len(program.steps) > 1 and not kept_out
         self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
@@ -108,7 +110,8 @@ class CudaCode:
         # calls of one group are in order whatever streams they are on
         if capturing:
             self.workspace.captured = True
-            self.workspace.keep(self)  # the graph reads its tables
+            if not self.opaque:  # the graph reads its tables
+                self.workspace.keep(self)
             self.lanes.follow_in_capture(self.spins)
         else:
             self.lanes.follow(self.spins)

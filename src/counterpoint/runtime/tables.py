@@ -48,11 +48,10 @@ class Tables:
         key = tuple(words)
         table = self._tables.get(key)
         if table is None:
-            if self._used + len(key) > TABLE_WORDS:
-                self._make_room(len(key))
-            place = slice(self._used, self._used + max(len(key), 1))
-            table = self._tables[key] = self._pools[-1][place]
             host = torch.tensor(key or (0,), dtype=torch.int64)
+            if self._used + len(host) > TABLE_WORDS:
+                self._make_room(len(host))
+            table = self._tables[key] = self._pools[-1][self._used : self._used + len(host)]
             driver.upload(host, table.data_ptr(), self._upload)
             self._used += -(-len(table) // 2) * 2  # 16-byte steps: one variant of each kernel
         return table
