@@ -97,7 +97,7 @@ class NoticeBoard:
         self.fault: CounterpointError | None = None
         self.facts: dict[int, Facts] = {}
         self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
-        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s, self.check)
+        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s)
         memory: SymmetricMemory | None = None
         on_gpu = device == "cuda"
         # x86 keeps the order of stores; elsewhere a digest may be seen after the call's number
@@ -399,7 +399,7 @@ class NoticeBoard:
 
     def _gather_by_store(self, value: T) -> list[T]:
         try:
-            return self._by_store(value)
+            return self._by_store(value, self.check)
         except PeerTimeoutError as error:
             raise self.fail(error) from None
         finally:

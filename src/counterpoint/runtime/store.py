@@ -31,25 +31,24 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 def gather_by_store(
-    group: dist.ProcessGroup,
-    name: str,
-    timeout_s: float,
-    check: Callable[[], None] = lambda: None,
-) -> Callable[[Any], list[Any]]:
+    group: dist.ProcessGroup, name: str, timeout_s: float
+) -> Callable[..., list[Any]]:
     """A function that all-gathers a picklable value, each time it is called, by all ranks alike.
 
     Args:
         group: whose ranks.
         name: of keys; a group may have several.
         timeout_s: of each wait.
-        check: raises where it is known by now that nobody will come.
+
+    Returns:
+        Its second argument may be a function that raises where nobody will come any more.
 
     Raises:
         PeerTimeoutError: the store is gone. Its function: or a rank did not come.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks == 1:
-        return lambda value: [value]
+        return _alone
     try:
         store = store_of(group)
         # a group may come to it anew, after what it had was released
@@ -58,7 +57,7 @@ def gather_by_store(
         raise _gone(error) from error
     count = 0
 
-    def gather(value: Any) -> list[Any]:
+    def gather(value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
         nonlocal count
         count += 1
         keys = [f"{name}/{turn}/{count}/{r}" for r in range(ranks)]
@@ -79,6 +78,10 @@ def gather_by_store(
             raise _gone(error) from error
 
     return gather
+
+
+def _alone(value: Any, check: object = None) -> list[Any]:
+    return [value]
 
 
 def _late(missing: list[int], timeout_s: float) -> PeerTimeoutError:
