@@ -214,11 +214,16 @@ def on_cpu(trial: Trial, pool: RankPool) -> list[Told | None]:
 def on_ending_ranks(trial: Trial, pool: RankPool, port: int, kind: str) -> list[Told | None]:
     """What ranks on devices of that kind were told; by a store that outlives them."""
     with folder_of_trial() as folder:
-        pool.run(
-            suffer_and_end, trial.ranks, trial, folder, port, kind,
-            group=False, timeout_s=HANG_S, expect_dead=range(trial.ranks),
-        )  # fmt: skip
         files = [told_in(folder, rank) for rank in range(trial.ranks)]
+        try:
+            pool.run(
+                suffer_and_end, trial.ranks, trial, folder, port, kind,
+                group=False, timeout_s=HANG_S, expect_dead=range(trial.ranks),
+            )  # fmt: skip
+        except RankError as error:  # one that has left its file hangs in its end
+            left = [f"{file.name}: {pickle.loads(file.read_bytes())}"
+                    for file in files if file.exists()]  # fmt: skip
+            raise RankError("\n".join([str(error), *left])) from error
         return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
