@@ -32,7 +32,7 @@ faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone:
 gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUITE=decode for one in full; OUT=folder)
 	PYTHONPATH=src:. python3 -m benchmarks.gpu_suite --suite $(SUITE) --out $(OUT)
 
-readme: $(VENV)/.ready-run  ## the README's tables, from the committed measurements
+readme: $(VENV)/.ready-run  ## the tables of README and docs, from the committed measurements
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 
 clean:  ## remove all that make made

@@ -21,7 +21,6 @@ from benchmarks.tables import (
     both_modes,
     by_machine,
     measured,
-    of_most,
     sizes,
     table,
     torch_note,
@@ -168,13 +167,6 @@ def all_shapes(rows: list[Row]) -> str:
     return table(COLUMNS, shapes_of(rows), f"{NOTE} {summary(rows)}")
 
 
-def short_table(rows: list[Row]) -> str:
-    """The layers with one row and with 32."""
-    few = [case for case in shapes_of(rows) if case.head["m"] in (1, 32)]
-    summed = [row for case in few_of(rows) for row in case.rows]
-    return table(COLUMNS, few, f"{NOTE} {summary(rows)}", also=summed)
-
-
 def eager(rows: list[Row]) -> str:
     """Plain single calls: time with the host in it, and the host's own."""
     lines: list[tuple[list[str], list[Row]]] = []
@@ -222,7 +214,6 @@ DECODE = Benchmark(
     moved=lambda case, ranks: 4 * case["m"] * case["n"] * (ranks - 1) // ranks,
     own=lambda shape, _: [case_of(*shape)],
     sections=(
-        Section("README.md", "decode", of_most(short_table)),
         Section("docs/fused.md", "decode", by_machine(all_shapes)),
         Section("docs/fused.md", "decode-eager", by_machine(eager)),
         Section("docs/fused.md", "decode-picture", picture),

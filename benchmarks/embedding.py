@@ -22,7 +22,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.embedding_floors import gathers, stores
 from benchmarks.pictures import bars
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import Column, by_machine, measured, ms, of_most, table, us
+from benchmarks.tables import Column, by_machine, measured, ms, table, us
 from counterpoint.measure.timing import relative_error
 
 # MLPerf DLRM-DCNv2: rows and pooling of each table
@@ -301,20 +301,6 @@ def _has_host(case: Timed, name: str) -> bool:
     return bool(name in case and case.main[name].get("host_s"))
 
 
-def readme(rows: list[Row]) -> str:
-    """One paragraph."""
-    found = said(rows)
-    ratios = [c.serial_s / c.fused_s for c in found]
-    copied = geometric_mean(c.serial_s / c.copy_s for c in found)
-    return (
-        "[Embedding bags](docs/embedding.md) and their all-to-all in one kernel, rows stored "
-        "where they belong on their owners: with outputs of their own (`out=`) "
-        f"{geometric_mean(ratios):.2f}x the fastest of lookup, all-to-all and concat in the mean "
-        f"of {len(found)} cases on {rows[0]['ranks']}x {rows[0]['gpu']} ({min(ratios):.2f}x to "
-        f"{max(ratios):.2f}x); by default, with a copy of the result, {copied:.2f}x."
-    )
-
-
 def pictures(measured: Mapping[int, list[Row]], images: Path) -> None:
     """Serial, ours and the floor of each large case, of the most GPUs."""
     ranks, rows = next(iter(measured.items()))
@@ -349,6 +335,5 @@ EMBEDDING = Benchmark(
         Section("docs/embedding.md", "embedding", by_machine(every_case)),
         Section("docs/embedding.md", "embedding-host", by_machine(host)),
         Section("docs/embedding.md", "embedding-picture", _picture),
-        Section("README.md", "embedding", of_most(readme)),
     ),
 )  # fmt: skip

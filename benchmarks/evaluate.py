@@ -219,7 +219,7 @@ def short_scores(_: Mapping[int, list[Row]]) -> str:
                 f"{count} held-out scenarios: not measured. {len(part)} of models looked at before"
             )
         lines.append(
-            f"  {ranks} GPUs, {what}: within 2 % of the fastest candidate in {s.right:.0%}, "
+            f"- {ranks} GPUs, {what}: within 2 % of the fastest candidate in {s.right:.0%}, "
             f"{s.mean_regret:.1%} slower in the mean, {s.worst_regret:.1%} at worst; from "
             f"{MANY_TOKENS} tokens on {means['serial']:.2f}x serial, {means['torch']:.2f}x torch's "
             f"fused operators{'' if _eager(part) else ' in a graph'}."
@@ -343,8 +343,8 @@ EVALUATE = Benchmark(
         ).link_bytes
     ),
     sections=(
+        Section("docs/features.md", "chooser", short_scores),
         Section("docs/choosing.md", "scores", scores),
-        Section("README.md", "chooser", short_scores),
     ),
 )
 

@@ -351,35 +351,6 @@ def experts_section(found: Mapping[int, list[Row]]) -> str:
     return "\n\n".join(parts)
 
 
-def readme(found: Mapping[int, list[Row]]) -> str:
-    """The uniform cases of the most GPUs."""
-    rows = next(iter(found.values()))
-    every = said(rows)
-    shown = [c for c in every if c.head["routing"] == "uniform" and c.head["tokens"] != 1024]
-    columns = [
-        ("rows", lambda c: NAMES[c.head["op"]]),
-        ("model, tokens of a rank", lambda c: f"{c.head['model']}, {c.head['tokens']}"),
-        ("matmul", lambda c: _us(c.matmul_s)), ("all-to-all", lambda c: _us(c.s("communication"))),
-        ("pair", lambda c: _us(c.pair_s)),
-        ("in place", lambda c: _us(c.in_place_s)),
-        ("one kernel", lambda c: _us(c.ours_s)), ("plan of copies", lambda c: _us(c.planned_s)),
-        ("**auto**", lambda c: f"**{_us(c.auto[1])}**"),
-        ("in place / auto", lambda c: f"{c.in_place_s / c.auto[1]:.2f}"),
-        ("its plan", lambda c: c.auto[0]),
-    ]  # fmt: skip
-    lines = [([cell(c) for _, cell in columns], c.case.rows) for c in shown]
-    combines = [c for c in every if c.combines]
-    sums = [c.least("in place", ", sum") / c.s("one kernel, sum") for c in combines]
-    note = (
-        f"{NOTE} {auto_means(every)} Back with the weighted sum of a token's rows, counts on the "
-        f"device: in place / auto {geometric_mean(sums):.2f} ({len(combines)} cases). *Pair* is "
-        "the libraries' grouped matmul and all-to-all alone, *in place* with rows put where ours "
-        "puts them; *auto* of the table is where counts are host-known, by prediction."
-    )
-    summed = [row for c in every for row in c.case.rows]
-    return measured([head for head, _ in columns], lines, note, also=summed)
-
-
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Speedups over the libraries with rows in place, of the most GPUs."""
     ranks, rows = next(iter(found.items()))
@@ -406,6 +377,5 @@ EXPERTS = Benchmark(
         case["k"] if case["op"] == "all_to_all_matmul" else case["n"]) * (ranks - 1) // ranks,
     sections=(
         Section("docs/experts.md", "experts", experts_section),
-        Section("README.md", "experts", readme),
     ),
 )  # fmt: skip

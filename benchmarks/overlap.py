@@ -9,6 +9,7 @@ torch_symm_mem is torch's fused operator. The others are ours: auto, every plan 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
 
@@ -42,6 +43,7 @@ from counterpoint.measure.timing import relative_error
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
 from counterpoint.plan.finer import NAMES as FINER
+from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.timeline import Timeline
 
@@ -328,18 +330,6 @@ def few_rows_table(rows: list[Row]) -> str:
     return table([*some, *more], shapes, note)
 
 
-def few_rows_line(rows: list[Row]) -> str:
-    """One sentence for the README."""
-    shapes = shapes_of(rows)
-    graph = geometric_mean(c.s("serial") / c.s("auto") for c in shapes)
-    eager = geometric_mean(_plain(c) for c in shapes)
-    return (
-        f"At 64 to 1024 tokens ({rows[0]['ranks']}x H200, Llama-3-70B layers) the other two "
-        f"operators run {graph:.2f}x as fast as serial in a graph, {eager:.2f}x eagerly with the "
-        "host's time in it."
-    )
-
-
 def _eager(case: Timed, name: str) -> float:
     return case.eager[name]["median_s"]
 
@@ -380,6 +370,28 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         draw_timeline(
             measured, images / f"{path.stem}.png", beside=estimate(plan, there), width_in=9
         )
+        same = [c for c in shapes if c.head["ranks"] == there.num_devices
+                and c.head["op"] == op and [c.head[i] for i in "mnk"] == [m, n, k]]  # fmt: skip
+        if same and op == "all_gather_matmul":
+            _front(plan, measured, same[0], there, images / "front.png")
+
+
+def _front(plan: Plan, measured: Timeline, case: Timed, machine: Machine, path: Path) -> None:
+    """The README's picture: serial above a plan that overlaps, and what was measured of both."""
+    serial = estimate(build(plan.problem, "serial", machine), machine)
+    ours, ranks, serial_s = estimate(plan, machine), case.head["ranks"], case.s("serial")
+    layer = case.head["layer"].removeprefix("70B ")
+    title = f"Llama-3-70B {layer}, {plan.problem.m} tokens: gathered and multiplied on {ranks} GPUs"
+    predicted = f"counterpoint, predicted: {serial.duration_s / ours.duration_s:.2f}x"
+    as_measured = f"counterpoint, measured: {serial_s / measured.duration_s:.2f}x"
+    draw_timeline(
+        replace(serial, title=title, source=f"serial, predicted (measured: {us(serial_s, 0)} us)"),
+        path,
+        beside=[replace(ours, title="", source=predicted),
+                replace(measured, title="", source=as_measured)],
+        ranks=[0],
+        width_in=9,
+    )  # fmt: skip
 
 
 COMMON = {
@@ -392,7 +404,6 @@ COMMON = {
 OVERLAP = Benchmark(
     "overlap", published, unit="ms", soak_s=0.7, pictures=pictures,
     sections=(
-        Section("README.md", "table", of_most(lambda rows: main_table(rows, short_columns(ms)))),
         Section("docs/results.md", "results", all_results),
         Section("docs/losses.md", "finer", of_most(finer)),
     ), **COMMON,
@@ -401,6 +412,5 @@ FEW_ROWS = Benchmark(
     "few_rows", few_rows, rounds=25, soak_s=0.1,
     sections=(
         Section("docs/fused.md", "few-rows", by_machine(few_rows_table)),
-        Section("README.md", "few-rows", of_most(few_rows_line)),
     ), **COMMON,
 )  # fmt: skip

@@ -212,24 +212,6 @@ def summary(found: Mapping[int, list[Row]]) -> str:
     return "\n".join(lines)
 
 
-def short_table(found: Mapping[int, list[Row]]) -> str:
-    """The pairs of cuBLAS on the most GPUs, for the README."""
-    rows = next(iter(found.values()))
-    lines = [
-        ([c.head["pair"].replace("cuBLAS ", ""), ms(c.s("sequential")), ms(c.s(PLAIN)),
-         bold(ms(c.s(TUNED)), True), ms(c.graph[TUNED]["ideal_s"]), f"{speedup(c, TUNED):.2f}",
-         was_taken(c.graph[TUNED])], [*c.graph.values()])
-        for c in in_graph(rows) if c.graph[TUNED]["kernel"] == "cuBLAS"
-    ]  # fmt: skip
-    head = ["GEMM + collective", "one after the other", "plain overlap", "**tuned**", "parts alone",
-            "plain / tuned", "what was taken"]  # fmt: skip
-    text = (
-        "Four iterations of a cuBLAS GEMM (cb: 8192 x 8192 x 8192, mb: 8192 x 57344 x 8192) and a "
-        "collective of 896 MiB, ms, in one CUDA graph."
-    )
-    return measured(head, lines, f"{text} {registered(rows)}")
-
-
 def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Section:
     """A part of docs/sharing.md: the note, and a table for each number of GPUs."""
 
@@ -271,7 +253,6 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
 
 
 SECTIONS = (
-    Section("README.md", "sharing", short_table),
     Section("docs/sharing.md", "summary", summary),
     Section(
         "docs/sharing.md",

@@ -244,20 +244,6 @@ def section(found: Mapping[int, list[Row]]) -> str:
     return "\n\n".join(parts)
 
 
-def readme(found: Mapping[int, list[Row]]) -> str:
-    """A line, of the most GPUs."""
-    ranks, rows = next(iter(found.items()))
-    texts: list[str] = []
-    for kind, name in ((DLRM, "a DLRM"), ("experts", "a layer of experts with `max_rows=`")):
-        if some := [s for s in steps_of(rows) if s.kind == kind and s.what == BOTH]:
-            texts.append(
-                f"{name} {_than(some, 'torch')}x torch's own operators, {_than(some)}x the fastest "
-                f"that is not fused ({len(some)} sizes)"
-            )
-    return (f"[Whole steps](docs/training.md#whole-steps), forward and backward, on {ranks}x "
-            f"{rows[0]['gpu']}, in the mean: {'; '.join(texts)}.")  # fmt: skip
-
-
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """How much faster than the fastest that is not fused."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
@@ -284,5 +270,5 @@ STEPS = Benchmark(
     "steps", cases, arms, unit="ms", calls=0, rounds=11, every_eager=True, soak_s=0.2,
     backlog_cycles=30_000_000, pictures=pictures,
     short=lambda case: case.name in ("DLRM, 16384 samples", "Qwen3-235B, 1024 tokens a rank"),
-    sections=(Section("docs/training.md", "steps", section), Section("README.md", "steps", readme)),
+    sections=(Section("docs/training.md", "steps", section),),
 )  # fmt: skip

@@ -134,23 +134,27 @@ def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def source(rows: Iterable[Row], note: str = "") -> str:
     """Where, when and by which commits rows were measured, the oldest first."""
-    places: dict[str, dict[str, str]] = {}
+    places: dict[tuple[str, str], dict[str, str]] = {}
     for row in sorted(rows, key=_age):
-        commits = places.setdefault(_place(row), {})
+        commits = places.setdefault((f"{row['ranks']}x {row['gpu']}", _software(row)), {})
         commits[f"{row['commit']} ({row['date']})"] = row["commit"]
+    software = {each for _, each in places}
+    once = len(places) > len(software) == 1  # of several machines alike
     text = "; ".join(
-        f"{place}, commit{'s' * (len(set(commits.values())) > 1)} {', '.join(commits)}"
-        for place, commits in places.items()
+        f"{gpus}, {'' if once else f'{each}, '}"
+        f"commit{'s' * (len(set(commits.values())) > 1)} {', '.join(commits)}"
+        for (gpus, each), commits in places.items()
     )
+    text += f"; {software.pop()}" if once else ""
     return f"{text}. {note}" if note else f"{text}."
 
 
-def _place(row: Row) -> str:
+def _software(row: Row) -> str:
     multicast = "on" if row["multicast"] else "off"
     triton = f"Triton {row['triton']}, " if "triton" in row else ""
     return (
-        f"{row['ranks']}x {row['gpu']}, bf16, driver {row['driver']}, torch {row['torch']}, "
-        f"{triton}NCCL {row['nccl']}, NVLink multicast {multicast}"
+        f"bf16, driver {row['driver']}, torch {row['torch']}, {triton}NCCL {row['nccl']}, "
+        f"NVLink multicast {multicast}"
     )
 
 
@@ -231,6 +235,7 @@ def controls() -> str:
 
 def main() -> None:
     """Write all of them."""
+    from benchmarks import front
     from benchmarks.runner import NAMES, declared
 
     IMAGES.mkdir(exist_ok=True)
@@ -244,6 +249,8 @@ def main() -> None:
     replace(ROOT / "docs" / "sharing.md", "controls", controls())
     replace(ROOT / "docs" / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
     replace(ROOT / "docs" / "plans.md", "mesh", mesh.table(IMAGES))
+    replace(ROOT / "README.md", "bullets", front.bullets())
+    replace(ROOT / "README.md", "front", front.table())
 
 
 if __name__ == "__main__":

@@ -26,23 +26,31 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@on_ranks(2)
-def test_readme_code_runs(rank: int, world_size: int, tmp_path: Path):
-    """The block, with what it says its names are."""
-    names = {
-        "x": torch.randn(6, 16),
-        "w_up": torch.randn(16, 8, requires_grad=True),
-        "w_down": torch.randn(8, 16, requires_grad=True),
-        "tp": dist.group.WORLD,
-    }
+def under_torchrun(code: str, folder: Path) -> str:
+    """What a script prints on 2 CPU ranks: only under torchrun it finds its group by itself."""
+    script = folder / "layer.py"
+    script.write_text(code)
+    environment = os.environ | {
+        "PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node=2", str(script)],
+        capture_output=True, text=True, env=environment, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_readme_code_runs_word_for_word(tmp_path: Path):
     (code,) = python_blocks(ROOT / "README.md")
-    (tmp_path / str(rank)).mkdir()
-    os.chdir(tmp_path / str(rank))
-    exec(code, names)
-    assert torch.equal(names["h"], counterpoint.all_gather_matmul(names["x"], names["w_up"]))
-    assert all(names[w].grad.shape == names[w].shape for w in ("w_up", "w_down"))
-    assert names["y"].shape == (6, 16)
-    assert [path.name for path in Path.cwd().iterdir()] == ["predicted.png"]
+    printed = under_torchrun(code, tmp_path)
+    assert "predicted: shard_p2p ring chunks=2, 364 us, 1.68x serial" in printed, printed
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 700
 
 
 @on_ranks(2)
@@ -62,21 +70,9 @@ def test_code_about_training_runs(rank: int, world_size: int):
 
 
 def test_torchrun_script_runs_on_cpu_ranks(tmp_path: Path):
-    """Under torchrun, as the page says: only there a script finds its group by itself."""
     (code,) = (c for c in python_blocks(ROOT / "docs" / "running.md") if "init_process_group" in c)
-    script = tmp_path / "layers.py"
-    script.write_text(code)
-    environment = os.environ | {
-        "PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node=2", str(script)],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "(128, 512) -> (256, 256) -> (128, 512) on 2 ranks" in done.stdout
+    printed = under_torchrun(code, tmp_path)
+    assert "(128, 512) -> (256, 256) -> (128, 512) on 2 ranks" in printed
 
 
 @on_ranks(4)

@@ -188,7 +188,7 @@ def test_scores_of_what_is_held_out_are_published_where_there_are_rows(
     assert f"**2 GPUs, {UNSEEN}: 40 scenarios**" in text
     auto = next(way.score for way in ways_of(held, None) if way.name == AS_MEASURED)
     assert auto is not None and f"in {auto.right:.0%}, {auto.mean_regret:.1%} slower" in line
-    assert line.startswith("  2 GPUs, 8 held-out scenarios of 56: within") and "before" not in line
+    assert line.startswith("- 2 GPUs, 8 held-out scenarios of 56: within") and "before" not in line
 
 
 def rows_of_experts(ranks: int) -> list[dict]:

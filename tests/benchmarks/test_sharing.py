@@ -99,12 +99,6 @@ def test_summary_has_the_worst_pair_too(eight: list[Row]):
     )
 
 
-def test_the_readme_has_the_pairs_of_cublas(eight: list[Row]):
-    text = sharing.short_table({8: eight})
-    assert cells(text, "cb + all-to-all")[2] == "**10.50**" and TRITON.label not in text
-    assert "8x NVIDIA H200" in text and "Graph registration off." in text
-
-
 def test_pictures(eight: list[Row], tmp_path: Path):
     sharing.pictures({8: eight}, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"sharing-arms.png", "sharing-ratios.png"}

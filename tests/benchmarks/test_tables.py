@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import copies, decode, embedding, experts, losses, resources, steps, training
+from benchmarks import copies, decode, embedding, experts, front, losses, resources, steps, training
 from benchmarks.declare import Benchmark, Section
 from benchmarks.rows import Row, one_form, results, taken
 from benchmarks.runner import NAMES, declared
@@ -164,13 +164,24 @@ def test_every_marker_is_one_of_a_page_and_has_one_writer():
         text = (ROOT / page).read_text()
         assert text.count(f"<!-- {marker}:start -->") == text.count(f"<!-- {marker}:end -->") == 1
     own = {("docs/results.md", "constants"), ("docs/sharing.md", "controls"),
-           ("docs/choosing.md", "rule"), ("docs/plans.md", "mesh")}  # fmt: skip
+           ("docs/choosing.md", "rule"), ("docs/plans.md", "mesh"),
+           ("README.md", "bullets"), ("README.md", "front")}  # fmt: skip
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     marked = {
         (str(page.relative_to(ROOT)), line.split()[1].removesuffix(":start"))
         for page in pages for line in page.read_text().splitlines() if ":start -->" in line
     }  # fmt: skip
     assert marked == own.union(sections)
+
+
+def test_the_readme_says_what_the_committed_rows_say():
+    page = (ROOT / "README.md").read_text()
+    for marker, text in (("bullets", front.bullets()), ("front", front.table())):
+        assert f"<!-- {marker}:start -->\n{text}\n<!-- {marker}:end -->" in page, (
+            "run `make readme`"
+        )
+    lines = front.lines()
+    assert len(lines) <= 6 and all(line.serial_s > line.ours_s for line in lines)
 
 
 @pytest.mark.parametrize("benchmark", QUICK, ids=lambda benchmark: benchmark.name)

@@ -249,6 +249,14 @@ def test_pair_of_the_same_kind_is_first_and_second_and_says_whose_title(tmp_path
             "made up, not measured: another title"} <= {*seen}  # fmt: skip
 
 
+def test_several_stand_on_one_time_axis_and_are_not_compared(tmp_path):
+    panels = [replace(steps(1, n), source=f"panel {n}", title="") for n in (2, 4, 3)]
+    seen = words(draw_timeline(panels[0], tmp_path / "all.svg", beside=panels[1:]))
+    assert [w for w in seen if w.startswith("panel")] == ["panel 2", "panel 4", "panel 3"]
+    assert len([w for w in seen if w.startswith("total")]) == 3
+    assert not any(" / " in w for w in seen)
+
+
 @pytest.mark.parametrize(
     ("timeline", "beside"),
     [
@@ -257,8 +265,9 @@ def test_pair_of_the_same_kind_is_first_and_second_and_says_whose_title(tmp_path
         pair(factor=1.0),
         (pair()[0], replace(pair()[1], source="measured on something " * 20)),
         (steps(2, 2), Timeline((Span(1, "a long name of a lane", 0, 0, "copy", "no length"),))),
+        (pair()[0], pair()),
     ],
-    ids=["as usual", "much longer", "as long", "a long source", "no length"],
+    ids=["as usual", "much longer", "as long", "a long source", "no length", "several"],
 )
 @pytest.mark.parametrize("width_in", [9.0, 12.0])
 def test_no_text_of_a_pair_overlaps_another(monkeypatch, timeline, beside, width_in):

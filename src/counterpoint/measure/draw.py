@@ -61,7 +61,7 @@ def draw_timeline(
     timeline: "Timeline",
     path: str | Path,
     *,
-    beside: "Timeline | None" = None,
+    beside: "Timeline | Sequence[Timeline] | None" = None,
     ranks: Sequence[int] | None = None,
     width_in: float = 12.0,
 ) -> Path:
@@ -73,8 +73,9 @@ def draw_timeline(
     Args:
         timeline: What to draw; its title and its source stand above.
         path: Ends in .png, .svg or .pdf.
-        beside: A second timeline, whose total is compared with that of the first.
-        ranks: Ranks to show; totals remain those of all ranks. By default all; of two timelines
+        beside: A second timeline, whose total is compared with that of the first; or several,
+            which are not.
+        ranks: Ranks to show; totals remain those of all ranks. By default all; of more timelines
             with more than two ranks, the first and the one that ends last in the lower panel.
         width_in: Width of the picture in inches; the height follows from the number of lanes.
 
@@ -83,11 +84,13 @@ def draw_timeline(
 
     Raises:
         InputError: The suffix is none of these, `ranks` are not ranks of each timeline, or the
-            two timelines share no rank.
+            first and the last share no rank.
     """
     path = canvas.checked("draw_timeline", path)
-    pair = {"": timeline.shifted()} if beside is None else timeline.beside(beside)
-    panels = list(pair.values())
+    if beside is None or isinstance(beside, Sequence):
+        panels, names = [each.shifted() for each in (timeline, *(beside or ()))], list[str]()
+    else:
+        names, panels = map(list, zip(*timeline.beside(beside).items(), strict=True))
     ranks = _shown_ranks(panels, ranks)
     spans = [span for panel in panels for span in panel.spans if span.rank in ranks]
     heights_in = [_height_in(panel, ranks) for panel in panels]
@@ -104,9 +107,10 @@ def draw_timeline(
         top_in += head_in
         end = sheet.right * (panel.duration_s / longest_s if longest_s else 1.0)
         _draw_panel(sheet, panel, ranks, top_in, height_in, end=end)
+        if names and panel is panels[-1] and panel.duration_s:
+            ratio = panels[0].duration_s / panel.duration_s
+            _draw_ratio(sheet, f"{' / '.join(names)} {ratio:.2f}", top_in)
         top_in += height_in + PANEL_GAP
-    if beside is not None:
-        _draw_ratio(sheet, pair, top_in - PANEL_GAP - heights_in[-1])
 
     canvas.heading(figure, title, _subtitle(panels, ranks))
     _kinds_legend(figure, {span.kind for span in spans}, sheet.left_in)
@@ -177,12 +181,8 @@ def _subtitle(panels: Sequence["Timeline"], ranks: Sequence[int]) -> str:
     return "; ".join(facts)
 
 
-def _draw_ratio(sheet: _Sheet, pair: dict[str, "Timeline"], top_in: float) -> None:
-    """Write first / second total to the right of the second, whose lanes begin at `top_in`."""
-    first, second = pair.values()
-    if not second.duration_s:
-        return
-    text = f"{' / '.join(pair)} {first.duration_s / second.duration_s:.2f}"
+def _draw_ratio(sheet: _Sheet, text: str, top_in: float) -> None:
+    """Write what the totals say to the right of a panel whose lanes begin at `top_in`."""
     size_pt = canvas.fitting_pt(text, 8.5, SUMMARY_WIDTH - 0.11 - canvas.EDGE)
     look = Look(size_pt, weight="bold")
     canvas.note(sheet.axes, sheet.right, top_in - 0.06, text, look, shift_pt=8, va="bottom")

@@ -1,0 +1,118 @@
+"""The README's table and what it says of speed: each operator where most GPUs have measured it."""
+
+from collections.abc import Sequence
+from statistics import geometric_mean
+from typing import NamedTuple
+
+from benchmarks import decode, embedding, experts, overlap, sharing
+from benchmarks.rows import Row, Timed, results
+from benchmarks.tables import measured
+
+HEAD = ("layer", "serial", "torch's fused operator", "counterpoint", "speedup")
+NOTE = (
+    "Of the slowest GPU. Serial is NCCL and cuBLAS, or torch's own operator, in a row. All in CUDA "
+    "graphs, or eager where torch's fused operator then does better."
+)
+
+
+class Line(NamedTuple):
+    """One line of the table, in seconds; without a peer, torch has no such operator."""
+
+    layer: str
+    serial_s: float
+    ours_s: float
+    rows: Sequence[Row]
+    peer_s: float | None = None
+
+
+def rows_of(name: str) -> list[Row]:
+    """The rows of the most GPUs."""
+    return next(iter(results(name).values()))
+
+
+def _fair(layer: str, case: Timed, peers: Sequence[str]) -> Line:
+    """A line in the mode in which the better of torch's operators does better."""
+    modes = [arms for arms in case.modes.values() if {"serial", "auto", peers[0]} <= {*arms}]
+    times = [{name: row["median_s"] for name, row in arms.items()} for arms in modes]
+    best = min(times, key=lambda t: min(t[p] for p in peers) / t["auto"])
+    peer_s = min(best[p] for p in peers)
+    return Line(layer, best["serial"], best["auto"], case.rows, peer_s)
+
+
+def lines() -> list[Line]:
+    """One layer of each operator, and a step whose kernels stay as they are."""
+    found: list[Line] = []
+    matmuls = overlap.shapes_of(rows_of("overlap"))
+    for op, (m, n, k), layer in (
+        ("all_gather_matmul", (8192, 1280, 8192), "Llama-3-70B QKV: all-gather + matmul"),
+        ("matmul_reduce_scatter", (8192, 8192, 3584), "Llama-3-70B down, matmul + reduce-scatter"),
+    ):
+        (case,) = (c for c in matmuls if (c.head["op"], *(c.head[i] for i in "mnk"))
+                   == (op, m, n, k))  # fmt: skip
+        found.append(_fair(f"{layer}, {m} tokens", case, [overlap.PEER]))
+    (case,) = (c for c in decode.shapes_of(rows_of("decode"))
+               if (c.head["m"], c.head["layer"]) == (1, "Llama-3-70B O"))  # fmt: skip
+    found.append(_fair("Llama-3-70B O, matmul + all-reduce, 1 token", case, decode.TORCH))
+    (back,) = (c for c in experts.said(rows_of("experts")) if c.combines and
+               (c.head["model"], c.head["tokens"], c.head["routing"])
+               == ("DeepSeek-V3", 4096, "uniform"))  # fmt: skip
+    layer = "DeepSeek-V3 experts, grouped matmul + all-to-all, 4096 tokens"
+    found.append(Line(layer, back.in_place_s, back.auto[1], back.case.rows))
+    bags = rows_of("embedding")
+    (bag,) = (c for c in embedding.said(bags)
+              if c.case.head["case"] == "16 tables, D 256, pooling 20, batch 16384")  # fmt: skip
+    layer = f"16 embedding tables, lookup + all-to-all, 16384 bags ({bags[0]['ranks']} GPUs)"
+    found.append(Line(layer, bag.serial_s, bag.copy_s, bag.case.rows))
+    (pair,) = (c for c in sharing.in_graph(rows_of("resources"))
+               if c.head["pair"] == "cb cuBLAS + all-to-all")  # fmt: skip
+    found.append(Line("8192³ matmuls beside all-to-alls, by `resources.tune`",
+                      pair.s("sequential"), pair.s(sharing.TUNED),
+                      [*pair.graph.values()]))  # fmt: skip
+    return found
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def table() -> str:
+    """Of the README."""
+    every = [
+        ([line.layer, _time(line.serial_s), _time(line.peer_s), _time(line.ours_s),
+          f"**{line.serial_s / line.ours_s:.2f}x**"], line.rows)
+        for line in lines()
+    ]  # fmt: skip
+    return measured(HEAD, every, NOTE)
+
+
+def bullets() -> str:
+    """What each kind of user gains in the mean, and where nothing is gained."""
+    large = overlap.shapes_of(rows_of("overlap"))
+    few = decode.few_of(rows_of("decode"))
+    layers = experts.said(rows_of("experts"))
+    bags = embedding.said(rows_of("embedding"))
+    ranks = {name: rows_of(name)[0]["ranks"] for name in ("overlap", "decode", "experts",
+                                                            "embedding")}  # fmt: skip
+    device = [c.pair_s / c.ours_s for c in layers]
+    plain = min(c.eager["serial"]["plain_eager_s"] / c.eager["auto"]["plain_eager_s"]
+                for c in decode.shapes_of(results("decode")[2]))  # fmt: skip
+    tensor = geometric_mean(c.s("serial") / c.s("auto") for c in large)
+    one = geometric_mean(c.s("serial") / c.s("auto") for c in few)
+    pooled = geometric_mean(c.serial_s / c.copy_s for c in bags)
+    return "\n".join([
+        f"- **Tensor parallelism**: {tensor:.2f}x, all-gather + matmul and matmul + reduce-scatter "
+        f"of Llama-3 layers, 512 to 8192 tokens, {ranks['overlap']} GPUs.",
+        f"- **Decoding**: {one:.2f}x, matmul + all-reduce of 1 to 64 tokens, "
+        f"{ranks['decode']} GPUs.",
+        f"- **Experts**: {geometric_mean(device):.2f}x, an all-to-all and a grouped matmul whose "
+        f"counts stay on the GPU, {ranks['experts']} GPUs.",
+        f"- **Embedding tables**: {pooled:.2f}x, lookup and all-to-all of 39 sizes, "
+        f"{ranks['embedding']} GPUs.",
+        "",
+        "These are geometric means. `plan=\"auto\"` stays serial where it predicts no gain. "
+        f"Where it loses: {sum(r < 1 for r in device)} of {len(device)} layers of experts, "
+        f"{min(device):.2f}x at worst; and single eager calls of the widest decode layer, "
+        f"{plain:.2f}x on 2 GPUs with the host's time in them.",
+    ])  # fmt: skip
