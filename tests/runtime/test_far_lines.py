@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from on_ranks import on_ranks
 from rank_bodies import world
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
-from counterpoint.runtime import notice_board
+from counterpoint.runtime import far_lines, notice_board
+from counterpoint.runtime.far_lines import PERIOD_S, FarLines
 from counterpoint.runtime.notice_board import Awaited, NoticeBoard, digest_of
 from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.watchdog import Watchdog
@@ -134,3 +136,35 @@ def test_a_silent_rank_that_is_behind_is_named(rank: int, ranks: int):
         error = told(board, 3)
         assert error.startswith("PeerTimeoutError: all_gather_matmul: rank 1 did not come"), error
         assert "silent for" in error and "dead" in error
+
+
+@on_ranks(2)
+def test_only_who_looks_finds_a_rank_silent(rank: int, ranks: int):
+    """A rank's watchdog may begin long after its board, and its store may keep it waiting."""
+    clock = SimpleNamespace(now_s=0.0)
+    own, other = (np.zeros(8, np.uint8) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(far_lines, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+        lines = FarLines(world(), "only who looks", 4 * PERIOD_S)
+        store = lines._store
+
+        def look(after_s: float = PERIOD_S, held_s: float = 0.0) -> str:
+            def put(key: str, value: bytes) -> None:
+                clock.now_s += held_s
+                store.set(key, value)
+
+            clock.now_s += after_s
+            lines._store = SimpleNamespace(set=put, check=store.check, get=store.get)
+            lines.exchange(own, other)
+            return lines.state().split()[-1]
+
+        if rank == 0:
+            assert look(100) == "alive", "the first time that it looks"
+        dist.barrier()
+        assert look() == "alive"
+        dist.barrier()
+        if rank == 0:
+            assert look(held_s=100) == look(0) == "alive", "the store kept it waiting"
+            silent = [look() for _ in range(5)]
+            assert silent == ["alive"] * 2 + ["dead"] * 3
+        dist.barrier()

@@ -26,7 +26,8 @@ class FarLines:
     Args:
         group: whose ranks.
         name: of keys; equal on all ranks, and another one for each board.
-        timeout_s: silence after which a rank counts as dead.
+        timeout_s: silence after which a rank counts as dead. Time in which this rank itself could
+            not look is none.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
@@ -40,7 +41,7 @@ class FarLines:
             self._store = None
         self._shown, self._heard = 0, 0
         self._last_s = -PERIOD_S
-        self._heard_s = time.monotonic()
+        self._unheard = 0  # exchanges since the next rank was heard
         self._lock = threading.Lock()
 
     def exchange(
@@ -51,11 +52,14 @@ class FarLines:
         Returns:
             The verdict of the first rank that gave up; None: nobody did.
         """
-        now_s = time.monotonic()
         with self._lock:
-            if self._store is None or now_s - self._last_s < PERIOD_S:
+            now_s = time.monotonic()
+            if now_s - self._last_s < PERIOD_S:
                 return None
             self._last_s = now_s
+            self._unheard += 1
+            if self._store is None:
+                return None
             try:
                 self._shown += 1
                 self._store.set(self._own, pickle.dumps((self._shown, mine.tobytes())))
@@ -64,8 +68,9 @@ class FarLines:
                 if self._store.check([self._next]):
                     heard, line = pickle.loads(self._store.get(self._next))
                     if heard != self._heard:
-                        self._heard, self._heard_s = heard, now_s
-                        theirs[:] = np.frombuffer(line, np.uint8)
+                        self._heard, self._unheard = heard, 0
+                        # at once: numpy lets go of the interpreter's lock, and half a line is wrong
+                        theirs.data[:] = line
             except RuntimeError:  # it ended with its host
                 self._store = None
         return None
@@ -81,5 +86,5 @@ class FarLines:
 
     def state(self) -> str:
         """Whether the next rank is heard, in words."""
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = self._unheard * PERIOD_S
         return f"silent for {silent_s:.1f} s: {'dead' if silent_s > self.timeout_s else 'alive'}"
