@@ -4,6 +4,7 @@ import ctypes
 import gc
 import random
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,10 +16,13 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Signal
 from counterpoint.problem import Problem
+from counterpoint.resources import transport
+from counterpoint.resources.stages import Collective
 from counterpoint.runtime import driver
 from counterpoint.runtime import tables as tables_module
 from counterpoint.runtime import workspace as module
 from counterpoint.runtime.groups import release
+from counterpoint.runtime.lanes_cuda import CudaLanes
 from counterpoint.runtime.tables import Tables
 from counterpoint.runtime.workspace import (
     ALIGN_BYTES,
@@ -197,6 +201,42 @@ def test_tables_that_are_held_stay(tables: Tables):
 def test_a_table_of_nothing_has_an_address_in_a_pool_that_is_full(tables: Tables):
     full = tables.of(range(64))
     assert tables.of([]).tolist() == [0] and len(full) == 64
+
+
+def test_tables_of_copies_outlive_what_launches_them(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch
+):
+    """A graph that has captured a pipeline reads them for as long as there is the pipeline."""
+    lanes, seen = object.__new__(CudaLanes), list[tuple[tuple[Any, Any], list[int]]]()
+    pads = SimpleNamespace(buffer_ptrs=[4096, 8192, 16384])
+    pipeline: Any = SimpleNamespace(device=CPU, group=None, workspace=SimpleNamespace(
+        rank=1, device=CPU, pads=pads, open_pads=lambda: None))  # fmt: skip
+    lanes.workspace, lanes.tables, lanes.epoch = pipeline.workspace, tables, torch.zeros(2)
+    lanes._awaited, lanes._num_programs = {}, 0
+
+    def read(posts: Any, waits: Any) -> list[torch.Tensor]:
+        return [lanes.posted_words(posts), lanes.awaited_words(waits)]
+
+    def signal(_: object, posts: Any, waits: Any, *__: object, **___: object) -> object:
+        held = read(posts, waits)
+        seen.append(((posts, waits), [table.data_ptr() for table in held]))
+        return lambda: held
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    monkeypatch.setattr(transport, "lanes_of", lambda _: lanes)
+    monkeypatch.setattr(transport, "library_of", lambda *_: None)
+    monkeypatch.setattr(transport, "signal", signal)
+    monkeypatch.setattr(transport.dist, "get_world_size", lambda _: 3)
+    target, lane = torch.zeros(3), transport.CopyLane(pipeline)
+    collective = Collective("x", "all_gather", target, target[1:2], "sum")
+    memory: Any = SimpleNamespace(world_size=3, buffer_ptrs=[target.data_ptr()] * 3)
+    for _ in range(2):
+        lane.carrier(collective, memory, cast(Any, None))  # nobody holds it
+        tables.of(range(60))
+    assert len(seen) == 4
+    for words, addresses in seen:
+        assert [table.data_ptr() for table in read(*words)] == addresses
 
 
 def test_tables_do_not_grow_in_a_capture(tables: Tables):

@@ -133,6 +133,16 @@ class CopyLane:
         self.workspace.open_pads()
         self.lanes = lanes_of(self.workspace)
         self.own, self.edge = torch.cuda.Stream(pipeline.device), torch.cuda.Event()
+        rank, ranks = self.workspace.rank, dist.get_world_size(pipeline.group)
+        self.peers = [(rank + d) % ranks for d in range(1, ranks)]
+        self.meets = [Arrival(rank, peer) for peer in self.peers]
+        self.met = [Arrival(peer, peer) for peer in self.peers]
+        self.arrivals = [Arrival(ranks + peer, peer) for peer in self.peers]
+        # those of all carriers: a graph outlives the one that it has captured
+        self.tables = [
+            *map(self.lanes.posted_words, ([], self.meets)),
+            *map(self.lanes.awaited_words, (self.met, self.arrivals)),
+        ]
 
     def carrier(
         self, collective: Collective, memory: SymmetricMemory, group: dist.ProcessGroup
@@ -141,8 +151,7 @@ class CopyLane:
 
         Its target lies in `memory`; the library's part of an all-reduce is by `group`.
         """
-        rank, ranks = self.workspace.rank, memory.world_size
-        peers = [(rank + d) % ranks for d in range(1, ranks)]
+        rank, ranks, peers = self.workspace.rank, memory.world_size, self.peers
         base = memory.buffer_ptrs[rank]
         offset = collective.target.data_ptr() - base
         total_bytes = collective.source.numel() * collective.source.element_size()
@@ -164,12 +173,9 @@ class CopyLane:
         name = collective.name
         awaited = (f"meeting before {name!r}", tuple(peers)), (f"arrival of {name!r}", tuple(peers))
         tag = self.lanes.register("pipeline", "copy_engine", awaited)
-        meets = [Arrival(rank, peer) for peer in peers]
-        met = [Arrival(peer, peer) for peer in peers]
         posts = [self.lanes.post_copies([Arrival(ranks + rank, peer)])[0] for peer in peers]
-        arrivals = [Arrival(ranks + peer, peer) for peer in peers]
-        open_ = signal(self.lanes, meets, met, tag, opens=True)
-        close = signal(self.lanes, (), arrivals, tag + 1, opens=False)
+        open_ = signal(self.lanes, self.meets, self.met, tag, opens=True)
+        close = signal(self.lanes, (), self.arrivals, tag + 1, opens=False)
         awaited_sum = Awaited("pipeline", f"take part in {name!r}", name)
         calls = library_of(self.workspace, awaited_sum, group)
         sum_parts = _sum_parts(collective, calls, rank, ranks) if reduces else None
