@@ -153,6 +153,18 @@ def test_a_rank_that_refuses_alone(rank: int, ranks: int, known: bool):
         assert not told(lambda: run(x[:2]))
 
 
+@on_ranks(2, 3)
+def test_a_rank_that_refuses_its_counts_alone(rank: int, ranks: int):
+    """The others are in the library's all-gather by then, or come to it."""
+    counts()
+    alone = torch.ones(ranks, dtype=torch.float32 if rank == 1 else torch.int64)
+    error = told(lambda: cp.exchange_counts(alone))
+    assert error.startswith("InputError: exchange_counts: counts must be int32 or int64"), error
+    assert ("rank 1 has refused the call" in error) == (rank != 1)
+    dist.barrier()
+    assert told(counts), "the others have begun a call that this one has not"
+
+
 @contextmanager
 def watched() -> Iterator[list[str]]:
     """What a watchdog's thread finds wrong meanwhile, as often as it can look."""

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.ops.agreement import refused
 from counterpoint.ops.check import check_dense, check_group, check_place
 from counterpoint.ops.register import register
 from counterpoint.runtime.library import library_of
@@ -37,6 +38,14 @@ def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -
         >>> own = (expert_of_row == each[:, None]).sum(1)  # doctest: +SKIP
         >>> counts = counterpoint.exchange_counts(own, group=ep)  # doctest: +SKIP
     """
+    try:
+        group = _checked(counts, group)
+    except CounterpointError as error:
+        raise refused(error, group, counts) from None
+    return torch.ops.counterpoint.exchange_counts(counts, group.group_name, group.size())
+
+
+def _checked(counts: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = check_group(OP, group)
     check_dense(OP, counts=counts)
     check_place(OP, counts=counts)
@@ -46,7 +55,7 @@ def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -
     if counts.shape[0] % group.size():
         want = f"[E], E a multiple of the {group.size()} ranks"
         raise InputError(OP, "counts", want=want, got=list(counts.shape))
-    return torch.ops.counterpoint.exchange_counts(counts, group.group_name, group.size())
+    return group
 
 
 def _run(counts: Tensor, group_name: str, group_size: int) -> Tensor:
