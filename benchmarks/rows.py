@@ -129,10 +129,6 @@ def one_form(rows: Sequence[Row]) -> list[Row]:
         for before, now in RENAMED.items():
             if before in row and row[before] is not None:
                 row.setdefault(now, row[before])
-        if "what" in row and "arm" not in row:
-            row["arm"] = ", by ".join(filter(None, (row["what"], row["way"])))
-        if row.get("table") in ("embedding", "steps") and "mode" not in row:
-            row["mode"] = "eager"
         for name in ("arm", "spec", "plan", "chosen", "pick", "question"):
             if isinstance(row.get(name), str):
                 pulls = row.get("op") in both

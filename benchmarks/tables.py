@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean
 
 from benchmarks import mesh
 from benchmarks.declare import Section
@@ -171,11 +170,6 @@ def by_machine(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list
 def of_most(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list[Row]]], str]:
     """A section of the most GPUs alone."""
     return lambda found: write(next(iter(found.values())))
-
-
-def less(ratios: Iterable[float], digits: int = 0) -> str:
-    """The share of time that is saved, of times of ours / theirs: the geometric mean."""
-    return f"{1 - geometric_mean(ratios):.{digits}%}"
 
 
 def replace(page: Path, marker: str, text: str) -> None:
