@@ -10,26 +10,38 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from embedding_cases import pooled, random_bags
+from expert_bodies import Whole, by_expert, by_owner, multiplied, summed, whole
+from rank_bodies import Case, Operands, call, exact, operands
 from torch import Tensor
 
 import counterpoint as cp
+from benchmarks.gpu_suite import run
+from counterpoint.measure.timing import relative_error
+from counterpoint.ops.token_sums import sum_of_tokens
 
 RANKS = 2
 TOOLS = ("memcheck", "racecheck")
-LIMIT_S = 230  # of a tool
+LIMIT_S = 225  # of a tool
+SETTINGS = (
+    f"COUNTERPOINT_TIMEOUT_S={LIMIT_S}",
+    "COUNTERPOINT_REPLAY=0",  # each kernel is launched by itself
+    # memory of an allocator of its own is checked by the bytes that were asked for
+    "PYTORCH_NO_CUDA_MEMORY_CACHING=1",
+    "MASTER_ADDR=127.0.0.1",
+)
 OPTIONS = ("--report-api-errors", "no", "--target-processes", "all", "--error-exitcode", "1")
 # kernels that are none of an operator's
 LEFT_OUT = {
@@ -48,152 +60,129 @@ class At(NamedTuple):
     group: dist.ProcessGroup
     device: torch.device
 
-    def drawn(self, *shape: int) -> list[Tensor]:
-        """What each rank has: drawn here for all of them."""
-        made = [torch.Generator().manual_seed(sum(shape) + r) for r in range(RANKS)]
-        return [torch.randn(shape, generator=g).half().to(self.device) for g in made]
+    def own(self, everyone: list[Tensor]) -> Tensor:
+        """This rank's of them, as a leaf."""
+        return everyone[self.rank].to(self.device, copy=True).requires_grad_()
 
 
-def check(what: str, got: Tensor, want: Tensor) -> None:
+def check(what: str, got: Tensor | None, want: Tensor | None) -> None:
     """Compare with fp64.
 
     Raises:
         AssertionError: it is another.
     """
+    assert got is not None and want is not None, f"{what}: none"
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, not {tuple(want.shape)}"
-    error = float((got.detach().double() - want).norm() / want.norm())
+    error = relative_error(got.detach().cpu(), want.detach().cpu())
     assert error < TOLERANCE, f"{what} is off by {error:.1e}"
 
 
+def of_matmuls(at: At, op: str, plan: str) -> tuple[list[Operands], Case]:
+    case = Case(op, plan, (16,) * RANKS, 64, 128, torch.float16)
+    return [operands(case, rank, 0, at.device) for rank in range(RANKS)], case
+
+
 def matmuls(at: At, op: str, plan: str) -> None:
-    xs, ws = at.drawn(32, 64), at.drawn(64, 128)
-    y = getattr(cp, op)(xs[at.rank], ws[at.rank], group=at.group, plan=plan)
-    if op == "all_gather_matmul":
-        want = torch.cat(xs).double() @ ws[at.rank].double()
-    else:
-        want = sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))
-        assert isinstance(want, Tensor)
-        want = want.chunk(RANKS)[at.rank] if op == "matmul_reduce_scatter" else want
-    check(f"{op} by {plan}", y, want)
+    everyone, case = of_matmuls(at, op, plan)
+    got = call(case, everyone[at.rank], at.group)
+    check(f"{op} by {plan}", got, exact(case, at.rank, everyone))
 
 
 def normed(at: At) -> None:
-    xs, ws, residual, weight = at.drawn(32, 64), at.drawn(64, 128), *(
-        at.drawn(*shape)[0] for shape in ((32, 128), (128,))
-    )  # fmt: skip
     # "auto" looks at the library's kernels in a capture, which the sanitizer does not bear
+    everyone, case = of_matmuls(at, "matmul_all_reduce", "fused")
+    draw = torch.Generator().manual_seed(1)
+    residual, weight = (
+        torch.randn(shape, generator=draw).half().to(at.device) for shape in ((32, 128), (128,))
+    )
+    mine = everyone[at.rank]
     y, h = cp.matmul_all_reduce_rms_norm(
-        xs[at.rank], ws[at.rank], residual=residual, norm_weight=weight, group=at.group,
-        plan="fused",
-    )  # fmt: skip
-    want = residual.double() + sum(x.double() @ w.double() for x, w in zip(xs, ws, strict=True))
+        mine.x, mine.w, residual=residual, norm_weight=weight, group=at.group, plan="fused"
+    )
+    want = residual.double() + exact(case, at.rank, everyone)
     check("the sum", h, want)
     scale = torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-6)
     check("its norm", y, want * scale * weight.double())
 
 
-EACH = 8  # rows of a rank for an expert
-ROOM = 40  # rows of a result whose counts the device knows: 32 are used
+BAGS = 8
+COUNTS = [[8] * (2 * RANKS)] * RANKS  # rows of each rank for each expert
+ROWS = sum(COUNTS[0])
+ROOM = ROWS + 8  # rows of a result whose counts the device knows
 
 
-def _products(x: Tensor, w: Tensor) -> Tensor:
-    """Rows sorted by expert, times its weight, in fp64."""
-    return (x.double().view(len(w), -1, x.shape[1]) @ w.double()).flatten(0, 1)
-
-
-def _swapped(xs: list[Tensor], rank: int, *, back: bool) -> Tensor:
-    """Rows of all ranks that go to the experts of `rank`, or that come back to it from them."""
-    each = torch.stack([x.view(-1, EACH, x.shape[1]) for x in xs])  # [rank, block, EACH, K]
-    if back:  # blocks by local expert, then by source
-        return each.view(RANKS, 2, RANKS, EACH, -1)[:, :, rank].flatten(0, 2)
-    return each.view(RANKS, RANKS, 2, EACH, -1)[:, rank].transpose(0, 1).flatten(0, 2)
+def of_experts(*, back: bool) -> tuple[Whole, Whole, list[Tensor], list[Tensor]]:
+    """Operands of all ranks; those in fp64, what their matmuls take, and what each rank gets."""
+    given = whole(COUNTS, 64, 128, torch.float16, back=back)
+    fp64 = given.double()
+    rows = fp64.xs if back else by_expert(fp64.xs, COUNTS)
+    y = multiplied(rows, fp64.ws, COUNTS)
+    return given, fp64, rows, by_owner(y, COUNTS) if back else y
 
 
 def experts(at: At, op: str, known: str) -> None:
     """A dispatch or a combine of 2 experts a rank; its gradient is the other one's kernel."""
-    rows, ws = 4 * EACH, at.drawn(2, 64, 128)
-    xs = at.drawn(rows, 64)
-    counts = torch.full((RANKS, 2 * RANKS), EACH)
-    x, options = xs[at.rank].clone(), dict[str, Any]()
+    given, fp64, rows, want = of_experts(back=op == "matmul_all_to_all")
+    x, w = at.own(given.xs), at.own(given.ws)
+    counts, options = torch.tensor(COUNTS), dict[str, Any]()
     if known == "device" and at.device.type == "cuda":  # a CPU is the host
-        x, counts = torch.cat([x, x.new_zeros(ROOM - rows, 64)]), counts.to(at.device)
-        options["max_rows"] = ROOM
-    x.requires_grad_()
-    w = ws[at.rank].clone().requires_grad_()
+        x = torch.cat([x.detach(), x.new_zeros(ROOM - ROWS, 64)]).requires_grad_()
+        counts, options = counts.to(at.device), {"max_rows": ROOM}
     if op == "all_to_all_matmul":
         y, kept = cp.all_to_all_matmul(
             x, w, counts=counts, group=at.group, plan="fused", return_rows=True, **options
         )
-        want = _products(come := _swapped(xs, at.rank, back=False), ws[at.rank])
-        check("rows that came", kept[:rows], come.double())
+        check("rows that came", kept[:ROWS], rows[at.rank])
     else:
-        y = cp.matmul_all_to_all(
-            x, w, counts=counts, group=at.group, plan="fused", **options
-        )  # fmt: skip
-        want = _swapped([_products(*each) for each in zip(xs, ws, strict=True)], at.rank, back=True)
-    check(f"{op} of counts that the {known} knows", y[:rows], want)
-    y[:rows].sum().backward()
-    ones = torch.ones(rows, 128, device=at.device)
-    dxs = [_products(ones, w.mT) for w in ws]
-    if op == "all_to_all_matmul":
-        want = _swapped(dxs, at.rank, back=True)
-    else:
-        want = _products(ones, ws[at.rank].mT)
-    assert x.grad is not None and w.grad is not None
-    check(f"the gradient of {op}", x.grad[:rows], want)
+        y = cp.matmul_all_to_all(x, w, counts=counts, group=at.group, plan="fused", **options)
+    check(f"{op} of counts that the {known} knows", y[:ROWS], want[at.rank])
+    y[:ROWS].sum().backward()
+    torch.cat(want).sum().backward()
+    assert x.grad is not None
+    check(f"the gradient of {op}", x.grad[:ROWS], fp64.xs[at.rank].grad)
+    check("that of its weights", w.grad, fp64.ws[at.rank].grad)
 
 
-def summed(at: At) -> None:
+def sums(at: At) -> None:
     """Sums of rows that come back, in the combine's kernels and in those of gradients."""
-    xs, ws, weights = at.drawn(4 * EACH, 64), at.drawn(2, 64, 128), at.drawn(5, 2)[0].float()
-    index = torch.tensor([[0, 9], [31, 1], [2, 2], [17, 30], [4, 8]], device=at.device)
-    x = xs[at.rank].clone().requires_grad_()
+    given, _, _, ys = of_experts(back=True)
+    index = torch.tensor([[0, 9], [31, 1], [2, 2], [17, 30], [4, 8]])
+    draw = torch.Generator().manual_seed(at.rank)
+    exact_weights = torch.randn(index.shape, generator=draw).double().requires_grad_()
+    weights = exact_weights.detach().float().to(at.device).requires_grad_()
+    there = index.to(at.device)
     out = cp.matmul_all_to_all(
-        x, ws[at.rank], counts=torch.full((RANKS, 2 * RANKS), EACH), group=at.group, plan="fused",
-        sum_of=(index, weights.requires_grad_()),
+        at.own(given.xs), at.own(given.ws), counts=torch.tensor(COUNTS), group=at.group,
+        plan="fused", sum_of=(there, weights),
     )  # fmt: skip
-    y = _swapped([_products(*each) for each in zip(xs, ws, strict=True)], at.rank, back=True)
-    want = (y[index] * weights.detach().double()[..., None]).sum(1)
+    want = summed(ys[at.rank], index, exact_weights)
     check("sums of rows", out, want)
     out.sum().backward()
-    assert weights.grad is not None
-    check("their gradient", weights.grad, y[index].sum(-1))
-    _, came = cp.all_to_all_matmul(
-        x, ws[at.rank], counts=torch.full((RANKS, 2 * RANKS), EACH), group=at.group, plan="fused",
-        return_rows=True,
-    )  # fmt: skip
-    from counterpoint.ops.token_sums import sum_of_tokens
-
-    own = xs[at.rank]
-    check("sums of tokens", sum_of_tokens(own, index), own[index].double().sum(1))
-    assert came.shape == own.shape
+    want.sum().backward()
+    check("their gradient", weights.grad, exact_weights.grad)
+    own = given.xs[at.rank]
+    check("sums of tokens", sum_of_tokens(own.to(at.device), there), own[index].double().sum(1))
 
 
 def embedding(at: At, plan: str) -> None:
-    """2 tables a rank, 8 bags of 2 indices in all; and gradients of tables and weights."""
-    bags, every = 8, [at.drawn(16, 8), at.drawn(16, 16)]
-    tables = [each[at.rank].clone().requires_grad_() for each in every]
-    indices = torch.arange(2 * 2 * bags, device=at.device) * 5 % 16
-    offsets = torch.arange(0, 2 * 2 * bags, 2, device=at.device)
-    weights = at.drawn(2 * 2 * bags)[0].float().requires_grad_()
+    """2 tables a rank, 8 bags in all; and gradients of tables and weights."""
+    every = [random_bags((8, 16), BAGS, dtype=torch.float16, weighted=True, seed=rank)
+             for rank in range(RANKS)]  # fmt: skip
+    mine = every[at.rank]
+    assert mine.weights is not None
+    leaves = [t.to(at.device, copy=True).requires_grad_() for t in mine.tables]
+    leaves.append(mine.weights.float().to(at.device).requires_grad_())
     y = cp.embedding_bag_all_to_all(
-        tables, indices, offsets, per_sample_weights=weights, group=at.group, plan=plan
-    )
-    place = indices.view(2, bags, 2)
-    scale = weights.detach().double().view(2, bags, 2, 1)
-    pooled = [
-        (every[t][r].double()[place[t]] * scale[t]).sum(1) for r in range(RANKS) for t in range(2)
-    ]
-    check(f"bags by {plan}", y, torch.cat(pooled, 1).chunk(RANKS)[at.rank])
+        leaves[:-1], mine.indices.to(at.device), mine.offsets.to(at.device), group=at.group,
+        per_sample_weights=leaves[-1], include_last_offset=True, plan=plan,
+    )  # fmt: skip
+    want = [pooled(bags, BAGS, mean=False).chunk(RANKS)[at.rank] for bags in every]
+    check(f"bags by {plan}", y, torch.cat(want, 1))
     y.sum().backward()
-    for t, table in enumerate(tables):
-        want = torch.zeros(table.shape, dtype=torch.float64, device=at.device)
-        want.index_add_(0, place[t].flatten(), scale[t].view(-1, 1).expand(-1, table.shape[1]))
-        assert table.grad is not None
-        check("the gradient of a table", table.grad, want)
-    each = [table.detach().double()[place[t]].sum(-1) for t, table in enumerate(tables)]
-    assert weights.grad is not None
-    check("the gradient of weights", weights.grad, torch.stack(each).flatten())
+    *tables, weights = fp64 = [t.double().requires_grad_() for t in (*mine.tables, mine.weights)]
+    pooled(replace(mine, tables=tables, weights=weights), BAGS, mean=False).sum().backward()
+    for leaf, exact_leaf in zip(leaves, fp64, strict=True):
+        check("a gradient of tables and weights", leaf.grad, exact_leaf.grad)
 
 
 def exchanged(at: At) -> None:
@@ -231,7 +220,7 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
                 ("matmul_all_to_all_kernel", "arrival_kernel", "collect_kernel")),
     "dispatch, device": (lambda at: experts(at, "all_to_all_matmul", "device"), ()),
     "combine, device": (lambda at: experts(at, "matmul_all_to_all", "device"), ("clear_kernel",)),
-    "tokens": (summed, ("token_sum_kernel", "token_sum_gradient_kernel")),
+    "tokens": (sums, ("token_sum_kernel", "token_sum_gradient_kernel")),
     "bags": (lambda at: embedding(at, "fused"),
              ("embedding_all_to_all_kernel", "copy_out_kernel", "table_gradient_kernel",
               "weight_gradient_kernel")),
@@ -316,32 +305,16 @@ def run_tool(program: str, tool: str, out: Path) -> dict[str, Any]:
     """All ranks under one tool, each with a log of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "COUNTERPOINT_TIMEOUT_S": str(LIMIT_S),
-        "COUNTERPOINT_REPLAY": "0",  # each kernel is launched by itself
-        # memory of an allocator of its own is checked by the bytes that were asked for
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-    }  # fmt: skip
     start_s, paths = time.monotonic(), [out / f"{tool}-{rank}.log" for rank in range(RANKS)]
-    processes: list[subprocess.Popen[bytes]] = []
-    for rank, path in enumerate(paths):
-        ours = [sys.executable, "-m", "benchmarks.sanitize", "--rank", str(rank)]
-        with path.open("wb") as log:
-            processes.append(subprocess.Popen(
-                [program, "--tool", tool, *OPTIONS, *ours], env=environment, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            ))  # fmt: skip
-    codes: list[int] = []
-    for process in processes:
-        try:
-            codes.append(process.wait(max(1.0, start_s + LIMIT_S - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            codes.append(124)
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+    def ended(rank: int) -> int:
+        command = ["env", *SETTINGS, f"MASTER_PORT={port}", program, "--tool", tool, *OPTIONS]
+        command += [sys.executable, "-m", "benchmarks.sanitize", "--rank", str(rank)]
+        with paths[rank].open("w") as log:
+            return run(command, LIMIT_S, out / "cache", log)
+
+    with ThreadPoolExecutor(RANKS) as lanes:
+        codes = list(lanes.map(ended, range(RANKS)))
     logs = [path.read_text(errors="replace") for path in paths]
     return row_of(tool, logs, codes, time.monotonic() - start_s)
 
