@@ -90,7 +90,7 @@ def separate(suite: str, out: Path, gpus: int) -> dict[str, Part]:
     if suite == TESTS:
         return tests(gpus, TEST_S)
     if suite == SANITIZE:
-        return {SANITIZE: Part(["-m", "benchmarks.sanitize", "--out", str(out)], SANITIZE_S)}
+        return {SANITIZE: Part(["-m", "sanitize", "--out", str(out)], SANITIZE_S)}
     return {CHARACTERIZE: Part(constants, LONG_S)} if suite == CHARACTERIZE else {}
 
 

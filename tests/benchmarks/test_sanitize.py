@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import sanitize
 import torch
 from on_ranks import on_ranks
 from rank_bodies import world
 from triton.runtime.jit import JITFunction
 
 import counterpoint.kernels
-from benchmarks import sanitize
 from benchmarks.gpu_suite import END_S, SANITIZE_S
 
 NONE = "========= COMPUTE-SANITIZER\n{}\n========= {}\n"
@@ -94,7 +94,7 @@ def test_a_row_for_each_tool(
     assert [row["missing"] for row in rows] == [[], []]
     started = (tmp_path / "out" / "memcheck-1.log").read_text().splitlines()[0]
     assert started.startswith("--tool memcheck --report-api-errors no --target-processes all")
-    assert started.endswith("-m benchmarks.sanitize --rank 1")
+    assert started.endswith("-m sanitize --rank 1")
     monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
     assert sanitize.main() == 2
     assert "no compute-sanitizer" in capsys.readouterr().out

@@ -309,7 +309,7 @@ def run_tool(program: str, tool: str, out: Path) -> dict[str, Any]:
 
     def ended(rank: int) -> int:
         command = ["env", *SETTINGS, f"MASTER_PORT={port}", program, "--tool", tool, *OPTIONS]
-        command += [sys.executable, "-m", "benchmarks.sanitize", "--rank", str(rank)]
+        command += [sys.executable, "-m", "sanitize", "--rank", str(rank)]
         with paths[rank].open("w") as log:
             return run(command, LIMIT_S, out / "cache", log)
 
