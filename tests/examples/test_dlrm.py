@@ -1,13 +1,10 @@
-"""The example of embedding tables: as a user starts it, on other numbers of ranks, its parts."""
+"""The example of embedding tables: its parts."""
 
 import argparse
 import contextlib
 import io
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +16,6 @@ from torch.nn import Module
 import counterpoint.nn as cnn
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "05_dlrm.py"
-
-
-def test_it_trains_as_plain_torch_does():
-    environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), "--ranks", "2"],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = re.findall(r"^step +(\d+) of 30   loss ([\d.]+)   plain torch ([\d.]+)$",
-                        done.stdout, re.MULTILINE)  # fmt: skip
-    assert [int(step) for step, *_ in losses] == [1, 5, 10, 15, 20, 25, 30]
-    for _, ours, plain in losses:
-        assert float(ours) == pytest.approx(float(plain), rel=1e-3)
-    assert float(losses[-1][1]) < 0.8 * float(losses[0][1]), "it has learnt nothing"
-    assert "of a sample's 214 rows, ranks pool [107, 107]" in done.stdout
-    assert "the losses of all steps agree on 2 ranks, fused and in plain torch" in done.stdout
-
-
-def trained(rank: int, world_size: int, options: dict[str, Any]) -> str:
-    example = runpy.run_path(str(SCRIPT))
-    args = argparse.Namespace(seed=1, **options)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        example["train"](rank, world_size, example["SMALL"], torch.device("cpu"), args)
-    return said.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "compared"),
-    [
-        (1, {"dtype": "fp32", "steps": 2}, "all"),
-        (3, {"dtype": "fp32", "steps": 3}, "all"),
-        (4, {"dtype": "bf16", "steps": 6}, "the first 5"),
-        (2, {"dtype": "bf16", "steps": 2}, "the first 2"),
-    ],
-)
-def test_other_ranks(pool: RankPool, ranks: int, options: dict[str, Any], compared: str):
-    """It raises where the losses differ."""
-    first, *_ = pool.run(trained, ranks, options)
-    assert f"the losses of {compared} steps agree on {ranks} ranks" in first
 
 
 def with_frozen_tables(rank: int, world_size: int) -> str:
@@ -92,16 +49,6 @@ def test_work_is_balanced(ranks: int):
     ]
     assert sum(work) == 214 and min(work) > 0
     assert max(work) == max(100, 214 // ranks)
-
-
-@pytest.mark.parametrize("ranks", [7, 30, 0, -1])
-def test_ranks_that_do_not_fit_are_refused(monkeypatch, capsys, ranks: int):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--ranks", str(ranks)])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert (
-        f"ranks must divide the batch of 240 and be 1 to 26, got {ranks}" in capsys.readouterr().err
-    )
 
 
 def timed(rank: int, world_size: int) -> str:
