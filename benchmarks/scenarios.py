@@ -22,40 +22,7 @@ from counterpoint.problem import Problem
 TOKENS = (64, 512, 2048, 8192)
 FITTED = "Llama-3-70B"
 LOOKED_AT = "Llama-3.1-405B"
-# N, K of one rank
-LAYERS: dict[str, dict[str, tuple[str, int, int]]] = {
-    "Qwen3-32B": {
-        "qkv": ("all_gather_matmul", 1280, 5120),
-        "gate+up": ("all_gather_matmul", 6400, 5120),
-        "o": ("matmul_reduce_scatter", 5120, 1024),
-        "down": ("matmul_reduce_scatter", 5120, 3200),
-    },
-    "Llama-3-70B": {
-        "qkv": ("all_gather_matmul", 1280, 8192),
-        "gate+up": ("all_gather_matmul", 7168, 8192),
-        "o": ("matmul_reduce_scatter", 8192, 1024),
-        "down": ("matmul_reduce_scatter", 8192, 3584),
-    },
-    "Llama-3.1-405B": {
-        "qkv": ("all_gather_matmul", 2304, 16384),
-        "gate+up": ("all_gather_matmul", 13312, 16384),
-        "o": ("matmul_reduce_scatter", 16384, 2048),
-        "down": ("matmul_reduce_scatter", 16384, 6656),
-    },
-    "DeepSeek-V3 dense": {
-        "qkv": ("all_gather_matmul", 3072, 1536),
-        "gate+up": ("all_gather_matmul", 4608, 7168),
-        "o": ("matmul_reduce_scatter", 7168, 2048),
-        "down": ("matmul_reduce_scatter", 7168, 2304),
-    },
-    "GPT-OSS-120B": {
-        "qkv": ("all_gather_matmul", 640, 2880),
-        "o": ("matmul_reduce_scatter", 2880, 512),
-    },
-}
 EXPERT_TOKENS = (256, 1024, 4096)  # of a rank
-
-
 HELD_OUT = "held-out"  # begins the names of these
 
 
@@ -66,9 +33,18 @@ class Dense(NamedTuple):
     qkv: int
     heads: int
     ffn: int
-    tokens: tuple[int, int]  # over all ranks
+    tokens: tuple[int, ...]  # over all ranks
+    latent: int = 0  # columns of what q, k and v are made of, where these are not `hidden`
 
 
+TP = 8  # ranks that models looked at are cut over, whatever the number of ranks here
+DENSE = {
+    "Qwen3-32B": Dense(5120, 10240, 8192, 25600, TOKENS),
+    "Llama-3-70B": Dense(8192, 10240, 8192, 28672, TOKENS),
+    "Llama-3.1-405B": Dense(16384, 18432, 16384, 53248, TOKENS),
+    "DeepSeek-V3 dense": Dense(7168, 24576, 16384, 18432, TOKENS, latent=1536),
+    "GPT-OSS-120B": Dense(2880, 5120, 4096, 0, TOKENS),  # its MLP is one of experts
+}
 HELD_OUT_DENSE = {
     "MiniCPM-2B": Dense(2304, 6912, 2304, 5760, (256, 16384)),
     "Qwen2.5-7B": Dense(3584, 4608, 3584, 18944, (128, 4096)),
@@ -116,11 +92,23 @@ class Scenario(NamedTuple):
 def scenarios(ranks: int) -> tuple[Scenario, ...]:
     """All without experts on so many ranks, few tokens first: what takes long comes last."""
     return tuple(
-        Scenario(model, layer, Problem(op, tokens, n, k, ranks))
+        each
         for tokens in TOKENS
-        for model, layers in LAYERS.items()
-        for layer, (op, n, k) in layers.items()
+        for model, d in DENSE.items()
+        for each in _of_dense(model, d, tokens, TP, ranks)
     )
+
+
+def _of_dense(name: str, d: Dense, tokens: int, cut: int, ranks: int) -> list[Scenario]:
+    """The layers of a model that is cut over so many ranks; none of an MLP that it lacks."""
+    layers: tuple[tuple[str, str, int, int], ...] = (
+        ("qkv", "all_gather_matmul", d.qkv // cut, d.latent or d.hidden),
+        ("gate+up", "all_gather_matmul", 2 * d.ffn // cut, d.hidden),
+        ("o", "matmul_reduce_scatter", d.hidden, d.heads // cut),
+        ("down", "matmul_reduce_scatter", d.hidden, d.ffn // cut),
+    )
+    return [Scenario(name, layer, Problem(op, tokens, n, k, ranks))
+            for layer, op, n, k in layers if n and k]  # fmt: skip
 
 
 def expert_scenarios(ranks: int) -> tuple[Scenario, ...]:
@@ -145,14 +133,8 @@ def held_out(ranks: int) -> tuple[Scenario, ...]:
     if ranks not in (2, 4):
         return ()
     for model, d in HELD_OUT_DENSE.items():
-        layers: tuple[tuple[str, str, int, int], ...] = (
-            ("qkv", "all_gather_matmul", d.qkv // ranks, d.hidden),
-            ("gate+up", "all_gather_matmul", 2 * d.ffn // ranks, d.hidden),
-            ("o", "matmul_reduce_scatter", d.hidden, d.heads // ranks),
-            ("down", "matmul_reduce_scatter", d.hidden, d.ffn // ranks),
-        )
-        found += [Scenario(f"{HELD_OUT} {model}", layer, Problem(op, tokens, n, k, ranks))
-                  for tokens in d.tokens for layer, op, n, k in layers]  # fmt: skip
+        for tokens in d.tokens:
+            found += _of_dense(f"{HELD_OUT} {model}", d, tokens, ranks, ranks)
     for model in HELD_OUT_EXPERTS:
         own = model._replace(experts=model.experts // ranks)
         for tokens in HELD_OUT_EXPERT_TOKENS:
