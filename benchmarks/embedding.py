@@ -9,7 +9,7 @@ is not installed here. "fused" has outputs of its own, "fused copy" copies its r
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
 import torch
@@ -232,11 +232,7 @@ def summary(found: Sequence[Said]) -> str:
     """Means over all cases, and where the floor is meant."""
     ours, copy = [c.serial_s / c.fused_s for c in found], [c.serial_s / c.copy_s for c in found]
     large = [c.floor_s / c.fused_s for c in found if c.case.head["batch"] >= LARGE]
-    floor = (
-        f"; it is at {sum(large) / len(large):.0%} of the floor from {LARGE} bags on"
-        if large
-        else ""
-    )
+    floor = f"; it is at {fmean(large):.0%} of the floor from {LARGE} bags on" if large else ""
     return (
         f"The fastest baseline / the kernel, which *auto* takes, geometric mean of {len(found)} "
         f"cases: without a copy {geometric_mean(ours):.2f} ({min(ours):.2f} to {max(ours):.2f})"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks import experts, overlap
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
@@ -37,12 +38,11 @@ from counterpoint.machine import Machine
 from counterpoint.problem import Problem
 
 MANY_TOKENS = 2048  # from which on plans that overlap are worth it
-MISSES, OFF = (
-    8,
-    0.2,
-)  # that are listed, the worst first; a prediction that is off by more is counted
+MISSES = 8  # that are listed, the worst first
+OFF = 0.2  # a prediction that is off by more is counted
 HEAD = ("chosen by", "scenarios", "right", "regret", "worst", "least", "serial /", "shard_p2p /",
         "torch /", "worst at")  # fmt: skip
+SPEEDUPS = HEAD[:1] + HEAD[6:9]
 # whose pick is drawn: the first of these that there is
 DRAWN = ("the model now", "the model now, tiles not known", AS_MEASURED)
 
@@ -91,18 +91,9 @@ def cells_of(
         else:
             of = f"{s.scenarios}" if s.scenarios == s.asked else f"{s.scenarios} of {s.asked}"
             serial = (f"{s.speedup:.2f}", *ratios[1:])  # of luck too, whose time is none
-            rows.append(
-                (
-                    s.way,
-                    of,
-                    f"{s.right:.0%}",
-                    f"{s.mean_regret:.1%}",
-                    f"{s.worst_regret:.1%}",
-                    f"{s.least_speedup:.2f}",
-                    *serial,
-                    s.worst,
-                )
-            )
+            regrets = f"{s.mean_regret:.1%}", f"{s.worst_regret:.1%}"
+            least = f"{s.least_speedup:.2f}"
+            rows.append((s.way, of, f"{s.right:.0%}", *regrets, least, *serial, s.worst))
     return rows
 
 
@@ -141,11 +132,7 @@ def report(found: Sequence[Found], machine: Machine | None) -> str:
         lines += ["", f"{name}: {len(part)}", *aligned([HEAD, *cells_of(part, machine)])]
         many = cells_of(part, machine, MANY_TOKENS)
         if many:
-            lines += [
-                "",
-                f"{name}, {MANY_TOKENS} tokens or more",
-                *aligned([HEAD[:1] + HEAD[6:9], *many]),
-            ]
+            lines += ["", f"{name}, {MANY_TOKENS} tokens or more", *aligned([SPEEDUPS, *many])]
         if machine is not None:
             lines += ["", errors_of(part, machine)]
     return "\n".join([*lines, "", misses_of(found), ""])
@@ -169,7 +156,7 @@ def committed() -> dict[int, list[Found]]:
 
 def score_table(part: Sequence[Found], machine: Machine, least_m: int = 0) -> str:
     """Every way to choose; each line is of all rows."""
-    head = HEAD[:1] + HEAD[6:9] if least_m else HEAD
+    head = SPEEDUPS if least_m else HEAD
     lines = [(cells, ()) for cells in cells_of(part, machine, least_m)]
     cases = [each.case for each in part if each.torch_s]
     note = torch_note(cases, overlap.PEER) if cases else ""
@@ -234,19 +221,15 @@ def _eager(part: Sequence[Found]) -> bool:
 def draw(parts: Mapping[int, Sequence[Found]], path: Path) -> Path:
     """Serial over the model's pick, the fastest candidate and torch's fused operator, by
     scenario."""
-    panels: dict[str, dict[str, dict[str, float]]] = {}
-    marks: dict[str, dict[str, float]] = {}
+    panels: dict[str, dict[str, Any]] = {}
+    marks: dict[str, dict[str, Any]] = {}
     shared = set.intersection(*({each.measured.name for each in part} for part in parts.values()))
     for ranks, part in parts.items():
         ways = {way.name: way.seconds for way in ways_of(part, shipped(part[0].gpu, ranks))}
         picks = next((ways[name] for name in DRAWN if name in ways), {})
-        panel, mark = (
-            panels.setdefault(f"{ranks} GPUs", {}),
-            marks.setdefault(f"{ranks} GPUs", {}),
-        )
-        for each in sorted(
-            part, key=lambda e: (e.measured.name.partition(",")[0], e.measured.problem.m)
-        ):
+        panel, mark = (of.setdefault(f"{ranks} GPUs", {}) for of in (panels, marks))
+        in_order = sorted(part, key=lambda e: e.measured.problem.m)
+        for each in sorted(in_order, key=lambda e: e.measured.name.partition(",")[0]):
             m, serial_s = each.measured, each.measured.times["serial"]
             if m.name in shared:
                 times = {

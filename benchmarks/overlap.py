@@ -293,18 +293,12 @@ def all_results(found: Mapping[int, list[Row]]) -> str:
 def finer(rows: list[Row]) -> str:
     """The families finer than shards beside the best of the others."""
     shapes = [c for c in shapes_of(rows) if all(f"{family} ring" in c for family in FINER)]
-    others = [
-        Column(
-            kind, lambda c, kind=kind: ms(c.s(c.fastest(a for a in c.main if a.startswith(kind))))
-        )
-        for kind in ("shard_p2p", "graded")
-    ]
-    some = [
-        *HEAD,
-        arm("serial", ms),
-        *others,
-        *(arm(f"{f} ring", ms, f"`{f}`") for f in FINER),
-    ]
+
+    def of(kind: str) -> Column:
+        return Column(kind, lambda c: ms(c.s(c.fastest(a for a in c.main if a.startswith(kind)))))
+
+    some = [*HEAD, arm("serial", ms), of("shard_p2p"), of("graded")]
+    some += [arm(f"{family} ring", ms, f"`{family}`") for family in FINER]
     note = "Milliseconds, in a graph, all in one rotation."
     return table(some, shapes, note)
 
@@ -312,13 +306,11 @@ def finer(rows: list[Row]) -> str:
 def few_rows_table(rows: list[Row]) -> str:
     """64 to 1024 tokens."""
     shapes = shapes_of(rows)
-    more = [
-        Column(
-            "serial / auto behind a backlog",
-            lambda c: f"{_eager(c, 'serial') / _eager(c, 'auto'):.2f}",
-        ),
-        Column("serial / auto, plain eager", lambda c: f"{_plain(c):.2f}"),
-    ]
+
+    def behind(c: Timed) -> str:
+        return f"{_eager(c, 'serial') / _eager(c, 'auto'):.2f}"
+
+    plain = Column("serial / auto, plain eager", lambda c: f"{_plain(c):.2f}")
     some = [column for column in columns(us) if column.head != "hidden"]
     graph, eager = [c.s("serial") / c.s("auto") for c in shapes], [_plain(c) for c in shapes]
     note = (
@@ -327,7 +319,7 @@ def few_rows_table(rows: list[Row]) -> str:
         f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
         f"in rotation. {torch_note(shapes, PEER)}"
     )
-    return table([*some, *more], shapes, note)
+    return table([*some, Column("serial / auto behind a backlog", behind), plain], shapes, note)
 
 
 def _eager(case: Timed, name: str) -> float:
