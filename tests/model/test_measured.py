@@ -1,39 +1,25 @@
 """The model against committed measurements: rows of benchmarks/results/overlap-4x-h200.jsonl."""
 
 from collections import defaultdict
-from dataclasses import replace
 from statistics import median
 
 import pytest
 
 from benchmarks.rows import results
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import SHIPPED, shipped
-from counterpoint.costs import Costs
+from counterpoint.choose.known import shipped
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build, families
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
-# 4xH200, bf16, 2026-11; stands in until a measured machine is shipped
-COSTS = Costs(
-    gemm_flop_per_s=870e12, gemm_settled=1.25, gemm_settling_s=0.25e-3,
-    hbm_bytes_per_s=3.8e12, kernel_s=1.5e-6, copy_bytes_per_s=390e9, copy_overhead_s=6e-6,
-    barrier_s=3.2e-6, collective_bytes_per_s=316e9, all_gather_s=30e-6, reduce_scatter_s=22e-6,
-    collective_small_s=10e-6,
-    direct_bytes_per_s=300e9, direct_s=6e-6,
-    matmul_beside_copy=1.2, copy_beside_matmul=1.08, host_call_s=40e-6, host_step_s=15e-6,
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
-    if (SHIPPED / "nvidia-h200-4.json").exists():
-        found = shipped("NVIDIA H200", 4)
-        assert found is not None
-        return found
-    return replace(preset("h200-4"), measured=COSTS)
+    found = shipped("NVIDIA H200", 4)
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from rank_bodies import world
 from rankpool import RankPool
 from torch import Tensor
 
@@ -16,12 +17,6 @@ from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 NUM_BYTES = 4099  # one page and a bit, prime
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def payload(rank: int) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from rank_bodies import world
 from refusals import wrongly_refused
 from torch import Tensor
 
@@ -20,12 +21,6 @@ from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 SENTINEL = 0xA5
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def payload(rank: int, call: int, num_bytes: int) -> Tensor:
