@@ -1,16 +1,14 @@
 """Every command says what it does with an example, and does it on a machine without a GPU."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from processes import python
 from typer.testing import CliRunner
 
 import counterpoint
@@ -25,14 +23,7 @@ SMALL = ("demo", "--ranks", "2", "--scale", "64")
 
 def run(*arguments: str) -> str:
     """What `python -m counterpoint` prints; it must succeed."""
-    environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "COLUMNS": "100"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [sys.executable, "-m", "counterpoint", *arguments],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return python("-m", "counterpoint", *arguments, COLUMNS="100")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -44,8 +35,7 @@ def test_help_has_an_example(command: str):
 
 def test_help_lists_the_commands_and_imports_no_torch():
     code = "import sys, counterpoint.cli.main; assert not {'torch', 'numpy'} & set(sys.modules)"
-    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    python("-c", code)
     text = run("--help")
     assert all(f" {command} " in text for command in COMMANDS)
     assert "Exit codes: 0 done; 1 an error" in text

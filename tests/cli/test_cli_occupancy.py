@@ -1,13 +1,12 @@
 """`counterpoint occupancy`: what it prints and refuses, on a machine without a GPU."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
 import pytest
 from commands import invoke, refused
+from processes import python
 
 from counterpoint.cli.occupancy import ASSUMED, DEVICES, NOTES, TOO_LARGE
 from counterpoint.runtime.limits import limits_of
@@ -136,5 +135,4 @@ def test_it_needs_no_torch():
         f"app(['occupancy', *{GEMM}], standalone_mode=False)\n"
         "assert not {'torch', 'triton', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
     )
-    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    python("-c", code, PATH="")

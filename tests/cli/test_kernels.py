@@ -1,10 +1,9 @@
 """`counterpoint doctor --kernels`: the table, and what is said where there are no kernels."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from processes import python
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -122,7 +121,7 @@ def test_doctor_runs_without_triton():
         "import sys; sys.modules['triton'] = None\n"
         "from counterpoint.cli.doctor import doctor; sys.exit(doctor(as_json=False))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    python("-c", code)
 
 
 def test_default_shape_is_cut_by_rows_to_what_is_free():

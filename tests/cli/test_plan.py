@@ -1,8 +1,6 @@
 """`counterpoint plan`: what it prints, writes and refuses, on a machine without a GPU."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 from commands import invoke, refused
 from plan_cases import AR, BAGS, EXPERTS, OPS, make_problem
+from processes import python
 
 import counterpoint as cp
 from counterpoint.choose.known import save_machine
@@ -262,5 +261,4 @@ def test_it_needs_no_torch_and_is_cheap():
         "assert calls.count('call') < 200_000\n"
         "assert not {'torch', 'triton', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
     )
-    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    python("-c", code, PATH="")

@@ -1,27 +1,20 @@
 """The sharing example on CPU ranks: as a user starts it, and that its check can fail."""
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from rankpool import RankPool
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "02_share_a_gpu.py"
 
 
 def test_it_exchanges_the_products():
-    environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--ranks", "2", "--size", "48"],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the exchanged products on 2 ranks agree with fp32" in done.stdout
-    assert "there is nothing to tune" in done.stdout
+    said = python(str(SCRIPT), "--ranks", "2", "--size", "48")
+    assert "the exchanged products on 2 ranks agree with fp32" in said
+    assert "there is nothing to tune" in said
 
 
 def disturbed(rank: int, world_size: int) -> str:

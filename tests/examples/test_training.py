@@ -3,16 +3,15 @@
 import argparse
 import contextlib
 import io
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from rankpool import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,19 +37,14 @@ def script(name: str) -> str:
 def test_it_trains_as_plain_torch_does(
     name: str, options: str, steps: list[int], off: float, learnt: float, texts: list[str]
 ):
-    environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script(name), "--ranks", "2", *options.split()],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = python("-W", "error", script(name), "--ranks", "2", *options.split())
     line = rf"^step +(\d+) of {steps[-1]}   loss ([\d.]+)   plain torch ([\d.]+)$"
-    losses = re.findall(line, done.stdout, re.MULTILINE)
+    losses = re.findall(line, said, re.MULTILINE)
     assert [int(step) for step, *_ in losses] == steps
     for _, ours, plain in losses:
         assert float(ours) == pytest.approx(float(plain), rel=off)
     assert float(losses[-1][1]) < learnt * float(losses[0][1]), "it has learnt nothing"
-    assert all(text in done.stdout for text in texts)
+    assert all(text in said for text in texts)
 
 
 def trained(rank: int, world_size: int, name: str, options: dict[str, Any]) -> str:

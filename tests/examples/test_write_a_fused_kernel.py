@@ -1,15 +1,13 @@
 """The example of a fused kernel of one's own: on interpreted CPU ranks, and compiled for GPUs."""
 
 import inspect
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from ptx import ACQUIRE, CAPABILITIES, RELEASE, compiled, wrong_order
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "03_write_a_fused_kernel.py"
@@ -20,13 +18,8 @@ FROM_NUMPY_2_4 = "error:Conversion of an array with ndim:DeprecationWarning"
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_agrees_with_the_libraries(ranks: int):
-    environment = os.environ | {"PYTHONPATH": ":".join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", FROM_NUMPY_2_4, str(SCRIPT), "--ranks", str(ranks)],
-        capture_output=True, text=True, env=environment, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"five calls on {ranks} ranks agree with matmul, bias and all-to-all" in done.stdout
+    said = python("-W", FROM_NUMPY_2_4, str(SCRIPT), "--ranks", str(ranks))
+    assert f"five calls on {ranks} ranks agree with matmul, bias and all-to-all" in said
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -2,13 +2,12 @@
 
 import re
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
+from processes import python
 
 from counterpoint.errors import InputError
 from counterpoint.measure import canvas
@@ -302,5 +301,4 @@ assert not heavy, heavy
 Timeline((Span(0, "compute", 0, 1, "matmul", "gemm"),)).save({str(tmp_path / "plan.png")!r})
 assert "matplotlib.pyplot" not in sys.modules
 """
-    env = {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    python("-c", code)
