@@ -50,7 +50,7 @@ POOL_ENV = {"TRITON_INTERPRET": "1"}
 ON_GPUS = {"kinds": ("killed", "sleeps"), "ranks": 2, "latest_s": 1.0, "bound_s": 5.0}
 GPU_LANES = 4  # trials at a time, on the same GPUs
 GPU_ENV = {"NCCL_GRAPH_REGISTER": "0", "COUNTERPOINT_TIMEOUT_S": "120"}  # until all is compiled
-HANG_S = 150.0  # of a trial: none takes as long
+COMPILE_S, HANG_S = 200.0, 90.0  # of all kernels, before the trials; of a trial
 
 
 class Trial(NamedTuple):
@@ -170,6 +170,24 @@ def suffer_in_new_group(
     rank: int, ranks: int, trial: Trial, folder: str, port: int, kind: str
 ) -> Told:
     """One rank's part of a trial, on a device of that kind; what it calls is compiled before."""
+    device = join(rank, ranks, folder, port, kind)
+    os.environ["COUNTERPOINT_TIMEOUT_S"] = str(trial.bound_s)
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    calls = mixed_calls(device, group=group)
+    runs: list[Callable[[], object]] = [call.run for call in calls]
+    for run in runs:
+        run()
+    if kind == "cuda":
+        ours = [call for call in calls if call.ours]
+        replay, _ = captured(lambda i: ours[i].run(), len(ours))
+        runs.append(replay)
+    cp.check(group)
+    return suffer(rank, trial, Path(folder), runs, group)
+
+
+def join(rank: int, ranks: int, folder: str, port: int, kind: str) -> torch.device:
+    """Make the default group, and make each call once in it: a rank may compile for long."""
     warnings.simplefilter("ignore")  # what NCCL and compilers say at first
     torch.use_deterministic_algorithms(False)  # else cuBLAS refuses
     on_gpu = kind == "cuda"
@@ -182,22 +200,17 @@ def suffer_in_new_group(
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks,
         device_id=device if on_gpu else None, timeout=timedelta(seconds=2 * HANG_S),
     )  # fmt: skip
-    for call in mixed_calls(device):  # in a group of a long bound: a rank may compile for long
+    for call in mixed_calls(device):
         call.run()
     cp.check()
-    os.environ["COUNTERPOINT_TIMEOUT_S"] = str(trial.bound_s)
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    calls = mixed_calls(device, group=group)
-    runs: list[Callable[[], object]] = [call.run for call in calls]
-    for run in runs:
-        run()
-    if on_gpu:
-        ours = [call for call in calls if call.ours]
-        replay, _ = captured(lambda i: ours[i].run(), len(ours))
-        runs.append(replay)
-    cp.check(group)
-    return suffer(rank, trial, Path(folder), runs, group)
+    return device
+
+
+def compile_all(rank: int, ranks: int, folder: str, port: int, kind: str) -> None:
+    """Fill the caches of compiled kernels, so that no trial takes long to begin."""
+    join(rank, ranks, folder, port, kind)
+    cp.release()
+    dist.destroy_process_group()
 
 
 def told_in(folder: str, rank: int) -> Path:
@@ -296,6 +309,12 @@ def run_trials(trials: Sequence[Trial], out: str, *, gpu: bool) -> int:
         if gpu:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             run = partial(on_ending_ranks, port=store.port, kind="cuda")
+            print("compiling", flush=True)
+            with folder_of_trial() as folder:
+                pools[0].run(
+                    compile_all, ON_GPUS["ranks"], folder, store.port, "cuda",
+                    group=False, timeout_s=COMPILE_S,
+                )  # fmt: skip
         for done, row in enumerate(rows_of(trials, run, pools), 1):
             wrong += bool(row["problems"])
             if file is not None:
