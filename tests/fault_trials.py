@@ -154,21 +154,26 @@ def suffer_on_cpu(rank: int, ranks: int, trial: Trial, folder: str) -> Told:
 def suffer_and_end(rank: int, ranks: int, trial: Trial, folder: str, port: int, kind: str) -> None:
     """As `suffer_on_cpu`, in a process that leaves a file and ends.
 
-    On GPUs it has to: NCCL may wait for a lost rank for ever.
+    On GPUs it has to, before anything is freed: NCCL may wait for a lost rank for ever, and to free
+    memory waits for the GPU.
     """
+
+    def leave(told: Told) -> None:
+        told_in(folder, rank).write_bytes(pickle.dumps(told))
+        (Path(folder) / "done" / str(rank)).touch()
+        os._exit(0)
+
     try:
         with by_reference():  # of CPU ranks
-            told = suffer_in_new_group(rank, ranks, trial, folder, port, kind)
-    except Exception:  # an orderly end may hang as well
-        told = Told(None, traceback.format_exc(), -1.0, 0)
-    told_in(folder, rank).write_bytes(pickle.dumps(told))
-    (Path(folder) / "done" / str(rank)).touch()
-    os._exit(0)
+            suffer_in_new_group(rank, ranks, trial, folder, port, kind, leave)
+    except Exception:
+        leave(Told(None, traceback.format_exc(), -1.0, 0))
 
 
 def suffer_in_new_group(
-    rank: int, ranks: int, trial: Trial, folder: str, port: int, kind: str
-) -> Told:
+    rank: int, ranks: int, trial: Trial, folder: str, port: int, kind: str,
+    leave: Callable[[Told], None],
+) -> None:  # fmt: skip
     """One rank's part of a trial, on a device of that kind; what it calls is compiled before."""
     device = join(rank, ranks, folder, port, kind)
     os.environ["COUNTERPOINT_TIMEOUT_S"] = str(trial.bound_s)
@@ -183,7 +188,7 @@ def suffer_in_new_group(
         replay, _ = captured(lambda i: ours[i].run(), len(ours))
         runs.append(replay)
     cp.check(group)
-    return suffer(rank, trial, Path(folder), runs, group)
+    leave(suffer(rank, trial, Path(folder), runs, group))
 
 
 def join(rank: int, ranks: int, folder: str, port: int, kind: str) -> torch.device:
