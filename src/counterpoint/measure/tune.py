@@ -109,7 +109,7 @@ def _device(device: torch.device | None, group: dist.ProcessGroup) -> torch.devi
     """
     check_device("tune", device)
     if device is None:
-        cuda = dist.get_backend(group) == "nccl"
+        cuda = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
