@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from counterpoint.adapters.compile import compile_options
+    from counterpoint.adapters.explain import explain
     from counterpoint.choose.choice import Choice
     from counterpoint.choose.choose import choose
     from counterpoint.costs import Costs
@@ -64,9 +66,11 @@ _HOME = {
     "build": "plan.families",
     "check": "runtime.groups",
     "choose": "choose.choose",
+    "compile_options": "adapters.compile",
     "embedding_bag_all_to_all": "ops.embedding_bag_all_to_all",
     "estimate": "model.estimate",
     "exchange_counts": "ops.exchange_counts",
+    "explain": "adapters.explain",
     "matmul_all_reduce": "ops.matmul_all_reduce",
     "matmul_all_reduce_rms_norm": "ops.add_rms_norm",
     "matmul_all_to_all": "ops.matmul_all_to_all",
@@ -98,9 +102,11 @@ __all__ = [
     "build",
     "check",
     "choose",
+    "compile_options",
     "embedding_bag_all_to_all",
     "estimate",
     "exchange_counts",
+    "explain",
     "matmul_all_reduce",
     "matmul_all_reduce_rms_norm",
     "matmul_all_to_all",

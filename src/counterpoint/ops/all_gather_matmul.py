@@ -250,7 +250,8 @@ OPERATOR: Operator = Operator(
 
 
 @cache
-def _operator_of_several(count: int) -> Operator:
+def operator_of_several(count: int) -> Operator:
+    """Of that many weights."""
     inputs = (Input("x", "rows", own=True), *(Input(f"w{i}", "matrix") for i in range(count)))
     return Operator(OP, inputs, _problem_of_several, _outputs_of_several)
 
@@ -266,7 +267,7 @@ def _run(
 def _run_several(
     x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int
 ) -> list[Tensor]:
-    return call.run(_operator_of_several(len(w)), (x, *w), plan, rows, group_name)
+    return call.run(operator_of_several(len(w)), (x, *w), plan, rows, group_name)
 
 
 # the size is an argument: what a fake looks up in the group is not in the compiler's cache key

@@ -1,0 +1,1 @@
+"""Seams of frameworks through which unchanged models reach the operators."""

@@ -1,0 +1,241 @@
+"""What views and copies do to the dims of a tensor, followed through a graph.
+
+The dims of a value are products of axes: [16, 64] after a view of [2, 8, 64] is [(a b), c] with
+a = 2 and b = 8. A view regroups axes, a permutation moves them, and split + cat moves the outermost
+axis of one dim to the front of another. So it is known where the axis of the ranks went, whatever
+chain of such operators stands between a collective and a matmul.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import SymInt, Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size = int | SymInt
+aten: Any = torch.ops.aten
+
+VIEWS = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.clone.default, aten.detach.default,
+)  # fmt: skip
+TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
+
+
+class NotFollowedError(Exception):
+    """A graph has something that this file cannot follow; the text says what."""
+
+
+class Axis:
+    """One axis, or the two that it was found to be a product of."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.parts: tuple[Axis, Axis] | None = None
+
+    def cut(self, outer: Size) -> "tuple[Axis, Axis]":
+        """Make it a product of an axis of that size and the rest."""
+        self.parts = Axis(outer), Axis(self.size // outer)
+        return self.parts
+
+
+Axes = list[Axis]
+Dims = list[Axes]  # of each dim its axes, the outermost first; none of size 1
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be equal."""
+    return statically_known_true(a == b)
+
+
+def divides(a: Size, b: Size) -> bool:
+    """Whether b is known to be a multiple of a."""
+    return not same(a, 0) and statically_known_true(b // a * a == b)
+
+
+def whole(axes: Sequence[Axis]) -> Axes:
+    """The axes as they are cut by now."""
+    found: Axes = []
+    for axis in axes:
+        found += whole(axis.parts) if axis.parts else [axis]
+    return found
+
+
+def value(node: fx.Node) -> Tensor:
+    """The tensor without values that a node stands for."""
+    return cast(Tensor, node.meta["val"])
+
+
+def dims_of(node: fx.Node) -> Dims:
+    """New axes, one for each dim of the node."""
+    return [[] if same(n, 1) else [Axis(n)] for n in value(node).shape]
+
+
+def regrouped(dims: Dims, shape: Sequence[Size]) -> Dims:
+    """The dims of a view of that shape.
+
+    Raises:
+        NotFollowedError: sizes that are not known to divide one another.
+    """
+    left = whole([axis for axes in dims for axis in axes])
+    found: Dims = []
+    for size in shape:
+        group: Axes = []
+        while not same(size, 1):
+            if not left:
+                raise NotFollowedError(f"a view to {tuple(shape)}")
+            axis = left.pop(0)
+            if same(axis.size, size):
+                size = 1
+            elif divides(axis.size, size):
+                size = size // axis.size
+            elif divides(size, axis.size):
+                axis, rest = axis.cut(size)
+                left.insert(0, rest)
+                size = 1
+            else:
+                raise NotFollowedError(f"a view to {tuple(shape)}")
+            group.append(axis)
+        found.append(group)
+    return found
+
+
+def turned(node: fx.Node, dims: Dims) -> Dims:
+    """The dims behind a permutation."""
+    count = len(dims)
+    if node.target is aten.permute.default:
+        order = [int(i) % count for i in cast(Sequence[int], node.args[1])]
+    else:
+        a, b = (int(cast(int, i)) % count for i in node.args[1:]) if len(node.args) > 1 else (0, 1)
+        order = list(range(count))
+        order[a], order[b] = order[b], order[a]
+    return [dims[i] for i in order]
+
+
+def parts_of(cat: fx.Node) -> fx.Node | None:
+    """The split whose parts, all and in order, this node puts together again; else None."""
+    if cat.target is not aten.cat.default:
+        return None
+    parts = cast(Sequence[fx.Node], cat.args[0])
+    split = parts[0].args[0] if parts and parts[0].op == "call_function" else None
+    if not isinstance(split, fx.Node) or split.target is not aten.split.Tensor:
+        return None
+    count = len(cast(Sequence[object], split.meta["val"]))
+    is_part = [p.args == (split, i) and len(p.users) == 1 for i, p in enumerate(parts)]
+    return split if len(parts) == count and all(is_part) and len(split.users) == count else None
+
+
+def put_together(cat: fx.Node, split: fx.Node, dims: Dims) -> Dims:
+    """The dims behind split + cat, of those before.
+
+    Raises:
+        NotFollowedError: the parts are not of one size.
+    """
+    parts = cast(Sequence[Tensor], split.meta["val"])
+    at = int(cast(int, split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)))
+    to = int(cast(int, cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)))
+    at, to = at % len(dims), to % len(dims)
+    if not all(same(p.shape[at], parts[0].shape[at]) for p in parts):
+        raise NotFollowedError("a split into unequal parts")
+    outer, *inner = regrouped([dims[at]], [len(parts), parts[0].shape[at]])
+    found = list(dims)
+    found[at] = inner[0]
+    found[to] = [*outer, *found[to]]
+    return found
+
+
+def step(node: fx.Node, dims: Dims) -> Dims | None:
+    """The dims of a node, of those of its input; None: it is neither a view nor a permutation.
+
+    Raises:
+        NotFollowedError: it is one, of sizes that cannot be followed.
+    """
+    if node.target in TURNS:
+        return turned(node, dims)
+    return regrouped(dims, value(node).shape) if node.target in VIEWS else None
+
+
+class Leaf:
+    """A node that is no view, at the end of a chain of views; and the dims of what it gets."""
+
+    def __init__(self, node: fx.Node, read: fx.Node, dims: Dims) -> None:
+        self.node, self.read, self.dims = node, read, dims
+
+
+def leaves(node: fx.Node, dims: Dims) -> list[Leaf]:
+    """All that read a node, whatever views stand between.
+
+    Raises:
+        NotFollowedError: a view that cannot be followed.
+    """
+    found: list[Leaf] = []
+    for user in list(node.users):
+        if user.target is aten.split.Tensor:
+            cats = {u for part in user.users for u in part.users}
+            cat = cats.pop() if len(cats) == 1 else None
+            if cat is not None and parts_of(cat) is user:
+                found += leaves(cat, put_together(cat, user, dims))
+                continue
+        behind = step(user, dims)
+        found += [Leaf(user, node, dims)] if behind is None else leaves(user, behind)
+    return found
+
+
+class Term:
+    """A node, its own dims, and those of the views of it that are a term of a sum."""
+
+    def __init__(self, node: fx.Node, own: Dims, dims: Dims) -> None:
+        self.node, self.own, self.dims = node, own, dims
+
+
+def terms(node: fx.Node, is_source: Callable[[fx.Node], bool]) -> list[Term]:
+    """The nodes whose sum, in whatever views, a node is.
+
+    Raises:
+        NotFollowedError: something else is in it, or a part of it is read elsewhere, too.
+    """
+    if is_source(node):
+        own = dims_of(node)
+        return [Term(node, own, own)]
+    split = parts_of(node)
+    if split is not None or node.target in VIEWS or node.target in TURNS:
+        before = cast(fx.Node, (split or node).args[0])
+        _read_once(split or node, before)
+        found = terms(before, is_source)
+        for term in found:
+            behind = put_together(node, split, term.dims) if split else step(node, term.dims)
+            assert behind is not None
+            term.dims = behind
+        return found
+    summands = node.args
+    if node.target is aten.add.Tensor and not node.kwargs and isinstance(summands[1], fx.Node):
+        found: list[Term] = []
+        for summand in cast(Sequence[fx.Node], summands):
+            if not _same_shape(summand, node):
+                raise NotFollowedError("a sum of several shapes")
+            _read_once(node, summand)
+            found += terms(summand, is_source)
+        return found
+    raise NotFollowedError(f"{name_of(node)} stands before it")
+
+
+def _read_once(reader: fx.Node, node: fx.Node) -> None:
+    if set(node.users) != {reader}:
+        raise NotFollowedError("its matmul's result is read elsewhere, too")
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    of_a, of_b = value(a).shape, value(b).shape
+    return len(of_a) == len(of_b) and all(map(same, of_a, of_b))
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node does, for people."""
+    if node.op == "placeholder":
+        return "an input of the graph"
+    if node.op == "output":
+        return "a result of the graph"
+    target: Any = node.target
+    return str(getattr(target, "_overloadpacket", target)).removeprefix("aten.")

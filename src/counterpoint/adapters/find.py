@@ -1,0 +1,286 @@
+"""The collectives of a graph that stand beside matmuls, and those that do not, and why.
+
+all-gather       what was gathered is an operand of matmuls: the axis of the ranks is one of the
+                 rows of the product ("outer"), or what is summed over ("inner")
+reduce-scatter   of a sum of products; the axis of the ranks is one of its rows or columns
+all-reduce       of a sum of products
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import SymInt, fx
+
+from counterpoint.adapters.axes import (
+    Axes,
+    Axis,
+    Dims,
+    Leaf,
+    NotFollowedError,
+    Size,
+    Term,
+    dims_of,
+    leaves,
+    name_of,
+    regrouped,
+    same,
+    terms,
+    value,
+    whole,
+)
+from counterpoint.ops.call import Operator
+from counterpoint.problem import Problem
+
+aten: Any = torch.ops.aten
+c10d: Any = torch.ops._c10d_functional
+MATMULS = (aten.mm.default, aten.addmm.default)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KINDS: dict[Any, str] = {
+    c10d.all_gather_into_tensor.default: "all-gather",
+    c10d.reduce_scatter_tensor.default: "reduce-scatter",
+    c10d.all_reduce.default: "all-reduce",
+}
+
+
+@dataclass(eq=False)
+class Use:
+    """A product one of whose operands was gathered, as if that were the left one.
+
+    Args:
+        node: of the matmul.
+        other: its other operand.
+        turned: what was gathered is the right operand: all of this is of the transposed product.
+        rows, inner: axes of what was gathered: rows of the product, and what is summed over.
+        bias: added to the product.
+    """
+
+    node: fx.Node
+    other: fx.Node
+    turned: bool
+    rows: Axes
+    inner: Axes
+    bias: fx.Node | None
+
+
+@dataclass(eq=False)
+class Total:
+    """A sum of what was gathered over some of its axes.
+
+    Args:
+        over: axes that are summed.
+        left: those of the result, in order.
+    """
+
+    node: fx.Node
+    over: Axes
+    left: Axes
+
+
+@dataclass(eq=False)
+class Collective:
+    """One of a graph.
+
+    Args:
+        node: of the collective.
+        wait: of its result.
+        given: what it takes.
+        kind: its name, for people.
+        ranks: of its group.
+        group: name of it.
+        reason: why it is left as it is; "": it is not.
+        operator: what has replaced it.
+        matmuls: beside it, that are parts of the operator.
+        problems: of the operators that have replaced it, where their sizes are known.
+        backward: it depends on a gradient.
+    """
+
+    node: fx.Node
+    wait: fx.Node
+    given: fx.Node
+    kind: str
+    ranks: int
+    group: str
+    reason: str = ""
+    operator: str = ""
+    matmuls: list[fx.Node] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    backward: bool = False
+
+    def note(self, operator: Operator, *tensors: fx.Node | None) -> None:
+        """Keep what an operator computes in its place, where all sizes are known."""
+        given = [None if t is None else value(t) for t in tensors]
+        if not any(isinstance(n, SymInt) for t in given if t is not None for n in t.shape):
+            self.problems.append(operator.problem(given, (), self.ranks))
+
+
+@dataclass(eq=False)
+class Gather(Collective):
+    """An all-gather.
+
+    Args:
+        shard: axes of the dims that this rank has.
+        across: the axis of the ranks.
+        uses: the matmuls that read it.
+        totals: its sums over some of its axes.
+    """
+
+    shard: Dims = field(default_factory=list)
+    across: Axis = field(default_factory=lambda: Axis(1))
+    uses: list[Use] = field(default_factory=list)
+    totals: list[Total] = field(default_factory=list)
+
+    def is_outer(self, use: Use) -> bool:
+        """Whether the ranks have parts of the rows of the product."""
+        return self.across in whole(use.rows)
+
+
+@dataclass(eq=False)
+class Reduction(Collective):
+    """A reduce-scatter or an all-reduce of a sum of matmuls.
+
+    Args:
+        terms: the matmuls, with their dims in what is reduced.
+        across: of each term the axis of the ranks; of an all-reduce none.
+        bias: added to the sum of all ranks.
+    """
+
+    terms: list[Term] = field(default_factory=list)
+    across: list[Axis] = field(default_factory=list)
+    bias: fx.Node | None = None
+
+
+def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
+    """All collectives of a graph, in its order.
+
+    Args:
+        size_of: ranks of the groups whose collectives are looked at, by name.
+    """
+    found: list[Collective] = []
+    for node in graph.nodes:
+        kind = KINDS.get(node.target)
+        if kind is None:
+            if getattr(node.target, "namespace", "") == "_c10d_functional" and "wait" not in str(
+                node.target
+            ):
+                found.append(_other(node))
+            continue
+        waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
+        group = cast(str, node.args[-1])
+        one = Collective(node, waits[0] if waits else node, cast(fx.Node, node.args[0]), kind,
+                         size_of.get(group, 0), group)  # fmt: skip
+        one.reason = _refused(one, waits)
+        if not one.reason:
+            try:
+                one = _gather(one) if kind == "all-gather" else _reduction(one)
+            except NotFollowedError as error:
+                one.reason = str(error)
+        found.append(one)
+    return found
+
+
+def _other(node: fx.Node) -> Collective:
+    given = node.args[0] if isinstance(node.args[0], fx.Node) else node
+    kind = name_of(node).removeprefix("_c10d_functional.").replace("_", "-")
+    return Collective(node, node, given, kind, 0, "", "there is no operator for it")
+
+
+def _refused(one: Collective, waits: Sequence[fx.Node]) -> str:
+    if not one.ranks:
+        return f"group {one.group} spans hosts, or is not a group of this process"
+    if one.ranks == 1:
+        return "a group of one rank"
+    if len(waits) != 1 or len(one.node.users) != 1:
+        return "its result is not waited for once"
+    if value(one.given).dtype not in DTYPES:
+        return f"{str(value(one.given).dtype).removeprefix('torch.')} is no dtype of the operators"
+    if one.kind != "all-gather" and one.node.args[1] != "sum":
+        return f"it reduces by {one.node.args[1]}"
+    return ""
+
+
+def _gather(one: Collective) -> Gather:
+    first, *rest = dims_of(one.wait)
+    across, own = _across(first, one.ranks, value(one.given).shape[0])
+    gather = Gather(**vars(one), shard=[own, *rest], across=across)
+    for leaf in leaves(one.wait, [first, *rest]):
+        use = _use(leaf)
+        if isinstance(use, Use):
+            gather.uses.append(use)
+        else:
+            gather.totals.append(use)
+    if not gather.uses:
+        raise NotFollowedError("no matmul reads it")
+    return gather
+
+
+def _use(leaf: Leaf) -> Use | Total:
+    node, dims = leaf.node, [whole(axes) for axes in leaf.dims]
+    if node.target is aten.sum.dim_IntList and not node.kwargs:
+        over = [int(i) % len(dims) for i in cast(Sequence[int], node.args[1])]
+        return Total(
+            node, [a for i in over for a in dims[i]],
+            [a for i, axes in enumerate(dims) if i not in over for a in axes],
+        )  # fmt: skip
+    if node.target not in MATMULS or node.kwargs:
+        raise NotFollowedError(f"it is also read by {name_of(node)}")
+    *bias, a, b = cast(Sequence[fx.Node], node.args)
+    if a is b or leaf.read in bias:
+        raise NotFollowedError("it is more than one operand of a matmul")
+    turned = leaf.read is b
+    rows, inner = reversed(dims) if turned else dims
+    return Use(node, a if turned else b, turned, rows, inner, bias[0] if bias else None)
+
+
+def _reduction(one: Collective) -> Reduction:
+    if set(one.given.users) != {one.node}:
+        raise NotFollowedError("what it reduces is read elsewhere, too")
+    found = terms(one.given, lambda node: node.target in MATMULS and not node.kwargs)
+    reduction = Reduction(**vars(one), terms=found)
+    for term in found:
+        if term.node.target is aten.addmm.default:
+            if reduction.bias is not None:
+                raise NotFollowedError("several of its matmuls have a bias")
+            reduction.bias = _bias(cast(fx.Node, term.node.args[0]), one.ranks)
+        if one.kind == "reduce-scatter":
+            across, own = _across(term.dims[0], one.ranks, value(one.wait).shape[0])
+            reduction.across.append(across)
+            term.dims = [own, *term.dims[1:]]
+    everywhere = reduction.across or [None] * len(found)
+    forms = {_form(term, across) for term, across in zip(found, everywhere, strict=True)}
+    if len(forms) > 1:
+        raise NotFollowedError("the results of its matmuls lie differently")
+    return reduction
+
+
+def _across(first: Axes, ranks: int, own: Size) -> tuple[Axis, Axes]:
+    """The axis of the ranks, the outermost of the first dim, and the other axes of that dim."""
+    across, others = regrouped([first], [ranks, own])
+    if len(across) != 1:
+        raise NotFollowedError("the ranks are no axis of it")
+    return across[0], others
+
+
+def _form(term: Term, across: Axis | None) -> tuple[object, ...]:
+    """Where the axes of the product have gone."""
+    own = [whole(axes) for axes in term.own]
+    flat = [axis for axes in own for axis in axes]
+    return (
+        tuple(tuple(str(axis.size) for axis in axes) for axes in own),
+        tuple(tuple(flat.index(axis) for axis in whole(axes)) for axes in term.dims),
+        None if across is None else flat.index(across),
+    )
+
+
+def _bias(node: fx.Node, ranks: int) -> fx.Node:
+    """The bias whose part of one rank this is.
+
+    Raises:
+        NotFollowedError: it is something else.
+    """
+    if node.target is aten.div.Tensor and same(cast(int, node.args[1]), ranks):
+        given = cast(fx.Node, node.args[0])
+        if value(given).dim() == 1:
+            return given
+    raise NotFollowedError("its matmul's bias is not divided by the ranks")

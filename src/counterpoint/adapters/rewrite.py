@@ -1,0 +1,589 @@
+"""Puts operators in the place of collectives and their matmuls, forward and backward at once.
+
+    all-gather + matmuls                        all_gather_matmul, of a list where there are several
+    all-gather + dgrad + wgrad                  matmul_reduce_scatter_backward
+    wgrads of what was gathered, and the
+    reduce-scatter of the sum of dgrads         all_gather_matmul_backward: x is gathered again, so
+                                                that only this rank's part is kept for it
+    wgrads alone                                all_gather_matmul_wgrad
+    matmuls + reduce-scatter                    matmul_reduce_scatter
+    matmuls + all-reduce                        matmul_all_reduce
+
+What is gathered or scattered along another dim than the first is moved there by views and copies,
+which a compiler joins with what stands around them.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import SymInt, fx
+from torch.fx.node import map_arg
+
+from counterpoint.adapters.axes import (
+    VIEWS,
+    Axes,
+    Axis,
+    Dims,
+    NotFollowedError,
+    Size,
+    same,
+    value,
+    whole,
+)
+from counterpoint.adapters.find import (
+    Collective,
+    Gather,
+    Reduction,
+    Total,
+    Use,
+    collectives,
+)
+from counterpoint.ops import all_gather_matmul, backward, matmul_all_reduce, matmul_reduce_scatter
+
+aten: Any = torch.ops.aten
+c10d: Any = torch.ops._c10d_functional
+ops: Any = torch.ops.counterpoint
+PLAN = "auto"  # serial among them: a match costs nothing
+# what of a node says where it stands in the model and in the step: a new one stands there, too
+LEFT = ("val", "tensor_meta", "eager_input_vals", "original_aten")
+
+
+class Rewriter:
+    """Makes nodes of one graph.
+
+    Args:
+        groups: by name.
+        anchor: before which new nodes stand at first, and whose place in the model they have.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, groups: dict[str, dist.ProcessGroup], anchor: fx.Node | None = None
+    ) -> None:
+        self.graph, self.groups = graph, groups
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.backward = behind(
+            n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name
+        )
+        self.done: list[fx.Node] = []  # replaced
+        self._new: list[fx.Node] = []  # of the rewrite that is being made
+        self._replaced: list[tuple[fx.Node, fx.Node]] = []
+        self._anchor: fx.Node = anchor or next(iter(graph.nodes))
+        self._sizes: dict[str, fx.Node] = {}
+
+    def before(self, nodes: Iterable[fx.Node]) -> Any:
+        """Where new nodes stand from now on: before the last of these."""
+        self._anchor = max(nodes, key=self.order.__getitem__)
+        return self.graph.inserting_before(self._anchor)
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node; its tensors without values are those that `target` makes."""
+        node = self.graph.call_function(target, args, kwargs)
+        given = map_arg(args, _value)
+        node.meta = {k: v for k, v in self._anchor.meta.items() if k not in LEFT}
+        self._new.append(node)
+        with _fake_mode(given):
+            node.meta["val"] = target(*given, **kwargs)
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let all that reads one node read another one, once the whole rewrite is made."""
+        self._replaced.append((old, new))
+
+    def attempt(self, one: Collective, step: Callable[[], None]) -> None:
+        """Make a rewrite as a whole, or leave the graph as it is and say why."""
+        self._new, self._replaced = [], []
+        try:
+            step()
+        except NotFollowedError as error:
+            one.reason = str(error)
+            for node in reversed(self._new):
+                self.graph.erase_node(node)
+            return
+        for old, new in self._replaced:
+            old.replace_all_uses_with(new)
+            self.done.append(old)
+
+    def turned(self, node: fx.Node) -> fx.Node:
+        """The transposed matrix."""
+        if node.target is aten.permute.default and list(cast(Sequence[int], node.args[1])) == [
+            1,
+            0,
+        ]:
+            return cast(fx.Node, node.args[0])
+        return self.emit(aten.permute.default, node, [1, 0])
+
+    def arranged(self, node: fx.Node, now: Iterable[Axis], dims: Dims) -> fx.Node:
+        """A tensor whose axes are `now`, in order, as one of dims of the same axes."""
+        flat, wanted = whole([*now]), [whole(axes) for axes in dims]
+        order = [flat.index(axis) for axes in wanted for axis in axes]
+        assert sorted(order) == list(range(len(flat))), "axes have been lost"
+        if order != sorted(order):
+            node = self._shaped(node, [[axis] for axis in flat])
+            node = self.emit(aten.permute.default, node, order)
+        return self._shaped(node, wanted)
+
+    def together(self, nodes: Sequence[fx.Node], dim: int) -> fx.Node:
+        """Tensors side by side."""
+        return nodes[0] if len(nodes) == 1 else self.emit(aten.cat.default, [*nodes], dim)
+
+    def erase(self) -> None:
+        """Take away what was replaced, and what nothing else reads."""
+        left = list(self.done)
+        while left:
+            node = left.pop()
+            if node.users or node not in self.order:
+                continue
+            before = node.all_input_nodes
+            del self.order[node]
+            self.graph.erase_node(node)
+            left += [n for n in before if n.op == "call_function" and _is_pure(n)]
+
+    def _shaped(self, node: fx.Node, dims: Dims) -> fx.Node:
+        shape: list[Size] = []
+        for axes in dims:
+            size: Size = 1
+            for axis in axes:
+                size = size * axis.size
+            shape.append(size)
+        old = value(node).shape
+        if len(old) == len(shape) and all(map(same, old, shape)):
+            return node
+        unknown = [i for i, size in enumerate(shape) if isinstance(size, SymInt)]
+        sizes: list[Any] = [
+            -1 if unknown == [i] else self.size(size) for i, size in enumerate(shape)
+        ]
+        return self.emit(aten.reshape.default, node, sizes)
+
+    def size(self, size: Size) -> int | fx.Node:
+        """A size that is known when the graph runs, as a node."""
+        if isinstance(size, int):
+            return size
+        text = str(size)
+        if text not in self._sizes:
+            for node in self.graph.nodes:
+                if isinstance(node.meta.get("val"), SymInt) and node.op == "placeholder":
+                    self._sizes.setdefault(str(node.meta["val"]), node)
+        if text not in self._sizes:
+            raise NotFollowedError(f"a dynamic size {text} that no input has")
+        return self._sizes[text]
+
+
+def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that depend on them."""
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.users
+    return found
+
+
+def rewrite(
+    graph: fx.Graph, groups: dict[str, dist.ProcessGroup], *, merge_reductions: bool
+) -> list[Collective]:
+    """Rewrite a joint graph in place.
+
+    Args:
+        groups: whose collectives are looked at, by name.
+        merge_reductions: replace sums of all-reduces by all-reduces of sums.
+
+    Returns:
+        All its collectives, those that it leaves among them.
+    """
+    if merge_reductions:
+        _merge(graph)
+    found = collectives(graph, {name: group.size() for name, group in groups.items()})
+    rewriter = Rewriter(graph, groups)
+    for one in found:
+        one.backward = one.node in rewriter.backward
+    scatters = [one for one in found if isinstance(one, Reduction) and one.kind == "reduce-scatter"]
+    for one in found:
+        if isinstance(one, Gather) and not one.reason:
+            rewriter.attempt(one, lambda one=one: _gather(rewriter, one, scatters))
+    for one in found:
+        if isinstance(one, Reduction) and not one.reason and not one.operator:
+            rewriter.attempt(one, lambda one=one: _reduce(rewriter, one))
+    rewriter.erase()
+    in_order(graph)
+    graph.lint()
+    return found
+
+
+def _gather(to: Rewriter, one: Gather, scatters: Sequence[Reduction]) -> None:
+    """Products, gradients and sums of what was gathered, each by one operator in each direction."""
+    made: list[str] = []
+    left: list[Use] = []
+    for later in (False, True):
+        uses = [use for use in one.uses if (use.node in to.backward) == later]
+        outer = [use for use in uses if one.is_outer(use)]
+        inner = [use for use in uses if not one.is_outer(use)]
+        if outer and inner:
+            if not _both_gradients(to, one, outer, inner):
+                raise NotFollowedError("its matmuls are of no one operator")
+            made.append("matmul_reduce_scatter_backward")
+        elif outer:
+            made.append(_products(to, one, outer))
+        left += inner if not outer else []
+    scatter = next((s for s in scatters if not s.operator and _belong(one, left, s)), None)
+    if scatter is not None:
+        _gather_gradients(to, one, left, scatter)
+        made.append("all_gather_matmul_backward")
+    elif left:
+        _weight_gradients(to, one, left)
+        made.append("all_gather_matmul_wgrad")
+    for total in one.totals:
+        _total(to, one, total)
+    if scatter is not None:
+        scatter.operator, scatter.matmuls = made[-1], [term.node for term in scatter.terms]
+    one.operator, one.matmuls = " and ".join(made), [use.node for use in one.uses]
+
+
+def _where(one: Collective) -> tuple[Any, ...]:
+    return (PLAN, [], one.group, one.ranks)
+
+
+def _rank(to: Rewriter, one: Collective) -> int:
+    return to.groups[one.group].rank()
+
+
+def _own(to: Rewriter, one: Gather, rows: Axes, columns: Axes) -> fx.Node:
+    """This rank's part as a matrix."""
+    now = [axis for axes in one.shard for axis in axes]
+    return to.arranged(one.given, now, [_others(rows, one.across), _others(columns, one.across)])
+
+
+def _others(axes: Axes, across: Axis) -> Axes:
+    return [axis for axis in whole(axes) if axis is not across]
+
+
+def _ranks_first(axes: Axes, across: Axis) -> Axes:
+    return [across, *_others(axes, across)]
+
+
+def _operand(to: Rewriter, use: Use) -> fx.Node:
+    """The other operand of a product, as the right one."""
+    return to.turned(use.other) if use.turned else use.other
+
+
+def _columns(node: fx.Node) -> Axis:
+    return Axis(value(node).shape[1])
+
+
+def _alike(uses: Sequence[Use]) -> bool:
+    first = uses[0]
+    return all(
+        use.turned == first.turned and whole(use.rows) == whole(first.rows)
+        and whole(use.inner) == whole(first.inner)
+        for use in uses
+    )  # fmt: skip
+
+
+def _check_order(to: Rewriter, inputs: Iterable[fx.Node], results: Iterable[fx.Node]) -> None:
+    """Refuse to join matmuls one of which depends on another.
+
+    Raises:
+        NotFollowedError: one does.
+    """
+    results = set(results)
+    seen, left = set[fx.Node](), list(inputs)
+    while left:
+        node = left.pop()
+        if node in results:
+            raise NotFollowedError("one of its matmuls depends on another")
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+
+
+def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
+    """y = gather(x) w for one or several w."""
+    if not _alike(uses):
+        raise NotFollowedError("its matmuls read it differently")
+    nodes, first = [use.node for use in uses], uses[0]
+    with to.before(nodes):
+        x = _own(to, one, first.rows, first.inner)
+        weights = [_operand(to, use) for use in uses]
+        if len(uses) == 1:
+            bias = None if first.turned else first.bias
+            if bias is not None and value(bias).dim() != 1:
+                bias = None
+            made = [to.emit(ops.all_gather_matmul.default, x, weights[0], bias, *_where(one))]
+            one.note(all_gather_matmul.OPERATOR, x, weights[0], bias)
+            added = [bias is not None]
+        else:
+            _check_order(to, [use.other for use in uses], nodes)
+            several = to.emit(ops.all_gather_matmul_list.default, x, weights, *_where(one))
+            one.note(all_gather_matmul.operator_of_several(len(uses)), x, *weights)
+            made = [to.emit(operator.getitem, several, i) for i in range(len(uses))]
+            added = [False] * len(uses)
+        now = _ranks_first(first.rows, one.across)
+        for use, w, y, has_bias in zip(uses, weights, made, added, strict=True):
+            columns = _columns(w)
+            y = to.arranged(y, [*now, columns], [first.rows, [columns]])
+            if use.turned:
+                y = to.turned(y)
+            if use.bias is not None and not has_bias:
+                y = to.emit(aten.add.Tensor, y, use.bias)
+            to.replace(use.node, y)
+    return "all_gather_matmul" + (f" of {len(uses)} weights" if len(uses) > 1 else "")
+
+
+def _both_gradients(to: Rewriter, one: Gather, outer: list[Use], inner: list[Use]) -> bool:
+    """dx = gather(dy) w^T and dw = x^T gather(dy)."""
+    (dx_use, *more), (dw_use, *others) = outer, inner
+    if more or others or dx_use.turned or dx_use.bias is not None or dw_use.bias is not None:
+        return False
+    rows, columns = whole(dx_use.rows), whole(dx_use.inner)
+    if rows != whole(dw_use.inner) or columns != whole(dw_use.rows):
+        return False
+    with to.before([dx_use.node, dw_use.node]):
+        _check_order(to, [dx_use.other, dw_use.other], [dx_use.node, dw_use.node])
+        x = _operand(to, dw_use)
+        k = _columns(x)
+        first = _ranks_first(rows, one.across)
+        operands = [
+            _own(to, one, rows, columns), to.arranged(x, [*rows, k], [first, [k]]),
+            to.turned(dx_use.other),
+        ]  # fmt: skip
+        op = ops.matmul_reduce_scatter_backward.default
+        y = to.emit(op, *operands, *_where(one), _rank(to, one))
+        one.note(backward.SCATTER, *operands[:2], dx_use.other)
+        dx, dw = (to.emit(operator.getitem, y, i) for i in (0, 1))
+        to.replace(dx_use.node, to.arranged(dx, [*first, k], [rows, [k]]))
+        to.replace(dw_use.node, dw if dw_use.turned else to.turned(dw))
+    return True
+
+
+def _belong(one: Gather, uses: Sequence[Use], scatter: Reduction) -> bool:
+    """Whether what is scattered is the gradient of what was gathered, and these of the weights."""
+    if not uses or scatter.group != one.group or scatter.bias is not None or not _alike(uses):
+        return False
+    if len(scatter.terms) != len(uses) or any(use.bias is not None for use in uses):
+        return False
+    rows, columns = whole(uses[0].inner), whole(uses[0].rows)
+    term, across = scatter.terms[0], scatter.across[0]
+    term_rows, term_columns = (whole(axes) for axes in term.own)
+    if across not in term_rows or term_rows.index(across) != rows.index(one.across):
+        return False
+    pairs = [*zip(rows, term_rows, strict=False), *zip(columns, term_columns, strict=False)]
+    if len(rows) != len(term_rows) or len(columns) != len(term_columns):
+        return False
+    if not all(same(a.size, b.size) for a, b in pairs):
+        return False
+    return all(_gradient(use, scatter) is not None for use in uses)
+
+
+def _gradient(use: Use, scatter: Reduction) -> fx.Node | None:
+    """The matmul of a sum that takes the same gradient as this one of a weight."""
+    for term in scatter.terms:
+        dy = cast(fx.Node, term.node.args[-2])
+        if use.turned:  # dw^T = dy^T gather(x): its operand is a transposed dy
+            if use.other.target is aten.permute.default and _same_data(
+                cast(fx.Node, use.other.args[0]), dy
+            ):
+                return term.node
+        elif _same_data(use.other, dy):
+            return term.node
+    return None
+
+
+def _same_data(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes are views of one node, of one shape."""
+    if len(value(a).shape) != len(value(b).shape) or not all(
+        map(same, value(a).shape, value(b).shape)
+    ):
+        return False
+    return _viewed(a) is _viewed(b)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while node.target in VIEWS:
+        node = cast(fx.Node, node.args[0])
+    return node
+
+
+def _gather_gradients(to: Rewriter, one: Gather, uses: list[Use], scatter: Reduction) -> None:
+    """dx = this rank's rows of the sum of dy_i w_i^T, and dw_i = gather(x)^T dy_i."""
+    matmuls = [cast(fx.Node, _gradient(use, scatter)) for use in uses]
+    if len(set(matmuls)) != len(matmuls):
+        raise NotFollowedError("two of its matmuls take the same gradient")
+    rows, columns = whole(uses[0].inner), whole(uses[0].rows)
+    with to.before([scatter.wait, *(use.node for use in uses)]):
+        dys = [cast(fx.Node, node.args[0]) for node in matmuls]
+        weights = [cast(fx.Node, node.args[1]) for node in matmuls]  # [n, k]
+        _check_order(to, [*dys, *weights], [scatter.wait, *(use.node for use in uses)])
+        dy = to.together(dys, 1)
+        n, first = _columns(dy), _ranks_first(rows, one.across)
+        wt = to.together(weights, 0)
+        operands = to.arranged(dy, [*rows, n], [first, [n]]), _own(to, one, rows, columns)
+        op = ops.all_gather_matmul_backward.default
+        y = to.emit(op, *operands, to.turned(wt), *_where(one), _rank(to, one))
+        one.note(backward.GATHER, *operands, wt)
+        scatter.problems = one.problems[-1:]
+        dx, dw = (to.emit(operator.getitem, y, i) for i in (0, 1))
+        term, across = scatter.terms[0], scatter.across[0]
+        own = _others([axis for axes in term.own for axis in axes], across)
+        to.replace(scatter.wait, to.arranged(dx, own, term.dims))
+        for use, part in zip(
+            uses, _parts(to, dw, [value(w).shape[0] for w in weights]), strict=True
+        ):
+            to.replace(use.node, part if use.turned else to.turned(part))
+
+
+def _parts(to: Rewriter, dw: fx.Node, sizes: Sequence[Size]) -> list[fx.Node]:
+    """dw [k, n] as dw_i^T [n_i, k], as weights are stored."""
+    turned = to.turned(dw)
+    if len(sizes) == 1:
+        return [turned]
+    parts = to.emit(aten.split_with_sizes.default, turned, [*sizes])
+    return [to.emit(operator.getitem, parts, i) for i in range(len(sizes))]
+
+
+def _weight_gradients(to: Rewriter, one: Gather, uses: list[Use]) -> None:
+    """dw_i = gather(x)^T dy_i, x gathered once for all."""
+    if not _alike(uses):
+        raise NotFollowedError("its matmuls read it differently")
+    rows, columns, turned = whole(uses[0].inner), whole(uses[0].rows), uses[0].turned
+    with to.before([use.node for use in uses]):
+        _check_order(to, [use.other for use in uses], [use.node for use in uses])
+        dys = [_operand(to, use) for use in uses]
+        dy = to.together(dys, 1)
+        n, first = _columns(dy), _ranks_first(rows, one.across)
+        operands = _own(to, one, rows, columns), to.arranged(dy, [*rows, n], [first, [n]])
+        op = ops.all_gather_matmul_wgrad.default
+        dw = to.emit(op, *operands, turned, *_where(one), _rank(to, one))
+        one.note(backward.WGRADS[turned], *operands)
+        for use, part in zip(uses, _parts(to, dw, [value(d).shape[1] for d in dys]), strict=True):
+            y = part if use.turned else to.turned(part)
+            to.replace(use.node, y if use.bias is None else to.emit(aten.add.Tensor, y, use.bias))
+
+
+def _total(to: Rewriter, one: Gather, total: Total) -> None:
+    """The sum of what was gathered: this rank's first, then that of the ranks, which is small."""
+    dtype = value(one.given).dtype
+    with to.before([total.node]):
+        own = _own(to, one, total.over, total.left)
+        wide = to.emit(aten.sum.dim_IntList, own, [0], False, dtype=torch.float32)
+        left = whole(total.left)
+        now = [axis for axis in left if axis is not one.across]
+        if one.across in whole(total.over):
+            sent = to.emit(c10d.all_reduce.default, wide, "sum", one.group)
+        else:
+            sent = to.emit(c10d.all_gather_into_tensor.default, wide, one.ranks, one.group)
+            now = [one.across, *now]
+        result = to.emit(c10d.wait_tensor.default, sent)
+        if dtype != torch.float32:
+            result = to.emit(torch.ops.prims.convert_element_type.default, result, dtype)
+        result = to.arranged(result, now, [left])
+        shape = [to.size(n) for n in value(total.node).shape]
+        to.replace(total.node, to.emit(aten.reshape.default, result, shape))
+
+
+def _reduce(to: Rewriter, one: Reduction) -> None:
+    """The sum over the ranks of a sum of matmuls: of one matmul, whose operands stand together."""
+    matmuls = [term.node for term in one.terms]
+    term = one.terms[0]
+    rows, columns = (whole(axes) for axes in term.own)
+    with to.before([one.wait]):
+        x = to.together([cast(fx.Node, node.args[-2]) for node in matmuls], 1)
+        w = to.together([cast(fx.Node, node.args[-1]) for node in matmuls], 0)
+        if one.kind == "all-reduce":
+            op = "matmul_all_reduce"
+            y = to.emit(ops.matmul_all_reduce.default, x, w, one.bias, PLAN, one.group)
+            one.note(matmul_all_reduce.OPERATOR, x, w, one.bias)
+            now = [*rows, *columns]
+        else:
+            op, across, bias = "matmul_reduce_scatter", one.across[0], one.bias
+            added = None
+            if across in columns:  # of the transposed product, where a bias is of rows
+                if bias is not None:
+                    parts = to.arranged(bias, columns, [[across], _others(columns, across)])
+                    added = to.emit(aten.select.int, parts, 0, _rank(to, one))
+                    bias = None
+                x, w, rows, columns = to.turned(w), to.turned(x), columns, rows
+            k, first = _columns(x), _ranks_first(rows, across)
+            x = to.arranged(x, [*rows, k], [first, [k]])
+            op_of_torch = ops.matmul_reduce_scatter.default
+            y = to.emit(op_of_torch, x, w, bias, *_where(one), _rank(to, one))
+            one.note(matmul_reduce_scatter.OPERATOR, x, w, bias)
+            if added is not None:
+                y = to.emit(aten.add.Tensor, y, to.emit(aten.unsqueeze.default, added, 1))
+            now = _others([*rows, *columns], across)
+        to.replace(one.wait, to.arranged(y, now, term.dims))
+    one.operator, one.matmuls = op, matmuls
+
+
+def _merge(graph: fx.Graph) -> None:
+    """The sum of two all-reduces as the all-reduce of a sum: fewer, of other rounding."""
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        reduced = [_reduced(term) for term in node.args]
+        if None in reduced or reduced[0].args[1:] != reduced[1].args[1:]:  # pyright: ignore
+            continue
+        a, b = cast(list[fx.Node], reduced)
+        if a is b or not all(map(same, value(a).shape, value(b).shape)):
+            continue
+        with graph.inserting_before(node):
+            to = Rewriter(graph, {}, node)
+            total = to.emit(aten.add.Tensor, a.args[0], b.args[0])
+            sent = to.emit(c10d.all_reduce.default, total, *a.args[1:])
+            node.replace_all_uses_with(to.emit(c10d.wait_tensor.default, sent))
+        to.done.append(node)
+        to.erase()
+
+
+def _reduced(term: object) -> fx.Node | None:
+    """The all-reduce whose result, read once, this is."""
+    if not isinstance(term, fx.Node) or term.target is not c10d.wait_tensor.default:
+        return None
+    node = cast(fx.Node, term.args[0])
+    once = len(term.users) == len(node.users) == 1 and node.args[1:2] == ("sum",)
+    return node if node.target is c10d.all_reduce.default and once else None
+
+
+def in_order(graph: fx.Graph) -> None:
+    """Put each node behind what it reads, and else leave the order."""
+    placed, cursor = set[fx.Node](), None
+    for root in list(graph.nodes):
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            before = [n for n in node.all_input_nodes if n not in placed]
+            if before:
+                stack += reversed(before)
+                continue
+            stack.pop()
+            if node in placed:
+                continue
+            placed.add(node)
+            if cursor is not None:
+                cursor.append(node)
+            cursor = node
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node that nobody reads may go."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional" or not node.is_impure()
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _fake_mode(given: object) -> Any:
+    for node in _tensors(given):
+        return cast(Any, node).fake_mode
+    raise NotFollowedError("no tensor")
+
+
+def _tensors(given: object) -> Iterable[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, list | tuple):
+        for each in cast(Sequence[object], given):
+            yield from _tensors(each)

@@ -1,0 +1,85 @@
+"""Steps of compiled models, without inductor's code: its passes over graphs and its partitioner."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+from counterpoint.adapters.compile import OverlapPass, compile_options
+
+SEAM = "joint_custom_post_pass"
+
+
+class Quick:
+    """A backend that runs the graphs of inductor's joint passes node by node."""
+
+    def __init__(self) -> None:
+        self.saved_bytes = 0  # for the backward, without what are inputs anyhow
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        def partition(joint: Any, args: Any, **options: Any) -> Any:
+            joint_graph_passes(joint)
+            options.pop("compiler", None)
+            forward, backward = min_cut_rematerialization_partition(
+                joint, args, compiler="inductor", **options
+            )
+            for node in forward.graph.output_node().args[0][options["num_fwd_outputs"] :]:
+                val = getattr(node, "meta", {}).get("val")
+                if isinstance(val, Tensor) and node.op != "placeholder":
+                    self.saved_bytes += val.numel() * val.element_size()
+            return forward, backward
+
+        def run(graph: Any, _: Any) -> Any:
+            return make_boxed_func(graph.forward)
+
+        def infer(graph: Any, _: Any) -> Any:
+            joint_graph_passes(graph)
+            return run(graph, _)
+
+        return aot_autograd(
+            fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition,
+            decompositions=select_decomp_table,
+        )(module, inputs)  # fmt: skip
+
+
+@contextmanager
+def quick(overlap: OverlapPass | None = None) -> Iterator[Quick]:
+    """The backend, with that pass."""
+    torch._dynamo.reset()
+    with config.patch({SEAM: overlap}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's own, in torch
+        yield Quick()
+
+
+def overlap_pass(**options: Any) -> OverlapPass:
+    """What `compile_options` hands to torch."""
+    return compile_options(**options)[SEAM]
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """The result of a model and, where they are asked for, the gradients of what `leaves` are."""
+    y = model(x)
+    if not leaves:
+        return [y]
+    at = torch.arange(y.numel(), dtype=torch.float64).sin().view(y.shape)
+    grads = torch.autograd.grad((y * at.to(y.dtype)).sum(), leaves)
+    return [local(t) for t in (y.detach(), *grads)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+
+
+def leaves_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """All that a step has gradients of."""
+    return [x.requires_grad_(), *model.parameters()]
