@@ -52,7 +52,8 @@ def same(a: Size, b: Size) -> bool:
 
 def divides(a: Size, b: Size) -> bool:
     """Whether b is known to be a multiple of a."""
-    return not same(a, 0) and statically_known_true(b // a * a == b)
+    quotient: Any = b // a if not same(a, 0) else 0
+    return statically_known_true(quotient * a == b)
 
 
 def whole(axes: Sequence[Axis]) -> Axes:
