@@ -1,4 +1,4 @@
-"""The one writer: marked sections of README.md and docs/, and pictures, from committed rows.
+"""The one writer: marked sections of README.md and docs/results, and pictures, from committed rows.
 
     make readme
 
@@ -23,6 +23,7 @@ from counterpoint.resources.controls import WAYS_IN, Controls
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+PAGES = ROOT / "docs" / "results"
 MARK = "†"  # of a line by older code
 
 
@@ -239,10 +240,10 @@ def main() -> None:
         if benchmark.pictures is not None and found:
             benchmark.pictures(found, IMAGES)
     files = sorted(SHIPPED.glob("*.json"), reverse=True)
-    replace(ROOT / "docs" / "results.md", "constants", "\n\n".join(map(constants, files)))
-    replace(ROOT / "docs" / "sharing.md", "controls", controls())
-    replace(ROOT / "docs" / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
-    replace(ROOT / "docs" / "plans.md", "mesh", mesh.table(IMAGES))
+    replace(PAGES / "choosing.md", "constants", "\n\n".join(map(constants, files)))
+    replace(PAGES / "sharing.md", "controls", controls())
+    replace(PAGES / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
+    replace(PAGES / "losses.md", "mesh", mesh.table(IMAGES))
     replace(ROOT / "README.md", "bullets", front.bullets())
     replace(ROOT / "README.md", "front", front.table())
 
