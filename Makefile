@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs faults gpu readme clean
+.PHONY: help demo test docs faults gpu readme support clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,11 @@ gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUIT
 	PYTHONPATH=src:. python3 -m benchmarks.gpu_suite --suite $(SUITE) --out $(OUT)
 
 readme: $(VENV)/.ready-run  ## tables and pictures of README.md and docs/results, from the committed measurements
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
+
+support: $(VENV)/.ready-dev  ## docs/support.md, from the tests that say what they show: 3 minutes; rows of GPUs are those of make gpu
+	@rm -f benchmarks/results/support-cpu.jsonl
+	@$(VENV)/bin/python -m pytest -q -n auto --dist worksteal -m shows -p benchmarks.support --rows benchmarks/results/support-cpu.jsonl
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 
 clean:  ## remove all that make made

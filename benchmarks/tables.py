@@ -230,7 +230,7 @@ def controls() -> str:
 
 def main() -> None:
     """Write all of them."""
-    from benchmarks import front
+    from benchmarks import front, support
     from benchmarks.runner import NAMES, declared
 
     IMAGES.mkdir(exist_ok=True)
@@ -244,6 +244,8 @@ def main() -> None:
     replace(PAGES / "sharing.md", "controls", controls())
     replace(PAGES / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
     replace(PAGES / "losses.md", "mesh", mesh.table(IMAGES))
+    for marker, text in support.sections(support.committed()).items():
+        replace(ROOT / "docs" / "support.md", marker, text)
     replace(ROOT / "README.md", "bullets", front.bullets())
     replace(ROOT / "README.md", "front", front.table())
 
