@@ -39,7 +39,7 @@ gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUIT
 readme: $(VENV)/.ready-run  ## tables and pictures of README.md and docs/results, from the committed measurements
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 
-support: $(VENV)/.ready-dev  ## docs/support.md, from the tests that say what they show: 3 minutes; rows of GPUs are those of make gpu
+support: $(VENV)/.ready-dev  ## docs/support.md, from tests that pass and say what they show, 4 minutes; rows of GPUs are those of make gpu
 	@rm -f benchmarks/results/support-cpu.jsonl
 	@$(VENV)/bin/python -m pytest -q -n auto --dist worksteal -m shows -p benchmarks.support --rows benchmarks/results/support-cpu.jsonl
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables

@@ -149,10 +149,10 @@ class Recorder:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where rows go."""
-    parser.addoption("--rows", type=Path, required=True)
+    parser.addoption("--rows", required=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """One process writes: no worker of xdist, and the first rank of torchrun."""
     if not hasattr(config, "workerinput") and os.environ.get("RANK", "0") == "0":
-        config.pluginmanager.register(Recorder(config.getoption("--rows")))
+        config.pluginmanager.register(Recorder(Path(str(config.getoption("--rows")))))

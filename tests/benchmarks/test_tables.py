@@ -6,7 +6,18 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import copies, decode, embedding, experts, front, losses, resources, steps, training
+from benchmarks import (
+    copies,
+    decode,
+    embedding,
+    experts,
+    front,
+    losses,
+    resources,
+    steps,
+    support,
+    training,
+)
 from benchmarks.declare import Benchmark, Section
 from benchmarks.rows import Row, one_form, results, taken
 from benchmarks.runner import NAMES, declared
@@ -163,6 +174,7 @@ def test_every_marker_is_one_of_a_page_and_has_one_writer():
     own = {("docs/results/choosing.md", "constants"), ("docs/results/sharing.md", "controls"),
            ("docs/results/choosing.md", "rule"), ("docs/results/losses.md", "mesh"),
            ("README.md", "bullets"), ("README.md", "front")}  # fmt: skip
+    own |= {("docs/support.md", marker) for marker in support.sections(support.committed())}
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     marked = {
         (str(page.relative_to(ROOT)), line.split()[1].removesuffix(":start"))
