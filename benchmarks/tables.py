@@ -228,6 +228,24 @@ def controls() -> str:
     return grid(["control", "what it does", "in a graph", "eager"], lines)
 
 
+def commands() -> str:
+    """Every command, in the first sentence of its help."""
+    from typer.main import get_group
+
+    from counterpoint.cli.main import app
+
+    found = sorted(get_group(app).commands.items())
+    lines = [[f"`counterpoint {name}`", command.get_short_help_str(200)] for name, command in found]
+    return grid(["command", "what it does"], lines)
+
+
+def variables() -> str:
+    """The environment, in the words of `counterpoint doctor`."""
+    from counterpoint.cli.doctor import VARIABLES
+
+    return grid(["variable", "meaning"], [[f"`{name}`", said] for name, said in VARIABLES.items()])
+
+
 def main() -> None:
     """Write all of them."""
     from benchmarks import front, support
@@ -244,6 +262,8 @@ def main() -> None:
     replace(PAGES / "sharing.md", "controls", controls())
     replace(PAGES / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
     replace(PAGES / "losses.md", "mesh", mesh.table(IMAGES))
+    for marker, text in (("commands", commands()), ("variables", variables())):
+        replace(ROOT / "docs" / "api" / "cli.md", marker, text)
     for marker, text in support.sections(support.committed()).items():
         replace(ROOT / "docs" / "support.md", marker, text)
     replace(ROOT / "README.md", "bullets", front.bullets())
