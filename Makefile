@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults gpu readme clean
+.PHONY: help demo test docs faults gpu readme support clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -26,13 +26,22 @@ test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded"
 	@echo "[4/4] pytest"
 	@$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
+docs: $(VENV)/.ready-docs  ## the site, to out/site: every warning is an error, and its pages fetch nothing
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build
+	@echo "out/site/index.html; with search: $(VENV)/bin/python -m http.server -d out/site"
+
 faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", or "--soak 30" for minutes in which groups are rebuilt)
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)
 
 gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUITE=decode for one in full; OUT=folder)
 	PYTHONPATH=src:. python3 -m benchmarks.gpu_suite --suite $(SUITE) --out $(OUT)
 
-readme: $(VENV)/.ready-run  ## the tables of README and docs, from the committed measurements
+readme: $(VENV)/.ready-run  ## tables and pictures of README.md and docs/results, from the committed measurements
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
+
+support: $(VENV)/.ready-dev  ## docs/support.md, from tests that pass and say what they show, 4 minutes; rows of GPUs are those of make gpu
+	@rm -f benchmarks/results/support-cpu.jsonl
+	@$(VENV)/bin/python -m pytest -q -n auto --dist worksteal -m shows -p benchmarks.support --rows benchmarks/results/support-cpu.jsonl
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 
 clean:  ## remove all that make made
@@ -43,5 +52,5 @@ $(VENV)/.ready-run: $(SETUP)
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
 	@$(PYTHON) .ci/setup.py run
 
-$(VENV)/.ready-dev: $(VENV)/.ready-run
-	@$(PYTHON) .ci/setup.py dev
+$(VENV)/.ready-docs $(VENV)/.ready-dev: $(VENV)/.ready-run
+	@$(PYTHON) .ci/setup.py $(@:$(VENV)/.ready-%=%)

@@ -1,4 +1,5 @@
-"""Make .venv: `run` what the library needs, `dev` what its checks need as well. Safe to repeat.
+"""Make .venv: `run` what the library needs, `docs` what its site needs as well, `dev` what all its
+checks need. Safe to repeat.
 
 A torch that the Python at hand already has is used, with its numpy and triton; otherwise the
 versions in constraints.txt are installed. Standard library only.
@@ -17,6 +18,7 @@ PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 PINS = VENV / "constraints.txt"
 KEPT = ("torch", "numpy", "triton")  # what is there stays: they belong together
+EXTRAS = {"run": (), "docs": ("docs",), "dev": ("dev", "docs")}
 USABLE = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)"
 
 
@@ -82,8 +84,8 @@ def requirements(want: str) -> list[str]:
 
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     lines = list(project["dependencies"])
-    if want == "dev":
-        lines += project["optional-dependencies"]["dev"]
+    for extra in EXTRAS[want]:
+        lines += project["optional-dependencies"][extra]
     return lines
 
 

@@ -234,7 +234,7 @@ def rates(rows: list[Row], *, ahead: bool) -> str:
 
 def submission(rows: list[Row]) -> str:
     """Eager."""
-    return f"![rates of copies](images/copies.png)\n\n{rates(rows, ahead=False)}"
+    return f"![rates of copies](../images/copies.png)\n\n{rates(rows, ahead=False)}"
 
 
 def batch(rows: list[Row]) -> str:
@@ -274,7 +274,7 @@ def transports(rows: list[Row]) -> str:
     own = {key: [found[(*key, n)] for n in sizes] for key in keys}
     lines = [([*key, *(us(row["median_s"], 0) for row in own[key])], own[key]) for key in keys]
     why = {r.get("transport", r.get("arm")): r["refused"] for r in rows if "refused" in r}
-    parts = ["![rates of transports](images/transports.png)",
+    parts = ["![rates of transports](../images/transports.png)",
              *(f"{name} was missing: {reason}." for name, reason in why.items()),
              measured(["op", "transport", *map(size, sizes)], lines, "Microseconds.")]  # fmt: skip
     return "\n\n".join(parts)
@@ -326,9 +326,11 @@ COPIES = Benchmark(
     short=lambda case: case.name == "submission 1 MiB",
     moved=lambda case, _: case["num_bytes"],
     sections=(
-        Section("docs/transports.md", "submission", of_most(submission)),
-        Section("docs/transports.md", "ahead", of_most(lambda rows: rates(rows, ahead=True))),
-        Section("docs/transports.md", "batch", of_most(batch)),
+        Section("docs/results/transports.md", "submission", of_most(submission)),
+        Section(
+            "docs/results/transports.md", "ahead", of_most(lambda rows: rates(rows, ahead=True))
+        ),
+        Section("docs/results/transports.md", "batch", of_most(batch)),
     ),
 )
 TRANSPORT = Benchmark(
@@ -341,5 +343,5 @@ TRANSPORT = Benchmark(
     pictures=transport_pictures,
     short=lambda case: case.name == "all_gather 16 MiB",
     moved=lambda case, ranks: case["num_bytes"] * (ranks - 1) // ranks,
-    sections=(Section("docs/transports.md", "transports", of_most(transports)),),
+    sections=(Section("docs/results/transports.md", "transports", of_most(transports)),),
 )

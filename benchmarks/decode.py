@@ -185,7 +185,7 @@ def eager(rows: list[Row]) -> str:
 
 def picture(_: Mapping[int, list[Row]]) -> str:
     """Where it is."""
-    return "![time at each shape](images/decode.png)"
+    return "![time at each shape](../images/decode.png)"
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -214,9 +214,9 @@ DECODE = Benchmark(
     moved=lambda case, ranks: 4 * case["m"] * case["n"] * (ranks - 1) // ranks,
     own=lambda shape, _: [case_of(*shape)],
     sections=(
-        Section("docs/fused.md", "decode", by_machine(all_shapes)),
-        Section("docs/fused.md", "decode-eager", by_machine(eager)),
-        Section("docs/fused.md", "decode-picture", picture),
+        Section("docs/results/decode.md", "decode", by_machine(all_shapes)),
+        Section("docs/results/decode.md", "decode-eager", by_machine(eager)),
+        Section("docs/results/decode.md", "decode-picture", picture),
     ),
     pictures=pictures,
 )  # fmt: skip

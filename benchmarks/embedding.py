@@ -317,7 +317,7 @@ def pictures(measured: Mapping[int, list[Row]], images: Path) -> None:
 
 
 def _picture(_: Mapping[int, list[Row]]) -> str:
-    return "![time of each case](images/embedding.png)"
+    return "![time of each case](../images/embedding.png)"
 
 
 EMBEDDING = Benchmark(
@@ -328,8 +328,8 @@ EMBEDDING = Benchmark(
     moved=lambda case, ranks: 2 * case["d"] * case["each"] * case["batch"] * (ranks - 1) // ranks,
     pictures=pictures,
     sections=(
-        Section("docs/embedding.md", "embedding", by_machine(every_case)),
-        Section("docs/embedding.md", "embedding-host", by_machine(host)),
-        Section("docs/embedding.md", "embedding-picture", _picture),
+        Section("docs/results/embeddings.md", "embedding", by_machine(every_case)),
+        Section("docs/results/embeddings.md", "embedding-host", by_machine(host)),
+        Section("docs/results/embeddings.md", "embedding-picture", _picture),
     ),
 )  # fmt: skip

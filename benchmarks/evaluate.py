@@ -164,7 +164,7 @@ def score_table(part: Sequence[Found], machine: Machine, least_m: int = 0) -> st
 
 
 def scores(_: Mapping[int, list[Row]]) -> str:
-    """docs/choosing.md: what is held out first, then what was looked at before."""
+    """docs/results/choosing.md: what is held out first, then what was looked at before."""
     published: list[str] = []
     before: list[str] = []
     for ranks, found in committed().items():
@@ -326,8 +326,8 @@ EVALUATE = Benchmark(
         ).link_bytes
     ),
     sections=(
-        Section("docs/features.md", "chooser", short_scores),
-        Section("docs/choosing.md", "scores", scores),
+        Section("docs/results/choosing.md", "chooser", short_scores),
+        Section("docs/results/choosing.md", "scores", scores),
     ),
 )
 

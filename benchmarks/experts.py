@@ -343,7 +343,7 @@ def auto_means(cases: Sequence[Said]) -> str:
 
 def experts_section(found: Mapping[int, list[Row]]) -> str:
     """Both directions on each machine."""
-    parts = ["![experts in one kernel](images/experts.png)"]
+    parts = ["![experts in one kernel](../images/experts.png)"]
     for ranks, rows in found.items():
         for op, name in NAMES.items():
             if some := [c for c in said(rows) if c.head["op"] == op]:
@@ -376,6 +376,6 @@ EXPERTS = Benchmark(
     moved=lambda case, ranks: 2 * case["tokens"] * case["top"] * (
         case["k"] if case["op"] == "all_to_all_matmul" else case["n"]) * (ranks - 1) // ranks,
     sections=(
-        Section("docs/experts.md", "experts", experts_section),
+        Section("docs/results/experts.md", "experts", experts_section),
     ),
 )  # fmt: skip

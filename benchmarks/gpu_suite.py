@@ -55,17 +55,19 @@ class Part(NamedTuple):
     """Whether others may run on the same GPUs meanwhile."""
 
 
-def tests(gpus: int, limit_s: int) -> dict[str, Part]:
+def tests(gpus: int, limit_s: int, out: Path) -> dict[str, Part]:
     """The files of GPU tests, the longest first: each has processes of its own.
 
     Args:
         gpus: how many.
+        out: folder of rows, of what tests show: see support.py.
         limit_s: seconds of each.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     # another torch than CI's may warn: warnings are printed here, not errors
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations=5"]
     pytest += ["-o", f"faulthandler_timeout={limit_s // 2}"]
+    pytest += ["-p", "benchmarks.support", "--rows", str(out / f"support-{gpus}x.jsonl")]
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     files.sort(key=lambda f: (f.stem in ALONE, f.stem not in FIRST))
     return {
@@ -86,9 +88,9 @@ def separate(suite: str, out: Path, gpus: int) -> dict[str, Part]:
     constants = ["-m", "counterpoint", "characterize", "--ranks", str(gpus), "--rows", rows]
     if suite == "short":
         quick = Part([*constants, "--quick"], CHARACTERIZE_S)
-        return tests(gpus, TEST_S) | {CHARACTERIZE: quick}
+        return tests(gpus, TEST_S, out) | {CHARACTERIZE: quick}
     if suite == TESTS:
-        return tests(gpus, TEST_S)
+        return tests(gpus, TEST_S, out)
     if suite == SANITIZE:
         return {SANITIZE: Part(["-m", "sanitize", "--out", str(out)], SANITIZE_S)}
     return {CHARACTERIZE: Part(constants, LONG_S)} if suite == CHARACTERIZE else {}

@@ -308,9 +308,10 @@ LOSSES = Benchmark(
     short=lambda case: case.name in ("matmul 2048,7168,8192", "all-gather 16 MiB"),
     moved=lambda case, ranks: case.facts.get("num_bytes", 0) * (ranks - 1) // ranks,
     sections=(
-        Section("docs/losses.md", "dil-matmul", of_most(lambda rows: chunk_table(rows, MATMUL))),
-        Section("docs/losses.md", "dil-communication",
+        Section("docs/results/losses.md", "dil-matmul",
+                of_most(lambda rows: chunk_table(rows, MATMUL))),
+        Section("docs/results/losses.md", "dil-communication",
                 of_most(lambda rows: chunk_table(rows, GATHER))),
-        Section("docs/losses.md", "cil", of_most(beside_table)),
+        Section("docs/results/losses.md", "cil", of_most(beside_table)),
     ),
 )  # fmt: skip

@@ -282,7 +282,7 @@ def eager_table(rows: list[Row]) -> str:
 
 
 def all_results(found: Mapping[int, list[Row]]) -> str:
-    """docs/results.md."""
+    """docs/results/tensor_parallel.md."""
     parts: list[str] = []
     for ranks, rows in found.items():
         parts += [f"## {ranks} GPUs", main_table(rows, columns(ms)), summary(rows),
@@ -396,13 +396,13 @@ COMMON = {
 OVERLAP = Benchmark(
     "overlap", published, unit="ms", soak_s=0.7, pictures=pictures,
     sections=(
-        Section("docs/results.md", "results", all_results),
-        Section("docs/losses.md", "finer", of_most(finer)),
+        Section("docs/results/tensor_parallel.md", "results", all_results),
+        Section("docs/results/losses.md", "finer", of_most(finer)),
     ), **COMMON,
 )  # fmt: skip
 FEW_ROWS = Benchmark(
     "few_rows", few_rows, rounds=25, soak_s=0.1,
     sections=(
-        Section("docs/fused.md", "few-rows", by_machine(few_rows_table)),
+        Section("docs/results/tensor_parallel.md", "few-rows", by_machine(few_rows_table)),
     ), **COMMON,
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""What docs/sharing.md says of the rows of resources.py. Ratios that miss their bar stand beside
-others."""
+"""What docs/results/sharing.md says of the rows of resources.py. Ratios that miss their bar stand
+beside others."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -213,14 +213,14 @@ def summary(found: Mapping[int, list[Row]]) -> str:
 
 
 def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Section:
-    """A part of docs/sharing.md: the note, and a table for each number of GPUs."""
+    """A part of docs/results/sharing.md: the note, and a table for each number of GPUs."""
 
     def text(found: Mapping[int, list[Row]]) -> str:
         parts = {ranks: write(rows) for ranks, rows in found.items()}
         made = [f"**{ranks} GPUs**\n\n{part}" for ranks, part in parts.items() if part]
         return "\n\n".join([note, *made]) if made else ""
 
-    return Section("docs/sharing.md", marker, text)
+    return Section("docs/results/sharing.md", marker, text)
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -253,16 +253,16 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
 
 
 SECTIONS = (
-    Section("docs/sharing.md", "summary", summary),
+    Section("docs/results/sharing.md", "summary", summary),
     Section(
-        "docs/sharing.md",
+        "docs/results/sharing.md",
         "arms-picture",
-        lambda _: "![the arms of each pair](images/sharing-arms.png)",
+        lambda _: "![the arms of each pair](../images/sharing-arms.png)",
     ),
     Section(
-        "docs/sharing.md",
+        "docs/results/sharing.md",
         "shaping-picture",
-        lambda _: "![what shaping does, by blocks per SM](images/sharing-ratios.png)",
+        lambda _: "![what shaping does, by blocks per SM](../images/sharing-ratios.png)",
     ),
     section(
         "bars",

@@ -33,8 +33,8 @@ MODEL = experts.Model("small", LOCAL, 256, 256, TOP)
 SUMMED = 2  # the table whose rows are summed where they come back
 CALLS = {"matmul_all_reduce": 1_000_000, "all_to_all_matmul": 100_000, "matmul_all_to_all": 100_000,
          "embedding_bag_all_to_all": 100_000}  # fmt: skip
-PAGES = {"matmul_all_reduce": ("docs/fused.md", "soak"),
-         "embedding_bag_all_to_all": ("docs/embedding.md", "embedding-soak")}  # fmt: skip
+PAGES = {"matmul_all_reduce": ("docs/results/decode.md", "soak"),
+         "embedding_bag_all_to_all": ("docs/results/embeddings.md", "embedding-soak")}  # fmt: skip
 
 
 class Set(NamedTuple):
@@ -229,6 +229,7 @@ SOAK = Benchmark(
     "soak", cases, rows=rows_of, unit="ms",
     sections=(
         *(Section(page, marker, said(op)) for op, (page, marker) in PAGES.items()),
-        Section("docs/experts.md", "experts-soak", said("all_to_all_matmul", "matmul_all_to_all")),
+        Section("docs/results/experts.md", "experts-soak",
+                said("all_to_all_matmul", "matmul_all_to_all")),
     ),
 )  # fmt: skip

@@ -233,8 +233,8 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
 
 
 def section(found: Mapping[int, list[Row]]) -> str:
-    """docs/training.md."""
-    parts = ["![whole steps](images/steps.png)"]
+    """docs/results/training.md."""
+    parts = ["![whole steps](../images/steps.png)"]
     for ranks, rows in found.items():
         parts.append(f"**{ranks} GPUs**")
         steps = steps_of(rows)
@@ -270,5 +270,5 @@ STEPS = Benchmark(
     "steps", cases, arms, unit="ms", calls=0, rounds=11, every_eager=True, soak_s=0.2,
     backlog_cycles=30_000_000, pictures=pictures,
     short=lambda case: case.name in ("DLRM, 16384 samples", "Qwen3-235B, 1024 tokens a rank"),
-    sections=(Section("docs/training.md", "steps", section),),
+    sections=(Section("docs/results/training.md", "steps", section),),
 )  # fmt: skip

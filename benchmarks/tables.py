@@ -1,4 +1,4 @@
-"""The one writer: marked sections of README.md and docs/, and pictures, from committed rows.
+"""The one writer: marked sections of README.md and docs/results, and pictures, from committed rows.
 
     make readme
 
@@ -23,6 +23,7 @@ from counterpoint.resources.controls import WAYS_IN, Controls
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+PAGES = ROOT / "docs" / "results"
 MARK = "†"  # of a line by older code
 
 
@@ -227,9 +228,27 @@ def controls() -> str:
     return grid(["control", "what it does", "in a graph", "eager"], lines)
 
 
+def commands() -> str:
+    """Every command, in the first sentence of its help."""
+    from typer.main import get_group
+
+    from counterpoint.cli.main import app
+
+    found = sorted(get_group(app).commands.items())
+    lines = [[f"`counterpoint {name}`", command.get_short_help_str(200)] for name, command in found]
+    return grid(["command", "what it does"], lines)
+
+
+def variables() -> str:
+    """The environment, in the words of `counterpoint doctor`."""
+    from counterpoint.cli.doctor import VARIABLES
+
+    return grid(["variable", "meaning"], [[f"`{name}`", said] for name, said in VARIABLES.items()])
+
+
 def main() -> None:
     """Write all of them."""
-    from benchmarks import front
+    from benchmarks import front, support
     from benchmarks.runner import NAMES, declared
 
     IMAGES.mkdir(exist_ok=True)
@@ -239,10 +258,14 @@ def main() -> None:
         if benchmark.pictures is not None and found:
             benchmark.pictures(found, IMAGES)
     files = sorted(SHIPPED.glob("*.json"), reverse=True)
-    replace(ROOT / "docs" / "results.md", "constants", "\n\n".join(map(constants, files)))
-    replace(ROOT / "docs" / "sharing.md", "controls", controls())
-    replace(ROOT / "docs" / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
-    replace(ROOT / "docs" / "plans.md", "mesh", mesh.table(IMAGES))
+    replace(PAGES / "choosing.md", "constants", "\n\n".join(map(constants, files)))
+    replace(PAGES / "sharing.md", "controls", controls())
+    replace(PAGES / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
+    replace(PAGES / "losses.md", "mesh", mesh.table(IMAGES))
+    for marker, text in (("commands", commands()), ("variables", variables())):
+        replace(ROOT / "docs" / "api" / "cli.md", marker, text)
+    for marker, text in support.sections(support.committed()).items():
+        replace(ROOT / "docs" / "support.md", marker, text)
     replace(ROOT / "README.md", "bullets", front.bullets())
     replace(ROOT / "README.md", "front", front.table())
 

@@ -200,5 +200,5 @@ TRAINING = Benchmark(
     "training", cases, arms, unit="ms", calls=2, rounds=15, soak_s=0.7, eager=tuple(WAYS),
     short=lambda case: case["m"] == 2048, own=lambda shape, _: [case_of(*shape)],
     moved=lambda case, ranks: 10 * case["m"] * case["hidden"] * (ranks - 1) // ranks,
-    sections=(Section("docs/results.md", "training", by_machine(training_table)),),
+    sections=(Section("docs/results/training.md", "training", by_machine(training_table)),),
 )  # fmt: skip

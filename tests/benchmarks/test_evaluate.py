@@ -64,7 +64,7 @@ def test_committed_rows_are_scored_and_drawn(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_bars_of_models_not_fitted_to(ranks: int):
-    """40 scenarios of models that nothing was fitted to; see docs/choosing.md."""
+    """40 scenarios of models that nothing was fitted to; see docs/results/choosing.md."""
     found = scenarios_of(rows_of(RESULTS / f"evaluate-{ranks}x-h200.jsonl"))
     tiles = tiles_of(rows_of(RESULTS / "tiles-h200.jsonl"))
     unseen = parts_of([e._replace(tiles=tiles) for e in found])[UNSEEN]

@@ -1,4 +1,4 @@
-"""benchmarks/sharing.py: what docs/sharing.md says of rows."""
+"""benchmarks/sharing.py: what docs/results/sharing.md says of rows."""
 
 from pathlib import Path
 

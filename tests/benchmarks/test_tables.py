@@ -6,7 +6,18 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import copies, decode, embedding, experts, front, losses, resources, steps, training
+from benchmarks import (
+    copies,
+    decode,
+    embedding,
+    experts,
+    front,
+    losses,
+    resources,
+    steps,
+    support,
+    training,
+)
 from benchmarks.declare import Benchmark, Section
 from benchmarks.rows import Row, one_form, results, taken
 from benchmarks.runner import NAMES, declared
@@ -15,6 +26,7 @@ from benchmarks.tables import (
     arm,
     both_modes,
     by_machine,
+    commands,
     grid,
     measured,
     of_most,
@@ -23,6 +35,7 @@ from benchmarks.tables import (
     source,
     table,
     torch_note,
+    variables,
     write,
 )
 
@@ -160,15 +173,24 @@ def test_every_marker_is_one_of_a_page_and_has_one_writer():
     for page, marker in sections:
         text = (ROOT / page).read_text()
         assert text.count(f"<!-- {marker}:start -->") == text.count(f"<!-- {marker}:end -->") == 1
-    own = {("docs/results.md", "constants"), ("docs/sharing.md", "controls"),
-           ("docs/choosing.md", "rule"), ("docs/plans.md", "mesh"),
+    own = {("docs/results/choosing.md", "constants"), ("docs/results/sharing.md", "controls"),
+           ("docs/results/choosing.md", "rule"), ("docs/results/losses.md", "mesh"),
            ("README.md", "bullets"), ("README.md", "front")}  # fmt: skip
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    own |= {("docs/api/cli.md", "commands"), ("docs/api/cli.md", "variables")}
+    own |= {("docs/support.md", marker) for marker in support.sections(support.committed())}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     marked = {
         (str(page.relative_to(ROOT)), line.split()[1].removesuffix(":start"))
         for page in pages for line in page.read_text().splitlines() if ":start -->" in line
     }  # fmt: skip
     assert marked == own.union(sections)
+
+
+def test_the_page_of_the_command_line_says_what_its_help_says():
+    page = (ROOT / "docs" / "api" / "cli.md").read_text()
+    assert all(f"start -->\n{text}\n<!--" in page for text in (commands(), variables())), (
+        "run `make readme`"
+    )
 
 
 def test_the_readme_says_what_the_committed_rows_say():

@@ -43,7 +43,7 @@ def test_help_lists_the_commands_and_imports_no_torch():
 
 def test_every_command_stands_in_the_docs():
     docs = Path(counterpoint.__file__).parents[2] / "docs"
-    text = "".join(page.read_text() for page in docs.glob("*.md"))
+    text = "".join(page.read_text() for page in docs.rglob("*.md"))
     text += (docs.parent / "README.md").read_text()
     assert [
         c for c in COMMANDS if f"counterpoint {c}" not in text and f"make {c}" not in text

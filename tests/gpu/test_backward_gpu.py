@@ -17,6 +17,7 @@ OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
 BACKWARD = [op for op in op_names() if op.endswith(("_backward", "_wgrad"))]
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "backward", "bf16 fp32")
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_are_those_of_fp64(gpus, op):
     ranks = dist.get_world_size()
@@ -66,6 +67,9 @@ def test_every_backward_plan_eager_and_replayed(gpus, op):
     cp.check()
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter", "captured forward, captured backward", "bf16"
+)
 def test_a_training_step_in_one_graph(gpus):
     """Forward and backward of a sequence-parallel MLP, captured, against eager."""
     torch.manual_seed(dist.get_rank())

@@ -78,6 +78,9 @@ def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
     assert not wrong
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "forward", "bf16 fp16 fp32"
+)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_result(gpus, op, shape):

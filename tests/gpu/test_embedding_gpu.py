@@ -62,6 +62,7 @@ def off(y, want):
     return ((y.double() - want).abs() - bound).nan_to_num(torch.inf).max().item()
 
 
+@pytest.mark.shows("embedding_bag_all_to_all", "forward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_of_all_tables_for_own_bags(gpus, seed):
     layout, own, mode = drawn(seed)
@@ -199,6 +200,7 @@ def test_late_ranks_change_no_bit(gpus, into, plans, some):
     assert not wrong
 
 
+@pytest.mark.shows("embedding_bag_all_to_all", "captured forward", "bf16 fp32")
 @pytest.mark.parametrize("plan", [FUSED, SERIAL])
 def test_graphs_of_calls(gpus, plan):
     """Replays among eager calls, of two layouts, and new indices in the memory of old ones."""
@@ -263,6 +265,7 @@ def test_beside_other_fused_operators(gpus):
     cp.check()
 
 
+@pytest.mark.shows("embedding_bag_all_to_all", "backward", "bf16 fp32")
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients(gpus, seed, into):

@@ -106,6 +106,7 @@ def test_gradients_are_those_of_the_libraries(gpus, op, known):
         assert torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=1e-1)
 
 
+@pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "captured forward", "bf16")
 @pytest.mark.parametrize("op", OPS)
 def test_a_replayed_graph_follows_its_counts(gpus, op):
     """One graph, other counts and rows at each replay; ranks late at random, no meeting between."""

@@ -52,6 +52,7 @@ def exactly(got, want):
     return torch.equal(got.cpu(), want.detach().to(got.dtype))
 
 
+@pytest.mark.shows("all_to_all_matmul", "forward, backward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("plan", ["auto", "serial"])
 @pytest.mark.parametrize("known", ["host", "device"])
 @pytest.mark.parametrize("stored", ["kn", "nk"])
@@ -78,6 +79,7 @@ def test_out_and_its_gradients(counts, dtype, stored, known, plan):
     assert exactly(w.grad, exact.ws[rank].grad) and w.grad.stride() == w.stride()
 
 
+@pytest.mark.shows("matmul_all_to_all", "forward, backward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("plan", ["auto", "serial"])
 @pytest.mark.parametrize("known", ["host", "device"])
 @pytest.mark.parametrize("sums", [False, True])
@@ -119,6 +121,9 @@ def test_back_and_its_gradients(counts, dtype, sums, known, plan):
         assert relative_error(weights.grad.cpu(), sum_ofs[rank][1].grad) <= bound
 
 
+@pytest.mark.shows(
+    "all_to_all_matmul matmul_all_to_all", "compiled forward, compiled backward", "bf16"
+)
 def test_a_device_known_table_is_compiled_once():
     torch._dynamo.utils.counters.clear()
 

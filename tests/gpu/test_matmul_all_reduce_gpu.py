@@ -64,6 +64,7 @@ def test_the_sum_over_ranks(gpus, shape, plan):
             assert torch.equal(first, again) and same_on_all(first)
 
 
+@pytest.mark.shows("matmul_all_reduce", "captured forward", "bf16")
 def test_graphs_of_many_sizes_share_one_memory(gpus):
     """Captured after one warm call of the largest; replayed in any order, ranks late at random.
 
@@ -262,6 +263,7 @@ def test_a_second_launch_keeps_to_the_memory_of_the_first(gpus):
     cp.release(group)
 
 
+@pytest.mark.shows("matmul_all_reduce", "compiled forward, compiled backward", "bf16")
 def test_compiled_and_differentiated(gpus):
     x, w = operands(8, 1024, 512)
     x.requires_grad_(), w.requires_grad_()
@@ -294,6 +296,7 @@ def test_a_missing_rank_is_named(gpus):
     dist.barrier()
 
 
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "forward", "bf16")
 @pytest.mark.parametrize("shape", [(1, 8192, 1024), (32, 7168, 512), (3, 1000, 64)], ids=str)
 def test_the_residual_and_the_norm_that_follow(gpus, shape):
     m, n, k = shape

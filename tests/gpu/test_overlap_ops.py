@@ -61,6 +61,7 @@ def check(got, want, plain, what):
     assert error <= bound, f"{what}: error {error:.2e}, plain torch has {baseline:.2e}"
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "forward", "bf16")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("op", [AG, RS])
 def test_every_plan_at_odd_shapes(groups, op, ranks):
@@ -79,6 +80,7 @@ def test_every_plan_at_odd_shapes(groups, op, ranks):
     counterpoint.check(group)
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "forward", "fp16 fp32")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", [AG, RS])
 def test_other_dtypes(groups, op, dtype):
@@ -115,6 +117,7 @@ def test_unequal_rows(groups, op):
             check(got, want, plain, f"{op} {spec} rows {rows}")
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "captured forward", "bf16")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("op", [AG, RS])
 def test_a_thousand_replays_mixed_with_eager_calls(groups, op, ranks):
@@ -209,6 +212,7 @@ def test_a_smaller_size_captures_after_a_larger_one(groups):
         check(out, want, plain, f"{op} captured at a smaller size")
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "captured forward", "fp16")
 @pytest.mark.parametrize("op", [AG, RS])
 def test_a_plan_that_is_new_in_a_capture(groups, op):
     """Memory is warm, the plan and its kernels are not."""
@@ -267,6 +271,7 @@ def test_tables_of_many_plans_have_room(gpus, monkeypatch):
     counterpoint.release(group)
 
 
+@pytest.mark.shows("all_gather_matmul", "compiled forward", "bf16")
 def test_compiles_without_a_graph_break(groups):
     group = dist.group.WORLD
     x, w, _, want, plain = operands(AG, 64, 64, 64, group)

@@ -27,6 +27,11 @@ def kernel(
     )  # fmt: skip
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter matmul_all_reduce",
+    "compiled for",
+    "sm_80 sm_90 sm_100",
+)
 @pytest.mark.parametrize("wide", BLOCKS)
 @pytest.mark.parametrize(
     ("scatter", "gather"), [(True, False), (False, True), (True, True)],

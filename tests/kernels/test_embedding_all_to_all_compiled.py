@@ -71,6 +71,7 @@ def wrong_order(ptx: str) -> list[str]:
     return found
 
 
+@pytest.mark.shows("embedding_bag_all_to_all", "compiled for", "sm_80 sm_90 sm_100")
 @pytest.mark.parametrize("setting", [FEW, SOME, MANY], ids=["few", "some", "many"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_flag_publishes_the_rows_of_all_programs(capability: int, setting: Setting):

@@ -91,6 +91,7 @@ def test_the_last_program_publishes_what_all_have_stored():
     assert re.search(ACQUIRE, waits)
 
 
+@pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "compiled for", "sm_90")
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("columns", [True, False])

@@ -31,6 +31,7 @@ def signal(capability: int, *, advance: bool, lanes: int = 32) -> Compiled:
     return compiled(signal_kernel, capability, SIGNAL_TYPES, constants, num_warps=1)
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "compiled for", "sm_80 sm_90 sm_100")
 @pytest.mark.parametrize("lanes", [32, 128])
 @pytest.mark.parametrize("advance", [False, True])
 @pytest.mark.parametrize("capability", CAPABILITIES)

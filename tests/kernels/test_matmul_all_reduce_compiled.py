@@ -68,6 +68,9 @@ def resident(settings: Settings, found: Compiled) -> int:
     return occupancy(block, LIMITS["sm_90"]).blocks * (SMS - RESERVED_SMS)
 
 
+@pytest.mark.shows(
+    "matmul_all_reduce matmul_all_reduce_rms_norm", "compiled for", "sm_80 sm_90 sm_100"
+)
 @pytest.mark.parametrize("shots", ["one_shot", "two_shot"])
 @pytest.mark.parametrize(("capability", "ranks"), [(80, 8), (90, 2), (90, 4), (90, 8), (100, 8)])
 def test_words_arrive_whole(capability: int, shots: str, ranks: int):

@@ -29,6 +29,7 @@ def test_it_is_rms_norm(pool: RankPool):
     assert max(one, odd, single) < 1e-6
 
 
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "compiled for", "sm_80 sm_90 sm_100")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("n", [4096, 16384])
 def test_a_row_stays_in_registers(capability: int, n: int):

@@ -63,6 +63,7 @@ def test_no_columns_of_a_3d_tensor(rank: int, ranks: int):
             assert y.shape[1:] == (3, 0)
 
 
+@pytest.mark.shows("matmul_all_reduce", "double backward", "refused")
 @on_ranks(2)
 def test_vmap_and_double_backward_are_refused(rank: int, ranks: int):
     x, w = torch.randn(4, 5), torch.randn(5, 6)

@@ -44,6 +44,9 @@ def cases(op: str, ranks: int) -> list[GradCase]:
     return found
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "backward", "bf16 fp32"
+)
 @pytest.mark.parametrize("op", [*OPS, "matmul_all_reduce"])
 @on_ranks(1, 2, 3, 4)
 def test_gradients_are_those_of_fp64(rank: int, ranks: int, op: str) -> list[str]:
@@ -95,6 +98,7 @@ def test_only_the_operands_are_saved(rank: int, world_size: int, op: str):
     assert sum(kept.values()) == x.untyped_storage().nbytes() + w.untyped_storage().nbytes()
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "double backward", "refused")
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(2)
 def test_double_backward_is_refused(rank: int, world_size: int, op: str):
@@ -127,6 +131,9 @@ def trained(call, given: list[Tensor]) -> list[Tensor]:
     return [y.detach(), *(g for g in grads if g is not None)]
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter", "compiled forward, compiled backward", "fp32"
+)
 @pytest.mark.parametrize("how", ["checkpoint", "aot_eager", "inductor"])
 @on_ranks(2)
 def test_checkpointing_and_compilation(rank: int, world_size: int, how: str, tmp_path: Path):

@@ -63,6 +63,7 @@ def called(bags: Bags, **case: Any) -> torch.Tensor:
     return cp.embedding_bag_all_to_all(**arguments(bags), **case)
 
 
+@pytest.mark.shows("embedding_bag_all_to_all", "forward", "bf16 fp16 fp32")
 @pytest.mark.parametrize(
     ("ranks", "kernels"), [(1, False), (2, False), (3, False), (4, False), (1, True), (3, True)]
 )
@@ -94,6 +95,7 @@ def wrong_rows_of(rank: int, ranks: int, name: str) -> list[str]:
     return []
 
 
+@pytest.mark.shows("embedding_bag_all_to_all", "backward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @on_ranks(1, 2, 3)
 def test_gradients_of_tables_and_weights(rank: int, ranks: int, into: bool) -> list[str]:
@@ -254,6 +256,7 @@ def test_a_rank_without_rows_is_waited_for(rank: int, ranks: int, tmp_path: Path
     assert has_waited
 
 
+@pytest.mark.shows("embedding_bag_all_to_all", "compiled forward, compiled backward", "fp32")
 @on_ranks(2)
 def test_it_compiles_into_one_graph(rank: int, ranks: int):
     """As one graph, with its backward; one rank of two has no tables."""

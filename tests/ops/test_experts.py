@@ -26,6 +26,7 @@ from counterpoint.ops import experts
 K, N = 5, 7
 
 
+@pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "forward", "bf16 fp32")
 @pytest.mark.parametrize("plan", ["auto", "serial", "fused"])
 @pytest.mark.parametrize(("ranks", "local"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 2), (4, 3)])
 @on_ranks()

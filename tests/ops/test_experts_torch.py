@@ -98,6 +98,7 @@ def wrong_back(rank: int, given: Whole, room: int | None, plan: str, sums: bool)
     return [f"back {name}" for name, pair in pairs.items() if differs(*pair)]
 
 
+@pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "forward, backward", "fp16 fp32")
 @pytest.mark.parametrize("known_on", ["host", "device"])
 @pytest.mark.parametrize(("plan", "ranks"), [("auto", 1), ("serial", 3), ("fused", 2)])
 @on_ranks()
@@ -119,6 +120,7 @@ def test_gradients(rank: int, ranks: int, plan: str, known_on: str) -> list[str]
     return found
 
 
+@pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "double backward", "refused")
 @on_ranks(2)
 def test_gradients_that_are_not_asked_for(rank: int, ranks: int):
     """Whose gradient nobody asks for has none, and nothing is kept for it."""
@@ -172,6 +174,9 @@ def gradients(fn: Any, tensors: list[Tensor], counts: Any) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), needed)]
 
 
+@pytest.mark.shows(
+    "all_to_all_matmul matmul_all_to_all", "compiled forward, compiled backward", "fp32"
+)
 @on_ranks(2)
 def test_compiled_with_lists(rank: int, ranks: int):
     """Tables differ from call to call; what is traced is traced once for all but their sums."""

@@ -24,6 +24,7 @@ def test_ranks_that_disagree_later_are_told_so(rank: int, ranks: int):
             cp.matmul_all_reduce(torch.randn(4 if rank else 2, 16), w, plan="fused")
 
 
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "forward", "bf16 fp32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
 def test_the_residual_and_the_norm_that_follow(rank: int, ranks: int, dtype: torch.dtype):

@@ -99,6 +99,9 @@ def off(rank: int, ranks: int, found: list[Case]) -> list[str]:
         return wrong_cases(rank, ranks, found)
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "forward", "bf16 fp16 fp32"
+)
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(1, 2, 3, 4)
 def test_every_family_and_spec(rank: int, ranks: int, op: str) -> list[str]:

@@ -1,7 +1,5 @@
 """Every transport moves the same bytes on CPU ranks, and a machine that lacks one says so."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,18 +103,6 @@ def test_without_the_interpreter_the_kernel_has_a_stand_in(rank: int, ranks: int
         transport.all_to_all(48)()
     sent = [payload(r, 0, 64 * ranks)[48 * rank :][:48] for r in range(ranks)]
     assert torch.equal(transport.target[: 48 * ranks], torch.cat(sent))
-
-
-@on_ranks(2)
-def test_the_code_in_the_docs_runs(rank: int, ranks: int):
-    page = Path(__file__).parents[2] / "docs" / "transports.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    names = {"group": world(), "device": CPU, "mine": payload(rank, 0, 64 << 20)}
-    exec(code, names)
-    target: Tensor = names["transport"].target  # type: ignore[attr-defined]
-    parts = target[: ranks << 24].view(ranks, 1 << 24)
-    sent = [payload(r, 0, 64 << 20)[: 1 << 24] for r in range(ranks)]
-    assert all(torch.equal(part, want) for part, want in zip(parts, sent, strict=True))
 
 
 def test_cpu_ranks_lack_none():

@@ -154,7 +154,7 @@ def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]
         family = operation.family(spec.split()[0])
         assert family is not None, "an operation names its own"
         # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and
-        # smaller chunks cost: docs/losses.md
+        # smaller chunks cost: docs/results/losses.md
         finer_than_shards = family.name in finer.NAMES and machine.link.topology != "mesh"
         if spec != "serial" and not family.refusal(problem) and not finer_than_shards:
             (in_a_row if family.in_a_row else others).append(spec)

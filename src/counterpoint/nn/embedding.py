@@ -128,8 +128,8 @@ class ShardedEmbeddingBags(Grouped):
         """[own bags, columns of all tables], from the input of own tables for the global batch.
 
         Args:
-            indices, offsets, per_sample_weights, batch, include_last_offset, out: as for
-                `embedding_bag_all_to_all`; a rank without tables passes `batch`.
+            indices: as for `embedding_bag_all_to_all`; so are the others.
+            batch: a rank without tables passes it.
 
         Raises:
             InputError: an argument is wrong, or ranks differ; nothing was launched.

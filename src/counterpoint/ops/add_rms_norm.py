@@ -39,7 +39,7 @@ def matmul_all_reduce_rms_norm(
     decoder layer. Same bits on all ranks. Not differentiable on GPUs.
 
     Args:
-        x, w, group, bias, plan: as for `matmul_all_reduce`.
+        x: as for `matmul_all_reduce`; so are `w`, `group`, `bias` and `plan`.
         residual: dtype of x, [M, ..., N], equal on all ranks.
         norm_weight: dtype of x, [N], equal on all ranks.
         eps: added to the mean square.

@@ -1,8 +1,8 @@
 """How many SMs each side may have: the classic way to share a GPU, kept for comparison.
 
 On 4xH200 and 2xH200 none of these beat plain overlap by more than its scatter (8192^3 matmul +
-896 MiB collectives, 2026-11; docs/sharing.md): a collective with fewer blocks is slower, a matmul
-with fewer SMs likewise, and what the one gains the other loses. The number of blocks of a
+896 MiB collectives, 2026-11; docs/results/sharing.md): a collective with fewer blocks is slower, a
+matmul with fewer SMs likewise, and what the one gains the other loses. The number of blocks of a
 persistent kernel of somebody else's is no control at all: cuBLAS's write only the tiles that the
 grid they were launched with would have (same machine).
 """
