@@ -1,4 +1,4 @@
-"""Pages of docs/ as scripts: the Python blocks of a page, in a row, run as torchrun would run them."""
+"""Pages of docs/ as scripts: the Python blocks of a page, in a row, run under torchrun's names."""
 
 import os
 import re
