@@ -2,15 +2,11 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from on_ranks import on_ranks
-from typer.testing import CliRunner
 
 import counterpoint
 from counterpoint.cli.main import app
@@ -49,67 +45,6 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 700
 
 
-@on_ranks(4)
-def test_own_plan_of_the_docs_runs(rank: int, world_size: int, tmp_path: Path):
-    """A page's plan of one's own, where each rank has a folder, and the call that takes it."""
-    (code,), names = python_blocks(ROOT / "docs" / "plans.md"), {"cp": counterpoint}
-    (tmp_path / str(rank)).mkdir()
-    os.chdir(tmp_path / str(rank))
-    exec(code, names)
-    x, w = torch.randn(128, 512), torch.randn(512, 448)
-    y = counterpoint.all_gather_matmul(x, w, plan=names["own"])
-    assert torch.equal(y, counterpoint.all_gather_matmul(x, w, plan="shard_p2p"))
-
-
-def test_the_plan_in_the_docs_is_what_is_printed():
-    from counterpoint import Problem, build
-
-    problem = Problem("all_gather_matmul", m=512, n=448, k=512, ranks=4)
-    assert str(build(problem, "graded 1/1/2")) in (ROOT / "docs" / "plans.md").read_text()
-    # as it says below
-    assert build(problem, "graded 1/1/1/1") == build(problem, "shard_p2p")
-
-
-def test_the_choice_in_the_docs_is_what_is_printed():
-    problem = counterpoint.Problem("matmul_reduce_scatter", m=8192, n=8192, k=3584, ranks=4)
-    text = counterpoint.choose(problem, "b200-4").explain()
-    page = (ROOT / "docs" / "choosing.md").read_text()
-    assert f'>>> print(cp.choose(problem, "b200-4").explain())\n{text}\n```' in page
-
-
-def test_the_predictions_in_the_docs_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "choosing.md").read_text()
-    commands = re.findall(r"^counterpoint (plan .*)$", page, re.MULTILINE)
-    assert commands
-    for command in commands:
-        result = CliRunner().invoke(app, shlex.split(command))
-        assert result.exit_code == 0, f"{command}\n{result.output}"
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
-
-
-def test_the_constants_in_the_docs_are_those_of_the_code():
-    from counterpoint.cli.characterize import meanings, units
-
-    page = (ROOT / "docs" / "choosing.md").read_text()
-    told = meanings()
-    rows = [f"| `{name}` | {unit} | {told[name]} |" for name, unit, _ in units()]
-    assert "\n".join(["| constant | unit | what it is |", "|---|---|---|", *rows, ""]) in page
-
-
-def test_the_margins_in_the_docs_are_those_of_the_code():
-    from counterpoint.choose import by_model, by_rule
-    from counterpoint.measure import tune
-
-    words = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
-    percent = {known: f"{margin - 1:.0%}".replace("%", " %") for known, margin in
-               by_model.MARGINS.items()}  # fmt: skip
-    assert f"predicted {percent[True]} faster than it on a machine that was measured, and" in words
-    assert f"and {percent[False]} on one of which only the datasheet is known" in words
-    assert f"and {by_model.MIN_GAIN_S * 1e6:.0f} us faster on both" in words
-    assert f"within {round(by_model.TIE * 100 - 100)} % of the fastest" in words
-    assert f"takes {by_rule.WORTHWHILE_S * 1e6:.0f} us or more" in words
-    assert f"has to be {round(tune.MIN_GAIN * 100 - 100)} % faster than serial" in words
 
 
 def test_make_help_lists_every_target():

@@ -1,35 +1,25 @@
-"""docs/experts.md: its code runs as it stands, and its drawing shows where rows go."""
+"""docs/experts.md: its functions compute a layer, and its drawing shows where rows go."""
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from on_ranks import on_ranks
+from doc_pages import DOCS, blocks, run_page
 from rankpool import RankPool
 
 import counterpoint as cp
 
-PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
+PAGE = DOCS / "experts.md"
 
 
-@on_ranks(2)
-def test_the_code_runs(rank: int, ranks: int):
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    torch.manual_seed(0)
-    ups, downs = torch.randn(8, 16, 24), torch.randn(8, 24, 16)
-    torch.manual_seed(1 + rank)
-    x, weights = torch.randn(5 + rank, 16), torch.rand(5 + rank, 2)
-    experts = torch.randint(8, weights.shape)
-    names: dict[str, Any] = {
-        "ep": dist.group.WORLD, "x": x, "experts": experts, "weights": weights,
-        "w_up": ups.chunk(ranks)[rank], "w_down": downs.chunk(ranks)[rank],
-    }  # fmt: skip
-    exec(code, names)
-    h = torch.nn.functional.silu(torch.einsum("tk,tjkn->tjn", x, ups[experts]))
-    want = torch.einsum("tj,tjn,tjnk->tk", weights, h, downs[experts])
-    torch.testing.assert_close(names["y"], want, rtol=1e-4, atol=1e-4)
+def test_the_functions_compute_a_layer(pool: RankPool, tmp_path: Path):
+    names = ["w_up", "w_down", "tokens", "experts", "weights", "y"]
+    of_ranks = [found for _, found in run_page(PAGE, pool, tmp_path, names)]
+    ups, downs = (torch.cat([found[i] for found in of_ranks]) for i in (0, 1))
+    for *_, tokens, experts, weights, y in of_ranks:
+        h = torch.nn.functional.silu(torch.einsum("tk,tjkn->tjn", tokens, ups[experts]))
+        want = torch.einsum("tj,tjn,tjnk->tk", weights, h, downs[experts])
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-3)
 
 
 def placed(rank: int, ranks: int, counts: list[list[int]], owned: list[list[str]]) -> list[str]:
@@ -41,7 +31,7 @@ def placed(rank: int, ranks: int, counts: list[list[int]], owned: list[list[str]
 
 
 def test_the_drawing(pool: RankPool):
-    (drawing,) = re.findall(r"^```\n(counts .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (drawing,) = (text for text in blocks(PAGE, "") if text.startswith("counts "))
     table, owners, by_expert = re.split(r"^by owner|^by expert", drawing, flags=re.M)
     counts = [list(map(int, re.findall(r"\d", line)))[1:5] for line in table.splitlines()[1:3]]
     owned, wanted = (
