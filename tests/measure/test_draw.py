@@ -225,6 +225,12 @@ def test_some_ranks_of_one_timeline(tmp_path):
     assert f"total {whole:.1f} us" in seen
 
 
+def test_a_fused_kernel_communicates_inside(tmp_path):
+    timeline = Timeline((Span(0, "compute", 0, 1, "fused", "matmul_and_sum"),))
+    seen = words(timeline.save(tmp_path / "fused.svg"))
+    assert {"communication", "inside the kernel"} <= {*seen} and "no communication" not in seen
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_pair_has_both_sources_and_totals_and_their_ratio(tmp_path, swapped):
     timelines = pair()[::-1] if swapped else pair()
@@ -291,7 +297,7 @@ def test_pair_of_the_same_kind_is_first_and_second_and_says_whose_title(tmp_path
     first = steps(1, 2)
     second = replace(steps(1, 4), title="another title")
     seen = words(draw_timeline(first, tmp_path / "pair.svg", beside=second))
-    assert {"first / second 0.50", "a title", "made up, not measured",
+    assert {"speedup 0.50x", "a title", "made up, not measured",
             "made up, not measured: another title"} <= {*seen}  # fmt: skip
 
 

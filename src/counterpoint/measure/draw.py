@@ -78,8 +78,8 @@ def draw_timeline(
     Args:
         timeline: What to draw; its title and its source stand above.
         path: Ends in .png, .svg or .pdf.
-        beside: A second timeline, whose total is compared with that of the first; or several,
-            which are not.
+        beside: A second timeline, whose speedup over the first is said, or how far off the
+            prediction is where one is predicted and one measured; or several, without that.
         ranks: Ranks to show; totals remain those of all ranks. By default all that there are; of
             more timelines with more than two ranks, or where all would not fit on a screen, the
             first and the one that ends last in the lower panel.
@@ -125,7 +125,9 @@ def _draw_panels(
         _draw_panel(sheet, panel, ranks, top_in, height_in, end=end)
         if names and panel is panels[-1] and panel.duration_s:
             ratio = panels[0].duration_s / panel.duration_s
-            _draw_ratio(sheet, f"{' / '.join(names)} {ratio:.2f}", top_in)
+            predicted = f"predicted / measured {ratio:.2f}"
+            text = predicted if names[0] == "predicted" else f"speedup {ratio:.2f}x"
+            _draw_ratio(sheet, text, top_in)
         top_in += height_in + PANEL_GAP
 
     canvas.heading(figure, title, _subtitle(panels, ranks), theme)
@@ -381,7 +383,8 @@ def _kinds_legend(figure: "Figure", kinds: set[str], sheet: _Sheet) -> None:
 def _summary(timeline: "Timeline", rank: int) -> str:
     communication_s = timeline.communication_s(rank)
     if communication_s == 0:
-        return "no communication"
+        fused = any(span.kind == "fused" for span in timeline.spans if span.rank == rank)
+        return "communication\ninside the kernel" if fused else "no communication"
     exposed_s = timeline.exposed_s(rank)
     share = f"{1 - exposed_s / communication_s:.0%} hidden, {canvas.duration(exposed_s)} exposed"
     return (
