@@ -22,6 +22,7 @@ from counterpoint.measure.canvas import DARK, LIGHT, SMALL_PT, TEXT_PT, Theme, d
 from counterpoint.measure.shapes import SHAPES
 
 WIDTH_IN = 8.5
+KIND_IN = 0.095  # from a marker to the next one below it
 FASTER = "speedup over {} (higher is better)"
 # what a name begins with -> its hue in all pictures; others take the next of HUES
 ROLES = {"counterpoint": canvas.GREEN, "torch": canvas.PURPLE}
@@ -239,7 +240,7 @@ def _dots(
 ) -> Figure:  # fmt: skip
     rows = max(len(cases) for cases in panels.values())
     kinds = looks((k for cases in panels.values() for each in cases.values() for k in each), theme)
-    row_in = 0.09 + 0.085 * max(2, len(kinds))
+    row_in = 0.09 + KIND_IN * max(2, len(kinds))
     figure, found = sheet(
         WIDTH_IN, 1.5 + row_in * rows, len(panels), sharey=True, sharex=True
     )  # fmt: skip
@@ -248,7 +249,7 @@ def _dots(
         axes.set_title(name, fontsize=canvas.HEAD_PT, fontweight="bold", loc="left")
         for j, (kind, look) in enumerate(kinds.items()):
             # none hides another of its row
-            shift = (j - (len(kinds) - 1) / 2) * 0.085 / row_in
+            shift = (j - (len(kinds) - 1) / 2) * KIND_IN / row_in
             points = [(each[kind], i + shift) for i, each in enumerate(cases.values())
                       if kind in each]  # fmt: skip
             if points:

@@ -7,7 +7,7 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from processes import python
 
 from counterpoint.errors import InputError
@@ -206,6 +206,23 @@ def test_all_ranks_are_shown_where_they_fit_on_a_screen(monkeypatch):
         texts = [text for text, _ in extents(figure)]
         shown.append([text for text in texts if re.fullmatch(r"rank \d+", text)])
     assert shown == [[f"rank {rank}" for rank in range(4)], ["rank 0", "rank 15"]]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
+def test_letters_and_shapes_stand_out_from_the_page(theme):
+    def luminance(color):
+        parts = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
+        return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    def contrast(color):
+        high, low = sorted((luminance(color), luminance(theme.page)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    # WCAG 2.1: of letters at least 4.5
+    assert (
+        contrast(theme.ink) > 12 and contrast(theme.faint) > 4.5 and contrast(theme.exposed) > 4.5
+    )
+    assert all(contrast(hue) > 3 for hue in (canvas.BLUE, canvas.GREEN, canvas.VERMILLION))
 
 
 def test_dark_pages_have_light_letters(tmp_path):

@@ -48,11 +48,11 @@ class Theme:
 
 LIGHT = Theme(
     "light", page="#FFFFFF", ink="#222222", faint="#666666", grid="#DDDDDD", idle="#F1F1F1",
-    serial="#A6A6A6", wait="#FBF3B0", exposed="#B3001B",
+    serial="#B5B5B5", wait="#FBF3B0", exposed="#B3001B",
 )  # fmt: skip
 DARK = Theme(
     "dark", page="#0D1117", ink="#E6EDF3", faint="#9DA7B3", grid="#30363D", idle="#1C2129",
-    serial="#7D8590", wait="#4A4218", exposed="#FF5C6C",
+    serial="#B1BAC4", wait="#4A4218", exposed="#FF5C6C",
 )  # fmt: skip
 
 
