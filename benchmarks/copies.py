@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
-from benchmarks.pictures import curves
+from benchmarks.pictures import Axis, curves, place, shown
 from benchmarks.rows import Row
-from benchmarks.tables import measured, of_most, source, us
+from benchmarks.tables import measured, of_most, us
 from counterpoint.measure.timing import captured
 from counterpoint.runtime.driver import Copy, copy_async, copy_batch_async, no_batches
 from counterpoint.runtime.transports import ALIGN_BYTES, TRANSPORTS, missing, open_transport
@@ -234,7 +234,8 @@ def rates(rows: list[Row], *, ahead: bool) -> str:
 
 def submission(rows: list[Row]) -> str:
     """Eager."""
-    return f"![rates of copies](../images/copies.png)\n\n{rates(rows, ahead=False)}"
+    picture = shown("copies", "Rates of copies, by size, number and how they are submitted")
+    return f"{picture}\n\n{rates(rows, ahead=False)}"
 
 
 def batch(rows: list[Row]) -> str:
@@ -274,10 +275,13 @@ def transports(rows: list[Row]) -> str:
     own = {key: [found[(*key, n)] for n in sizes] for key in keys}
     lines = [([*key, *(us(row["median_s"], 0) for row in own[key])], own[key]) for key in keys]
     why = {r.get("transport", r.get("arm")): r["refused"] for r in rows if "refused" in r}
-    parts = ["![rates of transports](../images/transports.png)",
+    parts = [shown("transports", "Rates of transports, by size"),
              *(f"{name} was missing: {reason}." for name, reason in why.items()),
              measured(["op", "transport", *map(size, sizes)], lines, "Microseconds.")]  # fmt: skip
     return "\n\n".join(parts)
+
+
+AXIS = Axis("size of each copy", "GB/s (higher is better)", x_text=lambda x: size(int(x)))
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -287,9 +291,9 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     for r in asked(rows):
         if r["direction"] == "push" and not r["ahead"]:
             panel = panels.setdefault("one copy" if r["count"] == 1 else f"{r['count']} copies", {})
-            panel.setdefault(r["way"], []).append((r["num_bytes"] // KIB, rate(r)))
-    curves(panels, images / "copies.png", title="Pushes to all peers in turn, eager and in a graph",
-           source=source(rows), x_label="KiB of each copy", y_label="GB/s")  # fmt: skip
+            panel.setdefault(WAYS[r["way"]].replace("`", ""), []).append((r["num_bytes"], rate(r)))
+    curves(panels, images / "copies.svg", AXIS, source=place(rows),
+           title="Small copies to peers: rates depend on how they are submitted")  # fmt: skip
 
 
 def transport_pictures(found: Mapping[int, list[Row]], images: Path) -> None:
@@ -298,16 +302,11 @@ def transport_pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for r in (r for r in rows if r["question"] == "transport" and "refused" not in r):
         received = r["num_bytes"] * (r["ranks"] - 1) / r["ranks"]
-        panel = panels.setdefault(r["op"], {}).setdefault(r["transport"], [])
-        panel.append((r["num_bytes"] // MIB, received / r["median_s"] / 1e9))
-    curves(
-        panels,
-        images / "transports.png",
-        title="Transports side by side",
-        source=source(rows),
-        x_label="MiB on each rank",
-        y_label="GB/s",
-    )
+        panel = panels.setdefault(r["op"].replace("_", "-"), {}).setdefault(r["transport"], [])
+        panel.append((r["num_bytes"], received / r["median_s"] / 1e9))
+    axis = AXIS._replace(x_label="size on each rank")
+    curves(panels, images / "transports.svg", axis, source=place(rows),
+           title="Collectives by transport: what each rank receives per second")  # fmt: skip
 
 
 EVERY = [f"{c} {d} {w}" for c in COUNTS for d in DIRECTIONS for w in WAYS]

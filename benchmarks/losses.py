@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
-from benchmarks.pictures import curves
+from benchmarks.pictures import Axis, curves, layer_name, place
 from benchmarks.rows import Row
-from benchmarks.tables import measured, of_most, source, us
+from benchmarks.tables import measured, of_most, us
 from counterpoint.measure.timing import relative_error
 from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
 
@@ -292,15 +292,27 @@ def beside_table(rows: list[Row]) -> str:
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Chunks over whole, of the most GPUs."""
     rows = next(iter(found.values()))
-    for question, name, title in ((MATMUL, "matmul", "A matmul in chunks"),
-                                  (GATHER, "gather", "An all-gather in chunks")):  # fmt: skip
+    names = {shape_of({"question": MATMUL, "rows": m, "n": n, "k": k}): layer_name(m, n, k)
+             for m, n, k in MATMULS}  # fmt: skip
+    axis = Axis(
+        "number of chunks",
+        "time / that of the whole\n(lower is better)",
+        y_text="{:g}x".format,
+        y_most=8.0,
+        at_one=True,
+    )
+    for question, name, title in (
+        (MATMUL, "matmul", "A matmul in up to 8 chunks of rows costs little more than the whole"),
+        (GATHER, "gather", "An all-gather in chunks: what starting each chunk costs"),
+    ):
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for (shape, which), times in in_chunks(rows, question).items():
-            panel, curve = (f"chunks of {which}", shape) if question == MATMUL else (shape, which)
+            panel, curve = f"chunks of {which}", names.get(shape, "")
+            if question == GATHER:
+                panel, curve = f"{shape} gathered", which.replace("ours", "counterpoint")
             points = [(n, t / times[1]) for n, t in times.items()]
             panels.setdefault(panel, {})[curve] = points
-        curves(panels, images / f"losses-{name}.png", title=title, source=source(rows),
-               x_label="chunks", y_label="chunks / whole", y_most=8.0)  # fmt: skip
+        curves(panels, images / f"losses-{name}.svg", axis, title=title, source=place(rows))
 
 
 LOSSES = Benchmark(

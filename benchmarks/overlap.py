@@ -19,7 +19,7 @@ from torch import Tensor
 import counterpoint as cp
 from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
-from benchmarks.pictures import Point, bars, scatter
+from benchmarks.pictures import Point, bars, in_both, layer_name, place
 from benchmarks.rows import RESULTS, Row, Timed, plan_word, taken
 from benchmarks.tables import (
     Column,
@@ -37,6 +37,7 @@ from benchmarks.tables import (
 from counterpoint.choose.known import SHIPPED, shipped
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
+from counterpoint.measure.canvas import DARK, duration
 from counterpoint.measure.draw import draw_timeline
 from counterpoint.measure.shapes import SHAPES
 from counterpoint.measure.timing import relative_error
@@ -54,6 +55,9 @@ FIXED = (*PARTS, "serial", PEER, "auto", "plan serial")
 TOKENS = (64, 128, 256, 512, 1024)  # of few rows
 LAYERS = {"all_gather_matmul": {"70B qkv": (1280, 8192), "70B gate+up": (7168, 8192)},
           "matmul_reduce_scatter": {"70B o": (8192, 1024), "70B down": (8192, 3584)}}  # fmt: skip
+ALONE = "the longer of compute and communication alone (an estimate, not a bound)"
+# of the pictures of timelines
+NAMES = {"all_gather_matmul": "front", "matmul_reduce_scatter": "timeline"}
 SHORT = ("2048,7168,8192", "2048,8192,3584", "64,7168,8192", "64,8192,3584")
 
 
@@ -338,18 +342,27 @@ def _ratio(case: Timed) -> float:
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
-    """Bars, predictions, and timelines, of the most GPUs."""
-    ranks, rows = next(iter(found.items()))
-    shapes, machine, h = shapes_of(rows), shipped(rows[0]["gpu"], ranks), rows[0]
-    assert machine is not None, "the library has measured costs of H200s"
-    where = f"{ranks}x {h['gpu']}, bf16, {h['date']}"
-    bars({f"{c.head['op']}\n{sizes('m', 'n', 'k').cell(c)}":
-          {"serial": c.s("serial"), "counterpoint": c.s("auto"),
-           "the longer of compute and communication, alone": longer_s(c)} for c in shapes},
-         images / "overlap.png", title='Time of one call, serial against plan="auto"',
-         source=f"{where}; serial is NCCL + cuBLAS")  # fmt: skip
-    scatter(points(shapes, machine), images / "model.png", title="Predicted against measured",
-            source=f"{where}, graphs; constants fitted to other shapes")  # fmt: skip
+    """Bars, and timelines, of the most GPUs."""
+    rows = next(iter(found.values()))
+    shapes = shapes_of(rows)
+    mean = geometric_mean(c.s("serial") / c.s("auto") for c in shapes)
+    torchs = mean / geometric_mean(c.fair(PEER, "auto") for c in shapes)
+    cases: dict[str, dict[str, float]] = {}
+    for c in shapes:
+        cases[layer_name(*(c.head[i] for i in "mnk"))] = {
+            "serial": c.s("serial"),
+            "torch's fused operator": c.s("auto") * c.fair(PEER, "auto"),
+            "counterpoint": c.s("auto"),
+            ALONE: longer_s(c),
+        }
+    bars(
+        cases,
+        images / "overlap.svg",
+        mark=ALONE,
+        title=f"Tensor parallelism: {mean:.2f}x over serial in the mean, torch's fused operators "
+        f"{torchs:.2f}x",
+        source=f"{place(rows)}; serial is NCCL + cuBLAS; torch in the mode in which it does better",
+    )
     for path in sorted(RESULTS.glob("timeline-*.json")):
         measured = Timeline.from_json(plan_word(path.read_text()))
         match = re.fullmatch(r"(\w+) ([\d, ]+): (.+)", measured.title)
@@ -359,31 +372,31 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         (file,) = SHIPPED.glob(f"*-{path.stem.split('-')[1][:-1]}.json")
         there = Machine.from_json(json.dumps(json.loads(file.read_text())["machine"]))
         plan = build(problem_of({"op": op, "m": m, "n": n, "k": k}, there.num_devices), spec, there)
-        draw_timeline(
-            measured, images / f"{path.stem}.png", beside=estimate(plan, there), width_in=9
-        )
         same = [c for c in shapes if c.head["ranks"] == there.num_devices
                 and c.head["op"] == op and [c.head[i] for i in "mnk"] == [m, n, k]]  # fmt: skip
-        if same and op == "all_gather_matmul":
-            _front(plan, measured, same[0], there, images / "front.png")
+        if same:
+            _timelines(plan, measured, same[0].s("serial"), there, images / f"{NAMES[op]}.svg")
 
 
-def _front(plan: Plan, measured: Timeline, case: Timed, machine: Machine, path: Path) -> None:
-    """The README's picture: serial above a plan that overlaps, and what was measured of both."""
-    serial = estimate(build(plan.problem, "serial", machine), machine)
-    ours, ranks, serial_s = estimate(plan, machine), case.head["ranks"], case.s("serial")
-    layer = case.head["layer"].removeprefix("70B ")
-    title = f"Llama-3-70B {layer}, {plan.problem.m} tokens: gathered and multiplied on {ranks} GPUs"
+def _timelines(
+    plan: Plan, measured: Timeline, serial_s: float, machine: Machine, path: Path
+) -> None:
+    """Serial above a plan that overlaps, and what was measured of both."""
+    p = plan.problem
+    serial = estimate(build(p, "serial", machine), machine)
+    ours, layer = estimate(plan, machine), layer_name(p.m, p.n, p.k)
+    ratio = f"{serial_s / measured.duration_s:.2f}x"
+    top = f"serial, predicted (measured: {duration(serial_s)})"
     predicted = f"counterpoint, predicted: {serial.duration_s / ours.duration_s:.2f}x"
-    as_measured = f"counterpoint, measured: {serial_s / measured.duration_s:.2f}x"
-    draw_timeline(
-        replace(serial, title=title, source=f"serial, predicted (measured: {us(serial_s, 0)} us)"),
-        path,
-        beside=[replace(ours, title="", source=predicted),
-                replace(measured, title="", source=as_measured)],
-        ranks=[0],
-        width_in=9,
-    )  # fmt: skip
+    panels = [
+        replace(timeline, title="", source=source)
+        for timeline, source in ((ours, predicted), (measured, f"counterpoint, measured: {ratio}"))
+    ]
+    title = f"{layer}, on {p.ranks} H200s: {ratio} as fast, because copies run beside matmuls"
+    in_both(path, lambda path, theme: draw_timeline(
+        replace(serial, title=title, source=top), path, beside=panels, ranks=[0], width_in=9,
+        dark=theme is DARK,
+    ))  # fmt: skip
 
 
 COMMON = {

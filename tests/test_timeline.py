@@ -179,6 +179,8 @@ def test_save_is_by_its_suffix_and_makes_the_folder(tmp_path):
     assert path.read_text(encoding="utf-8") == pipeline().to_perfetto(beside=pipeline())
     with pytest.raises(InputError, match=r"ranks must be left out for a Perfetto .*, got \(0,\)"):
         pipeline().save(tmp_path / "new" / "plan.json", ranks=[0])
+    with pytest.raises(InputError, match="dark must be left out for a trace, got True"):
+        pipeline().save(tmp_path / "new" / "plan.json", dark=True)
     with pytest.raises(InputError, match=r"path must be a file name that ends in .png.*got .*gif"):
         pipeline().save(tmp_path / "other" / "plan.gif")
     assert not (tmp_path / "other").exists()

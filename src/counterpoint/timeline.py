@@ -222,6 +222,7 @@ class Timeline:
         *,
         beside: "Timeline | None" = None,
         ranks: Sequence[int] | None = None,
+        dark: bool = False,
     ) -> Path:
         """Write a picture (.png, .svg, .pdf) or a Perfetto trace (.json), by the suffix of `path`.
 
@@ -232,13 +233,14 @@ class Timeline:
             beside: Another timeline for the same file: what was measured beside what was
                 predicted, on one time axis. Which is which, their `source` says.
             ranks: Ranks that a picture shows; `measure.draw.draw_timeline` has the defaults.
+            dark: Draw a picture for a dark page.
 
         Returns:
             The path written.
 
         Raises:
-            InputError: The suffix is none of these; `ranks` are not ranks of each timeline, or
-                are given for a trace, which has all; or the two timelines share no rank.
+            InputError: The suffix is none of these; `ranks` are not ranks of each timeline; they
+                or `dark` are given for a trace; or the two timelines share no rank.
         """
         path = Path(path)
         if path.suffix not in (*PICTURE_SUFFIXES, ".json"):
@@ -248,10 +250,12 @@ class Timeline:
             # here, not at the top: matplotlib takes a second to import, and models never draw
             from counterpoint.measure.draw import draw_timeline
 
-            return draw_timeline(self, path, beside=beside, ranks=ranks)
+            return draw_timeline(self, path, beside=beside, ranks=ranks, dark=dark)
         if ranks is not None:
             want = "left out for a Perfetto trace, which has all"
             raise InputError("Timeline.save", "ranks", want=want, got=tuple(ranks))
+        if dark:
+            raise InputError("Timeline.save", "dark", want="left out for a trace", got=dark)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_perfetto(beside=beside), encoding="utf-8")
         return path

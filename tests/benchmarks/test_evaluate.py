@@ -59,7 +59,8 @@ def test_committed_rows_are_scored_and_drawn(
                 "at random", "best possible", "the longer part alone", "shard_p2p /", "torch /",
                 RULE):  # fmt: skip
         assert way in text
-    assert all("<svg" in picture.read_text() for picture in pictures)
+    for picture in pictures:
+        assert "<svg" in picture.with_stem(f"{picture.stem}-dark").read_text()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -101,4 +101,6 @@ def test_summary_has_the_worst_pair_too(eight: list[Row]):
 
 def test_pictures(eight: list[Row], tmp_path: Path):
     sharing.pictures({8: eight}, tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"sharing-arms.png", "sharing-ratios.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        f"sharing-{name}-{theme}.svg" for name in ("arms", "ratios") for theme in ("light", "dark")
+    }

@@ -7,12 +7,13 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.colors import to_hex, to_rgb
 from processes import python
 
 from counterpoint.errors import InputError
 from counterpoint.measure import canvas
-from counterpoint.measure.canvas import DPI
-from counterpoint.measure.draw import EXPOSED, LOOKS, draw_timeline
+from counterpoint.measure.canvas import DARK, DPI, LIGHT, SCREEN_IN
+from counterpoint.measure.draw import FILLS, boxes, draw_timeline
 from counterpoint.spans import KINDS, Span
 from counterpoint.timeline import Timeline
 
@@ -41,13 +42,14 @@ def fills(path):
     """Count of the drawn shapes by their fill colour."""
     root = ElementTree.parse(path).getroot()
     assert root.tag == f"{SVG}svg"
-    styles = [path.get("style", "") for path in root.iter(f"{SVG}path")]
+    shapes = (f"{SVG}path", f"{SVG}use")
+    styles = [shape.get("style", "") for shape in root.iter() if shape.tag in shapes]
     return [style.split("fill: ")[1].split(";")[0] for style in styles if "fill: #" in style]
 
 
 def words(path):
-    """The texts of an .svg in the order of drawing: beside the outlines they stand as comments."""
-    return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+    """The texts of an .svg in the order of drawing."""
+    return ["".join(text.itertext()) for text in ElementTree.parse(path).iter(f"{SVG}text")]
 
 
 def figure_of(monkeypatch, draw):
@@ -118,8 +120,8 @@ def test_svg_has_each_span_in_the_colour_of_its_kind(tmp_path):
     drawn = fills(draw_timeline(Timeline(tuple(spans)), tmp_path / "plan.svg"))
     for kind in KINDS:
         # once in the picture and once in the legend; hatched fills are patterns
-        if not LOOKS[kind][1]:
-            assert drawn.count(LOOKS[kind][0].lower()) == 2, kind
+        if kind != "wait":
+            assert drawn.count(FILLS[kind].lower()) == 2, kind
 
 
 def test_svg_marks_each_exposed_interval(tmp_path):
@@ -129,7 +131,7 @@ def test_svg_marks_each_exposed_interval(tmp_path):
         Span(0, "compute", 6, 8, "matmul", "gemm 1"),
     )
     drawn = fills(draw_timeline(Timeline(spans), tmp_path / "plan.svg"))
-    assert drawn.count(EXPOSED.lower()) == 3 + 1  # and the legend
+    assert drawn.count(LIGHT.exposed.lower()) == 3 + 1  # and the legend
 
 
 def test_same_timeline_gives_the_same_svg(tmp_path):
@@ -165,8 +167,71 @@ def test_lanes_are_in_the_same_order_on_all_ranks(tmp_path):
         Span(1, "compute", 0, 1, "matmul", "m"),
     )
     drawn = fills(draw_timeline(Timeline(spans), tmp_path / "plan.svg"))
-    colours = [LOOKS[kind][0].lower() for kind in ("matmul", "copy")]
+    colours = [FILLS[kind].lower() for kind in ("matmul", "copy")]
     assert [fill for fill in drawn if fill in colours][:4] == colours * 2
+
+
+@pytest.mark.parametrize("num_steps", [20, 2000])
+def test_few_things_are_drawn_however_many_spans_there_are(monkeypatch, num_steps):
+    timeline = steps(2, num_steps)
+    measured = []
+    width = canvas.text_width_pt
+    monkeypatch.setattr(canvas, "text_width_pt", lambda *a: measured.append(a) or width(*a))
+    figure = figure_of(monkeypatch, lambda: draw_timeline(timeline, "x.png"))
+    (axes,) = figure.axes
+    points = 12 * 72
+    shapes = sum(len(some.get_paths()) for some in axes.collections)
+    assert shapes < 2 * 4 * points  # at most one for each point of a lane, or of a red strip
+    assert len(axes.collections) + len(axes.patches) < 2 * 8
+    assert len(axes.texts) + len(measured) < 2 * 3 * points / 2
+
+
+def test_short_spans_join_without_more_work_than_there_is():
+    kinds = ("copy", "wait", "copy", "matmul")
+    spans = [Span(0, "lane", i / 10, i / 10 + 0.05, kinds[i % 4], str(i)) for i in range(400)]
+    spans.append(Span(0, "lane", 50, 60, "reduce", "long"))
+    found = boxes(reversed(spans), 1.0)
+    assert len(found) == 41 and {box.kind for box in found} == {"copy", "reduce"}
+    assert sum(box.duration_s for box in found) == pytest.approx(400 * 0.05 + 10)
+    assert all(box.end_s <= after.start_s for box, after in zip(found, found[1:], strict=False))
+    assert boxes(spans, 0.01) == spans
+
+
+def test_all_ranks_are_shown_where_they_fit_on_a_screen(monkeypatch):
+    shown = []
+    for num_ranks in (4, 16):
+        timeline = steps(num_ranks, 2)
+        figure = figure_of(monkeypatch, lambda t=timeline: draw_timeline(t, "x.png"))
+        assert figure.get_size_inches()[1] <= SCREEN_IN
+        texts = [text for text, _ in extents(figure)]
+        shown.append([text for text in texts if re.fullmatch(r"rank \d+", text)])
+    assert shown == [[f"rank {rank}" for rank in range(4)], ["rank 0", "rank 15"]]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
+def test_letters_and_shapes_stand_out_from_the_page(theme):
+    def luminance(color):
+        parts = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
+        return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    def contrast(color):
+        high, low = sorted((luminance(color), luminance(theme.page)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    # WCAG 2.1: of letters at least 4.5
+    assert (
+        contrast(theme.ink) > 12 and contrast(theme.faint) > 4.5 and contrast(theme.exposed) > 4.5
+    )
+    assert all(contrast(hue) > 3 for hue in (canvas.BLUE, canvas.GREEN, canvas.VERMILLION))
+
+
+def test_dark_pages_have_light_letters(tmp_path):
+    pages = []
+    for theme, dark in ((LIGHT, False), (DARK, True)):
+        text = steps(1, 2).save(tmp_path / f"{theme.name}.svg", dark=dark).read_text()
+        assert f"fill: {theme.ink.lower()}" in text and f"fill: {theme.page.lower()}" in text
+        pages.append(text)
+    assert DARK.page.lower() not in pages[0] and LIGHT.ink.lower() not in pages[1]
 
 
 def test_some_ranks_of_one_timeline(tmp_path):
@@ -175,6 +240,12 @@ def test_some_ranks_of_one_timeline(tmp_path):
     assert "made up, not measured; ranks 1, 3 of 4; totals are over all ranks" in seen
     whole = steps(4, 2).duration_s * 1e6
     assert f"total {whole:.1f} us" in seen
+
+
+def test_a_fused_kernel_communicates_inside(tmp_path):
+    timeline = Timeline((Span(0, "compute", 0, 1, "fused", "matmul_and_sum"),))
+    seen = words(timeline.save(tmp_path / "fused.svg"))
+    assert {"communication", "inside the kernel"} <= {*seen} and "no communication" not in seen
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -222,9 +293,8 @@ def test_pair_has_one_time_axis_on_which_each_ends_where_it_ends(monkeypatch):
     assert [upper[0, 0], lower[0, 0]] == pytest.approx(totals_us)
     # y is in inches from the top: one ends where the other has not begun
     assert upper[1, 1] < lower[0, 1]
-    boxes = [patch.get_bbox() for patch in axes.patches]
-    blue = [box for box, patch in zip(boxes, axes.patches, strict=True)
-            if patch.get_facecolor()[:3] == pytest.approx((0, 0x72 / 255, 0xB2 / 255))]  # fmt: skip
+    blue = [path.get_extents() for some in axes.collections for path in some.get_paths()
+            if to_hex(some.get_facecolor()[0]) == FILLS["matmul"].lower()]  # fmt: skip
     above = [box for box in blue if box.y1 < upper[1, 1]]
     below = [box for box in blue if box.y0 > lower[0, 1]]
     assert (len(above), len(below)) == (8, 9)
@@ -237,14 +307,14 @@ def test_pair_marks_what_each_exposes(tmp_path):
     one = Timeline((Span(0, "copy", 0, 4, "copy", "c"), Span(0, "compute", 1, 2, "matmul", "m")))
     other = Timeline((Span(0, "copy", 0, 4, "copy", "c"),))
     drawn = fills(draw_timeline(one, tmp_path / "pair.svg", beside=other))
-    assert drawn.count(EXPOSED.lower()) == 2 + 1 + 1  # and the legend
+    assert drawn.count(LIGHT.exposed.lower()) == 2 + 1 + 1  # and the legend
 
 
 def test_pair_of_the_same_kind_is_first_and_second_and_says_whose_title(tmp_path):
     first = steps(1, 2)
     second = replace(steps(1, 4), title="another title")
     seen = words(draw_timeline(first, tmp_path / "pair.svg", beside=second))
-    assert {"first / second 0.50", "a title", "made up, not measured",
+    assert {"speedup 0.50x", "a title", "made up, not measured",
             "made up, not measured: another title"} <= {*seen}  # fmt: skip
 
 
