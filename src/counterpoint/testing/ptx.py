@@ -1,6 +1,15 @@
-"""Kernels compiled for GPUs that are not here: their PTX, registers, and the order of memory in it.
+"""Compile a kernel for GPUs that are not here, and check its PTX, registers and spills.
 
-x86 orders stores, so no run on CPU ranks shows a missing release, or a missing barrier before it.
+x86 orders stores, so no run on CPU ranks shows a missing acquire, or a missing barrier of the block
+before a release. Both stand in the PTX, which Triton makes without a GPU or a driver.
+
+    found = compiled(
+        my_kernel, 90, {"x_ptr": "*bf16", "bases_ptr": "*i64", "n": "i32"}, {"BLOCK": 128},
+        num_warps=4, aligned=("x_ptr", "bases_ptr"),
+    )
+    assert not wrong_order(found.ptx) and not found.spills
+
+The process must compile (no TRITON_INTERPRET=1).
 """
 
 import os
@@ -16,17 +25,28 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-CAPABILITIES = [80, 90, 100]
+from counterpoint.errors import UnsupportedError
+from counterpoint.runtime.launch import INTERPRETED
+
+CAPABILITIES = [80, 90, 100]  # generations of GPUs: A100, H100 and H200, B200
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 class Compiled(NamedTuple):
-    """The PTX, and what the assembler says of the machine code."""
+    """A compiled kernel, and what the assembler says of its machine code.
+
+    Args:
+        ptx, ttgir, sass: its code: PTX, Triton's own form of it, and that of the machine.
+        registers: of a thread.
+        shared_bytes: static shared memory of a block.
+        dynamic_bytes: shared memory that a launch adds.
+        spills: loads and stores of local memory.
+    """
 
     ptx: str
     registers: int
-    shared_bytes: int  # static; what a launch adds is below
-    spills: int  # loads and stores of local memory
+    shared_bytes: int
+    spills: int
     dynamic_bytes: int
     ttgir: str
     sass: str
@@ -42,8 +62,21 @@ def compiled(
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
 ) -> Compiled:
-    """`kernel` for arguments of `types`; those `aligned` are multiples of 16."""
-    assert os.environ.get("TRITON_INTERPRET") != "1", "here kernels are compiled"
+    """Compile `kernel` for a GPU of that capability.
+
+    Args:
+        kernel: made by `triton.jit`.
+        capability: such as 90; see CAPABILITIES.
+        types: of the arguments by name, as Triton writes them: "*bf16", "i32".
+        constants: values of its constexpr arguments by name.
+        num_warps, num_stages: options of Triton.
+        aligned: arguments that are multiples of 16, which a launch finds out by itself.
+
+    Raises:
+        UnsupportedError: this process interprets kernels.
+    """
+    if INTERPRETED:
+        raise UnsupportedError("ptx.compiled: this process interprets; unset TRITON_INTERPRET")
     signature = types | dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
     source = ASTSource(
@@ -77,15 +110,17 @@ def _cuobjdump(cubin: bytes, option: str) -> str:
         os.close(fd)
 
 
-def lines_with(ptx: str, pattern: str) -> list[int]:
-    return [i for i, line in enumerate(ptx.splitlines()) if re.search(pattern, line)]
-
-
+# of system scope, in the forms that versions of Triton give them
 BARRIER = r"\bbar(rier)?\.sync"
 RELEASE = r"\batom\.global\.sys\.release\.exch|\batom\.global\.release\.sys"
 ACQUIRE = r"atom\.global\.sys\.acquire\.add|ld\.global\.sys\.acquire|atom\.global\.acquire\.sys"
-PAYLOAD = r"\bst\.global\.v4\.b32"
-LOAD = r"\bld\.global\.cg\."
+STORE, LOAD = r"\bst\.global", r"\bld\.global\.cg\."
+PAYLOAD = r"\bst\.global\.v4\.b32"  # stores of 16 bytes a thread
+
+
+def lines_with(ptx: str, pattern: str) -> list[int]:
+    """Numbers of the lines that match."""
+    return [i for i, line in enumerate(ptx.splitlines()) if re.search(pattern, line)]
 
 
 def blocks(ptx: str) -> list[str]:
@@ -94,30 +129,24 @@ def blocks(ptx: str) -> list[str]:
 
 
 def in_order(block: str, *patterns: str) -> bool:
-    """Whether the last of the first kind stands before the second, and so on."""
+    """Whether the last match of each pattern stands before a match of the next one."""
     at = [[m.start() for m in re.finditer(pattern, block)] for pattern in patterns]
     return all(first and any(first[-1] < x for x in second) for first, second in pairwise(at))
 
 
-def all_stop_alike(ir: str) -> int:
-    """Waits of a kernel, of each of which all threads stop at once: by the atomic's answer alone.
+def wrong_order(ptx: str, payload: str = STORE) -> list[str]:
+    """What of the protocol of flags (`put`, `post`, `wait`, loads by ".cg") does not hold.
 
-    A clock, which each thread reads for itself, may part them.
+    A barrier must stand between the stores of a payload and the release behind them, and between an
+    acquire and the loads behind it.
+
+    Args:
+        ptx: of a kernel that posts and waits.
+        payload: how it stores tiles.
+
+    Returns:
+        A sentence for each fault; an empty list if there is none.
     """
-    verdicts = re.findall(r"(%\S+) = tt\.atomic_rmw or,", ir)
-    for verdict in verdicts:
-        uses = [line for line in ir.splitlines() if re.search(rf"= .*{verdict}\b", line)]
-        assert [re.search(r"= (\S+)", line)[1] for line in uses] == ["arith.cmpi"], uses  # type: ignore[index]
-    for late in re.findall(r"tt\.atomic_rmw or, relaxed, gpu, \S+, (%\w+)", ir):
-        others = [line for line in ir.splitlines() if re.search(rf"= .*{late}\b", line)]
-        assert len(others) == 1, others  # what the clock says goes into the atomic and nowhere else
-    clock = re.findall(r"(%\S+) = tt\.elementwise_inline_asm .*globaltimer", ir)
-    assert len(clock) >= 2 * len(verdicts)
-    return len(verdicts)
-
-
-def wrong_order(ptx: str, payload: str = PAYLOAD) -> list[str]:
-    """What of the protocol of flags does not hold in a kernel; `payload` is how it stores tiles."""
     orders = (("release", RELEASE), ("acquire", ACQUIRE))
     found = [f"no {name} of system scope" for name, kind in orders if not re.search(kind, ptx)]
     for block in blocks(ptx):
