@@ -126,6 +126,29 @@ def test_a_missing_release_shows(pool: RankPool, name: str):
     assert any(found)
 
 
+def stuck(rank: int, world: int) -> str:
+    """What is said of a rank whose peer never launches."""
+    from counterpoint.testing.interleave import DeadlockError, Interleaved, local_peers
+
+    kernel, x = example(SUM).all_reduce_add_kernel, torch.ones(8)
+    peers = local_peers(kernel, 2, payload_bytes=64, num_flags=2)
+
+    def run() -> None:
+        kernel[(1,)](x_ptr=x, residual_ptr=x, out_ptr=x, numel=8, BLOCK=8, **peers[0])
+
+    with pytest.raises(DeadlockError) as info:
+        Interleaved(0).run([run])
+    return str(info.value)
+
+
+def test_a_deadlock_says_where_programs_stand(pool: RankPool):
+    (said,) = pool.run(stuck, 1, group=False)
+    at = next(i for i, line in enumerate((FOLDER / f"{SUM}.py").read_text().splitlines(), 1)
+              if "late |= wait(" in line)  # fmt: skip
+    places = rf"  rank 0, program \(0, 0, 0\): wait:\d+ < all_reduce_add_kernel:{at}"
+    assert re.fullmatch(rf"nobody can go on:\n  rank 0: run:\d+\n{places}", said), said
+
+
 CONSTANTS = {SUM: {"BLOCK": 1024}, MATMUL: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}}
 OWN = {"bases_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64", "half_bytes": "i32",
        "flags_at": "i32", "rank": "i32", "tag": "i32", "timeout_ns": "i64"}  # fmt: skip

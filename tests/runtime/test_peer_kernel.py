@@ -129,6 +129,9 @@ def test_what_is_wrong_is_said(rank: int, ranks: int):
 def test_without_the_interpreter_cpu_ranks_are_refused():
     with pytest.raises(cp.UnsupportedError, match="on cpu a kernel runs with TRITON_INTERPRET=1"):
         own.PeerKernel(gather_words_kernel, device=CPU, num_words=32)
+    if not torch.cuda.is_available():
+        with pytest.raises(cp.UnsupportedError, match="torch sees no GPU"):
+            own.PeerKernel(gather_words_kernel, device="cuda", num_words=32)
 
 
 def test_the_test_kit_says_what_it_needs():

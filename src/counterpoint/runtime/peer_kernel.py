@@ -264,6 +264,8 @@ def _checked_device(device: torch.device) -> torch.device:
             f"{OP}: on {device.type} a kernel runs {needs} TRITON_INTERPRET=1, to be set before "
             "triton is imported"
         )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"{OP}: torch sees no GPU")
     # "cuda" is the current one
     return torch.empty(0, device=device).device
 
