@@ -115,7 +115,8 @@ def test_what_is_wrong_is_said(rank: int, ranks: int):
     kernel = own.PeerKernel(gather_words_kernel, device=CPU, num_words=32)
     x, y = torch.zeros(16, dtype=torch.int32), torch.empty(ranks, 16, dtype=torch.int32)
     for text, work, given in (
-        ("work must be >= 1, got 0", 0, {}),
+        ("work must be an int >= 1, got 0", 0, {}),
+        ("work must be an int >= 1, got 1.0", 1.0, {}),
         (r"got \['COUNT', 'K', 'x_ptr', 'y_ptr'\]; see \['K'\]", 1, {"K": 1}),
         (r"see \['rank'\]", 1, {"rank": rank}),
         ("y_ptr must be on cpu, got meta", 1, {"y_ptr": y.to("meta")}),
@@ -124,6 +125,30 @@ def test_what_is_wrong_is_said(rank: int, ranks: int):
             kernel(work, **({"x_ptr": x, "y_ptr": y, "COUNT": 16} | given))
     kernel(1, x_ptr=x, y_ptr=y, COUNT=16)  # nothing had run: the group goes on
     assert not y.any()
+
+
+@triton.jit(do_not_specialize=["rank", "tag", "timeout_ns"])
+def alone_kernel(bases_ptr, half_bytes, state_ptr, fault_ptr, rank, tag, timeout_ns):
+    """It waits for nobody."""
+    nobody = tl.arange(0, 1)
+    own.end_of_call(nobody, nobody, tl.num_programs(0), state_ptr, fault_ptr, tag)
+
+
+@on_ranks(2)
+def test_another_amount_of_work_is_told_on_all(rank: int, ranks: int):
+    kernel = own.PeerKernel(alone_kernel, device=CPU, payload_bytes=4)
+    kernel(3)
+    if rank == 0:
+        kernel(1)
+    dist.barrier()
+    text = (r"PeerKernel alone_kernel of 1 items as on rank 0, got PeerKernel alone_kernel of 2 "
+            r"items on rank 1; the group is unusable")  # fmt: skip
+    if rank == 1:
+        with pytest.raises(cp.InputError, match=text):
+            kernel(2)
+    dist.barrier()
+    with pytest.raises(cp.InputError, match=text):
+        kernel(1)
 
 
 def test_without_the_interpreter_cpu_ranks_are_refused():

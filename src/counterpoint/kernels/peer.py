@@ -1,5 +1,7 @@
 """Device functions by which a Triton kernel talks to the kernels of its peers.
 
+Kernels of users import them from `counterpoint.device`.
+
 Two ways to hand over data, both without a library and without a kernel of its own:
 
 - **flags**: `put` stores a tile into the peer's memory, `post` releases a flag behind it, `wait`

@@ -181,7 +181,8 @@ class PeerKernel:
 
         Raises:
             InputError: an argument is missing, is none of the kernel's or lies elsewhere; `work`
-                is < 1; a peer has called something else, then the group is unusable.
+                is < 1. A peer has called something else, or has another `work`: then the group is
+                unusable.
             UnsupportedError: the kernel does not compile, or no block of it fits the GPU.
             PeerTimeoutError: a peer did not answer, in this call or an earlier one; the group is
                 unusable.
@@ -191,7 +192,7 @@ class PeerKernel:
         launch = self._launches.get(kind)
         if launch is None:
             self._check(work, arguments)
-        workspace.board.note_op(f"{OP} {self.name}")
+        workspace.board.note_op(f"{OP} {self.name} of {work} items")
         if launch is None:
             launch = self._launches[kind] = self._compiled(work, arguments)
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
@@ -236,8 +237,8 @@ class PeerKernel:
         return launch
 
     def _check(self, work: int, arguments: Mapping[str, Any]) -> None:
-        if work < 1:
-            raise InputError(self.name, "work", want=">= 1", got=work)
+        if type(work) is not int or work < 1:
+            raise InputError(self.name, "work", want="an int >= 1", got=work)
         wanted = {name for name in self._kernel.arg_names if name not in SUPPLIED}
         if wrong := wanted ^ set(arguments):
             want = f"those of the kernel that {OP} does not supply, {sorted(wanted)}"
