@@ -173,3 +173,36 @@ def test_it_compiles_for_gpus(monkeypatch: pytest.MonkeyPatch, name: str, capabi
     )
     for order, pattern in (("release", RELEASE), ("acquire", ACQUIRE)):
         assert f"no {order} of system scope" in wrong_order(re.sub(pattern, "relaxed", ptx))
+
+
+STORED, BARRIER, POSTED = "st.global.v4.b32;", "bar.sync 0;", "atom.global.sys.release.exch.b32;"
+WAITED, LOADED = "ld.global.sys.acquire.b32;", "ld.global.cg.b32;"
+LABEL, BACK, PAST = "$L__BB0_1:", "@%p1 bra $L__BB0_1;", "bra.uni $L__BB0_1;"
+POST, WAIT = (BARRIER, POSTED), (WAITED, BARRIER)
+
+
+@pytest.mark.parametrize(
+    ("ptx", "wrong"),
+    [
+        ((STORED, *POST, *WAIT, LOADED), []),
+        # payload and loads in loops of their own, two posts in a row
+        ((LABEL, STORED, BACK, *POST, *POST, *WAIT), []),
+        ((STORED, *POST, *WAIT, LABEL, LOADED, BACK), []),
+        ((STORED, *POST, LABEL, *WAIT, LOADED, STORED, BACK), []),
+        ((STORED, POSTED, *WAIT), ["a release"]),
+        ((BARRIER, STORED, POSTED, *WAIT), ["a release"]),
+        ((STORED, *POST, STORED, POSTED, *WAIT), ["a release"]),
+        # the second time around
+        ((LABEL, POSTED, BARRIER, STORED, BACK, *WAIT), ["a release"]),
+        # around the barrier
+        ((STORED, PAST, BARRIER, LABEL, POSTED, *WAIT), ["a release"]),
+        ((STORED, *POST, WAITED, LOADED), ["an acquire", "loads"]),
+        ((STORED, *POST, WAITED, LOADED, BARRIER), ["loads"]),
+        ((STORED, *POST, WAITED, PAST, BARRIER, LABEL), ["an acquire"]),
+        ((*POST, *WAIT), ["no store"]),
+    ],
+)  # fmt: skip
+def test_what_a_wrong_order_is(ptx: tuple[str, ...], wrong: list[str]):
+    found = wrong_order("\n".join([*ptx, "ret;"]))
+    assert len(found) == len(wrong), found
+    assert all(said.startswith(text) for said, text in zip(found, wrong, strict=True)), found

@@ -15,6 +15,7 @@ The process must compile (no TRITON_INTERPRET=1).
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -111,7 +112,7 @@ def _cuobjdump(cubin: bytes, option: str) -> str:
 
 
 # of system scope, in the forms that versions of Triton give them
-BARRIER = r"\bbar(rier)?\.sync"
+BARRIER = r"\bbar(?:rier)?\.sync"
 RELEASE = r"\batom\.global\.sys\.release\.exch|\batom\.global\.release\.sys"
 ACQUIRE = r"atom\.global\.sys\.acquire\.add|ld\.global\.sys\.acquire|atom\.global\.acquire\.sys"
 STORE, LOAD = r"\bst\.global", r"\bld\.global\.cg\."
@@ -123,11 +124,6 @@ def lines_with(ptx: str, pattern: str) -> list[int]:
     return [i for i, line in enumerate(ptx.splitlines()) if re.search(pattern, line)]
 
 
-def blocks(ptx: str) -> list[str]:
-    """The basic blocks, in the compiler's order; one runs from its first line to its last."""
-    return re.split(r"^\$L__BB\S+:", ptx, flags=re.MULTILINE)
-
-
 def in_order(block: str, *patterns: str) -> bool:
     """Whether the last match of each pattern stands before a match of the next one."""
     at = [[m.start() for m in re.finditer(pattern, block)] for pattern in patterns]
@@ -137,8 +133,8 @@ def in_order(block: str, *patterns: str) -> bool:
 def wrong_order(ptx: str, payload: str = STORE) -> list[str]:
     """What of the protocol of flags (`put`, `post`, `wait`, loads by ".cg") does not hold.
 
-    A barrier must stand between the stores of a payload and the release behind them, and between an
-    acquire and the loads behind it.
+    There must be a barrier of the block on every path from a store of a payload to a release, and
+    from an acquire to a load.
 
     Args:
         ptx: of a kernel that posts and waits.
@@ -149,14 +145,33 @@ def wrong_order(ptx: str, payload: str = STORE) -> list[str]:
     """
     orders = (("release", RELEASE), ("acquire", ACQUIRE))
     found = [f"no {name} of system scope" for name, kind in orders if not re.search(kind, ptx)]
-    for block in blocks(ptx):
-        if re.search(RELEASE, block) and not in_order(
-            block.partition("release")[0] + "release", payload, BARRIER, "release"
-        ):
-            found.append("a release that no barrier parts from the payload")
-        if re.search(ACQUIRE, block) and not in_order(block, ACQUIRE, BARRIER):
-            found.append("an acquire without a barrier behind it")
-        if re.search(LOAD, block) and not in_order(block.partition(".cg.")[0] + ".cg.",
-                                                   BARRIER, r"\.cg\."):  # fmt: skip
-            found.append("loads that no barrier parts from the acquire")
+    if not re.search(payload, ptx):
+        found.append("no store of a payload")
+    lines = ptx.splitlines()
+    if _without_barrier(lines, payload, RELEASE):
+        found.append("a release that no barrier parts from the payload")
+    if _without_barrier(lines, ACQUIRE, r"\bret;"):
+        found.append("an acquire without a barrier behind it")
+    if _without_barrier(lines, ACQUIRE, LOAD):
+        found.append("loads that no barrier parts from the acquire")
     return found
+
+
+def _without_barrier(lines: Sequence[str], start: str, goal: str) -> bool:
+    """Whether some path leads from a line with `start` to one with `goal` and past no barrier."""
+    labels = {line.partition(":")[0]: i for i, line in enumerate(lines) if line.startswith("$")}
+    ahead = [i + 1 for i, line in enumerate(lines) if re.search(start, line)]
+    seen = set[int]()
+    while ahead:
+        i = ahead.pop()
+        if i in seen or i == len(lines) or re.search(BARRIER, lines[i]):
+            continue
+        seen.add(i)
+        if re.search(goal, lines[i]):
+            return True
+        jump = re.search(r"\b(?:bra\S*\s+(\$\w+)|ret);", lines[i])
+        if jump and jump[1]:
+            ahead.append(labels[jump[1]])
+        if not jump or lines[i].lstrip().startswith("@"):  # falls through
+            ahead.append(i + 1)
+    return False
