@@ -1,16 +1,15 @@
-"""A fused kernel of one's own: x w + b, each block of rows stored to its owner as it is computed.
+"""The smallest fused kernel of your own: the sum of x over all ranks, plus a residual.
 
     python examples/03_write_a_fused_kernel.py --ranks 4              # CPU: Triton's interpreter
     torchrun --nproc-per-node 4 examples/03_write_a_fused_kernel.py   # GPUs
 
-What would be a matmul, a bias and an all-to-all is one kernel of forty lines. A program computes a
-tile for one rank, stores it into that rank's memory, and raises a flag behind it; then it waits for
-the tile that it gets itself. Two halves of the memory are used in turn, so calls need no barrier.
+An all-reduce and an addition are one kernel of thirty lines. Each program takes blocks of x. It
+stores a block into the memory of every rank and posts a flag behind it. Then it waits for the
+same block of every rank, sums in rank order, and adds the residual. docs/kernels.md explains it.
 """
 
 import argparse
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,99 +20,93 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.peer import peer_ptr, post, put, wait
+from counterpoint.device import PeerKernel, end_of_call, next_epoch, peer_ptr, post, put, wait
 from counterpoint.runtime.ranks import spawn
-from counterpoint.runtime.symmetric import allocate
-
-BLOCK_N, BLOCK_K = 32, 32
-TIMEOUT_NS = tl.constexpr(10_000_000_000)
 
 
-@triton.jit
-def matmul_all_to_all_kernel(
-    x_ptr, w_ptr, b_ptr, out_ptr, bases_ptr, epoch_ptr, stop_ptr, N, K, half_bytes, rank,
-    WORLD: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit(do_not_specialize=["rank", "tag", "timeout_ns"])
+def all_reduce_add_kernel(
+    x_ptr, residual_ptr, out_ptr, numel,  # [numel] each, of one dtype
+    bases_ptr, half_bytes, flags_at, state_ptr, fault_ptr, rank, tag, timeout_ns,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = rows of this rank of (x w + b) on rank s: [WORLD, M, N] from [WORLD * M, K]."""
-    tiles = tl.cdiv(N, BLOCK_N)
-    step, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    to, source = (rank + 1 + step) % WORLD, (rank - 1 - step + WORLD) % WORLD  # itself last
-    epoch = tl.load(epoch_ptr)
-    half = (epoch % 2) * half_bytes
-    rows, cols = tl.arange(0, M)[:, None], tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    acc = tl.zeros((M, BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        ks = k + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + (to * M + rows) * K + ks[None, :])
-        acc = tl.dot(x, tl.load(w_ptr + ks[:, None] * N + cols), acc, input_precision="ieee")
-    y = (acc + tl.load(b_ptr + cols).to(tl.float32)).to(out_ptr.dtype.element_ty)
-    OUT: tl.constexpr = out_ptr.dtype.element_ty
-    put(peer_ptr(bases_ptr, to, half, OUT) + (rank * M + rows) * N + cols, y)
-    flags = 2 * half_bytes + (epoch % 2) * 4 * WORLD * tiles
-    post(peer_ptr(bases_ptr, to, flags, tl.int32) + rank * tiles + tile, epoch)
-    own_flag = peer_ptr(bases_ptr, rank, flags, tl.int32) + source * tiles + tile
-    wait(own_flag + tl.arange(0, 1), epoch, stop_ptr, TIMEOUT_NS)
-    place = (source * M + rows) * N + cols
-    got = tl.load(peer_ptr(bases_ptr, rank, half, OUT) + place, cache_modifier=".cg")
-    tl.store(out_ptr + place, got)
+    """out = sum of x over the ranks + residual. Payload: [WORLD, numel]; flags: [blocks, WORLD]."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    program, programs, blocks = tl.program_id(0), tl.num_programs(0), tl.cdiv(numel, BLOCK)
+    epoch = next_epoch(tl.load(state_ptr))
+    half = (epoch & 1).to(tl.int64) * half_bytes  # calls use the halves in turn
+    ranks = tl.arange(0, WORLD)
+
+    # all ranks' slots for this rank, as a column of pointers
+    slots = peer_ptr(bases_ptr, ranks, half, DTYPE)[:, None] + rank * numel
+    flags = peer_ptr(bases_ptr, ranks, half + flags_at, tl.int32) + rank
+    for block in range(program, blocks, programs):
+        offs = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = tl.broadcast_to(tl.load(x_ptr + offs, mask=offs < numel), (WORLD, BLOCK))
+        put(slots + offs, x, (offs < numel) & (ranks[:, None] >= 0))
+        post(flags + block * WORLD, epoch)  # pairs with the wait below, on the peers
+
+    late = tl.zeros((WORLD,), tl.int32)
+    own_slots = peer_ptr(bases_ptr, rank, half, DTYPE)
+    own_flags = peer_ptr(bases_ptr, rank, half + flags_at, tl.int32)
+    for block in range(program, blocks, programs):
+        offs = block * BLOCK + tl.arange(0, BLOCK)
+        flags = own_flags + block * WORLD + ranks
+        late |= wait(flags, epoch, state_ptr + 2, timeout_ns).to(tl.int32)
+        total = tl.load(residual_ptr + offs, mask=offs < numel).to(tl.float32)
+        for source in tl.static_range(WORLD):  # in rank order: the same bits on all ranks
+            got = tl.load(own_slots + source * numel + offs, mask=offs < numel,
+                          cache_modifier=".cg")  # fmt: skip
+            total += got.to(tl.float32)
+        tl.store(out_ptr + offs, total.to(DTYPE), mask=offs < numel)
+    end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
 
 
-class MatmulAllToAll:
-    """Its memory, for [ranks * m, k] x [k, n]; all ranks make and call it."""
+class AllReduceAdd:
+    """Memory for tensors of one size and dtype; all ranks make and call it."""
 
-    def __init__(self, m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self.m, self.n, self.tiles = m, n, n // BLOCK_N
-        self.half_bytes = self.ranks * m * n * dtype.itemsize
-        num_bytes = 2 * (self.half_bytes + 4 * self.ranks * self.tiles)
-        self.memory = allocate(num_bytes, dist.group.WORLD, device)  # type: ignore[arg-type]
-        self.bases = torch.tensor(self.memory.buffer_ptrs, device=device)
-        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
-        self.stop = torch.zeros(1, dtype=torch.int32, device=device)  # 1: a peer did not come
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, block: int = 1024):
+        ranks, self.block, self.blocks = dist.get_world_size(), block, -(-numel // block)
+        self.kernel = PeerKernel(
+            all_reduce_add_kernel, device=device, payload_bytes=ranks * numel * dtype.itemsize,
+            num_flags=ranks * self.blocks,
+        )  # fmt: skip
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(self.ranks, self.m, self.n)
-        self.epoch += 1  # on the device: a graph counts on
-        kernel: Any = matmul_all_to_all_kernel
-        kernel[(self.ranks * self.tiles,)](
-            x, w, b, out, self.bases, self.epoch, self.stop, self.n, x.shape[1], self.half_bytes,
-            self.rank, self.ranks, self.m, BLOCK_N, BLOCK_K,
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self.kernel(
+            self.blocks, x_ptr=x, residual_ptr=residual, out_ptr=out, numel=x.numel(),
+            BLOCK=self.block,
         )  # fmt: skip
         return out
 
 
 def run(rank: int, world_size: int, device: torch.device) -> None:
-    """Call it a few times and compare with matmul, bias and all-to-all of the libraries."""
+    """Call it a few times and compare with fp64."""
     torch.manual_seed(rank)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    m, n, k = 16, 64, 96
-    fused = MatmulAllToAll(m, n, dtype, device)
+    fused = AllReduceAdd(5000, torch.float32, device)
     for _ in range(5):
-        x, w, b = (
-            torch.randn(*s, device=device).to(dtype) for s in ((world_size * m, k), (k, n), (n,))
-        )
-        got = fused(x, w, b)
-        want = torch.empty_like(got)
-        dist.all_to_all_single(want, (x @ w + b).view_as(got))
-        error = float((got.float() - want.float()).norm() / want.float().norm())
-        assert error < 1e-2 and not fused.stop.any(), f"error {error:.1e} on rank {rank}"
+        x, residual = torch.randn(2, 5000, device=device)
+        out = fused(x, residual)
+        want = x.double()
+        dist.all_reduce(want)
+        torch.testing.assert_close(out.double(), want + residual, rtol=1e-5, atol=1e-5)
     if rank == 0:
-        print(f"five calls on {world_size} ranks agree with matmul, bias and all-to-all")
+        print(f"five calls on {world_size} ranks agree with all-reduce and addition")
 
 
 def main() -> None:
     """Start the ranks, or be one that torchrun has started."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes on the CPU")
-    args = parser.parse_args()
+    args, device = parser.parse_args(), torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
-        spawn(run, args.ranks, torch.device("cpu"), timeout_s=600)
+        spawn(run, args.ranks, device, timeout_s=600)
         return
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    dist.init_process_group(device_id=device if device.type == "cuda" else None)
     run(dist.get_rank(), dist.get_world_size(), device)
     dist.destroy_process_group()
 

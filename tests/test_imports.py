@@ -56,6 +56,10 @@ FORBIDDEN |= {
     "resources/": tuple(f"counterpoint.{p}" for p in ("choose", "measure", "ops", "nn", "cli")),
     "ops/": ("counterpoint.resources", "counterpoint.nn", "counterpoint.cli"),
     "nn/": ("counterpoint.cli",),
+    # what users build on and test with stands on kernels and runtime alone
+    **dict.fromkeys(("device.py", "testing/"), tuple(
+        f"counterpoint.{p}" for p in ("model", "choose", "resources", "measure", "ops", "nn", "cli")
+    )),
 }  # fmt: skip
 
 
@@ -91,6 +95,13 @@ def test_import_directions(place: str):
         for name in imported(FILES[file]):
             wrong = [package for package in FORBIDDEN[place] if within(name, package)]
             assert not wrong, f"{file} imports {name}"
+
+
+def test_nobody_imports_what_is_for_users():
+    for file, path in FILES.items():
+        for name in imported(path):
+            assert not within(name, "counterpoint.device"), file
+            assert file.startswith("testing/") or not within(name, "counterpoint.testing"), file
 
 
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
@@ -195,6 +206,31 @@ def test_public_names_resolve_and_say_what_they_take_and_raise():
         "                print(name, 'has no', section)\n"
     )
     assert text == ""
+
+
+def test_device_functions_have_one_home_and_say_what_they_take():
+    text = fresh(
+        "import inspect, counterpoint.device as device\n"
+        "print(device.__all__ == sorted(set(device.__all__)))\n"
+        "for name in device.__all__:\n"
+        "    value = getattr(device, name)\n"
+        "    doc = inspect.getdoc(value) or ''\n"
+        "    if name != 'EMPTY' and not doc.partition('\\n')[0].endswith(('.', ':')):\n"
+        "        print(name, doc)\n"
+        "    if len(getattr(value, 'arg_names', ())) > 1 and 'Args:' not in doc:\n"
+        "        print(name, 'has no Args')\n"
+        "    if hasattr(value, 'fn') and value.fn.__module__ != 'counterpoint.kernels.peer':\n"
+        "        print(name, value.fn.__module__)\n"
+    )
+    assert text == "True\n"
+
+
+def test_the_test_kit_is_loaded_by_parts():
+    said = fresh(
+        "import sys, counterpoint.testing as kit\n"
+        "print(kit.__doc__.count('counterpoint.testing.'), 'torch' in sys.modules)"
+    )
+    assert said == "3 False\n"
 
 
 @pytest.mark.parametrize(

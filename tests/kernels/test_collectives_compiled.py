@@ -5,10 +5,10 @@ from math import prod
 
 import pytest
 import triton.language as tl
-from ptx import ACQUIRE, RELEASE, Compiled, compiled, lines_with
 
 from counterpoint.kernels.collectives import collective_kernel
 from counterpoint.runtime.launch_collective import BLOCKS, NUM_WARPS, block_of
+from counterpoint.testing.ptx import ACQUIRE, RELEASE, Compiled, compiled, lines_with
 
 POINTERS = dict.fromkeys(("source_ptr", "target_ptr", "state_ptr"), "*i32")
 POINTERS |= {"words_ptr": "*i64", "fault_ptr": "*i64"}

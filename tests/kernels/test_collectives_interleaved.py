@@ -42,7 +42,7 @@ def errors_of(
     seeds: range, fault: str,
 ) -> list[str]:  # fmt: skip
     """What went wrong for each seed: a deadlock, or calls that are off; "" if nothing."""
-    from interleave import DeadlockError, Interleaved
+    from counterpoint.testing.interleave import DeadlockError, Interleaved
 
     scatter, gather = KINDS[kind]
     found: list[str] = []

@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import triton.language as tl
-from ptx import ACQUIRE, BARRIER, CAPABILITIES, PAYLOAD, RELEASE, Compiled, compiled
 
 from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel
 from counterpoint.ops.embedding_kernels import Setting, settings_of
@@ -14,6 +13,15 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.embedding_layout import VECTOR_BYTES
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
+from counterpoint.testing.ptx import (
+    ACQUIRE,
+    BARRIER,
+    CAPABILITIES,
+    PAYLOAD,
+    RELEASE,
+    Compiled,
+    compiled,
+)
 
 ARRIVAL = r"\batom\.global\.gpu\.acq_rel\.add|\batom\.global\.acq_rel\.gpu"
 PROBLEM = Problem("embedding_bag_all_to_all", 8, tables=((8,), (8,)))

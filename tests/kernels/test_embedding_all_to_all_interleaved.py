@@ -37,7 +37,7 @@ def errors_of(
     With `own`, peers write to memory of two turns and what is read is what lies there right behind
     a call; else it is copied out.
     """
-    from interleave import DeadlockError, Interleaved
+    from counterpoint.testing.interleave import DeadlockError, Interleaved
 
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

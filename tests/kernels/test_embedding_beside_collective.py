@@ -29,7 +29,7 @@ SLOTS = 3  # blocks that are on a GPU at once; the collective takes two and leav
 
 def errors_of(rank: int, world: int, seeds: range, resident: bool) -> list[str]:
     """For each seed a deadlock or rows that are off; "" if nothing."""
-    from interleave import DeadlockError, Interleaved
+    from counterpoint.testing.interleave import DeadlockError, Interleaved
 
     class FewSlots(Interleaved):
         """Blocks of a rank start in the order of launches, each as a slot is free."""

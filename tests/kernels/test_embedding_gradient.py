@@ -8,11 +8,11 @@ import pytest
 import torch
 import triton.language as tl
 from embedding_cases import random_bags
-from ptx import compiled
 from rankpool import RankPool
 
 from counterpoint.kernels.embedding_gradient import table_gradient_kernel, weight_gradient_kernel
 from counterpoint.ops import embedding_gradients as ops
+from counterpoint.testing.ptx import compiled
 
 CASES: tuple[tuple[tuple[int, ...], str, Any], ...] = (
     ((32, 16), "sum", torch.float32), ((5, 40, 7), "mean", torch.float16),

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from ptx import ACQUIRE, BARRIER, PAYLOAD, RELEASE, Compiled, compiled, in_order, lines_with
 
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
 from counterpoint.kernels.matmul_all_to_all import (
@@ -14,6 +13,16 @@ from counterpoint.kernels.matmul_all_to_all import (
 from counterpoint.plan.fused_experts import Sending, Tile, sending_of, tile_of
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
+from counterpoint.testing.ptx import (
+    ACQUIRE,
+    BARRIER,
+    PAYLOAD,
+    RELEASE,
+    Compiled,
+    compiled,
+    in_order,
+    lines_with,
+)
 
 SIZES = {
     "DeepSeek-V3": (32, 7168, 2048),

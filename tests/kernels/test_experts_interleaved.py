@@ -95,7 +95,7 @@ def errors_of(
     rank: int, world: int, ranks: int, experts: int, seeds: range, fault: str, op: str
 ) -> list[str]:
     """What went wrong for each seed: a deadlock, or calls whose product is off; "" if nothing."""
-    from interleave import DeadlockError, Interleaved
+    from counterpoint.testing.interleave import DeadlockError, Interleaved
 
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -175,7 +175,7 @@ def test_planted_faults_show(pool: RankPool, fault: str, text: str, op: str):
 
 def edges(rank: int, world: int, op: str, clear: bool) -> list[str]:
     """What is wrong where all rows that there is room for are none, and where none are."""
-    from interleave import Interleaved
+    from counterpoint.testing.interleave import Interleaved
 
     limit, found = 16, []
     for own in ([0, 0], [3, 13], [15, 0]):
@@ -206,7 +206,7 @@ def test_rows_that_are_none_are_zeroed_or_left(pool: RankPool, op: str, clear: b
 
 def beyond(rank: int, world: int, op: str) -> list[Any]:
     """Of each rank what is said, and whether all of its rows are NaN: too many are for rank 1."""
-    from interleave import Interleaved
+    from counterpoint.testing.interleave import Interleaved
 
     limit, ranks, experts = 16, 2, 4
     counts = torch.tensor([[1, 2, 5, 6], [3, 1, 5, 4]])
@@ -241,7 +241,7 @@ def test_counts_that_do_not_fit_spoil_all_results_on_all_ranks(pool: RankPool, o
 
 def named_beyond(rank: int, world: int) -> list[Any]:
     """Sums of rows of which one is none, though there is room for it: (what is said, are right)."""
-    from interleave import Interleaved
+    from counterpoint.testing.interleave import Interleaved
 
     (memory,) = memories(1, 2 * 2 * 17 * N + 4096)
     action = action_of(memory, COMBINE, 1, 2, 16)
@@ -287,7 +287,7 @@ def turned(rank: int, world: int, op: str, senders: int, seeds: range) -> list[s
     Args:
         op: of the first group; "": another collective, which takes the whole GPU.
     """
-    from interleave import DeadlockError, Interleaved
+    from counterpoint.testing.interleave import DeadlockError, Interleaved
 
     found: list[str] = []
     for seed in seeds:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import pytest
 import triton
-from ptx import CAPABILITIES, Compiled, compiled, lines_with
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import PTXASError
@@ -19,6 +18,7 @@ from counterpoint.kernels.exchange import exchange_kernel
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
+from counterpoint.testing.ptx import CAPABILITIES, Compiled, compiled, lines_with
 
 SIGNAL_TYPES = {
     "post_ptrs": "*i64", "num_posts": "i32", "wait_ptrs": "*i64", "num_waits": "i32",

@@ -8,7 +8,7 @@ from functools import cache
 from math import prod
 
 import pytest
-from ptx import ACQUIRE, RELEASE, Compiled, all_stop_alike, compiled, lines_with
+from ttgir import all_stop_alike
 
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.ops.fused_sum import SHOTS
@@ -18,6 +18,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.launch import RESERVED_SMS, Grid
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
+from counterpoint.testing.ptx import ACQUIRE, RELEASE, Compiled, compiled, lines_with
 
 SMS = 132  # of H200
 POINTERS = {"words_ptr": "*i64", "state_ptr": "*i32", "fault_ptr": "*i64"}

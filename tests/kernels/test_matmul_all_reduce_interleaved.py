@@ -42,7 +42,7 @@ def errors_of(
     rank: int, world: int, ranks: int, shots: str, seeds: range, fault: str, shapes: Shapes
 ) -> list[str]:
     """What went wrong for each seed: a deadlock, or calls whose sum is off; "" if nothing."""
-    from interleave import DeadlockError, Interleaved
+    from counterpoint.testing.interleave import DeadlockError, Interleaved
 
     plans = [plan_of(shots, *shape, ranks) for shape in shapes]
     num_bytes = max(plan.num_bytes("words") for plan in plans) + 4096

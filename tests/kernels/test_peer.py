@@ -7,11 +7,12 @@ import torch
 import triton
 import triton.language as tl
 from planted import post_relaxed
-from ptx import ACQUIRE, BARRIER, CAPABILITIES, RELEASE, all_stop_alike, compiled, in_order
 from rankpool import RankPool
+from ttgir import all_stop_alike
 
 from counterpoint.kernels import peer
 from counterpoint.kernels.peer import barrier, next_epoch, peer_ptr, put
+from counterpoint.testing.ptx import ACQUIRE, BARRIER, CAPABILITIES, RELEASE, compiled, in_order
 
 WIDTH = 32
 
@@ -38,7 +39,7 @@ def exchange_kernel(
 
 def off(rank: int, world: int, ranks: int, seeds: range, fault: bool) -> list[int]:
     """For each seed, how many of four calls are off."""
-    from interleave import Interleaved
+    from counterpoint.testing.interleave import Interleaved
 
     found: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from ptx import CAPABILITIES, compiled
 from rankpool import RankPool
 
 from counterpoint.kernels.rms_norm import add_rms_norm_kernel
+from counterpoint.testing.ptx import CAPABILITIES, compiled
 
 
 def errors(rank: int, ranks: int) -> list[float]:

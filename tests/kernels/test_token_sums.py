@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
-from ptx import compiled
 from rankpool import RankPool
 from torch import Tensor
 
 from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
 from counterpoint.ops import token_sums
+from counterpoint.testing.ptx import compiled
 
 # tokens, top, rows, N; more rows than are named, fewer, a row of two blocks
 CASES = ((7, 2, 20, 40), (9, 3, 5, 16), (4, 1, 4, 2100), (3, 2, 0, 8), (0, 2, 6, 8))

@@ -1,5 +1,7 @@
 """Device functions by which a Triton kernel talks to the kernels of its peers.
 
+Kernels of users import them from `counterpoint.device`.
+
 Two ways to hand over data, both without a library and without a kernel of its own:
 
 - **flags**: `put` stores a tile into the peer's memory, `post` releases a flag behind it, `wait`
@@ -50,19 +52,31 @@ def peer_ptr(bases_ptr, rank, byte_offset, DTYPE: tl.constexpr):
 
 @triton.jit
 def next_epoch(epoch):
-    """The number of the next call: one more, but never 0, and odd after even."""
+    """The number of the next call: one more, but never 0, and odd after even.
+
+    Args:
+        epoch: int32, of the call before; of `PeerKernel`, `tl.load(state_ptr)`.
+    """
     return tl.where(epoch == -1, 2, epoch + 1)
 
 
 @triton.jit
 def put(ptrs, values, mask=None):
-    """Store a tile where peers will read it once `post` has said so."""
+    """Store a tile where peers will read it; they see it once a `post` behind it is waited for.
+
+    Args:
+        ptrs: tensor of pointers into any rank's memory, see `peer_ptr`.
+        values: of their shape and dtype.
+        mask: of their shape; None: all.
+    """
     tl.store(ptrs, values, mask=mask)
 
 
 @triton.jit
 def post(flag_ptrs, epoch, mask=None):
     """Say that all that this block has stored so far is there.
+
+    A barrier of the block, then a release of system scope, which pairs with the acquire of `wait`.
 
     Args:
         flag_ptrs: pointer or tensor of pointers to int32, one flag each, on any ranks.
@@ -94,6 +108,9 @@ def expired(stop_ptr, start_ns, timeout_ns, spins):
 @triton.jit
 def wait(flag_ptrs, epoch, stop_ptr, timeout_ns, mask=None):
     """Wait until each flag is `epoch`; what was stored before its `post` is seen then.
+
+    Acquires of system scope, which pair with the release of `post`, then a barrier of the block.
+    Load what peers have stored with cache_modifier=".cg".
 
     Args:
         flag_ptrs: tensor of pointers to int32, in own memory; for one flag a tensor of one.
@@ -144,7 +161,7 @@ def barrier(bases_ptr, byte_offset, rank, epoch, stop_ptr, timeout_ns, WORLD: tl
 
 @triton.jit
 def put_words(word_ptrs, bits, mask=None):
-    """Store words of 4 bytes where a peer polls them.
+    """Store words of 4 bytes where a peer polls them; this orders no other store.
 
     Args:
         word_ptrs: tensor of pointers to int32.
@@ -198,14 +215,24 @@ def take_words(word_ptrs, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constex
 
 @triton.jit
 def pack(low, high, DTYPE: tl.constexpr):
-    """The bits of two tensors, rounded to a 16-bit DTYPE, as one of int32."""
+    """The bits of two tensors, rounded to a 16-bit DTYPE, as one of int32: LL words.
+
+    Args:
+        low, high: fp32, of one shape.
+        DTYPE: tl.bfloat16 or tl.float16.
+    """
     low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def unpack(bits, DTYPE: tl.constexpr):
-    """The two tensors of `pack`, in fp32."""
+    """The two tensors of `pack`, in fp32.
+
+    Args:
+        bits: int32.
+        DTYPE: as there.
+    """
     low = bits.to(tl.int16).to(DTYPE, bitcast=True)
     high = (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)

@@ -124,16 +124,7 @@ class CudaLanes:
         op, spec, steps = self._awaited[tag // MAX_STEPS]
         name, sources = steps[tag % MAX_STEPS]
         ranks = [rank for i, rank in enumerate(sources) if late >> i % 32 & 1]
-        each = [describe_process(self.workspace.pads.peer_pids[r]) for r in ranks]
-        states = ", ".join(each)
-        gone = [r for r, state in zip(ranks, each, strict=True) if not state.endswith("alive")]
-        return PeerTimeoutError(
-            f"{op}: ranks {ranks} did not signal step {name!r} of plan {spec} to rank "
-            f"{self.workspace.rank} within {self.workspace.timeout_s:g} s ({states}); the group is "
-            "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
-            rank=next(iter(gone + ranks), None),
-            step=name,
-        )
+        return not_signalled(self.workspace, op, spec, name, ranks)
 
     def posted_words(self, posts: Sequence[Arrival]) -> torch.Tensor:
         """The addresses of those slots, on the pads of the ranks that are posted to."""
@@ -153,6 +144,21 @@ class CudaLanes:
         """The addresses of those slots, on the own pad."""
         pad = self.workspace.pads.buffer_ptrs[self.workspace.rank]
         return self.tables.of([pad + 4 * slot for slot, _ in waits])
+
+
+def not_signalled(
+    workspace: Workspace, op: str, spec: str, step: str, ranks: Sequence[int]
+) -> PeerTimeoutError:
+    """The error of a kernel's wait that has given up, and for whom it waited."""
+    each = [describe_process(workspace.pads.peer_pids[r]) for r in ranks]
+    gone = [r for r, state in zip(ranks, each, strict=True) if not state.endswith("alive")]
+    return PeerTimeoutError(
+        f"{op}: ranks {list(ranks)} did not signal step {step!r} of plan {spec} to rank "
+        f"{workspace.rank} within {workspace.timeout_s:g} s ({', '.join(each)}); the group is "
+        "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+        rank=next(iter([*gone, *ranks]), None),
+        step=step,
+    )
 
 
 _NOBODY: tuple[int, None] = (-1, None)

@@ -1,20 +1,24 @@
-"""Kernels of all ranks in one process, their programs in turn: deadlocks and missing releases show.
+"""Run the kernels of all ranks in one process, their programs in turn, in seeded orders.
 
-Triton's interpreter runs the programs of a grid one after the other, to the end. Here each program
-is a greenlet, as is each rank: a seeded draw says who goes on at each atomic and each volatile or
-L2 load, so programs may wait for one another whatever their order. That nobody can go on is found
-at once, and says where everyone stands.
+Triton's interpreter runs the programs of a grid one after the other, each to its end. Here each
+program is a greenlet, and so is each rank. A seeded draw says who goes on at each atomic and at
+each volatile or L2 (".cg") load, so programs may wait for one another in any order. If nobody can
+go on, that is found at once, and the error says where every program stands.
 
-Plain stores of a program wait in a buffer of its own and land in parts, at random times, in any
-order: what a release of that program publishes has landed, what a relaxed atomic publishes has not.
-An acquire that is missing does not show: loads are in order.
+Plain stores of a program wait in a buffer of its own. They land in parts, at random times, in any
+order. What a release of that program publishes has landed; what a relaxed atomic publishes may not
+have. So a missing release shows as a wrong result. A missing acquire does not show, because loads
+are in order: `counterpoint.testing.ptx` looks for that.
 
-    def rank(r):
-        my_kernel[(2,)](...)
+    def run(rank, ranks):
+        my_kernel[(2,)](x[rank], out[rank], **peers[rank])
 
-    Interleaved(seed).run([lambda r=r: rank(r) for r in range(4)])
+    peers = local_peers(my_kernel, 4, payload_bytes=4096, num_flags=8)
+    Interleaved(seed).run([partial(run, rank, 4) for rank in range(4)])
 
-Needs an interpreting process (TRITON_INTERPRET=1); memory of the ranks is plain CPU tensors.
+The process must interpret (TRITON_INTERPRET=1); the memory of the ranks is plain CPU tensors. Use
+`counterpoint.testing.ranks.interpreted_ranks(test, 1)` for such a process. It takes greenlet:
+`pip install 'counterpoint[testing]'`.
 """
 
 import inspect
@@ -22,17 +26,31 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import greenlet
 import numpy as np
+import torch
+import triton
 import triton.runtime.interpreter as interpreter
 
-BUILDER: Any = interpreter.InterpreterBuilder
-SEM: Any = interpreter._ir.MEM_SEMANTIC  # type: ignore[attr-defined]
-CACHED_IN_L2: Any = interpreter._ir.CACHE_MODIFIER.CG  # type: ignore[attr-defined]
-RAW: Any = interpreter._interpreter  # type: ignore[attr-defined]
+from counterpoint.errors import UnsupportedError
+from counterpoint.runtime.launch import INTERPRETED
+from counterpoint.runtime.peer_kernel import Layout
+
+try:
+    import greenlet
+except ImportError as error:
+    raise UnsupportedError(
+        "counterpoint.testing.interleave: greenlet is not installed; "
+        "pip install 'counterpoint[testing]'"
+    ) from error
+
+INTERPRETER: Any = interpreter  # most of what follows is private
+BUILDER, RAW = INTERPRETER.InterpreterBuilder, INTERPRETER._interpreter
+SEM, CACHED_IN_L2 = INTERPRETER._ir.MEM_SEMANTIC, INTERPRETER._ir.CACHE_MODIFIER.CG
+NOT_SHOWN = (__file__, str(Path(triton.__file__).parent), "<")
 IDLE_TURNS = 60  # of each that is left, without anything new in memory: nobody can go on
 
 
@@ -57,19 +75,57 @@ class Program:
         return self.name.partition(",")[0]
 
 
-class Interleaved:
-    """One run of some ranks.
+def local_peers(
+    kernel: Any, num_ranks: int, *, payload_bytes: int = 0, num_flags: int = 0, num_words: int = 0
+) -> list[dict[str, Any]]:
+    """What `counterpoint.device.PeerKernel` would give a kernel, for ranks of this process.
 
     Args:
-        seed: of the order.
+        kernel: made by `triton.jit`.
+        num_ranks: how many.
+        payload_bytes, num_flags, num_words: as for `PeerKernel`.
+
+    Returns:
+        Arguments by name, of each rank. Waits never give up, and `fault_ptr` stays 0.
+    """
+    layout = Layout(payload_bytes, num_flags, num_words)
+    # the addresses lie behind what they point into, and so keep it
+    room = torch.zeros(num_ranks * (2 * layout.half_bytes + 8), dtype=torch.uint8)
+    memory, bases = room[: -8 * num_ranks], room[-8 * num_ranks :].view(torch.int64)
+    for rank, each in enumerate(memory.view(num_ranks, -1)):
+        layout.empty(each)
+        bases[rank] = each.data_ptr()
+    found: list[dict[str, Any]] = []
+    for rank in range(num_ranks):
+        state, fault = torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        given = layout.arguments(bases, state, fault, rank) | {"tag": 0, "timeout_ns": 1 << 60}
+        given = {name: value for name, value in given.items() if name in kernel.arg_names}
+        found.append(given)
+    return found
+
+
+class Interleaved:
+    """One run of the kernels of some ranks.
+
+    Args:
+        seed: of the order. The same seed gives the same run.
         buffered: plain stores land late and out of order.
-        landing: how likely one lands at each turn.
-        slots: programs that a GPU has at once; others wait, in the order of launches. 0: any.
+        landing: how likely a store lands at each turn, 0 to 1.
+        slots: programs that a GPU has room for at once; others wait, in the order of launches. 0:
+            there is room for all.
+
+    Raises:
+        UnsupportedError: this process does not interpret kernels.
     """
 
     def __init__(
         self, seed: int, *, buffered: bool = True, landing: float = 0.4, slots: int = 0
     ) -> None:
+        if not INTERPRETED:
+            raise UnsupportedError(
+                "Interleaved: this process compiles kernels; set TRITON_INTERPRET=1 before triton "
+                "is imported, or use counterpoint.testing.ranks.interpreted_ranks"
+            )
         self.slots, self.queues = slots, dict[str, list[Program]]()
         self.draw = random.Random(seed)
         self.buffered, self.landing = buffered, landing
@@ -84,8 +140,9 @@ class Interleaved:
         """Run all ranks to their end.
 
         Args:
-            gpus: of each of `ranks`, where several of them are streams of one GPU, that launch in
-                their order here.
+            ranks: what each does: launches of kernels. A launch returns when its grid has ended.
+            gpus: the GPU of each of `ranks`, where several of them are streams of one GPU; those
+                launch in the order of `ranks`. Empty: one GPU each.
 
         Raises:
             DeadlockError: nobody can go on.
@@ -98,12 +155,11 @@ class Interleaved:
                 patched = getattr(self, f"_{name}")(getattr(BUILDER, name))
                 undo.enter_context(mock.patch.object(BUILDER, name, patched))
             launch = self._launch
-            undo.enter_context(
-                mock.patch.object(
-                    interpreter.GridExecutor, "__call__",
-                    lambda executor, *args, **kwargs: launch(executor, args, kwargs),
-                )
-            )  # fmt: skip
+
+            def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+                launch(executor, args, kwargs)
+
+            undo.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", launched))
             # with every other seed one rank runs ahead of the others
             ahead = self.draw.randrange(2 * len(ranks))
             self.fast = f"rank {ahead}" if ahead < len(ranks) else ""
@@ -185,11 +241,13 @@ class Interleaved:
     def _launch(self, executor: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """In place of the interpreter's loop: every program of the grid at once."""
         names = inspect.getfullargspec(executor.fn).args
-        self.scopes.append(interpreter._patch_lang(executor.fn))
+        self.scopes.append(INTERPRETER._patch_lang(executor.fn))
         given = {name: value for name, value in kwargs.items() if name in names}
         values = inspect.getcallargs(executor.fn, *args, **given)
-        convert: Any = interpreter._implicit_cvt
-        values = {n: v if n in executor.constexprs else convert(v) for n, v in values.items()}
+        values = {
+            n: v if n in executor.constexprs else INTERPRETER._implicit_cvt(v)
+            for n, v in values.items()
+        }
         grid = (*executor.grid, 1, 1)[:3]
         caller = _current()
         programs = [
@@ -256,11 +314,11 @@ def _current() -> Program:
 
 
 def _where(program: Program) -> str:
-    """The kernel's lines that a program stands in, innermost first."""
+    """The lines that a program stands in, innermost first: of kernels and of who launches them."""
     frame, found = program.thread.gr_frame, list[str]()
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/kernels/" in name or "test_" in name:
+        if not name.startswith(NOT_SHOWN) and frame.f_code.co_name != "<lambda>":
             found.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found) or "waits for its programs"
