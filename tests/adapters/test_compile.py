@@ -38,7 +38,8 @@ def errors(
     form = name.replace(" checkpoint", "").replace(" selective", "")
     assert report.matched == len(report.found) == COLLECTIVES[form], str(report)
     if not name.endswith("tp"):
-        assert backend.saved_bytes < plain.saved_bytes
+        less = "checkpoint" not in name  # what is gathered is computed again there anyhow
+        assert backend.saved_bytes <= plain.saved_bytes - less, (backend, plain)
     return ([relative_error(a, b) for a, b in zip(torchs, want, strict=True)],
             [relative_error(a, b) for a, b in zip(ours, want, strict=True)])  # fmt: skip
 
