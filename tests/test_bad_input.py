@@ -136,6 +136,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "combine": given(cp.matmul_all_to_all, **EXPERT_INPUT),
     "exchange": cp.exchange_counts, "bags": given(cp.embedding_bag_all_to_all, **BAG_INPUT),
     "outputs": given(cp.PooledOutputs, columns=4, dtype=torch.float32, batch=4),
+    "run": given(cp.run_on_ranks, fn=print),
     "check": cp.check, "release": cp.release, "profile": given(cp.profile, fn=lambda: 1),
     "tune": given(cp.tune, problem=PROBLEM),
     "column": layer_of(cnn.ColumnParallelLinear, {"in_features": 4, "out_features": 4}, "x"),
@@ -792,6 +793,20 @@ BAD: dict[str, Area] = {
             ({"plan": 3}, "plan must be a family's name or a Plan, got int"),
             ({"plan": "grouped"}, "plan must be auto or one of serial, fused, got 'grouped'"),
             ({"group": 3}, "group must be a ProcessGroup that has this rank, got 3"),
+        ],
+    ),
+    "run_on_ranks": Area(
+        "run", "run_on_ranks", 0, [
+            ({"fn": None}, "fn must be a function of a torch.device, got NoneType"),
+            ({"fn": "work"}, "fn must be a function of a torch.device, got str"),
+            ({"fn": lambda device: None}, "fn must be a module-level function, got <lambda>"),
+            ({"ranks": 0}, "ranks must be a whole number from 1 to 256, got 0"),
+            ({"ranks": 1000}, "ranks must be a whole number from 1 to 256, got 1000"),
+            ({"ranks": 2.0}, "ranks must be a whole number from 1 to 256, got 2.0"),
+            ({"ranks": None}, "ranks must be a whole number from 1 to 256, got None"),
+            ({"timeout_s": 0}, "timeout_s must be a number from 0.001 to 1e+06, got 0; pass seconds"),
+            ({"timeout_s": "60"}, "timeout_s must be a number from 0.001 to 1e+06, got '60'"),
+            ({"timeout_s": NAN}, "timeout_s must be a number from 0.001 to 1e+06, got nan; pass seconds"),
         ],
     ),
     "PooledOutputs": Area(

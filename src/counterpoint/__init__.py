@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from counterpoint.presets import preset
     from counterpoint.problem import Problem
     from counterpoint.runtime.groups import check, release
+    from counterpoint.runtime.run_on_ranks import run_on_ranks
     from counterpoint.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ _HOME = {
     "preset": "presets",
     "profile": "measure.profile",
     "release": "runtime.groups",
+    "run_on_ranks": "runtime.run_on_ranks",
     "tune": "measure.tune",
     "validate": "plan.validate",
 }
@@ -116,6 +118,7 @@ __all__ = [
     "profile",
     "release",
     "resources",
+    "run_on_ranks",
     "tune",
     "validate",
 ]
