@@ -77,7 +77,8 @@ def layer_of(make: Callable[..., Any], good: dict[str, Any], *of_forward: str) -
         made = make(**{k: v for k, v in (good | bad).items() if k not in of_forward})
         if inputs:
             defaults = {"x": LIKE, "experts": CHOSEN, "weights": SHARES}
-            made(**{name: inputs.get(name, defaults[name]) for name in of_forward})
+            defaults = {name: defaults.get(name) for name in of_forward}
+            made(**{n: v for n, v in (defaults | inputs).items() if n in inputs or v is not None})
 
     return layer
 
@@ -145,6 +146,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "slices": sliced, "once": gathered, "copied": given(cnn.copy_to_group, parameter=BIAS),
     "mlp": layer_of(cnn.ExpertParallelMLP, {"features": 4, "hidden": 4, "num_experts": 4},
                     "x", "experts", "weights"),
+    "routed": layer_of(cnn.ExpertParallelMLP, {"features": 4, "hidden": 4, "num_experts": 4},
+                       "x", "logits", "top_k", "renormalize"),
     "sharded_bags": sharded_bags, "timeout": with_timeout,
 }  # fmt: skip
 
@@ -996,6 +999,26 @@ BAD: dict[str, Area] = {
             ({"weights": SCALAR}, "experts must be (2, 'top_k') as x, got (3, 2)"),
             ({"weights": SHARES.to("meta")}, "weights must be on cpu as x, got meta"),
             ({"weights": SHARES.long()}, "experts must be (2, 'top_k') as x, got (3, 2)"),
+        ],
+    ),
+    "ExpertParallelMLP by logits": Area(
+        "routed", "ExpertParallelMLP", 2, [
+            ({"logits": None, "top_k": 1}, "logits must be given with top_k and renormalize, got none"),
+            ({"logits": None, "renormalize": False}, "logits must be given with top_k and renormalize, got none"),
+            ({"logits": 3, "top_k": 1}, "logits must be a Tensor, got int"),
+            ({"logits": CSR, "top_k": 1}, "logits must be a dense tensor, got torch.sparse_csr"),
+            ({"logits": X, "top_k": 1}, "logits must be (2, 4), one for each expert, got (6, 5)"),
+            ({"logits": SCALAR, "top_k": 1}, "logits must be (2, 4), one for each expert, got ()"),
+            ({"logits": LIKE.long(), "top_k": 1}, "logits must be floating point, got torch.int64"),
+            ({"logits": LIKE.to("meta"), "top_k": 1}, "logits must be on cpu as x, got meta"),
+            ({"logits": LIKE, "x": X, "top_k": 1}, "x must be [..., 4], got (6, 5)"),
+            ({"logits": LIKE}, "top_k must be a whole number from 1 to 4, got None"),
+            ({"logits": LIKE, "top_k": 0}, "top_k must be a whole number from 1 to 4, got 0"),
+            ({"logits": LIKE, "top_k": 5}, "top_k must be a whole number from 1 to 4, got 5"),
+            ({"logits": LIKE, "top_k": 2.0}, "top_k must be a whole number from 1 to 4, got 2.0"),
+            ({"logits": LIKE, "top_k": True}, "top_k must be a whole number from 1 to 4, got True"),
+            ({"logits": LIKE, "top_k": 1, "renormalize": None}, "renormalize must be True or False, got None"),
+            ({"logits": LIKE, "top_k": 1, "renormalize": 1}, "renormalize must be True or False, got 1"),
         ],
     ),
     "ShardedEmbeddingBags": Area(

@@ -120,7 +120,7 @@ def test_run_on_ranks_of_a_script_and_of_torchrun(tmp_path: Path):
     assert "CounterpointError: run_on_ranks: fail failed\n--- rank 1 raised" in alone.stderr
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ranks = python_of(1, *torchrun, str(script), OMP_NUM_THREADS="1")
-    assert ranks.stdout.splitlines() == [SAID] * 2
+    assert ranks.stdout.count(SAID) == 2
     assert "ValueError: no shard" in ranks.stderr
 
 
