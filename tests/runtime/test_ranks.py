@@ -105,6 +105,24 @@ def test_run_on_ranks_in_a_notebook():
     assert "in fail\nValueError: no shard" in said
 
 
+def test_ranks_of_a_notebook_write_whole_lines():
+    """There each piece of a line that print writes goes its own way."""
+    out = """
+class Pieces(io.TextIOBase):
+    def write(self, s):
+        os.write(1, f"<{s}>".encode())
+        return len(s)
+
+def say(device):
+    print("rank", dist.get_rank())
+    print("end", end="")
+
+sys.stdout = Pieces()
+cp.run_on_ranks(say, ranks=1)
+"""
+    assert python("-c", f"import io{WORK}{out}") == "<rank 0\n><end>"
+
+
 def test_run_on_ranks_refuses_a_notebook_that_has_used_its_gpu():
     code = "torch.cuda.is_initialized = lambda: True\ncp.run_on_ranks(work, 5)"
     said = python_of(1, "-c", WORK + code).stderr

@@ -3,6 +3,7 @@
 `spawn` is for a demo or a test on one CPU host; real jobs start their ranks with torchrun.
 """
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, Literal, NamedTuple, TextIO, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -162,6 +163,24 @@ def _refuse_failures(
         raise CounterpointError(f"{op}: {name} failed\n{failures}{killed}")
 
 
+class _WholeLines(io.TextIOBase):
+    """The output of a rank in a notebook, which mixes the pieces that ranks write."""
+
+    def __init__(self, target: TextIO) -> None:
+        self.target, self.begun = target, ""
+
+    def write(self, s: str) -> int:
+        *lines, self.begun = (self.begun + s).split("\n")
+        if lines:
+            self.target.write("\n".join([*lines, ""]))
+        return len(s)
+
+    def flush(self) -> None:
+        self.target.write(self.begun)
+        self.begun = ""
+        self.target.flush()
+
+
 def _rank_main(
     connection: Connection,
     store_path: str,
@@ -173,6 +192,8 @@ def _rank_main(
     args: tuple[object, ...],
 ) -> None:
     exit_with_parent()
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _WholeLines(sys.stdout)
     torch.set_num_threads(num_threads)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for what this rank loads or starts
 
