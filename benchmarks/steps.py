@@ -1,6 +1,6 @@
 """Whole steps, forward and backward: a DLRM and layers of experts, fused and unfused.
 
-DLRM, the model of examples/05_dlrm.py (all but its tables is the same code; no optimizer):
+DLRM, the model of benchmarks/dlrm.py (all but its tables is the same code; no optimizer):
 
     fused    bags and their all-to-all in one kernel, into outputs of their own
     torch    a torch.nn.EmbeddingBag for each table, all_to_all_single, cat
@@ -19,7 +19,6 @@ it takes to enqueue a step shows only where an arm waits for the GPU. Beside eac
 and its communication alone, the shorter of which is what hiding can save at most."""
 
 import copy
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import counterpoint.nn as cnn
+from benchmarks import dlrm
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.experts import MODELS, Model
 from benchmarks.pictures import bars, place, shown
@@ -43,16 +43,6 @@ EXACT = 2**-9  # a relative error as small as that is of rounding to bf16 alone
 # in the order of columns; those that are not ours
 UNFUSED = {DLRM: ("torch", "lookup"), "experts": ("torch", "torch, counts", "serial")}
 OURS = {DLRM: ("fused",), "experts": ("fused, host", "fused")}
-
-
-def loaded() -> Any:
-    """The example as a module: its name begins with a digit."""
-    path = Path(__file__).resolve().parent.parent / "examples" / "05_dlrm.py"
-    spec = importlib.util.spec_from_file_location("dlrm", path)
-    assert spec is not None and spec.loader is not None, f"no {path}"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def cases(_: int) -> list[Case]:
@@ -70,12 +60,11 @@ def arms(case: Case, bench: Bench) -> Arms:
     if case["model"] != DLRM:
         model = Model(*(case[field] for field in ("name", *Model._fields[1:])))
         return experts_arms(model, case["size"], torch.bfloat16, bench)
-    dlrm = loaded()
-    return dlrm_arms(dlrm, dlrm.LARGE._replace(batch=case["size"]), torch.bfloat16, bench)
+    return dlrm_arms(dlrm.LARGE._replace(batch=case["size"]), torch.bfloat16, bench)
 
 
 def dlrm_tables(
-    dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench
+    s: dlrm.Sizes, dtype: torch.dtype, bench: Bench
 ) -> tuple[cnn.ShardedEmbeddingBags, dict[str, nn.Module]]:
     """The tables of this rank each way, with equal weights."""
     owners, _ = dlrm.balanced(bench.ranks)
@@ -95,17 +84,16 @@ def dlrm_tables(
     }
 
 
-def dlrm_arms(dlrm: Any, s: Any, dtype: torch.dtype, bench: Bench) -> Arms:
+def dlrm_arms(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench) -> Arms:
     """The model three times, with equal weights.
 
     Args:
-        dlrm: the example.
-        s: sizes, of its class.
+        s: sizes.
         dtype: of tables, and of activations by autocast.
         bench: this rank.
     """
     torch.manual_seed(bench.rank)
-    bags, tables = dlrm_tables(dlrm, s, dtype, bench)
+    bags, tables = dlrm_tables(s, dtype, bench)
     dense = dlrm.Dense(s).to(bench.device)
     ways = {n: dlrm.Training(s, t, copy.deepcopy(dense), dtype) for n, t in tables.items()}
     batches = [dlrm.batch_of(s, bags.own, seed, bench.device) for seed in range(SETS)]

@@ -9,24 +9,20 @@ exchange of one is under way while the other is written.
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint import resources
-from counterpoint.runtime.ranks import spawn
+import counterpoint as cp
 
 NUM_LAYERS = 4
 EXACT = 1e-2  # of a bf16 product against fp32, relative
 
 
-def loop(
-    group: dist.ProcessGroup, x: Tensor, weights: list[Tensor]
-) -> tuple[resources.Pipeline, list[Tensor]]:
+def loop(x: Tensor, weights: list[Tensor]) -> tuple[cp.resources.Pipeline, list[Tensor]]:
     """The pipeline, and the buffers that its exchanges fill."""
-    pipeline = resources.Pipeline(group, x.device)
+    pipeline = cp.resources.Pipeline(dist.group.WORLD, x.device)
     rows, cols = x.shape[0], weights[0].shape[1]
     sent = [torch.empty(rows, cols, dtype=x.dtype, device=x.device) for _ in range(2)]
     received = [pipeline.empty(rows, cols, dtype=x.dtype) for _ in range(2)]
@@ -51,47 +47,32 @@ def check(rank: int, x: Tensor, weights: list[Tensor], received: list[Tensor]) -
         assert error < EXACT, f"layer {i}: error {error:.1e} on rank {rank}"
 
 
-def run(rank: int, world_size: int, device: torch.device, size: int) -> None:
+def run(device: torch.device, size: int | None) -> None:
     """Build, tune where there are GPUs, run, check."""
+    rank, ranks, on_gpu = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     torch.manual_seed(rank)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x = torch.randn(size - size % world_size, size, device=device).to(dtype)
+    size, dtype = size or (8192 if on_gpu else 256), torch.bfloat16 if on_gpu else torch.float32
+    x = torch.randn(size - size % ranks, size, device=device).to(dtype)
     weights = [torch.randn(size, size, device=device).to(dtype) for _ in range(NUM_LAYERS)]
-    group = dist.group.WORLD
-    assert group is not None
-    pipeline, received = loop(group, x, weights)
-    if device.type == "cuda":
-        with resources.tune(pipeline) as tuned:
+    pipeline, received = loop(x, weights)
+    if on_gpu:
+        with cp.resources.tune(pipeline) as tuned:
             tuned()
             torch.cuda.synchronize()
             text = tuned.explain()
     else:
-        with resources.Eager(pipeline) as plain:
+        with cp.resources.Eager(pipeline) as plain:
             plain()
         text = "CPU ranks run the stages one after the other: there is nothing to tune"
     check(rank, x, weights, received)
     if rank == 0:
         print(text)
-        print(f"the exchanged products on {world_size} ranks agree with fp32")
-
-
-def main() -> None:
-    """Start the ranks, or be one that torchrun has started."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes on the CPU")
-    parser.add_argument("--size", type=int, help="of the square products; 8192 on GPUs, else 256")
-    args = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ:
-        spawn(run, args.ranks, torch.device("cpu"), args.size or 256, timeout_s=600)
-        return
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    run(dist.get_rank(), dist.get_world_size(), device, args.size or (8192 if on_gpu else 256))
-    dist.destroy_process_group()
+        print(f"the exchanged products on {ranks} ranks agree with fp32")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
+    parser.add_argument("--size", type=int, help="of the square products; 8192 on GPUs, else 256")
+    args = parser.parse_args()
+    cp.run_on_ranks(run, args.size, ranks=args.ranks)

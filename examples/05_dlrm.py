@@ -1,21 +1,15 @@
-"""Train a recommendation model over several ranks, beside the same with torch's own calls.
+"""Train a small recommendation model over several ranks, beside the same in plain torch on one.
 
-    python examples/05_dlrm.py --ranks 4                          # processes on the CPU
-    torchrun --nproc-per-node 4 examples/05_dlrm.py --dtype bf16  # GPUs: with times of a step
+    python examples/05_dlrm.py --ranks 4                              # processes on the CPU
+    torchrun --nproc-per-node 4 examples/05_dlrm.py --dtype bfloat16  # GPUs
 
-The shapes are those of MLPerf's DLRM-DCNv2: 26 embedding tables, each whole on one rank; on all
-ranks a bottom MLP, a low-rank cross network of its output and all pooled rows, and a top MLP. A
-rank pools its tables for all samples, and gets the rows of all tables for its own: in one call, or
-by an EmbeddingBag a table, an all-to-all and a concat. Tables are cut to `--rows` and have dense
-gradients; `sparse=True` is for larger ones.
+Each rank has some of the tables, a part of the samples and all dense layers. In one call it pools
+rows of its tables for the samples of all ranks, and gets those of all tables for its own.
 """
 
 import argparse
 import copy
-import os
-from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import torch.distributed as dist
@@ -23,277 +17,103 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import counterpoint as cp
-import counterpoint.nn as cnn
-from counterpoint.measure.timing import rotate
-from counterpoint.runtime.ranks import spawn
 
-# of each table: rows, and how many of them a sample names
-ROWS = (40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956,
-        405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152,
-        12_973, 108, 36)  # fmt: skip
-POOLING = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-FEATURES = 13  # of a sample, beside what it names
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROUNDING = {"fp32": 1e-3, "bf16": 5e-3}  # of a loss, relative
-ALIKE = 5  # steps after which two runs in bf16 have drifted apart: training amplifies rounding
-
-
-class Sizes(NamedTuple):
-    """Of the model, and one batch of all ranks."""
-
-    dim: int  # columns of a table
-    rows: int  # of a table, at most
-    bottom: tuple[int, ...]
-    cross: tuple[int, int]  # layers, their rank
-    top: tuple[int, ...]
-    batch: int  # a multiple of the ranks
-    lr: float
-
-
-SMALL = Sizes(8, 40, (32, 8), (2, 16), (64, 32, 1), batch=240, lr=0.01)
-LARGE = Sizes(128, 10**6, (512, 256, 128), (3, 512), (1024, 1024, 512, 256, 1), 65536, lr=1e-3)
-
-
-class Batch(NamedTuple):
-    """A rank's samples, and the indices of its tables for the samples of all ranks."""
-
-    features: Tensor  # [own samples, FEATURES]
-    clicked: Tensor  # [own samples], 0 or 1
-    indices: Tensor  # int64, of one own table after another
-
-
-def balanced(ranks: int) -> tuple[list[int], list[int]]:
-    """The rank of each table, and the work of each rank: the heaviest first, to who has least."""
-    owners, work = [0] * len(POOLING), [0] * ranks
-    for t in sorted(range(len(POOLING)), key=lambda t: -POOLING[t]):
-        owners[t] = work.index(min(work))
-        work[owners[t]] += POOLING[t]
-    return owners, work
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with a ReLU between each two."""
-    layers = [m for pair in pairwise(widths) for m in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
+FEATURES, POOLING = 13, (3, 2, 1, 8, 1, 20, 5, 1)  # of a sample: numbers, rows of each table
+Sizes = namedtuple("Sizes", "rows dim hidden batch learning_rate")  # the batch is that of all ranks
+SMALL, LARGE = Sizes(40, 8, 32, 240, 0.02), Sizes(10**6, 128, 1024, 61440, 1e-3)
+ROUNDING = {"float32": 1e-3, "bfloat16": 2e-2}  # of the loss after all steps, relative
 
 
 class Dense(nn.Module):
-    """All but the tables: features and pooled rows to logits."""
-
     def __init__(self, s: Sizes) -> None:
         super().__init__()
-        columns, (layers, rank) = s.dim * (1 + len(POOLING)), s.cross
-        self.bottom = nn.Sequential(mlp(FEATURES, *s.bottom), nn.ReLU())
-        self.down = nn.ModuleList(nn.Linear(columns, rank, bias=False) for _ in range(layers))
-        self.up = nn.ModuleList(nn.Linear(rank, columns) for _ in range(layers))
-        self.top = mlp(columns, *s.top)
+        self.bottom, self.top = nn.Linear(FEATURES, s.hidden), nn.Linear(s.hidden, 1)
+        self.middle = nn.Linear(s.hidden + s.dim * len(POOLING), s.hidden)
 
     def forward(self, features: Tensor, pooled: Tensor) -> Tensor:
-        first = torch.cat([self.bottom(features).to(pooled.dtype), pooled], 1)
-        x = first
-        for down, up in zip(self.down, self.up, strict=True):  # the cross network
-            x = first * up(down(x)) + x
-        return self.top(x).squeeze(1)
+        x = torch.cat([self.bottom(features).relu(), pooled], 1)
+        return self.top(self.middle(x).relu()).squeeze(1)
 
 
-class InOneCall(nn.Module):
-    """Pooled rows of own samples, [own samples, columns of all tables], by counterpoint."""
+class Parallel(nn.Module):
+    """The tables of this rank, and the dense layers; indices are those of all samples."""
 
-    def __init__(self, s: Sizes, bags: cnn.ShardedEmbeddingBags, device: torch.device) -> None:
+    def __init__(self, s: Sizes, owners: list[int]) -> None:
         super().__init__()
-        self.bags = bags
-        counts = torch.tensor([POOLING[t] for t in bags.own]).repeat_interleave(s.batch).to(device)
-        self.offsets = counts.cumsum(0) - counts
-        # peers write there, so nothing is copied; it has been read when the next forward begins
-        columns = sum(map(sum, bags.dims))
-        self.out = cp.PooledOutputs(columns, bags.weights[0].dtype, s.batch, device=device)
+        self.bags = cp.nn.ShardedEmbeddingBags([(s.rows, s.dim)] * len(POOLING), owners=owners)
+        self.dense = Dense(s)
 
-    def forward(self, indices: Tensor) -> Tensor:
-        return self.bags(indices, self.offsets, batch=self.out.batch, out=self.out)
-
-
-class Exchange(torch.autograd.Function):
-    """all_to_all_single, whose gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        ctx.splits = sent, received
-        y = x.new_empty(sum(received))
-        dist.all_to_all_single(y, x, received, sent)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> tuple[Any, None, None]:
-        return Exchange.apply(dy[0].contiguous(), *ctx.splits), None, None
+    def forward(self, features: Tensor, indices: list[Tensor]) -> Tensor:
+        own = [indices[t] for t in self.bags.own]
+        lengths = torch.cat([torch.full_like(i[:, 0], i.shape[1]) for i in own])
+        pooled = self.bags(torch.cat([i.flatten() for i in own]), lengths.cumsum(0) - lengths)
+        return self.dense(features, pooled)
 
 
-class InThree(nn.Module):
-    """The same by an EmbeddingBag for each table, all_to_all_single and cat."""
+class Plain(nn.Module):
+    """The same with all tables on one device."""
 
-    def __init__(self, s: Sizes, bags: cnn.ShardedEmbeddingBags, device: torch.device) -> None:
+    def __init__(self, s: Sizes, owners: list[int], model: Parallel) -> None:
         super().__init__()
-        self.samples = s.batch // len(bags.dims)  # of a rank
-        make = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum")
-        self.tables = nn.ModuleList(make(weight.detach().clone()) for weight in bags.weights)
-        self.lengths = [s.batch * POOLING[t] for t in bags.own]
-        self.offsets = [torch.arange(0, n, n // s.batch, device=device) for n in self.lengths]
-        self.sent = [self.samples * s.dim * len(bags.own)] * len(bags.dims)
-        self.received = [self.samples * sum(dims) for dims in bags.dims]
+        self.dense = copy.deepcopy(model.dense)
+        self.bags = nn.ModuleList(nn.EmbeddingBag(s.rows, s.dim, mode="sum") for _ in POOLING)
+        for t, bag in enumerate(self.bags):
+            own = getattr(model.bags, f"table_{t}", bag.weight)
+            dist.broadcast(bag.weight.data.copy_(own.data), owners[t])
 
-    def pooled(self, indices: Tensor) -> Tensor:
-        """[samples of all ranks, columns of own tables]."""
-        bags = zip(self.tables, indices.split(self.lengths), self.offsets, strict=True)
-        return torch.cat([table(*given) for table, *given in bags], 1)
-
-    def exchanged(self, pooled: Tensor) -> Tensor:
-        """[own samples, columns of all tables]."""
-        got = Exchange.apply(pooled.flatten(), self.received, self.sent)
-        return torch.cat([part.view(self.samples, -1) for part in got.split(self.received)], 1)
-
-    def forward(self, indices: Tensor) -> Tensor:
-        return self.exchanged(self.pooled(indices))
+    def forward(self, features: Tensor, indices: list[Tensor]) -> Tensor:
+        pooled = [bag(i) for bag, i in zip(self.bags, indices, strict=True)]
+        return self.dense(features, torch.cat(pooled, 1))
 
 
-class Training:
-    """A model and its optimizer."""
+def batch_of(s: Sizes, seed: int, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Features, indices of each table, and what is clicked; alike on all ranks."""
+    draw = torch.Generator(device).manual_seed(seed)
+    features = torch.randn(s.batch, FEATURES, generator=draw, device=device)
+    indices = [torch.randint(s.rows, (s.batch, p), generator=draw, device=device) for p in POOLING]
+    odd = sum((i % 2 * 2 - 1).float().mean(1) for i in indices)
+    return features, indices, (features.mean(1) + odd > 0).float()
 
-    def __init__(self, s: Sizes, tables: nn.Module, dense: Dense, dtype: torch.dtype) -> None:
-        self.tables, self.dtype = tables, dtype
-        self.dense = nn.parallel.DistributedDataParallel(dense)  # averages gradients over ranks
-        # tables' are a sum: longer by a factor, of which Adagrad makes little. eps: a gradient
-        # that is nothing but rounding moves nothing
-        parameters = [*dense.parameters(), *tables.parameters()]
-        self.optimizer = torch.optim.Adagrad(parameters, lr=s.lr, eps=1e-4)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """The mean loss of own samples."""
-        with torch.autocast(batch.clicked.device.type, self.dtype, self.dtype != torch.float32):
-            logits = self.dense(batch.features, self.tables(batch.indices))
-        return F.binary_cross_entropy_with_logits(logits.float(), batch.clicked)
+def train(device: torch.device, args: argparse.Namespace) -> None:
+    """What each rank does; the first one trains the plain model as well."""
+    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.dtype)
+    s = LARGE if device.type == "cuda" else SMALL
+    owners = sorted(t % ranks for t in range(len(POOLING)))  # each rank needs a table
+    torch.manual_seed(0)  # the dense layers are equal on all ranks
+    with device:
+        ours = Parallel(s, owners)
+        plain = Plain(s, owners, ours)
+    adagrad = {m: torch.optim.Adagrad(m.parameters(), s.learning_rate) for m in (ours, plain)}
 
-    def forward_backward(self, batch: Batch) -> Tensor:
-        """The same, and gradients of it alone."""
-        self.optimizer.zero_grad()
-        loss = self.forward(batch)
+    def step(model: nn.Module, features: Tensor, indices: list[Tensor], clicked: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(features, indices).float()
+        loss = F.binary_cross_entropy_with_logits(logits, clicked, reduction="sum") / s.batch
         loss.backward()
+        for parameter in ours.dense.parameters() if model is ours else ():
+            dist.all_reduce(parameter.grad)  # those of tables are of all samples
+        adagrad[model].step()
+        adagrad[model].zero_grad()
         return loss.detach()
 
-    def step(self, batch: Batch) -> Tensor:
-        """The loss of all ranks' samples before the update."""
-        dist.all_reduce(loss := self.forward_backward(batch))
-        self.optimizer.step()
-        return loss / dist.get_world_size()
-
-
-def batch_of(s: Sizes, own: tuple[int, ...], seed: int, device: torch.device) -> Batch:
-    """A rank's part; features, and whether the rows that it names are even, say what is clicked."""
-    draw = torch.Generator(device).manual_seed(0)
-    slope = torch.randn(FEATURES, generator=draw, device=device)
-    draw.manual_seed(1 + seed)
-    features = torch.randn(s.batch, FEATURES, generator=draw, device=device)
-    score, indices = features @ slope, list[Tensor]()
-    for t, rows in enumerate(min(rows, s.rows) for rows in ROWS):
-        named = torch.randint(rows, (s.batch, POOLING[t]), generator=draw, device=device)
-        if rows <= 1000:  # of more, a row is named too rarely to be learnt
-            score += 1 - 2 * (named % 2).float().mean(1)
-        if t in own:
-            indices.append(named.flatten())
-    mine = torch.arange(s.batch, device=device).chunk(dist.get_world_size())[dist.get_rank()]
-    return Batch(features[mine], (score[mine] > 0).float(), torch.cat(indices))
-
-
-def say_times(s: Sizes, fused: Training, plain: Training, batch: Batch) -> None:
-    """Times on GPUs, of the slowest rank: all in turn, in a random order, the host ahead."""
-    group, parts, forward_only = dist.group.WORLD, plain.tables, torch.no_grad()
-    assert group is not None and isinstance(parts, InThree)
-    pooled = forward_only(parts.pooled)(batch.indices)
-    arms = {"bags": forward_only(lambda: parts.pooled(batch.indices)),
-            "exchange": forward_only(lambda: parts.exchanged(pooled))}  # fmt: skip
-    for name, way in (("fused", fused), ("torch", plain)):
-        arms |= {
-            f"tables, {name}": forward_only(lambda way=way: way.tables(batch.indices)),
-            f"forward, {name}": forward_only(lambda way=way: way.forward(batch)),
-            f"forward + backward, {name}": lambda way=way: way.forward_backward(batch),
-        }
-    # the host has about 10 ms to enqueue a step
-    times = rotate(arms, group=group, device=batch.features.device, rounds=15, soak_s=0.5,
-                   backlog_cycles=20_000_000)  # fmt: skip
-    if group.rank() > 0:
-        return
-    ms = {name: t.median_s * 1e3 for name, t in times.items()}
-    print(f"{f'{group.size()} GPUs, {s.batch} samples, ms':36}fused    torch")
-    for what in ("tables", "forward", "forward + backward"):
-        ours, theirs = ms[f"{what}, fused"], ms[f"{what}, torch"]
-        print(f"  {what:30}{ours:9.3f}{theirs:9.3f}   {1 - ours / theirs:4.0%} less")
-    bags, exchange = ms["bags"], ms["exchange"]
-    print(f"torch's bags take {bags:.3f}, its all-to-all and concat {exchange:.3f}: hiding one "
-          f"behind the other saves\n{min(bags, exchange):.3f} at most; the fused kernel also pools "
-          "all tables in one launch")  # fmt: skip
-
-
-def train(rank: int, ranks: int, s: Sizes, device: torch.device, args: argparse.Namespace) -> None:
-    """What each rank does: the same steps both ways."""
-    torch.manual_seed(args.seed + rank)  # for tables; DDP gives all ranks the first one's rest
-    (owners, work), dtype = balanced(ranks), DTYPES[args.dtype]
-    # on CPUs torch sums a bf16 table's gradient in bf16: 4 % off, too coarse to compare with
-    table_dtype = dtype if device.type == "cuda" else torch.float32
-    sizes = [(min(rows, s.rows), s.dim) for rows in ROWS]
-    bags = cnn.ShardedEmbeddingBags(sizes, owners=owners, device=device, dtype=table_dtype)
-    for weight in bags.weights:
-        nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
-    dense = Dense(s).to(device)
-    plain = Training(s, InThree(s, bags, device), copy.deepcopy(dense), dtype)
-    fused = Training(s, InOneCall(s, bags, device), dense, dtype)
-    if rank == 0:
-        print(f"of a sample's {sum(POOLING)} rows, ranks pool {work}")
-    for step in range(1, args.steps + 1):
-        batch = batch_of(s, bags.own, args.seed + step, device)
-        loss, want = fused.step(batch), plain.step(batch)
-        if rank == 0 and (step % 5 == 0 or step in (1, args.steps)):
-            print(f"step {step:3} of {args.steps}   loss {loss:.5f}   plain torch {want:.5f}")
-        if args.dtype == "fp32" or step <= ALIKE:
-            assert abs(loss - want) <= ROUNDING[args.dtype] * want, "the losses differ"
+    for number in range(1, args.steps + 1):
+        features, indices, clicked = batch_of(s, number, device)
+        loss = step(ours, features.chunk(ranks)[rank], indices, clicked.chunk(ranks)[rank])
+        dist.all_reduce(loss)  # the sum of the parts
+        want = step(plain, features, indices, clicked) if rank == 0 else loss
+        if rank == 0 and (number % 5 == 0 or number in (1, args.steps)):
+            print(f"step {number:3} of {args.steps}   loss {loss:.5f}   plain torch {want:.5f}")
     cp.check()  # on a GPU a call returns before its work has run
+    assert abs(loss - want) <= ROUNDING[args.dtype] * want, "the losses differ"
     if rank == 0:
-        compared = "all" if args.dtype == "fp32" else f"the first {min(args.steps, ALIKE)}"
-        print(f"the losses of {compared} steps agree on {ranks} ranks, fused and in plain torch")
-    if device.type == "cuda":
-        say_times(s, fused, plain, batch_of(s, bags.own, args.seed, device))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train a recommendation model over several ranks, beside plain torch.",
-        epilog="Example: python examples/05_dlrm.py --ranks 4",
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, help="of all ranks; 65536 on GPUs, else 240")
-    parser.add_argument("--rows", type=int, help="of a table at most; 1,000,000 on GPUs, else 40")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", help="of activations; on GPUs tables too"
-    )
-    parser.add_argument("--small", action="store_true", help="the CPU's sizes on GPUs as well")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torchrun = "LOCAL_RANK" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if torchrun else args.ranks
-    on_gpu = torchrun and torch.cuda.is_available()
-    s = LARGE if on_gpu and not args.small else SMALL
-    s = s._replace(batch=args.batch or s.batch, rows=args.rows or s.rows)
-    if not 1 <= ranks <= len(POOLING) or s.batch % ranks:
-        parser.error(f"ranks must divide the batch of {s.batch} and be 1 to 26, got {ranks}")
-    if not torchrun:
-        spawn(train, ranks, s, torch.device("cpu"), args, timeout_s=3600)
-        return
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    train(dist.get_rank(), ranks, s, device, args)
-    cp.release()  # before its group goes
-    dist.destroy_process_group()
+        print(f"the losses on {ranks} ranks and in plain torch agree")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--dtype", choices=ROUNDING, default="float32", help="of the activations")
+    args = parser.parse_args()
+    cp.run_on_ranks(train, args, ranks=args.ranks, timeout_s=3600)

@@ -77,7 +77,8 @@ def layer_of(make: Callable[..., Any], good: dict[str, Any], *of_forward: str) -
         made = make(**{k: v for k, v in (good | bad).items() if k not in of_forward})
         if inputs:
             defaults = {"x": LIKE, "experts": CHOSEN, "weights": SHARES}
-            made(**{name: inputs.get(name, defaults[name]) for name in of_forward})
+            defaults = {name: defaults.get(name) for name in of_forward}
+            made(**{n: v for n, v in (defaults | inputs).items() if n in inputs or v is not None})
 
     return layer
 
@@ -136,6 +137,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "combine": given(cp.matmul_all_to_all, **EXPERT_INPUT),
     "exchange": cp.exchange_counts, "bags": given(cp.embedding_bag_all_to_all, **BAG_INPUT),
     "outputs": given(cp.PooledOutputs, columns=4, dtype=torch.float32, batch=4),
+    "run": given(cp.run_on_ranks, fn=print),
     "check": cp.check, "release": cp.release, "profile": given(cp.profile, fn=lambda: 1),
     "tune": given(cp.tune, problem=PROBLEM),
     "column": layer_of(cnn.ColumnParallelLinear, {"in_features": 4, "out_features": 4}, "x"),
@@ -144,6 +146,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "slices": sliced, "once": gathered, "copied": given(cnn.copy_to_group, parameter=BIAS),
     "mlp": layer_of(cnn.ExpertParallelMLP, {"features": 4, "hidden": 4, "num_experts": 4},
                     "x", "experts", "weights"),
+    "routed": layer_of(cnn.ExpertParallelMLP, {"features": 4, "hidden": 4, "num_experts": 4},
+                       "x", "logits", "top_k", "renormalize"),
     "sharded_bags": sharded_bags, "timeout": with_timeout,
 }  # fmt: skip
 
@@ -339,11 +343,14 @@ BAD: dict[str, Area] = {
     ),
     "Machine.from_json": Area(
         "machine_json", "Machine.from_json", 0, [
-            ({"text": None}, "text must be JSON written by Machine.to_json, got TypeError('the JSON object must be str, bytes or bytearray, not NoneType')"),
-            ({"text": ""}, "text must be JSON written by Machine.to_json, got JSONDecodeError('..."),
-            ({"text": "[]"}, "text must be JSON written by Machine.to_json, got TypeError('list indices must be integers or slices, not str')"),
-            ({"text": "{}"}, "text must be JSON written by Machine.to_json, got KeyError('device')"),
-            ({"text": "[" * 100000}, "text must be JSON written by Machine.to_json, got ..."),
+            ({"text": None}, "text must be JSON written by Machine.to_json, got NoneType"),
+            ({"text": ""}, "text must be JSON written by Machine.to_json, got no JSON: Expecting value: line 1 column 1 (char 0)"),
+            ({"text": "[]"}, "text must be JSON written by Machine.to_json, got a machine that is no object"),
+            ({"text": "{}"}, "text must be JSON written by Machine.to_json, got a machine without name, device, link, num_devices"),
+            ({"text": "[" * 100000}, "text must be JSON written by Machine.to_json, got no JSON: ..."),
+            ({"text": H200.to_json().replace("num_sms", "sms")}, "text must be JSON written by Machine.to_json, got device without num_sms"),
+            ({"text": H200.to_json().replace("capability", "cc")}, "text must be JSON written by Machine.to_json, got device with the unknown field cc"),
+            ({"text": H200.to_json().replace('"latency_s"', '"latency_us"')}, "text must be JSON written by Machine.to_json, got link with the unknown field latency_us"),
             ({"text": H200.to_json().replace("450000000000.0", "450")}, "LinkSpec NVLink 4, NVSwitch: bytes_per_s must be a number from 1e+09 to 1e+15, got 450; pass bytes/s, not GB/s"),
             ({"text": H200.to_json().replace("132", "1e308")}, "DeviceSpec H200 SXM: num_sms must be a whole number from 1 to 4096, got 1e+308"),
             ({"text": H200.to_json().replace("132", "Infinity")}, "DeviceSpec H200 SXM: num_sms must be a whole number from 1 to 4096, got inf"),
@@ -457,8 +464,8 @@ BAD: dict[str, Area] = {
             ({"spec": "auto"}, "plan must be auto or one of serial, direct, shard_p2p, graded, uniform_fused_1d, uniform_unfused_1d, hetero_fused_1d, hetero_unfused_1d, uniform_fused..."),
             ({"spec": "graded " + "9" * 5000}, "plan must be a spec with sizes like 1/1/2; '9999999999999999999999999999999999999999' are none, got 'graded 999999999999999999999999999999999999999999..."),
             ({"spec": "graded 9999999999999999999/1"}, "plan must be a spec with sizes like 1/1/2; '9999999999999999999/1' are none, got 'graded 9999999999999999999/1'"),
-            ({"machine": 3}, "build: machine must be a Machine, got 3"),
-            ({"machine": "h200-4"}, "build: machine must be a Machine, got 'h200-4'"),
+            ({"machine": 3}, "build: machine must be a Machine, its name, its JSON or a file of it, got int"),
+            ({"machine": "no.json"}, "build: machine must be a file of a machine, got no.json: No such file or directory"),
         ],
     ),
     "estimate": Area(
@@ -466,9 +473,9 @@ BAD: dict[str, Area] = {
             ({"plan": None}, "plan must be a Plan, got None"),
             ({"plan": "serial"}, "plan must be a Plan, got 'serial'"),
             ({"plan": GOOD}, "plan must be a Plan, got Problem"),
-            ({"machine": None}, "machine must be a Machine, got None"),
-            ({"machine": "h200-4"}, "machine must be a Machine, got 'h200-4'"),
-            ({"machine": H200.device}, "machine must be a Machine, got DeviceSpec"),
+            ({"machine": None}, "machine must be a Machine, its name, its JSON or a file of it, got NoneType"),
+            ({"machine": "h300-4"}, "preset: name must be one of a100-8, a40-4, h100-8, h200-8, b200-8, mi250x-8, mi300x-8, or these with 1 to 8 GPUs, got 'h300-4'"),
+            ({"machine": H200.device}, "machine must be a Machine, its name, its JSON or a file of it, got DeviceSpec"),
             ({"eager": "a"}, "eager must be True or False, got 'a'"),
         ],
     ),
@@ -477,16 +484,18 @@ BAD: dict[str, Area] = {
             ({"problem": "op"}, "problem must be a Problem, got 'op'"),
             ({"problem": None}, "problem must be a Problem, got None"),
             ({"problem": PLAN}, "problem must be a Problem, got Plan"),
-            ({"machine": 3}, "machine must be a Machine, its name or a file of one, got int"),
-            ({"machine": NAN}, "machine must be a Machine, its name or a file of one, got float"),
+            ({"machine": 3}, "machine must be a Machine, its name, its JSON or a file of it, got int"),
+            ({"machine": NAN}, "machine must be a Machine, its name, its JSON or a file of it, got float"),
             ({"machine": ""}, "preset: name must be one of a100-8, a40-4, h100-8, h200-8, b200-8, mi250x-8, mi300x-8, or these with 1 to 8 GPUs, got ''"),
             ({"machine": "h200-99"}, "preset: name must be one of a100-8, a40-4, h100-8, h200-8, b200-8, mi250x-8, mi300x-8, or these with 1 to 8 GPUs, got 'h200-99'"),
-            ({"machine": b"h200-8"}, "machine must be a Machine, its name or a file of one, got bytes"),
-            ({"machine": ["h200-8"]}, "machine must be a Machine, its name or a file of one, got list"),
-            ({"machine": H200.device}, "machine must be a Machine, its name or a file of one, got DeviceSpec"),
+            ({"machine": b"h200-8"}, "machine must be a Machine, its name, its JSON or a file of it, got bytes"),
+            ({"machine": ["h200-8"]}, "machine must be a Machine, its name, its JSON or a file of it, got list"),
+            ({"machine": H200.device}, "machine must be a Machine, its name, its JSON or a file of it, got DeviceSpec"),
             ({"machine": "h200-2"}, "machine must be a machine of 4 GPUs or more, as the problem has ranks, got h200-2"),
-            ({"machine": "no.json"}, "machine must be a file that `counterpoint characterize` wrote, got no.json: ..."),
-            ({"machine": "\x00.json"}, 'machine must be a file that `counterpoint characterize` wrote, got \x00.json: embedded null byte'),
+            ({"machine": "no.json"}, "machine must be a file of a machine, got no.json: No such file or directory"),
+            ({"machine": "\x00.json"}, 'machine must be a file of a machine, got \x00.json: embedded null byte'),
+            ({"machine": "{"}, "Machine.from_json: text must be JSON written by Machine.to_json, got no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+            ({"machine": '{"machine": 3}'}, "Machine.from_json: text must be JSON written by Machine.to_json, got a machine that is no object"),
             ({"by": "x"}, "by must be model or rule, got 'x'"),
             ({"by": None}, "by must be model or rule, got None"),
             ({"by": ["model"]}, "by must be model or rule, got ['model']"),
@@ -789,6 +798,20 @@ BAD: dict[str, Area] = {
             ({"group": 3}, "group must be a ProcessGroup that has this rank, got 3"),
         ],
     ),
+    "run_on_ranks": Area(
+        "run", "run_on_ranks", 0, [
+            ({"fn": None}, "fn must be a function of a torch.device, got NoneType"),
+            ({"fn": "work"}, "fn must be a function of a torch.device, got str"),
+            ({"fn": lambda device: None}, "fn must be a module-level function, got <lambda>"),
+            ({"ranks": 0}, "ranks must be a whole number from 1 to 256, got 0"),
+            ({"ranks": 1000}, "ranks must be a whole number from 1 to 256, got 1000"),
+            ({"ranks": 2.0}, "ranks must be a whole number from 1 to 256, got 2.0"),
+            ({"ranks": None}, "ranks must be a whole number from 1 to 256, got None"),
+            ({"timeout_s": 0}, "timeout_s must be a number from 0.001 to 1e+06, got 0; pass seconds"),
+            ({"timeout_s": "60"}, "timeout_s must be a number from 0.001 to 1e+06, got '60'"),
+            ({"timeout_s": NAN}, "timeout_s must be a number from 0.001 to 1e+06, got nan; pass seconds"),
+        ],
+    ),
     "PooledOutputs": Area(
         "outputs", "PooledOutputs", 2, [
             ({"columns": 0}, "columns must be a whole number from 1 to 2**40, got 0"),
@@ -976,6 +999,26 @@ BAD: dict[str, Area] = {
             ({"weights": SCALAR}, "experts must be (2, 'top_k') as x, got (3, 2)"),
             ({"weights": SHARES.to("meta")}, "weights must be on cpu as x, got meta"),
             ({"weights": SHARES.long()}, "experts must be (2, 'top_k') as x, got (3, 2)"),
+        ],
+    ),
+    "ExpertParallelMLP by logits": Area(
+        "routed", "ExpertParallelMLP", 2, [
+            ({"logits": None, "top_k": 1}, "logits must be given with top_k and renormalize, got none"),
+            ({"logits": None, "renormalize": False}, "logits must be given with top_k and renormalize, got none"),
+            ({"logits": 3, "top_k": 1}, "logits must be a Tensor, got int"),
+            ({"logits": CSR, "top_k": 1}, "logits must be a dense tensor, got torch.sparse_csr"),
+            ({"logits": X, "top_k": 1}, "logits must be (2, 4), one for each expert, got (6, 5)"),
+            ({"logits": SCALAR, "top_k": 1}, "logits must be (2, 4), one for each expert, got ()"),
+            ({"logits": LIKE.long(), "top_k": 1}, "logits must be floating point, got torch.int64"),
+            ({"logits": LIKE.to("meta"), "top_k": 1}, "logits must be on cpu as x, got meta"),
+            ({"logits": LIKE, "x": X, "top_k": 1}, "x must be [..., 4], got (6, 5)"),
+            ({"logits": LIKE}, "top_k must be a whole number from 1 to 4, got None"),
+            ({"logits": LIKE, "top_k": 0}, "top_k must be a whole number from 1 to 4, got 0"),
+            ({"logits": LIKE, "top_k": 5}, "top_k must be a whole number from 1 to 4, got 5"),
+            ({"logits": LIKE, "top_k": 2.0}, "top_k must be a whole number from 1 to 4, got 2.0"),
+            ({"logits": LIKE, "top_k": True}, "top_k must be a whole number from 1 to 4, got True"),
+            ({"logits": LIKE, "top_k": 1, "renormalize": None}, "renormalize must be True or False, got None"),
+            ({"logits": LIKE, "top_k": 1, "renormalize": 1}, "renormalize must be True or False, got 1"),
         ],
     ),
     "ShardedEmbeddingBags": Area(

@@ -6,11 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-import counterpoint
-from counterpoint.cli.main import app
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,8 +39,6 @@ def test_readme_code_runs_word_for_word(tmp_path: Path):
 def test_the_readme_is_short():
     # without the tags around its picture
     assert len(re.sub(r"<[^>]+>", "", (ROOT / "README.md").read_text()).split()) <= 700
-
-
 
 
 def test_make_help_lists_every_target():

@@ -7,7 +7,7 @@ import torch
 from rank_bodies import by_reference, world
 from rankpool import RankError, RankPool
 
-from benchmarks import decode, embedding, evaluate, experts, overlap, soak, steps, training
+from benchmarks import decode, dlrm, embedding, evaluate, experts, overlap, soak, steps, training
 from benchmarks.declare import Arms, Bench, Benchmark, Case
 from benchmarks.runner import measured
 from benchmarks.steps_experts import experts_arms
@@ -61,8 +61,7 @@ def test_arms_are_right_and_give_rows(pool: RankPool, name: str):
 def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, Any]]:
     def arms(_: Case, bench: Bench) -> Arms:
         if which == "dlrm":
-            dlrm = steps.loaded()
-            made = steps.dlrm_arms(dlrm, dlrm.SMALL, torch.float32, bench)
+            made = steps.dlrm_arms(dlrm.SMALL, torch.float32, bench)
         else:
             made = experts_arms(SMALL._replace(experts=int(which)), 96, torch.float32, bench)
         if planted:  # on one rank alone
@@ -135,3 +134,14 @@ def test_soaked_tables_differ_and_give_each_rank_a_row_to_sum():
         found = soak.tables(ranks)
         assert all(not torch.equal(a, b) for a, b in zip(found, found[1:], strict=False))
         assert found[soak.SUMMED].sum(1).min() > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 26])
+def test_tables_are_balanced(ranks: int):
+    """No rank has more than the mean, but where the heaviest table alone is more."""
+    owners, work = dlrm.balanced(ranks)
+    assert len(dlrm.POOLING) == len(dlrm.ROWS) == 26 and sum(dlrm.POOLING) == 214
+    each = list(zip(dlrm.POOLING, owners, strict=True))
+    assert work == [sum(p for p, owner in each if owner == r) for r in range(ranks)]
+    assert sum(work) == 214 and min(work) > 0
+    assert max(work) == max(100, 214 // ranks)

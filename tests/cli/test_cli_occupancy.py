@@ -1,13 +1,16 @@
 """`counterpoint occupancy`: what it prints and refuses, on a machine without a GPU."""
 
 import json
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import invoke, refused
 from processes import python
 
+import counterpoint as cp
 from counterpoint.cli.occupancy import ASSUMED, DEVICES, NOTES, TOO_LARGE
 from counterpoint.runtime.limits import limits_of
 from counterpoint.runtime.occupancy import (
@@ -96,6 +99,13 @@ def test_a_kernel_that_fits_some_machines():
     assert facts["h200"]["feasible"][0]["blocks"] == 1
 
 
+def test_a_machine_of_ones_own(tmp_path: Path):
+    path = tmp_path / "mine.json"
+    path.write_text(replace(cp.preset("h100-8"), name="mine").to_json())
+    mine, other = facts_of(*GEMM, "--machine", f"{path},h100").items()
+    assert mine[0] == "mine" and mine[1]["feasible"] == other[1]["feasible"] != []
+
+
 def test_all_machines():
     assert list(facts_of(*GEMM, "--machine", "all")) == list(DEVICES)
     assert list(facts_of(*GEMM)) == DEFAULT
@@ -105,8 +115,9 @@ def test_all_machines():
     ("arguments", "message"),
     [
         ([*GEMM, "--machine", "v100"],
-         "--machine must be all, or of a100, a40, h100, h200, b200, mi250x, mi300x, got 'v100'"),
-        ([*GEMM, "--machine", "h200-8"], "mi250x, mi300x, got 'h200-8'"),
+         "--machine must be all, or of a100, a40, h100, h200, b200, mi250x, mi300x, or files of"),
+        ([*GEMM, "--machine", "no.json"], "a file of a machine, got no.json: No such file"),
+        ([*GEMM, "--machine", "h200-8"], "mi250x, mi300x, or files of a machine, got 'h200-8'"),
         ([*GEMM, "--beside", "rccl"], "--beside must be nccl, or threads (above 0), registers"),
         ([*GEMM, "--beside", "1,2"], "and shared bytes as T,R,S, got '1,2'"),
         ([*GEMM, "--beside", "0,2,3"], "and shared bytes as T,R,S, got '0,2,3'"),

@@ -225,7 +225,8 @@ def test_serial_stays_unless_a_plan_is_faster_by_more_than_noise(rank: int, worl
         choice = cp.tune(problem, group=dist.group.WORLD, specs=["graded 2"])
     verdicts = {c.spec: c.verdict for c in choice.table}
     assert choice.spec == "serial"
-    assert verdicts == {"graded 2": "not 1% faster than serial", "serial": "chosen"}
+    too_close = "not 1% faster than serial: measurements may be so far off"
+    assert verdicts == {"graded 2": too_close, "serial": "chosen"}
 
 
 @on_ranks(3)

@@ -34,7 +34,7 @@ def test_its_check_can_fail(pool: RankPool):
 
 
 def run_on(rank: int, world_size: int, size: int) -> None:
-    runpy.run_path(str(SCRIPT))["run"](rank, world_size, torch.device("cpu"), size)
+    runpy.run_path(str(SCRIPT))["run"](torch.device("cpu"), size)
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 16), (3, 20)])

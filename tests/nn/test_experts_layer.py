@@ -176,6 +176,112 @@ def test_other_uses_and_what_is_refused(rank: int, ranks: int):
             wrong()
 
 
+def routed(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Experts and weights as the models write it: softmax, then topk."""
+    shares = logits.softmax(-1)
+    weights, experts = shares.topk(top_k)
+    return experts, weights / weights.sum(-1, keepdim=True) if renormalize else weights
+
+
+KINDS = {  # of logits, from such that are drawn
+    "drawn": lambda logits: logits,
+    "experts without rows": lambda logits: logits - 16 * (torch.arange(EXPERTS) % 3 == 0),
+    "all to one rank": lambda logits: logits + 16 * (torch.arange(EXPERTS) < TOP_K),
+    "far apart": lambda logits: 8 * logits,
+}
+
+
+def drawn(tokens: int) -> Tensor:
+    """Logits of which no two of a token are equal, in bf16 neither."""
+    return torch.rand(tokens, EXPERTS).argsort(-1) / 4
+
+
+@pytest.mark.parametrize("known", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_router_logits(rank: int, ranks: int, dtype: torch.dtype, known: str) -> list[str]:
+    """y and all gradients against a dense layer in fp64; beside that one in the same dtype."""
+    found: list[str] = []
+    cases = [(kind, k, True) for kind in KINDS for k in (1, TOP_K)]
+    cases += [("drawn", k, False) for k in (1, TOP_K, EXPERTS)]
+    with by_torch(known):
+        torch.manual_seed(0)
+        room = None if known == "host" else ranks * TOKENS * EXPERTS
+        layer = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, max_rows=room).to(dtype)
+        torch.manual_seed(0)
+        whole = Plain().to(dtype)
+        for kind, k, renormalize in cases:
+            # a rank without tokens, where all may have other numbers
+            tokens = [0 if known == "host" and r == 1 else TOKENS for r in range(ranks)]
+            xs = torch.randn(sum(tokens), FEATURES).to(dtype)
+            logits = KINDS[kind](drawn(sum(tokens))).to(dtype)
+            mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+            seed = torch.randn(len(xs), FEATURES)
+            layer.zero_grad()
+            x, own = (t[mine].clone().requires_grad_() for t in (xs, logits))
+            y = layer(x, logits=own, top_k=k, renormalize=renormalize)
+            (y.float() * seed[mine]).sum().backward()
+            assert x.grad is not None and own.grad is not None
+            got = {"y": y, "dx": x.grad, "dlogits": own.grad}
+            for name, p in layer.named_parameters():
+                assert p.grad is not None
+                got[f"d{name}"] = p.grad
+            near, want = (
+                dense(copy.deepcopy(whole).to(d), xs, logits, seed, k, renormalize, d)
+                for d in (dtype, torch.float64)
+            )
+            for name, value in got.items():
+                part = mine if name in ("y", "dx", "dlogits") else slice(None)
+                if part == slice(None):
+                    local = EXPERTS // ranks
+                    part = slice(rank * local, (rank + 1) * local)
+                bound = 2 * error(near[name][part], want[name][part]) + 4 * torch.finfo(dtype).eps
+                off = error(value.detach(), want[name][part])
+                if value.shape != want[name][part].shape or not off <= bound:
+                    where = f"{kind}, top {k}, {renormalize}"
+                    found.append(f"{where}: {name} {off:.1e} over {bound:.1e}")
+    return found
+
+
+def dense(
+    plain: Plain, x: Tensor, logits: Tensor, seed: Tensor, k: int, renormalize: bool,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Result and gradients of all ranks' tokens through all experts."""
+    x, logits = (t.detach().to(dtype).requires_grad_() for t in (x, logits))
+    wide = logits if dtype == torch.float64 else logits.float()
+    experts, weights = routed(wide, k, renormalize)
+    y = plain(x, experts, weights.to(dtype))
+    (y * seed.to(dtype)).sum().backward()
+    found = {"y": y.detach(), "dx": x.grad, "dlogits": logits.grad}
+    found |= {f"d{name}": p.grad for name, p in plain.named_parameters()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@on_ranks(2)
+def test_router_logits_that_are_equal(rank: int, ranks: int):
+    """Of equal logits as many experts as asked for, no expert twice, and equal weights."""
+    torch.manual_seed(0)
+    layer = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS)
+    torch.manual_seed(0)
+    plain, x = Plain(), torch.randn(2, TOKENS, FEATURES)
+    logits = torch.zeros(2, TOKENS, EXPERTS)
+    logits[..., :TOP_K] += rank  # on rank 1 the ties are between those that nobody takes
+    experts = logits.topk(TOP_K).indices
+    assert all(len(set(row)) == TOP_K for row in experts.flatten(0, 1).tolist())
+    want = plain(x, experts, torch.full(experts.shape, 1 / TOP_K))
+    torch.testing.assert_close(layer(x, logits=logits, top_k=TOP_K), want)
+    # with all experts nothing is to be chosen
+    want = plain(x, torch.arange(EXPERTS).expand_as(logits), logits.softmax(-1))
+    torch.testing.assert_close(layer(x, logits=logits, top_k=EXPERTS, renormalize=False), want)
+    with by_torch("device"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own imports warn
+        layer.max_rows = ranks * 2 * TOKENS * EXPERTS
+        traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(traced(x, logits=logits, top_k=EXPERTS), want)
+
+
 @on_ranks(2)
 def test_ranks_may_have_other_numbers_of_tokens(rank: int, ranks: int):
     """max_rows given, and ranks with more and fewer tokens: as without it."""

@@ -8,7 +8,7 @@ from on_ranks import on_ranks
 
 import counterpoint as cp
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import shipped
+from counterpoint.machine_of import shipped
 from counterpoint.measure.tune import tune
 from counterpoint.plan.families import build
 from counterpoint.plan.validate import validate
@@ -52,7 +52,7 @@ def test_the_libraries_would_wait_for_the_host(op: str, by: Any):
         choice = cp.choose(problem_of(op, sizes, "device"), MACHINE, by=by)
         assert choice.spec == "fused" and choice.plan.family == "fused"
         (serial,) = (c for c in choice.table if c.spec == "serial")
-        assert serial.verdict == "waits for the host, which has to read the counts"
+        assert serial.verdict == "waits for the host to read the counts, which its time leaves out"
         assert "waits for the host" in choice.explain() and choice.timeline.spans
     rows, k, n, experts = SIZES[0]
     wide = Problem(op, rows, n, k, RANKS, "float32", experts=experts, counts="device")

@@ -12,6 +12,8 @@ from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.timeline import Timeline
 
+MAX_PROBLEM = 120  # characters of it in one line
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -97,6 +99,16 @@ class Choice:
         """Serial's time over `seconds`."""
         return self.serial_s / seconds if seconds else 1.0  # an empty matmul on one rank
 
+    def __str__(self) -> str:
+        """One line: what is computed, the plan, its time, the speedup over serial, where."""
+        problem, known = str(self.problem), self.basis == "measurement"
+        problem = problem if len(problem) <= MAX_PROBLEM else f"{problem[: MAX_PROBLEM - 3]}..."
+        return (
+            f"{problem}: {self.spec}, {self.seconds * 1e6:.0f} us "
+            f"{'measured' if known else 'predicted'}, "
+            f"{self.speedup(self.seconds):.2f}x over serial, {self.machine.name}"
+        )
+
     def explain(self) -> str:
         """The choice in words and a table: times, what is hidden, why not the others."""
         p, us = self.problem, 1e6
@@ -119,7 +131,7 @@ class Choice:
         )
         lines.append("")
         width = max(len(c.spec) for c in self.table)
-        lines.append(f"{'plan':{width}}        us  serial /  basis        verdict")
+        lines.append(f"{'plan':{width}}        us   speedup  basis        verdict")
         for c in self.table:
             known = isfinite(c.seconds)
             time = f"{c.seconds * us:8.1f}" if known else f"{'-':>8}"

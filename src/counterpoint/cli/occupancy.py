@@ -15,6 +15,7 @@ from rich.table import Table
 from counterpoint.cli.show import table
 from counterpoint.errors import InputError
 from counterpoint.machine import KIB, DeviceSpec
+from counterpoint.machine_of import machine_of
 from counterpoint.presets import PRESETS
 from counterpoint.runtime import occupancy as sm
 from counterpoint.runtime.limits import SmLimits, limits_of
@@ -42,7 +43,7 @@ def occupancy(
         int, typer.Option(min=0, show_default=False, help="Bytes of a block, static + dynamic.")
     ],
     machine: Annotated[
-        str, typer.Option(help="Kinds of GPU, with commas; b200 and mi300x too, or all.")
+        str, typer.Option(help="Kinds of GPU, with commas; b200 and mi300x too, files, or all.")
     ] = "a40,a100,h100,h200,mi250x",
     beside: Annotated[
         str,
@@ -83,11 +84,17 @@ def occupancy(
 def _devices(machine: str) -> dict[str, DeviceSpec]:
     if machine == "all":
         return DEVICES
-    names = machine.split(",")
-    if unknown := [name for name in names if name not in DEVICES]:
-        want = f"all, or of {', '.join(DEVICES)}"
-        raise InputError("occupancy", "--machine", want=want, got=repr(unknown[0]))
-    return {name: DEVICES[name] for name in names}
+    found: dict[str, DeviceSpec] = {}
+    for name in machine.split(","):
+        if name.endswith(".json"):
+            own = machine_of("occupancy", name)
+            found[own.name] = own.device
+        elif name in DEVICES:
+            found[name] = DEVICES[name]
+        else:
+            want = f"all, or of {', '.join(DEVICES)}, or files of a machine"
+            raise InputError("occupancy", "--machine", want=want, got=repr(name))
+    return found
 
 
 def _others(comm: str) -> Mapping[str, sm.Kernel]:

@@ -140,7 +140,7 @@ def _choice(
     """The fastest, if it gains enough on serial."""
     best = min(times, key=times.__getitem__)
     chosen = best if times[best] * MIN_GAIN <= times["serial"] else "serial"
-    too_close = f"not {MIN_GAIN - 1:.0%} faster than serial"
+    too_close = f"not {MIN_GAIN - 1:.0%} faster than serial: measurements may be so far off"
     table = [
         Candidate(spec, seconds, "measured", "chosen" if spec == chosen else
                   too_close if seconds < times[chosen] else "slower")

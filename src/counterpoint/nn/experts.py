@@ -26,7 +26,7 @@ from counterpoint.ops.check import (
 from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.token_sums import sum_of_tokens
-from counterpoint.ranges import whole
+from counterpoint.ranges import instance, whole
 from counterpoint.runtime.workspace import workspace_of
 
 
@@ -48,12 +48,22 @@ class _Spread(torch.autograd.Function):
         return sum_of_tokens(drows, places), None, None
 
 
+def _chosen(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and their weights in fp32."""
+    logits = logits.float()
+    largest, experts = logits.topk(top_k)
+    if renormalize:  # the softmax of those chosen is that of all, divided by the sum of theirs
+        return experts, largest.softmax(-1)
+    return experts, logits.softmax(-1).gather(-1, experts)
+
+
 class ExpertParallelMLP(Grouped):
     """out[t] = sum over j of weights[t, j] mlp_e(x[t]), e = experts[t, j]; mlp is SwiGLU.
 
     mlp_e(x) = (silu(x gate_e^T) * (x up_e^T)) down_e^T, without biases. The router is yours: it
-    gives `experts` and `weights`, and gets the gradient of the weights. Gradients of an expert are
-    of the tokens of all ranks, without another sum: divide the loss by the tokens of all of them.
+    gives logits, or `experts` and `weights`, and gets the gradient of the logits or the weights.
+    Gradients of an expert are of the tokens of all ranks, without another sum: divide the loss by
+    the tokens of all of them.
 
     Parameters: gate_up [E_local, 2 hidden, features], gate before up, and down [E_local, features,
     hidden], of experts rank * E_local onwards.
@@ -76,9 +86,8 @@ class ExpertParallelMLP(Grouped):
             plan, or no group.
 
     Example:
-        >>> layer = cnn.ExpertParallelMLP(7168, 2048, 256, group=ep)  # doctest: +SKIP
-        >>> weights, experts = router(x).softmax(-1).topk(8)  # doctest: +SKIP
-        >>> y = layer(x, experts, weights)  # doctest: +SKIP
+        >>> layer = cp.nn.ExpertParallelMLP(7168, 2048, 256, group=ep)  # doctest: +SKIP
+        >>> y = layer(x, logits=router(x), top_k=8)  # doctest: +SKIP
     """
 
     gate_up: nn.Parameter
@@ -125,8 +134,14 @@ class ExpertParallelMLP(Grouped):
                 if 0 <= e - first < local:
                     own[e - first] = drawn
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Each token through its experts.
+    def forward(
+        self, x: Tensor, experts: Tensor | None = None, weights: Tensor | None = None, *,
+        logits: Tensor | None = None, top_k: int | None = None, renormalize: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Each token through its experts, by logits of a router or by `experts` and `weights`.
+
+        The experts of a token are those of its `top_k` largest logits. Its weights are their part
+        of the softmax over all experts, in fp32, divided by their sum, as in Mixtral and Qwen3.
 
         Args:
             x: [..., features], this rank's tokens.
@@ -135,6 +150,9 @@ class ExpertParallelMLP(Grouped):
                 without `max_rows` or under COUNTERPOINT_CHECK=1. Else the kernel that sums finds
                 rows that nobody sent: a later call raises, and the group is unusable.
             weights: floating point [..., top_k].
+            logits: floating point [..., num_experts], in place of `experts` and `weights`.
+            top_k: how many experts a token has, 1 to num_experts; with `logits` alone.
+            renormalize: False: weights are not divided by their sum; with `logits` alone.
 
         Returns:
             dtype of the experts' products, [..., features].
@@ -143,8 +161,23 @@ class ExpertParallelMLP(Grouped):
             InputError: an argument does not fit; nothing was launched.
             PeerTimeoutError: a rank did not come.
         """
-        self._check(x, experts, weights)
-        self._check_ids(experts)
+        if logits is None:
+            if top_k is not None or not renormalize:
+                want, got = "given with top_k and renormalize", "none"
+                raise InputError(self._get_name(), "logits", want=want, got=got)
+            self._check(x, experts, weights)
+            assert experts is not None and weights is not None
+            self._check_ids(experts)
+        else:
+            for given, tensor in (("experts", experts), ("weights", weights)):
+                if tensor is not None:
+                    want, got = "left out where there are logits", type(tensor).__name__
+                    raise InputError(self._get_name(), given, want=want, got=got)
+            top_k = self._check_logits(x, logits, top_k, renormalize)
+            experts, weights = _chosen(logits, top_k, renormalize)
+        return self._through(x, experts, weights)
+
+    def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
         ids, order = experts.reshape(-1).sort(stable=True)
         starts = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
@@ -168,15 +201,9 @@ class ExpertParallelMLP(Grouped):
         )  # fmt: skip
         return y.view(x.shape)
 
-    def _check(self, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    def _check(self, x: Tensor, experts: Any, weights: Any) -> None:
         name = self._get_name()
-        check_dense(name, x=x, experts=experts, weights=weights)
-        check_place(name, x=x)
-        for given, tensor in (("experts", experts), ("weights", weights)):
-            if tensor.device != x.device:
-                raise InputError(name, given, want=f"on {x.device} as x", got=tensor.device)
-        if x.shape[-1:] != (self.features,):
-            raise InputError(name, "x", want=f"[..., {self.features}]", got=tuple(x.shape))
+        self._check_tokens(x, experts=experts, weights=weights)
         if experts.shape[:-1] != x.shape[:-1] or experts.dim() != x.dim() or not experts.shape[-1]:
             want = f"{(*x.shape[:-1], 'top_k')} as x"
             raise InputError(name, "experts", want=want, got=tuple(experts.shape))
@@ -185,6 +212,29 @@ class ExpertParallelMLP(Grouped):
         if weights.shape != experts.shape:
             want = f"{tuple(experts.shape)} as experts"
             raise InputError(name, "weights", want=want, got=tuple(weights.shape))
+
+    def _check_logits(
+        self, x: Tensor, logits: Tensor, top_k: int | None, renormalize: bool
+    ) -> int:  # fmt: skip
+        name = self._get_name()
+        self._check_tokens(x, logits=logits)
+        if logits.shape != (*x.shape[:-1], self.num_experts):
+            want = f"{(*x.shape[:-1], self.num_experts)}, one for each expert"
+            raise InputError(name, "logits", want=want, got=tuple(logits.shape))
+        if not logits.is_floating_point():
+            raise InputError(name, "logits", want="floating point", got=logits.dtype)
+        instance(name, "renormalize", renormalize, bool)
+        return whole(name, "top_k", top_k, 1, self.num_experts)
+
+    def _check_tokens(self, x: Tensor, **of_router: Tensor) -> None:
+        name = self._get_name()
+        check_dense(name, x=x, **of_router)
+        check_place(name, x=x)
+        for given, tensor in of_router.items():
+            if tensor.device != x.device:
+                raise InputError(name, given, want=f"on {x.device} as x", got=tensor.device)
+        if x.shape[-1:] != (self.features,):
+            raise InputError(name, "x", want=f"[..., {self.features}]", got=tuple(x.shape))
 
     def _check_ids(self, experts: Tensor) -> None:
         """Refuse ids of no expert, on all ranks alike; where it may cost what a check does."""

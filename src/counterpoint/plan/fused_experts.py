@@ -119,7 +119,7 @@ def without_serial(p: Problem) -> tuple[str, str]:
     """One kernel where only the GPU knows the counts, if it takes the problem."""
     if p.counts != "device" or not or_serial(p):
         return "", ""
-    return "fused", "waits for the host, which has to read the counts"
+    return "fused", "waits for the host to read the counts, which its time leaves out"
 
 
 def family(operands: Callable[[Problem], tuple[Buffer, ...]]) -> Family:
