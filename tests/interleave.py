@@ -236,16 +236,16 @@ class Interleaved:
         return store
 
     def _create_masked_load(self, plain: Any) -> Any:
-        def load(builder: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any,
-                 eviction_policy: Any, is_volatile: bool):  # fmt: skip
-            if is_volatile or cache_modifier == CACHED_IN_L2:  # somebody else may have written it
+        def load(builder: Any, ptrs: Any, mask: Any, other: Any, *how: Any, **named: Any):
+            cached, *_, is_volatile = *how, *named.values()
+            # somebody else may have written it; Triton 3.9 says None, wherever it is cached
+            if is_volatile or cached in (CACHED_IN_L2, None):
                 self._give_way()
             program = _current()
             wanted = set(ptrs.data.ravel().tolist())
             if any(wanted & set(to[some].tolist()) for to, _, some in program.stores):
                 self._flush(program)  # a program sees what it has stored itself
-            rest = cache_modifier, eviction_policy, is_volatile
-            return plain(builder, ptrs, mask, other, *rest)
+            return plain(builder, ptrs, mask, other, *how, **named)
 
         return load
 

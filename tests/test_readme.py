@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import counterpoint
 from counterpoint.cli.main import app
+from counterpoint.versions import rows, untried
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -142,6 +143,18 @@ def test_the_constants_in_the_docs_are_those_of_the_code():
     told = meanings()
     rows = [f"| `{name}` | {unit} | {told[name]} |" for name, unit, _ in units()]
     assert "\n".join(["| constant | unit | what it is |", "|---|---|---|", *rows, ""]) in page
+
+
+def test_the_versions_in_the_docs_are_those_that_doctor_knows():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert "\n".join(["", *rows(), ""]) in page
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().split("\n")
+        if "==" in line
+    )
+    pinned = {name: pins[name] for name in ("torch", "triton", "numpy")}
+    assert not untried(pinned, on_gpus=False), "what `make test` installs is tried"
 
 
 def test_the_margins_in_the_docs_are_those_of_the_code():
