@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults gpu readme clean
+.PHONY: help demo test package faults gpu readme clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,11 @@ test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
 	@echo "[4/4] pytest"
 	@$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
+package:  ## the wheel, tried in an environment of its own without a checkout: smoke test, notebook; then the docs
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) .ci/package.py
+	@if grep -q '^docs:' Makefile; then $(MAKE) docs; fi
 
 faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", or "--soak 30" for minutes in which groups are rebuilt)
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)
