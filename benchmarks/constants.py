@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from benchmarks.rows import RESULTS, Row, rows_of
 from benchmarks.scenarios import FITTED
-from counterpoint.choose.known import SHIPPED, save_machine
+from counterpoint.choose.known import save_machine
+from counterpoint.machine_of import SHIPPED
 from counterpoint.model.calibrate import SMALL_BYTES, fit
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem

@@ -32,9 +32,9 @@ from benchmarks.scenarios import HELD_OUT, expert_scenarios, held_out, scenarios
 from benchmarks.score import RIGHT
 from benchmarks.tables import measured, torch_note
 from counterpoint.choose.by_rule import RULE
-from counterpoint.choose.known import shipped
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.machine import Machine
+from counterpoint.machine_of import shipped
 from counterpoint.problem import Problem
 
 MANY_TOKENS = 2048  # from which on plans that overlap are worth it

@@ -28,7 +28,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import dots
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import measured, source, us
-from counterpoint.choose.known import shipped
+from counterpoint.machine_of import shipped
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
 

@@ -34,9 +34,9 @@ from benchmarks.tables import (
     torch_note,
     us,
 )
-from counterpoint.choose.known import SHIPPED, shipped
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
+from counterpoint.machine_of import SHIPPED, shipped
 from counterpoint.measure.draw import draw_timeline
 from counterpoint.measure.shapes import SHAPES
 from counterpoint.measure.timing import relative_error

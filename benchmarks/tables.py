@@ -16,9 +16,9 @@ from benchmarks import mesh
 from benchmarks.declare import Section
 from benchmarks.rows import RESULTS, Row, Timed, results
 from counterpoint.choose.by_rule import RULE
-from counterpoint.choose.known import SHIPPED
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine
+from counterpoint.machine_of import SHIPPED
 from counterpoint.resources.controls import WAYS_IN, Controls
 
 ROOT = Path(__file__).resolve().parent.parent

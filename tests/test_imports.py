@@ -29,6 +29,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "problem.py": ("costs", "machine", "presets", "timeline", *ABOVE_FACTS),
         "machine.py": ("problem", "presets", "timeline", *ABOVE_FACTS),
         "presets.py": ("problem", "timeline", *ABOVE_FACTS),
+        "machine_of.py": ("problem", "timeline", *ABOVE_FACTS),
         # of those above it, measure draws a timeline; nobody else is asked
         "spans.py": ("problem", "timeline", *ABOVE_FACTS),
         "timeline.py": ("problem", *(part for part in ABOVE_FACTS if part != "measure")),
@@ -151,7 +152,7 @@ def test_the_pure_half_is_used_without_torch():
         "    choose(problem, 'h200-2', by=by).explain()\n"
         "import counterpoint.runtime.occupancy, counterpoint.resources.search\n"
         "import counterpoint.resources.rewrites\n"
-        "from counterpoint.resources import Controls\n"
+        "cp.resources.Controls\n"
         "heavy = [m for m in ('torch', 'triton', 'numpy', 'cuda') if m in sys.modules]\n"
         "print(first, heavy)"
     )
@@ -174,7 +175,7 @@ def test_names_for_type_checkers_are_those_at_run_time():
     }
     assert sorted(shown) == list(counterpoint.__all__)
     homes = {name: f"counterpoint.{home}" for name, home in counterpoint._HOME.items()}
-    assert homes == shown
+    assert homes | dict.fromkeys(counterpoint._PACKAGES, "counterpoint") == shown
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import typer
 from on_ranks import on_ranks
+from processes import python
 from typer.testing import CliRunner
 
 import counterpoint
@@ -74,6 +75,12 @@ def test_torchrun_script_runs_on_cpu_ranks(tmp_path: Path):
     (code,) = (c for c in python_blocks(ROOT / "docs" / "running.md") if "init_process_group" in c)
     printed = under_torchrun(code, tmp_path)
     assert "(128, 512) -> (256, 256) -> (128, 512) on 2 ranks" in printed
+
+
+def test_script_with_ranks_of_its_own_runs(tmp_path: Path):
+    (code,) = (c for c in python_blocks(ROOT / "docs" / "running.md") if "run_on_ranks" in c)
+    (tmp_path / "script.py").write_text(code)
+    assert python(str(tmp_path / "script.py")).strip() == str([torch.Size([512, 80])] * 4)
 
 
 @on_ranks(4)

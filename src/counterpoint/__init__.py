@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from counterpoint import nn, resources
     from counterpoint.choose.choice import Choice
     from counterpoint.choose.choose import choose
     from counterpoint.costs import Costs
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
         PlanError,
         UnsupportedError,
     )
-    from counterpoint.machine import Machine
+    from counterpoint.machine import DeviceSpec, LinkSpec, Machine
     from counterpoint.measure.profile import profile
     from counterpoint.measure.tune import tune
     from counterpoint.model.estimate import estimate
@@ -40,16 +41,20 @@ if TYPE_CHECKING:
     from counterpoint.presets import preset
     from counterpoint.problem import Problem
     from counterpoint.runtime.groups import check, release
+    from counterpoint.runtime.run_on_ranks import run_on_ranks
     from counterpoint.timeline import Timeline
 
 __version__ = "0.1.0"
 
+_PACKAGES = ("nn", "resources")
 _HOME = {
     "Choice": "choose.choice",
     "Costs": "costs",
     "CounterpointError": "errors",
     "CounterpointWarning": "errors",
+    "DeviceSpec": "machine",
     "InputError": "errors",
+    "LinkSpec": "machine",
     "Machine": "machine",
     "PeerTimeoutError": "errors",
     "Plan": "plan.steps",
@@ -74,6 +79,7 @@ _HOME = {
     "preset": "presets",
     "profile": "measure.profile",
     "release": "runtime.groups",
+    "run_on_ranks": "runtime.run_on_ranks",
     "tune": "measure.tune",
     "validate": "plan.validate",
 }
@@ -83,7 +89,9 @@ __all__ = [
     "Costs",
     "CounterpointError",
     "CounterpointWarning",
+    "DeviceSpec",
     "InputError",
+    "LinkSpec",
     "Machine",
     "PeerTimeoutError",
     "Plan",
@@ -105,9 +113,12 @@ __all__ = [
     "matmul_all_reduce_rms_norm",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "nn",
     "preset",
     "profile",
     "release",
+    "resources",
+    "run_on_ranks",
     "tune",
     "validate",
 ]
@@ -118,6 +129,8 @@ def _load(name: str) -> object:
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return import_module(f"counterpoint.{name}")
     if name in _HOME:
         found = globals()[name] = _load(name)
         return found

@@ -5,15 +5,16 @@ lower: its `costs` say so, measured on it or, where nobody has measured, derived
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from counterpoint.costs import Costs, Sms
 from counterpoint.errors import InputError
-from counterpoint.ranges import check
+from counterpoint.ranges import check, plain
 
 KIB, MIB = 2**10, 2**20
+BY_HAND = "numbers given by hand"
 # compute capabilities of GPUs that kernels of this library run on
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3")
 
@@ -24,39 +25,44 @@ Topology = Literal["switch", "mesh", "pcie"]
 class DeviceSpec:
     """Limits and peaks of one GPU (of one GCD, where a package holds two), in SI base units.
 
-    Peaks are dense (no structured sparsity) and per GPU. SM stands for CU on AMD.
+    Peaks are dense (no structured sparsity) and per GPU. SM stands for CU on AMD. The limits of an
+    SM, which only occupancy asks for, are those of Hopper and Blackwell unless given.
 
     Args:
         name: Marketing name and form factor.
-        num_sms: SMs that are enabled.
-        max_threads_per_sm: Resident threads.
-        max_warps_per_sm: Resident warps (waves).
-        max_blocks_per_sm: Resident blocks (workgroups).
-        registers_per_sm: 32-bit registers.
-        shared_bytes_per_sm: Shared memory (LDS) of an SM.
-        shared_bytes_per_block: Most that one block may use, static and dynamic together.
-        shared_reserved_bytes_per_block: What the system takes for itself from each block.
-        shared_granule_bytes: Shared memory of a block is rounded up to a multiple of this.
-        bf16_flop_per_s: Dense matrix rate with fp32 accumulation.
-        fp32_flop_per_s: Vector rate, an FMA counted as two.
-        hbm_bytes_per_s: Device memory, reads and writes together.
-        hbm_bytes: Device memory; the datasheet's GB read as 1e9, a little less than there is.
-        l2_bytes: All L2 slices; a memory-side cache behind them is not counted.
+        num_sms: SMs that are enabled, 1 to 4096.
+        max_threads_per_sm: Resident threads, 1 to 65,536.
+        max_warps_per_sm: Resident warps (waves), 1 to 4096.
+        max_blocks_per_sm: Resident blocks (workgroups), 1 to 4096.
+        registers_per_sm: 32-bit registers, 1024 to 2**24.
+        shared_bytes_per_sm: Shared memory (LDS) of an SM, 1 KiB to 1 GiB.
+        shared_bytes_per_block: Most that one block may use, static and dynamic together; likewise.
+        shared_reserved_bytes_per_block: What the system takes for itself from each block, up to
+            1 MiB.
+        shared_granule_bytes: Shared memory of a block is rounded up to a multiple of this, 1 byte
+            to 1 MiB.
+        bf16_flop_per_s: Dense matrix rate with fp32 accumulation, 1e12 to 1e18.
+        fp32_flop_per_s: Vector rate, an FMA counted as two, 1e12 to 1e18.
+        hbm_bytes_per_s: Device memory, reads and writes together, 1e10 to 1e16.
+        hbm_bytes: Device memory, 1e9 to 1e15; the datasheet's GB read as 1e9, a little less than
+            there is.
+        l2_bytes: All L2 slices, 512 KiB to 1 TiB; a memory-side cache behind them is not counted.
         source: Where the numbers come from.
         capability: Compute capability, "9.0"; "" where nobody has said it.
 
     Raises:
-        InputError: A number is not positive, or so small that its unit must have slipped.
+        InputError: A number is of another kind or out of its range, as it is where its unit has
+            slipped.
     """
 
     name: str
     num_sms: int
-    max_threads_per_sm: int
-    max_warps_per_sm: int
-    max_blocks_per_sm: int
-    registers_per_sm: int
-    shared_bytes_per_sm: int
-    shared_bytes_per_block: int
+    max_threads_per_sm: int = 2048
+    max_warps_per_sm: int = 64
+    max_blocks_per_sm: int = 32
+    registers_per_sm: int = 64 * KIB
+    shared_bytes_per_sm: int = 228 * KIB
+    shared_bytes_per_block: int = 227 * KIB
     shared_reserved_bytes_per_block: int = KIB
     shared_granule_bytes: int = 128
     bf16_flop_per_s: float
@@ -64,7 +70,7 @@ class DeviceSpec:
     hbm_bytes_per_s: float
     hbm_bytes: float
     l2_bytes: int
-    source: str
+    source: str = BY_HAND
     capability: str = ""
 
     def __post_init__(self) -> None:
@@ -98,23 +104,25 @@ class LinkSpec:
 
     Args:
         name: Generation and form.
-        bytes_per_s: Per GPU and per direction, over all its links to GPUs of the node.
-        latency_s: From a store to its being visible at the peer.
+        bytes_per_s: Per GPU and per direction, over all its links to GPUs of the node, 1e9 to
+            1e15. Datasheets often state the sum of both directions: pass half of it.
+        latency_s: From a store to its being visible at the peer, 0 to 1e-3.
         topology: "switch": one pair may use all of `bytes_per_s`; "mesh": each pair has its own
             link, an equal part of it; "pcie": like switch, through the host.
-        copy_overhead_s: Cost of one copy-engine copy beside its bytes, on the GPU.
+        copy_overhead_s: Cost of one copy-engine copy beside its bytes, on the GPU, 0 to 1e-3.
         source: Where the numbers come from.
 
     Raises:
-        InputError: A number looks like GB/s or microseconds, or the topology is unknown.
+        InputError: A number is out of its range, as it is where its unit has slipped, or the
+            topology is unknown.
     """
 
     name: str
     bytes_per_s: float
-    latency_s: float
-    topology: Topology
-    copy_overhead_s: float
-    source: str
+    latency_s: float = 2e-6
+    topology: Topology = "switch"
+    copy_overhead_s: float = 5.5e-6
+    source: str = BY_HAND
 
     def __post_init__(self) -> None:
         check(f"LinkSpec {self.name}", self)
@@ -140,17 +148,34 @@ class LinkSpec:
 class Machine:
     """Equal GPUs of one node and the links between them.
 
+    `choose`, `estimate` and `build` take one, and so they do its name, its JSON and a file of that.
+
     Args:
         name: e.g. "h200-8".
         device: One of its GPUs.
         link: Of each of its GPUs.
-        num_devices: GPUs of the node.
-        gemm_tile: Rows and columns of the output tile of the vendor's large GEMM, for wave counts.
+        num_devices: GPUs of the node, 1 to 65,536.
+        gemm_tile: Rows and columns of the output tile of the vendor's large GEMM, each 1 to 4096,
+            for wave counts.
         measured: What the parts of a plan cost, measured on such a machine; None if nobody has.
         source: Where the numbers come from.
 
     Raises:
-        InputError: There is no GPU, or the tile is empty.
+        InputError: A field is of another kind or out of its range.
+
+    Example:
+        >>> import counterpoint as cp
+        >>> device = cp.DeviceSpec(
+        ...     name="GH200", num_sms=132, bf16_flop_per_s=989e12, fp32_flop_per_s=67e12,
+        ...     hbm_bytes_per_s=4e12, hbm_bytes=96e9, l2_bytes=60 * 2**20)
+        >>> link = cp.LinkSpec(name="NVLink 4", bytes_per_s=450e9)
+        >>> mine = cp.Machine(name="mine", device=device, link=link, num_devices=4)
+        >>> layer = cp.Problem("all_gather_matmul", m=8192, n=7168, k=8192, ranks=4)
+        >>> choice = cp.choose(layer, mine)
+        >>> choice.spec
+        'graded 1/1/2 xor'
+        >>> cp.choose(layer, mine.to_json()) == choice
+        True
     """
 
     name: str
@@ -159,7 +184,7 @@ class Machine:
     num_devices: int
     gemm_tile: tuple[int, int] = (128, 256)
     measured: Costs | None = None
-    source: str
+    source: str = BY_HAND
 
     def __post_init__(self) -> None:
         check(f"Machine {self.name}", self)
@@ -185,17 +210,37 @@ class Machine:
         Raises:
             InputError: `text` is not the JSON of a machine, or a value in it is refused.
         """
+        if not isinstance(text, str):
+            _refuse(got=type(text).__name__)
         try:
-            values: dict[str, Any] = json.loads(text)
-            values["device"] = DeviceSpec(**values["device"])
-            values["link"] = LinkSpec(**values["link"])
-            values["gemm_tile"] = tuple(values["gemm_tile"])
-            if values["measured"] is not None:
-                values["measured"] = Costs(**values["measured"])
-            return cls(**values)
-        except (json.JSONDecodeError, KeyError, RecursionError, TypeError) as error:
-            want = "JSON written by Machine.to_json"
-            raise InputError("Machine.from_json", "text", want=want, got=repr(error)) from error
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            _refuse(got=f"no JSON: {error}")
+        values = _fields_of(cls, values, "a machine")
+        values["device"] = DeviceSpec(**_fields_of(DeviceSpec, values["device"], "device"))
+        values["link"] = LinkSpec(**_fields_of(LinkSpec, values["link"], "link"))
+        values["gemm_tile"] = plain(values.get("gemm_tile", cls.gemm_tile))
+        if values.get("measured") is not None:
+            values["measured"] = Costs(**_fields_of(Costs, values["measured"], "measured"))
+        return cls(**values)
+
+
+def _fields_of(kind: Any, values: Any, what: str) -> dict[str, Any]:
+    """The object that JSON has of a dataclass: with its fields and no others."""
+    if not isinstance(values, dict):
+        _refuse(got=f"{what} that is no object")
+    given: dict[str, Any] = dict(values)  # pyright: ignore[reportUnknownArgumentType]
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    missing = [name for name, needed in known.items() if needed and name not in given]
+    unknown = [name for name in given if name not in known]
+    if missing or unknown:
+        is_wrong = "without" if missing else "with the unknown field"
+        _refuse(got=f"{what} {is_wrong} {', '.join(missing or unknown)}")
+    return given
+
+
+def _refuse(*, got: str) -> NoReturn:
+    raise InputError("Machine.from_json", "text", want="JSON written by Machine.to_json", got=got)
 
 
 @cache

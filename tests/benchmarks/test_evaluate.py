@@ -34,8 +34,8 @@ from benchmarks.scenarios import (
     scenarios,
 )
 from counterpoint.choose.by_rule import RULE
-from counterpoint.choose.known import shipped
 from counterpoint.errors import InputError
+from counterpoint.machine_of import shipped
 from counterpoint.measure.shapes import SHAPES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -1,19 +1,22 @@
 """choose: which machine a name or a file stands for, and what is refused."""
 
 import doctest
-import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from counterpoint.choose import choose as module
-from counterpoint.choose import known
+from counterpoint import machine as describing
+from counterpoint.choose import choose as choosing
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.by_rule import by_rule
-from counterpoint.choose.choose import choose, machine_of
+from counterpoint.choose.choose import choose
 from counterpoint.choose.known import save_machine
 from counterpoint.errors import InputError
+from counterpoint.machine_of import machine_of
+from counterpoint.model.estimate import estimate
+from counterpoint.plan.families import build
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
@@ -23,7 +26,7 @@ PROBLEM = Problem("all_gather_matmul", 8192, 7168, 8192, 4)
 @pytest.fixture(autouse=True)
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shipped"
-    monkeypatch.setattr(known, "SHIPPED", folder)
+    monkeypatch.setattr("counterpoint.machine_of.SHIPPED", folder)
     return folder
 
 
@@ -38,16 +41,21 @@ def test_both_levels_are_reached():
 
 def test_a_name_a_file_a_machine_or_nothing(tmp_path: Path):
     machine = preset("h200-4")
-    assert machine_of(machine) is machine
-    assert machine_of("mi300x-8") == preset("mi300x-8")
+    assert machine_of("choose", machine) is machine
+    assert machine_of("choose", "mi300x-8") == preset("mi300x-8")
     assert choose(PROBLEM).machine == machine
     assert choose(replace(PROBLEM, ranks=8, rows=())).machine.name == "h200-8"
     slow = replace(machine, name="mine", measured=replace(machine.costs, copy_bytes_per_s=40e9))
     path = save_machine(slow, "NVIDIA H200", 4, tmp_path)
-    for where in (path, str(path)):
+    alone = tmp_path / "alone.json"
+    alone.write_text(slow.to_json())
+    plan = build(PROBLEM, "graded", slow)
+    for where in (path, str(path), alone, slow.to_json(), path.read_text()):
         choice = choose(PROBLEM, where)
         assert choice.machine == slow
         assert "measured rates" in choice.explain()
+        assert build(PROBLEM, "graded", where) == plan
+        assert estimate(plan, where) == estimate(plan, slow)
     # a machine has more GPUs than there are ranks
     assert choose(PROBLEM, "h200-8").machine.num_devices == 8
 
@@ -56,11 +64,11 @@ def test_a_name_stands_for_what_was_measured_on_such_a_machine(shipped: Path):
     base = preset("h200-4")
     measured = replace(base, measured=replace(base.costs, kernel_s=9e-6), source="measured")
     save_machine(measured, "NVIDIA H200", 4, shipped)
-    assert machine_of("h200-4") == measured
-    assert machine_of("h200-8").measured == measured.measured
-    assert machine_of("h200-2") == preset("h200-2")
-    assert machine_of("h100-4") == preset("h100-4")
-    assert machine_of(base) is base
+    assert machine_of("choose", "h200-4") == measured
+    assert machine_of("choose", "h200-8").measured == measured.measured
+    assert machine_of("choose", "h200-2") == preset("h200-2")
+    assert machine_of("choose", "h100-4") == preset("h100-4")
+    assert machine_of("choose", base) is base
 
 
 @pytest.mark.parametrize("name", ["v100-8"])
@@ -85,31 +93,35 @@ def test_a_machine_with_fewer_gpus_than_ranks(name: str):
         choose(replace(PROBLEM, ranks=16, rows=()))
 
 
+TEXT = "Machine.from_json: text must be JSON written by Machine.to_json, got "
 CONTENTS = {
-    "missing": None,
-    "no JSON": "h200-4",
-    "a list": "[]",
-    "no machine": "{}",
-    "no such machine": json.dumps({"machine": "h200-4"}),
-    "too deep": "[" * 100_000,
-    "unit slip": json.dumps(
-        {"machine": json.loads(preset("h200-4").to_json().replace("450000000000.0", "450"))}
+    "missing": (None, "No such file or directory"),
+    "no text": (b"\xff", "'utf-8' codec"),
+    "no JSON": (b"h200-4", f"{TEXT}no JSON: Expecting value"),
+    "a list": (b"[]", f"{TEXT}a machine that is no object"),
+    "no machine": (b"{}", f"{TEXT}a machine without name, device, link, num_devices"),
+    "no such machine": (b'{"machine": "h200-4"}', f"{TEXT}a machine that is no object"),
+    "too deep": (b"[" * 100_000, f"{TEXT}no JSON: "),
+    "unit slip": (
+        preset("h200-4").to_json().replace("450000000000.0", "450").encode(),
+        "LinkSpec NVLink 4, NVSwitch: bytes_per_s must be a number from 1e+09 to 1e+15, got 450",
     ),
 }
 
 
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
-def test_a_file_of_something_else(tmp_path: Path, content: str | None):
+@pytest.mark.parametrize(("content", "text"), CONTENTS.values(), ids=CONTENTS)
+def test_a_file_of_something_else(tmp_path: Path, content: bytes | None, text: str):
     path = tmp_path / "machine.json"
     if content is not None:
-        path.write_text(content)
-    want = f"choose: machine must be a file that `counterpoint characterize` wrote, got {path}: "
+        path.write_bytes(content)
+    want = f"choose: machine must be a file of a machine, got {path}: {text}"
     for where in (path, str(path)):
         with pytest.raises(InputError) as caught:
             choose(PROBLEM, where)
         assert str(caught.value).startswith(want)
 
 
-def test_the_example_runs():
+@pytest.mark.parametrize("module", [choosing, describing])
+def test_the_example_runs(module: ModuleType):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

@@ -20,11 +20,10 @@ from counterpoint.choose.known import (
     save_controls,
     save_machine,
     save_tuned,
-    shipped,
-    slug,
 )
 from counterpoint.errors import CounterpointWarning
 from counterpoint.machine import Machine
+from counterpoint.machine_of import SHIPPED, shipped, slug
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
@@ -40,7 +39,7 @@ def measured(kernel_s: float = 2e-6) -> Machine:
 
 @pytest.fixture
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr("counterpoint.machine_of.SHIPPED", tmp_path / "shipped")
 
 
 def read(folder: Path, gpu: str = GPU, ranks: int = RANKS, torch: str = TORCH) -> known.Knowledge:
@@ -300,7 +299,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_came_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(known, "SHIPPED", tmp_path)
+    monkeypatch.setattr("counterpoint.machine_of.SHIPPED", tmp_path)
     assert shipped(GPU, 4) is None
     save_machine(measured(), GPU, 4, tmp_path)
     assert shipped(GPU, 4) == measured()
@@ -320,7 +319,7 @@ def test_what_came_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_comes_with_this_release_is_readable():
-    for path in known.SHIPPED.glob("*.json"):
+    for path in SHIPPED.glob("*.json"):
         content = json.loads(path.read_text())
         machine = shipped(content["gpu"], content["ranks"])
         assert machine is not None and machine.measured

@@ -228,7 +228,7 @@ def test_serial_is_drawn_alone(tmp_path: Path):
         ([*GATHER, "--ranks", "3"], "of an M that 3 ranks share evenly, got M 8192; take 8190 or"),
         ([*GATHER, "--ranks", "16"], "machine must be a machine of 16 GPUs or more"),
         ([*GATHER, "--machine", "v100-8"], "must be one of a100-8, a40-4, h100-8, h200-8, b200-8,"),
-        ([*GATHER, "--machine", "no.json"], "a file that `counterpoint characterize` wrote, got"),
+        ([*GATHER, "--machine", "no.json"], "a file of a machine, got no.json: No such file"),
         ([*GATHER, "--plan", "graded 1/2"], "a spec whose sizes add up to 8; '1/2' do not"),
         ([*GATHER, "--plan", "fast"], "plan must be auto or one of serial, direct, shard_p2p, "),
         ([*GATHER, "--out", "plan.txt"], "ends in .png, .svg, .pdf or .json, got plan.txt"),

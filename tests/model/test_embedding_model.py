@@ -13,7 +13,7 @@ from embedding_cases import OP, problem_of
 import counterpoint as cp
 from benchmarks.embedding import MLPERF_POOLING, shards
 from benchmarks.rows import RESULTS
-from counterpoint.choose.known import shipped
+from counterpoint.machine_of import shipped
 from counterpoint.plan.embedding_seconds import seconds
 from counterpoint.problem import Problem
 

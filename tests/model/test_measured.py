@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.rows import results
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import shipped
 from counterpoint.machine import Machine
+from counterpoint.machine_of import shipped
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build, families
 from counterpoint.presets import preset

@@ -8,7 +8,7 @@ from on_ranks import on_ranks
 
 import counterpoint as cp
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import shipped
+from counterpoint.machine_of import shipped
 from counterpoint.measure.tune import tune
 from counterpoint.plan.families import build
 from counterpoint.plan.validate import validate

@@ -6,8 +6,8 @@ import pytest
 from plan_cases import AG, AG_WGRAD, AR, DISPATCH, RS
 
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import shipped
 from counterpoint.errors import InputError, PlanError
+from counterpoint.machine_of import shipped
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import fused_sum
 from counterpoint.plan.direct import MAX_BYTES

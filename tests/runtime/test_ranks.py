@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from processes import python, python_of
 
+import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
 from counterpoint.runtime.ranks import describe_process, group_of, spawn
 
@@ -65,6 +68,88 @@ def test_spawn_refuses():
         spawn(sleep, 0, timeout_s=1)
     with pytest.raises(InputError, match="spawn: timeout_s must be > 0, got 0"):
         spawn(sleep, 1, timeout_s=0)
+
+
+WORK = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import counterpoint as cp
+
+def work(device, offset):
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    y = cp.all_gather_matmul(x, torch.ones(4, 3))
+    y.sum().backward()
+    return dist.get_rank() + offset, tuple(y.shape), str(device), bool((x.grad != 0).all())
+
+def fail(device):
+    if dist.get_rank() == 1:
+        raise ValueError("no shard")
+
+def sleep(device):
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(600)
+"""
+SAID = "[(5, (4, 3), 'cpu', True), (6, (4, 3), 'cpu', True)]"
+FAILS = "cp.run_on_ranks(fail)"
+
+
+def test_run_on_ranks_in_a_notebook():
+    """Where no file has the functions, and threads of torch have run before."""
+    before = "a = torch.randn(500, 500, requires_grad=True)\n(a @ a).sum().backward()\n"
+    calls = "print(cp.run_on_ranks(work, 5))\nprint(cp.run_on_ranks(lambda d: d.type, ranks=1))\n"
+    refused = f"try: {FAILS}\nexcept cp.CounterpointError as error: print(error)"
+    said = python("-c", WORK + before + calls + refused)
+    assert said.splitlines()[:4] == [SAID, "['cpu']", "run_on_ranks: fail failed",
+                                     "--- rank 1 raised"]  # fmt: skip
+    assert "in fail\nValueError: no shard" in said
+
+
+def test_run_on_ranks_refuses_a_notebook_that_has_used_its_gpu():
+    code = "torch.cuda.is_initialized = lambda: True\ncp.run_on_ranks(work, 5)"
+    said = python_of(1, "-c", WORK + code).stderr
+    assert "UnsupportedError: run_on_ranks: this notebook has used its GPU" in said
+
+
+def test_run_on_ranks_of_a_script_and_of_torchrun(tmp_path: Path):
+    script = tmp_path / "script.py"
+    guarded = f"    print(cp.run_on_ranks(work, 5), flush=True)\n    {FAILS}\n"
+    script.write_text(f'{WORK}if __name__ == "__main__":\n{guarded}')
+    alone = python_of(1, str(script))
+    assert alone.stdout.strip() == SAID
+    assert "CounterpointError: run_on_ranks: fail failed\n--- rank 1 raised" in alone.stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ranks = python_of(1, *torchrun, str(script), OMP_NUM_THREADS="1")
+    assert ranks.stdout.splitlines() == [SAID] * 2
+    assert "ValueError: no shard" in ranks.stderr
+
+
+def test_run_on_ranks_of_a_script_that_calls_it_when_it_is_imported(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{WORK}cp.run_on_ranks(work, 5)\n")
+    said = python_of(1, str(script)).stderr
+    assert 'put the call behind `if __name__ == "__main__":`' in said
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(f'{WORK}if __name__ == "__main__":\n    cp.run_on_ranks(sleep)\n')
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert [describe_process(pid) for pid in pids] == [f"pid {pid} is dead" for pid in pids]
+    # the ranks say nothing
+    assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
+
+
+@on_ranks(2)
+def test_run_on_ranks_within_a_group(rank: int, world_size: int):
+    assert cp.run_on_ranks(lambda device, offset: dist.get_rank() + offset, 3) == [3, 4]
 
 
 def test_describe_process():

@@ -1,16 +1,12 @@
 """Which plan for a problem on a machine, and why: on a laptop, for any machine that is known."""
 
-import json
-from pathlib import Path
 from typing import Literal
 
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.by_rule import by_rule
 from counterpoint.choose.choice import Choice
-from counterpoint.choose.known import shipped
 from counterpoint.errors import InputError
-from counterpoint.machine import Machine
-from counterpoint.presets import preset
+from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.problem import Problem
 from counterpoint.ranges import instance
 
@@ -19,7 +15,7 @@ Level = Literal["model", "rule"]
 
 def choose(
     problem: Problem,
-    machine: Machine | str | Path | None = None,
+    machine: MachineLike | None = None,
     *,
     by: Level = "model",
     eager: bool = False,
@@ -32,8 +28,8 @@ def choose(
     Args:
         problem: what is computed, on how many ranks.
         machine: a `Machine`, a preset such as "h200-8" (with the costs measured on such a machine
-            where the library has them), or a file that `counterpoint characterize` wrote; None for
-            H200s, as many as there are ranks.
+            where the library has them), what `Machine.to_json` returned, or a file of that or that
+            `counterpoint characterize` wrote; None for H200s, as many as there are ranks.
         by: "model" weighs every family by simulation, "rule" compares two sizes.
         eager: count the host's time, as outside of a CUDA graph.
 
@@ -52,31 +48,11 @@ def choose(
     instance("choose", "eager", eager, bool, "True or False")
     if by not in ("model", "rule"):
         raise InputError("choose", "by", want="model or rule", got=repr(by))
-    where = machine_of(machine if machine is not None else f"h200-{min(problem.ranks, 8)}")
+    where = machine_of(
+        "choose", machine if machine is not None else f"h200-{min(problem.ranks, 8)}"
+    )
     if where.num_devices < problem.ranks:
         want = f"a machine of {problem.ranks} GPUs or more, as the problem has ranks"
         raise InputError("choose", "machine", want=want, got=f"{where.name}")
     level = by_model if by == "model" else by_rule
     return level(problem, where, eager=eager)
-
-
-def machine_of(machine: Machine | str | Path) -> Machine:
-    """The machine that a name, a file or itself stands for.
-
-    Raises:
-        InputError: no such preset, or the file is not one that `counterpoint characterize` wrote.
-    """
-    if isinstance(machine, Machine):
-        return machine
-    want = "a Machine, its name or a file of one"
-    if not isinstance(machine, str | Path):
-        raise InputError("choose", "machine", want=want, got=type(machine).__name__)
-    if isinstance(machine, Path) or machine.endswith(".json"):
-        try:
-            content = json.loads(Path(machine).read_text())
-            return Machine.from_json(json.dumps(content["machine"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            want = "a file that `counterpoint characterize` wrote"
-            raise InputError("choose", "machine", want=want, got=f"{machine}: {error}") from error
-    found = preset(machine)
-    return shipped(f"NVIDIA {machine.partition('-')[0].upper()}", found.num_devices) or found

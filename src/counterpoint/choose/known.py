@@ -8,7 +8,6 @@ of another version is ignored with a warning, never executed, never an error.
 import fcntl
 import json
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 
 from counterpoint.errors import CounterpointError, CounterpointWarning
 from counterpoint.machine import Machine
+from counterpoint.machine_of import shipped, slug
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 
 FORMAT = 1
-SHIPPED = Path(__file__).parent.parent / "measured"
 
 
 class Kind(NamedTuple):
@@ -56,11 +55,6 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(home) / "counterpoint"
 
 
-def slug(gpu: str, ranks: int) -> str:
-    """A file's name for a GPU: "NVIDIA H200", 4 -> "nvidia-h200-4"."""
-    return f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{ranks}"
-
-
 def problem_key(problem: Problem) -> str:
     """The problem as text, the same for equal problems, whatever indices or memory they have."""
     return str(replace(problem, scratch_bytes_limit=0, indices=()))
@@ -84,20 +78,6 @@ def load(
     plans = _kept(PLANS, (gpu, ranks, torch_version), where) if where else {}
     machine = machine or shipped(gpu, ranks) or preset_of(gpu, min(ranks, 8))
     return Knowledge(machine, {key: entry["spec"] for key, entry in plans.items()})
-
-
-def shipped(gpu: str, ranks: int) -> Machine | None:
-    """The measured machine that came with the library; of fewer GPUs where it has no other."""
-    for count in (ranks, *range(ranks - 1, 1, -1)):
-        path = SHIPPED / f"{slug(gpu, count)}.json"
-        if path.exists():
-            machine = Machine.from_json(json.dumps(json.loads(path.read_text())["machine"]))
-            base = preset_of(gpu, min(ranks, 8))
-            if count == ranks or base is None:
-                return machine
-            source = f"{machine.source}, on {count} GPUs"
-            return replace(base, measured=machine.measured, source=source)
-    return None
 
 
 def save_machine(machine: Machine, gpu: str, ranks: int, folder: Path | None = None) -> Path:

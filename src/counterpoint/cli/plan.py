@@ -15,11 +15,12 @@ from rich.table import Table
 
 from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
-from counterpoint.choose.choose import Level, choose, machine_of
+from counterpoint.choose.choose import Level, choose
 from counterpoint.cli.problems import M_N_K, problem_of
 from counterpoint.cli.show import candidates
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
+from counterpoint.machine_of import machine_of
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
 from counterpoint.problem import DType, Problem, op_names
@@ -57,7 +58,7 @@ def plan(
     ],
     machine: Annotated[
         str,
-        typer.Option(help="A kind of GPU and how many, or a file that `characterize` wrote."),
+        typer.Option(help="A kind of GPU and how many, or a JSON file of a machine."),
     ] = "h200-8",
     ranks: Annotated[int, typer.Option(min=0, help="GPUs that take part; 0: all of them.")] = 0,
     experts: Annotated[
@@ -89,7 +90,7 @@ def plan(
 
     **Example:** `counterpoint plan embedding_bag_all_to_all --shape 8,128,5,65536`
     """
-    where = machine_of(machine)
+    where = machine_of("plan", machine)
     problem = problem_of("plan", op, shape, ranks or where.num_devices, dtype, experts, out=into)
     _print(Asked(problem, where, spec, by, eager, show, out, as_json))
 

@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from counterpoint.choose.choice import Candidate, Choice
-from counterpoint.choose.known import cache_folder, slug
+from counterpoint.choose.known import cache_folder
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.cli.problems import layers_of, op_of, problem_of
 from counterpoint.cli.show import candidates, progress, us
 from counterpoint.errors import InputError
+from counterpoint.machine_of import slug
 from counterpoint.measure import record
 from counterpoint.measure.tune import tune as measure
 from counterpoint.model.estimate import predicted_s, source

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
+from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.model.work import work_s
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.launches import batches
@@ -39,13 +40,13 @@ class Ran(NamedTuple):
 
 
 def estimate(
-    plan: Plan, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES
+    plan: Plan, machine: MachineLike, *, eager: bool = False, tiles: Tiles = NO_TILES
 ) -> Timeline:
     """The predicted timeline of one call, all ranks; of more than 64 the one with most rows.
 
     Args:
         plan: what runs.
-        machine: where; its `costs` are the constants of the prediction.
+        machine: where, given as to `choose`; predictions stand on its `costs`.
         eager: count the time by which the host enqueues the steps; else as in a CUDA graph.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
 
@@ -53,11 +54,11 @@ def estimate(
         Spans as a profiled run gives them; `source` says whether the machine was measured.
 
     Raises:
-        InputError: an argument is of another kind.
+        InputError: an argument is of another kind, or there is no such machine.
         PlanError: the plan waits for what never comes.
     """
     instance("estimate", "plan", plan, Plan)
-    instance("estimate", "machine", machine, Machine)
+    machine = machine_of("estimate", machine)
     instance("estimate", "eager", eager, bool)
     programs = _programs(plan, machine, tiles, plan.problem.ranks > MAX_RANKS)
     spans: list[Span] = []

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from counterpoint.errors import InputError
-from counterpoint.machine import Machine
+from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.plan.names import COMPUTE
 from counterpoint.plan.operation import Family, Options, operation_of
 from counterpoint.plan.steps import Plan
@@ -31,18 +31,21 @@ def families(op: str) -> tuple[str, ...]:
     return tuple(family.name for family in operation_of(op).families)
 
 
-def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
+def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Plan:
     """The plan that `spec` names for `problem`.
 
     Args:
-        machine: whose waves size the groups that `spec` leaves out; the H200 preset if None.
+        machine: whose waves size the groups that `spec` leaves out, given as to `choose`; the H200
+            preset if None.
 
     Raises:
-        InputError: the op has no such family, or the spec does not fit the problem.
+        InputError: the op has no such family, the spec does not fit the problem, or there is no
+            such machine.
     """
     instance("build", "problem", problem, Problem)
+    where = preset(f"h200-{min(problem.ranks, 8)}")
     if machine is not None:
-        instance("build", "machine", machine, Machine)
+        where = machine_of("build", machine)
     family, options = parse(problem, spec)
     if problem.ranks == 1 and not family.alone:
         return alone(problem)
@@ -51,7 +54,6 @@ def build(problem: Problem, spec: str, machine: Machine | None = None) -> Plan:
         raise InputError(problem.op, "plan", want=want, got=repr(spec), fix="use ring")
     if want := family.refusal(problem):
         raise InputError(problem.op, "plan", want=f"for {want}", got=repr(spec))
-    where = machine or preset(f"h200-{min(problem.ranks, 8)}")
     return family.build(problem, options, where)
 
 

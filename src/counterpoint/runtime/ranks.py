@@ -6,6 +6,8 @@
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -61,83 +63,116 @@ class Outcome(NamedTuple):
 
 
 def spawn(
-    fn: Callable[[int, int, *Ts], T], num_ranks: int, *args: *Ts, timeout_s: float
-) -> list[T]:
+    fn: Callable[[int, int, *Ts], T], num_ranks: int, *args: *Ts, timeout_s: float,
+    op: str = "spawn",
+) -> list[T]:  # fmt: skip
     """Run `fn(rank, num_ranks, *args)` in `num_ranks` new processes on this host.
 
     In each, the default process group is a gloo group of all of them. The cores are shared
     out evenly. No process outlives the call, whatever way it ends.
 
     Args:
-        fn: a module-level function; the new processes import it by name.
+        fn: a module-level function; the new processes import it by name. Of a notebook's own
+            functions nobody can: processes are then copies of this one, and it may be any function.
         num_ranks: how many processes.
         args: picklable; each rank gets a copy.
         timeout_s: for everything, the start of the processes (seconds) included.
+        op: whom errors name.
 
     Returns:
         The results in rank order, copied by pickle.
 
     Raises:
         InputError: `fn` cannot be imported by name, `num_ranks` or `timeout_s` is too small.
+        UnsupportedError: a process that has used its GPU cannot be copied.
         CounterpointError: a rank raised or died; the message holds all tracebacks.
         PeerTimeoutError: a rank did not return in time.
     """
-    name = fn.__qualname__
-    if "<" in name:
-        raise InputError("spawn", "fn", want="a module-level function", got=name)
     if num_ranks < 1:
-        raise InputError("spawn", "num_ranks", want=">= 1", got=num_ranks)
+        raise InputError(op, "num_ranks", want=">= 1", got=num_ranks)
     if timeout_s <= 0:
-        raise InputError("spawn", "timeout_s", want="> 0", got=timeout_s)
-
-    context = multiprocessing.get_context("spawn")
+        raise InputError(op, "timeout_s", want="> 0", got=timeout_s)
+    name, notebook = fn.__qualname__, _is_of_a_notebook(op, fn)
     ranks: list[RankProcess] = []
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
+        place = (f"{folder}/store", timeout_s)
         try:
             for rank in range(num_ranks):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank_main,
-                    args=(sender, f"{folder}/store", timeout_s, fn, rank, num_ranks, args),
-                )
-                ranks.append(RankProcess(process, receiver))
-                process.start()
-                # the rank's own end must be the last one, else its death is no end of file
-                sender.close()
+                ranks.append(_started(notebook, place, fn, rank, num_ranks, args))
             outcomes = collect(ranks, timeout_s=timeout_s)
         finally:
+            for rank in ranks:
+                rank.process.kill()
             for rank in ranks:
                 end(rank)
 
     missing = sorted(set(range(num_ranks)) - set(outcomes))
-    _refuse_failures(name, outcomes, missing)
+    _refuse_failures(op, name, outcomes, missing)
     if missing:
         raise PeerTimeoutError(
-            f"spawn: ranks {missing} did not return from {name} within {timeout_s:g} s",
+            f"{op}: ranks {missing} did not return from {name} within {timeout_s:g} s",
             rank=missing[0],
             step=name,
         )
     return [outcomes[rank].value for rank in range(num_ranks)]
 
 
-def _refuse_failures(name: str, outcomes: Mapping[int, Outcome], missing: Sequence[int]) -> None:
+def _is_of_a_notebook(op: str, fn: Callable[..., object]) -> bool:
+    """Whether no file has `fn`; refused where a new process can have it in no way."""
+    file = getattr(sys.modules["__main__"], "__file__", "")
+    if fn.__module__ == "__main__" and not os.path.isfile(file):
+        if torch.cuda.is_initialized():
+            why = "this notebook has used its GPU, and such a process cannot be copied"
+            fix = f"restart it, or put {fn.__qualname__} into a file and import it"
+            raise UnsupportedError(f"{op}: {why}; {fix}")
+        return True
+    if "<" in fn.__qualname__:
+        raise InputError(op, "fn", want="a module-level function", got=fn.__qualname__)
+    return False
+
+
+def _started(
+    notebook: bool, place: tuple[str, float], fn: Callable[..., object], rank: int,
+    num_ranks: int, args: tuple[object, ...],
+) -> RankProcess:  # fmt: skip
+    """A process that is a rank: of a notebook a copy, whose one thread is all that a copy has."""
+    fork, fresh = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+    context = fork if notebook else fresh
+    num_threads = 1 if notebook else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    receiver, sender = context.Pipe(duplex=False)
+    call = (num_threads, fn, rank, num_ranks, args)
+    process = context.Process(target=_rank_main, args=(sender, *place, *call))
+    # ctrl-C goes to all processes of a terminal: this one ends the ranks, which inherit the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # the rank's own end must be the last one, else its death is no end of file
+    sender.close()
+    return RankProcess(process, receiver)
+
+
+def _refuse_failures(
+    op: str, name: str, outcomes: Mapping[int, Outcome], missing: Sequence[int]
+) -> None:
     failures = describe_failures(outcomes)
     if failures:
         killed = f"\n--- ranks {missing} were killed" if missing else ""
-        raise CounterpointError(f"spawn: {name} failed\n{failures}{killed}")
+        raise CounterpointError(f"{op}: {name} failed\n{failures}{killed}")
 
 
 def _rank_main(
     connection: Connection,
     store_path: str,
     timeout_s: float,
+    num_threads: int,
     fn: Callable[..., object],
     rank: int,
     num_ranks: int,
     args: tuple[object, ...],
 ) -> None:
     exit_with_parent()
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     torch.set_num_threads(num_threads)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for what this rank loads or starts
 
