@@ -24,6 +24,17 @@ NOTEBOOK = Path("examples/first_five_minutes.ipynb")
 # nothing of the checkout, of the caller's Python, or of what was measured here
 UNSET = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COUNTERPOINT_CACHE", "TRITON_INTERPRET")
 
+EXECUTE = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+
+notebook = nbformat.read(sys.argv[1], 4)
+NotebookClient(notebook, timeout=120, record_timing=False).execute()
+notebook.metadata.language_info = {"name": "python"}
+nbformat.write(notebook, sys.argv[1])
+"""
+
 
 def main() -> None:
     """Build, install, try; ends with an error at the first thing that is wrong."""
@@ -49,7 +60,7 @@ def build() -> Path:
     command = [TOOLS / "bin" / "python", "-m", "build", "--outdir", "dist", "."]
     built = subprocess.run(command, capture_output=True, text=True)
     if built.returncode:
-        setup.fail(f"{built.stdout}{built.stderr}\nbuild failed")
+        sys.exit(f"{built.stdout}{built.stderr}\nbuild failed")
     return next(Path("dist").absolute().glob("*.whl"))
 
 
@@ -60,7 +71,7 @@ def check_files(wheel: Path) -> None:
     want = {str(f.relative_to(src)) for f in files if "__pycache__" not in f.parts}
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     if want != found:
-        setup.fail(f"{wheel}: lacks {sorted(want - found)}, and has {sorted(found - want)}")
+        sys.exit(f"{wheel}: lacks {sorted(want - found)}, and has {sorted(found - want)}")
 
 
 def run(*command: str | Path) -> None:
@@ -70,8 +81,9 @@ def run(*command: str | Path) -> None:
         "PATH": f"{ENV / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(OUT / "cache"), "IPYTHONDIR": str(OUT / "ipython"),
     }  # fmt: skip
-    if subprocess.run(command, cwd=AWAY, env=environment).returncode:
-        setup.fail(f"{' '.join(map(str, command))} failed in {AWAY}")
+    done = subprocess.run(command, cwd=AWAY, env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stderr}{' '.join(map(str, command))} failed in {AWAY}")
 
 
 def run_notebook() -> None:
@@ -79,13 +91,12 @@ def run_notebook() -> None:
     print(f"{NOTEBOOK}", flush=True)
     copy = AWAY / NOTEBOOK.name
     shutil.copy(NOTEBOOK, copy)
-    run(ENV / "bin" / "jupyter-execute", "--inplace", "--timeout=120", copy.name)
+    run(ENV / "bin" / "python", "-c", EXECUTE, copy.name)
     for i, (want, found) in enumerate(zip(cells(NOTEBOOK), cells(copy), strict=True)):
         if printed(want) != printed(found):
-            again = f"{ENV / 'bin' / 'jupyter-execute'} --inplace {NOTEBOOK}"
-            setup.fail(
-                f"{NOTEBOOK}, cell {i}: prints\n{printed(found)}\nand not, as committed,\n"
-                f"{printed(want)}\nwhere that is right: {again}"
+            sys.exit(
+                f"{NOTEBOOK}, cell {i} prints\n{printed(found)}\nand, as committed,\n"
+                f"{printed(want)}\nIf the first is right: cp {copy} {NOTEBOOK}"
             )
 
 
@@ -106,5 +117,5 @@ def printed(cell: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     if sys.version_info < (3, 11):  # noqa: UP036 (this file runs before any version is certain)
-        setup.fail(f"needs Python 3.11 or newer, this is {sys.version.split()[0]}")
+        sys.exit(f"needs Python 3.11 or newer, this is {sys.version.split()[0]}")
     main()

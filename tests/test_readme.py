@@ -1,10 +1,13 @@
 """The README says what is true: its commands exist, and its code runs as it stands."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +146,20 @@ def test_the_predictions_in_the_docs_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
 
+def test_the_notebook_prints_what_is_committed():
+    """What needs neither ranks nor a display; `make package` runs all of it."""
+    notebook = json.loads((ROOT / "examples" / "first_five_minutes.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] == "code" and "run_on_ranks" not in code and "IPython" not in code:
+            with redirect_stdout(StringIO()) as printed:
+                exec(code, names)
+            committed = ["".join(output["text"]) for output in cell["outputs"]]
+            assert printed.getvalue() == "".join(committed), code
+    assert {"choice", "plan", "steps"} <= set(names)
+
+
 def test_the_constants_in_the_docs_are_those_of_the_code():
     from counterpoint.cli.characterize import meanings, units
 
@@ -181,5 +198,5 @@ def test_the_margins_in_the_docs_are_those_of_the_code():
 
 def test_make_help_lists_every_target():
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("demo", "test", "gpu", "readme", "clean"):
+    for target in ("demo", "test", "package", "gpu", "readme", "clean"):
         assert f"make {target} " in done.stdout
