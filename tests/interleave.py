@@ -31,7 +31,8 @@ import triton.runtime.interpreter as interpreter
 
 BUILDER: Any = interpreter.InterpreterBuilder
 SEM: Any = interpreter._ir.MEM_SEMANTIC  # type: ignore[attr-defined]
-CACHED_IN_L2: Any = interpreter._ir.CACHE_MODIFIER.CG  # type: ignore[attr-defined]
+# as Triton up to 3.8 says it to the builder of a load, and from 3.9
+CACHED_IN_L2: Any = (interpreter._ir.CACHE_MODIFIER.CG, "cg")  # type: ignore[attr-defined]
 RAW: Any = interpreter._interpreter  # type: ignore[attr-defined]
 IDLE_TURNS = 60  # of each that is left, without anything new in memory: nobody can go on
 
@@ -97,6 +98,11 @@ class Interleaved:
             for name in ("create_atomic_rmw", "create_masked_store", "create_masked_load"):
                 patched = getattr(self, f"_{name}")(getattr(BUILDER, name))
                 undo.enter_context(mock.patch.object(BUILDER, name, patched))
+            # Triton 3.9 asks its builder what to say of how a load is cached
+            cached = mock.patch.object(
+                BUILDER, "get_cache_policy", lambda _, modifier, eviction: modifier, create=True
+            )
+            undo.enter_context(cached)
             launch = self._launch
             undo.enter_context(
                 mock.patch.object(
@@ -238,8 +244,7 @@ class Interleaved:
     def _create_masked_load(self, plain: Any) -> Any:
         def load(builder: Any, ptrs: Any, mask: Any, other: Any, *how: Any, **named: Any):
             cached, *_, is_volatile = *how, *named.values()
-            # somebody else may have written it; Triton 3.9 says None, wherever it is cached
-            if is_volatile or cached in (CACHED_IN_L2, None):
+            if is_volatile or cached in CACHED_IN_L2:  # somebody else may have written it
                 self._give_way()
             program = _current()
             wanted = set(ptrs.data.ravel().tolist())

@@ -172,7 +172,7 @@ def test_doctor_has_a_remedy_for_each_missing_thing(
 
 # of what ran on CPU ranks, and of it what ran on GPUs
 TRIED = {"torch": "2.15.3+cpu", "triton": "3.9.1", "numpy": "2.4.0", "python": "3.11.0"}
-ON_GPUS = {"torch": "2.11.0+cu128", "triton": "3.6.0", "numpy": "2.4.0", "python": "3.12.9"}
+ON_GPUS = {"torch": "2.11.0+cu128", "triton": "3.6.0", "numpy": "2.5.0", "python": "3.12.9"}
 
 
 @pytest.mark.parametrize(
