@@ -25,10 +25,10 @@ class Tried(NamedTuple):
 SUBSET = "operators, layers and kernels on CPU ranks, `torch.compile`, PTX; the wheel"
 
 TRIED = (
-    Tried("2.11.0+cu130", "3.6.0", "2.5.2", "3.12.3", True, "all tests of GPUs, all tables",
+    Tried("2.11.0+cu130", "3.6.0", "2.5.2", "3.12.3", True, "all tests of GPUs; all tables",
           "2026-11-22"),
     Tried("2.11.0+cu130", "3.6.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
-    Tried("2.13.0+cpu", "3.6.0", "2.3.5", "3.11.7", False, "all tests without GPUs: `make test`",
+    Tried("2.13.0+cpu", "3.6.0", "2.3.5", "3.11.7", False, "all tests without GPUs; the wheel",
           "2026-11-23"),
     Tried("2.13.0+cpu", "3.9.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
     Tried("2.15.0+cu132", "3.9.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
