@@ -48,6 +48,8 @@ def main() -> None:
     print("smoke test, away from the checkout", flush=True)
     run(ENV / "bin" / "python", "-I", Path(".ci/smoke.py").absolute())
     run_notebook()
+    for folder in (TOOLS, ENV):  # two gigabytes
+        shutil.rmtree(folder)
     print(f"{wheel.relative_to(Path.cwd())} works without a checkout")
 
 
