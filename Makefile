@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs faults gpu readme support clean
+.PHONY: help demo test docs package faults gpu readme support clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,11 @@ test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded"
 docs: $(VENV)/.ready-docs  ## the site, to out/site: every warning is an error, and its pages fetch nothing
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build
 	@echo "out/site/index.html; with search: $(VENV)/bin/python -m http.server -d out/site"
+
+package:  ## the wheel, tried in an environment of its own without a checkout: smoke test, notebook; then the docs
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) .ci/package.py
+	@$(MAKE) --no-print-directory docs
 
 faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", or "--soak 30" for minutes in which groups are rebuilt)
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)

@@ -15,8 +15,6 @@ from pathlib import Path
 
 VENV = Path(".venv")
 PYTHON = VENV / "bin" / "python"
-LOG = VENV / "setup.log"
-PINS = VENV / "constraints.txt"
 KEPT = ("torch", "numpy", "triton")  # what is there stays: they belong together
 EXTRAS = {"run": (), "docs": ("docs",), "dev": ("dev", "docs")}
 USABLE = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)"
@@ -25,19 +23,25 @@ USABLE = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2]))
 def main(want: str) -> None:
     """Create or complete .venv, and leave its stamp."""
     make_venv()
-    if not runs(PYTHON, USABLE):
-        pins = read_pins()
-        PINS.write_text("".join(f"{n}=={v}\n" for n, v in pins.items() if n != "triton"))
-        what = f"torch {pins['torch']}, numpy {pins['numpy']} (a minute, or as your network has it)"
-        pip(what, "-c", str(PINS), "torch", "numpy")
-    there = installed()
-    pins = {name: there.get(name, version) for name, version in read_pins().items()}
-    PINS.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
-    needed = [line for line in requirements(want) if name_of(line) not in there]
+    pins = torch_and_pins(VENV)
+    needed = [line for line in requirements(want) if name_of(line) not in installed(VENV)]
     needed += cuda_bindings()
-    pip(", ".join(map(name_of, needed)), "-c", str(PINS), *needed)
-    pip("counterpoint", "--no-deps", "-e", ".")
+    pip(VENV, ", ".join(map(name_of, needed)), "-c", str(pins), *needed)
+    pip(VENV, "counterpoint", "--no-deps", "-e", ".")
     (VENV / f".ready-{want}").touch()
+
+
+def torch_and_pins(venv: Path) -> Path:
+    """Install a torch where `venv` has none; the file of pins for what else is installed there."""
+    file = venv / "constraints.txt"
+    if not runs(venv / "bin" / "python", USABLE):
+        pins = read_pins()
+        file.write_text("".join(f"{n}=={v}\n" for n, v in pins.items() if n != "triton"))
+        what = f"torch {pins['torch']}, numpy {pins['numpy']} (a minute, or as your network has it)"
+        pip(venv, what, "-c", str(file), "torch", "numpy")
+    pins = read_pins() | installed(venv)
+    file.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+    return file
 
 
 def make_venv() -> None:
@@ -65,8 +69,8 @@ def read_pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-def installed() -> dict[str, str]:
-    """Version of each of KEPT that .venv has."""
+def installed(venv: Path) -> dict[str, str]:
+    """Version of each of KEPT that `venv` has."""
     code = f"""
 from importlib.metadata import PackageNotFoundError, version
 for name in {KEPT}:
@@ -75,7 +79,8 @@ for name in {KEPT}:
     except PackageNotFoundError:
         pass
 """
-    text = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout
+    command = [venv / "bin" / "python", "-c", code]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return dict(line.split() for line in text.splitlines())
 
 
@@ -103,12 +108,12 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9-]", requirement)[0]
 
 
-def pip(what: str, *arguments: str) -> None:
+def pip(venv: Path, what: str, *arguments: str) -> None:
     """Install, with a dot each second in place of pip's chatter, which goes to a log."""
     say(f"{what} ")
-    start_s = time.monotonic()
-    command = [str(PYTHON), "-m", "pip", "install", "--no-input", *arguments]
-    with LOG.open("w") as log:
+    start_s, said = time.monotonic(), venv / "setup.log"
+    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--no-input", *arguments]
+    with said.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             while process.poll() is None:
@@ -118,9 +123,9 @@ def pip(what: str, *arguments: str) -> None:
             process.kill()
     print(f" {time.monotonic() - start_s:.0f} s", flush=True)
     if process.returncode:
-        tail = [line for line in LOG.read_text().splitlines() if not line.startswith("WARNING")]
+        tail = [line for line in said.read_text().splitlines() if not line.startswith("WARNING")]
         text = "\n".join(tail[-15:])
-        fail(f"{text}\npip failed; is the package index reached? All it said is in {LOG}")
+        fail(f"{text}\npip failed; is the package index reached? All it said is in {said}")
 
 
 def say(text: str) -> None:

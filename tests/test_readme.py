@@ -1,10 +1,16 @@
 """The README says what is true: its commands exist, and its code runs as it stands."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
+
+from counterpoint.versions import rows, untried
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +47,33 @@ def test_the_readme_is_short():
     assert len(re.sub(r"<[^>]+>", "", (ROOT / "README.md").read_text()).split()) <= 700
 
 
+def test_the_notebook_prints_what_is_committed():
+    """What needs neither ranks nor a display; `make package` runs all of it."""
+    notebook = json.loads((ROOT / "examples" / "first_five_minutes.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] == "code" and "run_on_ranks" not in code and "IPython" not in code:
+            with redirect_stdout(StringIO()) as printed:
+                exec(code, names)
+            committed = ["".join(output["text"]) for output in cell["outputs"]]
+            assert printed.getvalue() == "".join(committed), code
+    assert {"choice", "plan", "steps"} <= set(names)
+
+
+def test_the_versions_in_the_docs_are_those_that_doctor_knows():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert "\n".join(["", *rows(), ""]) in page
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().split("\n")
+        if "==" in line
+    )
+    pinned = {name: pins[name] for name in ("torch", "triton", "numpy")}
+    assert not untried(pinned, on_gpus=False), "what `make test` installs is tried"
+
+
 def test_make_help_lists_every_target():
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("demo", "test", "docs", "gpu", "readme", "clean"):
+    for target in ("demo", "test", "docs", "package", "gpu", "readme", "clean"):
         assert f"make {target} " in done.stdout

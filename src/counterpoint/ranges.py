@@ -186,8 +186,10 @@ def _misfit_of_tuple(value: Any, hint: Any, limits: Range | None, where: str) ->
     kinds = args[:1] * len(items) if args[-1:] == (Ellipsis,) else args
     if len(kinds) != len(items):
         return _wrong(where, hint, limits, items)
-    each = enumerate(zip(items, kinds, strict=True))
-    return next((f for i, (v, k) in each if (f := misfit(v, k, limits, f"{where}[{i}]"))), None)
+    for i, (item, kind) in enumerate(zip(items, kinds, strict=True)):
+        if wrong := misfit(item, kind, limits, f"{where}[{i}]"):
+            return wrong
+    return None
 
 
 def _wrong(where: str, hint: Any, limits: Range | None, value: object) -> Misfit:

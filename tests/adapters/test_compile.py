@@ -1,53 +1,262 @@
 """Unmodified models under torch.compile: what is matched, and that results stay what they are."""
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from compiled import leaves_of, overlap_pass, quick, step
+import torch.distributed as dist
+from compiled import SEAM, leaves_of, overlap_pass, quick, step
 from on_ranks import on_ranks
 from rank_bodies import by_reference
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+import counterpoint as cp
 from benchmarks.blocks import DECODE, NAMES, Sizes, made
+from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.measure.timing import relative_error
 
 COLLECTIVES = {"llama": 8, "mixtral": 14, "gpt2": 8, "llama tp": 7, "mixtral tp": 16, "gpt2 tp": 6,
                DECODE: 2}  # fmt: skip
+# in a training step of a block: those whose sums of all-reduces are joined
+MERGED = {"llama tp": 4, "gpt2 tp": 4}
+DIM, HIDDEN, S = 16, 32, 8
 
 
-def errors(
-    ranks: int, name: str, batch: int, dtype: torch.dtype
-) -> tuple[list[float], list[float]]:
-    """Of all results of a step on this rank against fp64: torch's compile, and with the pass."""
+class Mlp(nn.Module):
+    """Two linear layers, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def mlp(dim: int, ranks: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """One whose activations between layers are sharded along that dim, and its input."""
+    torch.manual_seed(3)
+    model, x = Mlp().to(dtype), torch.randn(2 * ranks, S, DIM).to(dtype)
+    plan = {"up": ColwiseParallel(input_layouts=Shard(dim)),
+            "down": RowwiseParallel(output_layouts=Shard(dim))}  # fmt: skip
     mesh = init_device_mesh("cpu", (ranks,))
-    sizes = Sizes(batch=batch)
+    return parallelize_module(model, mesh, plan), x.chunk(ranks, dim)[dist.get_rank()].clone()
 
-    def results(dtype: torch.dtype, backend: object) -> list[torch.Tensor]:
-        model, x = made(name, sizes, mesh, dtype=dtype)
-        leaves = leaves_of(model, x) if name != DECODE else []
-        compiled = torch.compile(model, backend=backend, fullgraph=True) if backend else model
-        with torch.set_grad_enabled(bool(leaves)):
-            return step(compiled, x, leaves)
 
-    want = results(torch.float64, None)
-    with quick() as plain:
-        torchs = results(dtype, plain)
-    overlap = overlap_pass()
-    with quick(overlap) as backend:
-        ours = results(dtype, backend)
+def worse(
+    make: Callable[[torch.dtype], tuple[nn.Module, Tensor]], *, matched: int, train: bool = True,
+    dtype: torch.dtype = torch.float32, dynamic: bool | None = None, **options: Any,
+) -> list[str]:  # fmt: skip
+    """Results of a step that are farther from fp64 than torch's compile is; all else is asserted."""
+
+    def results(dtype: torch.dtype, backend: Any) -> list[Tensor]:
+        model, x = make(dtype)
+        leaves = leaves_of(model, x) if train else []
+        with torch.set_grad_enabled(train):
+            if backend is None:
+                return step(model, x, leaves)
+            return step(torch.compile(model, backend=backend, dynamic=dynamic), x, leaves)
+
+    overlap = overlap_pass(**options)
+    with by_reference():
+        want = results(torch.float64, None)
+        with quick() as plain:
+            torchs = results(dtype, plain)
+        with quick(overlap) as backend:
+            ours = results(dtype, backend)
     (report,) = overlap.reports
-    form = name.replace(" checkpoint", "").replace(" selective", "")
-    assert report.matched == len(report.found) == COLLECTIVES[form], str(report)
-    if not name.endswith("tp"):
-        less = "checkpoint" not in name  # what is gathered is computed again there anyhow
-        assert backend.saved_bytes <= plain.saved_bytes - less, (backend, plain)
-    return ([relative_error(a, b) for a, b in zip(torchs, want, strict=True)],
-            [relative_error(a, b) for a, b in zip(ours, want, strict=True)])  # fmt: skip
+    assert report.matched == len(report.found) == matched, str(report)
+    assert not any(one.reason for one in report.found)
+    assert backend.saved_bytes <= plain.saved_bytes
+    found: list[str] = []
+    for i, (mine, theirs, exact) in enumerate(zip(ours, torchs, want, strict=True)):
+        error, allowed = relative_error(mine, exact), 2 * relative_error(theirs, exact)
+        if not error <= allowed + 1e-7:
+            found.append(f"result {i} is off by {error:.1e}, torch's by half of {allowed:.1e}")
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(2)
-def test_all_collectives_match_and_results_stay(rank: int, world_size: int, name: str):
-    with by_reference():
-        torchs, ours = errors(world_size, name, 2, torch.float32)
-    for theirs, mine in zip(torchs, ours, strict=True):
-        assert mine <= 2 * theirs + 1e-7, (mine, theirs)
+def test_models_of_torch(rank: int, world_size: int, name: str):
+    """All collectives of a block become operators; its results and gradients stay."""
+    form = name.replace(" checkpoint", "").replace(" selective", "")
+
+    def make(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+        mesh = init_device_mesh("cpu", (world_size,))
+        return made(name, Sizes(batch=2), mesh, dtype=dtype)
+
+    return worse(make, matched=COLLECTIVES[form], train=name != DECODE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2 tp"])
+@on_ranks(4)
+def test_models_on_4_ranks_in_bf16(rank: int, world_size: int, name: str):
+    def make(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+        mesh = init_device_mesh("cpu", (world_size,))
+        return made(name, Sizes(batch=1), mesh, dtype=dtype)
+
+    return worse(make, matched=COLLECTIVES[name], dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@on_ranks(2)
+def test_any_dim_is_gathered_and_scattered(
+    rank: int, world_size: int, dim: int, dynamic: bool | None
+):
+    return worse(lambda dtype: mlp(dim, world_size, dtype), matched=4, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("name", MERGED)
+@on_ranks(2)
+def test_sums_of_all_reduces_are_joined_where_asked(rank: int, world_size: int, name: str):
+    def make(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+        mesh = init_device_mesh("cpu", (world_size,))
+        return made(name, Sizes(batch=1), mesh, dtype=dtype)
+
+    return worse(make, matched=MERGED[name], merge_reductions=True)
+
+
+@on_ranks(2)
+def test_inductor_and_what_is_explained(rank: int, world_size: int):
+    """The whole of torch.compile, in inference; and the plan that has run."""
+    with by_reference(), torch.no_grad():
+        torch._dynamo.reset()
+        model, x = mlp(1, world_size, torch.float32)
+        want = model(x)
+        for compiled in (
+            torch.compile(model, options=cp.compile_options()),
+            torch.compile(model, options=cp.compile_options(), fullgraph=True),
+        ):
+            assert "has not run yet" in str(cp.explain(compiled))
+            torch.testing.assert_close(compiled(x), want)
+        report = cp.explain(compiled)
+        model.compile(options=cp.compile_options())
+        model(x)
+        assert cp.explain(model) == report
+    assert str(report).splitlines() == [
+        "2 of 2 collectives are parts of operators",
+        "forward   all-gather of 4x4x16 float32, up: all_gather_matmul (up), plan serial",
+        "forward   reduce-scatter of 8x8x16 float32, down: matmul_reduce_scatter (down), plan serial",
+    ]
+    with pytest.raises(InputError, match="explain: model must be compiled with compile_options"):
+        cp.explain(nn.Linear(2, 2))
+
+
+class Kept(nn.Module):
+    """Collectives that no matmul stands beside, or that cannot go."""
+
+    def __init__(self, group: str, form: str) -> None:
+        super().__init__()
+        self.group, self.form, self.linear = group, form, nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops = torch.ops._c10d_functional
+        if self.form == "reduced":
+            y = self.linear(x)
+            return ops.wait_tensor(ops.all_reduce(y * 2, "sum", self.group))
+        if self.form == "average":
+            return ops.wait_tensor(ops.all_reduce(self.linear(x), "avg", self.group))
+        full = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, self.group))
+        return full.relu() if self.form == "alone" else self.linear(full) + full
+
+
+@pytest.mark.parametrize(("form", "why"), [
+    ("reduced", "mul stands before it"),
+    ("average", "it reduces by avg"),
+    ("alone", "it is also read by relu"),
+    ("added", "it is also read by add"),
+])  # fmt: skip
+@on_ranks(2)
+def test_what_cannot_be_matched_is_left_and_said(rank: int, world_size: int, form: str, why: str):
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(0)
+    model, x = Kept(group.group_name, form), torch.randn(4, DIM)
+    want = model(x)
+    overlap = overlap_pass()
+    with quick(overlap) as backend, pytest.warns(CounterpointWarning, match=f"none of 1 .*{why}"):
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), want)
+
+
+@on_ranks(2)
+def test_a_graph_break_inside_a_block(rank: int, world_size: int):
+    """What stands in another graph is matched there, or left; results stay."""
+
+    class Broken(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            torch._dynamo.graph_break()
+            return self.down(torch.relu(y))
+
+    model, x = mlp(1, world_size, torch.float32)
+    model.__class__ = Broken
+    want = step(model, x, leaves_of(model, x))
+    overlap = overlap_pass()
+    with by_reference(), quick(overlap) as backend:
+        got = step(torch.compile(model, backend=backend), x, leaves_of(model, x))
+    assert [report.matched for report in overlap.reports] == [2, 2]
+    torch.testing.assert_close(got, want)
+
+
+def one_rank_is_not_compiled(rank: int, world_size: int) -> str:
+    os.environ["COUNTERPOINT_TIMEOUT_S"] = "2"
+    model, x = mlp(0, world_size, torch.float32)
+    with by_reference(), torch.no_grad(), quick(overlap_pass() if rank else None) as backend:
+        try:
+            torch.compile(model, backend=backend)(x)
+            cp.check()
+        except (cp.PeerTimeoutError, RuntimeError) as error:
+            return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_ranks_of_which_one_is_compiled_otherwise_do_not_wait_for_ever(pool: Any):
+    """One calls an operator, the other torch's collective: both end in an error."""
+    told = pool.run(one_rank_is_not_compiled, 2, timeout_s=60)
+    assert "rank 0" in told[1] and "within" in told[1]
+
+
+@on_ranks(2)
+def test_a_recompile_on_one_rank_only(rank: int, world_size: int):
+    """A rank that compiles again, for another reason than its sizes, calls the same operators."""
+    model, x = mlp(1, world_size, torch.float32)
+    with by_reference(), torch.no_grad(), quick(overlap_pass()) as backend:
+        want = model(x)
+        compiled = torch.compile(model, backend=backend)
+        torch.testing.assert_close(compiled(x), want)
+        if rank:
+            torch._dynamo.reset()
+        torch.testing.assert_close(compiled(x), want)
+
+
+def test_a_pass_of_the_users_own_is_chained():
+    calls: list[str] = []
+
+    class Own(torch._inductor.custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            calls.append("own")
+
+        def uuid(self) -> Any:
+            return b"own"
+
+    mine = cp.compile_options({SEAM: Own(), "max_autotune": False})
+    assert mine["max_autotune"] is False
+    graph = torch.fx.Graph()
+    graph.output(None)
+    mine[SEAM](graph)
+    assert calls == ["own"]
+    assert mine[SEAM].uuid() != cp.compile_options()[SEAM].uuid() is not None
+    with torch._inductor.config.patch({SEAM: Own()}):
+        cp.compile_options()[SEAM](graph)
+    assert calls == ["own", "own"]

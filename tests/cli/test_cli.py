@@ -16,6 +16,7 @@ from counterpoint.choose.known import save_machine, save_tuned
 from counterpoint.cli import demo, doctor, main
 from counterpoint.presets import preset
 from counterpoint.problem import Problem, op_names
+from counterpoint.versions import untried
 
 COMMANDS = sorted(typer.main.get_command(main.app).commands)
 SMALL = ("demo", "--ranks", "2", "--scale", "64")
@@ -139,6 +140,8 @@ LONE_GPU = {
     "cpu_ranks": "no memfd; use Linux",
 }  # fmt: skip
 TWO_GPUS = LONE_GPU | {"gpus": [{}, {}], "peer_access": [[True, False], [False, True]]}
+OTHER_CUDA = LONE_GPU | {"versions": LONE_GPU["versions"] | {
+    "CUDA": "12.9", "cuda-bindings": "13.1.0"}}  # fmt: skip
 NO_GPUS = LONE_GPU | {"gpus": [], "peer_access": []}
 
 
@@ -151,6 +154,11 @@ NO_GPUS = LONE_GPU | {"gpus": [], "peer_access": []}
         (TWO_GPUS, "peer access", "take those that `nvidia-smi topo -p2p n` shows as OK"),
         (LONE_GPU, "symmetric memory", "install torch >= 2.11"),
         (LONE_GPU, "cuda-bindings", "pip install 'cuda-bindings==13.*'"),
+        (
+            OTHER_CUDA,
+            "cuda-bindings",
+            "torch is of CUDA 12.9, cuda-bindings of 13.1.0; pip install 'cuda-bindings==12.*'",
+        ),
         (LONE_GPU, "triton", "pip install 'triton>=3.6'"),
         (NO_GPUS, "CPU ranks", "use Linux"),
     ],
@@ -160,3 +168,37 @@ def test_doctor_has_a_remedy_for_each_missing_thing(
 ):
     monkeypatch.setattr(doctor.torch.version, "hip", None, raising=False)
     assert remedy in doctor._missing(facts)[what]
+
+
+# of what ran on CPU ranks, and of it what ran on GPUs
+TRIED = {"torch": "2.15.3+cpu", "triton": "3.9.1", "numpy": "2.4.0", "python": "3.11.0"}
+ON_GPUS = {"torch": "2.11.0+cu128", "triton": "3.6.0", "numpy": "2.5.0", "python": "3.12.9"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "on_gpus", "said"),
+    [
+        (TRIED, False, ""),
+        (ON_GPUS, True, ""),
+        (ON_GPUS, False, ""),
+        (TRIED | {"triton": None}, False, ""),
+        (TRIED | {"triton": "3.10.0"}, False, "triton 3.10.0, numpy 2.4.0, python 3.11.0 together "
+         "on CPU ranks; the nearest that was: torch 2.15.0+cu132, triton 3.9.0,"),
+        (TRIED | {"torch": "2.16.0"}, False, "torch 2.16.0, triton 3.9.1"),
+        (TRIED, True, "together on GPUs; the nearest that was: torch 2.11.0+cu130, triton 3.6.0,"),
+    ],
+)  # fmt: skip
+def test_versions_that_nobody_tried_are_said(
+    versions: dict[str, str | None], on_gpus: bool, said: str
+):
+    text = untried(versions, on_gpus=on_gpus)
+    assert said in text if said else text == ""
+
+
+def test_doctor_says_what_nobody_tried(monkeypatch: pytest.MonkeyPatch, capsys):
+    def named(versions: dict[str, str | None], on_gpus: bool) -> str:
+        return f"{on_gpus} {sorted(versions)[-1]}"
+
+    monkeypatch.setattr(doctor, "untried", named)
+    doctor.doctor(as_json=False)
+    assert "untried: False triton" in capsys.readouterr().out

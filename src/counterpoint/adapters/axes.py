@@ -32,7 +32,8 @@ class Axis:
     """One axis, or the two that it was found to be a product of."""
 
     def __init__(self, size: Size) -> None:
-        self.size = size
+        known = size.node.maybe_as_int() if isinstance(size, SymInt) else size
+        self.size: Size = size if known is None else known
         self.parts: tuple[Axis, Axis] | None = None
 
     def cut(self, outer: Size) -> "tuple[Axis, Axis]":

@@ -96,7 +96,7 @@ class Report:
     def __str__(self) -> str:
         if not self.found:
             return NOTHING
-        total = f"{self.matched} of {len(self.found)} collectives overlap with their matmuls"
+        total = f"{self.matched} of {len(self.found)} collectives are parts of operators"
         return "\n".join([total, *map(str, self.found)])
 
 

@@ -19,6 +19,7 @@ from counterpoint.choose.known import cache_folder, load
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
 from counterpoint.runtime import driver, symmetric_cuda
+from counterpoint.versions import untried
 
 PACKAGES = ("torch", "triton", "numpy", "cuda-bindings")
 NO_GPU = (
@@ -63,6 +64,7 @@ def collect() -> dict[str, Any]:
         "known": _known(gpus),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
     }  # fmt: skip
+    facts["untried"] = untried(facts["versions"], on_gpus=bool(gpus))
     return facts | {"missing": _missing(facts)}
 
 
@@ -153,14 +155,22 @@ def _missing(facts: dict[str, Any]) -> dict[str, str]:
             "all GPUs of a group must reach each other; take those that "
             "`nvidia-smi topo -p2p n` shows as OK, by CUDA_VISIBLE_DEVICES"
         )
-    if gpus and versions["cuda-bindings"] is None:
-        major = str(versions["CUDA"]).split(".")[0]
-        missing["cuda-bindings"] = f"pip install 'cuda-bindings=={major}.*'"
+    if gpus and (fix := _cuda_bindings(str(versions["CUDA"]), versions["cuda-bindings"])):
+        missing["cuda-bindings"] = fix
     if versions["triton"] is None:
         missing["triton"] = "pip install 'triton>=3.6'"
     if facts["cpu_ranks"] != "yes":
         missing["CPU ranks"] = facts["cpu_ranks"]
     return missing
+
+
+def _cuda_bindings(cuda: str, bindings: str | None) -> str:
+    """How to get those of the major version of torch's CUDA; "" where they are there."""
+    major = cuda.split(".")[0]
+    if bindings is not None and bindings.split(".")[0] == major:
+        return ""
+    found = f"torch is of CUDA {cuda}, cuda-bindings of {bindings}; " if bindings else ""
+    return f"{found}pip install 'cuda-bindings=={major}.*'"
 
 
 def no_gpu(cuda: str | None) -> str:
@@ -200,6 +210,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     if facts["topology"]:
         console.print("links (nvidia-smi topo -m)", style="bold")
         console.print(facts["topology"], markup=False, highlight=False, soft_wrap=True)
+    if facts["untried"]:
+        console.print(f"[yellow]untried:[/] {facts['untried']}")
     for what, fix in facts["missing"].items():
         console.print(f"[yellow]missing:[/] {what}: {fix}")
     if not facts["missing"]:

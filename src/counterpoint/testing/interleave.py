@@ -49,7 +49,9 @@ except ImportError as error:
 
 INTERPRETER: Any = interpreter  # most of what follows is private
 BUILDER, RAW = INTERPRETER.InterpreterBuilder, INTERPRETER._interpreter
-SEM, CACHED_IN_L2 = INTERPRETER._ir.MEM_SEMANTIC, INTERPRETER._ir.CACHE_MODIFIER.CG
+SEM = INTERPRETER._ir.MEM_SEMANTIC
+# as Triton up to 3.8 says it to the builder of a load, and from 3.9
+CACHED_IN_L2 = (INTERPRETER._ir.CACHE_MODIFIER.CG, "cg")
 NOT_SHOWN = (__file__, str(Path(triton.__file__).parent), "<")
 IDLE_TURNS = 60  # of each that is left, without anything new in memory: nobody can go on
 
@@ -154,6 +156,11 @@ class Interleaved:
             for name in ("create_atomic_rmw", "create_masked_store", "create_masked_load"):
                 patched = getattr(self, f"_{name}")(getattr(BUILDER, name))
                 undo.enter_context(mock.patch.object(BUILDER, name, patched))
+            # Triton 3.9 asks its builder what to say of how a load is cached
+            cached = mock.patch.object(
+                BUILDER, "get_cache_policy", lambda _, modifier, eviction: modifier, create=True
+            )
+            undo.enter_context(cached)
             launch = self._launch
 
             def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -294,16 +301,15 @@ class Interleaved:
         return store
 
     def _create_masked_load(self, plain: Any) -> Any:
-        def load(builder: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any,
-                 eviction_policy: Any, is_volatile: bool):  # fmt: skip
-            if is_volatile or cache_modifier == CACHED_IN_L2:  # somebody else may have written it
+        def load(builder: Any, ptrs: Any, mask: Any, other: Any, *how: Any, **named: Any):
+            cached, *_, is_volatile = *how, *named.values()
+            if is_volatile or cached in CACHED_IN_L2:  # somebody else may have written it
                 self._give_way()
             program = _current()
             wanted = set(ptrs.data.ravel().tolist())
             if any(wanted & set(to[some].tolist()) for to, _, some in program.stores):
                 self._flush(program)  # a program sees what it has stored itself
-            rest = cache_modifier, eviction_policy, is_volatile
-            return plain(builder, ptrs, mask, other, *rest)
+            return plain(builder, ptrs, mask, other, *how, **named)
 
         return load
 
