@@ -1,6 +1,8 @@
 """Unmodified models under torch.compile: what is matched, and that results stay what they are."""
 
 import os
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +30,7 @@ COLLECTIVES = {"llama": 8, "mixtral": 14, "gpt2": 8, "llama tp": 7, "mixtral tp"
                DECODE: 2}  # fmt: skip
 # in a training step of a block: those whose sums of all-reduces are joined
 MERGED = {"llama tp": 4, "gpt2 tp": 4}
-DIM, HIDDEN, S = 16, 32, 8
+DIM, HIDDEN, S = 16, 32, 20
 
 
 class Mlp(nn.Module):
@@ -45,7 +47,7 @@ class Mlp(nn.Module):
 def mlp(dim: int, ranks: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     """One whose activations between layers are sharded along that dim, and its input."""
     torch.manual_seed(3)
-    model, x = Mlp().to(dtype), torch.randn(2 * ranks, S, DIM).to(dtype)
+    model, x = Mlp().to(dtype), torch.randn(3 * ranks, S, DIM).to(dtype)
     plan = {"up": ColwiseParallel(input_layouts=Shard(dim)),
             "down": RowwiseParallel(output_layouts=Shard(dim))}  # fmt: skip
     mesh = init_device_mesh("cpu", (ranks,))
@@ -56,7 +58,7 @@ def worse(
     make: Callable[[torch.dtype], tuple[nn.Module, Tensor]], *, matched: int, train: bool = True,
     dtype: torch.dtype = torch.float32, dynamic: bool | None = None, **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Results of a step that are farther from fp64 than torch's compile is; all else is asserted."""
+    """Results of a step that are farther from fp64 than those of torch's own compile."""
 
     def results(dtype: torch.dtype, backend: Any) -> list[Tensor]:
         model, x = make(dtype)
@@ -108,13 +110,17 @@ def test_models_on_4_ranks_in_bf16(rank: int, world_size: int, name: str):
     return worse(make, matched=COLLECTIVES[name], dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @on_ranks(2)
-def test_any_dim_is_gathered_and_scattered(
-    rank: int, world_size: int, dim: int, dynamic: bool | None
-):
-    return worse(lambda dtype: mlp(dim, world_size, dtype), matched=4, dynamic=dynamic)
+def test_any_dim_is_gathered_and_scattered(rank: int, world_size: int, dim: int):
+    return worse(lambda dtype: mlp(dim, world_size, dtype), matched=4)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@on_ranks(2)
+def test_sizes_that_differ_from_call_to_call(rank: int, world_size: int, dim: int):
+    """Torch 2.13 does not compile the gather of a first dim whose size is dynamic."""
+    return worse(lambda dtype: mlp(dim, world_size, dtype), matched=4, dynamic=True)
 
 
 @pytest.mark.parametrize("name", MERGED)
@@ -144,11 +150,15 @@ def test_inductor_and_what_is_explained(rank: int, world_size: int):
         model.compile(options=cp.compile_options())
         model(x)
         assert cp.explain(model) == report
-    assert str(report).splitlines() == [
-        "2 of 2 collectives are parts of operators",
-        "forward   all-gather of 4x4x16 float32, up: all_gather_matmul (up), plan serial",
-        "forward   reduce-scatter of 8x8x16 float32, down: matmul_reduce_scatter (down), plan serial",
-    ]
+    total, gather, scatter = str(report).splitlines()
+    assert total == "2 of 2 collectives are parts of operators"
+    assert re.fullmatch(
+        r"forward +all-gather of 6x10x16 float32, up: all_gather_matmul \(up\), plan \w+.*", gather
+    )
+    assert re.fullmatch(
+        r"forward +reduce-scatter of 12x10x16 float32, down: "
+        r"matmul_reduce_scatter \(down\), plan \w+.*", scatter,
+    )  # fmt: skip
     with pytest.raises(InputError, match="explain: model must be compiled with compile_options"):
         cp.explain(nn.Linear(2, 2))
 
@@ -183,10 +193,12 @@ def test_what_cannot_be_matched_is_left_and_said(rank: int, world_size: int, for
     assert group is not None
     torch.manual_seed(0)
     model, x = Kept(group.group_name, form), torch.randn(4, DIM)
-    want = model(x)
-    overlap = overlap_pass()
-    with quick(overlap) as backend, pytest.warns(CounterpointWarning, match=f"none of 1 .*{why}"):
-        torch.testing.assert_close(torch.compile(model, backend=backend)(x), want)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        want = model(x)
+        with quick(overlap_pass()) as backend:
+            torch.testing.assert_close(torch.compile(model, backend=backend)(x), want)
+    (told,) = (str(w.message) for w in caught if w.category is CounterpointWarning)
+    assert re.search(f"none of 1 collectives is replaced; .*{why}", told), told
 
 
 @on_ranks(2)
@@ -201,12 +213,10 @@ def test_a_graph_break_inside_a_block(rank: int, world_size: int):
 
     model, x = mlp(1, world_size, torch.float32)
     model.__class__ = Broken
-    want = step(model, x, leaves_of(model, x))
     overlap = overlap_pass()
-    with by_reference(), quick(overlap) as backend:
-        got = step(torch.compile(model, backend=backend), x, leaves_of(model, x))
-    assert [report.matched for report in overlap.reports] == [2, 2]
-    torch.testing.assert_close(got, want)
+    with torch.no_grad(), by_reference(), quick(overlap) as backend:
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    assert [(report.matched, len(report.found)) for report in overlap.reports] == [(1, 1), (1, 1)]
 
 
 def one_rank_is_not_compiled(rank: int, world_size: int) -> str:
@@ -224,7 +234,7 @@ def one_rank_is_not_compiled(rank: int, world_size: int) -> str:
 def test_ranks_of_which_one_is_compiled_otherwise_do_not_wait_for_ever(pool: Any):
     """One calls an operator, the other torch's collective: both end in an error."""
     told = pool.run(one_rank_is_not_compiled, 2, timeout_s=60)
-    assert "rank 0" in told[1] and "within" in told[1]
+    assert "[0] did not come to a meeting of the group within 2 s" in told[1]
 
 
 @on_ranks(2)
