@@ -230,7 +230,8 @@ def controls() -> str:
 def main() -> None:
     """Write all of them."""
     from benchmarks import front
-    from benchmarks.runner import NAMES, declared
+    from benchmarks.options import NAMES
+    from benchmarks.runner import declared
 
     IMAGES.mkdir(exist_ok=True)
     for name in NAMES:

@@ -9,7 +9,7 @@ import torch
 from rank_bodies import world
 from rankpool import RankError, RankPool
 
-from benchmarks import runner
+from benchmarks import options, runner
 from benchmarks.declare import Arms, Bench, Benchmark, Case
 from benchmarks.rows import taken
 from counterpoint.errors import CounterpointError, InputError
@@ -148,7 +148,7 @@ def test_cases_that_the_command_line_asks_for():
         runner.chosen(overlap, 2, shapes="64,32")
 
 
-@pytest.mark.parametrize("name", runner.NAMES)
+@pytest.mark.parametrize("name", options.NAMES)
 def test_each_benchmark_has_cases_of_which_few_are_short(name: str):
     benchmark = runner.declared(name)
     cases = benchmark.cases(2)

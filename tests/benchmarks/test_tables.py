@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks import copies, decode, embedding, experts, front, losses, resources, steps, training
 from benchmarks.declare import Benchmark, Section
+from benchmarks.options import NAMES
 from benchmarks.rows import Row, one_form, results, taken
-from benchmarks.runner import NAMES, declared
+from benchmarks.runner import declared
 from benchmarks.tables import (
     ROOT,
     arm,

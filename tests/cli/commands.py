@@ -21,9 +21,9 @@ def invoke(command: str, *arguments: str, code: int = 0, columns: int = 140) -> 
 
 def refused(command: str, arguments: list[str], message: str) -> None:
     """The command ends with one line that has this message."""
-    result = invoke(command, *arguments, code=1)
+    result = invoke(command, *arguments, code=2)
     assert result.stdout == ""
-    assert result.stderr.startswith("Error: ") and message in result.stderr
+    assert result.stderr.startswith(f"{command}: ") and message in result.stderr
     assert result.stderr.count("\n") == 1
 
 

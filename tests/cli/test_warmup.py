@@ -23,13 +23,13 @@ def test_what_is_no_layer_is_refused(text: str):
 
 def test_an_operator_that_is_not_there_is_named():
     shown = CliRunner().invoke(app, ["warmup", "--layers", "64,64", "--op", "gemm"])
-    assert shown.exit_code == 1 and "--op must be one of matmul_all_reduce, " in shown.stderr
+    assert shown.exit_code == 2 and "--op must be one of matmul_all_reduce, " in shown.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_without_gpus_it_says_so():
     result = CliRunner().invoke(app, ["warmup", "--layers", "64,64"])
     assert result.exit_code == 2
-    assert "needs 2 GPUs or more" in result.stderr
+    assert "GPUs of this machine must be 2 or more, got " in result.stderr
     shown = CliRunner().invoke(app, ["warmup", "--layers", "64"])
-    assert shown.exit_code == 1 and "--layers must be N,K of each layer" in shown.stderr
+    assert shown.exit_code == 2 and "--layers must be N,K of each layer" in shown.stderr

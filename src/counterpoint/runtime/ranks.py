@@ -6,6 +6,7 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import threading
 import time
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
@@ -101,7 +103,8 @@ def spawn(
                     args=(sender, f"{folder}/store", timeout_s, fn, rank, num_ranks, args),
                 )
                 ranks.append(RankProcess(process, receiver))
-                process.start()
+                with _interrupts_held_back():
+                    process.start()
                 # the rank's own end must be the last one, else its death is no end of file
                 sender.close()
             outcomes = collect(ranks, timeout_s=timeout_s)
@@ -118,6 +121,18 @@ def spawn(
             step=name,
         )
     return [outcomes[rank].value for rank in range(num_ranks)]
+
+
+@contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """Start a process that Ctrl-C does not reach: this one gets it, and ends its ranks."""
+    # it would let signals through once it is started, as it is with the first process
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _refuse_failures(name: str, outcomes: Mapping[int, Outcome], missing: Sequence[int]) -> None:
