@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 from benchmarks import options
+from counterpoint.cli.loading import loading
 from counterpoint.errors import CounterpointError, InputError
 
 HOMES = {"bench": "benchmarks.runner", "evaluate": "benchmarks.evaluate"}
@@ -15,7 +16,9 @@ def main(command: str, given: list[str]) -> int:
     try:
         if "-h" not in given and "--help" not in given:  # its help is the home's own
             getattr(options, command)(given)
-        return import_module(HOMES[command]).main(given)
+        with loading():
+            home = import_module(HOMES[command])
+        return home.main(given)
     except CounterpointError as error:
         text = str(error)
         print(text if text.startswith(f"{command}: ") else f"{command}: {text}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Commands as a user runs them, in this process, and a node of four GPUs that is made up."""
 
 import contextlib
+import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks import __main__ as benchmarks
 from counterpoint.cli import main
 
 
@@ -25,6 +27,15 @@ def refused(command: str, arguments: list[str], message: str) -> None:
     assert result.stdout == ""
     assert result.stderr.startswith(f"{command}: ") and message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def benchmarks_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`counterpoint bench` and `evaluate` run in this process, and not in one of their own."""
+
+    def run(words: list[str], **_: Any) -> Any:
+        return SimpleNamespace(returncode=benchmarks.main(words[3], words[4:]))
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 def a_node_of_four(command: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -3,19 +3,16 @@
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from commands import invoke
+from commands import benchmarks_here, invoke
 from processes import python
 from typer.testing import CliRunner
 
-from benchmarks import __main__ as benchmarks
 from counterpoint.choose.known import SHIPPED
 from counterpoint.cli import main
 from counterpoint.errors import CounterpointError
@@ -209,14 +206,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU; and the benchmarks run here, and not in a process of their own."""
-
-    def run(words: list[str], **_: Any) -> Any:
-        return SimpleNamespace(returncode=benchmarks.main(words[3], words[4:]))
-
+    """None here, whatever this machine has."""
+    benchmarks_here(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(subprocess, "run", run)
 
 
 @pytest.mark.usefixtures("files", "no_gpus")
