@@ -1,6 +1,9 @@
 """Commands as a user runs them, in this process, and a node of four GPUs that is made up."""
 
 import contextlib
+import inspect
+import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -27,6 +30,15 @@ def refused(command: str, arguments: list[str], message: str) -> None:
     assert result.stdout == ""
     assert result.stderr.startswith(f"{command}: ") and message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def example(command: str) -> tuple[list[str], list[str]]:
+    """The words of a command's first example, and the lines that it prints."""
+    text = inspect.getdoc(getattr(main, command)) or ""
+    words, lines = re.search(
+        r"Example:.. `counterpoint (.*)`\n\n```text\n([^`]*)```", text
+    ).groups()
+    return shlex.split(words), lines.splitlines()
 
 
 def benchmarks_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,5 +74,5 @@ def as_rank_0(command: Any, measure: Any, monkeypatch: pytest.MonkeyPatch) -> No
     a_node_of_four(command, monkeypatch)
     monkeypatch.setattr(command, "under_torchrun", lambda: True)
     monkeypatch.setattr(command, "nccl_group", nccl_group)
-    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "measure", measure, raising=False)
     monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda _: "NVIDIA H200")

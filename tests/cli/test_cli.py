@@ -1,6 +1,5 @@
 """Every command says what it does with an example, and does it on a machine without a GPU."""
 
-import inspect
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import typer
-from commands import benchmarks_here, invoke
+from commands import benchmarks_here, example, invoke
 from processes import python
 from rich.console import Console
 from typer.testing import CliRunner
@@ -46,15 +45,6 @@ def test_help_has_an_example_and_what_it_prints(command: str):
     assert result.exit_code == 0
     assert f"Example: counterpoint {command}" in " ".join(result.output.split())
     assert 2 <= len(example(command)[1]) <= 3
-
-
-def example(command: str) -> tuple[list[str], list[str]]:
-    """The words of a command's first example, and the lines that it prints."""
-    text = inspect.getdoc(getattr(main, command)) or ""
-    words, lines = re.search(
-        r"Example:.. `counterpoint (.*)`\n\n```text\n([^`]*)```", text
-    ).groups()
-    return shlex.split(words), lines.splitlines()
 
 
 def masked(text: str) -> str:
@@ -160,6 +150,12 @@ def test_next_commands_name_a_program_that_is_there(
     assert "'my pictures/plan.png'" in demo.next_commands(path)[0]
     monkeypatch.setenv("PATH", str(folder))
     assert demo.next_commands(path)[2] == "counterpoint doctor"
+
+
+def test_a_terminal_without_these_characters_shows_others(tmp_path: Path):
+    words = ("plan", "all_gather_matmul", "--shape", "64,64,64", "--out", str(tmp_path / "▒.json"))
+    text = python("-m", "counterpoint", *words, PYTHONIOENCODING="ascii", COLUMNS="200")
+    assert text.endswith(f"{tmp_path}/?.json\n") and (tmp_path / "▒.json").exists()
 
 
 @pytest.mark.parametrize("moment", ["Loading", "on 2 CPU ranks", "✓"])

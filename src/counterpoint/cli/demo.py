@@ -66,7 +66,7 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
         out: folder of the pictures, in a folder that is there.
         scale: layers are so many times smaller than Llama's.
     """
-    if torch.cuda.device_count() >= 2:
+    if torch.cuda.device_count() >= 2 and checkout.benchmarks() is not None:
         out.mkdir(exist_ok=True)
         return checkout.run("bench", ["overlap", "--short", "--out", str(out / "demo.jsonl")])
     # one GPU has nobody to talk to: the ranks are to take the CPU
@@ -180,7 +180,7 @@ def _show(console: Console, here: Timeline, out: Path) -> None:
     what = f"{PICTURED} of Llama-3-70B, {TOKENS} tokens"
     console.print(f"\n{what}, on 8 H200s: predicted, speedup {speedup:.2f}x", style="bold")
     gpus = {"serial": serial, "overlapped": choice.timeline}
-    width = min(console.width, 100)
+    width = min(max(console.width, 60), 100)
     console.print(bars(gpus, width=width))
     console.print("\nThe same as it ran here (the order is real, the times are not a GPU's):",
                   style="bold")  # fmt: skip

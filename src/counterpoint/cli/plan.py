@@ -17,14 +17,12 @@ from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose
 from counterpoint.cli.files import check_written
-from counterpoint.cli.problems import M_N_K, machine_at, op_of, problem_of
+from counterpoint.cli.problems import M_N_K, check_ranks, machine_at, op_of, problem_of
 from counterpoint.cli.show import candidates
 from counterpoint.costs import NO_TILES
-from counterpoint.errors import InputError
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.presets import PRESETS
 from counterpoint.problem import DType, Problem, op_names
 from counterpoint.timeline import PICTURE_SUFFIXES
 
@@ -102,14 +100,7 @@ def plan(
     check_written("plan", "--out", out, (*PICTURE_SUFFIXES, ".json"))
     op_of("plan", "OP", op, op_names())
     where = machine_at("plan", machine)
-    if ranks > where.num_devices:
-        kind, _, _ = where.name.partition("-")
-        most = PRESETS[kind].num_devices if kind in PRESETS else where.num_devices
-        fix = f"take --ranks {where.num_devices}"
-        if where.num_devices < ranks <= most:
-            fix = f"take --machine {kind}-{ranks}"
-        want = f"at most the {where.num_devices} GPUs of {where.name}"
-        raise InputError("plan", "--ranks", want=want, got=ranks, fix=fix)
+    check_ranks("plan", ranks, where)
     problem = problem_of("plan", op, shape, ranks or where.num_devices, dtype, experts, out=into)
     if spec != AUTO:
         build(problem, spec, where)  # before any time is spent: it refuses what is none

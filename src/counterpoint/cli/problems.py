@@ -188,3 +188,18 @@ def machine_at(command: str, text: str) -> Machine:
         fix = meant(text, [f"{kind}-{n}" for kind in PRESETS for n in range(1, 9)])
         raise InputError(command, "--machine", want=want, got=repr(text), fix=fix)
     return machine_of(text)
+
+
+def check_ranks(command: str, ranks: int, machine: Machine) -> None:
+    """Refuse more ranks than the machine has GPUs.
+
+    Raises:
+        InputError: there are more; it names a machine of that kind that has as many, if one has.
+    """
+    if ranks <= machine.num_devices:
+        return
+    kind, _, _ = machine.name.partition("-")
+    enough = kind in PRESETS and ranks <= PRESETS[kind].num_devices
+    fix = f"take --machine {kind}-{ranks}" if enough else f"take --ranks {machine.num_devices}"
+    want = f"at most the {machine.num_devices} GPUs of {machine.name}"
+    raise InputError(command, "--ranks", want=want, got=ranks, fix=fix)
