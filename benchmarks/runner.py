@@ -308,4 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except CounterpointError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)
