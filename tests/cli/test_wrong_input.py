@@ -1,6 +1,7 @@
 """Wrong command lines: what each says, in our words, and that all of them end with 2."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -257,6 +258,27 @@ def test_advice_works_when_followed_literally():
             invoke(*shlex.split(f"{line} {advice}"))  # of an option given twice the last counts
             followed += 1
     assert followed >= 8
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("line", "denied", "text"),
+    [
+        (f"{A} --out plan.png", os.W_OK, "where this user may write, got plan.png: no permission"),
+        ("demo --out pictures", os.W_OK, "where this user may write, got pictures: no permission"),
+        ("demo --out folder", os.W_OK, "where this user may write, got folder: no permission"),
+        ("demo --out folder", os.R_OK, "a path that this user may read, got 'folder'"),
+    ],
+)
+def test_what_this_user_may_not_do(
+    line: str, denied: int, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    def access(path: object, mode: int) -> bool:
+        return mode != denied
+
+    monkeypatch.setattr(os, "access", access)  # root may everything
+    result = invoke(*shlex.split(line), code=2)
+    assert result.stderr == f"{line.split()[0]}: --out must be {text}\n"
 
 
 def test_ctrl_c_says_stopped(monkeypatch: pytest.MonkeyPatch):

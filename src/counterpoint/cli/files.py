@@ -1,6 +1,7 @@
 """Files that a command is given: looked at before it does anything else, torch or not."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,21 +57,29 @@ def check_written(
     if path.suffix not in suffixes:
         want = f"{what} that ends in {', '.join(suffixes)}"
         raise InputError(command, option, want=want, got=str(path))
-    check_folder(command, option, path.parent)
     if path.is_dir():
         raise InputError(command, option, want="a file", got=f"{path}: a folder")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        want = "a file that can be written"
-        raise InputError(command, option, want=want, got=f"{path}: no permission")
+    _check_place(command, option, path)
 
 
-def check_folder(command: str, option: str, folder: Path) -> None:
-    """Refuse a folder that is not there.
+def check_made(command: str, option: str, folder: Path) -> None:
+    """Refuse a folder that is not there and cannot be made, or cannot be written to.
 
     Raises:
-        InputError: it is missing, or something else.
+        InputError: it is a file, in a folder that is not there, or not to be written.
     """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(command, option, want="a folder", got=f"{folder}: a file")
+    _check_place(command, option, folder)
+
+
+def _check_place(command: str, option: str, path: Path) -> None:
+    """Refuse what is in no folder, and what permissions keep from being written."""
+    folder = path.parent
     if not folder.is_dir():
         got = f"{folder}: {'a file' if folder.exists() else 'no such folder'}"
-        fix = "" if folder.exists() else f"`mkdir -p {folder}` makes it"
+        fix = "" if folder.exists() else f"`mkdir -p {shlex.quote(str(folder))}` makes it"
         raise InputError(command, option, want="in a folder that is there", got=got, fix=fix)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        want = "where this user may write"
+        raise InputError(command, option, want=want, got=f"{path}: no permission")

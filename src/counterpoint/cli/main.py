@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from counterpoint import __version__
-from counterpoint.cli.files import check_folder
+from counterpoint.cli.files import check_made
 from counterpoint.cli.loading import loading
 from counterpoint.cli.measuring import PASSED_ON, bench, characterize, evaluate, tune
 from counterpoint.cli.occupancy import occupancy
@@ -70,8 +70,8 @@ def every_command(
 ) -> None:
     """Communication hidden behind computation on multi-GPU machines.
 
-    Exit codes: 0 done; 1 a check, a rank or a file failed; 2 nothing was run: the command line or a
-    file is wrong, or this machine lacks what the command needs; 130 stopped by Ctrl-C.
+    Exit codes: 0 done; 1 a check or a rank failed; 2 the command line or a file is wrong, or this
+    machine lacks what the command needs; 130 stopped by Ctrl-C.
     """
 
 
@@ -97,9 +97,7 @@ def demo(
     The picture: out/demo.png
     ```
     """
-    if out.exists() and not out.is_dir():
-        raise InputError("demo", "--out", want="a folder", got=f"{out}: a file")
-    check_folder("demo", "--out", out.parent)
+    check_made("demo", "--out", out)
     typer.echo("counterpoint demo: communication hidden behind computation. Loading PyTorch ...")
     sys.stdout.flush()
     with loading():
@@ -133,8 +131,7 @@ def warmup(
 
     ```text
     operator                M, N, K first call, ms then, ms
-    Triton keeps what was compiled; in a server, call once at the largest size before a graph is
-    captured.
+    Triton keeps what was compiled; in a server, call once at the largest size
     ```
     """
     with loading():

@@ -131,6 +131,8 @@ def _wanted(parameter: _Parameter, given: str) -> tuple[str, str]:
     if get_origin(parameter.kind) is Literal:
         among = get_args(parameter.kind)
         return f"one of {', '.join(among)}", meant(given, among)
+    if parameter.kind is not int:  # typer looks whether a path that is there can be read
+        return "a path that this user may read", ""
     low, high = parameter.declared.min, parameter.declared.max
     if low is None or high is None:
         return f"a whole number{'' if low is None else f' of {low} or more'}", ""
