@@ -174,7 +174,8 @@ def test_ctrl_c_stops_the_demo_and_all_that_it_started(moment: str, tmp_path: Pa
     # ends with the last process that holds these pipes
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.decode()) == (130, "\nstopped\n")
-    assert not list(tmp_path.iterdir())
+    # tempfile of a rank that is killed may leave the file by which it tries a folder
+    assert not [*tmp_path.glob("counterpoint*"), *tmp_path.glob("out*")]
     assert set(os.listdir("/dev/shm")) <= shared
 
 

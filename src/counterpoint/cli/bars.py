@@ -22,7 +22,7 @@ def bars(timelines: Mapping[str, Timeline], *, rank: int = 0, width: int = 80) -
         width: characters of a line.
     """
     name_width = max(map(len, timelines)) + 2
-    num_cells = width - name_width - LANE_WIDTH - TIME_WIDTH
+    num_cells = max(10, width - name_width - LANE_WIDTH - TIME_WIDTH)
     cell_s = max(timeline.duration_s for timeline in timelines.values()) / num_cells
     lines: list[Text] = []
     for name, timeline in timelines.items():

@@ -32,7 +32,7 @@ ROWS_PER_RANK = 128
 MOST_ERROR = 2.0  # of plain torch's own
 TIMEOUT_S = 120.0
 PICTURED = "QKV"
-PICTURED_ROWS = 8192  # of a CPU rank, so that its matmuls take milliseconds
+PICTURED_ROWS = 16384  # of all CPU ranks, so that their matmuls take milliseconds
 PROFILED_CALLS = 30  # the shortest is drawn: most are interrupted by what else runs here
 MACHINE, TOKENS = "h200-8", 65536  # of what is predicted
 
@@ -161,7 +161,8 @@ def _by_torch(
 def _profiled(ranks: int, rank: int, seed: int, scale: int) -> Timeline:
     """One all_gather_matmul as it ran, by a plan of the family that is predicted to be fastest."""
     n, k = LAYERS["all_gather_matmul"][PICTURED]
-    problem = Problem("all_gather_matmul", PICTURED_ROWS * ranks, n // scale, k // scale, ranks)
+    rows = PICTURED_ROWS // ranks // 64 * 64 * ranks
+    problem = Problem("all_gather_matmul", rows, n // scale, k // scale, ranks)
     x, w = _operands(problem, rank, seed)
     spec = "shard_p2p chunks=2"
     timelines: list[Timeline] = []
@@ -180,7 +181,7 @@ def _show(console: Console, here: Timeline, out: Path) -> None:
     what = f"{PICTURED} of Llama-3-70B, {TOKENS} tokens"
     console.print(f"\n{what}, on 8 H200s: predicted, speedup {speedup:.2f}x", style="bold")
     gpus = {"serial": serial, "overlapped": choice.timeline}
-    width = min(max(console.width, 60), 100)
+    width = min(console.width, 100)
     console.print(bars(gpus, width=width))
     console.print("\nThe same as it ran here (the order is real, the times are not a GPU's):",
                   style="bold")  # fmt: skip
