@@ -12,7 +12,7 @@ SETUP := .ci/setup.py pyproject.toml constraints.txt
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/.ready-run  ## all plan families of all_gather_matmul and matmul_reduce_scatter, checked; CPU ranks, or GPUs if there are two (ARGS="--ranks 2")
+demo: $(VENV)/.ready-run  ## every plan of two operators, checked, and a picture of what they bring; CPU ranks, or GPUs if there are two (ARGS="--ranks 2")
 	@PYTHONPATH=src $(VENV)/bin/python -m counterpoint demo $(ARGS)
 
 test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded" for pytest)

@@ -7,13 +7,12 @@
 Without experts the arms are those of overlap.py, with experts those of experts.py at equal counts.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks import experts, overlap
+from benchmarks import experts, options, overlap
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
 from benchmarks.evaluated import (
     AS_MEASURED,
@@ -31,7 +30,7 @@ from benchmarks.scenarios import HELD_OUT, expert_scenarios, held_out, scenarios
 from benchmarks.score import RIGHT
 from benchmarks.tables import measured, torch_note
 from counterpoint.choose.by_rule import RULE
-from counterpoint.errors import CounterpointError, InputError
+from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.machine_of import shipped
 from counterpoint.problem import Problem
@@ -270,25 +269,9 @@ def pictures(_: Mapping[int, list[Row]], images: Path) -> None:
     draw_errors(found, images / "evaluate-errors.svg")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or read what was measured, and print scores; 2 where there are no GPUs."""
-    parser = argparse.ArgumentParser(
-        prog="counterpoint evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rows", type=Path, nargs="+", action="extend", help="score files of rows")
-    parser.add_argument("--out", type=Path, default=Path("evaluate.jsonl"),
-                        help="JSONL file that what is measured is added to")  # fmt: skip
-    parser.add_argument("--picture", type=Path, help="draw the speedup of each scenario")
-    parser.add_argument("--errors", type=Path, help="draw predicted against measured times")
-    parser.add_argument(
-        "--part", default="1/1", help='"1/4": every fourth scenario, from the first on'
-    )
-    parser.add_argument("--only", default="", help="scenarios with this in their name")
-    args = parser.parse_args()
-    if args.rows and args.part != "1/1":
-        raise InputError("evaluate", "--part", want="left out with --rows", got=args.part)
+    args = options.evaluate(sys.argv[1:] if arguments is None else arguments, __doc__ or "")
     if not args.rows:
         from benchmarks.runner import main as measure
 
@@ -299,7 +282,10 @@ def main() -> int:
     if not found:
         got = ", ".join(map(str, args.rows or [args.out]))
         raise InputError(
-            "evaluate", "--rows", want=f"rows of scenarios with {args.only!r}", got=got
+            "evaluate",
+            "--only",
+            want=f"part of the name of a scenario in {got}",
+            got=repr(args.only),
         )
     machines = {ranks: shipped(part[0].gpu, ranks) for ranks, part in found.items()}
     for ranks, part in found.items():
@@ -334,9 +320,3 @@ EVALUATE = Benchmark(
         Section("docs/results/choosing.md", "scores", scores),
     ),
 )
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except CounterpointError as error:
-        sys.exit(f"counterpoint evaluate: {error}")

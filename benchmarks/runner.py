@@ -8,7 +8,6 @@ CUDA graph of several calls; all arms of a case share one randomised rotation at
 Single calls stand beside: behind a backlog, where only the GPU counts, and plain, where the host
 does too."""
 
-import argparse
 import faulthandler
 import gc
 import importlib
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 import counterpoint as cp
+from benchmarks import options
 from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
 from benchmarks.rows import Row
@@ -32,12 +32,7 @@ from counterpoint.measure import record
 from counterpoint.measure.timing import Arm, Times, captured, host_s, rotate
 from counterpoint.runtime.replay import SEEN_BEFORE
 
-NAMES = (
-    "overlap", "few_rows", "decode", "experts", "embedding", "steps", "training", "resources",
-    "copies", "transports", "losses", "evaluate", "soak",
-)  # fmt: skip
 SHORT_ROUNDS = 5
-LIMIT_S = 560  # of one benchmark
 
 
 def _nan_behind(device: torch.device, num_bytes: int) -> None:
@@ -255,27 +250,6 @@ def chosen(
     return found[int(number) - 1 :: int(of)]
 
 
-def options() -> argparse.ArgumentParser:
-    """Of `counterpoint bench`."""
-    parser = argparse.ArgumentParser(
-        prog="counterpoint bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--short", action="store_true", help="few cases, few rounds")
-    parser.add_argument("--cases", default="", help="those whose name has this in it")
-    parser.add_argument("--shapes", default="", help="M,N,K of your own, with colons between")
-    parser.add_argument("--part", default="1/1", help='"1/4": every fourth case, from the first on')
-    parser.add_argument("--rounds", type=int, default=0, help="how often each arm is timed")
-    parser.add_argument("--ranks", type=int, default=0, help="GPUs; 0: all")
-    parser.add_argument("--out", type=Path, help="JSONL file that rows are added to, or a folder")
-    parser.add_argument("--limit", type=int, default=LIMIT_S, help="most seconds of a benchmark")
-    parser.add_argument("--done", type=Path, help="file that names are added to when they are done")
-    parser.add_argument("--list", action="store_true", help="names of the cases, and no more")
-    return parser
-
-
 def file_of(name: str, out: Path | None, ranks: int) -> Path | None:
     """Where rows go: a file of its own for each benchmark, if `out` is a folder."""
     if out is None or out.suffix == ".jsonl":
@@ -285,13 +259,14 @@ def file_of(name: str, out: Path | None, ranks: int) -> Path | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run benchmarks on the GPUs here; 2 where there are too few."""
+    """Run benchmarks on the GPUs here.
+
+    Raises:
+        InputError: there are too few, or no such cases.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    args = options().parse_args(given)
+    args = options.bench(given, __doc__ or "")
     names = args.names or ["overlap"]
-    for name in names:
-        if name not in NAMES:
-            raise InputError("bench", "NAME", want=f"one of {', '.join(NAMES)}", got=repr(name))
 
     def pick(name: str, ranks: int) -> list[Case]:
         return chosen(declared(name), ranks, short=args.short, only=args.cases, shapes=args.shapes,
@@ -302,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(case.name for name in names for case in pick(name, max(gpus, 2))))
         return 0
     if gpus < 2:
-        return too_few_gpus("bench", "`counterpoint demo` runs without")
+        raise too_few_gpus("bench", "`counterpoint demo` runs on CPU ranks")
     # captured collectives of NCCL hang on memory that is open to peers where they register it
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if not under_torchrun():
@@ -336,4 +311,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except CounterpointError as error:
-        sys.exit(f"counterpoint bench: {error}")
+        print(error, file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError) else 1)

@@ -249,7 +249,8 @@ def variables() -> str:
 def main() -> None:
     """Write all of them."""
     from benchmarks import front, support
-    from benchmarks.runner import NAMES, declared
+    from benchmarks.options import NAMES
+    from benchmarks.runner import declared
 
     IMAGES.mkdir(exist_ok=True)
     for name in NAMES:

@@ -233,13 +233,10 @@ def test_experts_are_a_group_and_change_no_other_score():
     assert auto is not None and auto.worst_regret == pytest.approx(0.025)
 
 
-def test_what_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    empty = tmp_path / "rows.jsonl"
-    empty.write_text("")
-    with pytest.raises(InputError, match="--rows must be rows of"):
-        run(monkeypatch, "--rows", str(empty))
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match="--only must be part of the name of a scenario in "):
+        run(monkeypatch, "--rows", str(ROWS), "--only", "GPT-9")
     with pytest.raises(InputError, match="--part must be left out with --rows"):
         run(monkeypatch, "--rows", str(ROWS), "--part", "1/4")
-    assert run(monkeypatch) == 2 and "needs 2 GPUs or more" in capsys.readouterr().err
+    with pytest.raises(InputError, match="GPUs of this machine must be 2 or more, got none"):
+        run(monkeypatch)

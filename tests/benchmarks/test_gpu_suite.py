@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.runner import NAMES
+from benchmarks.options import NAMES
 
 # writes the names that it is done with; some end badly
 RUNNER = """

@@ -19,8 +19,9 @@ from benchmarks import (
     training,
 )
 from benchmarks.declare import Benchmark, Section
+from benchmarks.options import NAMES
 from benchmarks.rows import Row, one_form, results, taken
-from benchmarks.runner import NAMES, declared
+from benchmarks.runner import declared
 from benchmarks.tables import (
     ROOT,
     arm,

@@ -1,6 +1,10 @@
 """Commands as a user runs them, in this process, and a node of four GPUs that is made up."""
 
 import contextlib
+import inspect
+import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks import __main__ as benchmarks
 from counterpoint.cli import main
 
 
@@ -21,10 +26,28 @@ def invoke(command: str, *arguments: str, code: int = 0, columns: int = 140) -> 
 
 def refused(command: str, arguments: list[str], message: str) -> None:
     """The command ends with one line that has this message."""
-    result = invoke(command, *arguments, code=1)
+    result = invoke(command, *arguments, code=2)
     assert result.stdout == ""
-    assert result.stderr.startswith("Error: ") and message in result.stderr
+    assert result.stderr.startswith(f"{command}: ") and message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def example(command: str) -> tuple[list[str], list[str]]:
+    """The words of a command's first example, and the lines that it prints."""
+    text = inspect.getdoc(getattr(main, command)) or ""
+    words, lines = re.search(
+        r"Example:.. `counterpoint (.*)`\n\n```text\n([^`]*)```", text
+    ).groups()
+    return shlex.split(words), lines.splitlines()
+
+
+def benchmarks_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`counterpoint bench` and `evaluate` run in this process, and not in one of their own."""
+
+    def run(words: list[str], **_: Any) -> Any:
+        return SimpleNamespace(returncode=benchmarks.main(words[3], words[4:]))
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 def a_node_of_four(command: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -51,5 +74,5 @@ def as_rank_0(command: Any, measure: Any, monkeypatch: pytest.MonkeyPatch) -> No
     a_node_of_four(command, monkeypatch)
     monkeypatch.setattr(command, "under_torchrun", lambda: True)
     monkeypatch.setattr(command, "nccl_group", nccl_group)
-    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "measure", measure, raising=False)
     monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda _: "NVIDIA H200")

@@ -51,9 +51,9 @@ def test_without_two_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(characterize.torch.cuda, "device_count", lambda: gpus)
     result = run(code=2)
     assert result.stdout == ""
-    sees = f"torch sees {gpus or 'none'} here, `counterpoint doctor` says why"
+    got = f"{gpus or 'none'} (`counterpoint doctor` says why)"
     assert result.stderr.startswith(
-        f"counterpoint characterize: needs 2 GPUs or more; {sees}. `counterpoint plan` predicts"
+        f"characterize: GPUs of this machine must be 2 or more, got {got}; `counterpoint plan"
     )
 
 
@@ -66,8 +66,8 @@ def test_it_starts_a_rank_for_each_gpu(four_gpus: list[int]):
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("ranks", ["1", "5"])
 def test_ranks_that_are_not_there(ranks: str):
-    message = f"Error: characterize: --ranks must be from 2 to the 4 here, got {ranks}\n"
-    assert run("--ranks", ranks, code=1).stderr == message
+    message = f"characterize: --ranks must be from 2 to the 4 here, got {ranks}\n"
+    assert run("--ranks", ranks, code=2).stderr == message
 
 
 def test_it_prints_every_constant_and_keeps_the_machine(
@@ -95,6 +95,7 @@ def test_a_file_of_ones_own_is_what_plan_takes(
 ):
     monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "new" / "mine.json"
+    path.parent.mkdir()
     text = run("--quick", "--out", str(path)).stdout
     assert rank_0["rounds"] == 3
     assert f"written to {path}" in text

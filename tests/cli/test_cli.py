@@ -1,24 +1,38 @@
 """Every command says what it does with an example, and does it on a machine without a GPU."""
 
 import json
+import math
+import os
 import re
+import shlex
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from commands import benchmarks_here, example, invoke
 from processes import python
+from rich.console import Console
 from typer.testing import CliRunner
 
 import counterpoint
+import counterpoint as cp
 from counterpoint.choose.known import save_machine, save_tuned
-from counterpoint.cli import demo, doctor, main
+from counterpoint.cli import bars, demo, doctor, main
+from counterpoint.cli.characterize import table_of
+from counterpoint.machine_of import shipped
 from counterpoint.presets import preset
-from counterpoint.problem import Problem, op_names
+from counterpoint.problem import Problem
+from counterpoint.spans import Span
 from counterpoint.versions import untried
 
 COMMANDS = sorted(typer.main.get_command(main.app).commands)
+ROOT = Path(counterpoint.__file__).parents[2]
 SMALL = ("demo", "--ranks", "2", "--scale", "64")
 
 
@@ -28,10 +42,33 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command: str):
+def test_help_has_an_example_and_what_it_prints(command: str):
     result = CliRunner().invoke(main.app, [command, "--help"])
     assert result.exit_code == 0
     assert f"Example: counterpoint {command}" in " ".join(result.output.split())
+    assert 2 <= len(example(command)[1]) <= 3
+
+
+def masked(text: str) -> str:
+    """Without numbers, or how words are set apart."""
+    return " ".join(re.sub(r"\d+(\.\d+)?", "0", text).replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", ["plan", "occupancy", "evaluate", "bench"])
+def test_examples_print_what_help_shows(command: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    benchmarks_here(monkeypatch)
+    (name, *words), lines = example(command)
+    text = " ".join(invoke(name, *words, columns=80).stdout.split())
+    assert [line for line in lines if " ".join(line.split()) not in text] == []
+
+
+def test_an_example_of_characterize_is_of_the_machine_that_is_shipped():
+    machine, file = shipped("NVIDIA H200", 4), StringIO()
+    assert machine is not None
+    Console(file=file, width=140).print(table_of(machine))
+    text = " ".join(file.getvalue().split())
+    assert [line for line in example("characterize")[1] if " ".join(line.split()) not in text] == []
 
 
 def test_help_lists_the_commands_and_imports_no_torch():
@@ -39,7 +76,7 @@ def test_help_lists_the_commands_and_imports_no_torch():
     python("-c", code)
     text = run("--help")
     assert all(f" {command} " in text for command in COMMANDS)
-    assert "Exit codes: 0 done; 1 an error" in text
+    assert "Exit codes: 0 done; 1 a check or a rank failed" in text
 
 
 def test_every_command_stands_in_the_docs():
@@ -55,51 +92,108 @@ def test_version():
     assert run("--version") == f"{counterpoint.__version__}\n"
 
 
-def test_our_own_errors_are_one_line_and_no_traceback():
-    result = CliRunner().invoke(main.app, ["tune", "--op", "all_reduce", "--ranks", "2", "--shape",
-                                           "8,8,8"])  # fmt: skip
-    assert result.exit_code == 1
-    assert result.output.startswith(
-        f"Error: tune: --op must be one of {', '.join(op_names())}, got"
-    )
-    assert len(result.output.splitlines()) == 1
-
-
-def test_one_rank_is_not_ranks(tmp_path: Path):
-    text = run("demo", "--ranks", "1", "--scale", "64", "--out", str(tmp_path))
-    assert re.search(r"^counterpoint on 1 CPU rank and \d+ cores?$", text, re.MULTILINE)
-    trace = json.loads((tmp_path / "demo-cpu.json").read_text())
-    assert trace["otherData"]["source"].startswith("measured on 1 CPU rank:")
-
-
-def test_demo_checks_every_family_and_leaves_a_picture_and_a_trace(tmp_path: Path):
-    text = run(*SMALL, "--out", str(tmp_path))
+def test_demo_checks_every_family_and_ends_with_a_picture(tmp_path: Path):
+    out = tmp_path / "pictures"
+    text = run(*SMALL, "--out", str(out))
+    assert text.startswith("counterpoint demo: ") and "on 2 CPU ranks and " in text
+    rows = re.findall(r"^  (\w+) +(\S+) +(✓+) 10 plans, error (.*) of torch's own$", text, re.M)
+    assert [row[:2] for row in rows] == [
+        (op, each) for op in demo.LAYERS for each in demo.LAYERS[op]
+    ]
+    assert all(len(marks) == 10 and float(error) <= demo.MOST_ERROR for *_, marks, error in rows)
     assert "40 of 40 checks hold" in text
-    assert "CPU ms says nothing about a GPU" in " ".join(text.split())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-cpu.json", "demo-cpu.png"]
-    assert (tmp_path / "demo-cpu.png").read_bytes().startswith(b"\x89PNG")
-    trace = json.loads((tmp_path / "demo-cpu.json").read_text())
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert {span["pid"] for span in spans} == {0, 1}
-    assert {"copy", "matmul", "barrier"} <= {span["cat"] for span in spans}
-    assert "CPU ranks" in trace["otherData"]["source"]
+
+    assert [path.name for path in out.iterdir()] == ["demo.png"]
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    choice = cp.choose(cp.Problem("all_gather_matmul", demo.TOKENS, 1280, 8192, 8), demo.MACHINE)
+    assert f"on 8 H200s: predicted, speedup {choice.speedup(choice.seconds):.2f}x" in text
+    assert "the times are not a GPU's" in text
+    assert text.splitlines()[-4:-1] == [f"  {line}" for line in demo.next_commands(out)]
+    words = masked(text.replace(str(out), "out"))
+    assert [line for line in example("demo")[1] if masked(line) not in words] == []
 
 
-@pytest.mark.parametrize("squares", [5.0, float("nan")], ids=["wrong", "nan"])
-def test_demo_fails_when_a_result_is_wrong(
-    squares: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+def test_bars_show_what_runs_when():
+    def timeline(*spans: tuple[str, int, int, str]) -> cp.Timeline:
+        return cp.Timeline(tuple(Span(0, lane, a, b, kind, "") for lane, a, b, kind in spans))
+
+    serial = timeline(("compute", 0, 20, "collective"), ("compute", 20, 40, "matmul"))
+    plan = timeline(
+        ("compute", 0, 12, "matmul"), ("compute", 12, 16, "wait"), ("compute", 16, 24, "matmul"),
+        ("copy", 4, 16, "copy"), ("signal", 0, 0, "barrier"),
+    )  # fmt: skip
+    width = len("serial  ") + bars.LANE_WIDTH + 10 + bars.TIME_WIDTH
+    assert bars.bars({"serial": serial, "plan": plan}, width=width).plain.splitlines() == [
+        "serial  compute  ▒▒▒▒▒█████ 4e+04 ms",
+        "plan    compute  ███ ██",
+        "        copy      ▒▒▒       2.4e+04 ms",
+    ]
+
+
+def test_what_to_try_next_works(tmp_path: Path):
+    for line in demo.next_commands(tmp_path):
+        name, *words = shlex.split(line.partition("counterpoint ")[2])
+        invoke(name, *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
+
+
+def test_next_commands_name_a_program_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    problem = Problem("all_gather_matmul", 256, 20, 128, 2)
-    check = demo.Check("QKV", problem, "graded", squares, 1.0, 100.0, 1e-3)
-    right = check._replace(family="serial", squares=1.0)
-    monkeypatch.setattr(demo, "spawn", lambda *_, **__: [([right, check], None)] * 2)
-    monkeypatch.setattr(demo, "_save_timeline", lambda *_: None)
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(demo.sys, "executable", str(folder / "python"))
+    monkeypatch.chdir(tmp_path)
+    path = Path("my pictures")
+    assert demo.next_commands(path)[2] == f"{folder}/python -m counterpoint doctor"
+    program = folder / "counterpoint"
+    program.touch(mode=0o755)
+    assert demo.next_commands(path)[2] == ".venv/bin/counterpoint doctor"
+    assert "'my pictures/plan.png'" in demo.next_commands(path)[0]
+    monkeypatch.setenv("PATH", str(folder))
+    assert demo.next_commands(path)[2] == "counterpoint doctor"
+
+
+def test_a_terminal_without_these_characters_shows_others(tmp_path: Path):
+    words = ("plan", "all_gather_matmul", "--shape", "64,64,64", "--out", str(tmp_path / "▒.json"))
+    text = python("-m", "counterpoint", *words, PYTHONIOENCODING="ascii", COLUMNS="200")
+    assert text.endswith(f"{tmp_path}/?.json\n") and (tmp_path / "▒.json").exists()
+
+
+@pytest.mark.parametrize("moment", ["Loading", "on 2 CPU ranks", "✓"])
+def test_ctrl_c_stops_the_demo_and_all_that_it_started(moment: str, tmp_path: Path):
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "counterpoint", *SMALL, "--out", str(tmp_path / "out")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        env=os.environ | environment | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = b""
+    while moment.encode() not in said:
+        said += os.read(process.stdout.fileno(), 4096)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    # ends with the last process that holds these pipes
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.decode()) == (130, "\nstopped\n")
+    # tempfile of a rank that is killed may leave the file by which it tries a folder
+    assert not [*tmp_path.glob("counterpoint*"), *tmp_path.glob("out*")]
+    # memory of ranks has no name, and is gone with the last process that maps it
+    assert not list(Path("/dev/shm").glob("counterpoint*"))
+
+
+def test_demo_fails_when_a_result_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    checks = [demo.Check("all_gather_matmul", "QKV", f"plan {e}", e) for e in (1.0, 2.1, math.nan)]
+    monkeypatch.setattr(demo, "spawn", lambda *_, **__: [(checks, None)])
     monkeypatch.setattr(demo.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert demo.demo(ranks=2, seed=0, out=tmp_path, scale=64) == 1
+    assert demo.demo(ranks=1, seed=0, out=tmp_path, scale=64) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 checks hold" in text
-    assert "run `make test`" in text
+    assert "on 1 CPU rank and" in text and "1 of 3 checks hold" in text
+    assert "plan 2.1: error 2.1 of torch's own" in text and "plan nan: error nan" in text
+    assert "run `make test`" in text and "speedup" not in text
 
 
 def test_doctor_says_what_is_missing_here_and_how_to_get_it():
@@ -112,6 +206,7 @@ def test_doctor_says_what_is_missing_here_and_how_to_get_it():
     assert {"COUNTERPOINT_TIMEOUT_S", "COUNTERPOINT_CACHE"} <= set(facts["environment"])
     assert facts["known"] | {"machine": None, "measured": False, "tuned_plans": 0} == facts["known"]
     text = run("doctor")
+    assert [line for line in example("doctor")[1] if masked(line) not in masked(text)] == []
     assert "missing: GPUs" in text
     assert "nothing: auto is serial here" in text
 

@@ -11,7 +11,7 @@ from commands import invoke, refused
 from processes import python
 
 import counterpoint as cp
-from counterpoint.cli.occupancy import ASSUMED, DEVICES, NOTES, TOO_LARGE
+from counterpoint.cli.occupancy import ASSUMED, DEVICES, FEWER, NOTES, TOO_LARGE
 from counterpoint.runtime.limits import limits_of
 from counterpoint.runtime.occupancy import (
     Kernel,
@@ -35,7 +35,7 @@ def facts_of(*arguments: str) -> dict[str, dict[str, Any]]:
 
 
 def test_table():
-    text = run(*GEMM).stdout
+    text = run(*GEMM, "--all").stdout
     assert text.startswith("occupancy, predicted by arithmetic, not measured")
     assert "of a block of 128 threads, 64 registers, 16384 bytes" in text
     rows = [line.split() for line in text.splitlines()]
@@ -49,11 +49,25 @@ def test_table():
         assert f"\n{note}\n" in text
 
 
-@pytest.mark.parametrize("arguments", [GEMM, NVJET, [*LEAN, "--machine", "all"]])
-def test_it_fits_80_columns(arguments: list[str]):
-    text = run(*arguments, columns=80).stdout
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
+@pytest.mark.parametrize("arguments", [GEMM, LEAN, NVJET, [*LEAN, "--machine", "all", "--all"]])
+def test_it_fits_a_screen(arguments: list[str]):
+    lines = run(*arguments, columns=80).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 24 or "--all" in arguments
+    assert "…" not in "".join(lines)
+
+
+def test_what_is_left_out_without_all():
+    lines = [line.rstrip() for line in run(*LEAN).stdout.splitlines()]
+    every = [line.rstrip() for line in run(*LEAN, "--all").stdout.splitlines()]
+    rows = [line for line in lines if line in every]
+    assert len(rows) < len(every) and lines[-1] == FEWER
+    h200 = next(found for found in json.loads(run(*LEAN, "--json").stdout)["machines"]
+                if found["machine"] == "h200")  # fmt: skip
+    roomy = [level["blocks"] for level in h200["feasible"][1:]
+             if any(b and b["window"] for b in level["beside"].values())]  # fmt: skip
+    shown = lines[next(i for i, line in enumerate(lines) if line.startswith("h200")) + 1]
+    assert int(shown.split()[0]) == max(roomy)
 
 
 @pytest.mark.parametrize("machine", DEVICES)
@@ -130,13 +144,6 @@ def test_all_machines():
 )  # fmt: skip
 def test_what_is_refused_is_one_line(arguments: list[str], message: str):
     refused("occupancy", arguments, message)
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], GEMM[:4], ["--threads", "0", *GEMM[2:]], [*GEMM[:4], "--shared", "-1"]]
-)
-def test_wrong_options_are_exit_code_2(arguments: list[str]):
-    run(*arguments, code=2)
 
 
 def test_it_needs_no_torch():

@@ -84,35 +84,13 @@ def test_waves_of_the_way_that_needs_fewer_tiles(shape: str, tiles: int):
 
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])
-def test_without_a_gpu(cuda: str | None, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_without_a_gpu(cuda: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(kernels.torch.version, "cuda", cuda)
-    assert kernels.kernels(shape="", as_json=True) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    result = CliRunner().invoke(main.app, ["doctor", "--kernels", "--json"])
+    assert (result.exit_code, result.stdout) == (2, "")
     why = "no NVIDIA GPU found; install its driver" if cuda else "torch is a CPU build; install"
-    assert err.startswith(f"counterpoint doctor --kernels: needs an NVIDIA GPU; {why}")
-
-
-def test_exit_code_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(main.app, ["doctor", "--kernels", "--shape", "64,64,64"])
-    assert result.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--kernels", "--shape", "64,64"], "M,N,K of numbers above 0, got '64,64'"),
-        (["--kernels", "--shape", "64,0,64"], "M,N,K of numbers above 0, got '64,0,64'"),
-        (["--kernels", "--shape", "64,x,64"], "M,N,K of numbers above 0, got '64,x,64'"),
-        (["--shape", "64,64,64"], "given together with --kernels, got '64,64,64'"),
-    ],
-)
-def test_shapes_that_are_none(arguments: list[str], message: str):
-    result = CliRunner().invoke(main.app, ["doctor", *arguments])
-    assert result.exit_code == 1
-    assert result.output == f"Error: doctor: --shape must be {message}\n"
+    assert f"GPU of this machine must be an NVIDIA one, got none; {why}" in result.stderr
 
 
 def test_doctor_runs_without_triton():

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from commands import as_rank_0, example, invoke
 from typer.testing import CliRunner
 
+from counterpoint.cli import warmup
 from counterpoint.cli.main import app
 from counterpoint.cli.problems import numbers
 from counterpoint.cli.warmup import layers_of
@@ -23,13 +25,22 @@ def test_what_is_no_layer_is_refused(text: str):
 
 def test_an_operator_that_is_not_there_is_named():
     shown = CliRunner().invoke(app, ["warmup", "--layers", "64,64", "--op", "gemm"])
-    assert shown.exit_code == 1 and "--op must be one of matmul_all_reduce, " in shown.stderr
+    assert shown.exit_code == 2 and "--op must be one of matmul_all_reduce, " in shown.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_without_gpus_it_says_so():
     result = CliRunner().invoke(app, ["warmup", "--layers", "64,64"])
     assert result.exit_code == 2
-    assert "needs 2 GPUs or more" in result.stderr
+    assert "GPUs of this machine must be 2 or more, got " in result.stderr
     shown = CliRunner().invoke(app, ["warmup", "--layers", "64"])
-    assert shown.exit_code == 1 and "--layers must be N,K of each layer" in shown.stderr
+    assert shown.exit_code == 2 and "--layers must be N,K of each layer" in shown.stderr
+
+
+def test_it_prints_what_help_shows(monkeypatch: pytest.MonkeyPatch):
+    as_rank_0(warmup, None, monkeypatch)
+    monkeypatch.setattr(warmup, "_calls", lambda *_: (0.9, 1e-5))
+    (name, *words), lines = example("warmup")
+    shown = " ".join(invoke(name, *words, columns=100).stdout.split())
+    assert [line for line in lines if " ".join(line.split()) not in shown] == []
+    assert "matmul_all_reduce 64, 8192, 3584 900.0 0.0" in shown

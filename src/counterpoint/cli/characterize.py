@@ -25,16 +25,19 @@ ROUNDS = {True: 7, False: 3}  # of a full and of a quick run
 
 
 def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None) -> int:
-    """Measure, print and save; 0, or 2 where there are no GPUs.
+    """Measure, print and save; 0.
 
     Raises:
-        InputError: there are fewer GPUs than `ranks`, or that is one.
+        InputError: there are fewer than two GPUs, or than `ranks`, or that is one.
         UnsupportedError: no preset describes this GPU.
     """
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        instead = "`counterpoint plan` predicts for machines that are known, on a laptop too"
-        return too_few_gpus("characterize", instead)
+        instead = (
+            "`counterpoint plan all_gather_matmul --shape 8192,7168,8192` predicts for GPUs that "
+            "are known, here too"
+        )
+        raise too_few_gpus("characterize", instead)
     if ranks and not 2 <= ranks <= gpus:
         raise InputError("characterize", "--ranks", want=f"from 2 to the {gpus} here", got=ranks)
     if not under_torchrun():
@@ -103,7 +106,6 @@ def _save(console: Console, machine: Machine, gpu: str, ranks: int, out: Path | 
         console.print(f'plan="auto" goes by it from the next process on. It is kept in {path}: '
                       "delete it to undo.", soft_wrap=True)  # fmt: skip
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         save_machine(machine, gpu, ranks, Path(folder)).replace(out)
     console.print(f"written to {out}; see `counterpoint plan --machine`", soft_wrap=True)

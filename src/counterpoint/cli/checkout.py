@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import counterpoint
+from counterpoint.errors import InputError
 
 
 def benchmarks() -> Path | None:
@@ -15,17 +16,15 @@ def benchmarks() -> Path | None:
     return root if (root / "benchmarks" / "runner.py").is_file() else None
 
 
-def run(command: str, module: str, arguments: Sequence[str]) -> int:
-    """Run a module of benchmarks/ with `arguments`; its exit code, or 2 without a checkout."""
+def run(command: str, arguments: Sequence[str]) -> int:
+    """Run bench or evaluate of benchmarks/ with `arguments`; its exit code, or 2 without a
+    checkout."""
     root = benchmarks()
     if root is None:
-        print(
-            f"counterpoint {command}: needs a checkout of counterpoint, whose benchmarks/ is not "
-            f"part "
-            "of the installed package. Clone the repository, and there `pip install -e '.[cuda]'`",
-            file=sys.stderr,
-        )
-        return 2
+        want, got = "a checkout of counterpoint, with benchmarks/", "an installed package"
+        fix = "clone the repository, and there `pip install -e '.[cuda]'`"
+        raise InputError(command, "this installation", want=want, got=got, fix=fix)
     paths = [str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run([sys.executable, "-m", module, *arguments], env=environment).returncode
+    command_line = [sys.executable, "-m", "benchmarks", command, *arguments]
+    return subprocess.run(command_line, env=environment).returncode

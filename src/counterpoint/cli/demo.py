@@ -1,13 +1,16 @@
-"""`counterpoint demo`: plan families of two operators, checked, and one of them as a picture.
+"""`counterpoint demo`: plan families of two operators, checked, and a picture of what they bring.
 
-Those of all_gather_matmul and matmul_reduce_scatter that take the shapes. CPU ranks show that the
-plans are right; their times say nothing about a GPU.
+The families are those of all_gather_matmul and matmul_reduce_scatter that take the shapes. CPU
+ranks show that the plans are right; their times say nothing about a GPU.
 """
 
 import os
-import statistics
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,18 +21,20 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.cli import checkout
-from counterpoint.cli.show import progress, table
+from counterpoint.cli.bars import LEGEND, bars
+from counterpoint.measure.draw import draw_timeline
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import spawn
 from counterpoint.timeline import Timeline
 
 ROWS_PER_RANK = 128
-CALLS = 5  # the first is checked, the others are timed
 MOST_ERROR = 2.0  # of plain torch's own
 TIMEOUT_S = 120.0
 PICTURED = "QKV"
-PROFILED_CALLS = 5  # the shortest is drawn: with fewer cores than ranks, most are interrupted
+PICTURED_ROWS = 16384  # of all CPU ranks, so that their matmuls take milliseconds
+PROFILED_CALLS = 30  # the shortest is drawn: most are interrupted by what else runs here
+MACHINE, TOKENS = "h200-8", 65536  # of what is predicted
 
 # N and K of one rank of eight. Source: layer sizes of Llama-3-70B
 LAYERS: dict[str, dict[str, tuple[int, int]]] = {
@@ -39,95 +44,94 @@ LAYERS: dict[str, dict[str, tuple[int, int]]] = {
 
 
 class Check(NamedTuple):
-    """One family at one layer: sums of squares of the errors of a rank, and its time."""
+    """One family at one layer: its error against fp64, over that of torch's own, of all ranks."""
 
+    op: str
     layer: str
-    problem: Problem
     family: str
-    squares: float
-    plain_squares: float
-    want_squares: float
-    call_s: float
+    error: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it computes what it should; a NaN does not."""
+        return self.error <= MOST_ERROR
 
 
 def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
-    """Run the demo for this machine; 0 when every check holds."""
-    gpus = torch.cuda.device_count()
-    if gpus >= 2:
-        return _on_gpus(out)
-    return _on_cpu(ranks or 4, seed, out, scale)
+    """Run the demo for this machine; 0 when every check holds.
 
-
-def _on_gpus(out: Path) -> int:
-    """The short table of the matmuls: every plan beside the libraries, from a checkout."""
-    arguments = ["overlap", "--short", "--out", str(out / "demo.jsonl")]
-    return checkout.run("demo", "benchmarks.runner", arguments)
-
-
-def _on_cpu(ranks: int, seed: int, out: Path, scale: int) -> int:
-    console = Console()
+    Args:
+        ranks: CPU ranks; 0: one for each core, from 2 to 4.
+        seed: of the random operands.
+        out: folder of the pictures, in a folder that is there.
+        scale: layers are so many times smaller than Llama's.
+    """
+    if torch.cuda.device_count() >= 2 and checkout.benchmarks() is not None:
+        out.mkdir(exist_ok=True)
+        return checkout.run("bench", ["overlap", "--short", "--out", str(out / "demo.jsonl")])
     # one GPU has nobody to talk to: the ranks are to take the CPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    cores = len(os.sched_getaffinity(0))
-    console.print(f"[bold]counterpoint[/] on {ranks} CPU rank{'s' * (ranks != 1)} and "
-                  f"{cores} core{'s' * (cores != 1)}")  # fmt: skip
     start_s = time.monotonic()
+    cores = len(os.sched_getaffinity(0))
+    ranks = ranks or min(max(cores, 2), 4)
+    console = Console(highlight=False)
+    console.print(f"Every plan of two operators against fp64, on {ranks} CPU rank"
+                  f"{'s' * (ranks != 1)} and {cores} core{'s' * (cores != 1)}:")  # fmt: skip
+    sys.stdout.flush()  # before what rank 0 prints
     try:
-        results = spawn(_rank, ranks, seed, scale, console.is_terminal, timeout_s=TIMEOUT_S)
+        results = spawn(_rank, ranks, seed, scale, timeout_s=TIMEOUT_S)
     except cp.CounterpointError as error:
-        console.print(f"{error}", style="red", markup=False, highlight=False)
+        console.print(f"{error}", style="red", markup=False)
         console.print("The ranks could not run. `counterpoint doctor` shows what is missing here.")
         return 1
-    checks = [_over_ranks(same) for same in zip(*(checks for checks, _ in results), strict=True)]
-    wrong = _print_checks(console, checks)
-    _save_timeline(console, results[0][1], out)
-    console.print(f"{len(checks) - wrong} of {len(checks)} checks hold, "
-                  f"{time.monotonic() - start_s:.0f} s in all")  # fmt: skip
+    checks, timeline = results[0]
+    wrong = [check for check in checks if not check.holds]
+    console.print(f"{len(checks) - len(wrong)} of {len(checks)} checks hold: errors are at most "
+                  f"{MOST_ERROR:g} of those of torch's own collective and matmul.")  # fmt: skip
+    if not wrong:
+        _show(console, timeline, out)
+    for check in wrong:
+        console.print(f"[red]wrong:[/] {check.op} {check.layer}, plan {check.family}: error "
+                      f"{check.error:.3g} of torch's own")  # fmt: skip
     if wrong:
         console.print("[red]A wrong result is a bug:[/] run `make test`, and report what fails, "
                       "with what `counterpoint doctor --json` says.")  # fmt: skip
-    return int(wrong > 0)
+    console.print(f"{time.monotonic() - start_s:.0f} s in all")
+    return int(bool(wrong))
 
 
-def _rank(
-    rank: int, ranks: int, seed: int, scale: int, show_progress: bool
-) -> tuple[list[Check], Timeline]:
-    """What each rank does: all checks, then one call under the profiler."""
-    cases = [
-        (problem, layer, family.name)
-        for op, layers in LAYERS.items()
-        for layer, (n, k) in layers.items()
-        for problem in [_problem(op, ranks, n // scale, k // scale)]
-        for family in operation_of(op).families
-        if not family.refusal(problem)
-    ]
-    with progress(Console(), shown=show_progress and not rank) as bar:
-        task = bar.add_task("checking", total=len(cases))
-        checks: list[Check] = []
-        for i, (problem, layer, family) in enumerate(cases):
-            bar.update(task, description=f"{problem.op} {layer} {family}")
-            checks.append(_check(problem, layer, family, rank, seed + i))
-            bar.advance(task)
+def _rank(rank: int, ranks: int, seed: int, scale: int) -> tuple[list[Check], Timeline]:
+    """What each rank does: all checks, then one call under the profiler. Rank 0 says how far."""
+    checks: list[Check] = []
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, end="", flush=True)
+
+    for op, layers in LAYERS.items():
+        for layer, (n, k) in layers.items():
+            problem = Problem(op, ROWS_PER_RANK * ranks, n // scale, k // scale, ranks)
+            families = [f.name for f in operation_of(op).families if not f.refusal(problem)]
+            say(f"  {op:22}{layer:8}")
+            for family in families:
+                check = Check(op, layer, family, _error(problem, family, rank, seed + len(checks)))
+                checks.append(check)
+                say("✓" if check.holds else "✗")
+            worst = max(check.error for check in checks[-len(families) :])
+            say(f" {len(families)} plans, error {worst:.2f} of torch's own\n")
     return checks, _profiled(ranks, rank, seed, scale)
 
 
-def _problem(op: str, ranks: int, n: int, k: int) -> Problem:
-    return Problem(op, ROWS_PER_RANK * ranks, n, k, ranks)
-
-
-def _check(problem: Problem, layer: str, family: str, rank: int, seed: int) -> Check:
+def _error(problem: Problem, family: str, rank: int, seed: int) -> float:
+    """Of one call against fp64, over that of torch's own collective and matmul; of all ranks."""
     everyone = [_operands(problem, r, seed) for r in range(problem.ranks)]
     x, w = everyone[rank]
     op: Callable[..., Tensor] = getattr(cp, problem.op)
     y = op(x, w, plan=family)
     want, plain = _by_torch(problem, rank, everyone)
-    times_s: list[float] = []
-    for _ in range(CALLS - 1):
-        start_s = time.perf_counter()
-        op(x, w, plan=family)
-        times_s.append(time.perf_counter() - start_s)
-    squares = [float(t.double().square().sum()) for t in (y - want, plain - want, want)]
-    return Check(layer, problem, family, *squares, call_s=statistics.median(times_s))
+    squares = torch.stack([t.double().square().sum() for t in (y - want, plain - want)])
+    dist.all_reduce(squares)
+    return float((squares[0] / squares[1]).sqrt())
 
 
 def _operands(problem: Problem, rank: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -155,66 +159,60 @@ def _by_torch(
 
 
 def _profiled(ranks: int, rank: int, seed: int, scale: int) -> Timeline:
-    """One graded all_gather_matmul as it ran, at eight times the rows."""
+    """One all_gather_matmul as it ran, by a plan of the family that is predicted to be fastest."""
     n, k = LAYERS["all_gather_matmul"][PICTURED]
-    problem = Problem("all_gather_matmul", 8 * ROWS_PER_RANK * ranks, n // scale, k // scale, ranks)
+    rows = PICTURED_ROWS // ranks // 64 * 64 * ranks
+    problem = Problem("all_gather_matmul", rows, n // scale, k // scale, ranks)
     x, w = _operands(problem, rank, seed)
-    spec = f"graded {'/'.join(map(str, _doubling(ranks)))}"
-
-    def call() -> Tensor:
-        return cp.all_gather_matmul(x, w, plan=spec)
-
-    call()
-    timelines = [cp.profile(call, title=f"{spec}: {problem}")[1] for _ in range(PROFILED_CALLS)]
+    spec = "shard_p2p chunks=2"
+    timelines: list[Timeline] = []
+    for _ in range(PROFILED_CALLS):
+        _, timeline = cp.profile(lambda: cp.all_gather_matmul(x, w, plan=spec))
+        timelines.append(timeline)
     return min(timelines, key=lambda timeline: timeline.duration_s)
 
 
-def _doubling(ranks: int) -> list[int]:
-    """Groups of 1, 1, 2, 4, ... shards, which add up to `ranks`."""
-    sizes: list[int] = []
-    while (done := sum(sizes)) < ranks:
-        sizes.append(min(max(done, 1), ranks - done))
-    return sizes
+def _show(console: Console, here: Timeline, out: Path) -> None:
+    """What overlap brings: predicted for GPUs, beside what ran here; and what to try next."""
+    n, k = LAYERS["all_gather_matmul"][PICTURED]
+    choice = cp.choose(Problem("all_gather_matmul", TOKENS, n, k, 8), MACHINE)
+    serial = cp.estimate(cp.build(choice.problem, "serial", choice.machine), choice.machine)
+    speedup = choice.speedup(choice.seconds)
+    what = f"{PICTURED} of Llama-3-70B, {TOKENS} tokens"
+    console.print(f"\n{what}, on 8 H200s: predicted, speedup {speedup:.2f}x", style="bold")
+    gpus = {"serial": serial, "overlapped": choice.timeline}
+    width = min(console.width, 100)
+    console.print(bars(gpus, width=width))
+    console.print("\nThe same as it ran here (the order is real, the times are not a GPU's):",
+                  style="bold")  # fmt: skip
+    console.print(bars({"overlapped": here}, width=width))
+    console.print(LEGEND)
+    out.mkdir(exist_ok=True)
+    panels = [
+        replace(choice.timeline, title="", source=f"overlapped, {choice.timeline.source}"),
+        replace(here, title="", source=f"overlapped, a smaller layer, {here.source}"),
+    ]
+    title = f"all_gather_matmul: {what}, on 8 H200s: speedup {speedup:.2f}x, predicted"
+    first = replace(serial, title=title, source=f"serial, {serial.source}")
+    picture = draw_timeline(first, out / "demo.png", beside=panels, ranks=[0])
+    console.print(f"\nThe picture: {picture}", soft_wrap=True)
+    console.print("Try next:")
+    for command in next_commands(out):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
-def _over_ranks(same: tuple[Check, ...]) -> Check:
-    """One check from those of all ranks: errors add up, the slowest rank gives the time."""
-    fields = ("squares", "plain_squares", "want_squares")
-    sums = {field: sum(getattr(check, field) for check in same) for field in fields}
-    return same[0]._replace(**sums, call_s=max(check.call_s for check in same))
-
-
-def _print_checks(console: Console, checks: list[Check]) -> int:
-    """A table for each operator; returns how many checks fail."""
-    wrong = 0
-    for op in LAYERS:
-        columns = ("layer", "M, N, K", "plan family", ">error", ">/ torch's", "ok", ">CPU ms")
-        made = table(*columns, title=f"{op}, bfloat16")
-        mine = [check for check in checks if check.problem.op == op]
-        for i, check in enumerate(mine):
-            p, ratio = check.problem, (check.squares / check.plain_squares) ** 0.5
-            ok = ratio <= MOST_ERROR  # not for a NaN
-            wrong += not ok
-            first = i == 0 or mine[i - 1].layer != check.layer
-            if first:
-                made.add_section()
-            made.add_row(
-                check.layer if first else "", f"{p.m}, {p.n}, {p.k}" if first else "",
-                check.family, f"{(check.squares / check.want_squares) ** 0.5:.1e}",
-                f"{ratio:.2f}", "[green]yes[/]" if ok else "[bold red]NO[/]",
-                f"{check.call_s * 1e3:.1f}",
-            )  # fmt: skip
-        console.print(made)
-    console.print(
-        "error: relative to fp64, over all ranks; / torch's: over the error of torch's own "
-        f"collective and matmul, at most {MOST_ERROR:g}.\nCPU ms says nothing about a GPU: the "
-        "ranks share cores, and a copy is a memcpy that competes with the matmul.", style="dim",
-    )  # fmt: skip
-    return wrong
-
-
-def _save_timeline(console: Console, timeline: Timeline, out: Path) -> None:
-    picture = timeline.save(out / "demo-cpu.png")
-    trace = timeline.save(out / "demo-cpu.json")
-    console.print(f"what ran when on the CPU ranks: {picture}, and for ui.perfetto.dev {trace}",
-                  soft_wrap=True)  # fmt: skip
+def next_commands(out: Path) -> list[str]:
+    """Three commands that work where this one did."""
+    program = Path(sys.executable).parent / "counterpoint"
+    name = f"{shlex.quote(sys.executable)} -m counterpoint"
+    if shutil.which("counterpoint") == str(program):
+        name = "counterpoint"
+    elif program.exists():
+        here = program.is_relative_to(Path.cwd())
+        name = shlex.quote(str(program.relative_to(Path.cwd()) if here else program))
+    picture = shlex.quote(str(out / "plan.png"))
+    return [
+        f"{name} plan all_gather_matmul --shape 8192,7168,8192 --out {picture}",
+        f"{name} plan matmul_all_reduce --shape 8,8192,3584 --machine b200-8",
+        f"{name} doctor",
+    ]

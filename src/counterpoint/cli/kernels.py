@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from counterpoint.cli.doctor import no_gpu
 from counterpoint.cli.launch import under_torchrun
 from counterpoint.cli.problems import Shape, shape_of
+from counterpoint.errors import InputError
 from counterpoint.machine import KIB, MIB
 from counterpoint.runtime.footprint import Footprint, gemm_tile
 
@@ -30,17 +30,16 @@ def kernels(*, shape: str, as_json: bool) -> int:
         as_json: JSON instead of a table.
 
     Returns:
-        0, or 2 if there is no GPU to run kernels on.
+        0.
 
     Raises:
-        InputError: `shape` is not three numbers.
+        InputError: `shape` is not three numbers, or there is no GPU to run kernels on.
         UnsupportedError: cuda-bindings is not installed.
     """
     own = shape_of("doctor", "--shape", shape) if shape else None
     if not torch.cuda.is_available() or torch.version.hip:
-        what = "counterpoint doctor --kernels: needs an NVIDIA GPU"
-        print(f"{what}; {no_gpu(torch.version.cuda)}", file=sys.stderr)
-        return 2
+        want, fix = "an NVIDIA one", no_gpu(torch.version.cuda)
+        raise InputError("doctor", "GPU of this machine", want=want, got="none", fix=fix)
     # needs Triton, and `counterpoint doctor` says whether that is there
     from counterpoint.runtime.step_footprints import fitting_shape, step_footprints
 

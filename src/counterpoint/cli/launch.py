@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, InputError
 from counterpoint.runtime.workspace import release_all
 
 
@@ -19,9 +19,7 @@ def under_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def torchrun(
-    ranks: int, arguments: Sequence[str] = (), *, module: str = "counterpoint.cli.main"
-) -> int:
+def torchrun(ranks: int, arguments: Sequence[str] = (), *, module: str = "counterpoint") -> int:
     """Run this command again, or another module, on `ranks` GPUs of this node; its exit code."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = ["-m", module, *(arguments or sys.argv[1:])]
@@ -52,9 +50,7 @@ def nccl_group() -> Generator[tuple[dist.ProcessGroup, torch.device]]:
     dist.destroy_process_group()
 
 
-def too_few_gpus(command: str, instead: str) -> int:
-    """Say that `command` needs GPUs and what there is `instead`; the exit code."""
-    found = torch.cuda.device_count()
-    sees = f"torch sees {found or 'none'} here, `counterpoint doctor` says why"
-    print(f"counterpoint {command}: needs 2 GPUs or more; {sees}. {instead}", file=sys.stderr)
-    return 2
+def too_few_gpus(command: str, instead: str) -> InputError:
+    """The error of a `command` that needs GPUs, which says what there is `instead`."""
+    got = f"{torch.cuda.device_count() or 'none'} (`counterpoint doctor` says why)"
+    return InputError(command, "GPUs of this machine", want="2 or more", got=got, fix=instead)

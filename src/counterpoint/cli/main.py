@@ -3,6 +3,7 @@
 A command is a function with its options; what it does is imported when it runs, so help is quick.
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,28 +11,44 @@ import typer
 from typer.core import TyperGroup
 
 from counterpoint import __version__
+from counterpoint.cli.files import check_made
+from counterpoint.cli.loading import loading
 from counterpoint.cli.measuring import PASSED_ON, bench, characterize, evaluate, tune
 from counterpoint.cli.occupancy import occupancy
 from counterpoint.cli.plan import plan
-from counterpoint.errors import CounterpointError, InputError
+from counterpoint.cli.usage import REFUSED, meant, told
+from counterpoint.errors import InputError
 from counterpoint.problem import DType
 
 
 class _Commands(TyperGroup):
-    """Shows our own errors as their message: a traceback would say no more."""
+    """Shows every error as one line in our words; see `cli.usage`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:
+            typer.echo(ctx.get_help())
+            raise typer.Exit(REFUSED)
+        ctx.obj = list(args)
+        with told("counterpoint", args, every_command):
+            return super().parse_args(ctx, args)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None:
+            names = [command.__name__ for command in COMMANDS]
+            want, fix = f"one of {', '.join(names)}", meant(cmd_name, names)
+            raise InputError("counterpoint", "COMMAND", want=want, got=repr(cmd_name), fix=fix)
+        return found
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        name, *words = ctx.obj
+        function = next((c for c in COMMANDS if c.__name__ == name), every_command)
+        with told("counterpoint" if function is every_command else name, words, function):
             return super().invoke(ctx)
-        except (CounterpointError, OSError) as error:
-            # no ClickException: newer releases of typer hold a click of their own
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(1) from error
 
 
 app = typer.Typer(
     cls=_Commands,
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -53,27 +70,38 @@ def every_command(
 ) -> None:
     """Communication hidden behind computation on multi-GPU machines.
 
-    Exit codes: 0 done; 1 an error, a wrong value too, or a check that fails; 2 no such option, or
-    what the command needs is not on this machine.
+    Exit codes: 0 done; 1 a check or a rank failed; 2 the command line or a file is wrong, or this
+    machine lacks what the command needs; 130 stopped by Ctrl-C.
     """
 
 
 def demo(
     ranks: Annotated[
-        int, typer.Option(min=0, max=8, help="CPU ranks (0: 4), or GPUs (0: all).")
+        int, typer.Option(min=0, max=8, help="CPU ranks; 0: one for each core, from 2 to 4.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the random operands.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out"),
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of the random operands.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the picture; made if it is not there.")
+    ] = Path("out"),
     scale: Annotated[int, typer.Option(min=1, max=64, hidden=True)] = 16,
 ) -> None:
-    """Check all plan families of all_gather_matmul and matmul_reduce_scatter against fp64.
+    """Check every plan of two operators on CPU ranks, and show what overlap brings on GPUs.
 
-    With two GPUs or more it times them; otherwise it runs on CPU ranks, which takes some seconds
-    and shows that the plans are right, not how fast they are.
+    It takes some seconds. With two GPUs or more it times the plans there instead.
 
-    **Example:** `counterpoint demo --ranks 2 --out /tmp/demo`
+    **Example:** `counterpoint demo --ranks 2`
+
+    ```text
+    all_gather_matmul     QKV     ✓✓✓✓✓✓✓✓✓✓ 10 plans, error 1.00 of torch's own
+    40 of 40 checks hold
+    The picture: out/demo.png
+    ```
     """
-    from counterpoint.cli.demo import demo as run
+    check_made("demo", "--out", out)
+    typer.echo("counterpoint demo: communication hidden behind computation. Loading PyTorch ...")
+    sys.stdout.flush()
+    with loading():
+        from counterpoint.cli.demo import demo as run
 
     raise typer.Exit(run(ranks=ranks, seed=seed, out=out, scale=scale))
 
@@ -100,8 +128,14 @@ def warmup(
     for each GPU by itself.
 
     **Example:** `counterpoint warmup --layers 8192,3584:8192,1024 --rows 1,8,32,64`
+
+    ```text
+    operator                M, N, K first call, ms then, ms
+    Triton keeps what was compiled; in a server, call once at the largest size
+    ```
     """
-    from counterpoint.cli.warmup import warmup as run
+    with loading():
+        from counterpoint.cli.warmup import warmup as run
 
     raise typer.Exit(run(ops=op, layers=layers, rows=rows, dtype=dtype, ranks=ranks))
 
@@ -123,6 +157,14 @@ def doctor(
     With `--kernels`: threads, registers, shared memory, grid, cluster, priority and tile of the
     kernels of a step, as they are launched. Under torchrun, those of NCCL too.
 
+    **Example:** `counterpoint doctor`
+
+    ```text
+    GPUs                0
+    CPU ranks           yes
+    plans are chosen by nothing: auto is serial here
+    ```
+
     **Example:** `counterpoint doctor --json > doctor.json`
 
     **Example:** `counterpoint doctor --kernels --shape 2048,7168,8192`
@@ -136,20 +178,21 @@ def doctor(
     if shape and not kernels:
         raise InputError("doctor", "--shape", want="given together with --kernels", got=repr(shape))
     if kernels:
-        from counterpoint.cli.kernels import kernels as show
+        with loading():
+            from counterpoint.cli.kernels import kernels as show
 
         raise typer.Exit(show(shape=shape, as_json=as_json))
     if group:
-        from counterpoint.cli.group import group as show_group
+        with loading():
+            from counterpoint.cli.group import group as show_group
 
         raise typer.Exit(show_group(as_json=as_json))
-    from counterpoint.cli.doctor import doctor as run
+    with loading():
+        from counterpoint.cli.doctor import doctor as run
 
     raise typer.Exit(run(as_json=as_json))
 
 
-for command in (demo, bench, plan, occupancy, tune, characterize, evaluate, warmup, doctor):
+COMMANDS = (demo, bench, plan, occupancy, tune, characterize, evaluate, warmup, doctor)
+for command in COMMANDS:
     app.command(context_settings=PASSED_ON if command in (bench, evaluate) else None)(command)
-
-if __name__ == "__main__":
-    app(prog_name="counterpoint")

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from counterpoint.cli.problems import M_N_K
+from counterpoint.cli.files import check_written
+from counterpoint.cli.loading import loading
+from counterpoint.cli.problems import M_N_K, wanted
 from counterpoint.problem import DType, op_names
 
 # what is behind the name goes to the benchmarks as it stands
@@ -18,13 +20,21 @@ def bench(context: typer.Context) -> None:
     `counterpoint bench overlap` (the default) times every plan of the matmuls, `decode`, `experts`,
     `embedding`, `resources`, ... what their names say. `-h` lists all names and options.
 
+    **Example:** `counterpoint bench overlap --list`
+
+    ```text
+    all_gather_matmul 8192,1280,8192
+    all_gather_matmul 8192,7168,8192
+    all_gather_matmul 8192,13312,16384
+    ```
+
     **Example:** `counterpoint bench overlap --cases all_gather_matmul --shapes 2048,7168,8192`
 
     **Example:** `counterpoint bench resources --cases "cb cuBLAS" --out rows.jsonl`
     """
     from counterpoint.cli.checkout import run
 
-    raise typer.Exit(run("bench", "benchmarks.runner", context.args))
+    raise typer.Exit(run("bench", context.args))
 
 
 def tune(
@@ -55,12 +65,21 @@ def tune(
     The model's best 12 of each shape are timed side by side, in a CUDA graph. What is kept is a
     file; delete it to undo. On CPU ranks nothing is kept.
 
-    **Example:** `counterpoint tune --op all_gather_matmul --shape 2048,7168,8192`
-    """
-    from counterpoint.cli.tune import Asked
-    from counterpoint.cli.tune import tune as run
+    **Example:** `counterpoint tune --op all_gather_matmul --shape 512,256,256 --ranks 2`
 
-    asked = Asked(op, shape, layer, specs, rounds, ranks, experts, dtype, out)
+    ```text
+    plan                    measured us speedup verdict
+    direct                       3873.3    1.71 chosen
+    serial                       6626.8    1.00 slower
+    ```
+    """
+    check_written("tune", "--out", out, (".jsonl",))
+    layers = wanted("tune", op, shape, layer)
+    with loading():
+        from counterpoint.cli.tune import Asked
+        from counterpoint.cli.tune import tune as run
+
+    asked = Asked(layers, not shape, specs, rounds, ranks, experts, dtype, out)
     raise typer.Exit(run(asked))
 
 
@@ -81,8 +100,16 @@ def characterize(
     Without it they are those that came with the library, or derived from the datasheet.
 
     **Example:** `counterpoint characterize --rows rows.jsonl`
+
+    ```text
+    constant               measured datasheet unit    meaning
+    hbm_bytes_per_s            4169      3840 GB/s    Of a kernel that only reads and writes.
+    ```
     """
-    from counterpoint.cli.characterize import characterize as run
+    check_written("characterize", "--out", out, (".json",))
+    check_written("characterize", "--rows", rows, (".jsonl",))
+    with loading():
+        from counterpoint.cli.characterize import characterize as run
 
     raise typer.Exit(run(full=full, ranks=ranks, out=out, rows=rows))
 
@@ -94,7 +121,13 @@ def evaluate(context: typer.Context) -> None:
     here, or reads rows that were measured. `-h` lists the options.
 
     **Example:** `counterpoint evaluate --rows benchmarks/results/evaluate-4x-h200.jsonl`
+
+    ```text
+    4 GPUs: right is within 2% of the fastest candidate
+    all looked at before: 72
+    chosen by                       scenarios  right  regret   worst  least
+    ```
     """
     from counterpoint.cli.checkout import run
 
-    raise typer.Exit(run("evaluate", "benchmarks.evaluate", context.args))
+    raise typer.Exit(run("evaluate", context.args))

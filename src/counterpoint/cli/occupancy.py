@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import table
+from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
 from counterpoint.machine import KIB, DeviceSpec
-from counterpoint.machine_of import machine_of
 from counterpoint.presets import PRESETS
 from counterpoint.runtime import occupancy as sm
 from counterpoint.runtime.limits import SmLimits, limits_of
@@ -33,6 +34,7 @@ NOTES = (
     "window: KiB at which shared memory has room for both, and what else has not",
 )
 ASSUMED = "NCCL's blocks are an H200's: elsewhere assumed, and RCCL's differ; say --beside"
+FEWER = "shown: the block as it is, and the first with a window; --all shows every row"
 TOO_LARGE = "no block of communication fits an SM, with or without others"
 
 
@@ -52,6 +54,9 @@ def occupancy(
             help="Threads, registers and bytes of a block of communication; nccl: those of NCCL.",
         ),
     ] = "nccl",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every number of blocks that shared memory can bring to.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in bytes.")] = False,
 ) -> None:
     """Predict how many blocks of a kernel an SM holds, alone and beside communication.
@@ -61,6 +66,12 @@ def occupancy(
     doctor --kernels` shows what a kernel takes.
 
     **Example:** `counterpoint occupancy --threads 128 --registers 64 --shared 16384`
+
+    ```text
+    machine blocks bound by       bytes beside ring beside send/recv window
+    h200         8 registers      16384 0 registers 0 registers      -
+                 1 shared memory 115713 0 registers 0 registers      113.0-124.6
+    ```
     """
     kernel = sm.Kernel(threads, registers, dynamic_shared_bytes=shared)
     others = _others(beside)
@@ -75,9 +86,10 @@ def occupancy(
         return
     console = Console(highlight=False)
     block = f"{threads} threads, {registers} registers, {shared} bytes"
-    console.print(_table(f"occupancy, {BASIS}\nof a block of {block}", found, list(others)))
+    console.print(_table(f"occupancy, {BASIS}\nof a block of {block}", found, list(others), every))
     reasons = [f"{facts['machine']}: {facts['too_large']}" for facts in found if facts["too_large"]]
-    notes = [*reasons, *NOTES, *([ASSUMED] if others is NCCL else [])]
+    fewer = [] if every else [FEWER]
+    notes = [*reasons, *NOTES, *([ASSUMED] if others is NCCL else []), *fewer]
     console.print(*notes, sep="\n", style="dim", markup=False)
 
 
@@ -87,13 +99,14 @@ def _devices(machine: str) -> dict[str, DeviceSpec]:
     found: dict[str, DeviceSpec] = {}
     for name in machine.split(","):
         if name.endswith(".json"):
-            own = machine_of("occupancy", name)
+            own = machine_at("occupancy", name)
             found[own.name] = own.device
         elif name in DEVICES:
             found[name] = DEVICES[name]
         else:
             want = f"all, or of {', '.join(DEVICES)}, or files of a machine"
-            raise InputError("occupancy", "--machine", want=want, got=repr(name))
+            fix = meant(name, [*DEVICES, "all"])
+            raise InputError("occupancy", "--machine", want=want, got=repr(name), fix=fix)
     return found
 
 
@@ -101,7 +114,8 @@ def _others(comm: str) -> Mapping[str, sm.Kernel]:
     if comm == "nccl":
         return NCCL
     parts = comm.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts) or not int(parts[0]):
+    numbers = all(part.strip().isdecimal() and len(part) < 20 for part in parts)
+    if len(parts) != 3 or not numbers or not int(parts[0]):
         want = "nccl, or threads (above 0), registers and shared bytes as T,R,S"
         raise InputError("occupancy", "--beside", want=want, got=repr(comm))
     threads, registers, shared = map(int, parts)
@@ -141,8 +155,8 @@ def _refusal(block: sm.Kernel, limits: SmLimits) -> str:
     return ""
 
 
-def _table(title: str, found: list[dict[str, Any]], others: list[str]) -> Table:
-    """A row for each number of blocks per SM of each machine; it fits 80 columns."""
+def _table(title: str, found: list[dict[str, Any]], others: list[str], every: bool) -> Table:
+    """Rows of each machine by blocks per SM: every one, or those that tell; it fits 80 columns."""
     columns = (
         "machine",
         ">blocks",
@@ -154,7 +168,7 @@ def _table(title: str, found: list[dict[str, Any]], others: list[str]) -> Table:
     made = table(*columns, title=title)
     for facts in found:
         name = facts["machine"]
-        for level in facts["feasible"]:
+        for level in facts["feasible"] if every else _telling(facts["feasible"]):
             made.add_row(
                 name, str(level["blocks"]), level["bound_by"], str(level["shared_bytes"]),
                 *(f"{b['blocks']} {b['bound_by']}" if b else "-" for b in level["beside"].values()),
@@ -163,8 +177,15 @@ def _table(title: str, found: list[dict[str, Any]], others: list[str]) -> Table:
             name = ""
         if not facts["feasible"]:
             made.add_row(name, "-", "does not fit")
-        made.add_section()
+        if every:
+            made.add_section()
     return made
+
+
+def _telling(levels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The kernel as it is, and with the most blocks that leave room for communication."""
+    roomy = (level for level in levels[1:] if _window(level["beside"].values()) != "-")
+    return [*levels[:1], *(level for level, _ in zip(roomy, range(1), strict=False))]
 
 
 def _window(next_to: Iterable[dict[str, Any] | None]) -> str:

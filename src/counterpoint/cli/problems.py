@@ -1,16 +1,25 @@
 """Problems as a command line gives them: ops, layers and M,N,K by what is typed."""
 
+import re
 from collections.abc import Sequence
-from difflib import get_close_matches
+from dataclasses import replace
+from json import JSONDecodeError
+from pathlib import Path
 
+from counterpoint.cli.files import text_of
+from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
+from counterpoint.machine import Machine
+from counterpoint.machine_of import machine_of
 from counterpoint.measure.shapes import SHAPES
-from counterpoint.plan.operation import operation_of
+from counterpoint.presets import PRESETS
 from counterpoint.problem import DType, Problem, op_names
+from counterpoint.ranges import MAX_COUNT
 
 Shape = tuple[int, int, int]  # M, N, K
 M_N_K = "M over all ranks, N and K of one rank"
 BAGS = "embedding_bag_all_to_all"
+MAX_TABLES = 4096
 
 
 def op_of(command: str, option: str, text: str, among: Sequence[str]) -> str:
@@ -20,10 +29,8 @@ def op_of(command: str, option: str, text: str, among: Sequence[str]) -> str:
         InputError: it is not `among` those.
     """
     if text not in among:
-        near = get_close_matches(text, among, 1)
-        fix = f"did you mean {near[0]!r}?" if near else ""
         want = f"one of {', '.join(among)}"
-        raise InputError(command, option, want=want, got=repr(text), fix=fix)
+        raise InputError(command, option, want=want, got=repr(text), fix=meant(text, among))
     return text
 
 
@@ -38,8 +45,9 @@ def numbers(command: str, option: str, text: str, want: str, *, count: int = 0) 
         InputError: one is none, or there are fewer or more.
     """
     parts = [part.strip() for part in text.split(",")]
-    if (count and len(parts) != count) or not all(p.isdecimal() and int(p) for p in parts):
-        raise InputError(command, option, want=f"{want} above 0", got=repr(text))
+    good = all(p.isdecimal() and len(p) < 20 and 0 < int(p) <= MAX_COUNT for p in parts)
+    if (count and len(parts) != count) or not good:
+        raise InputError(command, option, want=f"{want} from 1 to 2**40", got=repr(text))
     return [int(part) for part in parts]
 
 
@@ -70,6 +78,42 @@ def layers_of(command: str, option: str, text: str) -> list[tuple[str, str]]:
     return [(op, ",".join(map(str, shape))) for op, _, shape in found]
 
 
+def sizes_of(command: str, op: str, shape: str) -> list[int]:
+    """M, N and K, or what embedding bags have.
+
+    Raises:
+        InputError: these are not as many numbers above 0.
+    """
+    want, count = ("TABLES,D,POOLING,BATCH", 4) if op == BAGS else ("M,N,K", 3)
+    return numbers(command, "--shape", shape, f"{want} of numbers", count=count)
+
+
+def wanted(command: str, op: str, shapes: str, layer: str) -> list[tuple[str, str]]:
+    """Operators and their shapes: those given, or those of published layers.
+
+    Raises:
+        InputError: there are none, or both are given.
+    """
+    if shapes and layer:
+        raise InputError(
+            command, "--layer", want="left out where --shape is given", got=repr(layer)
+        )
+    if shapes and not op:
+        want = f"one of {', '.join(op_names())} with --shape"
+        raise InputError(command, "--op", want=want, got="none")
+    name = op_of(command, "--op", op, op_names()) if op else None
+    if name and shapes:
+        for text in shapes.split(":"):
+            sizes_of(command, name, text)
+        return [(name, text) for text in shapes.split(":")]
+    layers = layers_of(command, "--layer", layer)
+    found = [each for each in layers if name in (None, each[0])]
+    if not found:
+        fix = "give --shape"
+        raise InputError(command, "--op", want="one that has such layers", got=repr(op), fix=fix)
+    return found
+
+
 def problem_of(
     command: str, op: str, shape: str, ranks: int, dtype: DType, experts: int = 0, *,
     out: bool = False,
@@ -87,16 +131,75 @@ def problem_of(
     """
     op_of(command, "OP", op, op_names())
     if op == BAGS:
-        want = "TABLES,D,POOLING,BATCH of numbers"
-        tables, columns, pooling, batch = numbers(command, "--shape", shape, want, count=4)
+        tables, columns, pooling, batch = sizes_of(command, op, shape)
+        if tables > MAX_TABLES:
+            want = f"of at most {MAX_TABLES} tables a GPU"
+            raise InputError(command, "--shape", want=want, got=repr(shape))
+        _shared_evenly(command, shape, 3, ranks, f"a BATCH that {ranks} ranks share")
         return Problem(
             BAGS, batch, ranks=ranks, dtype=dtype, tables=((columns,) * tables,) * ranks,
             indices=(tables * batch * pooling,) * ranks, out=out, experts=experts,
         )  # fmt: skip
-    m, n, k = shape_of(command, "--shape", shape)
-    if m % ranks and operation_of(op).shares_rows:
-        near = [rows for rows in (m - m % ranks, m - m % ranks + ranks) if rows]
-        fix = f"take {' or '.join(map(str, near))}"
-        want = f"of an M that {ranks} ranks share evenly"
-        raise InputError(command, "--shape", want=want, got=f"M {m}", fix=fix)
-    return Problem(op, m, n, k, ranks, dtype, experts=experts)
+    m, n, k = sizes_of(command, op, shape)
+    parts = ranks * (experts or 1)
+    problem = Problem(op, parts, n, k, ranks, dtype, experts=experts)  # refuses experts, not rows
+    if problem.operation.shares_rows:
+        who = f"{experts} experts on each of {ranks} ranks" if experts else f"{ranks} ranks"
+        _shared_evenly(command, shape, 0, parts, f"an M that {who} share")
+    return replace(problem, m=m, rows=())
+
+
+def _shared_evenly(command: str, shape: str, place: int, parts: int, who: str) -> None:
+    """Refuse a shape whose number at `place` is no multiple of `parts`, and say which are."""
+    numbers = [int(part) for part in shape.split(",")]
+    count = numbers[place]
+    if count % parts:
+        near = [n for n in (count - count % parts, count - count % parts + parts) if n]
+        shapes = ([*numbers[:place], n, *numbers[place + 1 :]] for n in near)
+        fix = f"take {' or '.join('--shape ' + ','.join(map(str, s)) for s in shapes)}"
+        raise InputError(command, "--shape", want=f"of {who} evenly", got=repr(shape), fix=fix)
+
+
+def machine_at(command: str, text: str) -> Machine:
+    """The machine of that name, or in that file.
+
+    Raises:
+        InputError: there is none.
+    """
+    want = "a name such as h200-8, or a file of a machine, which `counterpoint characterize` writes"
+    path = Path(text)
+    if path.exists() or path.suffix or "/" in text:
+        text_of(command, "--machine", path, want)
+        try:
+            return machine_of(command, path)
+        except InputError as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            got = f"{path}: JSON of something else"
+            if isinstance(cause, JSONDecodeError):
+                got = f"{path}: no JSON"
+            elif isinstance(cause, InputError) and cause is not error:
+                got = f"{path}: {cause}"
+            raise InputError(command, "--machine", want=want, got=got) from error
+    if re.fullmatch(r"([a-z0-9]+)-[1-8]", text) is None or text.partition("-")[0] not in PRESETS:
+        kinds = ", ".join(PRESETS)
+        want = f"one of {kinds} with a number of GPUs from 1 to 8, such as h200-8, or a file"
+        fix = meant(text, [f"{kind}-{n}" for kind in PRESETS for n in range(1, 9)])
+        raise InputError(command, "--machine", want=want, got=repr(text), fix=fix)
+    return machine_of(command, text)
+
+
+def check_ranks(command: str, ranks: int, machine: Machine) -> None:
+    """Refuse more ranks than the machine has GPUs.
+
+    Raises:
+        InputError: there are more; it names a machine of that kind that has as many, if one has.
+    """
+    if ranks <= machine.num_devices:
+        return
+    kind, _, _ = machine.name.partition("-")
+    enough = kind in PRESETS and ranks <= PRESETS[kind].num_devices
+    fix = f"take --machine {kind}-{ranks}" if enough else f"take --ranks {machine.num_devices}"
+    want = f"at most the {machine.num_devices} GPUs of {machine.name}"
+    raise InputError(command, "--ranks", want=want, got=ranks, fix=fix)

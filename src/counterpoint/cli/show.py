@@ -49,7 +49,7 @@ def candidates(
         took: name of the column of times.
         beside: more columns, by their names: what stands there.
     """
-    made = table("plan", took, ">serial /", *beside, "verdict")
+    made = table("plan", took, ">speedup", *beside, "verdict")
     for c in choice.table:
         known = isfinite(c.seconds)
         quiet = "dim" if c.basis in ("closed form", "refused") else ""

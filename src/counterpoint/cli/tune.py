@@ -14,7 +14,7 @@ from rich.table import Table
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.known import cache_folder
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
-from counterpoint.cli.problems import layers_of, op_of, problem_of
+from counterpoint.cli.problems import problem_of
 from counterpoint.cli.show import candidates, progress, us
 from counterpoint.errors import InputError
 from counterpoint.machine_of import slug
@@ -23,10 +23,11 @@ from counterpoint.measure.tune import tune as measure
 from counterpoint.model.estimate import predicted_s, source
 from counterpoint.ops.auto import known_tiles
 from counterpoint.plan.families import build
-from counterpoint.problem import DType, Problem, op_names
+from counterpoint.problem import DType, Problem
 from counterpoint.runtime.ranks import spawn
 
 CPU_TIMEOUT_S = 600.0
+ON_CPU_RANKS = "counterpoint tune --op all_gather_matmul --shape 512,256,256 --ranks 2"
 ON_CPU = (
     "On CPU ranks: the plans run, but their times mean nothing for a GPU, and nothing is saved."
 )
@@ -42,9 +43,8 @@ class Case(NamedTuple):
 class Asked(NamedTuple):
     """What was asked for: the options say what each is."""
 
-    op: str
-    shapes: str
-    layer: str
+    layers: list[tuple[str, str]]  # operators and their shapes
+    published: bool  # nobody has given a shape
     specs: str
     rounds: int
     ranks: int
@@ -54,24 +54,23 @@ class Asked(NamedTuple):
 
 
 def tune(asked: Asked) -> int:
-    """Time, print and save; 0, or 2 where there are no GPUs and no CPU ranks are asked for.
+    """Time, print and save; 0.
 
     Raises:
-        InputError: there is no such op, shape, layer or plan, or there are fewer GPUs.
+        InputError: there is no such shape or plan, or there are fewer GPUs.
     """
-    gpus, ranks, shapes = torch.cuda.device_count(), asked.ranks, asked.shapes
+    gpus, ranks = torch.cuda.device_count(), asked.ranks
     if gpus < 2 and not ranks:
-        instead = "`--ranks 2 --shape 512,256,256` tries the command on CPU ranks"
-        return too_few_gpus("tune", instead)
-    if gpus < 2 and not shapes:
+        raise too_few_gpus("tune", f"`{ON_CPU_RANKS}` tries the command on CPU ranks")
+    if gpus < 2 and asked.published:
         want = "given for CPU ranks, to which published shapes are too large"
-        raise InputError("tune", "--shape", want=want, got="none", fix="try 512,256,256")
+        raise InputError("tune", "--shape", want=want, got="none", fix=f"try `{ON_CPU_RANKS}`")
     if gpus > 1 and ranks > gpus:
         raise InputError("tune", "--ranks", want=f"at most the {gpus} GPUs here", got=ranks)
     names = tuple(name.strip() for name in asked.specs.split(",") if name.strip())
     cases = [
         Case(problem_of("tune", op, shape, ranks or gpus, asked.dtype, asked.experts), names)
-        for op, shape in _wanted(asked.op, shapes, asked.layer)
+        for op, shape in asked.layers
     ]
     for case in cases:
         for spec in case.specs:
@@ -81,24 +80,6 @@ def tune(asked: Asked) -> int:
     if under_torchrun():
         return _on_gpu(cases, asked.rounds, asked.out)
     return torchrun(ranks or gpus)
-
-
-def _wanted(op: str, shapes: str, layer: str) -> list[tuple[str, str]]:
-    """Operators and their shapes."""
-    if shapes and layer:
-        raise InputError("tune", "--layer", want="left out where --shape is given", got=repr(layer))
-    if shapes and not op:
-        want = f"one of {', '.join(op_names())} with --shape"
-        raise InputError("tune", "--op", want=want, got="none")
-    name = op_of("tune", "--op", op, op_names()) if op else None
-    if name and shapes:
-        return [(name, text) for text in shapes.split(":")]
-    layers = layers_of("tune", "--layer", layer)
-    found = [each for each in layers if name in (None, each[0])]
-    if not found:
-        fix = "give --shape"
-        raise InputError("tune", "--op", want="one that has such layers", got=repr(op), fix=fix)
-    return found
 
 
 def _on_gpu(cases: Sequence[Case], rounds: int, out: Path | None) -> int:

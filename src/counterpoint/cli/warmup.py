@@ -26,17 +26,17 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
-    """Call each operator at each size on the GPUs here; 0, or 2 where there are too few.
+    """Call each operator at each size on the GPUs here; 0.
 
     Raises:
-        InputError: there is no such operator, or a size is none.
+        InputError: there is no such operator, a size is none, or there are too few GPUs.
     """
     names = [op_of("warmup", "--op", name.strip(), tuple(OPS)) for name in ops.split(",")]
     shapes, counts = layers_of(layers), numbers("warmup", "--rows", rows, "numbers with commas")
     if not under_torchrun():
         ranks = ranks or torch.cuda.device_count()
         if ranks < 2 or torch.cuda.device_count() < ranks:
-            return too_few_gpus("warmup", "CPU ranks compile nothing.")
+            raise too_few_gpus("warmup", "CPU ranks compile nothing, so they need no warm-up")
         return torchrun(ranks)
     with nccl_group() as (group, device):
         world = group.size()

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, TextIO, TypeVar, TypeVarTuple
@@ -143,15 +144,23 @@ def _started(
     receiver, sender = context.Pipe(duplex=False)
     call = (num_threads, fn, rank, num_ranks, args)
     process = context.Process(target=_rank_main, args=(sender, *place, *call))
-    # ctrl-C goes to all processes of a terminal: this one ends the ranks, which inherit the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with _interrupts_held_back():
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # the rank's own end must be the last one, else its death is no end of file
     sender.close()
     return RankProcess(process, receiver)
+
+
+@contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """Start a process that Ctrl-C does not reach: this one gets it, and ends its ranks."""
+    # it would let signals through once it is started, as it is with the first process
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _refuse_failures(
