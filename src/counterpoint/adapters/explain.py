@@ -95,15 +95,25 @@ class Report:
 
     def __str__(self) -> str:
         if not self.found:
-            return NOTHING
+            return "\n".join([NOTHING, *_plans()])
         total = f"{self.matched} of {len(self.found)} collectives are parts of operators"
         return "\n".join([total, *map(str, self.found)])
 
 
 NOTHING = (
-    "no collectives were compiled: the model has not run yet, has none, or its graphs came from "
-    "torch's cache (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew)"
+    "no collectives were compiled: the model has not run yet, has none, or torch took its graphs "
+    "from its cache, where what was done with each is not kept "
+    "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew)"
 )
+
+
+def _plans() -> Iterator[str]:
+    """What has run in this process."""
+    for (name, _), workspace in workspaces.items():
+        for compiled in workspace.code.values():
+            if compiled.code is not None:
+                plan = compiled.code.program.plan
+                yield f"has run in group {name}: {plan.problem}, plan {plan.spec}"
 
 
 def explain(model: Any) -> Report:
