@@ -66,6 +66,9 @@ WIDTHS = {
 class Rotary(nn.Module):
     """Turns pairs of columns by the position of their token."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, columns: int, start: int, end: int) -> None:
         super().__init__()
         at = torch.arange(start, end, dtype=torch.float64)
@@ -109,10 +112,12 @@ class Attention(nn.Module):
 class CachedAttention(Attention):
     """Attention of one new token per sequence to all before it; the cache is sharded by heads."""
 
+    cache: Tensor
+
     def __init__(self, width: Width, batch: int, context: int, ranks: int) -> None:
         super().__init__(width)
         shape = (2, batch, width.kv_heads // ranks, context, self.columns)
-        self.register_buffer("cache", torch.randn(shape), persistent=False)
+        self.register_buffer("cache", torch.empty(shape), persistent=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache[0, :, :, -1:] = k
@@ -278,7 +283,12 @@ def whole(name: str, sizes: Sizes, *, ranks: int = 1) -> Layers:
         mlp = TopTwo(width) if form == "mixtral" else SwiGlu(width)
         return Block(attention, mlp, partial(nn.RMSNorm, width.dim))
 
-    return Layers([block() for _ in range(sizes.layers)], KEPT.get(form))
+    model = Layers([block() for _ in range(sizes.layers)], KEPT.get(form))
+    # behind the weights, which are then those of "llama"
+    for cache in model.buffers():
+        if cache.dim() > 2:
+            cache.normal_()
+    return model
 
 
 def shard(model: Layers, name: str, mesh: DeviceMesh) -> Layers:
