@@ -46,11 +46,13 @@ class Arms:
         check: how far off what an arm has returned is, on this rank: one error for each result.
         baseline: the arm that the others are held against; none may be off by twice as much.
         parts: arms that are a part of the work, and have no result to check.
+        peers: arms of others, which are left out of graphs if they cannot be captured.
         floor: an error that rounding alone explains.
         limit: an error of the baseline above which nothing is timed.
         outputs: tensors that are full of NaN before each check.
         nan_bytes: of memory that is allocated next and is full of NaN before each check.
         sets: operands in rotation.
+        pool: memory that the CUDA graphs of all arms share; None: each has its own.
         about: facts of an arm, beside those of the case.
         facts: more facts of the case.
         close: gives back what was opened, once all has been timed.
@@ -60,11 +62,13 @@ class Arms:
     check: Callable[[str, Any], Sequence[float]]
     baseline: str = "serial"
     parts: Sequence[str] = ()
+    peers: Sequence[str] = ()
     floor: float = 0.0
     limit: float = ROUNDING
     outputs: Sequence[Tensor] = ()
     nan_bytes: int = 1 << 28
     sets: int = 1
+    pool: Any = None
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     close: Callable[[], None] = lambda: None

@@ -144,12 +144,11 @@ def _timed(
     if benchmark.calls and bench.on_gpu:
         per = max(benchmark.calls, arms.sets)
         bench.say("capturing")
-        graphs = {name: captured(call, per) for name, call in calls.items()}
+        graphs, refused = _captured(calls, per, arms, bench)
         bench.say(f"timing {len(graphs)} graphs")
-        replays = {name: replay for name, (replay, _) in graphs.items()}
-        times = rotate(replays, soak_s=soak_s, **more)
-        rows += [row(name, "graph", times, per) for name in times]
-        del graphs, replays
+        times = rotate(graphs, soak_s=soak_s, **more)
+        rows += [*refused, *(row(name, "graph", times, per) for name in times)]
+        del graphs
     every = benchmark.every_eager or not bench.on_gpu
     single = {n: _turning(c) for n, c in calls.items() if every or n in benchmark.eager}
     if not single:
@@ -170,6 +169,26 @@ def _timed(
                 beside["host_s"] = host_s(arm, group=bench.group)
         rows.append(row(name, "eager", behind) | beside)
     return rows
+
+
+def _captured(
+    calls: Mapping[str, Call], per: int, arms: Arms, bench: Bench
+) -> tuple[dict[str, Arm], list[Row]]:
+    """Replays of all arms that all ranks can capture; and rows of peers that some rank cannot."""
+    found: dict[str, Arm | str] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = captured(call, per, arms.pool)[0]
+        except RuntimeError as error:
+            if name not in arms.peers:
+                raise
+            found[name] = f"it cannot be captured: {str(error).splitlines()[0]}"
+    here = {name: replay if isinstance(replay, str) else "" for name, replay in found.items()}
+    why = {n: text for texts in bench.gathered(here) for n, text in texts.items() if text}
+    for name, reason in why.items():
+        bench.say(f"{name}: {reason}")
+    replays = {n: r for n, r in found.items() if n not in why and not isinstance(r, str)}
+    return replays, [{"arm": n, "mode": "graph", "refused": text} for n, text in why.items()]
 
 
 def _rounds(benchmark: Benchmark, bench: Bench) -> int:

@@ -26,12 +26,12 @@ for name in names:
 FILES = {f.stem for f in (gpu_suite.ROOT / "tests" / "gpu").glob("test_*.py")}
 
 
-def test_the_short_suite_is_all_tests_and_every_table_in_nine_minutes(tmp_path: Path):
+def test_the_short_suite_is_all_tests_and_every_table_in_ten_minutes(tmp_path: Path):
     found = gpu_suite.separate("short", tmp_path, 2)
     assert set(found) == {*FILES, "characterize"} and set(gpu_suite.SHORT_S) == set(NAMES)
     assert list(found)[-1] == "characterize" and {*gpu_suite.ALONE, *gpu_suite.FIRST} < FILES
     seconds = gpu_suite.TESTS_S + gpu_suite.CHARACTERIZE_S + gpu_suite.START_S
-    assert seconds + sum(gpu_suite.SHORT_S.values()) <= 540
+    assert seconds + sum(gpu_suite.SHORT_S.values()) <= 600
 
 
 @pytest.mark.parametrize("suite", [*NAMES, "tests", "characterize", "sanitize"])

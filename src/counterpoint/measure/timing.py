@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,8 +198,17 @@ def host_s(arm: Arm, *, group: dist.ProcessGroup, calls: int = 30) -> float:
     return taken.item()
 
 
-def captured(call: Callable[[int], object], calls: int) -> tuple[Arm, torch.cuda.CUDAGraph]:
-    """`calls` calls, numbered, in one CUDA graph; the arm replays it."""
+def captured(
+    call: Callable[[int], object], calls: int, pool: Any = None
+) -> tuple[Arm, torch.cuda.CUDAGraph]:
+    """`calls` calls, numbered, in one CUDA graph; the arm replays it.
+
+    Args:
+        call: what is captured, after it has run once.
+        calls: how many.
+        pool: of `torch.cuda.graph_pool_handle()`: memory shared with other graphs, whose results
+            are then lost when another one replays; None for memory of its own.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -206,7 +216,7 @@ def captured(call: Callable[[int], object], calls: int) -> tuple[Arm, torch.cuda
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with no_collector(), torch.cuda.graph(graph):
+    with no_collector(), torch.cuda.graph(graph, pool=pool):
         for i in range(calls):
             call(i)
     return graph.replay, graph
