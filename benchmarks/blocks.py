@@ -57,7 +57,7 @@ class Width(NamedTuple):
 
 
 WIDTHS = {
-    "toy": Width(64, 8, 4, 128),
+    "toy": Width(128, 16, 8, 256),
     "8B": Width(4096, 32, 8, 14336),  # Llama-3-8B
     "70B": Width(8192, 64, 8, 28672),  # Llama-3-70B
 }

@@ -274,9 +274,13 @@ KERNELS = {
     "matmul": re.compile(r"gemm|nvjet|cutlass|xmma|splitk", re.I),
 }
 
+SHORTER = re.compile(r"^void |[<(].*")  # what a name does without
+
 
 def kind_of(kernel: str) -> str:
     """What a kernel or a copy that is no step of a plan does, by its name."""
+    if kernel.startswith("triton_"):  # torch's, named after all that they are made from
+        return "opaque"
     if "matmul" in kernel:  # ours, that communicate and multiply in one
         return "fused"
     return next((kind for kind, name in KERNELS.items() if name.search(kernel)), "opaque")
@@ -284,8 +288,11 @@ def kind_of(kernel: str) -> str:
 
 def told(timeline: Timeline) -> Timeline:
     """A profiled run of any code, with the kind of each span; of rank 0 alone."""
-    spans = (span if span.kind != "other" else replace(span, kind=kind_of(span.label))
-             for span in timeline.spans if span.rank == 0)  # fmt: skip
+    spans = (
+        replace(span, kind=kind_of(span.label), label=SHORTER.sub("", span.label).strip())
+        if span.kind == "other" else span
+        for span in timeline.spans if span.rank == 0
+    )  # fmt: skip
     return replace(timeline, spans=tuple(spans)).shifted()
 
 

@@ -81,7 +81,7 @@ KINDS = {
     "Memcpy DtoD (Device -> Device)": "opaque",
     "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "matmul",
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4>>": "opaque",
-    "triton_poi_fused_mul_silu_0": "opaque",
+    "triton_poi_fused_all_gather_into_tensor_mul_silu_0": "opaque",
     "all_gather_matmul_kernel": "fused",
     "void c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long)": "barrier",
 }
@@ -93,13 +93,14 @@ def test_kernels_by_their_names(kernel: str):
 
 
 def test_a_timeline_of_other_code_says_what_is_exposed():
-    names = ("nvjet_tst", "ncclDevKernel_AllGather")
+    names = ("void nvjet_tst<4>(int)", "ncclDevKernel_AllGather")
     spans = [Span(rank, f"stream {i}", 5.0 + i, 7.0 + i, "other", names[i])
              for rank in (0, 1) for i in (0, 1)]  # fmt: skip
     spans.append(Span(0, "copy", 8.0, 9.0, "copy", "copy 1"))
     told = compiling.told(Timeline(tuple(spans)))
     assert told.ranks == (0,) and told.start_s == 0
     assert [span.kind for span in told.spans] == ["matmul", "collective", "copy"]
+    assert told.spans[0].label == "nvjet_tst"
     assert told.exposed_s(0) == pytest.approx(2.0)
 
 
