@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import counterpoint as cp
 from benchmarks import blocks
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
+from benchmarks.pictures import DARK, Theme, in_both, place, shown
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import measured, ms
 from counterpoint.measure.draw import draw_timeline
@@ -304,17 +305,23 @@ def seen(call: Call, bench: Bench) -> str:
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
-    """One layer, forward and backward, before and after."""
-    ranks, rows = next(iter(found.items()))
+    """One layer, forward and backward, before and after, of the most GPUs."""
+    rows = next(iter(found.values()))
     for case in taken(rows, "case"):
         if all("timeline" in case.main.get(arm, {}) for arm in (PLAIN, OURS)):
-            title = f"One layer of Llama-3-{case.head['width']} width, forward and backward"
-            plain, ours = (
-                replace(Timeline.from_json(case.main[arm]["timeline"]), title=title,
-                        source=f"{text}, measured on {ranks}x {case.head['gpu']}")
-                for arm, text in ((PLAIN, "torch.compile"), (OURS, "with counterpoint"))
-            )  # fmt: skip
-            draw_timeline(plain, images / "compile-layer.png", beside=[ours], ranks=[0], width_in=9)
+            plain, ours = (Timeline.from_json(case.main[arm]["timeline"]) for arm in (PLAIN, OURS))
+            width = case.head["width"]
+            title = f"One layer of Llama-3-{width} width, forward and backward, as profiled"
+            top = f"torch.compile, measured on {place(rows)}"
+            in_both(images / "compile.svg", partial(
+                _draw, replace(plain, title=title, source=top),
+                replace(ours, title="", source="torch.compile with counterpoint, measured"),
+            ))  # fmt: skip
+
+
+def _draw(plain: Timeline, ours: Timeline, path: Path, theme: Theme) -> None:
+    dark = theme is DARK
+    draw_timeline(plain, path, beside=[ours], ranks=[0], width_in=9, dark=dark)
 
 
 # ---- what is said of the rows
@@ -401,7 +408,7 @@ def section(found: Mapping[int, list[Row]]) -> str:
 def picture(found: Mapping[int, list[Row]]) -> str:
     """Where it is, if rows have it."""
     has = any("timeline" in row for row in next(iter(found.values())))
-    return "![one layer before and after](../images/compile-layer.png)" if has else ""
+    return shown("compile", "One layer under torch.compile, before and after") if has else ""
 
 
 COMPILE = Benchmark(

@@ -144,9 +144,10 @@ def test_the_picture_is_of_rows(tmp_path: Path):
     assert compiling.picture({2: written(case, {PLAIN: 1.0, OURS: 1.0})}) == ""
     timeline = Timeline((Span(0, "stream 7", 0.0, 1e-3, "matmul", "nvjet"),)).to_json()
     found = {2: written(case, {PLAIN: 1.0, OURS: 1.0}, timeline=timeline)}
-    assert "images/compile-layer.png" in compiling.picture(found)
+    assert compiling.picture(found).count("images/compile-") == 2
     compiling.pictures(found, tmp_path)
-    assert (tmp_path / "compile-layer.png").stat().st_size > 1000
+    for theme in ("light", "dark"):
+        assert "torch.compile with counterpoint" in (tmp_path / f"compile-{theme}.svg").read_text()
 
 
 # ---- the runner
