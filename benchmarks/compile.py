@@ -203,6 +203,8 @@ def compiled(arm: str, subject: Subject) -> tuple[Call | str, dict[str, Any]]:
         "compile_s": compile_s, "collectives_left": dict(count.left), "fused": dict(count.fused),
         "peak_bytes": peak_bytes(step, bench), "symmetric_bytes": symmetric_bytes(arm, bench),
     }  # fmt: skip
+    if arm == OURS:
+        facts["explained"] = str(cp.explain(model))
     bench.say(f"{arm}: compiled in {compile_s:.1f} s, left {sum(count.left.values())}")
     return step, facts
 

@@ -46,6 +46,7 @@ def test_arms_are_right_and_count_collectives(
     plain, ours = found[PLAIN], found[OURS]
     assert plain["collectives_left"] == collectives and plain["fused"] == {}
     assert ours["collectives_left"] == {} and sum(ours["fused"].values()) > 0
+    assert ours["explained"].count(", plan ") == sum(collectives.values())
     for row in (plain, ours):
         assert 0 < row["error"] < 1e-5 and row["median_s"] > 0 and row["compile_s"] > 0
     refused = {arm for arm, row in found.items() if "refused" in row}
