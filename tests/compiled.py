@@ -1,6 +1,5 @@
 """Steps of compiled models, without inductor's code: its passes over graphs and its partitioner."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,8 +54,7 @@ class Quick:
 def quick(overlap: OverlapPass | None = None) -> Iterator[Quick]:
     """The backend, with that pass."""
     torch._dynamo.reset()
-    with config.patch({SEAM: overlap}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's own, in torch
+    with config.patch({SEAM: overlap}):
         yield Quick()
 
 

@@ -217,6 +217,7 @@ def _run_job(payload: bytes) -> Any:
     """Unpickle a job, which imports the test's module, and run it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as in pytest's own process
+        warnings.filterwarnings("ignore", ".*torch.jit.script_method")  # torch's, as it compiles
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
         job: Job = pickle.loads(payload)
         torch.manual_seed(job.seed)  # pyright: ignore[reportUnknownMemberType]

@@ -139,8 +139,7 @@ def test_sums_of_all_reduces_are_joined_where_asked(rank: int, world_size: int, 
 def test_inductor_and_what_is_explained(rank: int, world_size: int):
     """The whole of torch.compile, in inference; and the plans that have run."""
     reports: list[str] = []
-    with by_reference(), torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's own, in torch
+    with by_reference(), torch.no_grad():
         for form in ("anew", "fullgraph", "in place"):
             torch._dynamo.reset()
             model, x = mlp(1, world_size, torch.float32)
@@ -170,8 +169,7 @@ def test_inductor_and_what_is_explained(rank: int, world_size: int):
 @on_ranks(2)
 def test_graphs_of_torchs_cache_are_said(rank: int, world_size: int):
     """What was done with a graph that torch has kept is not known; what has run is."""
-    with by_reference(), torch.no_grad(), warnings.catch_warnings(), fresh_cache():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+    with by_reference(), torch.no_grad(), fresh_cache():
         for _ in range(2):
             torch._dynamo.reset()
             model, x = mlp(1, world_size, torch.float32)
