@@ -156,10 +156,7 @@ class Interleaved:
             for name in ("create_atomic_rmw", "create_masked_store", "create_masked_load"):
                 patched = getattr(self, f"_{name}")(getattr(BUILDER, name))
                 undo.enter_context(mock.patch.object(BUILDER, name, patched))
-            # Triton 3.9 asks its builder what to say of how a load is cached
-            cached = mock.patch.object(
-                BUILDER, "get_cache_policy", lambda _, modifier, eviction: modifier, create=True
-            )
+            cached = mock.patch.object(BUILDER, "get_cache_policy", _modifier, create=True)
             undo.enter_context(cached)
             launch = self._launch
 
@@ -312,6 +309,11 @@ class Interleaved:
             return plain(builder, ptrs, mask, other, *how, **named)
 
         return load
+
+
+def _modifier(builder: Any, modifier: Any, eviction: Any) -> Any:
+    """What Triton 3.9 asks its builder to say of how a load is cached."""
+    return modifier
 
 
 def _current() -> Program:
