@@ -85,7 +85,9 @@ def local_peers(
     Args:
         kernel: made by `triton.jit`.
         num_ranks: how many.
-        payload_bytes, num_flags, num_words: as for `PeerKernel`.
+        payload_bytes: as for `PeerKernel`.
+        num_flags: as for `PeerKernel`.
+        num_words: as for `PeerKernel`.
 
     Returns:
         Arguments by name, of each rank. Waits never give up, and `fault_ptr` stays 0.
