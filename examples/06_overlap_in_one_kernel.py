@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
+import counterpoint as cp
 from counterpoint.device import PeerKernel, end_of_call, next_epoch, peer_ptr, post, put, wait
-from counterpoint.runtime.ranks import spawn
 
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32}
 
@@ -85,8 +85,9 @@ class MatmulReduceScatter:
         return y
 
 
-def run(rank: int, world_size: int, device: torch.device) -> None:
+def run(device: torch.device) -> None:
     """Call it a few times and compare with matmul and reduce-scatter in fp64."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     m, n, k = 40, 96, 80
     fused = MatmulReduceScatter(m, n, torch.float32, device)
@@ -99,21 +100,7 @@ def run(rank: int, world_size: int, device: torch.device) -> None:
         print(f"five calls on {world_size} ranks agree with matmul and reduce-scatter")
 
 
-def main() -> None:
-    """Start the ranks, or be one that torchrun has started."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes on the CPU")
-    args, device = parser.parse_args(), torch.device("cpu")
-    if "LOCAL_RANK" not in os.environ:
-        spawn(run, args.ranks, device, timeout_s=600)
-        return
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(device_id=device if device.type == "cuda" else None)
-    run(dist.get_rank(), dist.get_world_size(), device)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
+    cp.run_on_ranks(run, ranks=parser.parse_args().ranks)

@@ -344,10 +344,10 @@ BAD: dict[str, Area] = {
     "Machine.from_json": Area(
         "machine_json", "Machine.from_json", 0, [
             ({"text": None}, "text must be JSON written by Machine.to_json, got NoneType"),
-            ({"text": ""}, "text must be JSON written by Machine.to_json, got no JSON: Expecting value: line 1 column 1 (char 0)"),
+            ({"text": ""}, "text must be JSON written by Machine.to_json, got no JSON"),
             ({"text": "[]"}, "text must be JSON written by Machine.to_json, got a machine that is no object"),
             ({"text": "{}"}, "text must be JSON written by Machine.to_json, got a machine without name, device, link, num_devices"),
-            ({"text": "[" * 100000}, "text must be JSON written by Machine.to_json, got no JSON: ..."),
+            ({"text": "[" * 100000}, "text must be JSON written by Machine.to_json, got no JSON"),
             ({"text": H200.to_json().replace("num_sms", "sms")}, "text must be JSON written by Machine.to_json, got device without num_sms"),
             ({"text": H200.to_json().replace("capability", "cc")}, "text must be JSON written by Machine.to_json, got device with the unknown field cc"),
             ({"text": H200.to_json().replace('"latency_s"', '"latency_us"')}, "text must be JSON written by Machine.to_json, got link with the unknown field latency_us"),
@@ -494,7 +494,7 @@ BAD: dict[str, Area] = {
             ({"machine": "h200-2"}, "machine must be a machine of 4 GPUs or more, as the problem has ranks, got h200-2"),
             ({"machine": "no.json"}, "machine must be a file of a machine, got no.json: No such file or directory"),
             ({"machine": "\x00.json"}, 'machine must be a file of a machine, got \x00.json: embedded null byte'),
-            ({"machine": "{"}, "Machine.from_json: text must be JSON written by Machine.to_json, got no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+            ({"machine": "{"}, "Machine.from_json: text must be JSON written by Machine.to_json, got no JSON"),
             ({"machine": '{"machine": 3}'}, "Machine.from_json: text must be JSON written by Machine.to_json, got a machine that is no object"),
             ({"by": "x"}, "by must be model or rule, got 'x'"),
             ({"by": None}, "by must be model or rule, got None"),

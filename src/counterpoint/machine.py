@@ -214,8 +214,8 @@ class Machine:
             _refuse(got=type(text).__name__)
         try:
             values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            _refuse(got=f"no JSON: {error}")
+        except (ValueError, RecursionError):
+            _refuse(got="no JSON")
         values = _fields_of(cls, values, "a machine")
         values["device"] = DeviceSpec(**_fields_of(DeviceSpec, values["device"], "device"))
         values["link"] = LinkSpec(**_fields_of(LinkSpec, values["link"], "link"))

@@ -42,6 +42,7 @@ def machine_of(op: str, machine: MachineLike) -> Machine:
         except (OSError, ValueError) as error:
             # of what the system says the words, without its number
             got = error.strerror if isinstance(error, OSError) else error
+            got = str(got).removeprefix("Machine.from_json: ")
             want = "a file of a machine"
             raise InputError(op, "machine", want=want, got=f"{machine}: {got}") from error
     found = preset(machine)

@@ -14,19 +14,17 @@ from commands import benchmarks_here, invoke
 from processes import python
 from typer.testing import CliRunner
 
-from counterpoint.choose.known import SHIPPED
 from counterpoint.cli import main
 from counterpoint.errors import CounterpointError
+from counterpoint.machine_of import SHIPPED
 
 # of what is refused by name, all names are listed: here "..."
 A = "plan all_gather_matmul --shape 8192,7168,8192"
 BAGS = "plan embedding_bag_all_to_all --shape"
 GEMM = "occupancy --threads 128 --registers 64 --shared"
 TUNE = "tune --op all_gather_matmul --shape"
-MACHINE = (
-    "plan: --machine must be a name such as h200-8, or a file of a machine, which `counterpoint "
-    "characterize` writes, got"
-)
+MACHINE = "plan: --machine must be a file of a machine, got"
+WRITTEN = "text must be JSON written by Machine.to_json, got"
 ROWS = "evaluate: --rows must be a file of rows that `counterpoint evaluate` wrote, got"
 FORM = re.compile(r"(counterpoint|[a-z]+): .+ must be .+, got .+\n")
 FOREIGN = ("Errno", "Traceback", "Input should", "Invalid", "No such option", "Usage", "usage:")
@@ -35,8 +33,8 @@ FILES: list[tuple[str, str]] = [
     (f"{A} --machine none.json", f"{MACHINE} none.json: no such file"),
     (f"{A} --machine ./folder", f"{MACHINE} folder: a folder"),
     (f"{A} --machine empty.json", f"{MACHINE} empty.json: an empty file"),
-    (f"{A} --machine cut.json", f"{MACHINE} cut.json: no JSON"),
-    (f"{A} --machine list.json", f"{MACHINE} list.json: JSON of something else"),
+    (f"{A} --machine cut.json", f"{MACHINE} cut.json: {WRITTEN} no JSON"),
+    (f"{A} --machine list.json", f"{MACHINE} list.json: {WRITTEN} a machine that is no object"),
     (f"{A} --machine bytes.json", f"{MACHINE} bytes.json: no text"),
     (f"{A} --machine zero.json",
      f"{MACHINE} zero.json: ...num_devices must be a whole number from 1 to 2**16, got 0"),

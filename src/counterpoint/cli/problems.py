@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from json import JSONDecodeError
 from pathlib import Path
 
 from counterpoint.cli.files import text_of
@@ -166,22 +165,10 @@ def machine_at(command: str, text: str) -> Machine:
     Raises:
         InputError: there is none.
     """
-    want = "a name such as h200-8, or a file of a machine, which `counterpoint characterize` writes"
     path = Path(text)
     if path.exists() or path.suffix or "/" in text:
-        text_of(command, "--machine", path, want)
-        try:
-            return machine_of(command, path)
-        except InputError as error:
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
-            got = f"{path}: JSON of something else"
-            if isinstance(cause, JSONDecodeError):
-                got = f"{path}: no JSON"
-            elif isinstance(cause, InputError) and cause is not error:
-                got = f"{path}: {cause}"
-            raise InputError(command, "--machine", want=want, got=got) from error
+        text_of(command, "--machine", path, "a file of a machine")
+        return machine_of("machine_of", path)
     if re.fullmatch(r"([a-z0-9]+)-[1-8]", text) is None or text.partition("-")[0] not in PRESETS:
         kinds = ", ".join(PRESETS)
         want = f"one of {kinds} with a number of GPUs from 1 to 8, such as h200-8, or a file"

@@ -147,7 +147,9 @@ def barrier(bases_ptr, byte_offset, rank, epoch, stop_ptr, timeout_ns, WORLD: tl
         bases_ptr: as for `peer_ptr`.
         byte_offset: int64, a multiple of 4, where WORLD flags of this block lie on each rank.
         rank: this one.
-        epoch, stop_ptr, timeout_ns: as for `wait`.
+        epoch: as for `wait`.
+        stop_ptr: as for `wait`.
+        timeout_ns: as for `wait`.
         WORLD: ranks, a power of 2.
 
     Returns:
@@ -178,7 +180,8 @@ def take_words(word_ptrs, stop_ptr, timeout_ns, mask=None, NUM_WARPS: tl.constex
 
     Args:
         word_ptrs: tensor of pointers to int32, in own memory.
-        stop_ptr, timeout_ns: as for `wait`.
+        stop_ptr: as for `wait`.
+        timeout_ns: as for `wait`.
         mask: of `word_ptrs` and of its shape, None: all; the bits are 0 where it is False.
         NUM_WARPS: of the launch.
 
@@ -218,7 +221,8 @@ def pack(low, high, DTYPE: tl.constexpr):
     """The bits of two tensors, rounded to a 16-bit DTYPE, as one of int32: LL words.
 
     Args:
-        low, high: fp32, of one shape.
+        low: fp32.
+        high: fp32, of the same shape.
         DTYPE: tl.bfloat16 or tl.float16.
     """
     low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF

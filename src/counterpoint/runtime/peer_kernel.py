@@ -112,7 +112,8 @@ class PeerKernel:
         num_words: int32 words of a half for `put_words`; EMPTY at first, and each that is put must
             be taken in the same call.
         group: whose ranks talk; the default group if None.
-        num_warps, num_stages: options of Triton.
+        num_warps: an option of Triton.
+        num_stages: an option of Triton.
 
     Raises:
         InputError: a size is negative, all are 0, or they differ between ranks; the kernel lacks

@@ -85,7 +85,9 @@ def local_peers(
     Args:
         kernel: made by `triton.jit`.
         num_ranks: how many.
-        payload_bytes, num_flags, num_words: as for `PeerKernel`.
+        payload_bytes: as for `PeerKernel`.
+        num_flags: as for `PeerKernel`.
+        num_words: as for `PeerKernel`.
 
     Returns:
         Arguments by name, of each rank. Waits never give up, and `fault_ptr` stays 0.
@@ -156,10 +158,7 @@ class Interleaved:
             for name in ("create_atomic_rmw", "create_masked_store", "create_masked_load"):
                 patched = getattr(self, f"_{name}")(getattr(BUILDER, name))
                 undo.enter_context(mock.patch.object(BUILDER, name, patched))
-            # Triton 3.9 asks its builder what to say of how a load is cached
-            cached = mock.patch.object(
-                BUILDER, "get_cache_policy", lambda _, modifier, eviction: modifier, create=True
-            )
+            cached = mock.patch.object(BUILDER, "get_cache_policy", _modifier, create=True)
             undo.enter_context(cached)
             launch = self._launch
 
@@ -312,6 +311,11 @@ class Interleaved:
             return plain(builder, ptrs, mask, other, *how, **named)
 
         return load
+
+
+def _modifier(builder: Any, modifier: Any, eviction: Any) -> Any:
+    """What Triton 3.9 asks its builder to say of how a load is cached."""
+    return modifier
 
 
 def _current() -> Program:

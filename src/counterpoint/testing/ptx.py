@@ -36,8 +36,10 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 class Compiled(NamedTuple):
     """A compiled kernel, and what the assembler says of its machine code.
 
-    Args:
-        ptx, ttgir, sass: its code: PTX, Triton's own form of it, and that of the machine.
+    Attributes:
+        ptx: its code as PTX.
+        ttgir: in Triton's own form.
+        sass: as the machine runs it.
         registers: of a thread.
         shared_bytes: static shared memory of a block.
         dynamic_bytes: shared memory that a launch adds.
@@ -70,7 +72,8 @@ def compiled(
         capability: such as 90; see CAPABILITIES.
         types: of the arguments by name, as Triton writes them: "*bf16", "i32".
         constants: values of its constexpr arguments by name.
-        num_warps, num_stages: options of Triton.
+        num_warps: an option of Triton.
+        num_stages: an option of Triton.
         aligned: arguments that are multiples of 16, which a launch finds out by itself.
 
     Raises:
