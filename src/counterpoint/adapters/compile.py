@@ -133,6 +133,7 @@ def _groups(graph: fx.Graph) -> dict[str, dist.ProcessGroup]:
 
 
 def _on_one_host(group: dist.ProcessGroup) -> bool:
-    """As torchrun says: without it all ranks are on this one."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    """As torchrun says; without it a host has as many ranks as GPUs, or all on CPUs."""
+    ranks = torch.cuda.device_count() if torch.cuda.is_available() else dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return len({rank // local for rank in dist.get_process_group_ranks(group)}) == 1
