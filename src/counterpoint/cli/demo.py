@@ -87,7 +87,7 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
     checks, timeline = results[0]
     wrong = [check for check in checks if not check.holds]
     console.print(f"{len(checks) - len(wrong)} of {len(checks)} checks hold: errors are at most "
-                  f"{MOST_ERROR:g} of those of torch's own collective and matmul.")  # fmt: skip
+                  f"{MOST_ERROR:g} times those of torch's own collective and matmul.")  # fmt: skip
     if not wrong:
         _show(console, timeline, out)
     for check in wrong:
