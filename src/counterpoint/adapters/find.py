@@ -188,7 +188,7 @@ def _other(node: fx.Node) -> Collective:
 
 def _refused(one: Collective, waits: Sequence[fx.Node]) -> str:
     if not one.ranks:
-        return f"group {one.group} is none of this process, or LOCAL_WORLD_SIZE says that it spans hosts"
+        return f"group {one.group} spans hosts, as LOCAL_WORLD_SIZE says, or is not of this process"
     if one.ranks == 1:
         return "a group of one rank"
     if len(waits) != 1 or len(one.node.users) != 1:
