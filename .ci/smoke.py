@@ -78,7 +78,7 @@ def main() -> None:
     assert worst < 1e-3
 
     for name in ("bench", "evaluate"):
-        assert "needs a checkout" in command(name, "overlap", code=2)
+        assert "must be a checkout of counterpoint" in command(name, "overlap", code=2)
     print("  bench and evaluate: say that they need a checkout")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SUM, MATMUL = "03_write_a_fused_kernel", "06_overlap_in_one_kernel"
@@ -22,3 +23,10 @@ def example(name: str) -> Any:
 def whole(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Random whole numbers from -8 to 8: sums of their products are exact in fp32."""
     return torch.randint(-8, 9, shape).to(dtype)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """What all ranks have, [ranks, ...]."""
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, x)
+    return torch.stack(found)

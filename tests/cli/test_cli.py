@@ -124,9 +124,9 @@ def test_bars_show_what_runs_when():
     )  # fmt: skip
     width = len("serial  ") + bars.LANE_WIDTH + 10 + bars.TIME_WIDTH
     assert bars.bars({"serial": serial, "plan": plan}, width=width).plain.splitlines() == [
-        "serial  compute  ▒▒▒▒▒█████ 4e+04 ms",
+        "serial  compute  ▒▒▒▒▒█████ 40.0 s",
         "plan    compute  ███ ██",
-        "        copy      ▒▒▒       2.4e+04 ms",
+        "        copy      ▒▒▒       24.0 s",
     ]
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from on_ranks import on_ranks
-from peer_examples import FOLDER, MATMUL, SUM, example, whole
+from peer_examples import FOLDER, MATMUL, SUM, example, gathered, whole
 from planted import post_relaxed
 from processes import python
 from rankpool import RankPool
@@ -26,13 +25,6 @@ CALLS = 6
 @pytest.mark.parametrize("name", SAID)
 def test_it_runs_as_a_user_runs_it(name: str):
     assert SAID[name] in python("-W", FROM_NUMPY_2_4, str(FOLDER / f"{name}.py"), "--ranks", "2")
-
-
-def gathered(x: torch.Tensor) -> torch.Tensor:
-    """What all ranks have, [ranks, ...]."""
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, x)
-    return torch.stack(found)
 
 
 @pytest.mark.parametrize("numel", [1, 97])

@@ -3,18 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from peer_examples import MATMUL, SUM, example, whole
+from peer_examples import MATMUL, SUM, example, gathered, whole
 
 import counterpoint as cp
 from counterpoint.runtime.workspace import workspace_of
 
 CALLS = 6
-
-
-def gathered(x):
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, x)
-    return torch.stack(found)
 
 
 def nan_next(*shape, dtype, device):
@@ -24,7 +18,7 @@ def nan_next(*shape, dtype, device):
 
 @pytest.mark.parametrize("name", [SUM, MATMUL])
 def test_an_example_runs(gpus, name):
-    example(name).run(dist.get_rank(), dist.get_world_size(), gpus)
+    example(name).run(gpus)
     cp.check()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
+from counterpoint.measure.canvas import duration
 from counterpoint.spans import COMPUTE_KINDS, Span
 from counterpoint.timeline import Timeline
 
@@ -35,7 +36,7 @@ def bars(timelines: Mapping[str, Timeline], *, rank: int = 0, width: int = 80) -
             cells = (_cell(spans, i * cell_s, (i + 1) * cell_s) for i in range(num_cells))
             line = Text(first).append_text(Text.assemble(*cells))
             if lane == lanes[-1]:
-                line.append(f" {timeline.duration_s * 1e3:.3g} ms", "bold")
+                line.append(f" {duration(timeline.duration_s)}", "bold")
             line.rstrip()
             lines.append(line)
     return Text("\n").join(lines)

@@ -99,8 +99,9 @@ def spawn(
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
         place = (f"{folder}/store", timeout_s)
         try:
-            for rank in range(num_ranks):
-                ranks.append(_started(notebook, place, fn, rank, num_ranks, args))
+            with _interrupts_held_back():  # until each process is one of those that are ended
+                for rank in range(num_ranks):
+                    ranks.append(_started(notebook, place, fn, rank, num_ranks, args))
             outcomes = collect(ranks, timeout_s=timeout_s)
         finally:
             for rank in ranks:
@@ -144,8 +145,7 @@ def _started(
     receiver, sender = context.Pipe(duplex=False)
     call = (num_threads, fn, rank, num_ranks, args)
     process = context.Process(target=_rank_main, args=(sender, *place, *call))
-    with _interrupts_held_back():
-        process.start()
+    process.start()
     # the rank's own end must be the last one, else its death is no end of file
     sender.close()
     return RankProcess(process, receiver)
@@ -153,14 +153,23 @@ def _started(
 
 @contextmanager
 def _interrupts_held_back() -> Generator[None]:
-    """Start a process that Ctrl-C does not reach: this one gets it, and ends its ranks."""
+    """Start processes that Ctrl-C does not reach: this one gets it, and ends its ranks."""
     # it would let signals through once it is started, as it is with the first process
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # the mask is for the new processes: here another thread may get the signal, and the main thread
+    # would raise while a new process still reads what it is to do
+    held: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number)) if in_main else 0
     try:
         yield
     finally:
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _refuse_failures(
@@ -185,8 +194,9 @@ class _WholeLines(io.TextIOBase):
         return len(s)
 
     def flush(self) -> None:
-        self.target.write(self.begun)
-        self.begun = ""
+        if self.begun:
+            self.target.write(self.begun)
+            self.begun = ""
         self.target.flush()
 
 
@@ -207,8 +217,11 @@ def _rank_main(
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for what this rank loads or starts
 
     def body() -> object:
-        with gloo_group(rank, num_ranks, store_path, timeout_s=timeout_s):
-            return fn(rank, num_ranks, *args)
+        try:
+            with gloo_group(rank, num_ranks, store_path, timeout_s=timeout_s):
+                return fn(rank, num_ranks, *args)
+        finally:  # the caller, once it has the outcome, kills this process
+            sys.stdout.flush()
 
     report(connection, body)
 
