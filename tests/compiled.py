@@ -46,7 +46,7 @@ class Quick:
 
         return aot_autograd(
             fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition,
-            decompositions=select_decomp_table,
+            decompositions=select_decomp_table, keep_inference_input_mutations=True,
         )(module, inputs)  # fmt: skip
 
 

@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from compiled import SEAM, leaves_of, overlap_pass, quick, step
 from on_ranks import on_ranks
 from rank_bodies import by_reference
 from rankpool import RankPool
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -24,9 +26,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import CheckpointPolicy
 
 import counterpoint as cp
 from benchmarks.blocks import DECODE, NAMES, Sizes, made
+from counterpoint.adapters import rewrite
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.measure.timing import relative_error
 
@@ -35,6 +39,15 @@ COLLECTIVES = {"llama": 8, "mixtral": 14, "gpt2": 8, "llama tp": 7, "mixtral tp"
 # in a training step of a block: those whose sums of all-reduces are joined
 MERGED = {"llama tp": 4, "gpt2 tp": 4}
 DIM, HIDDEN, S = 16, 32, 20
+
+
+def functional(name: str) -> Any:
+    """One of torch's functional collectives, whose names end otherwise before torch 2.13."""
+    new, old = (f"{name}_{form}_autograd" for form in ("single", "tensor"))
+    return getattr(collectives, new, None) or getattr(collectives, old)
+
+
+gathered, scattered = functional("all_gather"), functional("reduce_scatter")
 
 
 class Mlp(nn.Module):
@@ -219,6 +232,156 @@ def test_what_cannot_be_matched_is_left_and_said(rank: int, world_size: int, for
             torch.testing.assert_close(torch.compile(model, backend=backend)(x), want)
     (told,) = (str(w.message) for w in caught if w.category is CounterpointWarning)
     assert re.search(f"none of 1 collectives is replaced; .*{why}", told), told
+
+
+class Form(nn.Module):
+    """Two matmuls between an all-gather and a reduce-scatter, written in one of several ways."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        shape = (DIM, DIM) if form == "matmul" else (4, DIM, DIM // 4)
+        self.up, self.down = (nn.Parameter(torch.randn(shape)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, S, DIM]
+        group = dist.group.WORLD
+        full = gathered(x, 1, group)
+        if self.form == "matmul":
+            y = (full @ self.up).relu() @ self.down
+        else:
+            y = torch.einsum("bsd,hdc->bshc", full, self.up).relu()
+            y = torch.einsum("bshc,hdc->bsd", y, self.down)
+        return scattered(y, "sum", 1, group)
+
+
+@pytest.mark.parametrize("form", ["matmul", "einsum"])
+@on_ranks(2)
+def test_other_ways_to_write_a_product(rank: int, world_size: int, form: str):
+    """Batches of one matrix; and slices, in which torch's gradients of collectives are."""
+
+    def make(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(0)
+        model = Form(form).to(dtype)
+        torch.manual_seed(1 + rank)
+        return model, torch.randn(3, S, DIM).to(dtype)
+
+    return worse(make, matched=4)
+
+
+@on_ranks(2)
+def test_autocast_is_gathered_in_what_matmuls_read(rank: int, world_size: int):
+    """Gradients are reduced in fp32, which no operator for bf16 does: those are torch's."""
+    overlap, results = overlap_pass(), []
+    with by_reference():
+        for backend_pass in (None, overlap):
+            model, x = mlp(1, world_size, torch.float32)
+            with quick(backend_pass) as backend, torch.autocast("cpu", torch.bfloat16):
+                call = torch.compile(model, backend=backend)
+                results.append(step(call, x, leaves_of(model, x)))
+    for ours, torchs in zip(results[1], results[0], strict=True):
+        assert ours.dtype == torchs.dtype
+        torch.testing.assert_close(ours, torchs, rtol=2e-2, atol=2e-2)
+    (report,) = overlap.reports
+    assert report.found[0].operator == "all_gather_matmul and all_gather_matmul_wgrad", str(report)
+
+
+class Odd(nn.Module):
+    """Collectives whose operators would be wrong, or no gain."""
+
+    state: Tensor
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.linear = form, nn.Linear(DIM, DIM, bias=False)
+        self.register_buffer("state", torch.ones(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        assert group is not None
+        if self.form == "coalesced":
+            ops = torch.ops._c10d_functional
+            both = ops.all_gather_into_tensor_coalesced([x, x * 2], group.size(), group.group_name)
+            a, b = map(ops.wait_tensor, both)
+            return self.linear(a) + self.linear(b)
+        if self.form in ("written", "circle"):
+            other = x.repeat(group.size(), 1)
+        else:
+            other = gathered(x.sin(), 0, group)
+        if self.form == "circle":
+            x = scattered(self.linear(other), "sum", 0, group).sin()
+        full = gathered(x, 0, group)
+        if self.form in ("both", "circle"):
+            return full.t() @ other
+        if self.form == "written":
+            y = full @ self.state
+            self.state.mul_(2)
+            return y
+        return scattered(self.linear(full), "sum", 0, group)
+
+
+@pytest.mark.parametrize(("form", "train", "matched", "why"), [
+    ("coalesced", False, 0, "there is no operator for it"),
+    ("written", False, 0, "it reads an input that the graph writes"),
+    ("circle", False, 1, "one of its matmuls depends on another"),
+    ("both", True, 2, "its matmul is a part of another operator"),
+    ("between", True, 2, "its matmul is a part of another operator"),
+])  # fmt: skip
+@on_ranks(2)
+def test_an_operator_that_would_be_wrong_is_not_made(
+    rank: int, world_size: int, form: str, train: bool, matched: int, why: str
+):
+    results: list[list[Tensor]] = []
+    overlap = overlap_pass()
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Odd(form)
+        torch.manual_seed(1 + rank)
+        x = torch.randn(4, DIM)
+        leaves = [x.requires_grad_()] if train else []
+        with torch.set_grad_enabled(train), by_reference(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=CounterpointWarning)
+            with quick(overlap) as backend:
+                call = torch.compile(model, backend=backend) if compiled else model
+                results.append([*step(call, x, leaves), model.state.clone()])
+    torch.testing.assert_close(results[1], results[0])
+    (report,) = overlap.reports
+    assert any(one.reason == why for one in report.found), str(report)
+    assert report.matched == matched, str(report)
+
+
+@on_ranks(2)
+def test_an_error_of_the_pass_is_said_and_ends_nothing(rank: int, world_size: int):
+    def broken(*_: object) -> None:
+        raise ValueError("not so\nat all")
+
+    model, x = mlp(1, world_size, torch.float32)
+    overlap = overlap_pass()
+    with torch.no_grad(), by_reference(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("counterpoint.adapters.rewrite._reduce", broken)
+        with quick(overlap) as backend:
+            torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    (report,) = overlap.reports
+    assert report.found[0].operator == "all_gather_matmul"
+    assert report.found[1].reason == "an error of the pass, ValueError: not so"
+
+
+def test_what_checkpointing_saves_is_saved_as_an_operator():
+    """Not its views; and not computed again where only one of what it replaces was saved."""
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder("x"), *(graph.call_function(torch.relu) for _ in range(2))]
+    with FakeTensorMode():
+        nodes[0].meta["val"] = torch.empty(4, 4)
+    for node, policy in zip(nodes[1:], ("MUST_SAVE", "PREFER_RECOMPUTE"), strict=True):
+        node.meta = {"recompute": CheckpointPolicy[policy], "ac_graph_id": 3}
+    to = rewrite.Rewriter(graph, {})
+    with to.before(nodes[1:]):
+        made = [to.emit(target, nodes[0], *args) for target, args in [
+            (torch.ops.aten.permute.default, ([1, 0],)),
+            (torch.ops.counterpoint.matmul_all_reduce.default, (nodes[0], None, "auto", "g")),
+        ]]  # fmt: skip
+    policies = [node.meta["recompute"].name for node in made]
+    assert policies == ["PREFER_RECOMPUTE", "MUST_SAVE"]
+    assert all(node.meta["ac_graph_id"] == 3 for node in made)
 
 
 @on_ranks(2)

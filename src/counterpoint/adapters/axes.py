@@ -7,7 +7,8 @@ chain of such operators stands between a collective and a matmul.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import SymInt, Tensor, fx
@@ -21,11 +22,21 @@ VIEWS = (
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
     aten.clone.default, aten.detach.default,
 )  # fmt: skip
+SPLIT = aten.split.Tensor
+CONVERT: Any = torch.ops.prims.convert_element_type.default
 TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 
 
 class NotFollowedError(Exception):
     """A graph has something that this file cannot follow; the text says what."""
+
+
+def why(error: Exception) -> str:
+    """Why a match was given up; an error that is not foreseen is told by its first line."""
+    if isinstance(error, NotFollowedError):
+        return str(error)
+    first = (str(error).strip() or "no text").splitlines()[0]
+    return f"an error of the pass, {type(error).__name__}: {first}"
 
 
 class Axis:
@@ -116,32 +127,74 @@ def turned(node: fx.Node, dims: Dims) -> Dims:
     return [dims[i] for i in order]
 
 
-def parts_of(cat: fx.Node) -> fx.Node | None:
-    """The split whose parts, all and in order, this node puts together again; else None."""
+class Parts(NamedTuple):
+    """A tensor in parts along one dim.
+
+    Args:
+        given: the tensor.
+        dim: that is parted.
+        sizes: of the parts.
+        readers: that part it.
+    """
+
+    given: fx.Node
+    dim: int
+    sizes: Sequence[Size]
+    readers: frozenset[fx.Node]
+
+
+def parts_of(cat: fx.Node) -> Parts | None:
+    """The parts, all of one tensor and in order, that this node puts together; else None."""
     if cat.target is not aten.cat.default:
         return None
     parts = cast(Sequence[fx.Node], cat.args[0])
-    split = parts[0].args[0] if parts and parts[0].op == "call_function" else None
-    if not isinstance(split, fx.Node) or split.target is not aten.split.Tensor:
+    if not parts or any(p.op != "call_function" or len(p.users) != 1 for p in parts):
         return None
-    count = len(cast(Sequence[object], split.meta["val"]))
-    is_part = [p.args == (split, i) and len(p.users) == 1 for i, p in enumerate(parts)]
-    return split if len(parts) == count and all(is_part) and len(split.users) == count else None
+    sizes = [value(p).shape for p in parts]
+    if all(p.target is aten.slice.Tensor and not p.kwargs for p in parts):
+        found = _slices(parts)
+    else:
+        split = parts[0].args[0]
+        if not isinstance(split, fx.Node) or split.target is not SPLIT:
+            return None
+        count = len(cast(Sequence[object], split.meta["val"]))
+        is_part = [p.args == (split, i) for i, p in enumerate(parts)]
+        if len(parts) != count or not all(is_part) or len(split.users) != count:
+            return None
+        of = cast(fx.Node, split.args[0])
+        at = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+        found = of, int(cast(int, at)), frozenset({split})
+    if found is None:
+        return None
+    given, at, readers = found
+    at %= value(given).dim()
+    return Parts(given, at, [size[at] for size in sizes], readers)
 
 
-def put_together(cat: fx.Node, split: fx.Node, dims: Dims) -> Dims:
-    """The dims behind split + cat, of those before.
+def _slices(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, frozenset[fx.Node]] | None:
+    """What is sliced without gaps, along which dim, and the slices; else None."""
+    calls: list[list[Any]] = [[*p.args, *(0, 0, None, 1)[len(p.args) - 1 :]] for p in parts]
+    (given, at, *_), end = calls[0], 0
+    for of, dim, start, stop, step in calls:
+        if of is not given or dim != at or step != 1 or (start or 0) != end:
+            return None
+        end = stop
+    size = value(given).shape[at]
+    all_of_it = end is None or (isinstance(end, int) and statically_known_true(end >= size))
+    return (given, at, frozenset(parts)) if all_of_it else None
+
+
+def put_together(cat: fx.Node, parts: Parts, dims: Dims) -> Dims:
+    """The dims behind the cat of parts, of those before.
 
     Raises:
         NotFollowedError: the parts are not of one size.
     """
-    parts = cast(Sequence[Tensor], split.meta["val"])
-    at = int(cast(int, split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)))
-    to = int(cast(int, cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)))
-    at, to = at % len(dims), to % len(dims)
-    if not all(same(p.shape[at], parts[0].shape[at]) for p in parts):
+    at, sizes = parts.dim, parts.sizes
+    to = int(cast(int, cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0))) % len(dims)
+    if not all(same(size, sizes[0]) for size in sizes):
         raise NotFollowedError("a split into unequal parts")
-    outer, *inner = regrouped([dims[at]], [len(parts), parts[0].shape[at]])
+    outer, *inner = regrouped([dims[at]], [len(sizes), sizes[0]])
     found = list(dims)
     found[at] = inner[0]
     found[to] = [*outer, *found[to]]
@@ -167,20 +220,24 @@ class Leaf:
 
 
 def leaves(node: fx.Node, dims: Dims) -> list[Leaf]:
-    """All that read a node, whatever views stand between.
+    """All that read a node, whatever views stand between, and changes of its dtype.
 
     Raises:
         NotFollowedError: a view that cannot be followed.
     """
     found: list[Leaf] = []
+    passed = set[fx.Node]()
     for user in list(node.users):
-        if user.target is aten.split.Tensor:
-            cats = {u for part in user.users for u in part.users}
-            cat = cats.pop() if len(cats) == 1 else None
-            if cat is not None and parts_of(cat) is user:
-                found += leaves(cat, put_together(cat, user, dims))
-                continue
-        behind = step(user, dims)
+        if user in passed:
+            continue
+        cats = {u for part in user.users for u in (part.users if user.target is SPLIT else [part])}
+        cat = cats.pop() if len(cats) == 1 else None
+        parts = parts_of(cat) if cat else None
+        if cat and parts and user in parts.readers:
+            passed |= parts.readers
+            found += leaves(cat, put_together(cat, parts, dims))
+            continue
+        behind = dims if user.target is CONVERT else step(user, dims)
         found += [Leaf(user, node, dims)] if behind is None else leaves(user, behind)
     return found
 
@@ -201,13 +258,13 @@ def terms(node: fx.Node, is_source: Callable[[fx.Node], bool]) -> list[Term]:
     if is_source(node):
         own = dims_of(node)
         return [Term(node, own, own)]
-    split = parts_of(node)
-    if split is not None or node.target in VIEWS or node.target in TURNS:
-        before = cast(fx.Node, (split or node).args[0])
-        _read_once(split or node, before)
+    parts = parts_of(node)
+    if parts is not None or node.target in VIEWS or node.target in TURNS:
+        before = parts.given if parts else cast(fx.Node, node.args[0])
+        _read_once(parts.readers if parts else {node}, before)
         found = terms(before, is_source)
         for term in found:
-            behind = put_together(node, split, term.dims) if split else step(node, term.dims)
+            behind = put_together(node, parts, term.dims) if parts else step(node, term.dims)
             assert behind is not None
             term.dims = behind
         return found
@@ -217,14 +274,14 @@ def terms(node: fx.Node, is_source: Callable[[fx.Node], bool]) -> list[Term]:
         for summand in cast(Sequence[fx.Node], summands):
             if not _same_shape(summand, node):
                 raise NotFollowedError("a sum of several shapes")
-            _read_once(node, summand)
+            _read_once({node}, summand)
             found += terms(summand, is_source)
         return found
     raise NotFollowedError(f"{name_of(node)} stands before it")
 
 
-def _read_once(reader: fx.Node, node: fx.Node) -> None:
-    if set(node.users) != {reader}:
+def _read_once(readers: AbstractSet[fx.Node], node: fx.Node) -> None:
+    if set(node.users) != readers:
         raise NotFollowedError("its matmul's result is read elsewhere, too")
 
 

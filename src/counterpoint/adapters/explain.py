@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from counterpoint.adapters.axes import value
 from counterpoint.adapters.find import Collective
 from counterpoint.errors import InputError
 from counterpoint.problem import Problem
@@ -168,11 +167,13 @@ def _options(compiled: Any) -> dict[str, Any]:
 
 
 def _explained(one: Collective) -> Explained:
-    given = value(one.given)
+    given: Any = one.given.meta.get("val")
+    if isinstance(given, list | tuple):  # of a coalesced one
+        given = given[0]
     return Explained(
         one.kind, module_of(one.node), one.backward,
-        tuple(n if isinstance(n, int) else str(n) for n in given.shape),
-        str(given.dtype).removeprefix("torch."), one.ranks, one.operator,
+        tuple(n if isinstance(n, int) else str(n) for n in getattr(given, "shape", ())),
+        str(getattr(given, "dtype", "")).removeprefix("torch."), one.ranks, one.operator,
         tuple(dict.fromkeys(filter(None, map(module_of, one.matmuls)))), one.reason,
         tuple(one.problems), one.group,
     )  # fmt: skip

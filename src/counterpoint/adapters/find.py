@@ -29,6 +29,7 @@ from counterpoint.adapters.axes import (
     terms,
     value,
     whole,
+    why,
 )
 from counterpoint.ops.call import Operator
 from counterpoint.problem import Problem
@@ -124,12 +125,14 @@ class Gather(Collective):
         across: the axis of the ranks.
         uses: the matmuls that read it.
         totals: its sums over some of its axes.
+        dtype: in which they read it; one as wide as its own at most, so it is gathered in that.
     """
 
     shard: Dims = field(default_factory=list)
     across: Axis = field(default_factory=lambda: Axis(1))
     uses: list[Use] = field(default_factory=list)
     totals: list[Total] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
 
     def is_outer(self, use: Use) -> bool:
         """Whether the ranks have parts of the rows of the product."""
@@ -170,12 +173,12 @@ def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
         group = cast(str, node.args[-1])
         one = Collective(node, waits[0] if waits else node, cast(fx.Node, node.args[0]), kind,
                          size_of.get(group, 0), group)  # fmt: skip
-        one.reason = _refused(one, waits)
-        if not one.reason:
-            try:
+        try:
+            one.reason = _refused(one, waits)
+            if not one.reason:
                 one = _gather(one) if kind == "all-gather" else _reduction(one)
-            except NotFollowedError as error:
-                one.reason = str(error)
+        except Exception as error:  # no match may end a user's compile
+            one.reason = why(error)
         found.append(one)
     return found
 
@@ -204,7 +207,13 @@ def _gather(one: Collective) -> Gather:
     first, *rest = dims_of(one.wait)
     across, own = _across(first, one.ranks, value(one.given).shape[0])
     gather = Gather(**vars(one), shard=[own, *rest], across=across)
-    for leaf in leaves(one.wait, [first, *rest]):
+    found = leaves(one.wait, [first, *rest])
+    dtypes = {value(leaf.read).dtype for leaf in found}
+    if len(dtypes) == 1:
+        gather.dtype = dtypes.pop()
+    if dtypes or gather.dtype.itemsize > value(one.given).dtype.itemsize:
+        raise NotFollowedError("it is read in a wider dtype, or in several")
+    for leaf in found:
         use = _use(leaf)
         if isinstance(use, Use):
             gather.uses.append(use)

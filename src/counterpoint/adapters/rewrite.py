@@ -21,8 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import SymInt, fx
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
 
 from counterpoint.adapters.axes import (
+    CONVERT,
+    TURNS,
     VIEWS,
     Axes,
     Axis,
@@ -32,6 +35,7 @@ from counterpoint.adapters.axes import (
     same,
     value,
     whole,
+    why,
 )
 from counterpoint.adapters.find import (
     Collective,
@@ -49,6 +53,8 @@ ops: Any = torch.ops.counterpoint
 PLAN = "auto"  # serial among them: a match costs nothing
 # what of a node says where it stands in the model and in the step: a new one stands there, too
 LEFT = ("val", "tensor_meta", "eager_input_vals", "original_aten")
+PARTS = (aten.slice.Tensor, aten.select.int, aten.expand.default)
+POLICY = "recompute"  # of activation checkpointing
 
 
 class Rewriter:
@@ -67,26 +73,46 @@ class Rewriter:
         self.backward = behind(
             n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name
         )
-        self.done: list[fx.Node] = []  # replaced
+        self.done: dict[fx.Node, fx.Node] = {}  # what was replaced, by what
         self._new: list[fx.Node] = []  # of the rewrite that is being made
         self._replaced: list[tuple[fx.Node, fx.Node]] = []
         self._anchor: fx.Node = anchor or next(iter(graph.nodes))
+        self._policies: list[Any] = []
+        self._written = _written(graph)
         self._sizes: dict[str, fx.Node] = {}
 
-    def before(self, nodes: Iterable[fx.Node]) -> Any:
-        """Where new nodes stand from now on: before the last of these."""
+    def before(self, nodes: Sequence[fx.Node]) -> Any:
+        """Where new nodes stand from now on: before the last of those that they replace.
+
+        Raises:
+            NotFollowedError: one of these was replaced before.
+        """
+        if any(node in self.done for node in nodes):
+            raise NotFollowedError("its matmul is a part of another operator")
         self._anchor = max(nodes, key=self.order.__getitem__)
+        self._policies = [node.meta[POLICY] for node in nodes if POLICY in node.meta]
         return self.graph.inserting_before(self._anchor)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node; its tensors without values are those that `target` makes."""
-        node = self.graph.call_function(target, args, kwargs)
+        args = map_arg(args, self._now)
         given = map_arg(args, _value)
+        node = self.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in self._anchor.meta.items() if k not in LEFT}
+        if self._policies:
+            node.meta[POLICY] = self._policy(target)
         self._new.append(node)
         with _fake_mode(given):
             node.meta["val"] = target(*given, **kwargs)
         return node
+
+    def _policy(self, target: Any) -> CheckpointPolicy:
+        """A product is saved if one of what it replaces was; its views and copies never are."""
+        heavy = getattr(target, "namespace", "") == "counterpoint" or target is aten.mm.default
+        if not heavy and target is not operator.getitem:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        saved = CheckpointPolicy.MUST_SAVE
+        return saved if saved in self._policies else self._policies[-1]
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let all that reads one node read another one, once the whole rewrite is made."""
@@ -97,14 +123,46 @@ class Rewriter:
         self._new, self._replaced = [], []
         try:
             step()
-        except NotFollowedError as error:
-            one.reason = str(error)
+        except Exception as error:  # no match may end a user's compile
+            one.reason = why(error)
+            one.problems.clear()
             for node in reversed(self._new):
                 self.graph.erase_node(node)
             return
         for old, new in self._replaced:
             old.replace_all_uses_with(new)
-            self.done.append(old)
+            self.done[old] = new
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        """What stands in the place of a node by now."""
+        while node in self.done:
+            node = self.done[node]
+        return node
+
+    def check(self) -> None:
+        """Refuse a rewrite that cannot run in any order, or that may read what was overwritten.
+
+        Raises:
+            NotFollowedError: it is one.
+        """
+        if any(_stored(n) in self._written for node in self._new for n in node.all_input_nodes):
+            raise NotFollowedError("it reads an input that the graph writes")
+        becomes = dict(self._replaced)
+        left, path, seen = list(self._new), set[fx.Node](), set[fx.Node]()
+        while left:
+            node = left[-1]
+            if node in path or node in seen:
+                left.pop()
+                path.discard(node)
+                seen.add(node)
+                continue
+            path.add(node)
+            for before in node.all_input_nodes:
+                before = becomes.get(before, before)
+                if before in path:
+                    raise NotFollowedError("one of its matmuls depends on another")
+                if before not in seen:
+                    left.append(before)
 
     def turned(self, node: fx.Node) -> fx.Node:
         """The transposed matrix."""
@@ -196,6 +254,7 @@ def rewrite(
     """
     if merge_reductions:
         _merge(graph)
+    _flatten(graph)
     found = collectives(graph, {name: group.size() for name, group in groups.items()})
     rewriter = Rewriter(graph, groups)
     for one in found:
@@ -216,29 +275,32 @@ def rewrite(
 def _gather(to: Rewriter, one: Gather, scatters: Sequence[Reduction]) -> None:
     """Products, gradients and sums of what was gathered, each by one operator in each direction."""
     made: list[str] = []
-    left: list[Use] = []
-    for later in (False, True):
+    taken: list[Reduction] = []
+    for later in (False, True):  # what stands in the forward must not wait for a gradient
         uses = [use for use in one.uses if (use.node in to.backward) == later]
         outer = [use for use in uses if one.is_outer(use)]
         inner = [use for use in uses if not one.is_outer(use)]
+        mine = (s for s in scatters if s.backward == later and not s.operator)
         if outer and inner:
             if not _both_gradients(to, one, outer, inner):
                 raise NotFollowedError("its matmuls are of no one operator")
             made.append("matmul_reduce_scatter_backward")
         elif outer:
             made.append(_products(to, one, outer))
-        left += inner if not outer else []
-    scatter = next((s for s in scatters if not s.operator and _belong(one, left, s)), None)
-    if scatter is not None:
-        _gather_gradients(to, one, left, scatter)
-        made.append("all_gather_matmul_backward")
-    elif left:
-        _weight_gradients(to, one, left)
-        made.append("all_gather_matmul_wgrad")
+        elif scatter := next((s for s in mine if _belong(one, inner, s)), None):
+            _gather_gradients(to, one, inner, scatter)
+            taken.append(scatter)
+            made.append("all_gather_matmul_backward")
+        elif inner:
+            _weight_gradients(to, one, inner)
+            made.append("all_gather_matmul_wgrad")
     for total in one.totals:
         _total(to, one, total)
-    if scatter is not None:
-        scatter.operator, scatter.matmuls = made[-1], [term.node for term in scatter.terms]
+    to.check()
+    for scatter in taken:
+        scatter.operator = "all_gather_matmul_backward"
+        scatter.matmuls = [term.node for term in scatter.terms]
+        scatter.problems = [p for p in one.problems if p.op == scatter.operator]
     one.operator, one.matmuls = " and ".join(made), [use.node for use in one.uses]
 
 
@@ -253,7 +315,10 @@ def _rank(to: Rewriter, one: Collective) -> int:
 def _own(to: Rewriter, one: Gather, rows: Axes, columns: Axes) -> fx.Node:
     """This rank's part as a matrix."""
     now = [axis for axes in one.shard for axis in axes]
-    return to.arranged(one.given, now, [_others(rows, one.across), _others(columns, one.across)])
+    given = one.given
+    if value(given).dtype != one.dtype:
+        given = to.emit(CONVERT, given, one.dtype)
+    return to.arranged(given, now, [_others(rows, one.across), _others(columns, one.across)])
 
 
 def _others(axes: Axes, across: Axis) -> Axes:
@@ -282,23 +347,6 @@ def _alike(uses: Sequence[Use]) -> bool:
     )  # fmt: skip
 
 
-def _check_order(to: Rewriter, inputs: Iterable[fx.Node], results: Iterable[fx.Node]) -> None:
-    """Refuse to join matmuls one of which depends on another.
-
-    Raises:
-        NotFollowedError: one does.
-    """
-    results = set(results)
-    seen, left = set[fx.Node](), list(inputs)
-    while left:
-        node = left.pop()
-        if node in results:
-            raise NotFollowedError("one of its matmuls depends on another")
-        if node not in seen:
-            seen.add(node)
-            left += node.all_input_nodes
-
-
 def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
     """y = gather(x) w for one or several w."""
     if not _alike(uses):
@@ -315,7 +363,6 @@ def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
             one.note(all_gather_matmul.OPERATOR, x, weights[0], bias)
             added = [bias is not None]
         else:
-            _check_order(to, [use.other for use in uses], nodes)
             several = to.emit(ops.all_gather_matmul_list.default, x, weights, *_where(one))
             one.note(all_gather_matmul.operator_of_several(len(uses)), x, *weights)
             made = [to.emit(operator.getitem, several, i) for i in range(len(uses))]
@@ -341,7 +388,6 @@ def _both_gradients(to: Rewriter, one: Gather, outer: list[Use], inner: list[Use
     if rows != whole(dw_use.inner) or columns != whole(dw_use.rows):
         return False
     with to.before([dx_use.node, dw_use.node]):
-        _check_order(to, [dx_use.other, dw_use.other], [dx_use.node, dw_use.node])
         x = _operand(to, dw_use)
         k = _columns(x)
         first = _ranks_first(rows, one.across)
@@ -412,10 +458,9 @@ def _gather_gradients(to: Rewriter, one: Gather, uses: list[Use], scatter: Reduc
     if len(set(matmuls)) != len(matmuls):
         raise NotFollowedError("two of its matmuls take the same gradient")
     rows, columns = whole(uses[0].inner), whole(uses[0].rows)
-    with to.before([scatter.wait, *(use.node for use in uses)]):
+    with to.before([scatter.node, scatter.wait, *matmuls, *(use.node for use in uses)]):
         dys = [cast(fx.Node, node.args[0]) for node in matmuls]
         weights = [cast(fx.Node, node.args[1]) for node in matmuls]  # [n, k]
-        _check_order(to, [*dys, *weights], [scatter.wait, *(use.node for use in uses)])
         dy = to.together(dys, 1)
         n, first = _columns(dy), _ranks_first(rows, one.across)
         wt = to.together(weights, 0)
@@ -423,7 +468,6 @@ def _gather_gradients(to: Rewriter, one: Gather, uses: list[Use], scatter: Reduc
         op = ops.all_gather_matmul_backward.default
         y = to.emit(op, *operands, to.turned(wt), *_where(one), _rank(to, one))
         one.note(backward.GATHER, *operands, wt)
-        scatter.problems = one.problems[-1:]
         dx, dw = (to.emit(operator.getitem, y, i) for i in (0, 1))
         term, across = scatter.terms[0], scatter.across[0]
         own = _others([axis for axes in term.own for axis in axes], across)
@@ -449,7 +493,6 @@ def _weight_gradients(to: Rewriter, one: Gather, uses: list[Use]) -> None:
         raise NotFollowedError("its matmuls read it differently")
     rows, columns, turned = whole(uses[0].inner), whole(uses[0].rows), uses[0].turned
     with to.before([use.node for use in uses]):
-        _check_order(to, [use.other for use in uses], [use.node for use in uses])
         dys = [_operand(to, use) for use in uses]
         dy = to.together(dys, 1)
         n, first = _columns(dy), _ranks_first(rows, one.across)
@@ -464,7 +507,7 @@ def _weight_gradients(to: Rewriter, one: Gather, uses: list[Use]) -> None:
 
 def _total(to: Rewriter, one: Gather, total: Total) -> None:
     """The sum of what was gathered: this rank's first, then that of the ranks, which is small."""
-    dtype = value(one.given).dtype
+    dtype = one.dtype
     with to.before([total.node]):
         own = _own(to, one, total.over, total.left)
         wide = to.emit(aten.sum.dim_IntList, own, [0], False, dtype=torch.float32)
@@ -477,7 +520,7 @@ def _total(to: Rewriter, one: Gather, total: Total) -> None:
             now = [one.across, *now]
         result = to.emit(c10d.wait_tensor.default, sent)
         if dtype != torch.float32:
-            result = to.emit(torch.ops.prims.convert_element_type.default, result, dtype)
+            result = to.emit(CONVERT, result, dtype)
         result = to.arranged(result, now, [left])
         shape = [to.size(n) for n in value(total.node).shape]
         to.replace(total.node, to.emit(aten.reshape.default, result, shape))
@@ -488,7 +531,7 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
     matmuls = [term.node for term in one.terms]
     term = one.terms[0]
     rows, columns = (whole(axes) for axes in term.own)
-    with to.before([one.wait]):
+    with to.before([one.node, one.wait, *matmuls]):
         x = to.together([cast(fx.Node, node.args[-2]) for node in matmuls], 1)
         w = to.together([cast(fx.Node, node.args[-1]) for node in matmuls], 0)
         if one.kind == "all-reduce":
@@ -514,7 +557,23 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
                 y = to.emit(aten.add.Tensor, y, to.emit(aten.unsqueeze.default, added, 1))
             now = _others([*rows, *columns], across)
         to.replace(one.wait, to.arranged(y, now, term.dims))
+    to.check()
     one.operator, one.matmuls = op, matmuls
+
+
+def _flatten(graph: fx.Graph) -> None:
+    """The product of a batch of one matrix, as an einsum makes them, as that of matrices."""
+    batches = [node for node in graph.nodes if node.target is aten.bmm.default]
+    to = Rewriter(graph, {})
+    for node in batches:
+        if not same(value(node).shape[0], 1):
+            continue
+        with to.before([node]):
+            a, b = (to.emit(aten.squeeze.dim, each, 0) for each in node.args)
+            product = to.emit(aten.mm.default, a, b)
+            to.done[node] = to.emit(aten.unsqueeze.default, product, 0)
+        node.replace_all_uses_with(to.done[node])
+    to.erase()
 
 
 def _merge(graph: fx.Graph) -> None:
@@ -532,8 +591,8 @@ def _merge(graph: fx.Graph) -> None:
             to = Rewriter(graph, {}, node)
             total = to.emit(aten.add.Tensor, a.args[0], b.args[0])
             sent = to.emit(c10d.all_reduce.default, total, *a.args[1:])
-            node.replace_all_uses_with(to.emit(c10d.wait_tensor.default, sent))
-        to.done.append(node)
+            to.done[node] = to.emit(c10d.wait_tensor.default, sent)
+            node.replace_all_uses_with(to.done[node])
         to.erase()
 
 
@@ -564,6 +623,26 @@ def in_order(graph: fx.Graph) -> None:
             if cursor is not None:
                 cursor.append(node)
             cursor = node
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """What a graph changes in place."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            found |= {
+                _stored(given) for given, said in zip(node.args, schema.arguments, strict=False)
+                if isinstance(given, fx.Node) and said.alias_info and said.alias_info.is_write
+            }  # fmt: skip
+    return found
+
+
+def _stored(node: fx.Node) -> fx.Node:
+    """What may have the storage of a node."""
+    while node.target in (*VIEWS, *TURNS, *PARTS):
+        node = cast(fx.Node, node.args[0])
+    return node
 
 
 def _is_pure(node: fx.Node) -> bool:
