@@ -127,12 +127,12 @@ def _groups(graph: fx.Graph) -> dict[str, dist.ProcessGroup]:
             group = group_of(name)
         except (InputError, UnsupportedError):
             continue
-        if _on_one_host(group):
+        if on_one_host(group):
             found[name] = group
     return found
 
 
-def _on_one_host(group: dist.ProcessGroup) -> bool:
+def on_one_host(group: dist.ProcessGroup) -> bool:
     """As torchrun says: without it all ranks are on this one."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return len({rank // local for rank in dist.get_process_group_ranks(group)}) == 1
