@@ -8,6 +8,7 @@ matmuls beside them by operators, whose plans are chosen when they run, serial i
 leaves is torch's, as it was.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ except ImportError as error:
     raise UnsupportedError(f"compile_options: {what}; it needs torch 2.11 or newer") from error
 
 SEAM = "joint_custom_post_pass"
+logger = logging.getLogger(__name__)
 
 
 class OverlapPass(CustomGraphPass):
@@ -56,6 +58,8 @@ class OverlapPass(CustomGraphPass):
         found = rewrite.rewrite(graph, groups, merge_reductions=self._merge)
         report = Report.of(found)
         self.reports.append(report)
+        if found:
+            logger.info("%s", report)
         if found and not report.matched:
             what = f"compile_options: {report.nearest_miss()}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
