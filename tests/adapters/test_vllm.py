@@ -1,13 +1,16 @@
-"""vLLM's decoding, on stand-ins for the places of vLLM 0.33.0 that the adapter uses.
+"""vLLM's decoding: on vLLM where it is installed, else on stand-ins for its seam.
 
-They have vLLM's names and the schemas of its operators; with vLLM at hand its own are used.
+The stand-ins have the names of vLLM 0.33.0, and its operator's schema.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
+import pickle
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace as Named
 from typing import Any
 
@@ -26,10 +29,8 @@ from counterpoint.adapters.vllm import PASSES, SEAM, STATE, DecodePass, compilat
 from counterpoint.measure.timing import relative_error
 
 K, N = 24, 16
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is not None, reason="the stand-ins would hide vLLM"
-)
-LIBRARY = torch.library.Library("vllm", "FRAGMENT")
+installed = importlib.util.find_spec("vllm") is not None
+LIBRARY = None if installed else torch.library.Library("vllm", "FRAGMENT")
 
 
 class Wrapped:
@@ -56,9 +57,30 @@ def all_reduce_fake(tensor: Tensor, group_name: str) -> Tensor:
 
 
 @contextmanager
+def compiling(end: int | None) -> Iterator[None]:
+    """vLLM while it compiles a graph for 1 to `end` tokens; None: it does not."""
+    if not installed:
+        with stand_ins(end):
+            yield
+        return
+    passes, state = importlib.import_module(PASSES), importlib.import_module(STATE)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # on CPU alone its operator returns its input
+        warnings.filterwarnings("ignore", "vllm::all_reduce .*must not also be an input")
+        patch.setattr(state, "_groups", {})
+        patch.setattr(state, "_group_name_counter", {})
+        ranks = range(dist.get_world_size())
+        group = state.GroupCoordinator([[*ranks]], dist.get_rank(), "gloo", True, group_name="tp")
+        assert group.unique_name == "tp:0"
+        with passes.pass_context(Named(start=1, end=end)) if end else nullcontext():
+            yield
+
+
+@contextmanager
 def stand_ins(end: int | None) -> Iterator[None]:
-    """vLLM's modules while it compiles a graph for 1 to `end` tokens; None: it does not."""
+    """Modules of vLLM's names."""
     if not hasattr(torch.ops.vllm, "all_reduce"):
+        assert LIBRARY is not None
         LIBRARY.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
         LIBRARY.impl("all_reduce", all_reduce, "CPU")
         torch.library.register_fake("vllm::all_reduce", all_reduce_fake, lib=LIBRARY)
@@ -124,7 +146,7 @@ def test_decoding_by_one_operator(
     rank: int, world_size: int, form: str, rows: int, end: int | None, matched: bool, why: str
 ):
     decoding = DecodePass()
-    with stand_ins(end), by_reference(), torch.no_grad():
+    with compiling(end), by_reference(), torch.no_grad():
         model, x = RowParallel(form, rank), torch.randn(rows, K)
         want = model(x)
         run = compiled(model, decoding, dynamic=form == "dynamic")
@@ -142,7 +164,7 @@ def test_decoding_by_one_operator(
 @on_ranks(2)
 def test_a_bias_of_one_rank_is_refused(rank: int, world_size: int):
     """Graphs that differ between ranks would call different operators."""
-    with stand_ins(8), torch.no_grad():
+    with compiling(8), torch.no_grad():
         run = compiled(RowParallel("bias", rank), DecodePass(), dynamic=False)
         if rank == 0:
             with pytest.raises(Exception, match="adds the bias of addmm on rank 0 alone"):
@@ -150,7 +172,7 @@ def test_a_bias_of_one_rank_is_refused(rank: int, world_size: int):
 
 
 def test_what_vllm_gets():
-    with stand_ins(None):
+    with nullcontext() if installed else stand_ins(None):
         config = compilation_config(max_rows=32)
         other = compilation_config()
     assert config["compile_ranges_endpoints"] == [32]
@@ -163,6 +185,21 @@ def test_what_vllm_gets():
         compilation_config(max_rows=0)
 
 
+@pytest.mark.skipif(not installed, reason="vllm is not installed")
+def test_vllm_takes_it():
+    """Its processes get it by pickle, and its cache of graphs has a key."""
+    from vllm.config import CompilationConfig  # type: ignore[import-not-found]
+
+    config = pickle.loads(pickle.dumps(CompilationConfig(**compilation_config())))
+    assert config.compile_ranges_endpoints == [64]
+    assert not config.pass_config.fuse_allreduce_rms
+    taken = config.inductor_compile_config[SEAM]
+    assert isinstance(taken, importlib.import_module(PASSES).InductorPass)
+    assert taken.callable.max_rows == 64
+    assert config.compute_hash()
+
+
+@pytest.mark.skipif(installed, reason="vllm is installed")
 def test_vllm_that_is_missing_or_has_moved(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(cp.UnsupportedError, match=f"vllm is not installed: .*{PASSES}.* 0.33.0$"):
         compilation_config()
