@@ -8,6 +8,7 @@ matmuls beside them by operators, whose plans are chosen when they run, serial i
 leaves is torch's, as it was.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ except ImportError as error:
     raise UnsupportedError(f"compile_options: {what}; it needs torch 2.11 or newer") from error
 
 SEAM = "joint_custom_post_pass"
+logger = logging.getLogger(__name__)
 
 
 class OverlapPass(CustomGraphPass):
@@ -56,6 +58,8 @@ class OverlapPass(CustomGraphPass):
         found = rewrite.rewrite(graph, groups, merge_reductions=self._merge)
         report = Report.of(found)
         self.reports.append(report)
+        if found:
+            logger.info("%s", report)
         if found and not report.matched:
             what = f"compile_options: {report.nearest_miss()}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
@@ -127,12 +131,12 @@ def _groups(graph: fx.Graph) -> dict[str, dist.ProcessGroup]:
             group = group_of(name)
         except (InputError, UnsupportedError):
             continue
-        if _on_one_host(group):
+        if on_one_host(group):
             found[name] = group
     return found
 
 
-def _on_one_host(group: dist.ProcessGroup) -> bool:
+def on_one_host(group: dist.ProcessGroup) -> bool:
     """As torchrun says; without it a host has as many ranks as GPUs, or all on CPUs."""
     ranks = torch.cuda.device_count() if torch.cuda.is_available() else dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

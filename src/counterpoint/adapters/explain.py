@@ -1,10 +1,12 @@
 """What was done with each collective of a compiled model, and why."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
+from torch._inductor import config as inductor
 
 from counterpoint.adapters.find import Collective
 from counterpoint.errors import InputError
@@ -12,6 +14,8 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspaces
 
 SEAM = "joint_custom_post_pass"
+# torch's expression for the module behind a forward that a framework has put another one around
+BOUND_FORWARD = r"\.forward\.__closure__\[\d+\]\.cell_contents\.__self__"
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ def explain(model: Any) -> Report:
     Args:
         model: what `torch.compile(model, options=compile_options())` returned, or a module that
             is compiled in place, or has parts that are. Call it once before: torch compiles then.
+            Where torch's own configuration has the pass, all that was compiled is shown.
 
     Returns:
         A Report; `print` shows a line for each collective: what has replaced it, by which plan, or
@@ -145,6 +150,9 @@ def _passes(model: Any) -> list[Any]:
             one = _options(compiled).get(SEAM)
             if hasattr(one, "reports"):
                 found[id(one)] = one
+    everywhere = getattr(inductor, SEAM, None)
+    if not found and hasattr(everywhere, "reports"):
+        return [everywhere]
     if not found:
         fix = "compile it by torch.compile(model, options=counterpoint.compile_options())"
         want = "compiled with compile_options"
@@ -185,7 +193,7 @@ def module_of(node: fx.Node) -> str:
         stack = node.meta.get(key)
         if stack:
             path = str([*stack.values()][-1][0])
-            return ".".join(_words(path))
+            return ".".join(_words(re.sub(BOUND_FORWARD, "", path)))
     return ""
 
 

@@ -1,0 +1,143 @@
+"""torchtitan's override: on torchtitan where it is installed, else on stand-ins for its seam.
+
+The stand-ins have the names and the signatures of torchtitan 0.3.0.
+"""
+
+import importlib
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace as Named
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from rank_bodies import by_reference
+from torch import Tensor
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
+
+import counterpoint as cp
+from counterpoint.adapters.compile import SEAM, OverlapPass
+
+NAME = "counterpoint.adapters.torchtitan"
+LAYERS = 2
+installed = importlib.util.find_spec("torchtitan") is not None
+
+
+def override(
+    *, target: type, fqns: list[str] | None = None, description: str = "", exact: bool = False
+) -> Callable[[Any], Any]:
+    assert isinstance(target, type)
+    return lambda factory: factory
+
+
+@contextmanager
+def stand_ins(**config: Any) -> Iterator[None]:
+    """torchtitan's modules, and ours imported anew."""
+    rates = type("LRSchedulersContainer", (), {"Config": type("Config", (), {})})
+    with pytest.MonkeyPatch.context() as patch, inductor.patch({SEAM: None}):
+        patch.setitem(sys.modules, "torchtitan", Named())
+        patch.setitem(sys.modules, "torchtitan.config", Named(**config))
+        patch.setitem(
+            sys.modules, "torchtitan.components.optimizer", Named(LRSchedulersContainer=rates)
+        )
+        patch.delitem(sys.modules, NAME, raising=False)
+        yield
+        sys.modules.pop(NAME, None)
+
+
+@pytest.mark.skipif(installed, reason="torchtitan itself is tested")
+def test_the_override_sets_torchs_configuration():
+    with stand_ins(override=override):
+        overlap = importlib.import_module(NAME).overlap
+        rate = object()
+        assert overlap(rate, merge_reductions=True) is rate
+        first = getattr(inductor, SEAM)
+        assert isinstance(first, OverlapPass)
+        assert overlap(rate) is rate
+        assert getattr(inductor, SEAM).uuid() != first.uuid()
+        assert "has not run yet" in str(cp.explain(torch.nn.Linear(1, 1)))
+        with pytest.raises(cp.InputError, match="merge_reductions must be True or False"):
+            overlap(rate, merge_reductions=1)
+
+
+def test_torchtitan_that_has_moved():
+    seam = r"its adapter needs torchtitan.config: override, as in torchtitan 0\.3\.0$"
+    with stand_ins(), pytest.raises(cp.UnsupportedError, match=seam):
+        importlib.import_module(NAME)
+
+
+def step(*imports: str) -> tuple[list[Tensor], Any]:
+    """The output and gradients of torchtitan's Llama in a step, its blocks compiled."""
+    from torchtitan import config as titan  # type: ignore[import-not-found]
+    from torchtitan.distributed import parallel_dims, utils  # type: ignore[import-not-found]
+    from torchtitan.models.common import attention  # type: ignore[import-not-found]
+    from torchtitan.models.llama3 import config_registry  # type: ignore[import-not-found]
+
+    config = config_registry.llama3_debugmodel()
+    config.compile.enable = True
+    config.parallelism.tensor_parallel_degree = 2
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.training.mixed_precision_param = "float32"
+    config.override.imports = list(imports)
+    utils.set_spmd_backend("partial_dtensor")
+    parallel_dims.device_type = "cpu"
+    attend = attention.ScaledDotProductAttention
+    attend.sdpa_backends = [torch.nn.attention.SDPBackend.MATH]
+    dims = parallel_dims.ParallelDims.from_config(config.parallelism, 2)
+    dims.build_mesh()
+    model_config = config.model_spec.model
+    model_config.layers = model_config.layers[:LAYERS]
+    model_config.update_from_config(config=config)
+    for layer in model_config.layers:  # flex attention has no gradient on CPU
+        layer.attention.inner_attention = attend.Config(
+            sharding_config=layer.attention.inner_attention.sharding_config
+        )
+    titan.apply_overrides(config.override, config)
+    with torch.device("meta"):
+        model = model_config.build()
+    model = config.model_spec.parallelize_fn(
+        model, parallel_dims=dims, training=config.training, parallelism=config.parallelism,
+        compile_config=config.compile, ac_config=None, dump_folder="",
+    )  # fmt: skip
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 100, (2, 32))
+    y = model(tokens, positions=torch.arange(32).expand(2, -1).contiguous())
+    y.float().square().mean().backward()
+    return [y.detach(), *(p.grad.full_tensor() for p in model.parameters())], model
+
+
+@pytest.mark.skipif(not installed, reason="torchtitan is not installed")
+@on_ranks(2)
+def test_a_step_of_torchtitans_llama(rank: int, world_size: int):
+    """All collectives of its compiled blocks become parts of operators; gradients stay."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    ours = logging.getLogger("counterpoint.adapters.compile")
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    with warnings.catch_warnings(), by_reference(), inductor.patch({SEAM: None}), fresh_cache():
+        warnings.simplefilter("ignore")  # of torchtitan and of torch, in their own code
+        want, _ = step()
+        torch._dynamo.reset()
+        mine, model = step(f"{NAME}.overlap")
+        report = cp.explain(model)
+    for a, b in zip(mine, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert report.matched == len(report.found) == 8 * LAYERS, str(report)
+    assert [text.splitlines()[0] for text in told] == [
+        "8 of 8 collectives are parts of operators"
+    ] * LAYERS
+    assert {one.matmuls for one in report.found if one.kind == "reduce-scatter"} >= {
+        ("attention.wo",), ("feed_forward.w2",)
+    }  # fmt: skip

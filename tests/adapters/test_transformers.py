@@ -1,0 +1,87 @@
+"""A model of transformers, sharded by its own plan, under compile_options. Skipped without it."""
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_bodies import by_reference
+from rankpool import RankPool
+from torch._inductor.utils import fresh_cache
+
+import counterpoint as cp
+from counterpoint.adapters.explain import Report
+from counterpoint.measure.timing import relative_error
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+LAYERS, STEPS = 2, 20
+
+
+def sharded(folder: Path, dtype: torch.dtype) -> Any:
+    """A small Llama with random weights, sharded by tp_plan="auto"."""
+    from transformers import AutoModelForCausalLM, LlamaConfig  # type: ignore[import-not-found]
+    from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    if dist.get_rank() == 0 and not folder.exists():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    dist.barrier()
+    plan = DistributedConfig(tp_plan="auto")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=plan)
+
+
+def losses(model: Any, run: Any) -> torch.Tensor:
+    """Of training steps on random tokens."""
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 64, (2, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[torch.Tensor] = []
+    for _ in range(STEPS):
+        loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def trained(rank: int, world_size: int, folder: str) -> tuple[Report, str]:
+    """What was done with the collectives, and whether the losses are right."""
+    with pytest.MonkeyPatch.context() as patch, by_reference(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers and of torch, in their own code
+        for name, number in ("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size):
+            patch.setenv(name, str(number))
+        torch._dynamo.reset()
+        exact = sharded(Path(folder), torch.float64)
+        want = losses(exact, exact)
+        torchs = sharded(Path(folder), torch.float32)
+        plain = losses(torchs, torch.compile(torchs))
+        model = sharded(Path(folder), torch.float32)
+        compiled = torch.compile(model, options=cp.compile_options())
+        with fresh_cache():
+            mine = losses(model, compiled)
+    assert want[-1] < want[0] / 2, "the model learns"
+    error, allowed = relative_error(mine, want), 2 * relative_error(plain, want)
+    wrong = f"off by {error:.1e}, torch's by half of {allowed:.1e}"
+    return cp.explain(compiled), "" if error <= allowed + 1e-7 else wrong
+
+
+def test_training_steps_of_llama(pool: RankPool, tmp_path: Path):
+    """Losses are those without us; each collective beside a matmul is part of an operator."""
+    for report, wrong in pool.run(trained, 2, str(tmp_path / "llama")):
+        assert not wrong, wrong
+        left = [(one.kind, one.module, one.reason) for one in report.found if one.reason]
+        assert left == [
+            ("all-reduce", "model.embed_tokens", "index_put stands before it"),
+            ("all-gather", "lm_head", "it is also read by amax"),
+        ]
+        assert report.matched == 7 * LAYERS + 1
