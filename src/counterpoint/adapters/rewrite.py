@@ -9,6 +9,9 @@
     matmuls + reduce-scatter                    matmul_reduce_scatter
     matmuls + all-reduce                        matmul_all_reduce
 
+A rewrite is made as a whole or not at all: what would make a circle, read an input that the graph
+writes, or take a matmul of another operator is left to torch, and so is what an error stopped.
+
 What is gathered or scattered along another dim than the first is moved there by views and copies,
 which a compiler joins with what stands around them.
 """
