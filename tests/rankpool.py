@@ -228,7 +228,7 @@ def _run_job(payload: bytes) -> Any:
             else nullcontext()
         )
         try:
-            with in_group:
+            with in_group, mock.patch.dict(os.environ):  # what a test sets ends with it
                 return job.fn(job.rank, job.world_size, *job.args)
         finally:
             _forget()
