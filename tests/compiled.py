@@ -68,7 +68,7 @@ def step(model: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor]) -> 
     y = model(x)
     if not leaves:
         return [y]
-    at = torch.arange(y.numel(), dtype=torch.float64).sin().view(y.shape)
+    at = torch.arange(y.numel(), dtype=torch.float64, device=y.device).sin().view(y.shape)
     grads = torch.autograd.grad((y * at.to(y.dtype)).sum(), leaves)
     return [local(t) for t in (y.detach(), *grads)]
 
