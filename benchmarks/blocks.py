@@ -110,20 +110,27 @@ class Attention(nn.Module):
 
 
 class CachedAttention(Attention):
-    """Attention of one new token per sequence to all before it; the cache is sharded by heads."""
+    """Attention of one new token per sequence to all before it; the cache is sharded by heads.
 
-    cache: Tensor
+    The cache is written in place and read as it is, as servers do: neither is a copy of it made for
+    the new token, nor one for the heads that share it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    place: Tensor
 
     def __init__(self, width: Width, batch: int, context: int, ranks: int) -> None:
         super().__init__(width)
-        shape = (2, batch, width.kv_heads // ranks, context, self.columns)
-        self.register_buffer("cache", torch.empty(shape), persistent=False)
+        shape = (batch, width.kv_heads // ranks, context, self.columns)
+        self.register_buffer("keys", torch.empty(shape), persistent=False)
+        self.register_buffer("values", torch.empty(shape), persistent=False)
+        self.register_buffer("place", torch.tensor([context - 1]), persistent=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache[0, :, :, -1:] = k
-        self.cache[1, :, :, -1:] = v
-        k, v = (shared_by(x, q.shape[1]) for x in self.cache.unbind())
-        return functional.scaled_dot_product_attention(q, k, v)
+        self.keys.index_copy_(2, self.place, k)
+        self.values.index_copy_(2, self.place, v)
+        return functional.scaled_dot_product_attention(q, self.keys, self.values, enable_gqa=True)
 
 
 def shared_by(x: Tensor, heads: int) -> Tensor:

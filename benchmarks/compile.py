@@ -233,6 +233,7 @@ def symmetric_bytes(arm: str, bench: Bench) -> int:
 @cache
 def _warm(step: str, bench: Bench) -> None:
     """Have what the first compilation of a process starts: workers, imports, patterns."""
+    torch.compiler.reset()
     subject = Subject(case_of(step, "toy", 1, sequence=64), bench, torch.bfloat16)
     with fresh_cache():
         subject.step(torch.compile(subject.model, fullgraph=True))

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
@@ -15,6 +15,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from counterpoint.adapters.compile import OverlapPass, compile_options
 
+aten: Any = torch.ops.aten
 SEAM = "joint_custom_post_pass"
 
 
@@ -23,6 +24,7 @@ class Quick:
 
     def __init__(self) -> None:
         self.saved_bytes = 0  # for the backward, without what are inputs anyhow
+        self.saved_copies: list[str] = []  # of it, what could be fused into all that reads it
 
     def __call__(self, module: Any, inputs: Any) -> Any:
         def partition(joint: Any, args: Any, **options: Any) -> Any:
@@ -35,6 +37,8 @@ class Quick:
                 val = getattr(node, "meta", {}).get("val")
                 if isinstance(val, Tensor) and node.op != "placeholder":
                     self.saved_bytes += val.numel() * val.element_size()
+                    if made_by(node) is aten.clone.default and is_fused(backward, node.name):
+                        self.saved_copies.append(node.name)
             return forward, backward
 
         def run(graph: Any, _: Any) -> Any:
@@ -48,6 +52,26 @@ class Quick:
             fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition,
             decompositions=select_decomp_table, keep_inference_input_mutations=True,
         )(module, inputs)  # fmt: skip
+
+
+def made_by(node: fx.Node) -> Any:
+    """The operator whose result a node is, or is a view of."""
+    while getattr(node.target, "is_view", False):
+        node = cast(fx.Node, node.args[0])
+    return node.target
+
+
+def is_fused(backward: fx.GraphModule, name: str) -> bool:
+    """Whether all that read an input of that name can be computed while it is put in order."""
+    left = [node for node in backward.graph.nodes if node.name == name]
+    while left:
+        node = left.pop()
+        for user in node.users:
+            if getattr(user.target, "is_view", False):
+                left.append(user)
+            elif torch.Tag.pointwise not in getattr(user.target, "tags", ()):
+                return False
+    return True
 
 
 @contextmanager

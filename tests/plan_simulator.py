@@ -124,7 +124,13 @@ class _Simulation:
             return np.concatenate([each[name] for each in inputs])
 
         def scattered(x: str, w: str) -> Array:
-            return np.sum([each[x] @ each[w] for each in inputs], axis=0)[own]
+            numbers = [name[len(x) :] for name in mine if name.startswith(x)]
+            terms = [each[x + i] @ each[w + i] for each in inputs for i in numbers]
+            return np.sum(terms, axis=0)[own]
+
+        def weight_gradients() -> dict[str, Array]:
+            dys = {name: dy for name, dy in mine.items() if name.startswith("dy")}
+            return {name.replace("y", "w"): gathered("x").T @ dy for name, dy in dys.items()}
 
         bias = mine.get("bias", np.zeros((1, 1)))
         match self.plan.problem.op:
@@ -141,9 +147,9 @@ class _Simulation:
             case "matmul_all_to_all":
                 return {"y": self.to_owners(inputs)[rank]}
             case "all_gather_matmul_wgrad":
-                return {"dw": gathered("x").T @ mine["dy"]}
+                return weight_gradients()
             case "all_gather_matmul_backward":
-                return {"dx": scattered("dy", "wt"), "dw": gathered("x").T @ mine["dy"]}
+                return {"dx": scattered("dy", "wt"), **weight_gradients()}
             case "matmul_reduce_scatter_backward":
                 dy = gathered("dy")
                 return {"dx": dy @ mine["wt"], "dw": mine["x"].T @ dy}

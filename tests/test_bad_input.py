@@ -219,7 +219,7 @@ BAD: dict[str, Area] = {
             ({"splits": [1, 2.0]}, "splits[1] must be a whole number from 0 to 2**40, got 2.0"),
             ({"splits": (2, 2)}, "splits must be counts >= 0 that add up to 3, got (2, 2)"),
             ({"splits": (4, -1)}, "splits[1] must be a whole number from 0 to 2**40, got -1"),
-            ({"splits": (1, 2), "bias": True}, "splits must be empty: only all_gather_matmul without a bias takes several weights, got (1, 2)"),
+            ({"splits": (1, 2), "bias": True}, "splits must be empty with a bias, got (1, 2)"),
             ({"experts": -1}, "experts must be a whole number from 0 to 2**20, got -1"),
             ({"experts": 1}, "experts must be 0: the op has none, got 1"),
             ({"counts": "some"}, "counts must be one of equal, host, device, got 'some'"),
@@ -239,7 +239,7 @@ BAD: dict[str, Area] = {
             ({"counts": "x"}, "counts must be one of equal, host, device, got 'x'"),
             ({"m": 7}, "m must be a multiple of the 2 ranks, got 7; pass rows=, one count per rank"),
             ({"bias": True}, "bias must be False: the op adds none, got True"),
-            ({"splits": (1, 2)}, "splits must be empty: only all_gather_matmul without a bias takes several weights, got (1, 2)"),
+            ({"splits": (1, 2)}, "splits must be empty: the op has one weight, got (1, 2)"),
         ],
     ),
     "Problem of tables": Area(

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from plan_cases import AG, AR, BIASED, OPS, make_problem
+from plan_cases import AG, AG_BACKWARD, AG_WGRAD, AR, BIASED, OPS, RS, make_problem
 
 from counterpoint.errors import InputError
 from counterpoint.problem import ITEM_BYTES, DType, Problem, declaration, op_names
@@ -26,8 +26,12 @@ def test_only_some_ops_have_a_bias_or_several_weights(op: Any):
         why = "the op adds none"
         with pytest.raises(InputError, match=f"^{op}: bias must be False: {why}"):
             make_problem(op, 16, 3, 5, 4, bias=True)
-    if op != AG:
-        with pytest.raises(InputError, match=f"^{op}: splits must be empty: only all_gather_mat"):
+    if op in (AG, RS, AG_WGRAD, AG_BACKWARD):
+        whole = "5" if op == RS else "3"
+        with pytest.raises(InputError, match=f"^{op}: splits must be counts >= 0 that .* {whole},"):
+            make_problem(op, 16, 3, 5, 4, splits=(4, 3))
+    else:
+        with pytest.raises(InputError, match=f"^{op}: splits must be empty: the op has one weight"):
             make_problem(op, 16, 3, 5, 4, splits=(1, 2))
 
 

@@ -64,7 +64,8 @@ class Problem:
     all_gather_matmul:     y[M, N] = the x_r[rows[r], K] of all ranks, one under the other, times
                            w[K, N], plus bias[N]; with `splits` one y_i for each w_i[K, splits[i]]
     matmul_reduce_scatter: y_r[rows[r], N] = own rows of the sum over ranks of x_s[M, K] w_s[K, N],
-                           plus bias[N], added once
+                           plus bias[N], added once; with `splits` each x w is the sum of
+                           x_i[M, splits[i]] w_i[splits[i], N]
     matmul_all_reduce:     y[M, N] = the sum over ranks of x_s[M, K] w_s[K, N], plus bias[N], added
                            once, on every rank
 
@@ -72,7 +73,8 @@ class Problem:
 
     all_gather_matmul_wgrad:        dw[K, N] = (the x_r[rows[r], K], one under the other)^T dy[M, N]
     all_gather_matmul_backward:     dx_r[rows[r], K] = own rows of the sum over ranks of
-                                    dy_s[M, N] wt_s[N, K], and dw as all_gather_matmul_wgrad
+                                    dy_s[M, N] wt_s[N, K], and dw as all_gather_matmul_wgrad;
+                                    both with `splits` for weights of so many columns
     matmul_reduce_scatter_backward: dx[M, K] = the dy_r[rows[r], N], one under the other, times
                                     wt[N, K], and dw[K, N] = x[M, K]^T (the dy_r, as in dx)
 
@@ -106,7 +108,8 @@ class Problem:
         bias: whether a bias row is added; of forward ops.
         scratch_bytes_limit: most bytes of scratch and symmetric memory that a plan may use on a
             rank; 0 means no limit.
-        splits: columns of each weight of an all_gather_matmul of several; empty means one weight.
+        splits: columns of each weight of an all_gather_matmul of several, and of its gradients;
+            contracted size of each product of a matmul_reduce_scatter of several; empty: of one.
         experts: of one rank; 0 for ops without.
         counts: of rows for each expert: all "equal", or an operand that differs from call to call,
             known to the "host" before a call, or to the "device" alone.

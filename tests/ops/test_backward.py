@@ -166,20 +166,27 @@ def test_autocast(rank: int, world_size: int):
         cp.all_gather_matmul(torch.randn(2, 4).bfloat16(), torch.randn(4, 3))
 
 
-@pytest.mark.parametrize("op", GRADIENTS)
+@pytest.mark.parametrize("op", [*GRADIENTS, "matmul_reduce_scatter_sum"])
 @on_ranks(2)
 def test_opcheck_of_the_gradients(rank: int, world_size: int, op: str):
-    problem = Problem(op, 4 * world_size, 6, 10, world_size, "float32")  # type: ignore[arg-type]
+    """Those of gathers with one weight and with two."""
     where = ["serial", [], world().group_name, world_size, rank]
-    given = [t for t in operands(problem, rank, device()) if t is not None]
-    if op.endswith("wgrad"):
-        args = [*given, True, *where]
-    else:
-        args = [given[0], given[1], given[2].t(), *where]
+    rows, n, k = 4 * world_size, 6, 10
+    x, dy, dy_2, w, w_2 = (
+        torch.randn(*shape) for shape in ((4, k), (rows, n), (rows, 3), (k, n), (k, 3))
+    )
+    args = {
+        "all_gather_matmul_wgrad": [[x, dys, True] for dys in ([dy], [dy, dy_2])],
+        "all_gather_matmul_backward": [[[dy], x, [w]], [[dy, dy_2], x, [w, w_2]]],
+        "matmul_reduce_scatter_backward": [[torch.randn(4, n), torch.randn(rows, k), w]],
+        "matmul_reduce_scatter_sum": [[[dy, dy_2], [w.t(), w_2.t()]]],
+    }[op]
     # without test_autograd_registration: a gradient of these is refused, which it takes for one
     tests = ("test_schema", "test_faketensor")
     op_of = getattr(torch.ops.counterpoint, op).default
-    assert set(torch.library.opcheck(op_of, args, test_utils=tests).values()) == {"SUCCESS"}
+    for each in args:
+        found = torch.library.opcheck(op_of, [*each, *where], test_utils=tests)
+        assert set(found.values()) == {"SUCCESS"}
 
 
 @on_ranks(2, 3)

@@ -153,14 +153,23 @@ def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
 
 @pytest.mark.parametrize("splits", [(17, 0), (0, 2, 15), (9, 8), (17,)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_several_weights_are_right(ranks: int, splits: tuple[int, ...]):
+@pytest.mark.parametrize("op", [AG, RS, AG_WGRAD, AG_BACKWARD])
+def test_several_weights_are_right(op: str, ranks: int, splits: tuple[int, ...]):
+    """Of a reduce-scatter several products, and one result."""
     for shape in ("primes", "unequal"):
         rows = tuple(SHAPES[shape][0][:ranks])
-        case = Problem(AG, sum(rows), 17, 20, ranks, rows=rows, splits=splits)
+        n, k = (20, 17) if op == RS else (17, 20)
+        case = Problem(op, sum(rows), n, k, ranks, rows=rows, splits=splits)
         for spec in specs(case):
             plan = prove_or_refuse(case, spec)
-            outputs = [b.name for b in plan.buffers if b.space == "output"] if plan else []
-            assert outputs == [f"y{i}" for i in range(len(splits) if plan else 0)]
+            if plan is None:
+                continue
+            assert simulate(plan, seed=n)
+            outputs = [b.name for b in plan.buffers if b.space == "output"]
+            wanted = {RS: ["y"], AG_BACKWARD: ["dx"]}.get(op, [])
+            each = {AG: "y", AG_WGRAD: "dw", AG_BACKWARD: "dw"}.get(op)
+            wanted += [f"{each}{i}" for i in range(len(splits))] if each else []
+            assert sorted(outputs) == sorted(wanted)
 
 
 def test_several_weights_share_what_is_gathered_and_waited_for():

@@ -104,6 +104,12 @@ CASES = [
     Case(AG, "serial", (2, 2), splits=(3, 3)),
     Case(AG, "graded 1/2 ring", (2, 0, 3), splits=(2, 3)),
     Case(AG, "graded 2/1 ring", (2, 2, 2), splits=(3, 3)),
+    Case(RS, "direct", (2, 2), splits=(3, 4)),
+    Case(RS, "graded 1/2 ring", (2, 0, 3), splits=(3, 4)),
+    Case(RS, "shard_p2p ring chunks=2", (2, 2), splits=(4, 3)),
+    Case(AG_WGRAD, "sliced ring chunks=2", (3, 0, 2), splits=(3, 2)),
+    Case(AG_BACKWARD, "serial", (2, 2), splits=(2, 3)),
+    Case(AG_BACKWARD, "side_by_side ring", (2, 2, 2), splits=(3, 3)),
     Case(AG_WGRAD, "serial", (2, 2, 2)),
     Case(AG_WGRAD, "sliced ring chunks=2", (3, 0, 2)),
     Case(AG_WGRAD, "sliced xor chunks=3", (2, 2), n=7),
@@ -170,7 +176,7 @@ def plan_of(case: Case) -> Plan:
     options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
                                "experts": case.experts, "counts": case.counts,
                                "out": case.out}  # fmt: skip
-    n = sum(case.splits) or case.n
+    n = sum(case.splits) if case.splits and case.op != RS else case.n
     problem = make_problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options)
     return build(problem, case.spec)
 

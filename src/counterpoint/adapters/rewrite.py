@@ -6,7 +6,7 @@
     reduce-scatter of the sum of dgrads         all_gather_matmul_backward: x is gathered again, so
                                                 that only this rank's part is kept for it
     wgrads alone                                all_gather_matmul_wgrad
-    matmuls + reduce-scatter                    matmul_reduce_scatter
+    matmuls + reduce-scatter                    matmul_reduce_scatter, or of the sum of several
     matmuls + all-reduce                        matmul_all_reduce
 
 A rewrite is made as a whole or not at all: what would make a circle, read an input that the graph
@@ -18,6 +18,7 @@ which a compiler joins with what stands around them.
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -73,9 +74,7 @@ class Rewriter:
     ) -> None:
         self.graph, self.groups = graph, groups
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.backward = behind(
-            n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name
-        )
+        self.backward = depends(graph)
         self.done: dict[fx.Node, fx.Node] = {}  # what was replaced, by what
         self._new: list[fx.Node] = []  # of the rewrite that is being made
         self._replaced: list[tuple[fx.Node, fx.Node]] = []
@@ -83,6 +82,7 @@ class Rewriter:
         self._policies: list[Any] = []
         self._written = _written(graph)
         self._sizes: dict[str, fx.Node] = {}
+        self._copies: list[fx.Node] = []
 
     def before(self, nodes: Sequence[fx.Node]) -> Any:
         """Where new nodes stand from now on: before the last of those that they replace.
@@ -100,13 +100,14 @@ class Rewriter:
         """A new node; its tensors without values are those that `target` makes."""
         args = map_arg(args, self._now)
         given = map_arg(args, _value)
+        with _fake_mode(given):
+            result = target(*given, **kwargs)
         node = self.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in self._anchor.meta.items() if k not in LEFT}
         if self._policies:
             node.meta[POLICY] = self._policy(target)
+        node.meta["val"] = result
         self._new.append(node)
-        with _fake_mode(given):
-            node.meta["val"] = target(*given, **kwargs)
         return node
 
     def _policy(self, target: Any) -> CheckpointPolicy:
@@ -216,7 +217,21 @@ class Rewriter:
         sizes: list[Any] = [
             -1 if unknown == [i] else self.size(size) for i, size in enumerate(shape)
         ]
-        return self.emit(aten.reshape.default, node, sizes)
+        try:
+            return self.emit(aten.view.default, node, sizes)
+        except (RuntimeError, ValueError):  # what lies in another order is no view
+            copy = self.emit(aten.clone.default, node, memory_format=torch.contiguous_format)
+            self._copies.append(copy)
+            return self.emit(aten.view.default, copy, sizes)
+
+    def save_no_copies(self) -> None:
+        """What was put in order, and a backward computes from, is saved as it was before."""
+        backward, results = depends(self.graph), self.graph.output_node().all_input_nodes
+        forward = reached((n for n in results if n not in backward), attrgetter("all_input_nodes"))
+        for copy in forward.intersection(self._copies):
+            for node in reached([copy], lambda n: [u for u in n.users if u.target in VIEWS]):
+                if any(n in self.order and n not in forward for n in node.users):
+                    copy.meta.setdefault(POLICY, CheckpointPolicy.PREFER_RECOMPUTE)
 
     def size(self, size: Size) -> int | fx.Node:
         """A size that is known when the graph runs, as a node."""
@@ -232,14 +247,22 @@ class Rewriter:
         return self._sizes[text]
 
 
-def behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that depend on them."""
+def depends(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on a gradient of the results."""
+    tangents = (n for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name)
+    return reached(tangents, attrgetter("users"))
+
+
+def reached(
+    nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    """These nodes, their neighbours, the neighbours of those, and so on."""
     found, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
         if node not in found:
             found.add(node)
-            left += node.users
+            left += neighbours(node)
     return found
 
 
@@ -270,6 +293,7 @@ def rewrite(
         if isinstance(one, Reduction) and not one.reason and not one.operator:
             rewriter.attempt(one, lambda one=one: _reduce(rewriter, one))
     rewriter.erase()
+    rewriter.save_no_copies()
     in_order(graph)
     graph.lint()
     return found
@@ -464,29 +488,46 @@ def _gather_gradients(to: Rewriter, one: Gather, uses: list[Use], scatter: Reduc
     with to.before([scatter.node, scatter.wait, *matmuls, *(use.node for use in uses)]):
         dys = [cast(fx.Node, node.args[0]) for node in matmuls]
         weights = [cast(fx.Node, node.args[1]) for node in matmuls]  # [n, k]
-        dy = to.together(dys, 1)
-        n, first = _columns(dy), _ranks_first(rows, one.across)
-        wt = to.together(weights, 0)
-        operands = to.arranged(dy, [*rows, n], [first, [n]]), _own(to, one, rows, columns)
+        sizes = [value(w).shape[0] for w in weights]
+        if _joins(sizes, value(weights[0]).shape[1]):
+            dys, weights = [to.together(dys, 1)], [to.together(weights, 0)]
+        dys = [_by_rank(to, one, rows, dy) for dy in dys]
+        x, wts = _own(to, one, rows, columns), [to.turned(w) for w in weights]
         op = ops.all_gather_matmul_backward.default
-        y = to.emit(op, *operands, to.turned(wt), *_where(one), _rank(to, one))
-        one.note(backward.GATHER, *operands, wt)
-        dx, dw = (to.emit(operator.getitem, y, i) for i in (0, 1))
+        y = to.emit(op, dys, x, wts, *_where(one), _rank(to, one))
+        one.note(backward.gather_of(len(dys)), *dys, x, *weights)
+        dx, *dws = (to.emit(operator.getitem, y, i) for i in range(1 + len(dys)))
         term, across = scatter.terms[0], scatter.across[0]
         own = _others([axis for axes in term.own for axis in axes], across)
         to.replace(scatter.wait, to.arranged(dx, own, term.dims))
-        for use, part in zip(
-            uses, _parts(to, dw, [value(w).shape[0] for w in weights]), strict=True
-        ):
+        for use, part in zip(uses, _parts(to, dws, sizes), strict=True):
             to.replace(use.node, part if use.turned else to.turned(part))
 
 
-def _parts(to: Rewriter, dw: fx.Node, sizes: Sequence[Size]) -> list[fx.Node]:
-    """dw [k, n] as dw_i^T [n_i, k], as weights are stored."""
-    turned = to.turned(dw)
-    if len(sizes) == 1:
-        return [turned]
-    parts = to.emit(aten.split_with_sizes.default, turned, [*sizes])
+def _joins(sizes: Sequence[Size], k: Size) -> bool:
+    """Whether operands of matmuls stand together in memory, so that one matmul sums all.
+
+    Else each matmul adds to the sum before it, a row of `k` columns. What moves less is taken: rows
+    of `sizes` columns are copied to stand together, or those sums are read and written.
+    """
+    if not all(isinstance(n, int) for n in (*sizes, k)):
+        return True
+    return bool(sum(sizes) <= (len(sizes) - 1) * k)
+
+
+def _by_rank(to: Rewriter, one: Collective, rows: Axes, node: fx.Node) -> fx.Node:
+    """A matrix with those of rank 0 before the others among its rows."""
+    n = _columns(node)
+    across = one.across if isinstance(one, Gather) else cast(Reduction, one).across[0]
+    return to.arranged(node, [*rows, n], [_ranks_first(rows, across), [n]])
+
+
+def _parts(to: Rewriter, dws: Sequence[fx.Node], sizes: Sequence[Size]) -> list[fx.Node]:
+    """Each dw_i [k, n_i], or all as one, as dw_i^T, as weights are stored."""
+    turned = [to.turned(dw) for dw in dws]
+    if len(turned) == len(sizes):
+        return turned
+    parts = to.emit(aten.split_with_sizes.default, turned[0], [*sizes])
     return [to.emit(operator.getitem, parts, i) for i in range(len(sizes))]
 
 
@@ -497,13 +538,16 @@ def _weight_gradients(to: Rewriter, one: Gather, uses: list[Use]) -> None:
     rows, columns, turned = whole(uses[0].inner), whole(uses[0].rows), uses[0].turned
     with to.before([use.node for use in uses]):
         dys = [_operand(to, use) for use in uses]
-        dy = to.together(dys, 1)
-        n, first = _columns(dy), _ranks_first(rows, one.across)
-        operands = _own(to, one, rows, columns), to.arranged(dy, [*rows, n], [first, [n]])
+        sizes = [value(dy).shape[1] for dy in dys]
+        x = _own(to, one, rows, columns)
+        if _joins(sizes, value(x).shape[1]):
+            dys = [to.together(dys, 1)]
+        dys = [_by_rank(to, one, rows, dy) for dy in dys]
         op = ops.all_gather_matmul_wgrad.default
-        dw = to.emit(op, *operands, turned, *_where(one), _rank(to, one))
-        one.note(backward.WGRADS[turned], *operands)
-        for use, part in zip(uses, _parts(to, dw, [value(d).shape[1] for d in dys]), strict=True):
+        y = to.emit(op, x, dys, turned, *_where(one), _rank(to, one))
+        one.note(backward.wgrad_of(len(dys), turned), x, *dys)
+        dws = [to.emit(operator.getitem, y, i) for i in range(len(dys))]
+        for use, part in zip(uses, _parts(to, dws, sizes), strict=True):
             y = part if use.turned else to.turned(part)
             to.replace(use.node, y if use.bias is None else to.emit(aten.add.Tensor, y, use.bias))
 
@@ -535,10 +579,13 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
     term = one.terms[0]
     rows, columns = (whole(axes) for axes in term.own)
     with to.before([one.node, one.wait, *matmuls]):
-        x = to.together([cast(fx.Node, node.args[-2]) for node in matmuls], 1)
-        w = to.together([cast(fx.Node, node.args[-1]) for node in matmuls], 0)
+        xs = [cast(fx.Node, node.args[-2]) for node in matmuls]
+        ws = [cast(fx.Node, node.args[-1]) for node in matmuls]
+        sums, n = [value(w).shape[0] for w in ws], value(ws[0]).shape[1]
+        if one.kind == "all-reduce" or _joins(sums, n):
+            xs, ws = [to.together(xs, 1)], [to.together(ws, 0)]
         if one.kind == "all-reduce":
-            op = "matmul_all_reduce"
+            op, (x,), (w,) = "matmul_all_reduce", xs, ws
             y = to.emit(ops.matmul_all_reduce.default, x, w, one.bias, PLAN, one.group)
             one.note(matmul_all_reduce.OPERATOR, x, w, one.bias)
             now = [*rows, *columns]
@@ -550,18 +597,29 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
                     parts = to.arranged(bias, columns, [[across], _others(columns, across)])
                     added = to.emit(aten.select.int, parts, 0, _rank(to, one))
                     bias = None
-                x, w, rows, columns = to.turned(w), to.turned(x), columns, rows
-            k, first = _columns(x), _ranks_first(rows, across)
-            x = to.arranged(x, [*rows, k], [first, [k]])
-            op_of_torch = ops.matmul_reduce_scatter.default
-            y = to.emit(op_of_torch, x, w, bias, *_where(one), _rank(to, one))
-            one.note(matmul_reduce_scatter.OPERATOR, x, w, bias)
+                xs, ws = [to.turned(w) for w in ws], [to.turned(x) for x in xs]
+                rows, columns = columns, rows
+            xs = [_by_rank(to, one, rows, x) for x in xs]
+            y = _scattered(to, one, xs, ws, bias)
             if added is not None:
                 y = to.emit(aten.add.Tensor, y, to.emit(aten.unsqueeze.default, added, 1))
             now = _others([*rows, *columns], across)
         to.replace(one.wait, to.arranged(y, now, term.dims))
     to.check()
     one.operator, one.matmuls = op, matmuls
+
+
+def _scattered(
+    to: Rewriter, one: Reduction, xs: list[fx.Node], ws: list[fx.Node], bias: fx.Node | None
+) -> fx.Node:
+    """This rank's rows of the sum of all products, plus a bias."""
+    where = *_where(one), _rank(to, one)
+    if len(xs) == 1:
+        one.note(matmul_reduce_scatter.OPERATOR, *xs, *ws, bias)
+        return to.emit(ops.matmul_reduce_scatter.default, *xs, *ws, bias, *where)
+    one.note(matmul_reduce_scatter.operator_of_sum(len(xs)), *xs, *ws)
+    y = to.emit(ops.matmul_reduce_scatter_sum.default, xs, ws, *where)
+    return y if bias is None else to.emit(aten.add.Tensor, y, bias)
 
 
 def _flatten(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import call
 from counterpoint.ops.agreement import Input, refused
-from counterpoint.ops.backward import dtype_of, flat_rows, gradients
+from counterpoint.ops.backward import dtype_of, flat_rows, gradients_of_gather, splits_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
     autocast,
@@ -149,9 +149,10 @@ class _Contracted(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(xt, w)
         ctx.where = plan, rows, name, size, rank
-        return torch.ops.counterpoint.all_gather_matmul_wgrad(
-            xt, w, False, plan, rows, name, size, rank
+        (y,) = torch.ops.counterpoint.all_gather_matmul_wgrad(
+            xt, [w], False, plan, rows, name, size, rank
         )
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,10 +218,10 @@ def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
 def _problem_of_several(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
     x, *weights = present(tensors)
     gathered = prod(_gathered(x, rows, ranks, 1))
-    splits = tuple(w.shape[1] for w in weights)
+    columns = [w.shape[1] for w in weights]
     return Problem(
-        OP, gathered, sum(splits), x.shape[-1], ranks, dtype_of(x),
-        flat_rows(x, rows), splits=splits,
+        OP, gathered, sum(columns), x.shape[-1], ranks, dtype_of(x),
+        flat_rows(x, rows), splits=splits_of(columns),
     )  # fmt: skip
 
 
@@ -294,7 +295,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     where = (ctx.group_name, ctx.group_size, _rank(ctx.group_name))
-    dx, dw = gradients(OP, dy, x, w, (need_x, need_w), ctx.plan, ctx.rows, where)
+    needs = need_x, need_w
+    dx, dws = gradients_of_gather([dy], x, [w], needs, ctx.plan, ctx.rows, where)
+    dw = dws[0] if dws else None
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
     return dx, dw, db, None, None, None, None
 
@@ -306,18 +309,11 @@ def _save_several(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _backward_of_several(ctx: Any, dys: Sequence[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    # one gradient of x, so one product: the weights side by side, stored as the first one is
-    stacked = weights[0].stride(0) == 1 and weights[0].shape[0] > 1
-    w = torch.cat([each.t() for each in weights]).t() if stacked else torch.cat(weights, 1)
-    dy = torch.cat(list(dys), -1)
     where = (ctx.group_name, ctx.group_size, _rank(ctx.group_name))
     needs = (ctx.needs_input_grad[0], any(each.requires_grad for each in weights))
-    dx, dw = gradients(OP, dy, x, w, needs, ctx.plan, ctx.rows, where)
-    parts = list(dw.split([each.shape[1] for each in weights], 1)) if dw is not None else None
-    if parts is None:
-        parts = [None] * len(weights)
+    dx, dws = gradients_of_gather(dys, x, weights, needs, ctx.plan, ctx.rows, where)
     # in the structure of the inputs; torch takes an empty list for one of tensors
-    return dx, parts, None, None if ctx.rows else [], None, None
+    return dx, dws or [None] * len(weights), None, None if ctx.rows else [], None, None
 
 
 def _rank(group_name: str) -> int:

@@ -1,7 +1,8 @@
 """Gradients of the two operators, as operators: communication beside the matmuls of the gradient.
 
 Both need what their forward communicated once more: only shards are saved, and gathered again. The
-two are each other's input gradient; with the weight's gradient they are one plan.
+two are each other's input gradient; with the weight's gradient they are one plan. Of a gather for
+several weights, each has its dy_i and its dw_i, and dx is of the sum.
 
     all_gather_matmul_backward      dx_r = rows of rank r of the sum over s of dy_s w_s^T
                                     dw = gather(x)^T dy
@@ -10,7 +11,7 @@ two are each other's input gradient; with the weight's gradient they are one pla
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache
 from math import prod
 from typing import Any, cast
 
@@ -36,20 +37,21 @@ def dtype_of(x: Tensor) -> DType:
     return cast(DType, str(x.dtype).removeprefix("torch."))
 
 
-def _problem(op: str, whole: Tensor, wt: Tensor, rows: Sequence[int], ranks: int) -> Problem:
-    """`whole` has the rows of all ranks, wt is [n, k]."""
-    m, (n, k) = prod(whole.shape[:-1]), wt.shape
-    return Problem(op, m, n, k, ranks, dtype_of(whole), flat_rows(whole, rows))
+def numbered(name: str, count: int) -> list[str]:
+    """The buffers of so many tensors of one kind, as plans call them."""
+    return [f"{name}{i}" for i in range(count)] if count > 1 else [name]
 
 
-def _gather_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    dy, _, wt = present(tensors)
-    return _problem("all_gather_matmul_backward", dy, wt, rows, ranks)
+def splits_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """`Problem.splits` of weights of such sizes."""
+    return tuple(sizes) if len(sizes) > 1 else ()
 
 
 def _scatter_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
     _, x, wt = present(tensors)
-    return _problem("matmul_reduce_scatter_backward", x, wt, rows, ranks)
+    m, (n, k) = prod(x.shape[:-1]), wt.shape
+    op = "matmul_reduce_scatter_backward"
+    return Problem(op, m, n, k, ranks, dtype_of(x), flat_rows(x, rows))
 
 
 def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
@@ -58,19 +60,73 @@ def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tu
     return Output("dx", tuple(x.shape)), Output("dw", tuple(wt.shape[::-1]), _transposed(wt.t()))
 
 
-def _wgrad_problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    x, dy = present(tensors)
-    m, n, k = prod(dy.shape[:-1]), dy.shape[-1], x.shape[-1]
-    return Problem(
-        "all_gather_matmul_wgrad", m, n, k, ranks, dtype_of(x), flat_rows(dy, rows)
+SCATTER = Operator(
+    "matmul_reduce_scatter_backward",
+    (Input("dy", "rows", own=True), Input("x", "rows"), Input("wt", "matrix")),
+    _scatter_problem,
+    _outputs,
+)
+
+
+@cache
+def gather_of(count: int) -> Operator:
+    """Of an all_gather_matmul of that many weights; its tensors: each dy, x, each wt."""
+    op = "all_gather_matmul_backward"
+
+    def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+        dys, x = tensors[:count], cast(Tensor, tensors[count])
+        return _gathered(op, x, cast(Sequence[Tensor], dys), rows, ranks)
+
+    def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+        _, (x, *wts) = tensors[:count], present(tensors[count:])
+        dws = zip(numbered("dw", count), wts, strict=True)
+        return (
+            Output("dx", tuple(x.shape)),
+            *(Output(name, tuple(wt.shape[::-1]), _transposed(wt.t())) for name, wt in dws),
+        )
+
+    dys, wts = numbered("dy", count), numbered("wt", count)
+    inputs = (
+        *(Input(name, "rows") for name in dys), Input("x", "rows", own=True),
+        *(Input(name, "matrix") for name in wts),
     )  # fmt: skip
+    return Operator(op, inputs, problem, outputs)
 
 
-def _wgrad_outputs(
-    transposed: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
-) -> tuple[Output, ...]:
-    x, dy = present(tensors)
-    return (Output("dw", (x.shape[-1], dy.shape[-1]), transposed),)
+@cache
+def wgrad_of(count: int, transposed: bool) -> Operator:
+    """Of that many weights, whose gradients are all stored transposed or none; x, then each dy.
+
+    The transposition is an argument: no two calls with equal tensors differ in it on one rank.
+    """
+    op = "all_gather_matmul_wgrad"
+
+    def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+        x, *dys = present(tensors)
+        return _gathered(op, x, dys, rows, ranks)
+
+    def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+        x, *dys = present(tensors)
+        dws = zip(numbered("dw", count), dys, strict=True)
+        return tuple(Output(dw, (x.shape[-1], dy.shape[-1]), transposed) for dw, dy in dws)
+
+    dys = (Input(name, "rows") for name in numbered("dy", count))
+    return Operator(op, (Input("x", "rows", own=True), *dys), problem, outputs)
+
+
+# of one weight, which are the first of their ops
+assert gather_of(1) and wgrad_of(1, transposed=True)
+
+
+def _gathered(
+    op: str, x: Tensor, dys: Sequence[Tensor], rows: Sequence[int], ranks: int
+) -> Problem:
+    """Of gradients dy of all rows, and a part of x."""
+    first, columns = dys[0], [dy.shape[-1] for dy in dys]
+    return Problem(
+        op, prod(first.shape[:-1]), sum(columns), x.shape[-1], ranks, dtype_of(x),
+        flat_rows(first, rows), splits=splits_of(columns),
+    )  # fmt: skip
 
 
 def _transposed(w: Tensor) -> bool:
@@ -78,51 +134,38 @@ def _transposed(w: Tensor) -> bool:
     return w.stride(0) == 1 and w.shape[0] > 1
 
 
-GATHER = Operator(
-    "all_gather_matmul_backward",
-    (Input("dy", "rows"), Input("x", "rows", own=True), Input("wt", "matrix")),
-    _gather_problem,
-    _outputs,
-)
-SCATTER = Operator(
-    "matmul_reduce_scatter_backward",
-    (Input("dy", "rows", own=True), Input("x", "rows"), Input("wt", "matrix")),
-    _scatter_problem,
-    _outputs,
-)
-# the transposition of dw is an argument: no two calls with equal tensors differ in it on one rank
-WGRADS = {
-    transposed: Operator(
-        "all_gather_matmul_wgrad",
-        (Input("x", "rows", own=True), Input("dy", "rows")),
-        _wgrad_problem,
-        partial(_wgrad_outputs, transposed),
-    )
-    for transposed in (False, True)
-}
-
-
-def _run(
-    operator: Operator, dy: Tensor, x: Tensor, w: Tensor,
+def _run_gather(
+    dys: list[Tensor], x: Tensor, weights: list[Tensor],
     plan: str, rows: list[int], group_name: str, *_: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dw = call.run(operator, (dy, x, w.t()), plan, rows, group_name)
+) -> list[Tensor]:  # fmt: skip
+    tensors = (*dys, x, *(w.t() for w in weights))
+    return call.run(gather_of(len(dys)), tensors, plan, rows, group_name)
+
+
+def _run_scatter(
+    dy: Tensor, x: Tensor, w: Tensor, plan: str, rows: list[int], group_name: str, *_: int
+) -> tuple[Tensor, Tensor]:
+    dx, dw = call.run(SCATTER, (dy, x, w.t()), plan, rows, group_name)
     return dx, dw
 
 
 def _run_wgrad(
-    x: Tensor, dy: Tensor, transposed: bool, plan: str, rows: list[int], group_name: str, *_: int
-) -> Tensor:
-    (dw,) = call.run(WGRADS[transposed], (x, dy), plan, rows, group_name)
-    return dw
+    x: Tensor, dys: list[Tensor], transposed: bool,
+    plan: str, rows: list[int], group_name: str, *_: int,
+) -> list[Tensor]:  # fmt: skip
+    return call.run(wgrad_of(len(dys), transposed), (x, *dys), plan, rows, group_name)
 
 
-def _fake(dy: Tensor, x: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_gather(_: object, x: Tensor, weights: list[Tensor], *__: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(_empty(x, w.shape, _transposed(w)) for w in weights)]
+
+
+def _fake_scatter(_: object, x: Tensor, w: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), _empty(x, w.shape, _transposed(w))
 
 
-def _fake_wgrad(x: Tensor, dy: Tensor, transposed: bool, *_: Any) -> Tensor:
-    return _empty(x, (x.shape[-1], dy.shape[-1]), transposed)
+def _fake_wgrad(x: Tensor, dys: list[Tensor], transposed: bool, *_: Any) -> list[Tensor]:
+    return [_empty(x, (x.shape[-1], dy.shape[-1]), transposed) for dy in dys]
 
 
 def _empty(x: Tensor, shape: Sequence[int], transposed: bool) -> Tensor:
@@ -131,18 +174,48 @@ def _empty(x: Tensor, shape: Sequence[int], transposed: bool) -> Tensor:
 
 _WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
 for _given, _impl, _meta in (
-    ("all_gather_matmul_backward(Tensor dy, Tensor x, Tensor w, {}) -> (Tensor, Tensor)",
-     partial(_run, GATHER), _fake),
+    ("all_gather_matmul_backward(Tensor[] dy, Tensor x, Tensor[] w, {}) -> Tensor[]",
+     _run_gather, _fake_gather),
     ("matmul_reduce_scatter_backward(Tensor dy, Tensor x, Tensor w, {}) -> (Tensor, Tensor)",
-     partial(_run, SCATTER), _fake),
-    ("all_gather_matmul_wgrad(Tensor x, Tensor dy, bool transposed, {}) -> Tensor",
+     _run_scatter, _fake_scatter),
+    ("all_gather_matmul_wgrad(Tensor x, Tensor[] dy, bool transposed, {}) -> Tensor[]",
      _run_wgrad, _fake_wgrad),
 ):  # fmt: skip
     register(_given.format(_WHERE), _impl, _meta, refuse_double_matmul)
 
 
-def gradients(
-    op: str,
+def gradients_of_gather(
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    needs: tuple[bool, bool],
+    plan: str,
+    rows: list[int],
+    where: tuple[str, int, int],
+) -> tuple[Tensor | None, list[Tensor] | None]:
+    """dx and each dw of y_i = gather(x) w_i, those that are needed: at once where both are.
+
+    Args:
+        where: name and size of the group, and this rank.
+    """
+    ops = torch.ops.counterpoint
+    need_dx, need_dw = needs
+    dys, ws = [dy.contiguous() for dy in dys], list(weights)  # autograd hands over expanded ones
+    if need_dx and need_dw:
+        plan = backward_plan("all_gather_matmul_backward", plan)
+        dx, *dws = ops.all_gather_matmul_backward(dys, x, ws, plan, rows, *where)
+        return dx, dws
+    if need_dx:
+        plan, wts = backward_plan("matmul_reduce_scatter", plan), [w.t() for w in ws]
+        return ops.matmul_reduce_scatter_sum(dys, wts, plan, rows, *where), None
+    if need_dw:
+        plan = backward_plan("all_gather_matmul_wgrad", plan)
+        stored = _transposed(ws[0])
+        return None, ops.all_gather_matmul_wgrad(x, dys, stored, plan, rows, *where)
+    return None, None
+
+
+def gradients_of_scatter(
     dy: Tensor,
     x: Tensor,
     w: Tensor,
@@ -151,30 +224,20 @@ def gradients(
     rows: list[int],
     where: tuple[str, int, int],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dw) of `op`, those that are needed: both at once where both are.
-
-    Args:
-        where: name and size of the group, and this rank.
-    """
+    """dx and dw of a matmul_reduce_scatter, as `gradients_of_gather`."""
     ops = torch.ops.counterpoint
     name, size, _ = where
-    gathers = op == "all_gather_matmul"
     need_dx, need_dw = needs
-    dy = dy.contiguous()  # autograd hands over expanded tensors
+    dy = dy.contiguous()
     if need_dx and need_dw:
-        both = "all_gather_matmul_backward" if gathers else "matmul_reduce_scatter_backward"
-        return getattr(ops, both)(dy, x, w, backward_plan(both, plan), rows, *where)
-    if need_dx and gathers:
-        plan = backward_plan("matmul_reduce_scatter", plan)
-        return ops.matmul_reduce_scatter(dy, w.t(), None, plan, rows, *where), None
+        plan = backward_plan("matmul_reduce_scatter_backward", plan)
+        return ops.matmul_reduce_scatter_backward(dy, x, w, plan, rows, *where)
     if need_dx:
         plan = backward_plan("all_gather_matmul", plan)
         return ops.all_gather_matmul(dy, w.t(), None, plan, rows, name, size), None
-    if need_dw:
+    if need_dw:  # dy is what is gathered, and dw comes out transposed
         plan = backward_plan("all_gather_matmul_wgrad", plan)
-        stored = _transposed(w)
-        if gathers:
-            return None, ops.all_gather_matmul_wgrad(x, dy, stored, plan, rows, *where)
-        # the other way round: dy is what is gathered, and dw comes out transposed
-        return None, ops.all_gather_matmul_wgrad(dy, x, not stored, plan, rows, *where).t()
+        stored = not _transposed(w)
+        (dwt,) = ops.all_gather_matmul_wgrad(dy, [x], stored, plan, rows, *where)
+        return None, dwt.t()
     return None, None

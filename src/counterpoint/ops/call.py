@@ -84,7 +84,7 @@ class Operator:
         clears: rows of results that are none have to be zero.
 
     Attributes:
-        known: those that have been declared, by op; of several of one op the last.
+        known: those that have been declared, by op; of several of one op the first.
     """
 
     known: ClassVar[dict[str, "Operator"]] = {}
@@ -98,7 +98,7 @@ class Operator:
     clears: bool = False
 
     def __post_init__(self) -> None:
-        self.known[self.op] = self
+        self.known.setdefault(self.op, self)
 
 
 class Runnable(Protocol):

@@ -1,6 +1,7 @@
 """Multiply, sum over ranks, keep own rows: the second linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import call, fused_sum
 from counterpoint.ops.agreement import Input, refused
-from counterpoint.ops.backward import dtype_of, flat_rows, gradients
+from counterpoint.ops.backward import (
+    dtype_of,
+    flat_rows,
+    gradients_of_scatter,
+    numbered,
+    splits_of,
+)
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
     autocast,
@@ -23,7 +30,7 @@ from counterpoint.ops.check import (
     is_last,
 )
 from counterpoint.ops.plans import plan_key
-from counterpoint.ops.register import register
+from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -168,6 +175,27 @@ OPERATOR: Operator = Operator(
 )
 
 
+@cache
+def operator_of_sum(count: int) -> Operator:
+    """Of the sum of that many products; its tensors: each x, each w."""
+
+    def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+        x, *_ = tensors = present(tensors)
+        m, n = prod(x.shape[:-1]), tensors[-1].shape[1]
+        sizes = [w.shape[0] for w in tensors[count:]]
+        return Problem(
+            OP, m, n, sum(sizes), ranks, dtype_of(x), flat_rows(x, rows), splits=splits_of(sizes)
+        )
+
+    def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+        x, *_, w = present(tensors)
+        return (Output("y", _kept(x, rows, ranks, rank, w.shape[1])),)
+
+    xs = (Input(name, "rows") for name in numbered("x", count))
+    ws = (Input(name, "matrix") for name in numbered("w", count))
+    return Operator(OP, (*xs, *ws), problem, outputs)
+
+
 def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
     plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
@@ -184,6 +212,20 @@ def _fake(
     return x.new_empty(_kept(x, rows, group_size, rank, w.shape[1]))
 
 
+def _run_sum(
+    x: list[Tensor], w: list[Tensor], plan: str, rows: list[int], group_name: str, *_: int
+) -> Tensor:
+    (y,) = call.run(operator_of_sum(len(x)), (*x, *w), plan, rows, group_name)
+    return y
+
+
+def _fake_sum(
+    x: list[Tensor], w: list[Tensor],
+    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
+) -> Tensor:  # fmt: skip
+    return x[0].new_empty(_kept(x[0], rows, group_size, rank, w[0].shape[1]))
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, bias, ctx.plan, ctx.rows, *ctx.where = inputs
     ctx.save_for_backward(x, w)
@@ -194,13 +236,17 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     where = tuple(ctx.where)
-    dx, dw = gradients(OP, dy, x, w, (need_x, need_w), ctx.plan, ctx.rows, where)
+    needs = need_x, need_w
+    dx, dw = gradients_of_scatter(dy, x, w, needs, ctx.plan, ctx.rows, where)
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
     return dx, dw, db, None, None, None, None, None
 
 
+_WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, int[] rows, str group_name, "
-    "int group_size, int rank) -> Tensor",
-    _run, _fake, _backward, _save,
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}) -> Tensor", _run, _fake, _backward, _save
+)
+register(
+    f"{OP}_sum(Tensor[] x, Tensor[] w, {_WHERE}) -> Tensor",
+    _run_sum, _fake_sum, refuse_double_matmul,
 )  # fmt: skip

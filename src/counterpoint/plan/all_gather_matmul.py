@@ -16,7 +16,17 @@ from counterpoint.plan import direct, finer, grading
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, gathered
 from counterpoint.plan.makespan import finer_s, gather_s
-from counterpoint.plan.names import LANES, OWN, X, Y, bias_row, collective, in_one_lane, with_bias
+from counterpoint.plan.names import (
+    LANES,
+    OWN,
+    X,
+    Y,
+    bias_row,
+    collective,
+    in_one_lane,
+    numbered,
+    with_bias,
+)
 from counterpoint.plan.operation import Operation, Peers, in_a_row
 from counterpoint.plan.peers import Order, cuts, orders
 from counterpoint.plan.sizes import check_splits, wants_one_weight
@@ -35,14 +45,9 @@ LARGE_COPY = 16 << 20  # bytes of a shard of x that is worth two copies
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: x is the shard, y the whole."""
     x = Buffer("x", (p.m, p.k), p.dtype, "input", split=True, holds="own")
-    w = (Buffer(f"w{i}", (p.k, n), p.dtype, "input") for i, n in weights(p))
-    y = (Buffer(f"y{i}", (p.m, n), p.dtype, "output", split=True) for i, n in weights(p))
+    w = (Buffer(f"w{i}", (p.k, n), p.dtype, "input") for i, n in numbered(p, p.n))
+    y = (Buffer(f"y{i}", (p.m, n), p.dtype, "output", split=True) for i, n in numbered(p, p.n))
     return x, *w, *bias_row(p), *y
-
-
-def weights(p: Problem) -> list[tuple[str, int]]:
-    """What stands behind the w and the y of each weight, and its columns."""
-    return [(str(i), n) for i, n in enumerate(p.splits)] or [("", p.n)]
 
 
 def matmuls(
@@ -57,7 +62,7 @@ def matmuls(
     """x w (+ bias) -> y on the compute lane, one step for each weight; the first of them waits."""
     added, args = with_bias(p)
     steps: list[Step] = []
-    for i, _ in weights(p):
+    for i, _ in numbered(p, p.n):
         reads, writes = (x, Region(f"w{i}"), *added), (replace(y, buffer=f"y{i}"),)
         full_name = f"{name}_w{i}" if i else name
         steps.append(Step(full_name, "compute", "matmul", reads, writes, after, waits, args=args))
@@ -132,7 +137,7 @@ def push_shards(order: Order, chunks: int) -> tuple[Step, ...]:
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
     """y_i on `rank`: for each shard its product with my weight, plus my bias."""
-    for suffix, n in weights(p):
+    for suffix, n in numbered(p, p.n):
         for s in range(p.ranks):
             rows = p.row_starts[s], p.row_starts[s + 1]
             terms = *gathered(p, "x", s, f"w{suffix}", rank, p.k), *bias(p, rank)

@@ -3,24 +3,27 @@
 Two matmuls and two transfers, of which neither matmul needs the other's transfer: dgrad needs no
 transfer and its result is scattered, wgrad needs x gathered and stays. So the gather of x hides
 behind dgrad, and the scatter of dx behind wgrad.
+
+Of several weights, dx is of the sum of dy_i wt_i, and each has its dw_i.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from counterpoint.machine import Machine
 from counterpoint.plan import all_gather_matmul_wgrad, matmul_reduce_scatter
 from counterpoint.plan.all_gather_matmul import push_shards
-from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad
+from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad, wgrads
 from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import part
 from counterpoint.plan.definition import scattered, weight_gradient
-from counterpoint.plan.names import LANES, OWN, X, collective, in_one_lane
+from counterpoint.plan.names import LANES, OWN, X, collective, in_one_lane, numbered
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order, orders
-from counterpoint.plan.sizes import check_gradient
+from counterpoint.plan.sizes import check_gradients
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
-from counterpoint.plan.values import Value
+from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
 
 DX, WT = Region("dx"), Region("wt")
@@ -29,8 +32,8 @@ DX, WT = Region("dx"), Region("wt")
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: dy is the whole, x and dx are shards."""
     dx = Buffer("dx", (p.m, p.k), p.dtype, "output", split=True, holds="own")
-    wt = Buffer("wt", (p.n, p.k), p.dtype, "input")
-    return *all_gather_matmul_wgrad.operands(p), wt, dx
+    wt = (Buffer(f"wt{i}", (n, p.k), p.dtype, "input") for i, n in numbered(p, p.n))
+    return *all_gather_matmul_wgrad.operands(p), *wt, dx
 
 
 def dgrad(dy: Region, dx: Region) -> Step:
@@ -38,9 +41,16 @@ def dgrad(dy: Region, dx: Region) -> Step:
     return Step("dgrad", "compute", "matmul", (dy, WT), (dx,))
 
 
+def _dgrads(p: Problem, dx: Region) -> tuple[Step, ...]:
+    """The sum of dy_i wt_i -> dx on the compute lane."""
+    return matmul_reduce_scatter.products("dgrad", p.splits, ("dy", "wt"), DY, dx)
+
+
 def scatter_problem(p: Problem) -> Problem:
     """The matmul_reduce_scatter that makes dx: of dy, by wt."""
-    return Problem("matmul_reduce_scatter", p.m, p.k, p.n, p.ranks, p.dtype, p.rows)
+    return Problem(
+        "matmul_reduce_scatter", p.m, p.k, p.n, p.ranks, p.dtype, p.rows, splits=p.splits
+    )
 
 
 def serial(p: Problem) -> Plan:
@@ -48,7 +58,8 @@ def serial(p: Problem) -> Plan:
     full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
     partial = Buffer("partial", (p.m, p.k), p.dtype, "scratch", split=True)
     scatter = collective("reduce_scatter", "reduce_scatter", (Region("partial"),), DX)
-    steps = gather("x"), dgrad(DY, Region("partial")), wgrad(FULL, DY), scatter
+    dgrads, dws = _dgrads(p, Region("partial")), wgrads(p, wgrad(FULL, DY))
+    steps = gather("x"), *dgrads, *dws, scatter
     return in_one_lane(p, "serial", (*operands(p), full, partial), *steps)
 
 
@@ -66,13 +77,15 @@ def side_by_side(p: Problem, options: Options, machine: Machine) -> Plan:
     waits = tuple(order.wait(p.ranks + d, d) for d in order.distances)
     steps = (
         order.barrier("open", "signal", 0), *pushes, keep,
-        wgrad(FULL, DY, after=("x_keep",), waits=waits),
+        *wgrads(p, wgrad(FULL, DY, after=("x_keep",), waits=waits)),
     )  # fmt: skip
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
     buffers = (*all_gather_matmul_wgrad.operands(p), full)
     dw = Plan(p, "gather", "", peers, buffers, LANES, steps)
     dx = matmul_reduce_scatter.graded(scatter_problem(p), (p.ranks,), peers, chunks)
-    names = {"x": "dy", "w": "wt", "y": "dx"}
+    names = {"y": "dx"}
+    for i, _ in numbered(p, p.n):
+        names |= {f"x{i}": f"dy{i}", f"w{i}": f"wt{i}"}
     both = dw | part(dx, p, buffers=names, prefix="dx_")
     tail = f" chunks={chunks}" if chunks > 1 else ""
     return replace(both, family="side_by_side", variant=f"{peers}{tail}")
@@ -80,13 +93,16 @@ def side_by_side(p: Problem, options: Options, machine: Machine) -> Plan:
 
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
-    return dgrad(DY, DX), wgrad(X, DY)
+    return *_dgrads(p, DX), *wgrads(p, wgrad(X, DY))
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
-    """dx and dw on `rank`."""
-    yield Box(rank, "dx", 0, 0, p.rows[rank], 0, p.k), scattered(p, "dy", "wt", rank, p.n)
-    yield Box(rank, "dw", 0, 0, p.k, 0, p.n), weight_gradient(p, rank, "x")
+    """dx and dw_i on `rank`."""
+    parts = numbered(p, p.n)
+    terms = (scattered(p, f"dy{i}", f"wt{i}", rank, n) for i, n in parts)
+    yield Box(rank, "dx", 0, 0, p.rows[rank], 0, p.k), normal(chain.from_iterable(terms))
+    for i, n in parts:
+        yield Box(rank, f"dw{i}", 0, 0, p.k, 0, n), weight_gradient(p, rank, "x", f"dy{i}")
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
@@ -105,7 +121,7 @@ OPERATION = Operation(
     ),
     candidates=candidates,
     collectives=("all_gather", "reduce_scatter"),
-    check=check_gradient,
+    check=check_gradients,
     moved=lambda p: (p.k, p.k),
     matmuls=lambda p: ((p.m, p.k, p.n), (p.k, p.n, p.m)),
     overlapped=lambda p, copy_longer: "side_by_side",

@@ -2,18 +2,21 @@
 
 The matmul sums over all ranks' rows, so it cannot start with some of them, as the forward one does,
 without a sum in fp32. It can with some of the columns of x: those are rows of dw.
+
+Of several weights, dw_i = gather(x)^T dy_i, x is gathered once.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
-from counterpoint.plan.names import LANES, X, collective, in_one_lane
+from counterpoint.plan.names import LANES, X, collective, in_one_lane, numbered
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order, orders
-from counterpoint.plan.sizes import check_gradient
+from counterpoint.plan.sizes import check_gradients
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
@@ -25,8 +28,9 @@ OVER_ROWS = (("contract", "rows"),)
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: x is the shard, dy the whole."""
     x = Buffer("x", (p.m, p.k), p.dtype, "input", split=True, holds="own")
-    dy = Buffer("dy", (p.m, p.n), p.dtype, "input", split=True)
-    return x, dy, Buffer("dw", (p.k, p.n), p.dtype, "output")
+    dy = (Buffer(f"dy{i}", (p.m, n), p.dtype, "input", split=True) for i, n in numbered(p, p.n))
+    dw = (Buffer(f"dw{i}", (p.k, n), p.dtype, "output") for i, n in numbered(p, p.n))
+    return x, *dy, *dw
 
 
 def wgrad(
@@ -41,6 +45,18 @@ def wgrad(
     return Step(name, "compute", "matmul", (x, dy), (DW,), after, waits, args=OVER_ROWS)
 
 
+def wgrads(p: Problem, first: Step, rows: tuple[int, int] | None = None) -> tuple[Step, ...]:
+    """x^T dy_i -> dw_i for each weight; `first` is that of dy and dw, which alone waits."""
+    steps: list[Step] = []
+    for i, _ in numbered(p, p.n):
+        reads = first.reads[0], Region(f"dy{i}")
+        one = replace(first, reads=reads, writes=(Region(f"dw{i}", rows=rows),))
+        if steps:
+            one = replace(one, name=f"{first.name}_w{i}", after=(), waits=())
+        steps.append(one)
+    return tuple(steps)
+
+
 def gather(buffer: str) -> Step:
     """The library's all-gather of an input into `full`."""
     return collective("gather", "all_gather", (Region(buffer),), FULL)
@@ -49,8 +65,8 @@ def gather(buffer: str) -> Step:
 def serial(p: Problem) -> Plan:
     """The library's all-gather, then one matmul: what users do today."""
     full = Buffer("full", (p.m, p.k), p.dtype, "scratch", split=True)
-    multiply = wgrad(FULL, DY, name="matmul")
-    return in_one_lane(p, "serial", (*operands(p), full), gather("x"), multiply)
+    multiply = wgrads(p, wgrad(FULL, DY, name="matmul"))
+    return in_one_lane(p, "serial", (*operands(p), full), gather("x"), *multiply)
 
 
 def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
@@ -64,8 +80,8 @@ def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
     for i, cols in enumerate(slices(p.k, chunks)):
         source, part = Region("x", cols=cols), Region("full", cols=cols)
         steps.append(exchange(order, i, source, part))
-        rows = Region("dw", rows=cols)
-        steps.append(after_exchange(order, i, (part, DY), rows, OVER_ROWS))
+        multiply = after_exchange(order, i, (part, DY), DW, OVER_ROWS)
+        steps += wgrads(p, multiply, cols)
     full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
     variant = f"{peers} chunks={chunks}"
     return Plan(p, "sliced", variant, peers, (*operands(p), full), LANES, tuple(steps))
@@ -73,12 +89,13 @@ def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
 
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
-    return (wgrad(X, DY, name="matmul"),)
+    return wgrads(p, wgrad(X, DY, name="matmul"))
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
-    """dw on `rank`."""
-    yield Box(rank, "dw", 0, 0, p.k, 0, p.n), weight_gradient(p, rank, "x")
+    """dw_i on `rank`."""
+    for i, n in numbered(p, p.n):
+        yield Box(rank, f"dw{i}", 0, 0, p.k, 0, n), weight_gradient(p, rank, "x", f"dy{i}")
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
@@ -97,7 +114,7 @@ OPERATION = Operation(
     ),
     candidates=candidates,
     collectives=("all_gather",),
-    check=check_gradient,
+    check=check_gradients,
     moved=lambda p: (p.k, 0),
     matmuls=lambda p: ((p.k, p.n, p.m),),
     overlapped=lambda p, copy_longer: "sliced",

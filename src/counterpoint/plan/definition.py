@@ -28,7 +28,7 @@ def reduced(p: Problem, left: str, right: str, k: int) -> Value:
     return normal(t for s in range(p.ranks) for t in product(left, s, right, s, k, dr=0))
 
 
-def weight_gradient(p: Problem, rank: int, own: str) -> Value:
+def weight_gradient(p: Problem, rank: int, own: str, dy: str = "dy") -> Value:
     """x^T dy, where each rank has its own rows of `own`, x or dy, and I all of the other."""
     starts = p.row_starts
     terms: list[Product] = []
@@ -38,7 +38,7 @@ def weight_gradient(p: Problem, rank: int, own: str) -> Value:
         ranks = (s, rank) if own == "x" else (rank, s)
         if p.rows[s]:
             last = first + p.rows[s]
-            terms.append(Product("x", ranks[0], True, 0, "dy", ranks[1], 0, shift, first, last))
+            terms.append(Product("x", ranks[0], True, 0, dy, ranks[1], 0, shift, first, last))
     return normal(terms)
 
 

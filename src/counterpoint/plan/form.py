@@ -177,7 +177,7 @@ def _misfit(plan: Plan, step: Step) -> str:
             return "a matmul reads x, w and, to accumulate, its target"
         case "matmul" if {b.dtype for b in operands[:2]} != {own}:
             return f"a matmul multiplies {own}"
-        case "matmul" if step.accumulates and writes[0].dtype != "float32":
+        case "matmul" if step.accumulates and writes[0].dtype != "float32" and _is_cut(step):
             return f"accumulates in {writes[0].dtype}: every pass would round"
         case "matmul" if bias and (step.accumulates or writes[0].dtype != own):
             return "adds a bias to a sum that is not yet rounded: a move or a reduce does"
@@ -191,6 +191,12 @@ def _misfit(plan: Plan, step: Step) -> str:
             return _misuse_of_collective(plan, step, reads + writes)
         case _:
             return ""
+
+
+def _is_cut(step: Step) -> bool:
+    """Whether a matmul sums over a part of what one product sums over."""
+    x, w = step.reads[:2]
+    return bool(step.arg("contract") or x.cols or w.rows)
 
 
 def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:

@@ -150,6 +150,8 @@ def refusal_of_scatter(p: Problem) -> str:
     """Of a reduce-scatter, also: equal and few rows."""
     if why := refusal(p):
         return why
+    if p.splits:
+        return "one weight"
     if not p.equal_rows:
         return "equal rows on all ranks"
     if p.m > FEW_ROWS or p.item_bytes != 2:

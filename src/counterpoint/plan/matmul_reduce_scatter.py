@@ -2,31 +2,34 @@
 
 Partial results are pushed into the slot that their owner keeps for the sender, in the output
 dtype; the owner sums the slots in fp32 and rounds once. Own rows are computed last and stay.
+
+Of several products, x w is the sum of x_i w_i, rounded after each, as the matmul library adds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, finer, fused_sum, grading
+from counterpoint.plan import direct, finer, fused_sum, grading, names
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, scattered
 from counterpoint.plan.makespan import finer_s, scatter_s
 from counterpoint.plan.names import (
     LANES,
     OWN,
-    W,
     X,
     Y,
-    alone,
     bias_row,
     collective,
     in_one_lane,
+    numbered,
     with_bias,
 )
 from counterpoint.plan.operation import Operation, Peers, in_a_row
 from counterpoint.plan.peers import Chunk, Order, cuts, orders
-from counterpoint.plan.sizes import check_plain
+from counterpoint.plan.sizes import check_products, wants_one_weight
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
@@ -40,9 +43,31 @@ GROUPS: dict[int, tuple[str, ...]] = {
 
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: x has all rows, y this rank's."""
-    x = Buffer("x", (p.m, p.k), p.dtype, "input", split=True)
+    parts = numbered(p, p.k)
+    x = (Buffer(f"x{i}", (p.m, k), p.dtype, "input", split=True) for i, k in parts)
+    w = (Buffer(f"w{i}", (k, p.n), p.dtype, "input") for i, k in parts)
     y = Buffer("y", (p.m, p.n), p.dtype, "output", split=True, holds="own")
-    return x, Buffer("w", (p.k, p.n), p.dtype, "input"), *bias_row(p), y
+    return *x, *w, *bias_row(p), y
+
+
+def products(
+    name: str, splits: Sequence[int], operands: tuple[str, str], x: Region, y: Region
+) -> tuple[Step, ...]:
+    """x w -> y on the compute lane; of several products their sum, one step for each.
+
+    Args:
+        splits: of the problem; empty: one product.
+        operands: what the buffers of x and w are called, but for their numbers.
+        x: region of the first of them, read in the same way in each.
+        y: where their sum goes.
+    """
+    steps: list[Step] = []
+    for i in range(len(splits)) or ("",):
+        added = (y,) if steps else ()
+        left, right = (f"{operand}{i}" for operand in operands)
+        reads = replace(x, buffer=left), Region(right), *added
+        steps.append(Step(f"{name}_p{i}" if steps else name, "compute", "matmul", reads, (y,)))
+    return tuple(steps)
 
 
 def serial(p: Problem) -> Plan:
@@ -51,7 +76,7 @@ def serial(p: Problem) -> Plan:
     total = Buffer("total", (p.m, p.n), p.dtype, "scratch", split=True, holds="own")
     target = Region("total") if p.bias else Y
     steps = [
-        Step("matmul", "compute", "matmul", (X, W), (Region("partial"),)),
+        *products("matmul", p.splits, ("x", "w"), X, Region("partial")),
         collective("reduce_scatter", "reduce_scatter", (Region("partial"),), target),
     ]
     if p.bias:
@@ -79,14 +104,14 @@ def graded(p: Problem, groups: tuple[int, ...], peers: Peers, chunks: int = 1) -
         for suffix, chunk in cuts(chunks if early else 1):
             rows = Region("x", shards=owners, chunk=chunk)
             target = Region("partial", shards=owners, chunk=chunk)
-            name = f"matmul_{i}{suffix}"
-            steps.append(Step(name, "compute", "matmul", (rows, W), (target,)))
+            steps += products(f"matmul_{i}{suffix}", p.splits, ("x", "w"), rows, target)
             if early:
-                steps.append(_push(order, group[0], suffix, chunk, (name,)))
+                steps.append(_push(order, group[0], suffix, chunk, (steps[-1].name,)))
         if not early:
+            computed = steps[-1].name
             for d in (d for d in group if d > 0):
                 # the first push of a group waits for its matmul; the lane orders the others
-                after = (f"matmul_{i}",) if d == group[0] else ()
+                after = (computed,) if d == group[0] else ()
                 parts = cuts(chunks if d == order.farthest else 1)
                 steps += [
                     _push(order, d, *part, after if part[1][0] == 0 else ()) for part in parts
@@ -130,9 +155,15 @@ def _push(order: Order, d: int, suffix: str, chunk: Chunk, after: tuple[str, ...
     return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)
 
 
+def alone(p: Problem) -> tuple[Step, ...]:
+    """What a group of one rank does."""
+    return products("matmul", p.splits, ("x", "w"), X, Y) if p.splits else names.alone(p)
+
+
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
     """y on `rank`: its rows of the sum of all ranks' products, plus its bias."""
-    value = normal((*scattered(p, "x", "w", rank, p.k), *bias(p, rank)))
+    terms = (scattered(p, f"x{i}", f"w{i}", rank, k) for i, k in numbered(p, p.k))
+    value = normal((*chain.from_iterable(terms), *bias(p, rank)))
     yield Box(rank, "y", 0, 0, p.rows[rank], 0, p.n), value
 
 
@@ -167,11 +198,13 @@ OPERATION = Operation(
         direct.family(serial, direct.refusal_of_scatter),
         fused_sum.family(operands, scatters=True),
         *grading.families(graded, scatter_s, in_chunks=0),
-        *finer.families(operands, finer.scatter, partial(finer_s, gathers=False)),
+        *finer.families(
+            operands, finer.scatter, partial(finer_s, gathers=False), wants_one_weight
+        ),
     ),
     candidates=candidates,
     collectives=("reduce_scatter",),
-    check=check_plain,
+    check=check_products,
     moved=lambda p: (0, p.n),
     overlapped=_overlapped,
     rule=_rule,

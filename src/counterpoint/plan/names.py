@@ -12,6 +12,11 @@ OWN = ((0,),)  # the block of this rank
 X, W, BIAS, Y = Region("x"), Region("w"), Region("bias"), Region("y")
 
 
+def numbered(p: Problem, size: int) -> list[tuple[str, int]]:
+    """What stands behind the names of each weight's buffers, and its part of `size`."""
+    return [(str(i), n) for i, n in enumerate(p.splits)] or [("", size)]
+
+
 def bias_row(p: Problem) -> tuple[Buffer, ...]:
     """The bias [1, N], where the problem has one."""
     return (Buffer("bias", (1, p.n), p.dtype, "input"),) if p.bias else ()

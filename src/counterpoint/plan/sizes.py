@@ -3,8 +3,10 @@
 from counterpoint.errors import InputError
 from counterpoint.problem import Problem
 
-ONE_WEIGHT = "empty: only all_gather_matmul without a bias takes several weights"
-NONE = {"experts": "0: the op has none", "splits": ONE_WEIGHT, "bias": "False: the op adds none"}
+NONE = {
+    "experts": "0: the op has none", "splits": "empty: the op has one weight",
+    "bias": "False: the op adds none",
+}  # fmt: skip
 
 
 def check_none(p: Problem, *names: str) -> None:
@@ -24,11 +26,26 @@ def check_gradient(p: Problem) -> None:
     check_none(p, "experts", "splits", "bias")
 
 
+def check_gradients(p: Problem) -> None:
+    """Refuse what gradients of several weights have none of, and weights that are not all."""
+    check_none(p, "bias")
+    check_splits(p)
+
+
 def check_splits(p: Problem) -> None:
     """Refuse several weights that are not all columns, or have a bias."""
-    check_none(p, "experts", *(("splits",) if p.bias else ()))
-    if p.splits and (sum(p.splits) != p.n or min(p.splits) < 0):
-        want = f"counts >= 0 that add up to {p.n}"
+    _check_parts(p, p.n)
+
+
+def check_products(p: Problem) -> None:
+    """Refuse several products that are not of all that is summed over, or have a bias."""
+    _check_parts(p, p.k)
+
+
+def _check_parts(p: Problem, whole: int) -> None:
+    check_none(p, "experts")
+    if p.splits and (p.bias or sum(p.splits) != whole or min(p.splits) < 0):
+        want = "empty with a bias" if p.bias else f"counts >= 0 that add up to {whole}"
         raise InputError(p.op, "splits", want=want, got=p.splits)
 
 
