@@ -68,9 +68,9 @@ def decoded(rank: int, ranks: int) -> float:
     b, s, _ = x.shape
     k, v = (w(h).view(b, s, -1, cached.columns).transpose(1, 2)
             for w in (whole.attention.wk, whole.attention.wv))  # fmt: skip
-    both = torch.stack((whole.attention.rotary(k), v)).chunk(ranks, 2)[rank]
-    cached.cache.copy_(both)
-    cached.cache[..., -1, :] = torch.nan  # of the token itself
+    for cache, wanted in ((cached.keys, whole.attention.rotary(k)), (cached.values, v)):
+        cache.copy_(wanted.chunk(ranks, 1)[rank])
+        cache[..., -1, :] = torch.nan  # of the token itself
     return float((model(x[:, -1:]) - alone(x)[:, -1:]).norm())
 
 
