@@ -79,11 +79,18 @@ def test_collectives_are_counted_but_not_their_waits():
 KINDS = {
     "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collective",
     "Memcpy PtoP (Device -> Device)": "copy",
-    "Memcpy DtoD (Device -> Device)": "opaque",
+    "Memcpy DtoD (Device -> Device)": "move",
+    "memcpy128": "move",
+    "Memset (Unknown)": "opaque",
     "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "matmul",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x128>": "matmul",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "opaque",
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4>>": "opaque",
     "triton_poi_fused_all_gather_into_tensor_mul_silu_0": "opaque",
+    "triton_red_fused__fused_rms_norm_add_all_gather_into_tensor_5": "opaque",
     "all_gather_matmul_kernel": "fused",
+    "reduce_kernel": "reduce",
+    "signal_kernel": "barrier",
     "void c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long)": "barrier",
 }
 
@@ -93,16 +100,96 @@ def test_kernels_by_their_names(kernel: str):
     assert kind_of(kernel) == KINDS[kernel]
 
 
-def test_a_timeline_of_other_code_says_what_is_exposed():
-    names = ("void nvjet_tst<4>(int)", "ncclDevKernel_AllGather")
-    spans = [Span(rank, f"stream {i}", 5.0 + i, 7.0 + i, "other", names[i])
-             for rank in (0, 1) for i in (0, 1)]  # fmt: skip
-    spans.append(Span(0, "copy", 8.0, 9.0, "copy", "copy 1"))
-    told = compiling.told(Timeline(tuple(spans)))
-    assert told.ranks == (0,) and told.start_s == 0
-    assert [span.kind for span in told.spans] == ["matmul", "collective", "copy"]
-    assert told.spans[0].label == "nvjet_tst"
-    assert told.exposed_s(0) == pytest.approx(2.0)
+# from input to the sum behind attention, in us: of replays on 2 H200s, 8B, forward
+REPLAYED = {
+    PLAIN: """\
+0 21 stream 7 triton_red_fused__fused_rms_norm_all_gather_into_tensor_0
+30 197 stream 7 ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+200 202 stream 244 Memset (Unknown)
+206 401 stream 244 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+401 450 stream 244 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+450 499 stream 244 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+499 516 stream 244 triton_poi_fused__unsafe_view_add_cat_mul_neg_split_transpose_view_1
+517 548 stream 244 triton_poi_fused__unsafe_view_add_cat_clone_expand_mul_neg_split_transpose_3
+552 554 stream 244 Memset (Unknown)
+557 1094 stream 244 cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128
+1099 1100 stream 244 Memset (Unknown)
+1103 1302 stream 244 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+1302 1333 stream 244 triton_poi_fused__unsafe_view_cat_reduce_scatter_tensor_split_4
+1342 1508 stream 7 ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+""",
+    OURS: """\
+0 23 stream 7 triton_red_fused__fused_rms_norm_0
+23 68 stream 7 signal_kernel
+23 121 stream 256 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+76 165 stream 257 Memcpy PtoP (Device -> Device)
+122 150 stream 256 nvjet_sm90_tst_128x128_64x6_2x1_v_bz_TNT
+150 177 stream 256 nvjet_sm90_tst_128x128_64x6_2x1_v_bz_TNT
+170 172 stream 257 Memcpy PtoP (Device -> Device)
+177 179 stream 7 signal_kernel
+180 275 stream 7 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+276 303 stream 7 nvjet_sm90_tst_128x128_64x6_2x1_v_bz_TNT
+303 330 stream 7 nvjet_sm90_tst_128x128_64x6_2x1_v_bz_TNT
+335 405 stream 257 triton_poi_fused__unsafe_view_add_cat_mul_neg_split_transpose_view_1
+409 411 stream 257 Memset (Unknown)
+414 967 stream 257 cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128
+969 1022 stream 255 signal_kernel
+972 973 stream 258 Memset (Unknown)
+976 1081 stream 258 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+1086 1174 stream 258 Memcpy PtoP (Device -> Device)
+1086 1089 stream 259 Memset (Unknown)
+1095 1196 stream 259 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT
+1177 1180 stream 258 Memcpy PtoP (Device -> Device)
+1198 1230 stream 259 signal_kernel
+1230 1257 stream 259 reduce_kernel
+""",
+}
+
+
+def replayed(arm: str, *, rank: int = 0, late_us: float = 0, slower: float = 1) -> list[Span]:
+    found: list[Span] = []
+    for line in REPLAYED[arm].splitlines():
+        start, end, _, stream, name = line.split(" ", 4)
+        start_s, end_s = ((late_us + slower * float(us)) * 1e-6 for us in (start, end))
+        found.append(Span(rank, f"stream {stream}", start_s, end_s, "other", name))
+    return found
+
+
+def test_what_a_replay_exposes():
+    plain, ours = (compiling.told(Timeline(tuple(replayed(arm)))) for arm in (PLAIN, OURS))
+    assert plain.lanes(0) == ("compute", "collective")
+    assert ours.lanes(0) == ("compute", "signal", "copy")
+    # an all-gather and a reduce-scatter, beside which nothing runs
+    assert plain.exposed_s(0) == pytest.approx(((197 - 30) + (1508 - 1342)) * 1e-6)
+    # a copy between two matmuls, a signal after them, one before and after a memset, a copy
+    # behind a memset, and the wait for the peer's part of the sum
+    assert ours.exposed_s(0) == pytest.approx((1 + 2 + 3 + 3 + 6 + 32) * 1e-6)
+    assert ours.communication_s(0) == pytest.approx((45 + 89 + 2 + 2 + 53 + 88 + 3 + 32) * 1e-6)
+    said = dict.fromkeys(s.label for s in plain.spans)
+    assert list(said) == [
+        "other", "all-gather", "opaque", "matmul", "attention", "reduce-scatter",
+    ]  # fmt: skip
+
+
+def test_a_lane_runs_one_thing_at_a_time():
+    for arm in (PLAIN, OURS):
+        told = compiling.told(Timeline(tuple(replayed(arm))))
+        for lane in told.lanes(0):
+            spans = [span for span in told.spans if span.lane == lane]
+            assert sum(s.duration_s for s in spans) == pytest.approx(told.busy_s(0, lane), abs=4e-6)
+
+
+def test_of_many_replays_the_one_in_the_middle_is_shown():
+    half = compiling.REPLAYS // 2
+    spans = [
+        span for rank in (0, 1) for i in range(compiling.REPLAYS)
+        for span in replayed(OURS, rank=rank, late_us=1e4 * i, slower=1 if i == half else 2)
+    ]  # fmt: skip
+    got = compiling.middle(Timeline(tuple(reversed(spans))))
+    assert got.start_s == 0 and got.duration_s == pytest.approx(1257e-6)
+    for rank in (0, 1):
+        names = sorted(span.label for span in got.spans if span.rank == rank)
+        assert names == sorted(span.label for span in replayed(OURS))
 
 
 # ---- what is said
@@ -143,12 +230,18 @@ def test_arms_that_are_not_there_are_left_out():
 def test_the_picture_is_of_rows(tmp_path: Path):
     case = case_of("train", "8B", 1)
     assert compiling.picture({2: written(case, {PLAIN: 1.0, OURS: 1.0})}) == ""
-    timeline = Timeline((Span(0, "stream 7", 0.0, 1e-3, "matmul", "nvjet"),)).to_json()
-    found = {2: written(case, {PLAIN: 1.0, OURS: 1.0}, timeline=timeline)}
-    assert compiling.picture(found).count("images/compile-") == 2
-    compiling.pictures(found, tmp_path)
+    rows = [
+        row for arm, ms in ((PLAIN, 3.0), (OURS, 2.0))
+        for row in written(case, {arm: ms}, timeline=Timeline(tuple(replayed(arm))).to_json())
+    ]  # fmt: skip
+    assert compiling.picture({2: rows}).count("images/compile-") == 2
+    compiling.pictures({2: rows}, tmp_path)
     for theme in ("light", "dark"):
-        assert "torch.compile with counterpoint" in (tmp_path / f"compile-{theme}.svg").read_text()
+        text = (tmp_path / f"compile-{theme}.svg").read_text()
+        assert "1.50x as fast, because copies run beside matmuls" in text
+        # of 1508 and of 1257 us
+        assert "333 us exposed, 22.1% of the time" in text
+        assert "torch.compile with counterpoint: 47.0 us exposed, 3.7% of the time" in text
 
 
 # ---- the runner

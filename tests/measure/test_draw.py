@@ -159,6 +159,14 @@ def test_save_draws_every_picture_suffix(tmp_path, suffix):
     assert path.read_bytes().startswith(start)
 
 
+def test_the_strip_of_what_is_exposed_has_a_name_where_there_is_something(tmp_path):
+    hidden = Span(1, "compute", 0, 2, "opaque", "m"), Span(1, "copy", 0, 1, "copy", "c")
+    exposed = Span(0, "compute", 0, 1, "matmul", "m"), Span(0, "copy", 0, 2, "copy", "c")
+    texts = words(draw_timeline(Timeline((*hidden, *exposed)), tmp_path / "plan.svg"))
+    assert texts.count("exposed") == 1 and "other compute" in texts and "opaque" not in texts
+    assert "exposed" not in words(draw_timeline(Timeline(hidden), tmp_path / "plan.svg"))
+
+
 def test_lanes_are_in_the_same_order_on_all_ranks(tmp_path):
     spans = (
         Span(0, "compute", 0, 1, "matmul", "m"),

@@ -145,19 +145,29 @@ def test_footprints_capture_the_call_and_never_run_it(
         def __init__(self, *, keep_graph: bool) -> None:
             assert keep_graph
 
+        def capture_begin(self, *, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"
+            seen.append("begin")
+
+        def capture_end(self) -> None:
+            seen.append("end")
+
         def raw_cuda_graph(self) -> int:
-            assert seen == ["begin", "call", "end"]
+            assert seen == ["stream", "begin", "call", "end", "back"]
             return 1
 
     class Capture:
-        def __init__(self, graph: Graph, capture_error_mode: str) -> None:
-            assert isinstance(graph, Graph)
+        """Not entered: torch's empties the allocator's cache then."""
 
+        def __init__(self, graph: Graph) -> None:
+            self.stream_ctx = Stream()
+
+    class Stream:
         def __enter__(self) -> None:
-            seen.append("begin")
+            seen.append("stream")
 
         def __exit__(self, *_: object) -> None:
-            seen.append("end")
+            seen.append("back")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -165,6 +175,14 @@ def test_footprints_capture_the_call_and_never_run_it(
     stub.kernel(10, "relu")
     (found,) = footprint.footprints(lambda: seen.append("call"))
     assert found.short_name == "relu"
+    del seen[:]
+
+    def fails() -> None:
+        raise RuntimeError("no capture of this")
+
+    with pytest.raises(RuntimeError, match=r"^no capture of this$"):
+        footprint.footprints(fails)
+    assert seen == ["stream", "begin", "end", "back"], "the capture goes on"
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from counterpoint.choose.known import Knowledge
 from counterpoint.errors import PlanError, UnsupportedError
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.machine import CAPABILITIES, kernels_refused
-from counterpoint.ops import fused_sum
+from counterpoint.ops import auto, fused_sum
 from counterpoint.ops.auto import choose_spec
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
@@ -263,6 +263,32 @@ def test_a_gpu_that_has_kernels_is_asked_once(old_gpu: Callable[..., Any]):
     assert not device_limits.refused_in(here) and not here.met
 
 
+@pytest.mark.parametrize(
+    ("op", "m", "rows"),
+    [
+        ("all_gather_matmul", 8192, [1024, 2048, 4096, 8192]),
+        ("matmul_all_reduce", 64, [64]),
+        ("matmul_all_reduce", 8192, []),  # of so many rows there is no plan but serial
+    ],
+)
+def test_the_library_is_asked_for_tiles_that_a_plan_may_have(
+    op: str, m: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[int] = []
+    told: list[str] = []
+
+    def gather(spec: str) -> list[str]:
+        told.append(spec)
+        return [spec, spec]
+
+    monkeypatch.setattr(auto, "matmul_tile", lambda rows, *_: asked.append(rows))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    knowledge = Knowledge(preset("h200-2"), {})
+    group: Any = SimpleNamespace(device=GPU, kernels_refused="", knowledge=knowledge, gather=gather)
+    spec = choose_spec(Problem(op, m, 4096, 2048, 2), group, ())
+    assert asked == rows and (spec == "serial") == (not rows) and told == [spec] * bool(rows)
+
+
 def test_a_capture_asks_this_gpu_alone(
     old_gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
@@ -318,6 +344,25 @@ def test_a_fused_sum_passes_all_arguments_and_compiles_for_both_layouts_of_w(
     given = dict(zip(kernel.arg_names, kernel.launched[1], strict=True))
     assert (given["stride_wk"], given["stride_wn"]) == (128, 2) and len(kernel.warmed) == 3
     assert given["x_ptr"].data_ptr() % launch.ALIGN == 0 and given["x_ptr"] is not odd
+
+
+def test_a_fused_sum_is_compiled_for_w_as_the_first_call_has_it(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    kernel = Kernel(*cast(Any, matmul_all_reduce_kernel).arg_names)
+    monkeypatch.setattr(fused_sum, "matmul_all_reduce_kernel", kernel)
+    x, y = torch.zeros(4, 64), torch.zeros(4, 64)
+    rows, columns = torch.zeros(64, 64), torch.zeros(64, 64).t()
+    odd = torch.zeros(64 * 64 + 1)[1:].view(64, 64)
+    for first, later in ((columns, rows), (odd, columns)):
+        del kernel.warmed[:], kernel.launched[:]
+        action = fused_sum.prepare(site_of()._replace(like={"x": x, "w": first, "y": y}))
+        for w, known in ((first, 1), (later, 2), (first, 2)):
+            action({"x": x, "w": w, "y": y})
+            assert len(kernel.warmed) == known, "compiled too often, or for another w"
+        named = [dict(zip(kernel.arg_names, each, strict=True)) for each, _ in kernel.warmed]
+        found = [(each["stride_wk"], each["stride_wn"]) for each in named]
+        assert found == [first.stride(), later.stride()] and named[0]["w_ptr"] is first
 
 
 def test_a_step_runs_by_its_kernel_on_gpus_and_by_its_reference_elsewhere(

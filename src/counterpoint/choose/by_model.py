@@ -198,6 +198,8 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
 
 def part_rows(problem: Problem) -> tuple[int, ...]:
     """How many rows a plan may multiply at a time: groups of shards, parts of one, and all."""
+    if not problem.operation.shares_rows:
+        return (problem.m,)
     shard = max(problem.rows)
     parts = {shard * count for count in range(1, problem.ranks + 1)}
     parts |= {shard // chunks for chunks in (2, 4)} | {problem.m}

@@ -33,11 +33,12 @@ FILLS = {
     "barrier": canvas.YELLOW,
     "other": "#9A9A9A",
 }
+NAMES = {"opaque": "other compute"}  # in the legend, where a kind's own name says little
 # of a wait: it holds a lane and does nothing
 HATCH, HATCH_INK = "////", "#B9A93C"
 
 # inches
-LANE_HEIGHT, EXPOSED_HEIGHT, RANK_GAP = 0.30, 0.07, 0.16
+LANE_HEIGHT, EXPOSED_HEIGHT, RANK_GAP = 0.30, 0.10, 0.16
 FOOT_HEIGHT, SUMMARY_WIDTH = 1.05, 1.95
 PANEL_HEAD, PANEL_GAP = 0.40, 0.20  # above each of two panels; between them
 
@@ -268,6 +269,9 @@ def _draw_rank(
     ranges = [_range(sheet, strip) for strip in boxes(strips, sheet.point_s)]
     place = (top_in, EXPOSED_HEIGHT - 0.01)
     axes.broken_barh(ranges, place, color=theme.exposed, linewidth=0, zorder=2)
+    if strips:
+        look = Look(canvas.SMALL_PT, theme.exposed)
+        canvas.note(axes, 0, top_in + EXPOSED_HEIGHT / 2, "exposed", look, shift_pt=-6, ha="right")
 
     middle_in = first_in + len(of_lane) * LANE_HEIGHT / 2
     name, shift_pt = f"rank {rank}", -sheet.name_in * 72 - 2
@@ -363,8 +367,8 @@ def _kinds_legend(figure: "Figure", kinds: set[str], sheet: _Sheet) -> None:
     def patches(names: Iterable[str]) -> "list[Patch]":
         fills = {name: _fill(name, sheet.theme) for name in names if name in kinds}
         return [
-            Patch(facecolor=fill, hatch=HATCH if name == "wait" else None, label=name,
-                  edgecolor=HATCH_INK if name == "wait" else fill)
+            Patch(facecolor=fill, hatch=HATCH if name == "wait" else None,
+                  label=NAMES.get(name, name), edgecolor=HATCH_INK if name == "wait" else fill)
             for name, fill in fills.items()
         ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from counterpoint.choose.by_model import by_model, part_rows
+from counterpoint.choose.by_model import by_model, candidates, part_rows
 from counterpoint.choose.known import Knowledge, load, problem_key
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.plan.families import build
@@ -35,6 +35,8 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
             warnings.warn(what, CounterpointWarning, stacklevel=2)
     if known.machine is None:
         return problem.operation.without_serial(problem)[0] or "serial"
+    if not any(candidates(problem, known.machine)):
+        return "serial"
     capturing = torch.cuda.is_current_stream_capturing()
     tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
     # memory for words cannot be made in a capture; what there is of it is equal on all ranks

@@ -341,7 +341,10 @@ def prepare(
         if not problem.empty:
             # memory and views of it that calls in any mode may write to
             with torch.inference_mode(False), torch.enable_grad():
-                code = compiled(chosen, plan, workspace)
+                given = zip(operator.inputs, tensors, strict=True)
+                like = {x.name: formed(t) if (formed := _form(x, t)) else t
+                        for x, t in given if t is not None}  # fmt: skip
+                code = compiled(chosen, plan, workspace, like)
         known = Compiled(code, digest)
         workspace.remember(facts, known)
     outputs = operator.outputs(tensors, rows, ranks, rank)

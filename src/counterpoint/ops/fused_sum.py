@@ -9,7 +9,7 @@ from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.plan.fused_sum import KERNEL, padded, settings_in
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, register
+from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, aligned, register
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.workspace import Operands
@@ -19,7 +19,8 @@ SHOTS = {"one_shot": 1, "two_shot": 2, "scatter": 1}
 
 
 def prepare(site: Site) -> Action:
-    """The launch of a step. Both ways in which a w is stored are compiled here, by all ranks.
+    """The launch of a step, compiled for w as the first call has it; if that is not known, for both
+    ways in which it may be stored.
 
     Raises:
         UnsupportedError: no block of the kernel fits this GPU.
@@ -28,27 +29,31 @@ def prepare(site: Site) -> Action:
     settings = settings_in(site.bound.step)
     options = {"num_warps": settings.num_warps, "num_stages": settings.stages}
     fixed = arguments_of(site)
-    launches: dict[tuple[int, int, bool], Launch] = {}
+    launches: dict[tuple[int, ...], Launch] = {}
     dtype = getattr(torch, p.dtype)
     grid = Grid(-(-p.n // settings.block_n))
     device = workspace.device
 
-    def launch_for(stride_wk: int, stride_wn: int, at: object) -> Launch:
+    def launch_for(strides: tuple[int, ...], at: object) -> Launch:
         made = Launch(matmul_all_reduce_kernel, GIVEN, fixed, grid, device, p.op, options)
-        return made.compile(dtype, at, dtype, dtype, stride_wk, stride_wn)
+        return made.compile(dtype, at, dtype, dtype, *strides)
 
-    for stride_wk, stride_wn in ((p.n, 1), (1, p.k)):
-        launches[stride_wk, stride_wn, True] = launch_for(stride_wk, stride_wn, dtype)
+    if site.like:
+        w = site.like["w"]
+        launches[*w.stride(), aligned(w)] = launch_for(w.stride(), w)
+    else:
+        for strides in ((p.n, 1), (1, p.k)):
+            launches[*strides, True] = launch_for(strides, dtype)
 
     def run(operands: Operands) -> None:
         x, w, y = operands["x"], operands["w"], operands["y"]
         x = x if x.data_ptr() % ALIGN == 0 else x.clone()
-        stride_wk, stride_wn = w.stride()
-        key = (stride_wk, stride_wn, w.data_ptr() % ALIGN == 0)
+        strides = w.stride()
+        key = (*strides, w.data_ptr() % ALIGN == 0)
         launch = launches.get(key)
         if launch is None:  # a rank by itself may have stored w in another way
-            launch = launches[key] = launch_for(stride_wk, stride_wn, w)
-        launch(x, w, operands.get("bias", y), y, stride_wk, stride_wn)
+            launch = launches[key] = launch_for(strides, w)
+        launch(x, w, operands.get("bias", y), y, *strides)
 
     return run
 

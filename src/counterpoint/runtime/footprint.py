@@ -89,9 +89,15 @@ def footprints(call: Callable[[], object]) -> tuple[Footprint, ...]:
         fix = "`counterpoint doctor` shows what is here"
         raise UnsupportedError(f"footprints: needs an NVIDIA GPU; {fix}")
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    # other threads may call CUDA meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
+    # on torch's own stream, but without entering its context: that empties the allocator's cache,
+    # and whoever calls this in a step of a model would wait for all memory to be allocated again
+    with torch.cuda.graph(graph).stream_ctx:
+        # other threads may call CUDA meanwhile
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            call()
+        finally:
+            graph.capture_end()
     return graph_footprints(int(graph.raw_cuda_graph()))
 
 
