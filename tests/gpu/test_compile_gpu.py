@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from compiled import leaves_of, step
+from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,4 +37,33 @@ def test_results_are_as_near_to_fp64_as_torchs(gpus, name):
     assert all(one.plans for one in report.found), str(report)
     for mine, theirs, exact in zip(ours, torchs, want, strict=True):
         assert relative_error(mine, exact) <= 2 * relative_error(theirs, exact) + 1e-3
+    cp.check()
+
+
+class Normed(nn.Module):
+    """A model, and what it makes over the largest of all ranks: a collective without a matmul."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup):
+        super().__init__()
+        self.model, self.group = model, group
+
+    def forward(self, x):
+        y = self.model(x)
+        return y / collectives.all_reduce(y.abs().amax(), "max", self.group)
+
+
+def test_torchs_overlap_scheduling_keeps_what_is_left(gpus):
+    group = dist.group.WORLD
+    assert group is not None
+    torch._dynamo.reset()
+    mesh = DeviceMesh.from_group(group, "cuda")
+    model, x = made(DECODE, Sizes(batch=2, sequence=64), mesh, dtype=torch.bfloat16)
+    whole = Normed(model, group)
+    options = {"aten_distributed_optimizations.enable_overlap_scheduling": True}
+    compiled = torch.compile(whole, options=cp.compile_options(options))
+    with torch.no_grad(), fresh_cache():
+        want, got = whole(x), compiled(x)
+    report = cp.explain(compiled)
+    assert (report.matched, len(report.found)) == (2, 3), str(report)
+    assert relative_error(got, want.double()) < 2e-2
     cp.check()
