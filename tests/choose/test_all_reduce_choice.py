@@ -69,10 +69,17 @@ def test_the_choice_and_the_timeline_say_what_runs():
         cp.validate(plan)
 
 
-def test_what_is_large_is_the_library_s():
-    """Sums of more than 16 MiB, and ranks or shares that our kernels do not take."""
-    for problem in (cp.Problem(AR, 8192, 8192, 3584, 4), cp.Problem(AR, 64, 8192, 3584, 3),
-                    cp.Problem(AR, 65, 7, 3584, 4)):  # fmt: skip
+def test_what_is_large_overlaps():
+    """Sums of more than 16 MiB."""
+    for ranks in (2, 3, 4):
+        problem = cp.Problem(AR, 8192, 8192, 3584, ranks)
+        for by in ("model", "rule"):
+            choice = cp.choose(problem, f"h200-{ranks}", by=by)
+            assert choice.plan.family == "shard_p2p", choice.explain()
+
+
+def test_ranks_or_shares_that_our_kernels_do_not_take_are_the_library_s():
+    for problem in (cp.Problem(AR, 64, 8192, 3584, 3), cp.Problem(AR, 65, 7, 3584, 4)):
         for by in ("model", "rule"):
             choice = cp.choose(problem, "h200-4", by=by)
             assert [c.spec for c in choice.table] == ["serial"], problem

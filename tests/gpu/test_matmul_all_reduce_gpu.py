@@ -14,9 +14,9 @@ from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.workspace import workspace_of
 
 SHAPES = [(1, 8192, 3584), (2, 8192, 1024), (8, 7168, 2304), (32, 8192, 3584), (64, 4096, 512),
-          (128, 1024, 256), (5, 1000, 520), (3, 24, 40)]  # fmt: skip
+          (128, 1024, 256), (4096, 4096, 2048), (5, 1000, 520), (3, 24, 40)]  # fmt: skip
 WAYS = ("fused", "fused one_shot 32x64x4 warps=4", "fused two_shot 64x64x4 warps=4",
-        "direct", "serial")  # fmt: skip
+        "direct", "serial", "shard_p2p ring", "shard_p2p ring chunks=2")  # fmt: skip
 
 
 def operands(m, n, k, dtype=torch.bfloat16, columns=True, seed=0):
@@ -47,6 +47,9 @@ def same_on_all(y):
 )  # fmt: skip
 def test_the_sum_over_ranks(gpus, shape, plan):
     m, n, k = shape
+    if m > 128 and plan == "auto":
+        problem = cp.Problem("matmul_all_reduce", m, n, k, dist.get_world_size())
+        assert cp.choose(problem).spec.startswith("shard_p2p")
     for dtype in (torch.bfloat16, torch.float16) if m > 8 else (torch.bfloat16, torch.float32):
         for columns in (True, False):
             x, w = operands(m, n, k, dtype, columns)

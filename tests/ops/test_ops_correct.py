@@ -44,6 +44,7 @@ def specs(op: str, ranks: int) -> list[tuple[str, str]]:
     whole = "whole" if gathers else ""
     found = [("serial", whole), ("auto", whole)]
     if op == "matmul_all_reduce":  # its kernel has a file of tests of its own
+        found += [("shard_p2p ring", ""), ("shard_p2p ring chunks=3", "")][: 2 * (ranks > 1)]
         return found if ranks == 3 else [*found, ("direct", ""), ("fused", "")]
     if ranks == 1:
         return [*found, ("graded", whole), ("shard_p2p", whole)]

@@ -96,6 +96,8 @@ CASES = [
     Case(AR, "direct", (1, 1, 1, 1), bias=True, n=6),
     Case(AR, "fused one_shot", (3, 2), bias=True),
     Case(AR, "fused two_shot 16x16x2 warps=1", (1, 1, 1, 1)),
+    Case(AR, "shard_p2p ring", (2, 2, 2), bias=True),
+    Case(AR, "shard_p2p xor chunks=2", (2, 2)),
     Case(RS, "shard_p2p ring", (2, 2, 2), bias=True),
     Case(RS, "shard_p2p xor", (2, 3), bias=True),
     Case(RS, "graded 2/1/1 xor", (2, 3, 1, 2)),

@@ -23,9 +23,9 @@ if the shorter one of matmuls (op / rate) and communication (bytes / rate)
 takes less than {WORTHWHILE_S * 1e6:.0f} us: kernels in a row
     few rows, and no SM with two tiles: "fused"
     else: "direct"
-else: a plan that overlaps, of an all-gather or reduce-scatter shard_p2p, a matmul for each shard
+else: a plan that overlaps, of one or two matmuls shard_p2p, a matmul for each shard
     if a shard's copy takes longer than its matmul (op / byte less than the machine's),
-    and of a gather it is large: chunks=2
+    and of a gather it is large, or of an all-reduce in any case: chunks=2
 """
 
 

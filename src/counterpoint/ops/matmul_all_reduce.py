@@ -35,10 +35,11 @@ def matmul_all_reduce(
 
     In place of `matmul` and `all_reduce`. For the few rows of decoding one kernel, which sends each
     tile to its peers as soon as it is computed; for a few more the library's matmul and an
-    all-reduce in one kernel of our own. All ranks get the same bits, and the same call gives them
-    in every run, if all store w alike. Partial results travel in the dtype of x (a single row in
-    fp32), are summed in fp32 in a fixed order, and rounded once; except in one kernel, the bias is
-    added after that. Captures in a CUDA graph after one eager call of the same or a larger size.
+    all-reduce in one kernel of our own; for those of a prefill each rank sums its share, and shares
+    are copied beside other matmuls and sums. All ranks get the same bits, and the same call gives
+    them in every run, if all store w alike. Partial results travel in the dtype of x (a single row
+    in fp32), are summed in fp32 in a fixed order, and rounded once; except in one kernel, the bias
+    is added after that. Captures in a CUDA graph after one eager call of the same or a larger size.
     The calls of a group, replays included, run one after another in stream order; graphs that use
     different groups must run one after another, too. Differentiable; its backward needs no
     communication.
@@ -49,9 +50,10 @@ def matmul_all_reduce(
         group: whose ranks take part; None: the default group.
         bias: dtype of x, [N], equal on all ranks; added once.
         plan: "auto": chosen by the model; "serial": the libraries' matmul and all-reduce;
-            "direct": our all-reduce behind the library's matmul; "fused": all in one kernel; or a
-            spec such as "fused two_shot 64x64x8 warps=4", its tile of w, stages and warps; a Plan;
-            or a JSON file of one. All but serial need a number of ranks that is a power of 2.
+            "direct": our all-reduce behind the library's matmul; "fused": all in one kernel;
+            "shard_p2p": shares of rows by copies; or a spec such as "fused two_shot 64x64x8
+            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. Direct and
+            fused need a number of ranks that is a power of 2.
 
     Returns:
         dtype of x, [M, ..., N], a new tensor.

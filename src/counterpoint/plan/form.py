@@ -232,8 +232,9 @@ def _spans(region: Region, p: Problem) -> bool:
 
 def _misuse_of_all_reduce(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     regions, buffers = step.reads + step.writes[:1], buffers[: len(step.reads) + 1]
-    if any(r != Region(r.buffer) or b.split for r, b in zip(regions, buffers, strict=True)):
-        return "a collective all_reduce takes whole buffers that are not split"
+    whole = all(r == Region(r.buffer) for r in regions)
+    if not whole or any(b.split and b.holds != "all" for b in buffers):
+        return "a collective all_reduce takes whole buffers"
     if len(step.reads) != 1 or len({(b.dtype, b.shape) for b in buffers}) != 1:
         return "a collective all_reduce takes one buffer, and keeps shape and dtype"
     return ""

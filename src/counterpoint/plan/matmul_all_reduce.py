@@ -1,24 +1,41 @@
-"""matmul_all_reduce: y = the sum over ranks of x_s w_s, on every rank; its families of plans."""
+"""matmul_all_reduce: y = the sum over ranks of x_s w_s, on every rank; its families of plans.
+
+Of many rows each rank sums its share as in a reduce-scatter, and pushes what it has summed to all.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, fused_sum
+from counterpoint.plan import direct, fused_sum, matmul_reduce_scatter
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
-from counterpoint.plan.names import W, X, Y, alone, bias_row, collective, in_one_lane, with_bias
-from counterpoint.plan.operation import Operation, in_a_row
+from counterpoint.plan.names import (
+    LANES,
+    OWN,
+    W,
+    X,
+    Y,
+    alone,
+    bias_row,
+    collective,
+    in_one_lane,
+    with_bias,
+)
+from counterpoint.plan.operation import Family, Operation, Options, in_a_row
+from counterpoint.plan.peers import Order, cuts, orders
 from counterpoint.plan.sizes import check_plain
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
 
-MAX_DIRECT_BYTES = 16 << 20  # of y; more is worth the library's collective
+MAX_DIRECT_BYTES = 16 << 20  # of y; more is worth a matmul for each share
 
 
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: all ranks have all rows of x and of y."""
-    x, y = Buffer("x", (p.m, p.k), p.dtype, "input"), Buffer("y", (p.m, p.n), p.dtype, "output")
+    x = Buffer("x", (p.m, p.k), p.dtype, "input", split=True)
+    y = Buffer("y", (p.m, p.n), p.dtype, "output", split=True)
     return x, Buffer("w", (p.k, p.n), p.dtype, "input"), *bias_row(p), y
 
 
@@ -35,7 +52,7 @@ def serial(p: Problem) -> Plan:
 
 def _apart(p: Problem) -> Plan:
     """The same from one tensor into another, as an all-reduce of ours needs it."""
-    partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch")
+    partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True)
     return _summed(p, (*operands(p), partial), Region("partial"))
 
 
@@ -43,9 +60,50 @@ def _summed(p: Problem, buffers: tuple[Buffer, ...], product: Region) -> Plan:
     """One matmul, the library's all-reduce into y, and the bias, added once."""
     multiply = Step("matmul", "compute", "matmul", (X, W), (product,))
     total = collective("all_reduce", "all_reduce", (product,), Y)
+    return in_one_lane(p, "serial", buffers, multiply, total, *_biased(p))
+
+
+def _biased(p: Problem) -> tuple[Step, ...]:
+    """The bias, added to the sum."""
     added, args = with_bias(p)
-    bias = [Step("add_bias", "compute", "move", (Y, *added), (Y,), args=args)] if p.bias else []
-    return in_one_lane(p, "serial", buffers, multiply, total, *bias)
+    return (Step("add_bias", "compute", "move", (Y, *added), (Y,), args=args),) * p.bias
+
+
+def by_shares(p: Problem, options: Options, machine: Machine) -> Plan:
+    """A reduce-scatter by shards, whose sums go on to all peers, part by part.
+
+    A part is on its way while the next one is summed.
+    """
+    order, chunks = Order(options.peers, p.ranks), max(options.chunks, 1)
+    shares = Problem("matmul_reduce_scatter", p.m, p.n, p.k, p.ranks, p.dtype, p.rows)
+    scatter = matmul_reduce_scatter.graded(shares, (1,) * p.ranks, options.peers, chunks)
+    own = Region("y", shards=OWN)
+    steps = [
+        replace(s, writes=(replace(own, chunk=s.writes[0].chunk),)) if s.kind == "reduce" else s
+        for s in scatter.steps
+    ]
+    slots = scatter.num_slots
+    others = tuple(order.source(d) for d in order.distances)
+    for suffix, chunk in cuts(chunks):
+        source = replace(own, chunk=chunk)
+        for d in order.distances:
+            target = Region("full", order.to(d), OWN, chunk)
+            after = (f"reduce{suffix}",) if d == 1 else ()
+            posts = (order.post(slots + chunk[0] * p.ranks + d, d),)
+            push = Step(f"give_{d}{suffix}", "copy", "copy", (source,), (target,), after,
+                        posts=posts)  # fmt: skip
+            steps.append(push)
+    for suffix, chunk in cuts(chunks):
+        waits = tuple(order.wait(slots + chunk[0] * p.ranks + d, d) for d in order.distances)
+        arrived, target = (Region(name, shards=others, chunk=chunk) for name in ("full", "y"))
+        steps.append(Step(f"take{suffix}", "compute", "move", (arrived,), (target,), waits=waits))
+    last = next(s.name for s in reversed(steps) if s.kind == "copy")
+    steps += (replace(s, after=(last,)) for s in _biased(p))
+    buffers = (
+        *operands(p), *(b for b in scatter.buffers if b.space in ("scratch", "symmetric")),
+        Buffer("full", (p.m, p.n), p.dtype, "symmetric", split=True),
+    )  # fmt: skip
+    return Plan(p, "shard_p2p", scatter.variant, options.peers, buffers, LANES, tuple(steps))
 
 
 def refusal_of_direct(p: Problem) -> str:
@@ -56,12 +114,11 @@ def refusal_of_direct(p: Problem) -> str:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    found = ["serial"]
-    if p.m * p.n * p.item_bytes <= MAX_DIRECT_BYTES:
-        found.append("direct")
-    if p.m <= fused_sum.FEW_ROWS and p.item_bytes == 2:
-        found.append("fused")
-    return tuple(found)
+    if p.m * p.n * p.item_bytes > MAX_DIRECT_BYTES:
+        whole = (f"shard_p2p {peers}" for peers in orders(p.ranks))
+        return "serial", *whole, *(f"shard_p2p ring chunks={n}" for n in (2, 4))
+    few = p.m <= fused_sum.FEW_ROWS and p.item_bytes == 2
+    return "serial", "direct", *(("fused",) if few else ())
 
 
 def _rule(p: Problem, machine: Machine) -> str:
@@ -71,6 +128,10 @@ def _rule(p: Problem, machine: Machine) -> str:
     if p.m <= rows and p.item_bytes == 2 and not fused_sum.refusal(p):
         return "fused"
     return _direct_if_small(p)
+
+
+def _overlapped(p: Problem, copy_longer: bool) -> str:
+    return _direct_if_small(p) or "shard_p2p ring chunks=2"
 
 
 def _direct_if_small(p: Problem) -> str:
@@ -86,12 +147,13 @@ OPERATION = Operation(
         in_a_row("serial", serial),
         direct.family(_apart, refusal_of_direct),
         fused_sum.family(operands, scatters=False),
+        Family(name="shard_p2p", takes=("peers", "chunks"), build=by_shares),
     ),
     candidates=candidates,
     collectives=("all_reduce",),
     check=check_plain,
     moved=lambda p: (p.n, p.n),
-    overlapped=lambda p, copy_longer: _direct_if_small(p),
+    overlapped=_overlapped,
     gradient="serial",
     shares_rows=False,
     fused_s=fused_sum.seconds,
