@@ -147,11 +147,13 @@ class Reduction(Collective):
         terms: the matmuls, with their dims in what is reduced.
         across: of each term the axis of the ranks; of an all-reduce none.
         bias: added to the sum of all ranks.
+        average: the sum is divided by the ranks, as data parallelism does.
     """
 
     terms: list[Term] = field(default_factory=list)
     across: list[Axis] = field(default_factory=list)
     bias: fx.Node | None = None
+    average: bool = False
 
 
 def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
@@ -198,8 +200,10 @@ def _refused(one: Collective, waits: Sequence[fx.Node]) -> str:
         return "its result is not waited for once"
     if value(one.given).dtype not in DTYPES:
         return f"{str(value(one.given).dtype).removeprefix('torch.')} is no dtype of the operators"
-    if one.kind != "all-gather" and one.node.args[1] != "sum":
+    if one.kind != "all-gather" and one.node.args[1] not in ("sum", "avg"):
         return f"it reduces by {one.node.args[1]}"
+    if one.node.args[1] == "avg" and value(one.given).dtype == torch.float16:
+        return "the sum that its average is of may be too large for float16"
     return ""
 
 
@@ -208,6 +212,8 @@ def _gather(one: Collective) -> Gather:
     across, own = _across(first, one.ranks, value(one.given).shape[0])
     gather = Gather(**vars(one), shard=[own, *rest], across=across)
     found = leaves(one.wait, [first, *rest])
+    if found and not any(leaf.node.target in MATMULS for leaf in found):
+        raise NotFollowedError(f"no matmul reads it, but {name_of(found[0].node)}")
     dtypes = {value(leaf.read).dtype for leaf in found}
     if len(dtypes) == 1:
         gather.dtype = dtypes.pop()
@@ -246,7 +252,7 @@ def _reduction(one: Collective) -> Reduction:
     if set(one.given.users) != {one.node}:
         raise NotFollowedError("what it reduces is read elsewhere, too")
     found = terms(one.given, lambda node: node.target in MATMULS and not node.kwargs)
-    reduction = Reduction(**vars(one), terms=found)
+    reduction = Reduction(**vars(one), terms=found, average=one.node.args[1] == "avg")
     for term in found:
         if term.node.target is aten.addmm.default:
             if reduction.bias is not None:

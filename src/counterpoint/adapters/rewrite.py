@@ -383,33 +383,50 @@ def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
 
 
 def _both_gradients(to: Rewriter, one: Gather, outer: list[Use], inner: list[Use]) -> bool:
-    """dx = gather(dy) w^T and dw = x^T gather(dy)."""
-    (dx_use, *more), (dw_use, *others) = outer, inner
-    if more or others or dx_use.turned or dx_use.bias is not None or dw_use.bias is not None:
+    """dx_i = gather(dy) w_i^T and dw_i = x_i^T gather(dy); several x_i stand side by side."""
+    rows, columns = whole(outer[0].rows), whole(outer[0].inner)
+    for use in (*outer, *inner):
+        over, left = (use.rows, use.inner) if use in outer else (use.inner, use.rows)
+        if whole(over) != rows or whole(left) != columns or use.bias is not None:
+            return False
+    if any(use.turned for use in outer):
         return False
-    rows, columns = whole(dx_use.rows), whole(dx_use.inner)
-    if rows != whole(dw_use.inner) or columns != whole(dw_use.rows):
+    dx_sizes = [value(use.other).shape[1] for use in outer]
+    dw_sizes = [value(use.other).shape[0 if use.turned else 1] for use in inner]
+    if not same(sum(dx_sizes), sum(dw_sizes)):
         return False
-    with to.before([dx_use.node, dw_use.node]):
-        x = _operand(to, dw_use)
-        k = _columns(x)
-        first = _ranks_first(rows, one.across)
+    with to.before([use.node for use in (*outer, *inner)]):
+        x = to.together([_operand(to, use) for use in inner], 1)
+        wt = to.together([use.other for use in outer], 1)
+        k, first = _columns(x), _ranks_first(rows, one.across)
         operands = [
-            _own(to, one, rows, columns), to.arranged(x, [*rows, k], [first, [k]]),
-            to.turned(dx_use.other),
+            _own(to, one, rows, columns), to.arranged(x, [*rows, k], [first, [k]]), to.turned(wt),
         ]  # fmt: skip
         op = ops.matmul_reduce_scatter_backward.default
         y = to.emit(op, *operands, *_where(one), _rank(to, one))
-        one.note(backward.SCATTER, *operands[:2], dx_use.other)
+        one.note(backward.SCATTER, *operands[:2], wt)
         dx, dw = (to.emit(operator.getitem, y, i) for i in (0, 1))
-        to.replace(dx_use.node, to.arranged(dx, [*first, k], [rows, [k]]))
-        to.replace(dw_use.node, dw if dw_use.turned else to.turned(dw))
+        for use, part in zip(outer, _split(to, dx, dx_sizes, -1), strict=True):
+            k = Axis(value(part).shape[-1])
+            to.replace(use.node, to.arranged(part, [*first, k], [rows, [k]]))
+        for use, part in zip(inner, _split(to, dw, dw_sizes, 0), strict=True):
+            to.replace(use.node, part if use.turned else to.turned(part))
     return True
+
+
+def _split(to: Rewriter, node: fx.Node, sizes: Sequence[Size], dim: int) -> list[fx.Node]:
+    """What stands side by side, as `together` has put it."""
+    if len(sizes) == 1:
+        return [node]
+    parts = to.emit(aten.split_with_sizes.default, node, [*sizes], dim)
+    return [to.emit(operator.getitem, parts, i) for i in range(len(sizes))]
 
 
 def _belong(one: Gather, uses: Sequence[Use], scatter: Reduction) -> bool:
     """Whether what is scattered is the gradient of what was gathered, and these of the weights."""
     if not uses or scatter.group != one.group or scatter.bias is not None or not _alike(uses):
+        return False
+    if scatter.average:
         return False
     if len(scatter.terms) != len(uses) or any(use.bias is not None for use in uses):
         return False
@@ -559,6 +576,8 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
             if added is not None:
                 y = to.emit(aten.add.Tensor, y, to.emit(aten.unsqueeze.default, added, 1))
             now = _others([*rows, *columns], across)
+        if one.average:
+            y = to.emit(aten.div.Tensor, y, one.ranks)
         to.replace(one.wait, to.arranged(y, now, term.dims))
     to.check()
     one.operator, one.matmuls = op, matmuls
