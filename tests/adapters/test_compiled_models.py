@@ -175,6 +175,8 @@ class Kept(nn.Module):
         if self.form == "largest":
             return ops.wait_tensor(ops.all_reduce(self.linear(x), "max", self.group))
         full = ops.wait_tensor(ops.all_gather_into_tensor(x, 2, self.group))
+        if self.form == "batched":
+            return torch.bmm(full.view(2, -1, DIM), self.linear.weight.view(2, DIM, -1))
         return full.relu() if self.form == "alone" else self.linear(full) + full
 
 
@@ -183,6 +185,7 @@ class Kept(nn.Module):
     ("largest", "it reduces by max"),
     ("alone", "no matmul reads it, but relu"),
     ("added", "it is also read by add"),
+    ("batched", "there is no operator for bmm"),
 ])  # fmt: skip
 @on_ranks(2)
 def test_what_cannot_be_matched_is_left_and_said(rank: int, world_size: int, form: str, why: str):

@@ -42,11 +42,10 @@ class FusedAttention(nn.Module):
 class FusedGlu(nn.Module):
     """Gate and values by one linear layer, as in Phi-3."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(DIM, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False),
-        )  # fmt: skip
+        self.up = nn.Linear(DIM, 2 * HIDDEN, bias=bias)
+        self.down = nn.Linear(HIDDEN, DIM, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, values = self.up(x).chunk(2, -1)
@@ -56,9 +55,9 @@ class FusedGlu(nn.Module):
 class Both(nn.Module):
     """Attention and MLP of one input, added, as in PaLM, GPT-J and Falcon."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool) -> None:
         super().__init__()
-        self.attention, self.mlp = FusedAttention(), FusedGlu()
+        self.attention, self.mlp = FusedAttention(bias=bias), FusedGlu(bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x) + self.mlp(x)
@@ -89,9 +88,9 @@ def sharded(
     return model, x.chunk(ranks, 1)[dist.get_rank()].clone()
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "bias"), [(1, False), (3, True)])
 @on_ranks(2)
-def test_attention_and_mlp_side_by_side(rank: int, world_size: int, batch: int):
+def test_attention_and_mlp_side_by_side(rank: int, world_size: int, batch: int, bias: bool):
     """One gather for both, and one reduce-scatter of their sum."""
 
     def make(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
@@ -106,7 +105,7 @@ def test_attention_and_mlp_side_by_side(rank: int, world_size: int, batch: int):
             "inner.attention.qkv": ColwiseParallel(), "inner.attention.out": partial,
             "inner.mlp.up": ColwiseParallel(), "inner.mlp.down": partial,
         }  # fmt: skip
-        return sharded(Block(Both()), plan, dtype, world_size, batch)
+        return sharded(Block(Both(bias=bias)), plan, dtype, world_size, batch)
 
     return worse(make, matched=4)
 

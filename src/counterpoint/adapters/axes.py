@@ -282,9 +282,9 @@ def terms(node: fx.Node, is_source: Callable[[fx.Node], bool]) -> list[Term]:
         raise NotFollowedError("it reduces in another dtype than its matmul's")
     near = any(is_source(_viewed(given)) for given in node.all_input_nodes)
     name = name_of(node)
-    raise NotFollowedError(
-        f"{name} stands before it" if near else f"no matmul, but {name} stands before it"
-    )
+    if name.endswith("mm"):
+        raise NotFollowedError(f"there is no operator for {name}")
+    raise NotFollowedError(f"{'' if near else 'no matmul, but '}{name} stands before it")
 
 
 def _viewed(node: fx.Node) -> fx.Node:

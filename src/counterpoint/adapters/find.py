@@ -146,13 +146,13 @@ class Reduction(Collective):
     Args:
         terms: the matmuls, with their dims in what is reduced.
         across: of each term the axis of the ranks; of an all-reduce none.
-        bias: added to the sum of all ranks.
+        biases: added to the sum of all ranks.
         average: the sum is divided by the ranks, as data parallelism does.
     """
 
     terms: list[Term] = field(default_factory=list)
     across: list[Axis] = field(default_factory=list)
-    bias: fx.Node | None = None
+    biases: list[fx.Node] = field(default_factory=list)
     average: bool = False
 
 
@@ -213,7 +213,11 @@ def _gather(one: Collective) -> Gather:
     gather = Gather(**vars(one), shard=[own, *rest], across=across)
     found = leaves(one.wait, [first, *rest])
     if found and not any(leaf.node.target in MATMULS for leaf in found):
-        raise NotFollowedError(f"no matmul reads it, but {name_of(found[0].node)}")
+        name = name_of(found[0].node)
+        raise NotFollowedError(
+            f"there is no operator for {name}" if name.endswith("mm")
+            else f"no matmul reads it, but {name}"
+        )  # fmt: skip
     dtypes = {value(leaf.read).dtype for leaf in found}
     if len(dtypes) == 1:
         gather.dtype = dtypes.pop()
@@ -255,9 +259,7 @@ def _reduction(one: Collective) -> Reduction:
     reduction = Reduction(**vars(one), terms=found, average=one.node.args[1] == "avg")
     for term in found:
         if term.node.target is aten.addmm.default:
-            if reduction.bias is not None:
-                raise NotFollowedError("several of its matmuls have a bias")
-            reduction.bias = _bias(cast(fx.Node, term.node.args[0]), one.ranks)
+            reduction.biases.append(_bias(cast(fx.Node, term.node.args[0]), one.ranks))
         if one.kind == "reduce-scatter":
             across, own = _across(term.dims[0], one.ranks, value(one.wait).shape[0])
             reduction.across.append(across)

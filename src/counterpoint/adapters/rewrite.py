@@ -424,7 +424,7 @@ def _split(to: Rewriter, node: fx.Node, sizes: Sequence[Size], dim: int) -> list
 
 def _belong(one: Gather, uses: Sequence[Use], scatter: Reduction) -> bool:
     """Whether what is scattered is the gradient of what was gathered, and these of the weights."""
-    if not uses or scatter.group != one.group or scatter.bias is not None or not _alike(uses):
+    if not uses or scatter.group != one.group or scatter.biases or not _alike(uses):
         return False
     if scatter.average:
         return False
@@ -554,13 +554,16 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
     with to.before([one.node, one.wait, *matmuls]):
         x = to.together([cast(fx.Node, node.args[-2]) for node in matmuls], 1)
         w = to.together([cast(fx.Node, node.args[-1]) for node in matmuls], 0)
+        bias = one.biases[0] if one.biases else None
+        for more in one.biases[1:]:
+            bias = to.emit(aten.add.Tensor, bias, more)
         if one.kind == "all-reduce":
             op = "matmul_all_reduce"
-            y = to.emit(ops.matmul_all_reduce.default, x, w, one.bias, PLAN, one.group)
-            one.note(matmul_all_reduce.OPERATOR, x, w, one.bias)
+            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, PLAN, one.group)
+            one.note(matmul_all_reduce.OPERATOR, x, w, bias)
             now = [*rows, *columns]
         else:
-            op, across, bias = "matmul_reduce_scatter", one.across[0], one.bias
+            op, across = "matmul_reduce_scatter", one.across[0]
             added = None
             if across in columns:  # of the transposed product, where a bias is of rows
                 if bias is not None:
