@@ -199,6 +199,35 @@ def test_embedding_and_logits(rank: int, world_size: int):
     return worse(make, matched=1, left=left, train=False)
 
 
+class Shares(nn.Module):
+    """Adds to partial sums this rank's share of what was reduced before, as DTensor does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.one, self.other = (nn.Parameter(torch.randn(DIM, HIDDEN)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        group, ops = dist.group.WORLD, torch.ops._c10d_functional
+        assert group is not None
+        name, ranks = group.group_name, group.size()
+        whole = ops.wait_tensor(ops.all_reduce(x @ self.one, "sum", name))
+        y = (x @ self.other + whole / ranks).permute(1, 0, 2).contiguous()
+        if self.kind == "all-reduce":
+            return ops.wait_tensor(ops.all_reduce(y, "sum", name))
+        return ops.wait_tensor(ops.reduce_scatter_tensor(y, "sum", ranks, name))
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter"])
+@on_ranks(2)
+def test_what_all_ranks_have_in_a_sum(rank: int, world_size: int, kind: str):
+    def make(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(rank)
+        return Shares(kind).to(dtype), torch.randn(3, 2 * S, DIM).to(dtype)
+
+    return worse(make, matched=2, train=False)
+
+
 class Branches(nn.Module):
     """A reduce-scatter in each branch of a condition."""
 

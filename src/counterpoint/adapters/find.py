@@ -148,12 +148,15 @@ class Reduction(Collective):
         across: of each term the axis of the ranks; of an all-reduce none.
         biases: added to the sum of all ranks.
         average: the sum is divided by the ranks, as data parallelism does.
+        shares: summands that are this rank's share of what all ranks have, and their axes of
+            the ranks; none of an all-reduce.
     """
 
     terms: list[Term] = field(default_factory=list)
     across: list[Axis] = field(default_factory=list)
     biases: list[fx.Node] = field(default_factory=list)
     average: bool = False
+    shares: list[tuple[Term, Axis | None]] = field(default_factory=list)
 
 
 def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
@@ -255,20 +258,44 @@ def _use(leaf: Leaf) -> Use | Total:
 def _reduction(one: Collective) -> Reduction:
     if set(one.given.users) != {one.node}:
         raise NotFollowedError("what it reduces is read elsewhere, too")
-    found = terms(one.given, lambda node: node.target in MATMULS and not node.kwargs)
-    reduction = Reduction(**vars(one), terms=found, average=one.node.args[1] == "avg")
+    found = terms(one.given, lambda node: _is_matmul(node) or _is_share(node, one))
+    reduction = Reduction(**vars(one), average=one.node.args[1] == "avg")
     for term in found:
+        across = None
         if term.node.target is aten.addmm.default:
             reduction.biases.append(_bias(cast(fx.Node, term.node.args[0]), one.ranks))
         if one.kind == "reduce-scatter":
             across, own = _across(term.dims[0], one.ranks, value(one.wait).shape[0])
-            reduction.across.append(across)
             term.dims = [own, *term.dims[1:]]
-    everywhere = reduction.across or [None] * len(found)
-    forms = {_form(term, across) for term, across in zip(found, everywhere, strict=True)}
+        if not _is_matmul(term.node):
+            reduction.shares.append((term, across))
+            continue
+        reduction.terms.append(term)
+        if across is not None:
+            reduction.across.append(across)
+    if not reduction.terms:
+        raise NotFollowedError("no matmul stands before it")
+    everywhere = reduction.across or [None] * len(reduction.terms)
+    forms = {_form(term, across) for term, across in zip(reduction.terms, everywhere, strict=True)}
     if len(forms) > 1:
         raise NotFollowedError("the results of its matmuls lie differently")
     return reduction
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    return node.target in MATMULS and not node.kwargs
+
+
+def _is_share(node: fx.Node, one: Collective) -> bool:
+    """Whether it is an all-reduced tensor divided by the ranks, which a sum over them undoes."""
+    if node.target is not aten.div.Tensor or node.args[1] != one.ranks:
+        return False
+    wait = cast(fx.Node, node.args[0])
+    sent = wait.args[0] if wait.target is c10d.wait_tensor.default else None
+    return (
+        isinstance(sent, fx.Node) and sent.target is c10d.all_reduce.default
+        and sent.args[1:] == ("sum", one.group) and one.node.args[1] == "sum"
+    )  # fmt: skip
 
 
 def _across(first: Axes, ranks: int, own: Size) -> tuple[Axis, Axes]:

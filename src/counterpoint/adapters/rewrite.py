@@ -426,7 +426,7 @@ def _belong(one: Gather, uses: Sequence[Use], scatter: Reduction) -> bool:
     """Whether what is scattered is the gradient of what was gathered, and these of the weights."""
     if not uses or scatter.group != one.group or scatter.biases or not _alike(uses):
         return False
-    if scatter.average:
+    if scatter.average or scatter.shares:
         return False
     if len(scatter.terms) != len(uses) or any(use.bias is not None for use in uses):
         return False
@@ -581,9 +581,22 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
             now = _others([*rows, *columns], across)
         if one.average:
             y = to.emit(aten.div.Tensor, y, one.ranks)
-        to.replace(one.wait, to.arranged(y, now, term.dims))
+        to.replace(one.wait, _with_shares(to, one, to.arranged(y, now, term.dims)))
     to.check()
     one.operator, one.matmuls = op, matmuls
+
+
+def _with_shares(to: Rewriter, one: Reduction, y: fx.Node) -> fx.Node:
+    """What was reduced and this rank's part of what all ranks have."""
+    for term, across in one.shares:
+        given, now = cast(fx.Node, term.node.args[0]), [axis for axes in term.own for axis in axes]
+        if across is None:
+            part = to.arranged(given, now, term.dims)
+        else:
+            parts = to.arranged(given, now, [[across], *term.dims])
+            part = to.emit(aten.select.int, parts, 0, _rank(to, one))
+        y = to.emit(aten.add.Tensor, y, part)
+    return y
 
 
 def _flatten(graph: fx.Graph) -> None:
