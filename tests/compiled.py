@@ -1,11 +1,12 @@
 """Steps of compiled models, without inductor's code: its passes over graphs and its partitioner."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from functorch.compile import make_boxed_func
+from rank_bodies import by_reference
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -14,6 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from counterpoint.adapters.compile import OverlapPass, compile_options
+from counterpoint.measure.timing import relative_error
 
 aten: Any = torch.ops.aten
 SEAM = "joint_custom_post_pass"
@@ -105,3 +107,49 @@ def local(tensor: Tensor) -> Tensor:
 def leaves_of(model: nn.Module, x: Tensor) -> list[Tensor]:
     """All that a step has gradients of."""
     return [x.requires_grad_(), *model.parameters()]
+
+
+def worse(
+    make: Callable[[torch.dtype], tuple[nn.Module, Tensor]], *, matched: int,
+    left: Sequence[str] = (), train: bool = True, dtype: torch.dtype = torch.float32,
+    dynamic: bool | None = None, **options: Any,
+) -> list[str]:  # fmt: skip
+    """Results of a step that are farther from fp64 than those of torch's own compile.
+
+    Args:
+        make: a model in a dtype, and its input on this rank.
+        matched: how many of its collectives become parts of operators.
+        left: why each of the others does not.
+        train: compute gradients, too.
+        dtype: of the model that is compiled.
+        dynamic: as of torch.compile.
+        options: of `compile_options`.
+    """
+
+    def results(dtype: torch.dtype, backend: Any) -> list[Tensor]:
+        model, x = make(dtype)
+        leaves = leaves_of(model, x) if train else []
+        with torch.set_grad_enabled(train):
+            if backend is None:
+                return step(model, x, leaves)
+            return step(torch.compile(model, backend=backend, dynamic=dynamic), x, leaves)
+
+    overlap = overlap_pass(**options)
+    with by_reference():
+        want = results(torch.float64, None)
+        with quick() as plain:
+            torchs = results(dtype, plain)
+        with quick(overlap) as backend:
+            ours = results(dtype, backend)
+    (report,) = overlap.reports
+    assert report.matched == len(report.found) - len(left) == matched, str(report)
+    assert [one.reason for one in report.found if one.reason] == list(left), str(report)
+    assert backend.saved_bytes <= plain.saved_bytes
+    # what was only put in another order is saved as it was
+    assert not backend.saved_copies, backend.saved_copies
+    found: list[str] = []
+    for i, (mine, theirs, exact) in enumerate(zip(ours, torchs, want, strict=True)):
+        error, allowed = relative_error(mine, exact), 2 * relative_error(theirs, exact)
+        if not error <= allowed + 1e-7:
+            found.append(f"result {i} is off by {error:.1e}, torch's by half of {allowed:.1e}")
+    return found

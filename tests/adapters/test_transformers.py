@@ -81,7 +81,7 @@ def test_training_steps_of_llama(pool: RankPool, tmp_path: Path):
         assert not wrong, wrong
         left = [(one.kind, one.module, one.reason) for one in report.found if one.reason]
         assert left == [
-            ("all-reduce", "model.embed_tokens", "index_put stands before it"),
-            ("all-gather", "lm_head", "it is also read by amax"),
+            ("all-reduce", "model.embed_tokens", "no matmul, but index_put stands before it"),
+            ("all-gather", "lm_head", "no matmul reads it, but amax"),
         ]
         assert report.matched == 7 * LAYERS + 1

@@ -277,7 +277,20 @@ def terms(node: fx.Node, is_source: Callable[[fx.Node], bool]) -> list[Term]:
             _read_once({node}, summand)
             found += terms(summand, is_source)
         return found
-    raise NotFollowedError(f"{name_of(node)} stands before it")
+    if node.target is CONVERT:
+        terms(cast(fx.Node, node.args[0]), is_source)  # where there is no matmul, that is why
+        raise NotFollowedError("it reduces in another dtype than its matmul's")
+    near = any(is_source(_viewed(given)) for given in node.all_input_nodes)
+    name = name_of(node)
+    if name.endswith("mm"):
+        raise NotFollowedError(f"there is no operator for {name}")
+    raise NotFollowedError(f"{'' if near else 'no matmul, but '}{name} stands before it")
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while node.target in VIEWS or node.target in TURNS:
+        node = cast(fx.Node, node.args[0])
+    return node
 
 
 def _read_once(readers: AbstractSet[fx.Node], node: fx.Node) -> None:

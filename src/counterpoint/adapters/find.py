@@ -146,12 +146,17 @@ class Reduction(Collective):
     Args:
         terms: the matmuls, with their dims in what is reduced.
         across: of each term the axis of the ranks; of an all-reduce none.
-        bias: added to the sum of all ranks.
+        biases: added to the sum of all ranks.
+        average: the sum is divided by the ranks, as data parallelism does.
+        shares: summands that are this rank's share of what all ranks have, and their axes of
+            the ranks; none of an all-reduce.
     """
 
     terms: list[Term] = field(default_factory=list)
     across: list[Axis] = field(default_factory=list)
-    bias: fx.Node | None = None
+    biases: list[fx.Node] = field(default_factory=list)
+    average: bool = False
+    shares: list[tuple[Term, Axis | None]] = field(default_factory=list)
 
 
 def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
@@ -198,8 +203,10 @@ def _refused(one: Collective, waits: Sequence[fx.Node]) -> str:
         return "its result is not waited for once"
     if value(one.given).dtype not in DTYPES:
         return f"{str(value(one.given).dtype).removeprefix('torch.')} is no dtype of the operators"
-    if one.kind != "all-gather" and one.node.args[1] != "sum":
+    if one.kind != "all-gather" and one.node.args[1] not in ("sum", "avg"):
         return f"it reduces by {one.node.args[1]}"
+    if one.node.args[1] == "avg" and value(one.given).dtype == torch.float16:
+        return "the sum that its average is of may be too large for float16"
     return ""
 
 
@@ -208,6 +215,12 @@ def _gather(one: Collective) -> Gather:
     across, own = _across(first, one.ranks, value(one.given).shape[0])
     gather = Gather(**vars(one), shard=[own, *rest], across=across)
     found = leaves(one.wait, [first, *rest])
+    if found and not any(leaf.node.target in MATMULS for leaf in found):
+        name = name_of(found[0].node)
+        raise NotFollowedError(
+            f"there is no operator for {name}" if name.endswith("mm")
+            else f"no matmul reads it, but {name}"
+        )  # fmt: skip
     dtypes = {value(leaf.read).dtype for leaf in found}
     if len(dtypes) == 1:
         gather.dtype = dtypes.pop()
@@ -245,22 +258,44 @@ def _use(leaf: Leaf) -> Use | Total:
 def _reduction(one: Collective) -> Reduction:
     if set(one.given.users) != {one.node}:
         raise NotFollowedError("what it reduces is read elsewhere, too")
-    found = terms(one.given, lambda node: node.target in MATMULS and not node.kwargs)
-    reduction = Reduction(**vars(one), terms=found)
+    found = terms(one.given, lambda node: _is_matmul(node) or _is_share(node, one))
+    reduction = Reduction(**vars(one), average=one.node.args[1] == "avg")
     for term in found:
+        across = None
         if term.node.target is aten.addmm.default:
-            if reduction.bias is not None:
-                raise NotFollowedError("several of its matmuls have a bias")
-            reduction.bias = _bias(cast(fx.Node, term.node.args[0]), one.ranks)
+            reduction.biases.append(_bias(cast(fx.Node, term.node.args[0]), one.ranks))
         if one.kind == "reduce-scatter":
             across, own = _across(term.dims[0], one.ranks, value(one.wait).shape[0])
-            reduction.across.append(across)
             term.dims = [own, *term.dims[1:]]
-    everywhere = reduction.across or [None] * len(found)
-    forms = {_form(term, across) for term, across in zip(found, everywhere, strict=True)}
+        if not _is_matmul(term.node):
+            reduction.shares.append((term, across))
+            continue
+        reduction.terms.append(term)
+        if across is not None:
+            reduction.across.append(across)
+    if not reduction.terms:
+        raise NotFollowedError("no matmul stands before it")
+    everywhere = reduction.across or [None] * len(reduction.terms)
+    forms = {_form(term, across) for term, across in zip(reduction.terms, everywhere, strict=True)}
     if len(forms) > 1:
         raise NotFollowedError("the results of its matmuls lie differently")
     return reduction
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    return node.target in MATMULS and not node.kwargs
+
+
+def _is_share(node: fx.Node, one: Collective) -> bool:
+    """Whether it is an all-reduced tensor divided by the ranks, which a sum over them undoes."""
+    if node.target is not aten.div.Tensor or node.args[1] != one.ranks:
+        return False
+    wait = cast(fx.Node, node.args[0])
+    sent = wait.args[0] if wait.target is c10d.wait_tensor.default else None
+    return (
+        isinstance(sent, fx.Node) and sent.target is c10d.all_reduce.default
+        and sent.args[1:] == ("sum", one.group) and one.node.args[1] == "sum"
+    )  # fmt: skip
 
 
 def _across(first: Axes, ranks: int, own: Size) -> tuple[Axis, Axes]:

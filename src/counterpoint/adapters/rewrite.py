@@ -407,33 +407,50 @@ def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
 
 
 def _both_gradients(to: Rewriter, one: Gather, outer: list[Use], inner: list[Use]) -> bool:
-    """dx = gather(dy) w^T and dw = x^T gather(dy)."""
-    (dx_use, *more), (dw_use, *others) = outer, inner
-    if more or others or dx_use.turned or dx_use.bias is not None or dw_use.bias is not None:
+    """dx_i = gather(dy) w_i^T and dw_i = x_i^T gather(dy); several x_i stand side by side."""
+    rows, columns = whole(outer[0].rows), whole(outer[0].inner)
+    for use in (*outer, *inner):
+        over, left = (use.rows, use.inner) if use in outer else (use.inner, use.rows)
+        if whole(over) != rows or whole(left) != columns or use.bias is not None:
+            return False
+    if any(use.turned for use in outer):
         return False
-    rows, columns = whole(dx_use.rows), whole(dx_use.inner)
-    if rows != whole(dw_use.inner) or columns != whole(dw_use.rows):
+    dx_sizes = [value(use.other).shape[1] for use in outer]
+    dw_sizes = [value(use.other).shape[0 if use.turned else 1] for use in inner]
+    if not same(sum(dx_sizes), sum(dw_sizes)):
         return False
-    with to.before([dx_use.node, dw_use.node]):
-        x = _operand(to, dw_use)
-        k = _columns(x)
-        first = _ranks_first(rows, one.across)
+    with to.before([use.node for use in (*outer, *inner)]):
+        x = to.together([_operand(to, use) for use in inner], 1)
+        wt = to.together([use.other for use in outer], 1)
+        k, first = _columns(x), _ranks_first(rows, one.across)
         operands = [
-            _own(to, one, rows, columns), to.arranged(x, [*rows, k], [first, [k]]),
-            to.turned(dx_use.other),
+            _own(to, one, rows, columns), to.arranged(x, [*rows, k], [first, [k]]), to.turned(wt),
         ]  # fmt: skip
         op = ops.matmul_reduce_scatter_backward.default
         y = to.emit(op, *operands, *_where(one), _rank(to, one))
-        one.note(backward.SCATTER, *operands[:2], dx_use.other)
+        one.note(backward.SCATTER, *operands[:2], wt)
         dx, dw = (to.emit(operator.getitem, y, i) for i in (0, 1))
-        to.replace(dx_use.node, to.arranged(dx, [*first, k], [rows, [k]]))
-        to.replace(dw_use.node, dw if dw_use.turned else to.turned(dw))
+        for use, part in zip(outer, _split(to, dx, dx_sizes, -1), strict=True):
+            k = Axis(value(part).shape[-1])
+            to.replace(use.node, to.arranged(part, [*first, k], [rows, [k]]))
+        for use, part in zip(inner, _split(to, dw, dw_sizes, 0), strict=True):
+            to.replace(use.node, part if use.turned else to.turned(part))
     return True
+
+
+def _split(to: Rewriter, node: fx.Node, sizes: Sequence[Size], dim: int) -> list[fx.Node]:
+    """What stands side by side, as `together` has put it."""
+    if len(sizes) == 1:
+        return [node]
+    parts = to.emit(aten.split_with_sizes.default, node, [*sizes], dim)
+    return [to.emit(operator.getitem, parts, i) for i in range(len(sizes))]
 
 
 def _belong(one: Gather, uses: Sequence[Use], scatter: Reduction) -> bool:
     """Whether what is scattered is the gradient of what was gathered, and these of the weights."""
-    if not uses or scatter.group != one.group or scatter.bias is not None or not _alike(uses):
+    if not uses or scatter.group != one.group or scatter.biases or not _alike(uses):
+        return False
+    if scatter.average or scatter.shares:
         return False
     if len(scatter.terms) != len(uses) or any(use.bias is not None for use in uses):
         return False
@@ -525,10 +542,7 @@ def _by_rank(to: Rewriter, one: Collective, rows: Axes, node: fx.Node) -> fx.Nod
 def _parts(to: Rewriter, dws: Sequence[fx.Node], sizes: Sequence[Size]) -> list[fx.Node]:
     """Each dw_i [k, n_i], or all as one, as dw_i^T, as weights are stored."""
     turned = [to.turned(dw) for dw in dws]
-    if len(turned) == len(sizes):
-        return turned
-    parts = to.emit(aten.split_with_sizes.default, turned[0], [*sizes])
-    return [to.emit(operator.getitem, parts, i) for i in range(len(sizes))]
+    return turned if len(turned) == len(sizes) else _split(to, turned[0], sizes, 0)
 
 
 def _weight_gradients(to: Rewriter, one: Gather, uses: list[Use]) -> None:
@@ -574,7 +588,7 @@ def _total(to: Rewriter, one: Gather, total: Total) -> None:
 
 
 def _reduce(to: Rewriter, one: Reduction) -> None:
-    """The sum over the ranks of a sum of matmuls: of one matmul, whose operands stand together."""
+    """The sum over the ranks of a sum of matmuls, or of one whose operands stand together."""
     matmuls = [term.node for term in one.terms]
     term = one.terms[0]
     rows, columns = (whole(axes) for axes in term.own)
@@ -584,13 +598,16 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
         sums, n = [value(w).shape[0] for w in ws], value(ws[0]).shape[1]
         if one.kind == "all-reduce" or _joins(sums, n):
             xs, ws = [to.together(xs, 1)], [to.together(ws, 0)]
+        bias = one.biases[0] if one.biases else None
+        for more in one.biases[1:]:
+            bias = to.emit(aten.add.Tensor, bias, more)
         if one.kind == "all-reduce":
             op, (x,), (w,) = "matmul_all_reduce", xs, ws
-            y = to.emit(ops.matmul_all_reduce.default, x, w, one.bias, PLAN, one.group)
-            one.note(matmul_all_reduce.OPERATOR, x, w, one.bias)
+            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, PLAN, one.group)
+            one.note(matmul_all_reduce.OPERATOR, x, w, bias)
             now = [*rows, *columns]
         else:
-            op, across, bias = "matmul_reduce_scatter", one.across[0], one.bias
+            op, across = "matmul_reduce_scatter", one.across[0]
             added = None
             if across in columns:  # of the transposed product, where a bias is of rows
                 if bias is not None:
@@ -604,7 +621,9 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
             if added is not None:
                 y = to.emit(aten.add.Tensor, y, to.emit(aten.unsqueeze.default, added, 1))
             now = _others([*rows, *columns], across)
-        to.replace(one.wait, to.arranged(y, now, term.dims))
+        if one.average:
+            y = to.emit(aten.div.Tensor, y, one.ranks)
+        to.replace(one.wait, _with_shares(to, one, to.arranged(y, now, term.dims)))
     to.check()
     one.operator, one.matmuls = op, matmuls
 
@@ -620,6 +639,19 @@ def _scattered(
     one.note(matmul_reduce_scatter.operator_of_sum(len(xs)), *xs, *ws)
     y = to.emit(ops.matmul_reduce_scatter_sum.default, xs, ws, *where)
     return y if bias is None else to.emit(aten.add.Tensor, y, bias)
+
+
+def _with_shares(to: Rewriter, one: Reduction, y: fx.Node) -> fx.Node:
+    """What was reduced and this rank's part of what all ranks have."""
+    for term, across in one.shares:
+        given, now = cast(fx.Node, term.node.args[0]), [axis for axes in term.own for axis in axes]
+        if across is None:
+            part = to.arranged(given, now, term.dims)
+        else:
+            parts = to.arranged(given, now, [[across], *term.dims])
+            part = to.emit(aten.select.int, parts, 0, _rank(to, one))
+        y = to.emit(aten.add.Tensor, y, part)
+    return y
 
 
 def _flatten(graph: fx.Graph) -> None:
