@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import counterpoint as cp
 from benchmarks.blocks import DECODE, NAMES, Sizes, made
-from counterpoint.adapters import rewrite
+from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.errors import CounterpointWarning, InputError
 
 COLLECTIVES = {"llama": 8, "mixtral": 14, "gpt2": 8, "llama tp": 7, "mixtral tp": 16, "gpt2 tp": 6,
@@ -342,7 +342,7 @@ def test_what_checkpointing_saves_is_saved_as_an_operator():
         nodes[0].meta["val"] = torch.empty(4, 4)
     for node, policy in zip(nodes[1:], ("MUST_SAVE", "PREFER_RECOMPUTE"), strict=True):
         node.meta = {"recompute": CheckpointPolicy[policy], "ac_graph_id": 3}
-    to = rewrite.Rewriter(graph, {})
+    to = Rewriter(graph, {})
     with to.before(nodes[1:]):
         made = [to.emit(target, nodes[0], *args) for target, args in [
             (torch.ops.aten.permute.default, ([1, 0],)),

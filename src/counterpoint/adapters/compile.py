@@ -12,13 +12,13 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from counterpoint.adapters import axes, find, rewrite
+from counterpoint.adapters import find, rewrite
 from counterpoint.adapters.explain import Report
 from counterpoint.errors import CounterpointWarning, InputError, UnsupportedError
 from counterpoint.runtime.ranks import group_of
@@ -71,8 +71,7 @@ class OverlapPass(CustomGraphPass):
             before = getattr(self._before, "uuid", lambda: None)()
             if before is None:
                 return None
-        files = tuple(cast(str, module.__file__) for module in (axes, find, rewrite))
-        return get_hash_for_files(files, f"{before} {self._merge}")
+        return get_hash_for_files(rewrite.FILES, f"{before} {self._merge}")
 
 
 def compile_options(

@@ -16,11 +16,12 @@ from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from counterpoint.adapters import axes, find, rewrite
+from counterpoint.adapters import rewrite
 from counterpoint.adapters.axes import TURNS, VIEWS, Size, value
 from counterpoint.adapters.compile import on_one_host
 from counterpoint.adapters.explain import Report
 from counterpoint.adapters.find import Collective
+from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.adapters.seams import taken
 from counterpoint.errors import InputError, UnsupportedError
 
@@ -111,8 +112,7 @@ class DecodePass:
 
     def uuid(self) -> str:
         """What vLLM's cache of compiled graphs knows this pass by."""
-        files = tuple(cast(str, module.__file__) for module in (axes, find, rewrite))
-        return get_hash_for_files((__file__, *files), str(self.max_rows)).hex()
+        return get_hash_for_files((__file__, *rewrite.FILES), str(self.max_rows)).hex()
 
     def _refused(self, one: Collective, graph: fx.Graph) -> str:
         """Why an all-reduce is none of decoding; "": it is."""
@@ -165,7 +165,7 @@ def _rewritten(
     graph: fx.Graph, found: list[Collective], groups: dict[str, dist.ProcessGroup]
 ) -> list[Collective]:
     """Give to the pass of torch's graphs what nothing speaks against, and take back the rest."""
-    to = rewrite.Rewriter(graph, {})
+    to = Rewriter(graph, {})
     lent: dict[fx.Node, Collective] = {}
     for one in found:
         if not one.reason:
