@@ -264,15 +264,16 @@ def test_a_gpu_that_has_kernels_is_asked_once(old_gpu: Callable[..., Any]):
 
 
 @pytest.mark.parametrize(
-    ("op", "m", "rows"),
+    ("op", "m", "ranks", "rows"),
     [
-        ("all_gather_matmul", 8192, [1024, 2048, 4096, 8192]),
-        ("matmul_all_reduce", 64, [64]),
-        ("matmul_all_reduce", 8192, []),  # of so many rows there is no plan but serial
+        ("all_gather_matmul", 8192, 2, [1024, 2048, 4096, 8192]),
+        ("matmul_all_reduce", 8192, 2, [1024, 2048, 4096, 8192]),
+        ("matmul_all_reduce", 64, 2, [64]),
+        ("matmul_all_reduce", 64, 3, []),  # of so many ranks there is no plan but serial
     ],
 )
 def test_the_library_is_asked_for_tiles_that_a_plan_may_have(
-    op: str, m: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+    op: str, m: int, ranks: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[int] = []
     told: list[str] = []
@@ -283,9 +284,9 @@ def test_the_library_is_asked_for_tiles_that_a_plan_may_have(
 
     monkeypatch.setattr(auto, "matmul_tile", lambda rows, *_: asked.append(rows))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    knowledge = Knowledge(preset("h200-2"), {})
+    knowledge = Knowledge(preset(f"h200-{ranks}"), {})
     group: Any = SimpleNamespace(device=GPU, kernels_refused="", knowledge=knowledge, gather=gather)
-    spec = choose_spec(Problem(op, m, 4096, 2048, 2), group, ())
+    spec = choose_spec(Problem(op, m, 4096, 2048, ranks), group, ())
     assert asked == rows and (spec == "serial") == (not rows) and told == [spec] * bool(rows)
 
 

@@ -198,7 +198,9 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
 
 def part_rows(problem: Problem) -> tuple[int, ...]:
     """How many rows a plan may multiply at a time: groups of shards, parts of one, and all."""
-    if not problem.operation.shares_rows:
+    operation = problem.operation
+    families = (operation.family(spec.split()[0]) for spec in operation.candidates(problem))
+    if all(family is not None and family.in_a_row for family in families):
         return (problem.m,)
     shard = max(problem.rows)
     parts = {shard * count for count in range(1, problem.ranks + 1)}
