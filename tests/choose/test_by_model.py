@@ -160,7 +160,7 @@ def test_closed_forms_are_a_little_below_simulations(name: str, groups: tuple[in
             for family in finer.NAMES
         }
         for (problem, spec), guess_s in guesses.items():
-            plan = build(problem, spec)
+            plan = build(problem, spec, machine)
             ratio = guess_s / predicted_s(plan, machine)
             assert 0.8 < ratio < 1 + 1e-9, f"{problem}: {spec}"
 
@@ -453,7 +453,9 @@ def test_finer_than_shards_wins_on_a_mesh_and_not_behind_a_switch():
         problem, best_s = Problem(op, *shape, 8), dict[str, tuple[float, float]]()
         for name in ("mi300x-8", "h200-8"):
             machine = preset(name)
-            plans = [build(problem, f"{family} ring") for family in ("shard_p2p", *finer.NAMES)]
+            plans = [
+                build(problem, f"{family} ring", machine) for family in ("shard_p2p", *finer.NAMES)
+            ]
             shards_s, *others_s = (predicted_s(plan, machine) for plan in plans)
             best_s[name] = shards_s, min(others_s)
         assert best_s["mi300x-8"][1] < 0.5 * best_s["mi300x-8"][0]

@@ -100,12 +100,10 @@ def _fused_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
 
 
 def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
-    """Of a batch of copies: one after another on a switch; on a mesh each peer has its own link.
-
-    And an engine: the executor of this library enqueues a batch on one stream, for switches.
+    """Of a batch of copies, one after another; on a mesh each peer has a link, and a lane, of its
+    own.
     """
-    costs = machine.costs
-    by_peer: dict[int, float] = {}
+    costs, seconds = machine.costs, 0.0
     for run in runs(bound, plan):
         source, target = run.part.reads[0], run.part.write
         cols = source.c1 - source.c0
@@ -120,9 +118,8 @@ def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
             num_bytes = int(num_bytes / LOCAL_COPY)
         elif machine.link.topology == "mesh":
             num_bytes *= machine.num_devices - 1
-        peer = -1 if machine.link.topology != "mesh" else source.rank + target.rank
-        by_peer[peer] = by_peer.get(peer, 0.0) + costs.copy_s(num_bytes, row_bytes)
-    return max(by_peer.values(), default=0.0)
+        seconds += costs.copy_s(num_bytes, row_bytes)
+    return seconds
 
 
 def _num_bytes(plan: Plan, box: Box) -> int:

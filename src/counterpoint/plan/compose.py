@@ -159,7 +159,7 @@ def _union(spec: str, p: Plan, q: Plan, steps: Sequence[Step]) -> Plan:
     for lane in q.lanes:
         _same(spec, "lane", lanes.setdefault(lane.name, lane), lane)
     return replace(p, family=spec, variant="", buffers=tuple(buffers.values()),
-                   lanes=tuple(lanes.values()), steps=_without_implied_edges(steps))  # fmt: skip
+                   lanes=tuple(lanes.values()), steps=without_implied_edges(steps))  # fmt: skip
 
 
 def _same(spec: str, what: str, one: Buffer | Lane, other: Buffer | Lane) -> None:
@@ -167,7 +167,7 @@ def _same(spec: str, what: str, one: Buffer | Lane, other: Buffer | Lane) -> Non
         raise PlanError(spec, f"both have a {what} {one.name!r}, and differ: {one}, {other}")
 
 
-def _without_implied_edges(steps: Iterable[Step]) -> tuple[Step, ...]:
+def without_implied_edges(steps: Iterable[Step]) -> tuple[Step, ...]:
     """The steps, without an edge to what has ended before their lane or another edge lets them."""
     earlier: dict[str, set[str]] = {}  # what has ended before each step
     last: dict[str, str] = {}

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
+from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.names import COMPUTE
 from counterpoint.plan.operation import Family, Options, operation_of
 from counterpoint.plan.steps import Plan
@@ -35,8 +36,8 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
     """The plan that `spec` names for `problem`.
 
     Args:
-        machine: whose waves size the groups that `spec` leaves out, given as to `choose`; the H200
-            preset if None.
+        machine: whose waves size the groups that `spec` leaves out, and whose links say whether
+            copies to several peers have a lane each, given as to `choose`; the H200 preset if None.
 
     Raises:
         InputError: the op has no such family, the spec does not fit the problem, or there is no
@@ -54,7 +55,8 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
         raise InputError(problem.op, "plan", want=want, got=repr(spec), fix="use ring")
     if want := family.refusal(problem):
         raise InputError(problem.op, "plan", want=f"for {want}", got=repr(spec))
-    return family.build(problem, options, where)
+    plan = family.build(problem, options, where)
+    return lane_for_each_peer(plan) if where.link.topology == "mesh" else plan
 
 
 def parse(problem: Problem, spec: str) -> tuple[Family, Options]:
