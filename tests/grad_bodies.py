@@ -131,11 +131,12 @@ def several_weights(
     base = Case("all_gather_matmul", plan, rows, 24, 8, dtype)
     counts = None if base.even else rows
     problems: list[str] = []
-    for seed in range(NUM_ROUNDS):
+    # in each round other gradients: both, and each alone
+    for seed, (of_x, of_w) in enumerate(((True, True), (True, False), (False, True))):
         everyone = [operands(base, r, seed, dev) for r in range(world_size)]
-        x = everyone[rank].x.detach().requires_grad_()
+        x = everyone[rank].x.detach().requires_grad_(of_x)
         weights = [
-            operands(replace(base, n=n), rank, 50 + seed + n, dev).w.detach().requires_grad_()
+            operands(replace(base, n=n), rank, 50 + seed + n, dev).w.detach().requires_grad_(of_w)
             for n in (8, 1, 5)
         ]
         ys = cp.all_gather_matmul(x, weights, plan=plan, rows=counts)
@@ -148,12 +149,16 @@ def several_weights(
                 problems.append(f"{plan} round {seed}: y{i} is off")
             dw = whole.double().t() @ dys[i].double()
             grad = got[1 + i]
-            if grad is None or error(grad, dw) > 8 * torch.finfo(dtype).eps:
+            if (grad is not None) != of_w:
+                problems.append(f"{plan} round {seed}: dw{i} is {grad}")
+            elif grad is not None and error(grad, dw) > 8 * torch.finfo(dtype).eps:
                 problems.append(f"{plan} round {seed}: dw{i} is off")
         partial = sum(dy.double() @ w.double().t() for dy, w in zip(dys, weights, strict=True))
         assert isinstance(partial, Tensor)
         dist.all_reduce(partial)
         dx = partial[base.starts[rank] : base.starts[rank + 1]]
-        if got[0] is None or error(got[0], dx) > 16 * torch.finfo(dtype).eps:
+        if (got[0] is not None) != of_x:
+            problems.append(f"{plan} round {seed}: dx is {got[0]}")
+        elif got[0] is not None and error(got[0], dx) > 16 * torch.finfo(dtype).eps:
             problems.append(f"{plan} round {seed}: dx is off")
     return problems
