@@ -6,6 +6,7 @@ from late import GIVES_UP, TIMEOUT_S, looks_of
 from rank_bodies import Case, world, wrong_cases
 from rankpool import RankPool
 
+import counterpoint as cp
 from counterpoint.ops.fused_sum import prepare
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
@@ -53,6 +54,20 @@ def test_the_sum_over_ranks(pool: RankPool, op: str, shots: str, ranks: int, epo
         ]
     cases = cases if ranks == 2 else cases[1:2]
     assert pool.run(wrong_from, ranks, cases, epoch) == [[]] * ranks
+
+
+def refused_in_bf16(rank: int, ranks: int) -> str:
+    x, w = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in "xw")
+    with pytest.raises(cp.UnsupportedError, match="multiplies bf16 numbers wrongly") as error:
+        cp.matmul_all_reduce(x, w, plan="fused")
+    assert torch.equal(cp.matmul_all_reduce(x, w), 2.0 * 16 * torch.ones_like(x))
+    return str(error.value)
+
+
+def test_bf16_is_refused(pool: RankPool):
+    """Numbers of 16 bits that the interpreter would take for others."""
+    first, second = pool.run(refused_in_bf16, 2)
+    assert first == second and first.startswith("plan fused two_shot ")
 
 
 def late_by_a_call(rank: int, ranks: int) -> tuple[list[bool], int]:

@@ -209,11 +209,17 @@ def fused_action(site: Site) -> Action:
 
     Raises:
         PlanError: no operator has registered the step's kernel.
-        UnsupportedError: the kernel does not fit this GPU.
+        UnsupportedError: the kernel does not fit this GPU, or would be wrong in the interpreter.
     """
-    name = str(site.bound.step.arg("kernel"))
+    name, plan = str(site.bound.step.arg("kernel")), site.places.plan
     if name not in _kernels:
-        raise PlanError(site.places.plan.spec, f"no kernel {name!r}", step=site.bound.step.name)
+        raise PlanError(plan.spec, f"no kernel {name!r}", step=site.bound.step.name)
+    # drop when a Triton interprets tl.dot of bf16 numbers as they are
+    if INTERPRETED and plan.problem.k and plan.problem.dtype == "bfloat16":
+        raise UnsupportedError(
+            f"plan {plan.spec}: Triton's interpreter multiplies bf16 numbers wrongly; "
+            "use fp16 or fp32"
+        )
     on_gpu = site.places.workspace.device.type == "cuda"
     kernel = _kernels[name]
     return (kernel.prepare if on_gpu or INTERPRETED else kernel.reference)(site)
