@@ -1,5 +1,7 @@
 """Models unlike those of benchmarks/blocks.py, and parallelism in two dims, under torch.compile."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
+
+from counterpoint.errors import CounterpointWarning
 
 DIM, HIDDEN, HEADS, S, TOKENS = 16, 24, 4, 6, 40
 COLUMNS = DIM // HEADS
@@ -285,3 +289,39 @@ def test_sharded_data_parallelism_around_a_block(rank: int, world_size: int):
     torch.testing.assert_close(results[1], results[0])
     (report,) = overlap.reports
     assert report.matched == len(report.found) == 2, str(report)
+
+
+class Promoted(nn.Module):
+    """A product in fp16 and what is added to it in fp32, reduced in fp32."""
+
+    def __init__(self, share: bool) -> None:
+        super().__init__()
+        self.share = share
+        self.one = nn.Parameter(torch.full((DIM, HIDDEN), 250.0).half())
+        self.other = nn.Parameter(torch.ones(DIM, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        group, ops = dist.group.WORLD, torch.ops._c10d_functional
+        assert group is not None
+        y = x.float() @ self.other
+        if self.share:
+            whole = ops.wait_tensor(ops.all_reduce(y, "sum", group.group_name))
+            y = whole / group.size()
+        y = x @ self.one + y
+        return ops.wait_tensor(ops.reduce_scatter_tensor(y, "sum", group.size(), group.group_name))
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["product", "share"])
+@on_ranks(2)
+def test_a_sum_in_a_wider_dtype_than_a_product_is_left(rank: int, ranks: int, share: bool):
+    """Its two parts of 40,000 fit fp16, and their sum does not."""
+    model, x = Promoted(share), torch.full((4, DIM), 160.0 / DIM).half()
+    overlap = overlap_pass()
+    with torch.no_grad(), quick(overlap) as backend, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CounterpointWarning)
+        got = torch.compile(model, backend=backend)(x)
+    (report,) = overlap.reports
+    assert report.found[-1].reason == "it reduces in another dtype than its matmul's", str(report)
+    assert report.matched == share
+    torch.testing.assert_close(got, model(x))
+    assert got.isfinite().all() and got.max() > torch.finfo(torch.float16).max

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -374,6 +374,10 @@ def test_a_step_runs_by_its_kernel_on_gpus_and_by_its_reference_elsewhere(
     site = site_of(kernel="mine")
     assert launch.fused_action(site) == "reference"
     monkeypatch.setattr(launch, "INTERPRETED", True)
+    with pytest.raises(UnsupportedError, match="multiplies bf16 numbers wrongly"):
+        launch.fused_action(site)
+    whole = replace(site.places.plan, problem=replace(SUM, dtype="float16"))
+    monkeypatch.setattr(site.places, "plan", whole)
     assert launch.fused_action(site) == "kernel"
     monkeypatch.setattr(launch, "INTERPRETED", False)
     site.places.workspace.device = GPU

@@ -270,6 +270,8 @@ def _reduction(one: Collective) -> Reduction:
         if not _is_matmul(term.node):
             reduction.shares.append((term, across))
             continue
+        if value(term.node).dtype != value(one.given).dtype:
+            raise NotFollowedError("it reduces in another dtype than its matmul's")
         reduction.terms.append(term)
         if across is not None:
             reduction.across.append(across)

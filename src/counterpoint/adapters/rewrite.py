@@ -381,8 +381,10 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
     with to.before([one.node, one.wait, *matmuls]):
         xs = [cast(fx.Node, node.args[-2]) for node in matmuls]
         ws = [cast(fx.Node, node.args[-1]) for node in matmuls]
-        sums, n = [value(w).shape[0] for w in ws], value(ws[0]).shape[1]
-        if one.kind == "all-reduce" or _joins(sums, n):
+        sums = [value(w).shape[0] for w in ws]
+        across_columns = one.kind != "all-reduce" and one.across[0] in columns
+        added_to = value(xs[0]).shape[0] if across_columns else value(ws[0]).shape[1]
+        if one.kind == "all-reduce" or _joins(sums, added_to):
             xs, ws = [to.together(xs, 1)], [to.together(ws, 0)]
         bias = one.biases[0] if one.biases else None
         for more in one.biases[1:]:
@@ -395,7 +397,7 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
         else:
             op, across = "matmul_reduce_scatter", one.across[0]
             added = None
-            if across in columns:  # of the transposed product, where a bias is of rows
+            if across_columns:  # of the transposed product, where a bias is of rows
                 if bias is not None:
                     parts = to.arranged(bias, columns, [[across], _others(columns, across)])
                     added = to.emit(aten.select.int, parts, 0, _rank(to, one))

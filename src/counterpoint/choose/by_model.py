@@ -201,7 +201,7 @@ def part_rows(problem: Problem) -> tuple[int, ...]:
     operation = problem.operation
     families = (operation.family(spec.split()[0]) for spec in operation.candidates(problem))
     if all(family is not None and family.in_a_row for family in families):
-        return (problem.m,)
+        return (problem.m,) if problem.m else ()
     shard = max(problem.rows)
     parts = {shard * count for count in range(1, problem.ranks + 1)}
     parts |= {shard // chunks for chunks in (2, 4)} | {problem.m}

@@ -78,7 +78,7 @@ def gather_of(count: int) -> Operator:
         return _gathered(op, x, cast(Sequence[Tensor], dys), rows, ranks)
 
     def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
-        _, (x, *wts) = tensors[:count], present(tensors[count:])
+        x, *wts = present(tensors[count:])
         dws = zip(numbered("dw", count), wts, strict=True)
         return (
             Output("dx", tuple(x.shape)),
@@ -115,7 +115,8 @@ def wgrad_of(count: int, transposed: bool) -> Operator:
 
 
 # of one weight, which are the first of their ops
-assert gather_of(1) and wgrad_of(1, transposed=True)
+gather_of(1)
+wgrad_of(1, True)
 
 
 def _gathered(

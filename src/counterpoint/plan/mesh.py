@@ -1,7 +1,8 @@
 """Copies on a full mesh: a lane for each peer, as each pair of GPUs has a link of its own.
 
 Behind a switch one pair may use all of the bandwidth, so a step that copies to all peers does it
-one after another on one lane. On a mesh that would leave all links but one idle.
+one after another on one lane. On a mesh that would leave all links but one idle. Plans whose steps
+are of one peer each, as shard_p2p, stay on one lane there, too.
 """
 
 from collections.abc import Iterator
@@ -40,9 +41,7 @@ def lane_for_each_peer(plan: Plan) -> Plan:
     for step in steps:
         if step.lane not in lanes:
             lanes[step.lane] = replace(lanes[step.lane.rpartition("_")[0]], name=step.lane)
-    used = {step.lane for step in steps}
-    kept = tuple(lane for lane in lanes.values() if lane in plan.lanes or lane.name in used)
-    return replace(plan, lanes=kept, steps=without_implied_edges(steps))
+    return replace(plan, lanes=tuple(lanes.values()), steps=without_implied_edges(steps))
 
 
 def _by_peer(step: Step) -> Iterator[Step]:

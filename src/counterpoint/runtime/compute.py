@@ -21,7 +21,7 @@ Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their nam
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
-    """y = x w, or x^T w (+ y, to accumulate in fp32) (+ bias); y may have any strides."""
+    """y = x w, or x^T w (+ y, to accumulate) (+ bias); y may have any strides."""
     if bound.step.counted:
         return counted.matmuls((bound,), places)
     if plain := _plain_matmul(bound, part, places):
