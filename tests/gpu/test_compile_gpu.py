@@ -57,7 +57,7 @@ def test_torchs_overlap_scheduling_keeps_what_is_left(gpus):
     assert group is not None
     torch._dynamo.reset()
     mesh = DeviceMesh.from_group(group, "cuda")
-    model, x = made(DECODE, Sizes(batch=2, sequence=64), mesh, dtype=torch.bfloat16)
+    model, x = made("llama tp", Sizes(batch=2, sequence=64), mesh, dtype=torch.bfloat16)
     whole = Normed(model, group)
     options = {"aten_distributed_optimizations.enable_overlap_scheduling": True}
     compiled = torch.compile(whole, options=cp.compile_options(options))

@@ -69,8 +69,13 @@ class Tuned:
         self.close()
 
     def close(self) -> None:
-        """Bring all back that the controls changed; not to be called afterwards."""
+        """Bring back what the controls changed, drop the graph; not to be called afterwards.
+
+        A process group cannot end while a graph lives that captured its collectives.
+        """
         self.runner.__exit__()
+        if isinstance(self.runner, Captured):
+            self.runner.graph.reset()
 
     def explain(self) -> str:
         """The choice, by which way each control reaches the kernels, and every setting measured."""
