@@ -169,10 +169,8 @@ def refusal(plan: Plan, machine: Machine) -> str:
     if has_kernels(plan) and (why := kernels_refused(machine.device.capability)):
         return why
     limit, used = plan.problem.scratch_bytes_limit, plan.workspace_bytes
-    if limit and used > limit:
-        return f"needs {used} bytes of scratch, the limit is {limit}"
-    sums = any(b.dtype == "float32" != plan.problem.dtype for b in plan.buffers)
-    return "sums in an fp32 scratch, which only an explicit plan= may take" if sums else ""
+    too_much = limit and used > limit
+    return f"needs {used} bytes of scratch, the limit is {limit}" if too_much else ""
 
 
 def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tuple[float, float]:

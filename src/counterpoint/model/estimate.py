@@ -7,15 +7,16 @@ step after another.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.machine_of import MachineLike, machine_of
-from counterpoint.model.work import work_s
+from counterpoint.model.work import Work, works
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.launches import batches
 from counterpoint.plan.peers import runs
@@ -62,7 +63,7 @@ def estimate(
     instance("estimate", "eager", eager, bool)
     programs = _programs(plan, machine, tiles, plan.problem.ranks > MAX_RANKS)
     spans: list[Span] = []
-    for ran in _Simulation(programs, machine, eager, tiles).run():
+    for ran in _Simulation(programs, machine, tiles, eager=eager).run():
         step, came_s, start_s = ran.step.step, ran.came_s, ran.start_s
         if ran.step.waits and step.kind != "barrier" and start_s > came_s:
             label = f"wait for {step.name}"
@@ -87,7 +88,23 @@ def predicted_s(
     """
     equal = len(set(plan.problem.rows)) == 1 or plan.problem.ranks > MAX_RANKS
     programs = _programs(plan, machine, tiles, equal)
-    return max(ran.end_s for ran in _Simulation(programs, machine, eager, tiles).run())
+    return max(ran.end_s for ran in _Simulation(programs, machine, tiles, eager=eager).run())
+
+
+def replayed_s(program: Program, machine: Machine, measured: Mapping[str, Work]) -> float:
+    """Seconds of one call, in a graph, if the steps of one rank take what was measured of them.
+
+    Its peers do as it does. Steps that were not measured, copies say, take what the machine's
+    `costs` say.
+
+    Args:
+        measured: by the names of steps.
+
+    Raises:
+        PlanError: the plan waits for what never comes.
+    """
+    simulation = _Simulation([program], machine, NO_TILES, measured=measured)
+    return max(ran.end_s for ran in simulation.run())
 
 
 def _programs(plan: Plan, machine: Machine, tiles: Tiles, one: bool) -> list[Program]:
@@ -153,23 +170,16 @@ class _Lane:
 class _Rank:
     """One simulated rank."""
 
-    def __init__(self, program: Program, machine: Machine, tiles: Tiles) -> None:
+    def __init__(
+        self, program: Program, machine: Machine, tiles: Tiles, measured: Mapping[str, Work]
+    ) -> None:
         self.program = program
         names = {bound.step.name: i for i, bound in enumerate(program.steps)}
         self.after = [[names[name] for name in b.step.after] for b in program.steps]
-        # the first step of a launch takes the time of all
-        self.work_s = [0.0] * len(program.steps)
-        launched_by: dict[int, int] = {}
-        for first, *rest in batches(program):
-            step, batch = program.steps[first], 1 + len(rest)
-            self.work_s[first] = work_s(step, program.plan, machine, tiles, batch)
-            launched_by |= dict.fromkeys((first, *rest), first)
-        matmuls = [i for i, b in enumerate(program.steps) if b.step.kind == "matmul"]
-        matmuls_s = sum(self.work_s[i] for i in matmuls)
-        settling = machine.costs.settling(matmuls_s)
-        self.beside_copy = machine.costs.beside_copy(matmuls_s)
-        for i in matmuls:
-            self.work_s[i] *= settling
+        priced = works(program, machine, tiles)
+        found = [measured.get(b.step.name, w) for b, w in zip(program.steps, priced, strict=True)]
+        self.work_s = [work.seconds for work in found]
+        self.beside_copy = [work.beside_copy for work in found]
         self.into = [_into(bound) for bound in program.steps]
         self.ended = [False] * len(program.steps)
         lanes: dict[str, list[int]] = {}
@@ -178,7 +188,8 @@ class _Rank:
         self.lanes = [_Lane(steps) for steps in lanes.values()]
         main = lanes.get(program.plan.lanes[0].name, [])
         if main and len(lanes) > 1:  # side lanes fork from it, and it joins them behind its last
-            self.work_s[launched_by[main[-1]]] += SIDE_STARTS * machine.costs.kernel_s
+            last = next(launch[0] for launch in batches(program) if main[-1] in launch)
+            self.work_s[last] += SIDE_STARTS * machine.costs.kernel_s
 
     def kinds(self) -> set[str]:
         """Kinds of the steps that are under way."""
@@ -191,10 +202,11 @@ class _Simulation:
     """All lanes of the ranks given; where it is one, its peers are taken to do as it does."""
 
     def __init__(
-        self, programs: Sequence[Program], machine: Machine, eager: bool, tiles: Tiles
-    ) -> None:
+        self, programs: Sequence[Program], machine: Machine, tiles: Tiles, *, eager: bool = False,
+        measured: Mapping[str, Work] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.costs: Costs = machine.costs
-        self.ranks = [_Rank(program, machine, tiles) for program in programs]
+        self.ranks = [_Rank(program, machine, tiles, measured) for program in programs]
         self.alone = len(programs) == 1
         # equal copies go to one rank each, and on a mesh each pair has its own link
         unequal = len(set(programs[0].plan.problem.rows)) > 1
@@ -224,10 +236,10 @@ class _Simulation:
                     raise PlanError(rank.program.plan.spec, problem, step=step)
                 self.now_s = min(later)
                 continue
-            slowness = {id(rank): self._slowness(rank) for rank in self.ranks}
+            kinds = {id(rank): rank.kinds() for rank in self.ranks}
             into = Counter(rank.into[lane.current] for rank, lane in busy if self.shares)
             del into[-1]
-            factors = [self._factor(rank, lane, slowness[id(rank)], into) for rank, lane in busy]
+            factors = [self._factor(rank, lane, kinds[id(rank)], into) for rank, lane in busy]
             step_s = min(
                 lane.left_s * factor for (_, lane), factor in zip(busy, factors, strict=True)
             )
@@ -289,19 +301,13 @@ class _Simulation:
             return 0.0
         return self.costs.host_call_s + self.launched[i] * self.costs.host_step_s
 
-    def _slowness(self, rank: _Rank) -> tuple[float, float]:
-        """Factors on the time of matmuls and of copies."""
-        kinds = rank.kinds()
-        both = "copy" in kinds and "matmul" in kinds
-        return (rank.beside_copy, self.costs.copy_beside_matmul) if both else (1.0, 1.0)
-
-    def _factor(
-        self, rank: _Rank, lane: _Lane, slowness: tuple[float, float], into: Counter[int]
-    ) -> float:
-        kind = rank.program.steps[lane.current].step.kind
-        if kind == "copy":  # what comes to one rank from several shares its link
-            return slowness[1] * max(into[rank.into[lane.current]], 1)
-        return slowness[0] if kind == "matmul" else 1.0
+    def _factor(self, rank: _Rank, lane: _Lane, kinds: set[str], into: Counter[int]) -> float:
+        """What the time of the step under way is multiplied by, for what runs beside it."""
+        if rank.program.steps[lane.current].step.kind != "copy":
+            return rank.beside_copy[lane.current] if "copy" in kinds else 1.0
+        slowness = self.costs.copy_beside_matmul if "matmul" in kinds else 1.0
+        # what comes to one rank from several shares its link
+        return slowness * max(into[rank.into[lane.current]], 1)
 
 
 def _into(bound: BoundStep) -> int:

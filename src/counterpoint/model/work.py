@@ -1,14 +1,42 @@
-"""What each step of a plan takes by itself on a machine, by the closed forms of `Costs`."""
+"""What each step of a plan takes on a machine, by the closed forms of `Costs`."""
+
+from typing import NamedTuple
 
 from counterpoint.costs import Collective, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
-from counterpoint.plan.bind import BoundStep, Box, Part
-from counterpoint.plan.launches import runs
+from counterpoint.plan.bind import BoundStep, Box, Part, Program
+from counterpoint.plan.launches import batches, runs
 from counterpoint.plan.makespan import LOCAL_COPY
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
+
+
+class Work(NamedTuple):
+    """What a step takes: seconds by itself, and the factor on them while a copy is under way."""
+
+    seconds: float = 0.0
+    beside_copy: float = 1.0
+
+
+def works(program: Program, machine: Machine, tiles: Tiles) -> list[Work]:
+    """Of each step of one rank; the first step of a launch takes the time of all.
+
+    Args:
+        tiles: the matmul library's tile for (rows, n, k), where it is known.
+    """
+    seconds = [0.0] * len(program.steps)
+    for first, *rest in batches(program):
+        seconds[first] = work_s(
+            program.steps[first], program.plan, machine, tiles, batch=1 + len(rest)
+        )
+    matmuls = [bound.step.kind == "matmul" for bound in program.steps]
+    matmuls_s = sum(s for s, is_matmul in zip(seconds, matmuls, strict=True) if is_matmul)
+    settling = machine.costs.settling(matmuls_s)
+    beside_copy = machine.costs.beside_copy(matmuls_s)
+    return [Work(s * settling, beside_copy) if is_matmul else Work(s)
+            for s, is_matmul in zip(seconds, matmuls, strict=True)]  # fmt: skip
 
 
 def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: int = 1) -> float:
