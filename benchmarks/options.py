@@ -12,7 +12,7 @@ from counterpoint.errors import InputError
 
 NAMES = (
     "overlap", "few_rows", "decode", "experts", "embedding", "steps", "training", "resources",
-    "copies", "transports", "losses", "evaluate", "compile", "soak",
+    "copies", "transports", "losses", "ficco", "evaluate", "compile", "soak",
 )  # fmt: skip
 LIMIT_S = 560  # of one benchmark
 PICTURES = (".png", ".svg", ".pdf")

@@ -291,11 +291,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return chosen(declared(name), ranks, short=args.short, only=args.cases, shapes=args.shapes,
                       part=args.part)  # fmt: skip
 
-    gpus = args.ranks or torch.cuda.device_count()
+    takes = max(declared(name).ranks or torch.cuda.device_count() for name in names)
+    gpus = args.ranks or takes
     if args.list:
         print("\n".join(case.name for name in names for case in pick(name, max(gpus, 2))))
         return 0
-    if gpus < 2:
+    if gpus < min(declared(name).ranks or 2 for name in names) or not torch.cuda.is_available():
         raise too_few_gpus("bench", "`counterpoint demo` runs on CPU ranks")
     # captured collectives of NCCL hang on memory that is open to peers where they register it
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")

@@ -1,0 +1,226 @@
+"""The compute of plans for a machine that is not here, step by step on one GPU.
+
+What a rank of the plan computes, runs here as it runs there: the same steps, one behind the other,
+on buffers of the same sizes. What its peers would send lies there already. Each step is timed
+between two events, once by itself and once while copies come and go as over the links of a mesh:
+between this GPU and a second one, or within it where it is alone.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from statistics import median
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from counterpoint.machine import Machine
+from counterpoint.measure.timing import backlog
+from counterpoint.model.estimate import slowest_rank
+from counterpoint.plan.bind import BoundStep, Program, bind
+from counterpoint.plan.steps import Plan
+from counterpoint.runtime import compute, driver, launch_cuda
+from counterpoint.runtime.lanes_cuda import CudaLanes
+from counterpoint.runtime.workspace import Operands, Places, Workspace
+
+Step = Callable[[], object]
+Lane = Mapping[str, Step]  # by the names of steps, in order
+COMPUTED = ("matmul", "move", "reduce")
+ALIGN_BYTES = 1 << 12  # more than what lies between two buffers of a workspace
+COPY_BYTES = 32 << 20
+HOST_CYCLES = 25_000  # in which the host enqueues a step: the GPU waits so long before a lane
+ROUNDS = 4
+FLUSH_BYTES = 256 << 20  # written before each lane: nothing of the one before is in the L2
+
+
+class OneRank:
+    """In place of a rank's workspace: its memory, which stands for that of its peers, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self.arena = self
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def peer(self, _: int) -> Tensor:
+        """What a rank has there."""
+        return self.memory
+
+    def reserve(self, plan: Plan) -> None:
+        """Have room for a plan, full of random numbers."""
+        room = ALIGN_BYTES * len(plan.buffers)
+        self.memory = self._filled(self.memory, plan.num_bytes("symmetric") + room)
+        self.scratch = self._filled(self.scratch, plan.num_bytes("scratch") + room)
+
+    def _filled(self, old: Tensor, num_bytes: int) -> Tensor:
+        if old.numel() >= num_bytes:
+            return old
+        drawn = torch.randn(ceil(num_bytes / 4), device=self.device).bfloat16()
+        return drawn.repeat(2).view(torch.uint8)
+
+
+def program_of(plan: Plan, machine: Machine) -> Program:
+    """Of the rank that counts: the one which a prediction is of."""
+    return bind(plan, slowest_rank(plan, machine))
+
+
+def lane_of(program: Program, memory: OneRank, operands: Operands) -> Lane:
+    """What one rank computes."""
+    memory.reserve(program.plan)
+    places = Places(cast(Workspace, memory), program.plan)
+    found: dict[str, Step] = {}
+    for bound in program.steps:
+        if bound.step.kind in COMPUTED:
+            found[bound.step.name] = _step(bound, places, memory.device, operands)
+    operands |= places.constants
+    return found
+
+
+def _step(bound: BoundStep, places: Places, device: torch.device, operands: Operands) -> Step:
+    kind = bound.step.kind
+    if kind == "reduce" and device.type == "cuda":
+        of = partial(torch.tensor, device=device)
+        lanes = cast(CudaLanes, SimpleNamespace(tables=SimpleNamespace(of=of)))
+        actions = [launch_cuda.reduce(lanes, bound, part, places) for part in bound.parts]
+    else:
+        make = {"matmul": compute.matmul, "move": compute.move, "reduce": compute.reduce}[kind]
+        actions = [make(bound, part, places) for part in bound.parts]
+
+    def run() -> None:
+        for action in actions:
+            action(operands)
+
+    return run
+
+
+def operands_of(plans: Sequence[Plan], draw: Callable[..., Tensor]) -> Operands:
+    """Random tensors for what plans of one problem read and write of their user's."""
+    buffers = {b.name: b for plan in plans for b in plan.buffers if b.space in ("input", "output")}
+    rows = max(plans[0].problem.rows)
+    found: Operands = {}
+    for name, buffer in buffers.items():
+        extent, cols = buffer.shape
+        found[name] = draw(rows if buffer.split and buffer.holds == "own" else extent, cols)
+    return found
+
+
+@dataclass
+class Traffic:
+    """Copies that come and go: to and from the second GPU, or within the only one.
+
+    Args:
+        device: that computes.
+    """
+
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        other = (self.device.index + 1) % torch.cuda.device_count()
+        self.other = torch.device("cuda", other)
+        self.streams = [torch.cuda.Stream(self.device, priority=-1) for _ in range(2)]
+        each = COPY_BYTES * 4
+        here, there = (
+            torch.ones(2 * each, dtype=torch.uint8, device=d) for d in (self.device, self.other)
+        )
+        there.copy_(here)  # torch lets the two reach each other
+        torch.cuda.synchronize()
+        self._keep = (here, there)
+        push = [(there.data_ptr() + i, here.data_ptr() + i) for i in range(0, each, COPY_BYTES)]
+        pull = [(here.data_ptr() + i, there.data_ptr() + i)
+                for i in range(each, 2 * each, COPY_BYTES)]  # fmt: skip
+        # within one GPU a copy both reads and writes its memory: one direction is enough
+        self.ways = [push, pull] if self.other != self.device else [push]
+
+    @property
+    def between(self) -> str:
+        """What the copies go between, for rows."""
+        return "two GPUs" if len(self.ways) == 2 else "one GPU"
+
+    def start(self, count: int, num_bytes: int = COPY_BYTES) -> list[torch.cuda.Event]:
+        """Enqueue so many copies each way, behind what the current stream has; their ends."""
+        current = torch.cuda.current_stream(self.device)
+        ends: list[torch.cuda.Event] = []
+        for stream, way in zip(self.streams, self.ways, strict=False):
+            stream.wait_stream(current)
+            for i in range(count):
+                target, source = way[i % len(way)]
+                copy = driver.Copy(target, num_bytes, source, num_bytes, num_bytes, 1)
+                driver.copy_async(copy, stream.cuda_stream)
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(stream)
+            ends.append(end)
+        return ends
+
+    def seconds(
+        self, count: int, num_bytes: int = COPY_BYTES, beside: Step = lambda: None
+    ) -> float:
+        """Of so many copies each way, beside what is enqueued while they are under way."""
+        found: list[float] = []
+        for _ in range(ROUNDS):
+            start = torch.cuda.Event(enable_timing=True)
+            backlog(HOST_CYCLES * (count + 50))
+            start.record()
+            ends = self.start(count, num_bytes)
+            beside()
+            torch.cuda.synchronize()
+            found.append(max(start.elapsed_time(end) for end in ends) * 1e-3)
+        return median(found)
+
+
+def timed(
+    lanes: Mapping[str, Lane], rounds: int, traffic: Traffic, copy_bytes: int = COPY_BYTES
+) -> dict[str, dict[str, tuple[float, float]]]:  # fmt: skip
+    """Seconds of each step by itself, and beside copies; all lanes in one random rotation.
+
+    Args:
+        lanes: by the names of plans.
+        rounds: the median of which counts.
+        traffic: that goes on beside each lane.
+        copy_bytes: of one of its copies.
+    """
+    copies_s = traffic.seconds(16, copy_bytes) / 16
+    swept = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=traffic.device)
+    taken: dict[tuple[str, bool], list[list[float]]] = {}
+    alone_s: dict[str, float] = {}
+    shuffle = random.Random(0)
+    for number in range(-2, rounds):
+        order = [(name, beside) for name in lanes for beside in (False, True)]
+        shuffle.shuffle(order)
+        if number < 0:  # libraries set themselves up, kernels are compiled
+            order = [(name, False) for name in lanes]
+        for name, beside in order:
+            count = ceil(1.15 * alone_s[name] / copies_s) + 2 if beside else 0
+            marks = _once(lanes[name], traffic, count, copy_bytes, swept)
+            times = [a.elapsed_time(b) * 1e-3 for a, b in zip(marks, marks[1:], strict=False)]
+            if number < 0:
+                alone_s[name] = sum(times)
+            else:
+                taken.setdefault((name, beside), []).append(times)
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, lane in lanes.items():
+        middles = [[median(each) for each in zip(*taken[name, b], strict=True)]
+                   for b in (False, True)]  # fmt: skip
+        found[name] = dict(zip(lane, zip(*middles, strict=True), strict=True))
+    return found
+
+
+def _once(
+    lane: Lane, traffic: Traffic, copies: int, copy_bytes: int, swept: Tensor
+) -> list[torch.cuda.Event]:
+    """Run a lane, beside so many copies; an event before each of its steps and behind the last."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(lane) + 1)]
+    swept.zero_()
+    backlog(HOST_CYCLES * (8 * len(lane) + copies) + 200_000)
+    ends = traffic.start(copies, copy_bytes) if copies else []
+    marks[0].record()
+    for mark, step in zip(marks[1:], lane.values(), strict=True):
+        step()
+        mark.record()
+    for end in ends:
+        torch.cuda.current_stream().wait_event(end)
+    torch.cuda.synchronize()
+    return marks

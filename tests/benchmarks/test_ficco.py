@@ -1,0 +1,84 @@
+"""Schedules on a mesh: what is replayed, of which scenarios, and what is said of it."""
+
+import hashlib
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import ficco, mesh_scenarios
+from benchmarks.declare import Bench
+from benchmarks.mesh_scenarios import FITTED, HELD_OUT, scenarios
+from benchmarks.replay import COMPUTED, OneRank, lane_of, operands_of, program_of
+from counterpoint.model.estimate import predicted_s, replayed_s
+from counterpoint.model.work import works
+from counterpoint.problem import Problem
+
+SMALL = [
+    Problem("all_gather_matmul", 256, 48, 64, 8), Problem("matmul_reduce_scatter", 256, 64, 48, 8)
+]  # fmt: skip
+
+
+def test_held_out_scenarios_are_as_they_were_frozen():
+    found = [(s.name, s.kind, s.problem.op) for s in scenarios(HELD_OUT)]
+    digest = hashlib.sha256(repr(found).encode()).hexdigest()
+    assert (len(found), digest[:16]) == (84, "3f44f8e5a9a60c85")
+
+
+def test_no_model_is_in_both_halves():
+    fitted, held_out = (scenarios(models) for models in (FITTED, HELD_OUT))
+    assert not {s.problem for s in fitted} & {s.problem for s in held_out}
+    assert len(fitted) + len(held_out) >= 96
+    for half in (fitted, held_out):
+        assert {s.kind for s in half} == {"dense", "expert", "weights", "context"}
+        rows = [s.problem.m for s in half]
+        assert min(rows) == 512 and max(rows) == 65536
+        assert {s.problem.m < s.problem.k for s in half} == {True, False}
+        assert all(s.problem.ranks == mesh_scenarios.RANKS for s in half)
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=lambda p: p.op)
+def test_what_a_rank_computes_runs_by_itself(problem: Problem):
+    plans = ficco.plans_of(problem)
+    assert {plan.family for plan in plans} >= {"serial", "shard_p2p", *ficco.FINER}
+    memory, operands = OneRank(torch.device("cpu")), operands_of(plans, torch.randn)
+    operands = {name: tensor.bfloat16() for name, tensor in operands.items()}
+    for plan in plans:
+        memory.reserve(plan)
+    for plan in plans:
+        program = program_of(plan, ficco.mesh())
+        lane = lane_of(program, memory, operands)
+        assert list(lane) == [b.step.name for b in program.steps if b.step.kind in COMPUTED]
+        operands["y"].fill_(torch.nan)
+        for step in lane.values():
+            step()
+        by_library = plan.family == "serial" and problem.op == "matmul_reduce_scatter"
+        assert operands["y"].isnan().all() == by_library
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=lambda p: p.op)
+def test_a_replay_of_predicted_steps_is_the_prediction(problem: Problem):
+    mesh = ficco.mesh()
+    for plan in ficco.plans_of(problem):
+        program = program_of(plan, mesh)
+        priced = dict(
+            zip((b.step.name for b in program.steps), works(program, mesh, {}), strict=True)
+        )
+        assert replayed_s(program, mesh, priced) == predicted_s(plan, mesh)
+        slow = {n: w._replace(seconds=2 * w.seconds) for n, w in priced.items()}
+        assert replayed_s(program, mesh, slow) > predicted_s(plan, mesh)
+
+
+def test_chunks_of_a_matmul_are_the_matmul():
+    x, w = torch.randn(64, 32, dtype=torch.float64), torch.randn(32, 48, dtype=torch.float64)
+    for along, dim in (("rows", 0), ("columns", 1)):
+        outs: list[Tensor] = []
+
+        def empty(*shape: int, outs: list[Tensor] = outs) -> Tensor:
+            outs.append(torch.full(shape, torch.nan, dtype=torch.float64))
+            return outs[-1]
+
+        ficco.in_chunks(x, w, along, 4, cast(Bench, SimpleNamespace(empty=empty)))()
+        torch.testing.assert_close(torch.cat(outs, dim), x @ w)
