@@ -117,14 +117,13 @@ def replay(case: Case, bench: Bench, traffic: Traffic) -> list[Row]:
     lanes = {spec: lane_of(program, memory, operands) for spec, program in programs.items()}
     found = timed(lanes, bench.rounds or ROUNDS, traffic)
     steps = {
-        spec: {name: [round(alone * 1e6, 2), round(max(beside / alone, 1.0), 3)]
+        spec: {name: [round(alone * 1e6, 2), round(beside / alone, 3)]
                for name, (alone, beside) in times.items()}
         for spec, times in found.items()
     }  # fmt: skip
-    rate = 32 * COPY_BYTES / traffic.seconds(32)
     whole_s = sum(alone for alone, _ in found["serial"].values())
     return [{"arm": "whole", "median_s": whole_s, "steps": steps, "copies": traffic.between,
-             "copy_bytes_per_s": rate}]  # fmt: skip
+             "traffic_bytes_per_s": traffic.bytes_per_s()}]  # fmt: skip
 
 
 def losses(case: Case, bench: Bench, traffic: Traffic) -> list[Row]:

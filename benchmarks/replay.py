@@ -13,7 +13,7 @@ from functools import partial
 from math import ceil
 from statistics import median
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ Lane = Mapping[str, Step]  # by the names of steps, in order
 COMPUTED = ("matmul", "move", "reduce")
 ALIGN_BYTES = 1 << 12  # more than what lies between two buffers of a workspace
 COPY_BYTES = 32 << 20
-HOST_CYCLES = 25_000  # in which the host enqueues a step: the GPU waits so long before a lane
+HOST_CYCLES = 25_000  # in which the host enqueues a copy: the GPU waits for as long
 ROUNDS = 4
-FLUSH_BYTES = 256 << 20  # written before each lane: nothing of the one before is in the L2
+FLUSH_BYTES = 256 << 20  # read before each lane
 
 
 class OneRank:
@@ -140,6 +140,11 @@ class Traffic:
         """What the copies go between, for rows."""
         return "two GPUs" if len(self.ways) == 2 else "one GPU"
 
+    def bytes_per_s(self) -> float:
+        """What copies read and write of this GPU's memory, with nothing beside them."""
+        # a byte that goes and one that comes; or one that is read and written
+        return 2 * 32 * COPY_BYTES / self.seconds(32)
+
     def start(self, count: int, num_bytes: int = COPY_BYTES) -> list[torch.cuda.Event]:
         """Enqueue so many copies each way, behind what the current stream has; their ends."""
         current = torch.cuda.current_stream(self.device)
@@ -171,10 +176,48 @@ class Traffic:
         return median(found)
 
 
+class Replay:
+    """A lane as a CUDA graph, with events within: one before each step and one behind the last.
+
+    Args:
+        lane: that has run once, so that kernels are compiled.
+        pool: memory that the graphs of all lanes share.
+        steps: have an event between any two of them, not only at both ends.
+    """
+
+    def __init__(self, lane: Lane, pool: Any, *, steps: bool) -> None:
+        count = len(lane) + 1 if steps else 2
+        self.marks = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(count)]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.marks[0].record()
+            for i, step in enumerate(lane.values(), 1):
+                step()
+                if steps:
+                    self.marks[i].record()
+            if not steps:
+                self.marks[1].record()
+
+    def seconds(self, traffic: Traffic, copies: int, copy_bytes: int, swept: Tensor) -> list[float]:
+        """Between its events, in one run beside so many copies."""
+        torch.sum(swept, dtype=torch.int64)  # nothing of the one before is in the L2
+        backlog(HOST_CYCLES * (2 * copies + 20))
+        ends = traffic.start(copies, copy_bytes) if copies else []
+        self.graph.replay()
+        for end in ends:
+            torch.cuda.current_stream().wait_event(end)
+        torch.cuda.synchronize()
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [a.elapsed_time(b) * 1e-3 for a, b in pairs]
+
+
 def timed(
     lanes: Mapping[str, Lane], rounds: int, traffic: Traffic, copy_bytes: int = COPY_BYTES
-) -> dict[str, dict[str, tuple[float, float]]]:  # fmt: skip
+) -> dict[str, dict[str, tuple[float, float]]]:
     """Seconds of each step by itself, and beside copies; all lanes in one random rotation.
+
+    What the events between steps take is taken off again: the steps of a lane add up to what it
+    takes without them.
 
     Args:
         lanes: by the names of plans.
@@ -184,43 +227,30 @@ def timed(
     """
     copies_s = traffic.seconds(16, copy_bytes) / 16
     swept = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=traffic.device)
-    taken: dict[tuple[str, bool], list[list[float]]] = {}
-    alone_s: dict[str, float] = {}
-    shuffle = random.Random(0)
-    for number in range(-2, rounds):
-        order = [(name, beside) for name in lanes for beside in (False, True)]
-        shuffle.shuffle(order)
-        if number < 0:  # libraries set themselves up, kernels are compiled
-            order = [(name, False) for name in lanes]
-        for name, beside in order:
-            count = ceil(1.15 * alone_s[name] / copies_s) + 2 if beside else 0
-            marks = _once(lanes[name], traffic, count, copy_bytes, swept)
-            times = [a.elapsed_time(b) * 1e-3 for a, b in zip(marks, marks[1:], strict=False)]
-            if number < 0:
-                alone_s[name] = sum(times)
-            else:
-                taken.setdefault((name, beside), []).append(times)
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    pool, replays = torch.cuda.graph_pool_handle(), dict[tuple[str, str], Replay]()
+    lasts_s: dict[str, float] = {}
     for name, lane in lanes.items():
-        middles = [[median(each) for each in zip(*taken[name, b], strict=True)]
-                   for b in (False, True)]  # fmt: skip
-        found[name] = dict(zip(lane, zip(*middles, strict=True), strict=True))
-    return found
-
-
-def _once(
-    lane: Lane, traffic: Traffic, copies: int, copy_bytes: int, swept: Tensor
-) -> list[torch.cuda.Event]:
-    """Run a lane, beside so many copies; an event before each of its steps and behind the last."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(lane) + 1)]
-    swept.zero_()
-    backlog(HOST_CYCLES * (8 * len(lane) + copies) + 200_000)
-    ends = traffic.start(copies, copy_bytes) if copies else []
-    marks[0].record()
-    for mark, step in zip(marks[1:], lane.values(), strict=True):
-        step()
-        mark.record()
-    for end in ends:
-        torch.cuda.current_stream().wait_event(end)
-    torch.cuda.synchronize()
-    return marks
+        for step in lane.values():
+            step()
+        torch.cuda.synchronize()
+        marked, plain = (Replay(lane, pool, steps=steps) for steps in (True, False))
+        lasts_s[name] = sum(marked.seconds(traffic, 0, copy_bytes, swept))
+        replays |= {(name, "alone"): marked, (name, "beside"): marked, (name, "whole"): plain}
+    taken: dict[tuple[str, str], list[list[float]]] = {key: [] for key in replays}
+    shuffle, order = random.Random(0), list(replays)
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name, how in order:
+            copies = ceil(1.15 * lasts_s[name] / copies_s) + 2 if how == "beside" else 0
+            found = replays[name, how].seconds(traffic, copies, copy_bytes, swept)
+            taken[name, how].append(found)
+    result: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, lane in lanes.items():
+        alone, beside, (whole,) = (
+            [median(each) for each in zip(*taken[name, how], strict=True)]
+            for how in ("alone", "beside", "whole")
+        )
+        part = whole / sum(alone)
+        pairs = ((part * a, part * b) for a, b in zip(alone, beside, strict=True))
+        result[name] = dict(zip(lane, pairs, strict=True))
+    return result
