@@ -10,6 +10,7 @@ simulator puts both on the lanes of a plan. Compute measured, links modelled.
 Source: FiCCO, arXiv 2512.10236.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from math import ceil
@@ -22,6 +23,7 @@ from benchmarks.mesh_scenarios import FITTED, HELD_OUT, RANKS, scenarios
 from benchmarks.replay import (
     COPY_BYTES,
     ROUNDS,
+    Lane,
     OneRank,
     Step,
     Traffic,
@@ -53,6 +55,7 @@ MATMULS = (
 CHUNKS = (2, 4, 8, 16, 64)
 COPIES = (256 << 10, 1 << 20, 4 << 20, 32 << 20)  # bytes
 COPIES_S = 3e-3  # of copies beside a matmul
+LOSSES_S, PEAK = 0.5e-3, 700e12  # at least, of matmuls in a row; flop/s
 FINER = finer.NAMES
 PARTS = {"fit": FITTED, "held-out": HELD_OUT}
 SOAK_S = 0.2
@@ -133,17 +136,25 @@ def losses(case: Case, bench: Bench, traffic: Traffic) -> list[Row]:
                for along in ("rows", "columns", "K") for chunks in (1, *CHUNKS)
                if chunks > 1 or along == "rows"}  # fmt: skip
     whole = chunked["rows 1"]
-    times = timed({name: {name: step} for name, step in chunked.items()},
+    often = ceil(LOSSES_S * PEAK / (2 * case["m"] * case["n"] * case["k"]))  # times in a row
+
+    def in_a_row(step: Step) -> Lane:
+        return {str(i): step for i in range(often)}
+
+    def each_s(lane: Mapping[str, tuple[float, float]]) -> list[float]:
+        return [sum(both) / often for both in zip(*lane.values(), strict=True)]
+
+    times = timed({name: in_a_row(step) for name, step in chunked.items()},
                   bench.rounds or ROUNDS, traffic)  # fmt: skip
     found: list[Row] = []
-    for name, each in times.items():
+    for name, lane in times.items():
         along, chunks = name.split()
-        alone_s, beside_s = each[name]
+        alone_s, beside_s = each_s(lane)
         found.append({"arm": name, "along": along, "chunks": int(chunks), "median_s": alone_s,
                       "beside_s": beside_s, "copy_bytes": COPY_BYTES})  # fmt: skip
-    whole_s = times["rows 1"]["rows 1"][0]
+    whole_s, _ = each_s(times["rows 1"])
     for size in COPIES:
-        ((alone_s, beside_s),) = timed({"": {"": whole}}, ROUNDS, traffic, size)[""].values()
+        alone_s, beside_s = each_s(timed({"": in_a_row(whole)}, ROUNDS, traffic, size)[""])
         count = max(2, ceil(COPIES_S / (traffic.seconds(16, size) / 16)))
         copies_s = traffic.seconds(count, size)
         matmuls = ceil(2 * copies_s / whole_s)
@@ -181,11 +192,16 @@ def in_chunks(x: Tensor, w: Tensor, along: str, chunks: int, bench: Bench) -> St
 
 
 def replayed(row: Row) -> dict[str, float]:
-    """Seconds of each plan of a scenario, by what a row has of its steps."""
+    """Seconds of each plan of a scenario, by what a row has of its steps.
+
+    What copies cost a step is taken to grow with their traffic, up to that of the mesh.
+    """
     problem = Problem(row["op"], row["m"], row["n"], row["k"], row["of_ranks"])
+    more = 2 * mesh().costs.copy_bytes_per_s / row["traffic_bytes_per_s"]
     found: dict[str, float] = {}
     for spec, steps in row["steps"].items():
-        works = {name: Work(us * 1e-6, beside) for name, (us, beside) in steps.items()}
+        works = {name: Work(us * 1e-6, 1 + more * max(beside - 1, 0.0))
+                 for name, (us, beside) in steps.items()}  # fmt: skip
         found[spec] = replayed_s(program_of(build(problem, spec, mesh()), mesh()), mesh(), works)
     return found
 
