@@ -10,7 +10,7 @@ simulator puts both on the lanes of a plan. Compute measured, links modelled.
 Source: FiCCO, arXiv 2512.10236.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from math import ceil
@@ -39,7 +39,9 @@ from counterpoint.machine_of import machine_of
 from counterpoint.measure.timing import soak
 from counterpoint.model.estimate import replayed_s
 from counterpoint.model.work import Work
+from counterpoint.ops.auto import matmul_tile
 from counterpoint.plan import finer
+from counterpoint.plan.bind import Program
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.presets import preset
@@ -126,12 +128,26 @@ def replay(case: Case, bench: Bench, traffic: Traffic) -> list[Row]:
     }  # fmt: skip
     whole_s = sum(alone for alone, _ in found["serial"].values())
     return [{"arm": "whole", "median_s": whole_s, "steps": steps, "copies": traffic.between,
+             "tiles": tiles_of(programs.values(), bench.device),
              "traffic_bytes_per_s": traffic.bytes_per_s()}]  # fmt: skip
+
+
+def tiles_of(programs: Iterable[Program], device: torch.device) -> list[list[int]]:
+    """(rows, n, k, and the tile's two sides) of matmuls of whose tile the library tells."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for program in programs:
+        for bound in program.steps:
+            for part in bound.parts if bound.step.kind == "matmul" else ():
+                shape = *part.write.shape, part.reads[0].shape[1]
+                if program.plan.buffer(part.write.buffer).dtype == program.plan.problem.dtype:
+                    tile = matmul_tile(*shape, torch.bfloat16, device, columns=True)
+                    found[shape] = [*shape, *tile] if tile else []
+    return [each for each in found.values() if each]
 
 
 def losses(case: Case, bench: Bench, traffic: Traffic) -> list[Row]:
     """A matmul in chunks, beside copies of each size; and copies beside it."""
-    x, w = bench.normal(case["m"], case["k"]), bench.normal(case["k"], case["n"])
+    x, w = bench.normal(case["m"], case["k"]), bench.normal(case["n"], case["k"]).t()
     chunked = {f"{along} {chunks}": in_chunks(x, w, along, chunks, bench)
                for along in ("rows", "columns", "K") for chunks in (1, *CHUNKS)
                if chunks > 1 or along == "rows"}  # fmt: skip

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from counterpoint.machine import Machine
-from counterpoint.measure.timing import backlog
 from counterpoint.model.estimate import slowest_rank
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
@@ -32,7 +31,8 @@ Lane = Mapping[str, Step]  # by the names of steps, in order
 COMPUTED = ("matmul", "move", "reduce")
 ALIGN_BYTES = 1 << 12  # more than what lies between two buffers of a workspace
 COPY_BYTES = 32 << 20
-HOST_CYCLES = 25_000  # in which the host enqueues a copy: the GPU waits for as long
+HOST_S = 13e-6  # in which the host enqueues a copy: the GPU is busy for as long
+BURN, BURN_S, BURN_LEAST = 4096, 170e-6, 4  # rows of a matmul that it is busy with, its time
 ROUNDS = 3
 FLUSH_BYTES = 256 << 20  # read before each lane
 
@@ -104,7 +104,9 @@ def operands_of(plans: Sequence[Plan], draw: Callable[..., Tensor]) -> Operands:
     found: Operands = {}
     for name, buffer in buffers.items():
         extent, cols = buffer.shape
-        found[name] = draw(rows if buffer.split and buffer.holds == "own" else extent, cols)
+        extent = rows if buffer.split and buffer.holds == "own" else extent
+        # a weight lies as torch.nn.Linear has it
+        found[name] = draw(cols, extent).t() if name[0] == "w" else draw(extent, cols)
     return found
 
 
@@ -126,6 +128,7 @@ class Traffic:
         here, there = (
             torch.ones(2 * each, dtype=torch.uint8, device=d) for d in (self.device, self.other)
         )
+        self.load = torch.randn(BURN, BURN, device=self.device).bfloat16()
         there.copy_(here)  # torch lets the two reach each other
         torch.cuda.synchronize()
         self._keep = (here, there)
@@ -139,6 +142,11 @@ class Traffic:
     def between(self) -> str:
         """What the copies go between, for rows."""
         return "two GPUs" if len(self.ways) == 2 else "one GPU"
+
+    def burn(self, seconds: float) -> None:
+        """Multiply for so long, at least, while the host goes ahead: clocks stay settled."""
+        for _ in range(max(BURN_LEAST, ceil(seconds / BURN_S))):
+            torch.mm(self.load, self.load)
 
     def bytes_per_s(self) -> float:
         """What copies read and write of this GPU's memory, with nothing beside them."""
@@ -167,7 +175,7 @@ class Traffic:
         found: list[float] = []
         for _ in range(ROUNDS):
             start = torch.cuda.Event(enable_timing=True)
-            backlog(HOST_CYCLES * (count + 50))
+            self.burn(HOST_S * (2 * count + 20))
             start.record()
             ends = self.start(count, num_bytes)
             beside()
@@ -200,8 +208,8 @@ class Replay:
 
     def seconds(self, traffic: Traffic, copies: int, copy_bytes: int, swept: Tensor) -> list[float]:
         """Between its events, in one run beside so many copies."""
-        torch.sum(swept, dtype=torch.int64)  # nothing of the one before is in the L2
-        backlog(HOST_CYCLES * (2 * copies + 20))
+        traffic.burn(HOST_S * (2 * copies + 20))
+        torch.sum(swept, dtype=torch.int64)  # nothing of what was before is in the L2
         ends = traffic.start(copies, copy_bytes) if copies else []
         self.graph.replay()
         for end in ends:

@@ -12,6 +12,8 @@ from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
 
+REDUCE_STARTS = 2  # of kernels that only copy, that a sum takes longer than one; 2xH200, 2026-11
+
 
 class Work(NamedTuple):
     """What a step takes: seconds by itself, and the factor on them while a copy is under way."""
@@ -59,7 +61,8 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
         case "fused":
             return _fused_s(bound, plan, machine)
         case _:
-            return sum(
+            start_s = REDUCE_STARTS * costs.kernel_s if bound.step.kind == "reduce" else 0.0
+            return start_s + sum(
                 costs.memory_s(sum(_num_bytes(plan, box) for box in (*part.reads, part.write)))
                 for part in bound.parts
             )
@@ -81,10 +84,11 @@ def _matmul_s(
         again=_again(bound, part, plan),
         count=batch,
     )
-    if bound.step.accumulates:
-        # a sum in fp32, which every pass reads and writes
-        seconds = max(seconds, costs.memory_s(2 * _num_bytes(plan, part.write)))
-    return seconds
+    # a sum in fp32, which every pass reads and writes once its products are there
+    passes = 2 if bound.step.accumulates else 0
+    if not passes and plan.buffer(part.write.buffer).dtype != plan.problem.dtype:
+        passes = 1
+    return seconds + passes * _num_bytes(plan, part.write) / costs.hbm_bytes_per_s
 
 
 def _again(bound: BoundStep, part: Part, plan: Plan) -> bool:

@@ -60,7 +60,7 @@ def finer_s(
     if kind.dims == 2 and gathers:
         step_s = _matmul_s(replace(p, k=p.k // steps), owners * shard, machine, tiles)
         # a sum in fp32 that every step reads and writes
-        step_s = max(step_s, costs.memory_s(2 * owners * shard * p.n * 4))
+        step_s += 2 * owners * shard * p.n * 4 / costs.hbm_bytes_per_s
     elif kind.dims == 2:
         step_s = _matmul_s(p, owners * shard, machine, tiles, n=p.n // steps)
     elif kind.fused:
