@@ -80,10 +80,17 @@ def mesh() -> Machine:
 
 
 def plans_of(problem: Problem) -> list[Plan]:
-    """All that a chooser weighs; serial first."""
-    plans = [build(problem, spec, mesh()) for spec in problem.operation.candidates(problem)
-             if not problem.operation.family(spec.split()[0]).refusal(problem)]  # pyright: ignore[reportOptionalMemberAccess]  # fmt: skip
-    return [plan for plan in plans if plan.spec == "serial" or not refusal(plan, mesh())]
+    """All that a chooser weighs, serial first; of orders of peers one: links are alike."""
+    found: list[Plan] = []
+    for spec in problem.operation.candidates(problem):
+        family = problem.operation.family(spec.split()[0])
+        assert family is not None, "an operation names its own"
+        if family.refusal(problem) or spec.endswith("xor"):
+            continue
+        plan = build(problem, spec, mesh())
+        if spec == "serial" or not refusal(plan, mesh()):
+            found.append(plan)
+    return found
 
 
 def cases(_: int) -> list[Case]:
@@ -136,6 +143,8 @@ def tiles_of(programs: Iterable[Program], device: torch.device) -> list[list[int
     """(rows, n, k, and the tile's two sides) of matmuls of whose tile the library tells."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for program in programs:
+        if program.plan.family == "graded":
+            continue  # none of the best on a mesh
         for bound in program.steps:
             for part in bound.parts if bound.step.kind == "matmul" else ():
                 shape = *part.write.shape, part.reads[0].shape[1]
