@@ -2,7 +2,8 @@
 
 A group's matmul starts when the one before has ended and its shards are there; a copy when the one
 before has ended and what it sends is computed. Good enough to size groups and to sort out most
-candidates; `model.estimate` knows the rest.
+candidates; `model.estimate` knows the rest. Where rows are uneven, copies and sums are those of the
+longest shard, and matmuls of shards of the mean: a rank multiplies all of them.
 """
 
 from dataclasses import replace
@@ -29,7 +30,7 @@ def gather_s(
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
-    row_bytes = problem.k * problem.item_bytes
+    row_bytes, mean = problem.k * problem.item_bytes, problem.m // problem.ranks
     end_s = 0.0
     arrived_s = costs.barrier_s
     for i, size in enumerate(groups):
@@ -40,7 +41,7 @@ def gather_s(
             arrived_s += max(remote, 0) * _copy_s(rows * row_bytes // parts, machine)
             after_s = max(end_s, arrived_s) if remote else end_s
             end_s = after_s + _matmul_s(
-                problem, rows * size // parts, machine, tiles, again=end_s > 0
+                problem, mean * size // parts, machine, tiles, again=end_s > 0
             )
             end_s += costs.kernel_s if remote else 0.0
     return end_s
@@ -52,24 +53,25 @@ def finer_s(
     """Seconds of a plan that is finer than shards."""
     p, costs = problem, machine.costs
     steps, shard, item_bytes = p.ranks, max(p.rows), p.item_bytes
+    mean = p.m // p.ranks
     cols = p.k if gathers else p.n
     row_bytes = cols * item_bytes // steps if gathers and kind.dims == 2 else 0
     block_s = _copy_s(shard * cols * item_bytes // steps, machine, row_bytes)
     exchange_s = block_s if machine.link.topology == "mesh" else (p.ranks - 1) * block_s
     owners = p.ranks - kind.hetero
     if kind.dims == 2 and gathers:
-        step_s = _matmul_s(replace(p, k=p.k // steps), owners * shard, machine, tiles)
+        step_s = _matmul_s(replace(p, k=p.k // steps), owners * mean, machine, tiles)
         # a sum in fp32 that every step reads and writes
-        step_s = max(step_s, costs.memory_s(2 * owners * shard * p.n * 4))
+        step_s = max(step_s, costs.memory_s(2 * owners * mean * p.n * 4))
     elif kind.dims == 2:
-        step_s = _matmul_s(p, owners * shard, machine, tiles, n=p.n // steps)
+        step_s = _matmul_s(p, owners * mean, machine, tiles, n=p.n // steps)
     elif kind.fused:
-        step_s = _matmul_s(p, owners * shard // steps, machine, tiles, again=True)
-        moved = 2 * owners * shard * (p.n if gathers else p.k) // steps
+        step_s = _matmul_s(p, owners * mean // steps, machine, tiles, again=True)
+        moved = 2 * owners * mean * (p.n if gathers else p.k) // steps
         step_s += costs.memory_s(moved * item_bytes)
     else:
-        step_s = owners * _matmul_s(p, shard // steps, machine, tiles, again=True)
-    own_s = _matmul_s(p, shard, machine, tiles) if kind.hetero else 0.0
+        step_s = owners * _matmul_s(p, mean // steps, machine, tiles, again=True)
+    own_s = _matmul_s(p, mean, machine, tiles) if kind.hetero else 0.0
     # the longer of the two sides, and of the shorter one a step
     if gathers:
         first_s = max(costs.barrier_s + exchange_s, own_s)
@@ -101,7 +103,7 @@ def scatter_s(
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
-    row_bytes = problem.n * problem.item_bytes
+    row_bytes, mean = problem.n * problem.item_bytes, problem.m // problem.ranks
     block_s = _copy_s(rows * row_bytes, machine)
     computed_s, copied_s = 0.0, costs.barrier_s
     owners = 0
@@ -111,7 +113,7 @@ def scatter_s(
         remote = size - (owners == problem.ranks)  # the last group holds the own rows
         for _ in range(parts):
             computed_s += _matmul_s(
-                problem, rows * size // parts, machine, tiles, again=computed_s > 0
+                problem, mean * size // parts, machine, tiles, again=computed_s > 0
             )
             if parts > 1:
                 sent_s = _copy_s(rows * row_bytes // parts, machine)
