@@ -231,4 +231,7 @@ def replayed(row: Row) -> dict[str, float]:
     return found
 
 
-FICCO = Benchmark("ficco", cases, rows=rows, apart="held-out", unit="ms", ranks=1)
+FICCO = Benchmark(
+    "ficco", cases, rows=rows, apart="held-out", unit="ms", ranks=1,
+    short=lambda case: case.name == f"{LOSSES} 2048, 7168, 8192",
+)  # fmt: skip

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import ficco, mesh_scenarios
+from benchmarks import ficco_scores as scores
 from benchmarks.declare import Bench
 from benchmarks.mesh_scenarios import FITTED, HELD_OUT, scenarios
 from benchmarks.replay import COMPUTED, OneRank, lane_of, operands_of, program_of
+from benchmarks.rows import results
+from benchmarks.score import score
 from counterpoint.model.estimate import predicted_s, replayed_s
 from counterpoint.model.work import works
 from counterpoint.problem import Problem
@@ -81,3 +84,60 @@ def test_chunks_of_a_matmul_are_the_matmul():
 
         ficco.in_chunks(x, w, along, 4, cast(Bench, SimpleNamespace(empty=empty)))()
         torch.testing.assert_close(torch.cat(outs, dim), x @ w)
+
+
+# ---- what is said of rows
+
+
+ROWS = [row for rows in results("ficco").values() for row in rows]
+
+
+def test_ranks_of_equal_values_are_shared():
+    assert scores.ranked([3.0, 1.0, 3.0, 2.0]) == [2.5, 0.0, 2.5, 1.0]
+
+
+def test_a_replay_is_made_of_what_was_measured():
+    row = next(row for row in ROWS if row["question"] == "fit")
+    half = {spec: {name: [us / 2, 1.0] for name, (us, _) in steps.items()}
+            for spec, steps in row["steps"].items()}  # fmt: skip
+    before, after = (ficco.replayed(row | {"steps": steps}) for steps in (row["steps"], half))
+    assert set(before) == set(row["steps"]) and min(before.values()) > 0
+    assert all(after[spec] < before[spec] for spec in before)
+    # links are modelled: no plan is faster than its copies
+    problem = Problem(row["op"], row["m"], row["n"], row["k"], row["of_ranks"])
+    copies_s = problem.link_bytes / ficco.mesh().costs.copy_bytes_per_s
+    assert all(after[f"{name} ring"] > copies_s for name in ficco.FINER)
+
+
+def test_copies_slow_a_replay_by_as_much_as_the_mesh_has_traffic():
+    row = next(row for row in ROWS if row["question"] == "fit")
+    slow = {spec: {name: [us, 1.5] for name, (us, _) in steps.items()}
+            for spec, steps in row["steps"].items()}  # fmt: skip
+    spec = "hetero_fused_1d ring"
+    little, much = (ficco.replayed(row | {"steps": slow, "traffic_bytes_per_s": rate})[spec]
+                    for rate in (1e12, 1e11))  # fmt: skip
+    assert much > little > ficco.replayed(row)[spec]
+
+
+def test_every_scenario_has_rows_of_all_schedules():
+    for part, models in ficco.PARTS.items():
+        rows = [row for row in ROWS if row["question"] == part]
+        assert [row["scenario"] for row in rows] == [s.name for s in scenarios(models)]
+        assert all({"serial", *scores.FINER} <= set(row["steps"]) for row in rows)
+
+
+def test_choices_meet_their_bars_where_they_may_be_fitted():
+    measured, tiles = scores.scenarios_of(ROWS, scores.FITTED_TO)
+    found = scores.ways(measured, tiles)
+    right = {name: score(name, pick, measured).right for name, pick in found.items()}
+    always = max(share for name, share in right.items() if name.startswith("always"))
+    assert right[scores.BEST] == 1
+    assert right[scores.MODEL] >= 0.95 and right[scores.OUR_RULE] >= 0.95
+    assert right[scores.OUR_RULE] >= always + 0.1
+
+
+def test_the_tables_have_every_way_and_every_loss():
+    text = scores.score_table(ROWS, scores.FITTED_TO)
+    assert "| the paper's rule, reconstructed | 26% |" in text and "always `direct`" in text
+    lines = scores.loss_table(ROWS).splitlines()
+    assert len([line for line in lines if line.startswith("|")]) == 2 + 3 * 5 + 2 * 4

@@ -25,7 +25,7 @@ from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import finer
-from counterpoint.plan.families import build
+from counterpoint.plan.families import build, parse
 from counterpoint.plan.makespan import finer_s, gather_s, scatter_s
 from counterpoint.plan.operation import operation_of
 from counterpoint.presets import preset
@@ -279,6 +279,24 @@ def test_nothing_to_multiply(op: str, ranks: int, shape: tuple[int, int, int]):
         assert choice.seconds <= choice.serial_s
         assert f"chosen {'predicted' if level is by_model else 'by rule'}" in choice.explain()
         assert choice.timeline.duration_s == pytest.approx(choice.seconds)
+
+
+@pytest.mark.parametrize("rows", [(1024, 3072, 2048, 2048), (0, 4096, 2048, 2048)], ids=str)
+@pytest.mark.parametrize("op", [AG, RS])
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_closed_forms_know_uneven_rows(name: str, op: str, rows: tuple[int, ...]):
+    """What is sorted out by them is not what would have been fastest."""
+    machine, problem = preset(f"{name}-4"), Problem(op, 8192, 7168, 8192, 4, rows=rows)
+    choice = by_model(problem, machine)
+    _, specs = module.candidates(problem, machine)
+    times = {spec: predicted_s(build(problem, spec, machine), machine) for spec in specs}
+    for spec, seconds in times.items():
+        family, options = parse(problem, spec)
+        assert family.guess_s is not None
+        most = 1.05 if family.name in finer.NAMES else 1.5  # of shards the longest stands for each
+        assert 0.75 < family.guess_s(problem, options, machine, {}) / seconds < most, spec
+    fastest_s = min(s for spec, s in times.items() if "2d" not in spec or op == RS)
+    assert choice.seconds <= fastest_s * 1.05
 
 
 @pytest.mark.parametrize("op", BY_ROWS)

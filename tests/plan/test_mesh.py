@@ -43,6 +43,22 @@ def test_plans_are_right_and_copy_to_one_peer_at_a_time(op: str, ranks: int):
         assert Plan.from_json(plan.to_json()) == plan
 
 
+# rows that no number of chunks divides, a rank without rows, all on one, and none at all
+UNEVEN = ((3, 4, 2), (3, 0, 7, 1), (5, 0), (0, 6, 0, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize("rows", UNEVEN, ids=str)
+@pytest.mark.parametrize("op", [AG, RS])
+def test_uneven_rows_are_cut_in_chunks_of_their_own(op: str, rows: tuple[int, ...]):
+    ranks, bias = len(rows), rows[0] == 3
+    problem = Problem(op, sum(rows), 5, 13, ranks, rows=rows, bias=bias)
+    for name in NAMES:
+        for machine in (f"h200-{ranks}", f"mi300x-{ranks}"):
+            plan = build(problem, f"{name} ring", machine)
+            validate(plan)
+            assert simulate(plan, seed=ranks), plan
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("op", [AG, RS])
 def test_each_peer_has_a_lane(op: str, name: str):
@@ -88,3 +104,26 @@ def test_they_run_on_ranks(rank: int, ranks: int):
         plan = cp.build(problem, f"{name} xor", machine="mi300x-4")
         got = cp.matmul_reduce_scatter(rows, w, plan=plan)
         torch.testing.assert_close(got, cp.matmul_reduce_scatter(rows, w, plan="serial"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2, 4)
+def test_uneven_rows_run_on_ranks(rank: int, ranks: int, name: str) -> list[str]:
+    rows, found = (7, 0, 3, 9)[:ranks], list[str]()
+    generator = torch.Generator().manual_seed(ranks)
+
+    def drawn(*shape: int) -> torch.Tensor:  # small integers: sums are exact
+        return torch.randint(-4, 5, shape, generator=generator).double()
+
+    w, shards = drawn(13, 5), [drawn(own, 13) for own in rows]
+    wholes, ws = ([drawn(*shape) for _ in rows] for shape in ((sum(rows), 13), (13, 5)))
+    total = torch.stack([x @ v for x, v in zip(wholes, ws, strict=True)]).sum(0)
+    for op, call, x, weight, want in (
+        (AG, cp.all_gather_matmul, shards[rank], w, torch.cat(shards) @ w),
+        (RS, cp.matmul_reduce_scatter, wholes[rank], ws[rank], total.split(rows)[rank]),
+    ):  # fmt: skip
+        problem = cp.Problem(op, sum(rows), 5, 13, ranks, "float32", rows)
+        plan = cp.build(problem, f"{name} ring", machine=f"mi300x-{ranks}")
+        got = call(x.float(), weight.float(), rows=rows, plan=plan)
+        found += [] if torch.equal(got.double(), want) else [op]
+    return found

@@ -7,17 +7,18 @@ comparisons, which `RULE` says.
 
 from dataclasses import replace
 
-from counterpoint.choose.by_model import parts_s, refusal
+from counterpoint.choose.by_model import candidates, parts_s, refusal
 from counterpoint.choose.choice import Candidate, Choice
-from counterpoint.costs import NO_TILES
+from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan.families import build
+from counterpoint.plan.families import build, parse
 from counterpoint.problem import Problem
 
 # found on 4 and 2 H200 at the 16 scenarios of Llama-3 70B, bf16, in a graph, 2026-11: below it the
 # shorter side is at most 17 us, above it at least 44
 WORTHWHILE_S = 25e-6
+MESH = 3  # GPUs: among fewer, all links are one
 RULE = f"""
 if the shorter one of matmuls (op / rate) and communication (bytes / rate)
 takes less than {WORTHWHILE_S * 1e6:.0f} us: kernels in a row
@@ -26,18 +27,25 @@ takes less than {WORTHWHILE_S * 1e6:.0f} us: kernels in a row
 else: a plan that overlaps, of one or two matmuls shard_p2p, a matmul for each shard
     if a shard's copy takes longer than its matmul (op / byte less than the machine's),
     and of a gather it is large, or of an all-reduce in any case: chunks=2
+but on a full mesh of {MESH} GPUs or more: the plan of the least closed form
 """
 
 
-def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choice:
+def by_rule(
+    problem: Problem, machine: Machine, *, eager: bool = False, tiles: Tiles = NO_TILES
+) -> Choice:
     """Choose for `problem` on `machine` by the rule; the times beside it are predictions.
 
     The rule never overrules a prediction that serial is faster, nor a memory limit.
+
+    Args:
+        eager: count the host's time.
+        tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
-    compute_s, comm_s = parts_s(problem, machine)
+    compute_s, comm_s = parts_s(problem, machine, tiles)
     shorter = "matmuls" if compute_s < comm_s else "communication"
     shorter_s = min(compute_s, comm_s)
-    serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager)
+    serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager, tiles=tiles)
     chosen = Candidate("serial", serial_s, "simulated", "chosen")
     other: Candidate | None = None
     # of one shard: each rank has as many matmuls as there are ranks, and a copy less
@@ -46,11 +54,13 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
     spec = operation.overlapped(problem, copy_longer)
     if shorter_s < WORTHWHILE_S:
         spec = operation.rule(problem, machine)
+    if machine.link.topology == "mesh" and problem.ranks >= MESH:
+        spec = _least(problem, machine, tiles)
     instead, why_not_serial = operation.without_serial(problem)
     spec = instead or spec
     if problem.ranks > 1 and spec:
         plan = build(problem, spec, machine)
-        seconds = predicted_s(plan, machine, eager=eager)
+        seconds = predicted_s(plan, machine, eager=eager, tiles=tiles)
         if why := refusal(plan, machine):
             other = Candidate(plan.spec, float("nan"), "refused", why)
         elif instead:
@@ -63,4 +73,20 @@ def by_rule(problem: Problem, machine: Machine, *, eager: bool = False) -> Choic
             other = replace(chosen, verdict=verdict)
             chosen = Candidate(plan.spec, seconds, "simulated", "chosen")
     table = (chosen, other) if other else (chosen,)
-    return Choice(problem, machine, chosen.spec, table, eager, "rule", compute_s, comm_s, NO_TILES)
+    return Choice(problem, machine, chosen.spec, table, eager, "rule", compute_s, comm_s, tiles)
+
+
+def _least(problem: Problem, machine: Machine, tiles: Tiles) -> str:
+    """The plan of the least closed form, kernels in a row among them; "" is serial."""
+    in_a_row, others = candidates(problem, machine)
+    row = ["serial", *in_a_row]
+    times_s = {spec: predicted_s(build(problem, spec, machine), machine, tiles=tiles)
+               for spec in row}  # fmt: skip
+    for spec in others:
+        family, options = parse(problem, spec)
+        if family.guess_s:
+            times_s[spec] = family.guess_s(problem, options, machine, tiles)
+    allowed = (spec for spec in sorted(times_s, key=times_s.__getitem__)
+               if not refusal(build(problem, spec, machine), machine))  # fmt: skip
+    best = next(allowed, "serial")
+    return "" if best == "serial" else best

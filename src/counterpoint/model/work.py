@@ -12,8 +12,6 @@ from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
 
-REDUCE_STARTS = 2  # of kernels that only copy, that a sum takes longer than one; 2xH200, 2026-11
-
 
 class Work(NamedTuple):
     """What a step takes: seconds by itself, and the factor on them while a copy is under way."""
@@ -61,8 +59,7 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
         case "fused":
             return _fused_s(bound, plan, machine)
         case _:
-            start_s = REDUCE_STARTS * costs.kernel_s if bound.step.kind == "reduce" else 0.0
-            return start_s + sum(
+            return sum(
                 costs.memory_s(sum(_num_bytes(plan, box) for box in (*part.reads, part.write)))
                 for part in bound.parts
             )

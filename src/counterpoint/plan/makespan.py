@@ -2,10 +2,9 @@
 
 A group's matmul starts when the one before has ended and its shards are there; a copy when the one
 before has ended and what it sends is computed. Good enough to size groups and to sort out most
-candidates; `model.estimate` knows the rest.
+candidates; `model.estimate` knows the rest. Where rows are uneven, copies and sums are those of the
+longest shard, and matmuls of shards of the mean: a rank multiplies all of them.
 """
-
-from dataclasses import replace
 
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
@@ -29,7 +28,7 @@ def gather_s(
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
-    row_bytes = problem.k * problem.item_bytes
+    row_bytes, mean = problem.k * problem.item_bytes, problem.m // problem.ranks
     end_s = 0.0
     arrived_s = costs.barrier_s
     for i, size in enumerate(groups):
@@ -40,7 +39,7 @@ def gather_s(
             arrived_s += max(remote, 0) * _copy_s(rows * row_bytes // parts, machine)
             after_s = max(end_s, arrived_s) if remote else end_s
             end_s = after_s + _matmul_s(
-                problem, rows * size // parts, machine, tiles, again=end_s > 0
+                problem, mean * size // parts, machine, tiles, again=end_s > 0
             )
             end_s += costs.kernel_s if remote else 0.0
     return end_s
@@ -52,24 +51,32 @@ def finer_s(
     """Seconds of a plan that is finer than shards."""
     p, costs = problem, machine.costs
     steps, shard, item_bytes = p.ranks, max(p.rows), p.item_bytes
+    mean = p.m // p.ranks
     cols = p.k if gathers else p.n
     row_bytes = cols * item_bytes // steps if gathers and kind.dims == 2 else 0
     block_s = _copy_s(shard * cols * item_bytes // steps, machine, row_bytes)
     exchange_s = block_s if machine.link.topology == "mesh" else (p.ranks - 1) * block_s
     owners = p.ranks - kind.hetero
+    wait_s, round_s = costs.kernel_s if gathers else 0.0, 0.0
     if kind.dims == 2 and gathers:
-        step_s = _matmul_s(replace(p, k=p.k // steps), owners * shard, machine, tiles)
-        # a sum in fp32 that every step reads and writes
-        step_s += 2 * owners * shard * p.n * 4 / costs.hbm_bytes_per_s
+        step_s = _matmul_s(p, owners * mean, machine, tiles, k=p.k // steps)
+        # a sum in fp32 that every step reads and writes, and that is rounded at the end
+        step_s += 2 * owners * mean * p.n * 4 / costs.hbm_bytes_per_s
+        round_s = costs.memory_s(owners * mean * p.n * (4 + item_bytes))
     elif kind.dims == 2:
-        step_s = _matmul_s(p, owners * shard, machine, tiles, n=p.n // steps)
+        step_s = _matmul_s(p, owners * mean, machine, tiles, n=p.n // steps)
+        if kind.hetero:  # rows before and behind a rank's own are two matmuls
+            half_s = _matmul_s(p, p.ranks // 2 * mean, machine, tiles, n=p.n // steps)
+            step_s = half_s + _matmul_s(p, (owners // 2) * mean, machine, tiles, n=p.n // steps)
     elif kind.fused:
-        step_s = _matmul_s(p, owners * shard // steps, machine, tiles, again=True)
-        moved = 2 * owners * shard * (p.n if gathers else p.k) // steps
-        step_s += costs.memory_s(moved * item_bytes)
+        step_s = _matmul_s(p, owners * mean // steps, machine, tiles, again=True)
+        # rows of each owner are a copy of their own
+        moved = 2 * owners * mean * (p.n if gathers else p.k) // steps
+        step_s += owners * costs.kernel_s + moved * item_bytes / costs.hbm_bytes_per_s
     else:
-        step_s = owners * _matmul_s(p, shard // steps, machine, tiles, again=True)
-    own_s = _matmul_s(p, shard, machine, tiles) if kind.hetero else 0.0
+        step_s = owners * _matmul_s(p, mean // steps, machine, tiles, again=True)
+    step_s += wait_s
+    own_s = _matmul_s(p, mean, machine, tiles) if kind.hetero else 0.0
     # the longer of the two sides, and of the shorter one a step
     if gathers:
         first_s = max(costs.barrier_s + exchange_s, own_s)
@@ -78,7 +85,7 @@ def finer_s(
                 step_s / p.ranks, first_s
             )  # the own rows of the first step need not wait
         last_s = costs.barrier_s + steps * exchange_s
-        return max(first_s + (steps - 1) * step_s, last_s) + step_s
+        return max(first_s + (steps - 1) * step_s, last_s) + step_s + round_s
     # of several sums all but the last run before the last rows are there
     sums = 1 if kind.one_sum else steps
     sum_s = costs.memory_s((p.ranks + 1) * shard * p.n * item_bytes // sums) + costs.kernel_s
@@ -101,7 +108,7 @@ def scatter_s(
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
-    row_bytes = problem.n * problem.item_bytes
+    row_bytes, mean = problem.n * problem.item_bytes, problem.m // problem.ranks
     block_s = _copy_s(rows * row_bytes, machine)
     computed_s, copied_s = 0.0, costs.barrier_s
     owners = 0
@@ -111,7 +118,7 @@ def scatter_s(
         remote = size - (owners == problem.ranks)  # the last group holds the own rows
         for _ in range(parts):
             computed_s += _matmul_s(
-                problem, rows * size // parts, machine, tiles, again=computed_s > 0
+                problem, mean * size // parts, machine, tiles, again=computed_s > 0
             )
             if parts > 1:
                 sent_s = _copy_s(rows * row_bytes // parts, machine)
@@ -165,12 +172,12 @@ def _copy_s(num_bytes: int, machine: Machine, row_bytes: int = 0) -> float:
 
 
 def _matmul_s(
-    problem: Problem, rows: int, machine: Machine, tiles: Tiles = NO_TILES, n: int = 0, *,
-    again: bool = False,
+    problem: Problem, rows: int, machine: Machine, tiles: Tiles = NO_TILES, n: int = 0, k: int = 0,
+    *, again: bool = False,
 ) -> float:  # fmt: skip
     costs, p = machine.costs, problem
     whole_s, part_s = (
-        costs.matmul_s(r, c, p.k, p.item_bytes, machine.sms, tiles.get((r, c, p.k)), again=more)
-        for r, c, more in ((p.m, p.n, False), (rows, n or p.n, again))
+        costs.matmul_s(*size, p.item_bytes, machine.sms, tiles.get(size), again=more)
+        for size, more in (((p.m, p.n, p.k), False), ((rows, n or p.n, k or p.k), again))
     )
     return part_s * costs.settling(whole_s)

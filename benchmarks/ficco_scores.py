@@ -1,0 +1,243 @@
+"""What rows of `bench ficco` say: who picks the fastest schedule on a mesh, and what losses follow.
+
+Two rules of static sizes are scored beside the model. One is put together from what is known of
+the paper's: M against K, and the operations of a matmul, which are its op-to-byte ratio times its
+traffic. Its two thresholds were found at the scenarios that may be fitted to. The other is
+`by="rule"` of the library.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import correlation, fmean, geometric_mean
+
+from benchmarks.ficco import CHUNKS, COPIES, LOSSES, PARTS, mesh, replayed
+from benchmarks.pictures import dots
+from benchmarks.rows import Row
+from benchmarks.score import RIGHT, SERIAL, Measured, at_random, constants, score
+from benchmarks.tables import grid, source
+from counterpoint.choose.by_model import by_model
+from counterpoint.choose.by_rule import by_rule
+from counterpoint.costs import NO_TILES, Tiles
+from counterpoint.plan import finer
+from counterpoint.problem import Problem
+
+FITTED_TO, UNSEEN = PARTS
+UNIFORM_MOST, HETERO_MOST = 4.3e9, 1.37e12  # operations of a rank, found at scenarios fitted to
+FINER = tuple(f"{name} ring" for name in finer.NAMES)
+SHARD_LEVEL = ("shard_p2p", "graded")
+DRAWN = 8  # scenarios of a kind
+OUR_RULE, MODEL, BEST = "our rule", "the model", "best possible"
+Pick = Callable[[Measured], str]
+
+
+def scenarios_of(rows: Sequence[Row], part: str) -> tuple[list[Measured], dict[Problem, Tiles]]:
+    """Of one half; and the library's tiles, where it tells them."""
+    found: list[Measured] = []
+    tiles: dict[Problem, Tiles] = {}
+    for row in (row for row in rows if row["question"] == part):
+        p = Problem(row["op"], row["m"], row["n"], row["k"], row["of_ranks"])
+        found.append(Measured(f"{row['kind']}: {row['scenario']}", p, replayed(row)))
+        tiles[p] = {(m, n, k): (height, width) for m, n, k, height, width in row["tiles"]}
+    return found, tiles
+
+
+def reconstructed(measured: Measured) -> str:
+    """The paper's rule as far as it is known; it never takes serial."""
+    p = measured.problem
+    if p.m < p.k:
+        return "uniform_fused_2d ring"
+    operations = 2 * p.m * p.n * p.k
+    if operations < UNIFORM_MOST:
+        return "uniform_fused_1d ring"
+    return "hetero_fused_1d ring" if operations < HETERO_MOST else "hetero_unfused_1d ring"
+
+
+def ways(measured: Sequence[Measured], tiles: Mapping[Problem, Tiles]) -> dict[str, Pick]:
+    """How is chosen -> the pick of a scenario; the best constant, and the best possible, last."""
+
+    def by(level: Callable[..., str], known: bool) -> Pick:
+        return lambda m: level(m.problem, tiles[m.problem] if known else NO_TILES)
+
+    always = max(constants(measured), key=lambda s: s.speedup).way
+    return {
+        "the paper's rule, reconstructed": reconstructed,
+        OUR_RULE: by(_by_rule, known=True),
+        f"{OUR_RULE}, tiles not known": by(_by_rule, known=False),
+        MODEL: by(_by_model, known=True),
+        f"{MODEL}, tiles not known": by(_by_model, known=False),
+        always: lambda m: _had(always.removeprefix("always "), m),
+        BEST: lambda m: min(m.times, key=m.times.__getitem__),
+    }
+
+
+def _by_rule(problem: Problem, tiles: Tiles) -> str:
+    return _ring(by_rule(problem, mesh(), tiles=tiles).spec)
+
+
+def _by_model(problem: Problem, tiles: Tiles) -> str:
+    return _ring(by_model(problem, mesh(), tiles=tiles).spec)
+
+
+def _ring(spec: str) -> str:
+    """Of orders of peers one was replayed."""
+    return spec.replace(" xor", " ring")
+
+
+def _had(spec: str, m: Measured) -> str:
+    return spec if spec in m.times else SERIAL
+
+
+def score_table(rows: Sequence[Row], part: str) -> str:
+    """A line for each way to choose: how often right, what a wrong pick costs, and speedups."""
+    measured, tiles = scenarios_of(rows, part)
+    found = ways(measured, tiles)
+    always = next(name for name in found if name.startswith("always "))
+    shards_s = [min(t for spec, t in m.times.items() if spec.split()[0] in SHARD_LEVEL)
+                for m in measured]  # fmt: skip
+    always_s = [m.times[found[always](m)] for m in measured]
+    lines: list[list[str]] = []
+    for name, pick in found.items():
+        specs = [pick(m) for m in measured]
+        picks = dict(zip((m.name for m in measured), specs, strict=True))
+        s = score(name, lambda m, picks=picks: picks[m.name], measured)
+        times = [m.times[spec] for m, spec in zip(measured, specs, strict=True)]
+        wrong = [t / m.best_s - 1 for m, t in zip(measured, times, strict=True)
+                 if t > RIGHT * m.best_s]  # fmt: skip
+        over = [geometric_mean(a / b for a, b in zip(those, times, strict=True))
+                for those in (shards_s, always_s)]  # fmt: skip
+        lines.append([_code(name), f"{s.right:.0%}", f"{fmean(wrong):.0%}" if wrong else "-",
+                      f"{s.worst_regret:.0%}", f"{s.speedup:.2f}", f"{s.least_speedup:.2f}",
+                      *(f"{ratio:.2f}" for ratio in over)])  # fmt: skip
+    luck = at_random(measured)
+    lines.append(["at random", f"{luck.right:.0%}", "-", f"{luck.worst_regret:.0%}",
+                  f"{luck.speedup:.2f}", f"{luck.least_speedup:.2f}", "-", "-"])  # fmt: skip
+    head = [
+        f"{len(measured)} scenarios", "within 2 % of the best", "a wrong pick costs", "at most",
+        "speedup over serial", "least", "over the best of shards", f"over {_code(always)}",
+    ]  # fmt: skip
+    return grid(head, lines)
+
+
+def _code(always: str) -> str:
+    word, _, spec = always.partition(" ")
+    return f"{word} `{spec.split()[0]}`" if word == "always" else always
+
+
+def scores(rows: list[Row]) -> str:
+    """Of what is held out, then of what was fitted to."""
+    some = [row for row in rows if row["question"] in PARTS]
+    text = [f"**{title}**\n\n{score_table(rows, part)}" for part, title in
+            ((UNSEEN, "Held out, scored once"), (FITTED_TO, "Fitted to"))]  # fmt: skip
+    return "\n\n".join([*text, source(some, "Compute measured, links modelled.")])
+
+
+def among_finer(rows: Sequence[Row], part: str) -> tuple[float, float]:
+    """Of the reconstructed rule, among the finer plans alone: share right, and a wrong pick's cost.
+
+    So the paper counts: neither serial nor kernels in a row are among its schedules.
+    """
+    measured, _ = scenarios_of(rows, part)
+    ratios = [m.times[reconstructed(m)] / min(m.times[spec] for spec in FINER) for m in measured]
+    wrong = [ratio - 1 for ratio in ratios if ratio > RIGHT]
+    return fmean(ratio <= RIGHT for ratio in ratios), fmean(wrong) if wrong else 0.0
+
+
+# ---- losses
+
+QUANTITIES: dict[str, Callable[[float, float, float], float]] = {
+    "operations (op-to-byte x traffic)": lambda m, n, k: m * n * k,
+    "op-to-byte": lambda m, n, k: m * n * k / (m * k + n * k + m * n),
+    "traffic": lambda m, n, k: m * k + n * k + m * n,
+    "M / K": lambda m, n, k: m / k,
+}
+Shape = tuple[int, int, int]
+
+
+def ranked(values: Sequence[float]) -> list[float]:
+    """The rank of each among all; those that are equal share the mean of theirs."""
+    return [sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
+
+
+def losses_of(rows: Sequence[Row]) -> dict[str, dict[Shape, float]]:
+    """What is lost -> matmul -> its loss: time / that of the whole, or / that by itself."""
+    found: dict[str, dict[Shape, float]] = {}
+    by_shape: dict[Shape, list[Row]] = {}
+    for row in (row for row in rows if row["question"] == LOSSES):
+        by_shape.setdefault((row["m"], row["n"], row["k"]), []).append(row)
+    for shape, some in by_shape.items():
+        whole = next(row["median_s"] for row in some if row.get("chunks") == 1)
+        for row in some:
+            if row.get("chunks", 1) > 1:
+                name = f"{row['chunks']} chunks of {row['along']}"
+                found.setdefault(name, {})[shape] = row["median_s"] / whole
+            elif "copy_s" in row:
+                size = f"{row['copy_bytes'] >> 10} KiB"
+                slower = row["beside_s"] / row["median_s"], row["copy_beside_s"] / row["copy_s"]
+                for name, loss in zip(_beside(size), slower, strict=True):
+                    found.setdefault(name, {})[shape] = loss
+    return found
+
+
+def _beside(size: str) -> tuple[str, str]:
+    return f"matmul beside copies of {size}", f"copies of {size} beside matmul"
+
+
+def loss_table(rows: list[Row]) -> str:
+    """A line for each loss: least, median and most over matmuls, and rank correlations."""
+    found = losses_of(rows)
+    dims = ("rows", "columns", "K")
+    order = [f"{chunks} chunks of {along}" for along in dims for chunks in CHUNKS]
+    both = [_beside(f"{size >> 10} KiB") for size in COPIES]
+    order += [name for which in zip(*both, strict=True) for name in which]
+    lines: list[list[str]] = []
+    for name in order:
+        losses = sorted(found[name].values())
+        spread = [f"{value:.2f}" for value in (losses[0], losses[len(losses) // 2], losses[-1])]
+        rho = [
+            correlation(ranked([of(*shape) for shape in found[name]]),
+                        ranked(list(found[name].values())))
+            for of in QUANTITIES.values()
+        ]  # fmt: skip
+        lines.append([name, *spread, *(f"{each:+.2f}" for each in rho)])
+    some = [row for row in rows if row["question"] == LOSSES]
+    head = ["loss", "least", "median", "most", *QUANTITIES]
+    return f"{grid(head, lines)}\n\n{source(some)}"
+
+
+# ---- the picture
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Speedup by schedule at scenarios that are held out, our rule's pick marked."""
+    rows = next(iter(found.values()))
+    measured, tiles = scenarios_of(rows, UNSEEN)
+    pick = ways(measured, tiles)[OUR_RULE]
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    marks: dict[str, dict[str, float]] = {}
+    for m in measured:
+        kind, _, name = m.name.partition(": ")
+        panel = panels.setdefault(kind, {})
+        panel[name] = {
+            "shards": max(m.times[SERIAL] / t for s, t in m.times.items()
+                          if s.split()[0] in SHARD_LEVEL),
+            **{spec.split()[0]: m.times[SERIAL] / m.times[spec] for spec in FINER},
+        }  # fmt: skip
+        if "direct" in m.times:
+            panel[name]["direct"] = m.times[SERIAL] / m.times["direct"]
+        marks.setdefault(kind, {})[name] = m.times[SERIAL] / m.times[pick(m)]
+    for kind, panel in panels.items():
+        chosen = list(panel)[:: -(-len(panel) // DRAWN)]
+        part = {name: panel[name] for name in chosen}
+        dots(
+            {f"{kind}: M x N x K": part}, images / f"ficco-{kind}.svg",
+            marks={f"{kind}: M x N x K": {n: marks[kind][n] for n in chosen}},
+            mark="picked by our rule",
+            title=f"Schedules on a mesh of eight: {TITLES[kind]}",
+            source="compute measured on H200, links of MI300X modelled, bf16; held-out scenarios",
+        )  # fmt: skip
+
+
+TITLES = {
+    "dense": "dense layers", "expert": "experts", "weights": "gathered weights",
+    "context": "keys and values of long contexts",
+}  # fmt: skip
