@@ -80,7 +80,7 @@ def _by_model(problem: Problem, tiles: Tiles) -> str:
 
 def _ring(spec: str) -> str:
     """Of orders of peers one was replayed."""
-    return spec.replace(" xor", " ring")
+    return f"{spec.removesuffix(' xor')} ring" if spec.endswith(" xor") else spec
 
 
 def _had(spec: str, m: Measured) -> str:
