@@ -18,7 +18,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from benchmarks.declare import Bench, Benchmark, Case
+from benchmarks.declare import Bench, Case
 from benchmarks.mesh_scenarios import FITTED, HELD_OUT, RANKS, scenarios
 from benchmarks.replay import (
     COPY_BYTES,
@@ -229,9 +229,3 @@ def replayed(row: Row) -> dict[str, float]:
                  for name, (us, beside) in steps.items()}  # fmt: skip
         found[spec] = replayed_s(program_of(build(problem, spec, mesh()), mesh()), mesh(), works)
     return found
-
-
-FICCO = Benchmark(
-    "ficco", cases, rows=rows, apart="held-out", unit="ms", ranks=1,
-    short=lambda case: case.name == f"{LOSSES} 2048, 7168, 8192",
-)  # fmt: skip

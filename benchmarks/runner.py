@@ -48,7 +48,7 @@ def declared(name: str) -> Benchmark:
     return next(b for b in vars(module).values() if isinstance(b, Benchmark) and b.name == name)
 
 
-HOMES = {"few_rows": "overlap", "transports": "copies"}
+HOMES = {"few_rows": "overlap", "transports": "copies", "ficco": "ficco_scores"}
 
 
 def measured(benchmark: Benchmark, case: Case, bench: Bench) -> list[Row]:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import mesh
 from benchmarks.declare import Section
 from benchmarks.rows import RESULTS, Row, Timed, results
 from counterpoint.choose.by_rule import RULE
@@ -262,7 +261,6 @@ def main() -> None:
     replace(PAGES / "choosing.md", "constants", "\n\n".join(map(constants, files)))
     replace(PAGES / "sharing.md", "controls", controls())
     replace(PAGES / "choosing.md", "rule", f"```\n{RULE.strip()}\n```")
-    replace(PAGES / "losses.md", "mesh", mesh.table(IMAGES))
     for marker, text in (("commands", commands()), ("variables", variables())):
         replace(ROOT / "docs" / "api" / "cli.md", marker, text)
     for marker, text in support.sections(support.committed()).items():

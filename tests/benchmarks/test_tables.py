@@ -175,7 +175,7 @@ def test_every_marker_is_one_of_a_page_and_has_one_writer():
         text = (ROOT / page).read_text()
         assert text.count(f"<!-- {marker}:start -->") == text.count(f"<!-- {marker}:end -->") == 1
     own = {("docs/results/choosing.md", "constants"), ("docs/results/sharing.md", "controls"),
-           ("docs/results/choosing.md", "rule"), ("docs/results/losses.md", "mesh"),
+           ("docs/results/choosing.md", "rule"),
            ("README.md", "bullets"), ("README.md", "front")}  # fmt: skip
     own |= {("docs/api/cli.md", "commands"), ("docs/api/cli.md", "variables")}
     own |= {("docs/support.md", marker) for marker in support.sections(support.committed())}
