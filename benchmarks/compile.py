@@ -340,10 +340,9 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
             plain, ours = (told(Timeline.from_json(case.main[arm]["timeline"]))
                            for arm in (PLAIN, OURS))  # fmt: skip
             what = f"One layer of Llama-3-{case.head['width']} width, forward and backward"
-            ratio = f"{over(case.main, (PLAIN,)):.2f}x as fast, because copies run beside matmuls"
             top = f"torch.compile, on {place(rows)}: {_exposed(plain)}"
             below = f"torch.compile with counterpoint: {_exposed(ours)}"
-            before = replace(plain, title=f"{what}: {ratio}", source=top)
+            before = replace(plain, title=what, source=top)
             after = replace(ours, title="", source=below)
             in_both(images / "compile.svg", partial(_draw, before, after))
 
