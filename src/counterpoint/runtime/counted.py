@@ -1,13 +1,14 @@
-"""Steps that read the operand "counts": an all-to-all and matmuls of as many rows as it says.
+"""Steps that read the operand "counts": all-to-alls, copies and matmuls of the rows that it says.
 
-The library lays them out on the host, so the table is there.
+They are laid out on the host, so the table is there.
 
     by owner    on rank s, sorted by expert, all E of them in order: counts[s, 0], counts[s, 1], ...
     by expert   on rank d, sorted by local expert, then by source: counts[0, e], counts[1, e], ...
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.plan.bind import BoundStep, Box
-from counterpoint.plan.steps import COUNTS
+from counterpoint.plan.peers import Chunk
+from counterpoint.plan.steps import COUNTS, Plan, Region
+from counterpoint.problem import Problem
 from counterpoint.runtime.library import Library
 from counterpoint.runtime.workspace import Operands, Places
 
@@ -24,6 +27,7 @@ _GROUPED: Callable[..., Tensor] | None = getattr(
     F, "grouped_mm", getattr(torch, "_grouped_mm", None)
 )
 DISPATCH = "all_to_all_matmul"
+BY_OWNER = ("returned", "y")  # of a combine; its other buffers lie by expert
 Action = Callable[[Operands], object]
 
 
@@ -51,50 +55,159 @@ def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
         if not (1 in mine.shape or not len(x)):
             x = x.index_select(0, _order(mine.t(), x))
         calls.all_to_all(y[: sum(owned)], x, owned, sources)
-        if "clear" in operands:
-            y[sum(owned) :].zero_()
+
+    return run
+
+
+class _Rows(NamedTuple):
+    """Where the rows of each pair of a rank and an expert begin.
+
+    Args:
+        by_owner: [rank][expert], and where the last ends.
+        by_expert: on the rank of the experts, [rank][local expert * ranks + source], likewise.
+    """
+
+    by_owner: list[list[int]]
+    by_expert: list[list[int]]
+
+    def of(self, rank: int, place: int, by_owner: bool, chunk: Chunk) -> tuple[int, int]:
+        """The rows of that chunk of a pair as `rank` stores it."""
+        starts = (self.by_owner if by_owner else self.by_expert)[rank]
+        start, count = starts[place], starts[place + 1] - starts[place]
+        i, n = chunk
+        return start + count * i // n, start + count * (i + 1) // n
+
+
+def _rows(table: Tensor) -> _Rows:
+    table = table.cpu().to(torch.int64)  # no copy where the host has it
+    return _rows_by(table.numpy().tobytes(), *table.shape)
+
+
+@lru_cache(maxsize=4)  # the steps of a call ask for the same, and those of the way back
+def _rows_by(table: bytes, ranks: int, experts: int) -> _Rows:
+    pairs = torch.frombuffer(bytearray(table), dtype=torch.int64).view(ranks, experts)
+    by_expert = pairs.view(ranks, ranks, -1).permute(1, 2, 0).reshape(ranks, -1)
+    return _Rows(*(F.pad(sizes.cumsum(1), (1, 0)).tolist() for sizes in (pairs, by_expert)))
+
+
+class _Side(NamedTuple):
+    """What a step reads or writes of one pair of a rank and an expert."""
+
+    buffer: str
+    rank: int
+    by_owner: bool
+    place: int
+    chunk: Chunk
+    cols: tuple[int, int]
+
+    def box(self, rows: _Rows) -> Box:
+        """That of a call."""
+        rank = self.rank
+        between = rows.of(rank, self.place, self.by_owner, self.chunk)
+        return Box(rank, self.buffer, 0, *between, *self.cols)
+
+
+def _side(region: Region, block: int, plan: Plan, rank: int) -> _Side:
+    """One block of a region."""
+    p, buffer = plan.problem, plan.buffer(region.buffer)
+    i, of = region.chunk
+    chunks = of // p.experts
+    by_owner = buffer.name == "x" if p.op == DISPATCH else buffer.name.startswith(BY_OWNER)
+    place = block * p.experts + i // chunks if by_owner else i // chunks * p.ranks + block
+    cols = region.cols if isinstance(region.cols, tuple) else (0, buffer.shape[1])
+    holder = plan.resolve(region.at, rank)
+    return _Side(buffer.name, holder, by_owner, place, (i % chunks, chunks), cols)
+
+
+def boxes(bound: BoundStep, places: Places) -> Callable[[Operands], list[tuple[Box, Box]]]:
+    """What a copy step copies in a call, and where it goes: of one block each, none empty."""
+    plan, rank, step = places.plan, places.workspace.rank, bound.step
+    pairs: list[tuple[_Side, _Side]] = []
+    for regions in zip(step.reads, step.writes, strict=False):  # the table is read behind them
+        source, target = (
+            _side(region, plan.resolve(region.shards[0], rank), plan, rank) for region in regions
+        )
+        pairs.append((source, target))
+
+    def found(operands: Operands) -> list[tuple[Box, Box]]:
+        rows = _rows(operands[COUNTS])
+        every = ((source.box(rows), target.box(rows)) for source, target in pairs)
+        return [(source, target) for source, target in every if source.r0 < source.r1]
+
+    return found
+
+
+def copies(bound: BoundStep, places: Places) -> Action:
+    """A copy step on CPU ranks."""
+    found = boxes(bound, places)
+
+    def memory(box: Box, operands: Operands) -> Tensor:
+        own, rows, cols = operands.get(box.buffer), slice(box.r0, box.r1), slice(box.c0, box.c1)
+        place = places.fixed(box) if own is None else own[rows, cols]
+        assert place is not None, "an operand that a call lacks"
+        return place
+
+    def run(operands: Operands) -> None:
+        for source, target in found(operands):
+            memory(target, operands).copy_(memory(source, operands))
 
     return run
 
 
 def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
-    """y[rows of e] = x[rows of e] w[e] (+ the same rows of the operand "add")."""
+    """y[rows of e] = x[rows of e] w[e] (+ the same rows of the operand "add").
+
+    Or a chunk of the rows of each rank for e, or some columns of w and y.
+    """
     p, rank = places.plan.problem, places.workspace.rank
-    (part,) = bounds[0].parts
-    source, target = part.reads[0].buffer, part.write.buffer
-    first = part.reads[1].r0 // p.k
-    every = len(bounds) == p.experts
+    (x_region, w_region, *_), (y_region,) = bounds[0].step.reads, bounds[0].step.writes
+    source, target = x_region.buffer, y_region.buffer
+    first, chunk = y_region.chunk[0] * p.experts // y_region.chunk[1], _chunk_of(y_region, p)
+    cols = slice(*(w_region.cols if isinstance(w_region.cols, tuple) else (0, p.n)))
+    last, every = first + len(bounds), len(bounds) == p.experts
 
     def run(operands: Operands) -> None:
-        table = operands[COUNTS].cpu()  # no copy where the host has it
-        rows = table.view(len(table), len(table), -1)[:, rank].sum(0)  # of each local expert
+        starts = _rows(operands[COUNTS])
+        edges = starts.by_expert[rank][:: p.ranks]  # of each local expert
         x, y = (_rows_of(name, operands, places) for name in (source, target))
-        total, w = int(rows.sum()), operands["w"]
-        if every and grouped(x, p.k, p.n) and _lies_on_words(w) and total:
+        total, w = edges[-1], operands["w"][:, :, cols]
+        here = slice(edges[first], edges[last])
+        one_launch = last - first > 1 or every
+        if chunk[1] == 1 and one_launch and here.start < here.stop and _grouped_takes(x, w):
             assert _GROUPED is not None
-            ends = _on_device(rows.cumsum(0), x)
-            if len(y) == total or places.plan.buffer(target).space == "scratch":
+            ends = _on_device(torch.tensor(edges[first + 1 : last + 1]) - here.start, x)
+            if every and (len(y) == total or places.plan.buffer(target).space == "scratch"):
                 # it makes a result of its own, which takes the place of the one that is there
                 del y
                 operands.pop(target, None)
-                operands[target] = y = _GROUPED(x[:total], w, offs=ends)
+                operands[target] = y = _GROUPED(x[here], w, offs=ends)
             else:
-                y[:total] = _GROUPED(x[:total], w, offs=ends)
+                y[here] = _GROUPED(x[here], w[first:last], offs=ends)
         else:
-            start = int(rows[:first].sum())
-            for e, count in enumerate(rows[first : first + len(bounds)].tolist(), first):
-                if count:
-                    here = slice(start, start + count)
-                    torch.mm(x[here], w[e], out=y[here])
-                start += count
-        if first + len(bounds) < p.experts:
-            return
+            for e in range(first, last):
+                for rows in _of_expert(starts, rank, e, p.ranks, chunk):
+                    if rows.start < rows.stop:
+                        torch.mm(x[rows], w[e], out=y[rows])
         if "add" in operands:
-            y[:total] += operands["add"][:total]
-        if "clear" in operands and target == "y":
+            y[here] += operands["add"][here, cols]
+        if "clear" in operands and target == "y" and last == p.experts:
             y[total:].zero_()
 
     return run
+
+
+def _chunk_of(region: Region, p: Problem) -> Chunk:
+    """Which part of an expert's rows a region has."""
+    chunks = region.chunk[1] // p.experts
+    return region.chunk[0] % chunks, chunks
+
+
+def _of_expert(rows: _Rows, rank: int, e: int, ranks: int, chunk: Chunk) -> list[slice]:
+    """The rows of an expert, or a chunk of those that each rank has for it."""
+    if chunk[1] == 1:
+        edges = rows.by_expert[rank]
+        return [slice(edges[e * ranks], edges[(e + 1) * ranks])]
+    return [slice(*rows.of(rank, e * ranks + source, False, chunk)) for source in range(ranks)]
 
 
 def _rows_of(name: str, operands: Operands, places: Places) -> Tensor:
@@ -183,7 +296,11 @@ def weight_gradient(x: Tensor, dy: Tensor, experts: Tensor) -> Tensor | None:
     return dw
 
 
-def _lies_on_words(w: Tensor) -> bool:
-    """Whether each row or column, as it is stored, starts at a multiple of 16 bytes."""
+def _grouped_takes(x: Tensor, w: Tensor) -> bool:
+    """Whether the library's one kernel takes these weights [experts, K, N] of rows x.
+
+    Each row or column of them, as it is stored, starts at a multiple of 16 bytes.
+    """
     strides = [s for s in w.stride() if s != 1]
-    return not w.data_ptr() % 16 and all(s % 8 == 0 for s in strides)
+    on_words = not w.data_ptr() % 16 and all(s % 8 == 0 for s in strides)
+    return on_words and grouped(x, w.shape[1], w.shape[2])

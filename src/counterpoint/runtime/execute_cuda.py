@@ -53,10 +53,10 @@ class CudaCode:
         )
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for: its group
-        # could not be destroyed while one lives. So do calls of the user's own. One kernel is
-        # launched as fast as a graph of it
+        # could not be destroyed while one lives. So do calls of the user's own, and what the host
+        # lays out by counts that differ. One kernel is launched as fast as a graph of it
         kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
-                       for s in program.plan.steps)  # fmt: skip
+                       or (s.kind == "copy" and s.counted) for s in program.plan.steps)  # fmt: skip
         # calls of the user's own may hold the graph; who holds that holds this
         self.opaque = any(s.kind == "opaque" for s in program.plan.steps)
         self.replayable = len(program.steps) > 1 and not kept_out
@@ -170,7 +170,7 @@ class _CudaStep:
         tag = code.tag + index
         self.actions = _actions(code, bound, places, tag)
         if rest:
-            self.actions = [compute.matmuls((bound, *rest), places)]
+            self.actions = compute.matmuls((bound, *rest), places)
         if step.kind == "barrier":
             opens = index == code.program.opens
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)
@@ -225,7 +225,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
         case "fused":
             return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
-            return [compute.matmul(bound, part, places) for part in bound.parts]
+            return compute.matmuls((bound,), places)
         case "opaque":
             return [compute.opaque(bound, code.calls)]
         case "move":
