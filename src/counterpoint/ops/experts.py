@@ -2,7 +2,7 @@
 
 E experts in all, E_local = E / ranks of them on each rank: expert e is on rank e // E_local.
 `counts[s, e]` is how many rows rank s sends to expert e; every rank has the whole table. Rows lie
-by owner or by expert: see runtime/counted.py.
+by owner or by expert: see runtime/rows_of_experts.py.
 
 A table on the CPU is host-known: it sizes what is returned. One on a GPU is device-known: what is
 returned has `max_rows` rows, the rows beyond the table's sum are not written, and rows of x beyond

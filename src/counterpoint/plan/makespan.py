@@ -15,8 +15,8 @@ from counterpoint.problem import Problem
 
 LOCAL_COPY = 3.0  # rate of a copy within a GPU against one to a peer; not calibrated
 # of each further copy of a batch, beside its bytes, where rows of experts lie unequally far apart:
-# 56 copies of 64 KiB in one batch take 26 us on 8xH200; and of the host, which lays them out
-PIECE_S = 2e-6
+# the host takes 3.5 us to lay it out, and 56 copies of 64 KiB in a batch take 26 us on 8xH200
+PIECE_S = 4e-6
 
 
 def gather_s(
@@ -162,15 +162,15 @@ def combine_s(problem: Problem, groups: tuple[int, ...], chunks: int, machine: M
     p, costs = problem, machine.costs
     n = p.n // chunks
     row_bytes = p.m // p.experts // p.ranks * n * p.item_bytes
-    computed_s, copied_s = 0.0, costs.barrier_s
+    strides = n * p.item_bytes if chunks > 1 else 0
+    computed_s, copied_s, placed_s = 0.0, costs.barrier_s, 0.0
     for size in (size for size in groups for _ in range(chunks)):
         computed_s += _experts_s(p, size, machine, n)
         copied_s = max(computed_s, copied_s) + _exchange_s(p, size, row_bytes, machine)
-    # what came last goes on to y
-    strides = n * p.item_bytes if chunks > 1 else 0
-    last_s = costs.copy_s(int(groups[-1] * p.ranks * row_bytes / LOCAL_COPY), strides)
-    ended_s = copied_s + costs.kernel_s + last_s
-    return max(ended_s, _host_s(p, len(groups) * chunks, 4, machine))
+        # what has come goes on to y, a copy for each peer
+        each_s = costs.copy_s(int(size * row_bytes / LOCAL_COPY), strides)
+        placed_s = max(copied_s, placed_s) + costs.kernel_s + (p.ranks - 1) * each_s
+    return max(placed_s, _host_s(p, len(groups) * chunks, 4, machine))
 
 
 def _host_s(p: Problem, exchanges: int, others: int, machine: Machine) -> float:

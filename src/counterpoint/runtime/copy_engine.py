@@ -8,8 +8,9 @@ from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.launches import Run, runs
 from counterpoint.plan.steps import COUNTS
 from counterpoint.problem import ITEM_BYTES
-from counterpoint.runtime import counted, driver
+from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.rows_of_experts import boxes
 from counterpoint.runtime.workspace import Operands, Places
 
 Address = Callable[[Operands], int]
@@ -42,7 +43,7 @@ def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
 
 def _counted(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
     """The copies of a step whose rows the counts of a call say."""
-    boxes = counted.boxes(bound, places)
+    found = boxes(bound, places)
     buffers = {r.buffer: places.plan.buffer(r.buffer).shape
                for r in (*bound.step.reads, *bound.step.writes)}  # fmt: skip
     wholes = {(r, name): places.fixed(Box(r, name, 0, 0, shape[0], 0, shape[1]))
@@ -60,7 +61,7 @@ def _counted(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue
             return base + (box.r0 * width + box.c0) * item_bytes, width * item_bytes
 
         ready: list[Copy] = []
-        for source, target in boxes(operands):
+        for source, target in found(operands):
             (read, read_pitch), (write, write_pitch) = address(source), address(target)
             rows, width = source.r1 - source.r0, (source.c1 - source.c0) * item_bytes
             if read_pitch == write_pitch == width:

@@ -1,14 +1,10 @@
 """Steps that read the operand "counts": all-to-alls, copies and matmuls of the rows that it says.
 
-They are laid out on the host, so the table is there.
-
-    by owner    on rank s, sorted by expert, all E of them in order: counts[s, 0], counts[s, 1], ...
-    by expert   on rank d, sorted by local expert, then by source: counts[0, e], counts[1, e], ...
+They are laid out on the host, so the table is there. How rows lie: rows_of_experts.py.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +13,15 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.peers import Chunk
-from counterpoint.plan.steps import COUNTS, Plan, Region
-from counterpoint.problem import Problem
+from counterpoint.plan.steps import COUNTS
 from counterpoint.runtime.library import Library
+from counterpoint.runtime.rows_of_experts import DISPATCH, Rows, boxes, expert_of, rows_in
 from counterpoint.runtime.workspace import Operands, Places
 
 # public since torch 2.10
 _GROUPED: Callable[..., Tensor] | None = getattr(
     F, "grouped_mm", getattr(torch, "_grouped_mm", None)
 )
-DISPATCH = "all_to_all_matmul"
-BY_OWNER = ("returned", "y")  # of a combine; its other buffers lie by expert
 Action = Callable[[Operands], object]
 
 
@@ -59,84 +53,6 @@ def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
     return run
 
 
-class _Rows(NamedTuple):
-    """Where the rows of each pair of a rank and an expert begin.
-
-    Args:
-        by_owner: [rank][expert], and where the last ends.
-        by_expert: on the rank of the experts, [rank][local expert * ranks + source], likewise.
-    """
-
-    by_owner: list[list[int]]
-    by_expert: list[list[int]]
-
-    def of(self, rank: int, place: int, by_owner: bool, chunk: Chunk) -> tuple[int, int]:
-        """The rows of that chunk of a pair as `rank` stores it."""
-        starts = (self.by_owner if by_owner else self.by_expert)[rank]
-        start, count = starts[place], starts[place + 1] - starts[place]
-        i, n = chunk
-        return start + count * i // n, start + count * (i + 1) // n
-
-
-def _rows(table: Tensor) -> _Rows:
-    table = table.cpu().to(torch.int64)  # no copy where the host has it
-    return _rows_by(table.numpy().tobytes(), *table.shape)
-
-
-@lru_cache(maxsize=4)  # the steps of a call ask for the same, and those of the way back
-def _rows_by(table: bytes, ranks: int, experts: int) -> _Rows:
-    pairs = torch.frombuffer(bytearray(table), dtype=torch.int64).view(ranks, experts)
-    by_expert = pairs.view(ranks, ranks, -1).permute(1, 2, 0).reshape(ranks, -1)
-    return _Rows(*(F.pad(sizes.cumsum(1), (1, 0)).tolist() for sizes in (pairs, by_expert)))
-
-
-class _Side(NamedTuple):
-    """What a step reads or writes of one pair of a rank and an expert."""
-
-    buffer: str
-    rank: int
-    by_owner: bool
-    place: int
-    chunk: Chunk
-    cols: tuple[int, int]
-
-    def box(self, rows: _Rows) -> Box:
-        """That of a call."""
-        rank = self.rank
-        between = rows.of(rank, self.place, self.by_owner, self.chunk)
-        return Box(rank, self.buffer, 0, *between, *self.cols)
-
-
-def _side(region: Region, block: int, plan: Plan, rank: int) -> _Side:
-    """One block of a region."""
-    p, buffer = plan.problem, plan.buffer(region.buffer)
-    i, of = region.chunk
-    chunks = of // p.experts
-    by_owner = buffer.name == "x" if p.op == DISPATCH else buffer.name.startswith(BY_OWNER)
-    place = block * p.experts + i // chunks if by_owner else i // chunks * p.ranks + block
-    cols = region.cols if isinstance(region.cols, tuple) else (0, buffer.shape[1])
-    holder = plan.resolve(region.at, rank)
-    return _Side(buffer.name, holder, by_owner, place, (i % chunks, chunks), cols)
-
-
-def boxes(bound: BoundStep, places: Places) -> Callable[[Operands], list[tuple[Box, Box]]]:
-    """What a copy step copies in a call, and where it goes: of one block each, none empty."""
-    plan, rank, step = places.plan, places.workspace.rank, bound.step
-    pairs: list[tuple[_Side, _Side]] = []
-    for regions in zip(step.reads, step.writes, strict=False):  # the table is read behind them
-        source, target = (
-            _side(region, plan.resolve(region.shards[0], rank), plan, rank) for region in regions
-        )
-        pairs.append((source, target))
-
-    def found(operands: Operands) -> list[tuple[Box, Box]]:
-        rows = _rows(operands[COUNTS])
-        every = ((source.box(rows), target.box(rows)) for source, target in pairs)
-        return [(source, target) for source, target in every if source.r0 < source.r1]
-
-    return found
-
-
 def copies(bound: BoundStep, places: Places) -> Action:
     """A copy step on CPU ranks."""
     found = boxes(bound, places)
@@ -162,12 +78,12 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     p, rank = places.plan.problem, places.workspace.rank
     (x_region, w_region, *_), (y_region,) = bounds[0].step.reads, bounds[0].step.writes
     source, target = x_region.buffer, y_region.buffer
-    first, chunk = y_region.chunk[0] * p.experts // y_region.chunk[1], _chunk_of(y_region, p)
+    first, chunk = expert_of(y_region, p)
     cols = slice(*(w_region.cols if isinstance(w_region.cols, tuple) else (0, p.n)))
     last, every = first + len(bounds), len(bounds) == p.experts
 
     def run(operands: Operands) -> None:
-        starts = _rows(operands[COUNTS])
+        starts = rows_in(operands[COUNTS])
         edges = starts.by_expert[rank][:: p.ranks]  # of each local expert
         x, y = (_rows_of(name, operands, places) for name in (source, target))
         total, w = edges[-1], operands["w"][:, :, cols]
@@ -196,13 +112,7 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     return run
 
 
-def _chunk_of(region: Region, p: Problem) -> Chunk:
-    """Which part of an expert's rows a region has."""
-    chunks = region.chunk[1] // p.experts
-    return region.chunk[0] % chunks, chunks
-
-
-def _of_expert(rows: _Rows, rank: int, e: int, ranks: int, chunk: Chunk) -> list[slice]:
+def _of_expert(rows: Rows, rank: int, e: int, ranks: int, chunk: Chunk) -> list[slice]:
     """The rows of an expert, or a chunk of those that each rank has for it."""
     if chunk[1] == 1:
         edges = rows.by_expert[rank]
