@@ -11,6 +11,7 @@ import counterpoint as cp
 from counterpoint.choose.by_model import by_model
 from counterpoint.machine_of import shipped
 from counterpoint.measure.tune import tune
+from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
@@ -46,6 +47,8 @@ def test_counts_that_differ_take_as_long_or_longer(op: str, sizes: Any):
     assert set(times) == set(equal) > {"serial", "fused", "grouped ring"}
     assert times["fused"] >= equal["fused"] and times["serial"] == equal["serial"]
     assert all(times[spec] > equal[spec] for spec in times if "grouped" in spec)
+    plan = build(problem_of(op, sizes, "host"), "grouped", MACHINE)
+    assert predicted_s(plan, MACHINE) == predicted_s(plan, MACHINE, eager=True)
 
 
 def test_on_a_mesh_experts_are_exchanged_in_groups_and_a_single_one_in_chunks():
@@ -112,6 +115,6 @@ def test_plans_of_a_user_and_tuning(rank: int, ranks: int):
     for counted in ("equal", "host"):
         for op in OPS:
             problem = Problem(op, 64, 16, 8, 2, "float16", experts=2, counts=counted)  # type: ignore[arg-type]
-            choice = tune(problem, rounds=2, specs=("serial",))
+            choice = tune(problem, rounds=2, specs=("serial", "grouped 1/1 ring chunks=2"))
             found.append(choice.basis == "measurement" and choice.seconds > 0)
     assert found == [True] * 7

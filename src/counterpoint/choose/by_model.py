@@ -122,11 +122,7 @@ class _Weighed:
         if spec != "serial" and (why := refusal(plan, self.machine)):
             self.limits[spec] = why
             return nan
-        # what the host lays out by counts that differ is in no graph
-        by_host = self.problem.counts == "host" and len(plan.lanes) > 1
-        seconds = predicted_s(
-            plan, self.machine, eager=self.eager or by_host, tiles=self.tiles
-        )  # fmt: skip
+        seconds = predicted_s(plan, self.machine, eager=self.eager, tiles=self.tiles)
         self.times[spec], self.waits[spec] = seconds, sum(bool(s.waits) for s in plan.steps)
         return seconds
 

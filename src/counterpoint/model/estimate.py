@@ -47,7 +47,8 @@ def estimate(
     Args:
         plan: what runs.
         machine: where, given as to `choose`; predictions stand on its `costs`.
-        eager: count the time by which the host enqueues the steps; else as in a CUDA graph.
+        eager: count the time by which the host enqueues the steps; else as in a CUDA graph, if the
+            plan can be in one.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
 
     Returns:
@@ -199,7 +200,9 @@ class _Simulation:
         # equal copies go to one rank each, and on a mesh each pair has its own link
         unequal = len(set(programs[0].plan.problem.rows)) > 1
         self.shares = unequal and machine.link.topology != "mesh"
-        self.eager = eager
+        # copies that the host lays out by counts that differ are in no graph
+        steps = programs[0].plan.steps
+        self.eager = eager or any(step.kind == "copy" and step.counted for step in steps)
         launches = enumerate(batches(programs[0]), 1)
         self.launched = {i: number for number, steps in launches for i in steps}
         self.posted: set[tuple[int, int, int]] = set()
