@@ -51,6 +51,15 @@ def test_counts_that_differ_take_as_long_or_longer(op: str, sizes: Any):
     assert predicted_s(plan, MACHINE) == predicted_s(plan, MACHINE, eager=True)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_where_one_kernel_does_not_run_counts_that_differ_are_overlapped_too(op: str):
+    machine = preset("h200-6")
+    n, k = (4096, 7168) if op == OPS[0] else (7168, 2048)
+    choice = by_model(Problem(op, 24 * 6 * 1024, n, k, 6, experts=24, counts="host"), machine)
+    assert choice.plan.family == "grouped" and choice.serial_s > 1.15 * choice.seconds
+    assert max(span.end_s for span in choice.timeline.spans) == pytest.approx(choice.seconds)
+
+
 def test_on_a_mesh_experts_are_exchanged_in_groups_and_a_single_one_in_chunks():
     mesh = preset("mi300x-8")
     mesh = replace(mesh, measured=mesh.costs)
