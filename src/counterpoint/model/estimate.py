@@ -17,7 +17,7 @@ from counterpoint.machine import Machine
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.model.work import work_s
 from counterpoint.plan.bind import BoundStep, Program, bind
-from counterpoint.plan.launches import batches
+from counterpoint.plan.launches import batches, in_no_graph
 from counterpoint.plan.peers import runs
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import instance
@@ -47,8 +47,7 @@ def estimate(
     Args:
         plan: what runs.
         machine: where, given as to `choose`; predictions stand on its `costs`.
-        eager: count the time by which the host enqueues the steps; else as in a CUDA graph, if the
-            plan can be in one.
+        eager: count the time by which the host enqueues the steps; else as in a CUDA graph.
         tiles: the matmul library's tile for (rows, n, k), where it is known.
 
     Returns:
@@ -200,9 +199,7 @@ class _Simulation:
         # equal copies go to one rank each, and on a mesh each pair has its own link
         unequal = len(set(programs[0].plan.problem.rows)) > 1
         self.shares = unequal and machine.link.topology != "mesh"
-        # copies that the host lays out by counts that differ are in no graph
-        steps = programs[0].plan.steps
-        self.eager = eager or any(step.kind == "copy" and step.counted for step in steps)
+        self.eager = eager or in_no_graph(programs[0].plan)
         launches = enumerate(batches(programs[0]), 1)
         self.launched = {i: number for number, steps in launches for i in steps}
         self.posted: set[tuple[int, int, int]] = set()

@@ -108,6 +108,11 @@ def _whole_rows(boxes: Sequence[Box], plan: Plan) -> bool:
     return all(box.c1 - box.c0 == plan.buffer(box.buffer).shape[1] for box in boxes)
 
 
+def in_no_graph(plan: Plan) -> bool:
+    """Whether the host lays out copies of a plan at each call, by counts that differ."""
+    return any(step.kind == "copy" and step.counted for step in plan.steps)
+
+
 def has_kernels(plan: Plan) -> bool:
     """Whether a GPU runs kernels of this library for a plan: signals, sums or fused steps."""
     return any(

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.plan.bind import BoundStep, Program
-from counterpoint.plan.launches import batches
+from counterpoint.plan.launches import batches, in_no_graph
 from counterpoint.runtime import (
     compute,
     copy_engine,
@@ -56,9 +56,10 @@ class CudaCode:
         # could not be destroyed while one lives. So do calls of the user's own, and what the host
         # lays out by counts that differ. One kernel is launched as fast as a graph of it
         kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
-                       or (s.kind == "copy" and s.counted) for s in program.plan.steps)  # fmt: skip
+                       for s in program.plan.steps)  # fmt: skip
         # calls of the user's own may hold the graph; who holds that holds this
         self.opaque = any(s.kind == "opaque" for s in program.plan.steps)
+        kept_out = kept_out or in_no_graph(program.plan)
         self.replayable = len(program.steps) > 1 and not kept_out
         self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
