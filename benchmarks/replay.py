@@ -82,12 +82,14 @@ def lane_of(program: Program, memory: OneRank, operands: Operands) -> Lane:
 
 def _step(bound: BoundStep, places: Places, device: torch.device, operands: Operands) -> Step:
     kind = bound.step.kind
-    if kind == "reduce" and device.type == "cuda":
+    if kind == "matmul":
+        actions = compute.matmuls((bound,), places)
+    elif kind == "reduce" and device.type == "cuda":
         of = partial(torch.tensor, device=device)
         lanes = cast(CudaLanes, SimpleNamespace(tables=SimpleNamespace(of=of)))
         actions = [launch_cuda.reduce(lanes, bound, part, places) for part in bound.parts]
     else:
-        make = {"matmul": compute.matmul, "move": compute.move, "reduce": compute.reduce}[kind]
+        make = compute.move if kind == "move" else compute.reduce
         actions = [make(bound, part, places) for part in bound.parts]
 
     def run() -> None:

@@ -56,6 +56,7 @@ def specs(problem: Problem) -> list[str]:
             # the group that comes in chunks is the first of some operators, of others the last
             in_chunks = "chunks" in family.takes and total > 2
             tails += [f"1/{total - 2}/1 chunks=2"] if in_chunks else []
+            tails += ["chunks=3"] if problem.experts and "chunks" in family.takes else []
         elif "chunks" in family.takes:
             tails += ["chunks=3"]
         if "shots" in family.takes:

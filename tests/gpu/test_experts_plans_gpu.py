@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from activities import copy_activities
-from expert_bodies import by_expert, by_owner, multiplied, summed, whole
+from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
 
 import counterpoint as cp
 from counterpoint.measure.profile import traced
@@ -12,7 +12,8 @@ from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.workspace import workspace_of
 
 LOCAL = 4
-SPECS = ("grouped", "grouped 4", "grouped 1/1/2 ring", "grouped 1/1/1/1", "grouped 3/1 xor")
+SPECS = ("grouped", "grouped 4", "grouped 1/1/2 ring", "grouped 1/1/1/1", "grouped 3/1 xor",
+         "grouped 4 chunks=2", "grouped 1/3 chunks=3")  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((64, 48), (37, 29))  # odd ones: rows that lie on no word
 
@@ -145,15 +146,19 @@ def test_in_a_graph_with_a_late_rank(gpus, late):
     cp.check()
 
 
+@pytest.mark.parametrize(("spec", "more"), [("grouped 1/3", 0), ("grouped 4 chunks=2", 0),
+                                            ("grouped 1/3", 1)])  # fmt: skip
 @pytest.mark.parametrize("op", ["all_to_all_matmul", "matmul_all_to_all"])
-def test_copies_are_dma_copies(gpus, op):
+def test_copies_are_dma_copies(gpus, op, spec, more):
     ranks = dist.get_world_size()
-    counts, k, n = [[256] * (ranks * LOCAL)] * ranks, 2048, 1024
+    k, n = 2048, 1024
+    # as many rows of each rank, and to each, but not of each expert
+    counts = [([256 + more, 256 - more] * (ranks * LOCAL))[: ranks * LOCAL]] * ranks
     x = torch.randn(256 * ranks * LOCAL, k, device="cuda").bfloat16()
     w = torch.randn(LOCAL, k, n, device="cuda").bfloat16()
 
     def call():
-        return getattr(cp, op)(x, w, counts=counts, plan="grouped 1/3")
+        return getattr(cp, op)(x, w, counts=counts, plan=spec)
 
     call()
     found = copy_activities(traced(call)[1])
@@ -163,13 +168,70 @@ def test_copies_are_dma_copies(gpus, op):
         assert num_kernels == 0, f"{step}: {num_kernels} kernels in a copy step"
 
 
-def test_uneven_counts_are_refused(gpus):
-    counts = [list(row) for row in even(2)]
-    counts[0][1] = 3
-    x, w, _ = operands(counts, 64, 48, torch.bfloat16)
-    with pytest.raises(cp.InputError, match="plan must be for equal counts known to the host"):
-        cp.all_to_all_matmul(x, w, counts=counts, plan="grouped")
-    table = torch.tensor(even(2), device="cuda")
-    x, w, _ = operands(even(2), 64, 48, torch.bfloat16)
-    with pytest.raises(cp.InputError, match="plan must be for equal counts known to the host"):
-        cp.all_to_all_matmul(x, w, counts=table, max_rows=99, plan="grouped")
+@pytest.mark.parametrize(
+    "spec", ["grouped", "grouped 4", "grouped 1/3 xor", "grouped 2/2 chunks=2"]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("k", "n"), SIZES)
+def test_counts_that_differ(gpus, k, n, dtype, spec):
+    """Both ways, with the gradients of the first, which goes back with the plan of its name."""
+    rank = dist.get_rank()
+    for name, counts in tables(dist.get_world_size(), LOCAL).items():
+        x, w, exact = operands(counts, k, n, dtype)
+        rows = by_expert(exact.xs, counts)
+        wants = multiplied(rows, exact.ws, counts)
+        torch.autograd.backward([want.sum() for want in wants])
+        poisoned()
+        y, kept = cp.all_to_all_matmul(x, w, counts=counts, plan=spec, return_rows=True)
+        assert exactly(y, wants[rank]) and exactly(kept, rows[rank]), name
+        y.sum().backward()
+        assert exactly(x.grad, exact.xs[rank].grad), name
+        assert exactly(w.grad, exact.ws[rank].grad), name
+        x, w, exact = operands(counts, k, n, dtype, back=True)
+        wants = by_owner(multiplied(exact.xs, exact.ws, counts), counts)
+        y = cp.matmul_all_to_all(x.detach(), w.detach(), counts=counts, plan=spec)
+        assert exactly(y, wants[rank]), name
+    cp.check()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_counts_that_differ_are_in_no_replay(gpus, back):
+    """Calls whose tensors lie where they lay, and whose table says something else."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    op = cp.matmul_all_to_all if back else cp.all_to_all_matmul
+    table = torch.full((ranks, ranks * LOCAL), 6)
+    x, w, exact = operands(table.tolist(), 64, 48, torch.bfloat16, back=back)
+    x, w = x.detach(), w.detach()
+    for turn in range(8):
+        table.fill_(
+            6
+        )  # as many rows of each rank, and to each: even experts have what odd ones lack
+        table[:, 0::2] += turn % 4 + 1
+        table[:, 1::2] -= turn % 4 + 1
+        counts = table.tolist()
+        xs, ws = [t.detach() for t in exact.xs], [t.detach() for t in exact.ws]
+        wants = multiplied(xs if back else by_expert(xs, counts), ws, counts)
+        wants = by_owner(wants, counts) if back else wants
+        y = op(x, w, counts=table, plan="grouped 1/3")
+        assert exactly(y, wants[rank]), turn
+        del y
+    cp.check()
+
+
+@pytest.mark.parametrize("counted", ["equal", "host"])
+@pytest.mark.parametrize("op", ["all_to_all_matmul", "matmul_all_to_all"])
+def test_plans_for_a_mesh(gpus, op, counted):
+    """A copy stream for each peer; it need not be a mesh."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    counts = even(8) if counted == "equal" else tables(ranks, LOCAL)["uneven"]
+    back = op == "matmul_all_to_all"
+    m = 8 * ranks * LOCAL if counted == "equal" else 256 * LOCAL
+    problem = cp.Problem(op, m, 48, 64, ranks, experts=LOCAL, counts=counted)
+    plan = cp.build(problem, "grouped 1/3 chunks=2", machine=f"mi300x-{ranks}")
+    x, w, exact = operands(counts, 64, 48, torch.bfloat16, back=back)
+    wants = multiplied(exact.xs if back else by_expert(exact.xs, counts), exact.ws, counts)
+    wants = by_owner(wants, counts) if back else wants
+    for _ in range(4):  # eager, and of equal counts replayed
+        y = getattr(cp, op)(x.detach(), w.detach(), counts=counts, plan=plan)
+        assert exactly(y, wants[rank])
+    cp.check()

@@ -7,6 +7,8 @@ from specs import specs
 
 import counterpoint
 from counterpoint.measure.timing import relative_error
+from counterpoint.plan.families import build
+from counterpoint.plan.finer import NAMES
 from counterpoint.problem import Problem
 from counterpoint.runtime import compute, lanes_cuda, tables
 from counterpoint.runtime.workspace import workspace_of
@@ -110,11 +112,13 @@ def test_unequal_rows(groups, op):
         dist.all_reduce(partial)
         want, plain = total[mine], partial[mine]
     problem = Problem(op, sum(rows), 24, 40, ranks, rows=tuple(rows))
-    for spec in specs(problem):
-        got = getattr(counterpoint, op)(x, w, plan=spec, rows=rows)
+    # and with a copy stream for each peer, though it need not be a mesh
+    of_mesh = [build(problem, f"{name} ring", f"mi300x-{ranks}") for name in NAMES]
+    for plan in (*specs(problem), *of_mesh):
+        got = getattr(counterpoint, op)(x, w, plan=plan, rows=rows)
         assert got.shape == want.shape
         if want.numel():
-            check(got, want, plain, f"{op} {spec} rows {rows}")
+            check(got, want, plain, f"{op} {plan} rows {rows}")
 
 
 @pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "captured forward", "bf16")

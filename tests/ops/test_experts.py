@@ -100,7 +100,7 @@ def wrong_where_device_known(rank: int, ranks: int, plan: str, k: int, n: int) -
     return found
 
 
-@pytest.mark.parametrize("plan", ["auto", "fused"])
+@pytest.mark.parametrize("plan", ["auto", "fused", "grouped chunks=2"])
 @on_ranks(1, 2, 4)
 def test_rows_beyond_the_sum_of_a_device_known_table(rank: int, ranks: int, plan: str) -> list[str]:
     with by_torch("device"):

@@ -1,5 +1,6 @@
 """What auto takes for experts: one table of the libraries, one kernel and plans of copies."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import counterpoint as cp
 from counterpoint.choose.by_model import by_model
 from counterpoint.machine_of import shipped
 from counterpoint.measure.tune import tune
+from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build
 from counterpoint.plan.validate import validate
+from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
 RANKS = 4
@@ -35,14 +38,43 @@ def test_all_families_are_taken_somewhere():
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_of_counts_that_differ_one_kernel_is_weighed_alone(op: str, sizes: Any):
-    """Its tiles are half full at the end of each expert, and so it takes as long or longer."""
+def test_counts_that_differ_take_as_long_or_longer(op: str, sizes: Any):
+    """Tiles are half full at the end of each expert; and the host lays copies out, in no graph."""
     assert MACHINE is not None
     choice = by_model(problem_of(op, sizes, "host"), MACHINE)
     times = {c.spec: c.seconds for c in choice.table}
-    assert set(times) == {"serial", "fused"}
     equal = {c.spec: c.seconds for c in by_model(problem_of(op, sizes), MACHINE).table}
+    assert set(times) == set(equal) > {"serial", "fused", "grouped ring"}
     assert times["fused"] >= equal["fused"] and times["serial"] == equal["serial"]
+    assert all(times[spec] > equal[spec] for spec in times if "grouped" in spec)
+    plan = build(problem_of(op, sizes, "host"), "grouped", MACHINE)
+    assert predicted_s(plan, MACHINE) == predicted_s(plan, MACHINE, eager=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_where_one_kernel_does_not_run_counts_that_differ_are_overlapped_too(op: str):
+    machine = preset("h200-6")
+    n, k = (4096, 7168) if op == OPS[0] else (7168, 2048)
+    choice = by_model(Problem(op, 24 * 6 * 1024, n, k, 6, experts=24, counts="host"), machine)
+    assert choice.plan.family == "grouped" and choice.serial_s > 1.15 * choice.seconds
+    assert max(span.end_s for span in choice.timeline.spans) == pytest.approx(choice.seconds)
+
+
+def test_on_a_mesh_experts_are_exchanged_in_groups_and_a_single_one_in_chunks():
+    mesh = preset("mi300x-8")
+    mesh = replace(mesh, measured=mesh.costs)
+    for op in OPS:
+        n, k = (4096, 7168) if op == OPS[0] else (7168, 2048)
+        many = by_model(Problem(op, 32768, n, k, 8, experts=32), mesh)  # DeepSeek-V3
+        assert many.plan.family == "grouped" and many.serial_s > 1.5 * many.seconds
+        assert not any("chunks" in c.spec for c in many.table)
+        n, k = (28672, 4096) if op == OPS[0] else (4096, 14336)
+        one = by_model(Problem(op, 32768, n, k, 8, experts=1), mesh)  # Mixtral-8x7B
+        times = {c.spec: c.seconds for c in one.table}
+        assert times["grouped ring chunks=4"] < 0.97 * times["grouped ring"]
+    assert by_model(Problem(OPS[0], 32768, 28672, 4096, 8, experts=1), mesh).spec == (
+        "grouped ring chunks=8"
+    )
 
 
 @pytest.mark.parametrize("by", ["model", "rule"])
@@ -92,6 +124,6 @@ def test_plans_of_a_user_and_tuning(rank: int, ranks: int):
     for counted in ("equal", "host"):
         for op in OPS:
             problem = Problem(op, 64, 16, 8, 2, "float16", experts=2, counts=counted)  # type: ignore[arg-type]
-            choice = tune(problem, rounds=2, specs=("serial",))
+            choice = tune(problem, rounds=2, specs=("serial", "grouped 1/1 ring chunks=2"))
             found.append(choice.basis == "measurement" and choice.seconds > 0)
     assert found == [True] * 7

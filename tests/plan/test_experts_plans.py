@@ -1,14 +1,17 @@
 """Plans of experts: proved for any ranks, experts and groups; what is no such plan is refused."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from plan_cases import COMBINE, DISPATCH, EXPERTS, prove
 from plan_mutants import with_step
 
+from counterpoint.costs import NO_TILES
 from counterpoint.errors import InputError, PlanError
+from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.bind import bind
-from counterpoint.plan.families import build
+from counterpoint.plan.families import build, parse
 from counterpoint.plan.grading import expert_groups
 from counterpoint.plan.makespan import combine_s, dispatch_s
 from counterpoint.plan.operation import operation_of
@@ -42,10 +45,77 @@ def test_a_weight_is_read_once_and_a_group_by_one_launch(op: str):
         assert [b.step.arg("batch", -1) for b in matmuls] == [0, 0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("machine", ["h200-4", "mi300x-4"])
+@pytest.mark.parametrize("counts", ["equal", "host"])
+@pytest.mark.parametrize(("experts", "spec"), [(1, "grouped 1 chunks=4"), (3, "grouped 2/1"),
+                                               (2, "grouped 1/1 chunks=2")])  # fmt: skip
+@pytest.mark.parametrize("op", EXPERTS)
+def test_each_exchange_is_with_all_peers_and_finer(
+    op: str, experts: int, spec: str, counts: Any, machine: str
+):
+    """Of a combine in chunks each weight is still read once, of a dispatch once for each chunk."""
+    problem = Problem(op, 4 * experts * 12, 256, 7, 4, experts=experts, counts=counts)
+    plan = build(problem, spec, machine)
+    validate(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    chunks = int(spec.partition("chunks=")[2] or 1)
+    exchanges = chunks * (spec.count("/") + 1)
+    for rank in range(4):
+        sent: dict[str, Counter[int]] = {}
+        weights = Counter[tuple[int, int]]()
+        for bound in bind(plan, rank).steps:
+            name = bound.step.name.partition("_to_")[0]
+            for part in bound.parts:
+                if name.startswith("push"):
+                    rows, cols = part.write.shape
+                    sent.setdefault(name, Counter())[part.write.rank] += rows * cols
+            if bound.step.kind == "matmul":
+                w = bound.parts[0].reads[1]
+                weights.update((row, col) for row in range(w.r0, w.r1) for col in range(w.c0, w.c1))
+        assert len(sent) == exchanges >= 2
+        # as much to each peer, at each exchange
+        assert all(len(each) == 3 and len(set(each.values())) == 1 for each in sent.values())
+        assert len(weights) == 7 * experts * 256
+        assert set(weights.values()) == {chunks if op == DISPATCH else 1}
+
+
+def test_what_the_host_lays_out_stands_only_as_it_is_built():
+    """Where counts differ, also of plans for a mesh; and the host has to know them."""
+    problem = Problem(DISPATCH, 4 * 2 * 4, 8, 8, 4, experts=2, counts="host")
+    for machine in ("h200-4", "mi300x-4"):
+        plan = build(problem, "grouped 1/1 chunks=2", machine)
+        validate(plan)
+        i = next(i for i, step in enumerate(plan.steps) if step.name.startswith("push_1"))
+        assert plan.steps[i].reads[-1] == Region("counts")
+        refused(with_step(plan, i, reads=plan.steps[i].reads[:-1]), "whose counts differ, stands")
+    device = Problem(DISPATCH, 4 * 2 * 4, 8, 8, 4, experts=2, counts="device")
+    with pytest.raises(InputError, match="plan must be for counts known to the host"):
+        build(device, "grouped")
+
+
+@pytest.mark.parametrize("name", ["h200-8", "mi300x-8"])
+@pytest.mark.parametrize("op", EXPERTS)
+def test_closed_forms_are_near_simulations(name: str, op: str):
+    """So groups are sized right; on a mesh copies to all peers are under way at once."""
+    machine = preset(name)
+    for m, k, experts, tail in ((32768, 7168, 32, ""), (32768, 4096, 16, ""),
+                                (8192, 4096, 1, ""), (32768, 4096, 1, "chunks=4")):  # fmt: skip
+        n = 4096 if op == DISPATCH else 7168
+        problem = Problem(op, m, n, k, 8, experts=experts)
+        spec = f"grouped ring {tail}"
+        family, options = parse(problem, spec)
+        assert family.guess_s is not None
+        guess_s = family.guess_s(problem, options, machine, NO_TILES)
+        seconds = predicted_s(build(problem, spec, machine), machine)
+        assert 0.8 < guess_s / seconds < 1.05, (problem, spec)
+
+
 def test_groups_are_sized_for_the_machine():
     machine = preset("h200-8")
     large = Problem(DISPATCH, 32768, 4096, 7168, 8, experts=32)
     first, *_, last = groups = expert_groups(large, machine, dispatch_s)
+    # links that all work at once bring the first experts sooner
+    assert expert_groups(large, preset("mi300x-8"), dispatch_s)[0] <= first
     assert first < last, "the first copies are hidden by nothing"
     assert build(large, "grouped", machine).spec.split()[1] == "/".join(map(str, groups))
     for experts in (1, 2, 31, 100, 256):

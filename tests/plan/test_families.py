@@ -134,7 +134,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
     if "sizes" in family.takes:
         edges = sorted(draw(st.sets(st.integers(1, experts or ranks))) | {0, experts or ranks})
         words.append("/".join(str(b - a) for a, b in zip(edges, edges[1:], strict=False)))
-    elif "chunks" in family.takes:
+    if "chunks" in family.takes and ("sizes" not in family.takes or experts):
         words += draw(st.sampled_from([[], ["chunks=2"], ["chunks=5"]]))
     if "peers" in family.takes:
         words.append(draw(st.sampled_from(peers_of(ranks))))
@@ -302,7 +302,7 @@ def test_a_misspelt_family_and_a_misspelt_word_have_a_suggestion(op: str):
               (AG, "uniform_fused_1d", "chunks=2"), (RS, "shard_p2p", "1/3"),
               (AG_WGRAD, "serial", "chunks=2"), (AG_BACKWARD, "side_by_side", "1/3"),
               (RS, "direct", "ring"), (AR, "fused", "words"), ("all_to_all_matmul", "fused", "3"),
-              ("matmul_all_to_all", "grouped", "chunks=2"))),
+              ("matmul_all_to_all", "grouped", "warps=4"))),
     ],
 )  # fmt: skip
 def test_a_spec_that_does_not_fit_is_refused(op: str, ranks: int, spec: str, message: str):

@@ -7,7 +7,7 @@ shares no reasoning with validate.
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from random import Random
 from typing import Any, NamedTuple
 
@@ -126,6 +126,12 @@ CASES = [
     Case(DISPATCH, "grouped 1/1 ring", (2, 2, 2), experts=2),
     Case(DISPATCH, "grouped 1/2 xor", (6, 6), experts=3),
     Case(DISPATCH, "grouped 1 ring", (2, 2, 2, 2), experts=1),
+    Case(DISPATCH, "grouped 1 xor chunks=2", (8, 8), experts=1),
+    Case(DISPATCH, "grouped 1/1 ring chunks=2", (24, 24), experts=2),
+    Case(COMBINE, "grouped 1 ring chunks=2", (4, 4), experts=1),
+    Case(COMBINE, "grouped 1/1 xor chunks=2", (4, 4), experts=2),
+    Case(DISPATCH, "grouped 1/1 ring chunks=2", (8, 8), experts=2, counts="host"),
+    Case(COMBINE, "grouped 2 ring chunks=2", (8, 8), experts=2, counts="host"),
     Case(COMBINE, "serial", (3, 3), experts=3),
     Case(COMBINE, "grouped 2/1 ring", (6, 6, 6), experts=3),
     Case(COMBINE, "grouped 1/1 xor", (4, 4), experts=2),
@@ -304,7 +310,7 @@ def test_a_kernel_of_ours_stands_only_as_its_family_has_it():
     ]  # fmt: skip
     assert {(r.plan.problem.op, r.plan.family) for r in ours} == {
         (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
-    } | {(op, "serial") for op in (BAGS, DISPATCH, COMBINE)}
+    } | {(BAGS, "serial"), *product((DISPATCH, COMBINE), ("serial", "grouped"))}
     assert len(ours) > 1500
     assert [f"{r.case}: {r.what}" for r in ours if not r.refused] == []
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expert_bodies import by_expert, by_owner, multiplied, whole, wrong_products
+from expert_bodies import by_expert, by_owner, multiplied, tables, whole, wrong_products
 from on_ranks import on_ranks
 
 from counterpoint.plan.bind import Program, bind
@@ -53,7 +53,7 @@ class AsLaunched(execute_cpu.CpuCode):
                 self.actions[first] = [copy]
             elif rest:
                 steps = [program.steps[i] for i in (first, *rest)]
-                self.actions[first] = [compute.matmuls(steps, places)]
+                self.actions[first] = compute.matmuls(steps, places)
                 for i in rest:
                     self.actions[i] = []
 
@@ -75,6 +75,39 @@ def test_values_as_launched(rank: int, ranks: int, spec: str, pitch: int) -> lis
     strided = any(copy.height > 1 for copy in copied)
     assert copied and strided == (pitch > 4096 and spec != "grouped 1/1/1/1")
     return found
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(2, 1), (3, 2), (4, 1)])
+@on_ranks()
+def test_chunks_and_counts_that_differ_as_launched(rank: int, ranks: int, local: int) -> list[str]:
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "copies_async", by_hand)
+        patch.setattr(execute_cpu, "CpuCode", AsLaunched)
+        kinds = tables(ranks, local)
+        for name in ("uneven", "even", "a rank that gets and sends nothing", "one pair"):
+            for spec in ("grouped", f"grouped {local} chunks=2"):
+                copied.clear()
+                wrong = wrong_products(rank, kinds[name], spec, torch.float32, K, N)
+                found += [f"{spec}, {name}: {text}" for text in wrong]
+                assert copied or name != "even"
+    return found
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_a_chunk_of_rows_is_one_batched_matmul(experts: int):
+    """Those of each rank for an expert, equally far apart; where counts differ one by one."""
+    for counts, many in (("equal", 4), ("host", 1)):
+        problem = Problem(EXPERTS[0], 4 * experts * 12, N, K, 4, experts=experts, counts=counts)  # type: ignore[arg-type]
+        plan = build(problem, f"grouped {experts} chunks=3")
+        matmuls = [b for b in bind(plan, 2).steps if b.step.kind == "matmul"]
+        assert len(matmuls) == 3 * experts
+        for bound in matmuls:
+            found = runs(bound, plan)
+            assert [run.times for run in found] == [many] * (4 // many)
+            assert {run.part.reads[1] for run in found} == {bound.parts[0].reads[1]}
+            if many > 1:
+                assert found[0][2:] == (12, 12) and found[0].part.write.shape == (4, N)
 
 
 @pytest.mark.parametrize("op", EXPERTS)

@@ -18,7 +18,7 @@ from counterpoint.machine import Machine
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.model.work import Work, works
 from counterpoint.plan.bind import BoundStep, Program, bind
-from counterpoint.plan.launches import batches
+from counterpoint.plan.launches import batches, in_no_graph
 from counterpoint.plan.peers import runs
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import instance
@@ -211,7 +211,7 @@ class _Simulation:
         # equal copies go to one rank each, and on a mesh each pair has its own link
         unequal = len(set(programs[0].plan.problem.rows)) > 1
         self.shares = unequal and machine.link.topology != "mesh"
-        self.eager = eager
+        self.eager = eager or in_no_graph(programs[0].plan)
         launches = enumerate(batches(programs[0]), 1)
         self.launched = {i: number for number, steps in launches for i in steps}
         self.posted: set[tuple[int, int, int]] = set()

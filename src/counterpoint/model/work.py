@@ -6,8 +6,8 @@ from counterpoint.costs import Collective, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
-from counterpoint.plan.launches import batches, runs
-from counterpoint.plan.makespan import LOCAL_COPY
+from counterpoint.plan.launches import Run, batches, runs
+from counterpoint.plan.makespan import LOCAL_COPY, PIECE_S
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
@@ -51,7 +51,9 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
         case "barrier":
             return costs.barrier_s if bound.step.posts else costs.kernel_s
         case "matmul":
-            return sum(_matmul_s(bound, part, plan, machine, tiles, batch) for part in bound.parts)
+            return sum(
+                _matmul_s(bound, run, plan, machine, tiles, batch) for run in runs(bound, plan)
+            )
         case "copy":
             return _copies_s(bound, plan, machine)
         case "collective":
@@ -66,8 +68,9 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
 
 
 def _matmul_s(
-    bound: BoundStep, part: Part, plan: Plan, machine: Machine, tiles: Tiles, batch: int
+    bound: BoundStep, run: Run, plan: Plan, machine: Machine, tiles: Tiles, batch: int
 ) -> float:
+    part = run.part
     rows, n = part.write.shape
     k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
     costs, tile = machine.costs, tiles.get((rows, n, k))
@@ -78,8 +81,8 @@ def _matmul_s(
         plan.problem.item_bytes,
         machine.sms,
         tile,
-        again=_again(bound, part, plan),
-        count=batch,
+        again=_again(bound, part, plan) or run.times > 1,
+        count=batch * run.times,
     )
     # a sum in fp32, which every pass reads and writes once its products are there
     passes = 2 if bound.step.accumulates else 0
@@ -133,6 +136,7 @@ def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     own.
     """
     costs, seconds = machine.costs, 0.0
+    reached = set[tuple[int, int]]()
     for run in runs(bound, plan):
         source, target = run.part.reads[0], run.part.write
         cols = source.c1 - source.c0
@@ -147,6 +151,11 @@ def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
             num_bytes = int(num_bytes / LOCAL_COPY)
         elif machine.link.topology == "mesh":
             num_bytes *= machine.num_devices - 1
+        peer = source.rank, target.rank
+        if bound.step.counted and peer in reached:  # a further one of its batch
+            seconds += PIECE_S + num_bytes / costs.copy_bytes_per_s
+            continue
+        reached.add(peer)
         seconds += costs.copy_s(num_bytes, row_bytes)
     return seconds
 

@@ -54,8 +54,9 @@ def all_to_all_matmul(
             no graph can be captured; "fused": one kernel, of 16-bit numbers, K and N multiples of
             8, a number of ranks that is a power of 2, and, with device-known counts, equally many
             rows of x on all ranks; "grouped", or with sizes of groups of experts "grouped 8/8/16
-            ring": copy engines, where counts are host-known and all equal; a Plan; or a JSON file
-            of one. The backward takes the same family.
+            ring": copy engines, where counts are host-known; with "chunks=4" each group in four
+            chunks, where experts are few; a Plan; or a JSON file of one. The backward takes the
+            same family.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:

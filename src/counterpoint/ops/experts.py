@@ -2,7 +2,7 @@
 
 E experts in all, E_local = E / ranks of them on each rank: expert e is on rank e // E_local.
 `counts[s, e]` is how many rows rank s sends to expert e; every rank has the whole table. Rows lie
-by owner or by expert: see runtime/counted.py.
+by owner or by expert: see runtime/rows_of_experts.py.
 
 A table on the CPU is host-known: it sizes what is returned. One on a GPU is device-known: what is
 returned has `max_rows` rows, the rows beyond the table's sum are not written, and rows of x beyond
@@ -25,7 +25,7 @@ from counterpoint.ops.agreement import Input
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, Words, present
 from counterpoint.ops.experts_check import Table
-from counterpoint.ops.fused_experts import COMBINE, DISPATCH, copy_own, sum_of_rows
+from counterpoint.ops.fused_experts import COMBINE, DISPATCH, copy_own, finish
 from counterpoint.ops.plans import family_of
 from counterpoint.ops.samples import Sample, num_sets
 from counterpoint.plan.bind import Box
@@ -210,7 +210,7 @@ def _ends(keep: bool, code: Code | None) -> Action | None:
     if code is None or plan is None or any(step.kind == "fused" for step in plan.steps):
         return None
     if plan.problem.op == COMBINE:
-        return _sum
+        return partial(finish, code.workspace.rank)
     if not keep or any(buffer.name == "rows" for buffer in plan.buffers):
         return None
     if not any(buffer.name == "received" for buffer in plan.buffers):  # of one rank
@@ -218,13 +218,12 @@ def _ends(keep: bool, code: Code | None) -> Action | None:
     p, workspace = plan.problem, code.workspace
     rows = Places(workspace, plan).fixed(Box(workspace.rank, "received", 0, 0, p.m, 0, p.k))
     assert rows is not None, "symmetric"
-    return lambda o: o["rows"].copy_(rows)  # the next call writes over them
 
+    def copied(operands: Operands) -> None:  # the next call writes over them
+        kept = operands["rows"][: len(rows)]
+        kept.copy_(rows[: len(kept)])
 
-def _sum(operands: Operands) -> None:
-    if "sums" in operands:
-        sums = sum_of_rows(operands["y"], operands["index"], operands["weights"])
-        operands["sums"].copy_(sums)
+    return copied
 
 
 @cache

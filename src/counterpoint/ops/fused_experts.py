@@ -298,9 +298,12 @@ def reference(site: Site) -> Action:
     plan = build(p, "serial")
     workspace.reserve(plan)
     places = Places(workspace, plan)
-    kinds = {"collective": compute.collective, "matmul": compute.matmul}
-    actions = [kinds[bound.step.kind](bound, part, places)
-               for bound in bind(plan, workspace.rank).steps for part in bound.parts]  # fmt: skip
+    actions: list[Action] = []
+    for bound in bind(plan, workspace.rank).steps:
+        if bound.step.kind == "matmul":
+            actions += compute.matmuls((bound,), places)
+        else:
+            actions.append(compute.collective(bound, bound.parts[0], places))
 
     def run(operands: Operands) -> None:
         y = operands["y"]
@@ -310,11 +313,19 @@ def reference(site: Site) -> Action:
             action(operands)
         if p.ranks == 1 and "rows" in operands:
             copy_own(operands)
-        if "sums" in operands:
-            index, weights = operands["index"], operands["weights"]
-            operands["sums"].copy_(sum_of_rows(operands["y"], index, weights))
+        if p.op == COMBINE:
+            finish(workspace.rank, operands)
 
     return run
+
+
+def finish(rank: int, operands: Operands) -> None:
+    """What is left of a combine when all rows are back: rows that are none, and sums."""
+    if "clear" in operands and COUNTS in operands:
+        operands["y"][int(operands[COUNTS][rank].sum()) :].zero_()
+    if "sums" in operands:
+        sums = sum_of_rows(operands["y"], operands["index"], operands["weights"])
+        operands["sums"].copy_(sums)
 
 
 def copy_own(operands: Operands) -> None:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from counterpoint.machine import Machine
 from counterpoint.plan import experts
-from counterpoint.plan.experts import LANES, matmuls, push, rows_of
+from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
 from counterpoint.plan.makespan import dispatch_s
-from counterpoint.plan.names import OWN, in_one_lane
+from counterpoint.plan.names import in_one_lane
 from counterpoint.plan.operation import Options
-from counterpoint.plan.peers import Order
-from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.peers import Order, cuts
+from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.problem import Problem
 
 
@@ -31,29 +31,30 @@ def grouped(p: Problem, options: Options, machine: Machine) -> Plan:
     """Groups of experts: the copies of the next one beside the matmuls of this one.
 
     Rows go to their place by expert, and a group is multiplied when those of all ranks have come.
+    In chunks, an n-th of the rows of each rank for each expert of the group comes at a time.
     """
     order = Order(options.peers, p.ranks)
-    variant, spans = experts.spans_of(p, options, machine, dispatch_s)
+    variant, spans, chunks = experts.spans_of(p, options, machine, dispatch_s)
     received = rows_of(p, "received", p.k, "symmetric", by_expert=True)
-    steps = (order.barrier("open", "signal", 0), *_steps(p, order, spans))
+    steps = (order.barrier("open", "signal", 0), *_steps(p, order, spans, chunks))
     buffers = (*operands(p), received)
     return Plan(p, "grouped", variant, options.peers, buffers, LANES, steps)
 
 
-def _steps(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
-    """Each group's rows to their experts, the own ones too; its matmuls when all have come."""
+def _steps(p: Problem, order: Order, spans: list[range], chunks: int) -> tuple[Step, ...]:
+    """Each exchange of rows with their experts, own ones too; its matmuls when all have come."""
     copies: list[Step] = []
     products: list[Step] = []
-    for g, span in enumerate(spans):
-        after = () if g else ("open",)
-        copies.append(push(p, order, g, span, "x", "received", after))
-        kept = [Region("x", shards=OWN, chunk=(e, p.experts)) for e in span]
-        arrived = [Region("received", shards=OWN, chunk=(e, p.experts)) for e in span]
-        copies.append(Step(f"keep_{g}", "local", "copy", tuple(kept), tuple(arrived), after))
-        first, *rest = matmuls(p, g, span, "received", "y")
-        waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
-        products += [replace(first, after=(f"keep_{g}",), waits=waits), *rest]
+    parts = [(span, *cut) for span in spans for cut in cuts(chunks)]
+    for i, (span, suffix, chunk) in enumerate(parts):
+        after = () if i else ("open",)
+        exchange = Exchange(p, order, i, span, chunk)
+        copies += [
+            exchange.push("x", "received", after), exchange.keep("x", "received", after)
+        ]  # fmt: skip
+        first, *rest = matmuls(p, i, span, "received", "y", suffix=suffix, chunk=chunk)
+        products += [replace(first, after=(f"keep_{i}",), waits=exchange.waits), *rest]
     return *copies, *products
 
 
-OPERATION = experts.operation(operands, serial, grouped, dispatches=True)
+OPERATION = experts.operation(operands, serial, grouped, dispatch_s, dispatches=True)

@@ -207,7 +207,7 @@ class _Binder:
         if region.rows is not None:
             self.fail(f"{region.buffer} is split: name blocks by shards and chunk, not rows")
         i, of = region.chunk
-        if not 0 <= i < of or buffer.chunks not in (1, of):
+        if not 0 <= i < of or of % buffer.chunks:
             self.fail(f"{region.buffer} has no chunk {i} of {of}")
         sizes = list(self.block_rows(buffer, holder))
         if buffer.holds == "own":
@@ -228,15 +228,15 @@ class _Binder:
                 self.fail(f"{region.buffer} holds the blocks of peers only")
             shards = [shard for shard in shards if shard != holder]
         parts = [_chunk(n, i, of) for n in sizes]
-        rows = [stop - start for start, stop in parts]
+        # chunk-major: part 0 of every block, then part 1; what is asked for lies in one of them
+        stored = [(0, n) for n in sizes]
         if buffer.chunks > 1:
-            # chunk-major: part 0 of every block, then part 1
-            starts = list(accumulate(rows, initial=sum(start for start, _ in parts)))
-        else:
-            blocks = accumulate(sizes, initial=0)
-            starts = [first + start for first, (start, _) in zip(blocks, parts, strict=False)]
+            stored = [_chunk(n, i * buffer.chunks // of, buffer.chunks) for n in sizes]
+        ahead = sum([start for start, _ in stored])
+        firsts = accumulate([stop - start for start, stop in stored], initial=ahead)
+        shifts = [first - start for first, (start, _) in zip(firsts, stored, strict=False)]
         return [
-            Box(holder, buffer.name, 0, starts[b], starts[b] + rows[b], *cols)
+            Box(holder, buffer.name, 0, shifts[b] + parts[b][0], shifts[b] + parts[b][1], *cols)
             for b in sorted(shards)
         ]
 

@@ -1,9 +1,17 @@
-"""What plans of experts share: rows by owner or by expert, pushes of a group, its matmuls.
+"""What plans of experts share: rows by owner or by expert, exchanges of a group, its matmuls.
 
-Experts have equally many rows of each rank. A step is a group of experts with all its peers: its
-copies carry what all ranks have for these experts, or what these have made for all ranks, and each
-weight is read once. The rows of one expert for one rank are few; those of a group lie equally far
-apart on both sides, so the copy engine takes them as one strided copy for each peer.
+A step is a group of experts with all its peers: its copies carry what all ranks have for these
+experts, or what these have made for all ranks, and each weight is read once. So every step is an
+exchange with all peers that is finer than a shard, as those of plan/finer.py, and on a mesh all
+links work at each. Chunks of rows would read every weight in each of them.
+
+Where experts are fewer than exchanges worth having, groups come in chunks. Of a combine these are
+slices of columns, of the results and of the weight: it is still read once. Of a dispatch they are
+rows, an n-th of those of each rank for each expert, and the weight is read again for each: slices
+of K would be summed in fp32, in passes over all of y.
+
+Where counts are equal, rows of a group lie equally far apart on both sides: the copy engine takes
+them as one strided copy for each peer, and the rows of a chunk are one batched matmul.
 
 Where counts differ they are an operand, and only plans whose steps read it are possible: the boxes
 of such a plan, and so its proof, are those of equal counts. A call may pass, beside the operands of
@@ -16,23 +24,27 @@ of that rank. By expert: part e of every block, one after the other, which is a 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
+from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan import fused_experts, grading
 from counterpoint.plan.bind import Box
 from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, collective, counts_of
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
-from counterpoint.plan.peers import Order, orders
+from counterpoint.plan.peers import Chunk, Order, orders
 from counterpoint.plan.sizes import check_experts
-from counterpoint.plan.steps import COUNTS, Buffer, Lane, Plan, Region, Space, Step
+from counterpoint.plan.steps import COUNTS, Buffer, Lane, Peer, Plan, Region, Signal, Space, Step
 from counterpoint.plan.values import Product, Value
 from counterpoint.problem import Problem
 
 # copies within a GPU, beside those to peers
 LOCAL = Lane("local", "copy", priority=-1)
 LANES = (COMPUTE, SIGNAL, COPY, LOCAL)
+WHOLE: Chunk = (0, 1)
+EXCHANGES = 8  # from as many experts on, groups of them are enough
 
 
 def weights_and_counts(p: Problem) -> tuple[Buffer, ...]:
@@ -46,10 +58,16 @@ def operation(
     operands: Callable[[Problem], tuple[Buffer, ...]],
     serial: Callable[[Problem], Plan],
     grouped: Callable[[Problem, Options, Machine], Plan],
+    predict: grading.ExpertsMakespan,
     *,
     dispatches: bool,
 ) -> Operation:
     """One of the two operators of experts: rows go to them, or what they have made goes back."""
+
+    def guess_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+        _, spans, chunks = spans_of(p, options, machine, predict)
+        return predict(p, tuple(map(len, spans)), chunks, machine)
+
     return Operation(
         operands=operands,
         definition=partial(definition, dispatches=dispatches),
@@ -57,8 +75,8 @@ def operation(
         families=(
             in_a_row("serial", serial),
             fused_experts.family(operands),
-            Family(name="grouped", takes=("peers", "sizes"), build=grouped,
-                   refusal=wants_equal_counts),
+            Family(name="grouped", takes=("peers", "sizes", "chunks"), build=grouped,
+                   refusal=wants_known_counts, guess_s=guess_s),
         ),
         candidates=candidates,
         collectives=("all_to_all",),
@@ -72,36 +90,96 @@ def operation(
     )  # fmt: skip
 
 
-def wants_equal_counts(p: Problem) -> str:
-    """What a family wants whose steps are laid out before a call."""
-    return "" if p.counts == "equal" else "equal counts known to the host"
+def wants_known_counts(p: Problem) -> str:
+    """What a family wants whose steps the host lays out."""
+    return "" if p.counts != "device" else "counts known to the host"
 
 
-def push(
-    p: Problem, order: Order, g: int, span: range, source: str, target: str, after: tuple[str, ...]
-) -> Step:
-    """What each peer gets of a group, nearest first, and behind it all the signals."""
-    each = [(order.to(d), (e, p.experts)) for d in order.distances for e in span]
-    return Step(
-        f"push_{g}",
-        "copy",
-        "copy",
-        tuple(Region(source, shards=(peer,), chunk=chunk) for peer, chunk in each),
-        tuple(Region(target, peer, OWN, chunk) for peer, chunk in each),
-        after,
-        posts=tuple(order.post((g + 1) * p.ranks + d, d) for d in order.distances),
-    )
+@dataclass(frozen=True)
+class Exchange:
+    """The i-th exchange of a plan: rows of some experts, or a chunk of them, with all peers."""
+
+    p: Problem
+    order: Order
+    i: int
+    span: range
+    chunk: Chunk = WHOLE
+
+    @property
+    def waits(self) -> tuple[Signal, ...]:
+        """For what all peers have sent."""
+        slot = (self.i + 1) * self.p.ranks
+        return tuple(self.order.wait(slot + d, d) for d in self.order.distances)
+
+    def push(self, source: str, target: str, after: tuple[str, ...]) -> Step:
+        """What each peer gets, nearest first, and behind it all the signals."""
+        each = [(self.order.to(d), part) for d in self.order.distances for part in self._parts()]
+        reads = (Region(source, shards=(peer,), chunk=chunk) for peer, chunk in each)
+        writes = (Region(target, peer, OWN, chunk) for peer, chunk in each)
+        slot = (self.i + 1) * self.p.ranks
+        posts = tuple(self.order.post(slot + d, d) for d in self.order.distances)
+        return Step(f"push_{self.i}", "copy", "copy", (*reads, *counts_of(self.p)),
+                    tuple(writes), after, posts=posts)  # fmt: skip
+
+    def keep(
+        self, source: str, target: str, after: tuple[str, ...], cols: tuple[int, int] | None = None
+    ) -> Step:
+        """Own rows, which stay on this rank; into these columns."""
+        return self._local(f"keep_{self.i}", source, target, [OWN], after, cols)
+
+    def unpack(
+        self, source: str, target: str, cols: tuple[int, int] | None = None
+    ) -> tuple[Step, Step]:
+        """What peers have sent, to its place, once it has come; into these columns.
+
+        Waited for between matmuls: a kernel that waits beside one takes a place where it would run.
+        """
+        come = f"come_{self.i}"
+        after = () if self.i else ("open",)
+        sources = [(self.order.source(d),) for d in self.order.distances]
+        return (
+            Step(come, "compute", "barrier", after=after, waits=self.waits),
+            self._local(f"unpack_{self.i}", source, target, sources, (come,), cols),
+        )
+
+    def _local(
+        self, name: str, source: str, target: str, sources: list[tuple[Peer, ...]],
+        after: tuple[str, ...], cols: tuple[int, int] | None,
+    ) -> Step:  # fmt: skip
+        each = [(shards, part) for shards in sources for part in self._parts()]
+        reads = (Region(source, shards=shards, chunk=chunk) for shards, chunk in each)
+        writes = (Region(target, shards=shards, chunk=chunk, cols=cols) for shards, chunk in each)
+        return Step(name, "local", "copy", (*reads, *counts_of(self.p)), tuple(writes), after)
+
+    def _parts(self) -> list[Chunk]:
+        """What is exchanged of each block."""
+        return [part_of(e, self.p.experts, self.chunk) for e in self.span]
 
 
-def matmuls(p: Problem, g: int, span: range, x: str, y: str) -> tuple[Step, ...]:
-    """A matmul for each expert of a group, of one launch where there is one for several."""
-    return tuple(
-        Step(f"matmul_{e}", "compute", "matmul",
-             (Region(x, chunk=(e, p.experts)), Region("w", rows=(e * p.k, (e + 1) * p.k)),
-              *counts_of(p)),
-             (Region(y, chunk=(e, p.experts)),), args=(("batch", g),))
-        for e in span
-    )  # fmt: skip
+def part_of(e: int, experts: int, chunk: Chunk) -> Chunk:
+    """That chunk of the rows of an expert, as a part of the block of all experts."""
+    return e * chunk[1] + chunk[0], experts * chunk[1]
+
+
+def matmuls(
+    p: Problem, i: int, span: range, x: str, y: str, *,
+    suffix: str = "", chunk: Chunk = WHOLE, cols: tuple[int, int] | None = None,
+) -> tuple[Step, ...]:  # fmt: skip
+    """A matmul for each expert of a group, of one launch where there is one for several.
+
+    Args:
+        i: of the launch.
+        suffix: behind the name of each.
+        chunk: of the rows of each rank.
+        cols: of the weight.
+    """
+    found: list[Step] = []
+    for e in span:
+        rows, weight = part_of(e, p.experts, chunk), (e * p.k, (e + 1) * p.k)
+        reads = (Region(x, chunk=rows), Region("w", rows=weight, cols=cols), *counts_of(p))
+        found.append(Step(f"matmul_{e}{suffix}", "compute", "matmul", reads,
+                          (Region(y, chunk=rows),), args=(("batch", i),)))  # fmt: skip
+    return tuple(found)
 
 
 def rows_of(p: Problem, name: str, cols: int, space: Space, *, by_expert: bool) -> Buffer:
@@ -118,12 +196,14 @@ def all_to_all(p: Problem, source: str, target: str) -> Step:
 
 def spans_of(
     p: Problem, options: Options, machine: Machine, predict: grading.ExpertsMakespan
-) -> tuple[str, list[range]]:
-    """The variant of a grouped plan, and the experts of each of its groups."""
-    groups = options.sizes or grading.expert_groups(p, machine, predict)
+) -> tuple[str, list[range], int]:
+    """The variant of a grouped plan, the experts of each of its groups, and their chunks."""
+    chunks = max(options.chunks, 1)
+    groups = options.sizes or grading.expert_groups(p, machine, predict, chunks)
     starts = [sum(groups[:i]) for i in range(len(groups))]
     spans = [range(start, start + size) for start, size in zip(starts, groups, strict=True)]
-    return f"{grading.sizes(groups)} {options.peers}", spans
+    tail = f" chunks={chunks}" if chunks > 1 else ""
+    return f"{grading.sizes(groups)} {options.peers}{tail}", spans, chunks
 
 
 def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box, Value]]:
@@ -142,5 +222,7 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
-    """Specs worth weighing, serial first."""
-    return "serial", "fused", *(f"grouped {peers}" for peers in orders(p.ranks))
+    """Specs worth weighing, serial first; chunks where experts alone make few exchanges."""
+    chunks = [n for n in (2, 4, 8) if n * p.experts <= EXCHANGES]
+    found = ("serial", "fused", *(f"grouped {peers}" for peers in orders(p.ranks)))
+    return *found, *(f"grouped ring chunks={n}" for n in chunks)

@@ -11,6 +11,9 @@ step has copies for all links of a full mesh, where shard_p2p has them for one l
 
 Names and gathers: FiCCO, arXiv 2512.10236; uniform_unfused, hetero 2d and the mirrors that scatter
 are ours.
+
+Of experts the family "grouped" is what these are here, see plan/experts.py: there, an exchange that
+reads no weight twice is of a group of experts.
 """
 
 from collections.abc import Callable, Iterator

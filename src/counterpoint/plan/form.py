@@ -2,6 +2,7 @@
 
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build
+from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
 from counterpoint.problem import ITEM_BYTES, Problem
 from counterpoint.ranges import misfit
@@ -111,7 +112,8 @@ def _not_as_built(plan: Plan) -> str:
         want = build(plan.problem, plan.spec)
     except InputError as error:
         return str(error)
-    if (plan.steps, plan.buffers, plan.lanes) != (want.steps, want.buffers, want.lanes):
+    found = (plan.steps, plan.buffers, plan.lanes)
+    if found not in ((b.steps, b.buffers, b.lanes) for b in (want, lane_for_each_peer(want))):
         what = "a kernel of ours, or a step whose counts differ,"
         return f"{what} stands only in the plan {want.spec!r} as it is built"
     return ""
@@ -133,7 +135,7 @@ def _misplaced(plan: Plan, step: Step) -> str:
     sources = [region for region in step.reads if region.buffer != COUNTS]
     reads = [plan.buffer(r.buffer) for r in sources]
     writes = [plan.buffer(r.buffer) for r in step.writes]
-    if step.counted and step.kind not in ("matmul", "collective", "fused"):
+    if step.counted and step.kind not in ("copy", "matmul", "collective", "fused"):
         return f"a {step.kind} has boxes: it takes no counts"
     if (engine == "copy") != (step.kind == "copy"):
         return f"a {step.kind} cannot run on lane {step.lane!r}, whose engine is {engine}"

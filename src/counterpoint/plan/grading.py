@@ -25,7 +25,7 @@ Groups = tuple[int, ...]
 GroupsOf = Callable[[Problem, Options, Machine], Groups]
 # seconds of a plan whose groups have those sizes, and of which one comes in so many chunks
 Makespan = Callable[[Problem, Groups, int, Machine, Tiles], float]
-ExpertsMakespan = Callable[[Problem, Groups, Machine], float]
+ExpertsMakespan = Callable[[Problem, Groups, int, Machine], float]
 
 
 def families(
@@ -104,15 +104,21 @@ def graded_groups(problem: Problem, machine: Machine, predict: Makespan) -> Grou
 
 
 @lru_cache(maxsize=256)
-def expert_groups(problem: Problem, machine: Machine, predict: ExpertsMakespan) -> Groups:
-    """Sizes of groups of experts with the smallest predicted makespan; of equals, the fewest."""
+def expert_groups(
+    problem: Problem, machine: Machine, predict: ExpertsMakespan, chunks: int = 1
+) -> Groups:
+    """Sizes of groups of experts with the smallest predicted makespan; of equals, the fewest.
+
+    Args:
+        chunks: that each group comes in.
+    """
     step = -(-problem.experts // MAX_EDGES)
     edges = range(step, problem.experts, step)
     times_s: dict[Groups, float] = {}
     for num_cuts in range(min(len(edges), MAX_EXPERT_GROUPS - 1) + 1):
         for cuts in combinations(edges, num_cuts):
             groups = tuple(b - a for a, b in pairwise((0, *cuts, problem.experts)))
-            times_s[groups] = predict(problem, groups, machine)
+            times_s[groups] = predict(problem, groups, chunks, machine)
     return _fewest(times_s)
 
 

@@ -1,7 +1,8 @@
-"""What of a bound plan is one launch: matmuls of a batch, and parts of a copy equally far apart.
+"""What of a bound plan is one launch: matmuls of a batch, and parts of a step equally far apart.
 
 A batch of matmuls is one launch where its operands are boxes of one size that follow one another.
-Parts of a copy that lie equally far apart on both sides are one strided copy, whose rows are long.
+Parts of a copy that lie equally far apart on both sides are one strided copy, whose rows are long;
+those of an expert's matmul are one batched matmul, whose weight is one.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,13 @@ def batches(program: Program) -> list[tuple[int, ...]]:
 
 
 def runs(bound: BoundStep, plan: Plan) -> list[Run]:
-    """The parts of a copy step as runs, in order; neighbours are joined wherever that can be."""
+    """The parts of a step as runs, in order; neighbours are joined wherever that can be.
+
+    That is in copies, and in matmuls of experts; where counts differ it is nowhere.
+    """
+    joins = bound.step.kind == "copy" or (plan.problem.experts and _is_product(bound, plan))
+    if bound.step.counted or not joins:
+        return [Run(part) for part in bound.parts]
     found: list[Run] = []
     for part in bound.parts:
         last = found[-1] if found and _whole_rows((*part.reads, part.write), plan) else None
@@ -67,15 +74,22 @@ def _batched(bound: BoundStep, plan: Plan) -> bool:
     p, step = plan.problem, bound.step
     if not p.experts or [name for name, _ in step.args] != ["batch"] or len(bound.parts) != 1:
         return False
-    x_and_w, y = bound.parts[0]
-    whole = len(x_and_w) == 2 and x_and_w[1].shape[0] == p.k
-    return whole and plan.buffer(y.buffer).dtype == p.dtype
+    return bound.parts[0].reads[1].shape[0] == p.k and _is_product(bound, plan)
+
+
+def _is_product(bound: BoundStep, plan: Plan) -> bool:
+    """Whether a step is y = x w alone, in the dtype of the problem."""
+    own = plan.buffer(bound.step.writes[0].buffer).dtype == plan.problem.dtype
+    adds = bound.step.accumulates or bound.step.arg("bias") or bound.step.arg("contract")
+    return bound.step.kind == "matmul" and own and not adds
 
 
 def _steps(run: Run, part: Part) -> tuple[int, int] | None:
     """How far apart parts of `run` are if `part` is the next of it; None where it is not."""
-    read, write = run.part.reads[0], run.part.write
+    (read, *shared), write = run.part.reads, run.part.write
     if not (_alike(read, part.reads[0]) and _alike(write, part.write)):
+        return None
+    if tuple(shared) != part.reads[1:]:  # a matmul's weight
         return None
     apart = (part.reads[0].r0 - read.r0, part.write.r0 - write.r0)
     if run.times == 1:
@@ -92,6 +106,11 @@ def _alike(a: Box, b: Box) -> bool:
 
 def _whole_rows(boxes: Sequence[Box], plan: Plan) -> bool:
     return all(box.c1 - box.c0 == plan.buffer(box.buffer).shape[1] for box in boxes)
+
+
+def in_no_graph(plan: Plan) -> bool:
+    """Whether the host lays out copies of a plan at each call, by counts that differ."""
+    return any(step.kind == "copy" and step.counted for step in plan.steps)
 
 
 def has_kernels(plan: Plan) -> bool:

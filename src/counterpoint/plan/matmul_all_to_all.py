@@ -2,12 +2,13 @@
 
 from counterpoint.machine import Machine
 from counterpoint.plan import experts
-from counterpoint.plan.experts import LANES, matmuls, push, rows_of
+from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
+from counterpoint.plan.finer import slices
 from counterpoint.plan.makespan import combine_s
-from counterpoint.plan.names import OWN, in_one_lane
+from counterpoint.plan.names import in_one_lane
 from counterpoint.plan.operation import Options
-from counterpoint.plan.peers import Chunk, Order
-from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.peers import Order
+from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.problem import Problem
 
 
@@ -29,54 +30,52 @@ def grouped(p: Problem, options: Options, machine: Machine) -> Plan:
     """Groups of experts: what one has made goes to its owners beside the matmuls of the next one.
 
     It goes to the owners' symmetric memory, and from there to y, which is the user's, as it comes.
+    In chunks, a slice of the columns of all rows of the group goes at a time; slices lie in buffers
+    of their own, so that no copy to a peer is strided.
     """
     order = Order(options.peers, p.ranks)
-    variant, spans = experts.spans_of(p, options, machine, combine_s)
+    variant, spans, chunks = experts.spans_of(p, options, machine, combine_s)
+    cut = slices(p.n, chunks)
+    names = [str(i) if chunks > 1 else "" for i, _ in enumerate(cut)]
     between = (
-        rows_of(p, "product", p.n, "scratch", by_expert=True),
-        rows_of(p, "returned", p.n, "symmetric", by_expert=False),
+        buffer
+        for name, (start, stop) in zip(names, cut, strict=True)
+        for buffer in (
+            rows_of(p, f"product{name}", stop - start, "scratch", by_expert=True),
+            rows_of(p, f"returned{name}", stop - start, "symmetric", by_expert=False),
+        )
     )
-    steps = (order.barrier("open", "signal", 0), *_steps(p, order, spans))
+    parts = [(span, name, cols if chunks > 1 else None)
+             for span in spans for name, cols in zip(names, cut, strict=True)]  # fmt: skip
+    steps = (order.barrier("open", "signal", 0), *_steps(p, order, parts))
     buffers = (*operands(p), *between)
     return Plan(p, "grouped", variant, options.peers, buffers, LANES, steps)
 
 
-def _steps(p: Problem, order: Order, spans: list[range]) -> tuple[Step, ...]:
-    """The matmuls of a group, then its rows to their owners, who put them into y."""
+def _steps(
+    p: Problem, order: Order, parts: list[tuple[range, str, tuple[int, int] | None]]
+) -> tuple[Step, ...]:
+    """The matmuls of a group, then its rows to their owners, who put them into y.
+
+    Args:
+        parts: of each exchange its experts, what stands behind the names of its buffers, and its
+            columns of y.
+    """
     steps: list[Step] = []
     unpacked: tuple[Step, ...] = ()
-    for g, span in enumerate(spans):
-        multiplied = matmuls(p, g, span, "x", "product")
-        after = (multiplied[-1].name, *(() if g else ("open",)))
-        steps += [*multiplied, push(p, order, g, span, "product", "returned", after)]
-        # behind the next group's matmuls: until then nothing has come
+    for i, (span, name, cols) in enumerate(parts):
+        product, returned = f"product{name}", f"returned{name}"
+        exchange = Exchange(p, order, i, span)
+        suffix = f"_{name}" if name else ""
+        multiplied = matmuls(p, i, span, "x", product, suffix=suffix, cols=cols)
+        after = (multiplied[-1].name, *(() if i else ("open",)))
+        steps += [*multiplied, exchange.push(product, returned, after)]
+        # behind the next exchange's matmuls: until then nothing has come
         steps += unpacked
-        chunks = [(e, p.experts) for e in span]
-        own, mine = (
-            tuple(Region(name, shards=OWN, chunk=chunk) for chunk in chunks)
-            for name in ("product", "y")
-        )
         # later ones come behind `unpack` on their lane, and so behind the matmuls
-        steps.append(Step(f"keep_{g}", "local", "copy", own, mine, () if g else after[:1]))
-        unpacked = _unpack(p, order, g, chunks)
+        steps.append(exchange.keep(product, "y", () if i else after[:1], cols))
+        unpacked = exchange.unpack(returned, "y", cols)
     return *steps, *unpacked
 
 
-def _unpack(p: Problem, order: Order, g: int, chunks: list[Chunk]) -> tuple[Step, ...]:
-    """What peers have sent of a group, into y.
-
-    Waited for between matmuls: a kernel that waits beside one takes a place where it would run.
-    """
-    waits = tuple(order.wait((g + 1) * p.ranks + d, d) for d in order.distances)
-    sources = [(order.source(d),) for d in order.distances]
-    come, mine = (
-        tuple(Region(name, shards=source, chunk=chunk) for source in sources for chunk in chunks)
-        for name in ("returned", "y")
-    )
-    return (
-        Step(f"come_{g}", "compute", "barrier", after=() if g else ("open",), waits=waits),
-        Step(f"unpack_{g}", "local", "copy", come, mine, (f"come_{g}",)),
-    )
-
-
-OPERATION = experts.operation(operands, serial, grouped, dispatches=False)
+OPERATION = experts.operation(operands, serial, grouped, combine_s, dispatches=False)

@@ -53,12 +53,14 @@ def _by_peer(step: Step) -> Iterator[Step]:
     if step.kind != "copy" or not several or step.waits or not told.issubset(peers):
         yield step
         return
+    counts = step.reads[len(pairs) :]
     for peer in peers:
         reads, writes = zip(*(pair for pair in pairs if _peer(*pair) == peer), strict=True)
         tail = f"_{peer[0]}" if any(peer) else ""
         yield replace(
-            step, name=f"{step.name}{tail and '_to'}{tail}", lane=step.lane + tail, reads=reads,
-            writes=writes, posts=tuple(post for post in step.posts if post.at == peer),
+            step, name=f"{step.name}{tail and '_to'}{tail}", lane=step.lane + tail,
+            reads=(*reads, *counts), writes=writes,
+            posts=tuple(post for post in step.posts if post.at == peer),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box, Part
+from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
 from counterpoint.runtime import counted
 from counterpoint.runtime.library import Library, library_of
@@ -22,8 +23,6 @@ Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their nam
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate) (+ bias); y may have any strides."""
-    if bound.step.counted:
-        return counted.matmuls((bound,), places)
     if plain := _plain_matmul(bound, part, places):
         return plain
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -36,7 +35,7 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     target = places.plan.buffer(part.write.buffer)
     if target.dtype == places.plan.problem.dtype:
         if places.plan.problem.experts and not bound.step.accumulates:
-            return _with_added(lambda o: _into(torch.mm, x(o), w(o), out=y(o)), y, part.write)
+            return _with_added(lambda o: _into(torch.mm, x(o), w(o), out=y(o)), y, part)
         if bound.step.accumulates:
             return lambda o: _into(torch.addmm, y(o), x(o), w(o), out=y(o))
         return lambda o: _into(torch.mm, x(o), w(o), out=y(o))
@@ -61,28 +60,43 @@ def _plain_matmul(bound: BoundStep, part: Part, places: Places) -> Action | None
     return lambda o: torch.mm(o[x], o[w], out=o[y])
 
 
-def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
-    """Matmuls of one launch: y_e = x_e w_e of boxes of one size, see `launches.batches`.
+def matmuls(bounds: Sequence[BoundStep], places: Places) -> list[Action]:
+    """One step, or several of one launch: y_e = x_e w_e of boxes of one size, see `launches`.
 
     Rows of all experts are equal, so the library's batched matmul does it, and writes where the
     plan wants it; its grouped one makes a result of its own.
     """
-    if bounds[0].step.counted:
-        return counted.matmuls(bounds, places)
-    (part,) = bounds[0].parts
+    bound, *others = bounds
+    if bound.step.counted:
+        return [counted.matmuls(bounds, places)]
+    if not others:
+        return [_of_run(bound, run, places) for run in runs(bound, places.plan)]
+    (part,) = bound.parts
     x, w, y = (places.several(box, len(bounds)) for box in (*part.reads, part.write))
-    whole = part.write._replace(r1=bounds[-1].parts[0].write.r1)
-    return _with_added(lambda o: _into(torch.bmm, x(o), w(o), out=y(o)), y, whole)
+    whole = part._replace(write=part.write._replace(r1=bounds[-1].parts[0].write.r1))
+    return [_with_added(lambda o: _into(torch.bmm, x(o), w(o), out=y(o)), y, whole)]
 
 
-def _with_added(multiply: Action, y: Place, box: Box) -> Action:
-    """Experts' products, and what a call adds to them, which lies as they do."""
+def _of_run(bound: BoundStep, run: Run, places: Places) -> Action:
+    """Matmuls of boxes equally far apart, by one weight, as a batched one that writes in place."""
+    part, times, *steps = run
+    if times == 1:
+        return matmul(bound, part, places)
+    x, y = (places.apart(box, times, step)
+            for box, step in zip((part.reads[0], part.write), steps, strict=True))  # fmt: skip
+    w = places.of(part.reads[1])
+    return lambda o: _into(torch.bmm, x(o), w(o).expand(times, -1, -1), out=y(o))
+
+
+def _with_added(multiply: Action, y: Place, part: Part) -> Action:
+    """Experts' products, and what a call adds to them, which lies as y of the whole weight."""
+    rows, cols = slice(part.write.r0, part.write.r1), slice(part.reads[1].c0, part.reads[1].c1)
 
     def run(operands: Operands) -> None:
         multiply(operands)
         if "add" in operands:
             product = y(operands)
-            product += operands["add"][box.r0 : box.r1].view_as(product)
+            product += operands["add"][rows, cols].view(product.shape)
 
     return run
 

@@ -6,9 +6,11 @@ from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.launches import Run, runs
+from counterpoint.plan.steps import COUNTS
 from counterpoint.problem import ITEM_BYTES
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.rows_of_experts import boxes
 from counterpoint.runtime.workspace import Operands, Places
 
 Address = Callable[[Operands], int]
@@ -27,10 +29,44 @@ def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
     A signal is a copy of the epoch word into a peer's pad. 4xH200, 2026-11: it adds 1 us to a
     4 MiB push, a kernel in its place 8 to 9 us.
     """
+    if bound.step.counted:
+        return _counted(bound, places, posts)
     parts = [part for run in runs(bound, places.plan) for part in _of_run(run, places)]
 
     def enqueue(operands: Operands, stream: int, capturing: bool) -> None:
         ready = [Copy(t(operands), tp, s(operands), sp, w, h) for t, tp, s, sp, w, h in parts]
+        driver.copies_async(ready, stream, capturing=capturing)
+        driver.copies_async(posts, stream, capturing=capturing)
+
+    return enqueue
+
+
+def _counted(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
+    """The copies of a step whose rows the counts of a call say."""
+    found = boxes(bound, places)
+    buffers = {r.buffer: places.plan.buffer(r.buffer).shape
+               for r in (*bound.step.reads, *bound.step.writes)}  # fmt: skip
+    wholes = {(r, name): places.fixed(Box(r, name, 0, 0, shape[0], 0, shape[1]))
+              for name, shape in buffers.items() if name != COUNTS
+              for r in range(places.plan.problem.ranks)}  # fmt: skip
+    bases = {key: whole.data_ptr() for key, whole in wholes.items() if whole is not None}
+    item_bytes = places.plan.problem.item_bytes
+
+    def enqueue(operands: Operands, stream: int, capturing: bool) -> None:
+        def address(box: Box) -> tuple[int, int]:
+            """Where a box begins, and the bytes of a row there; operands have no gaps."""
+            own = operands.get(box.buffer)
+            base = bases[box.rank, box.buffer] if own is None else own.data_ptr()
+            width = buffers[box.buffer][1]
+            return base + (box.r0 * width + box.c0) * item_bytes, width * item_bytes
+
+        ready: list[Copy] = []
+        for source, target in found(operands):
+            (read, read_pitch), (write, write_pitch) = address(source), address(target)
+            rows, width = source.r1 - source.r0, (source.c1 - source.c0) * item_bytes
+            if read_pitch == write_pitch == width:
+                rows, width = 1, rows * width
+            ready.append(Copy(write, write_pitch, read, read_pitch, width, rows))
         driver.copies_async(ready, stream, capturing=capturing)
         driver.copies_async(posts, stream, capturing=capturing)
 

@@ -1,9 +1,6 @@
-"""Steps that read the operand "counts": an all-to-all and matmuls of as many rows as it says.
+"""Steps that read the operand "counts": all-to-alls, copies and matmuls of the rows that it says.
 
-The library lays them out on the host, so the table is there.
-
-    by owner    on rank s, sorted by expert, all E of them in order: counts[s, 0], counts[s, 1], ...
-    by expert   on rank d, sorted by local expert, then by source: counts[0, e], counts[1, e], ...
+They are laid out on the host, so the table is there. How rows lie: rows_of_experts.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +12,16 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.plan.bind import BoundStep, Box
+from counterpoint.plan.peers import Chunk
 from counterpoint.plan.steps import COUNTS
 from counterpoint.runtime.library import Library
+from counterpoint.runtime.rows_of_experts import DISPATCH, Rows, boxes, expert_of, rows_in
 from counterpoint.runtime.workspace import Operands, Places
 
 # public since torch 2.10
 _GROUPED: Callable[..., Tensor] | None = getattr(
     F, "grouped_mm", getattr(torch, "_grouped_mm", None)
 )
-DISPATCH = "all_to_all_matmul"
 Action = Callable[[Operands], object]
 
 
@@ -51,50 +49,75 @@ def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
         if not (1 in mine.shape or not len(x)):
             x = x.index_select(0, _order(mine.t(), x))
         calls.all_to_all(y[: sum(owned)], x, owned, sources)
-        if "clear" in operands:
-            y[sum(owned) :].zero_()
+
+    return run
+
+
+def copies(bound: BoundStep, places: Places) -> Action:
+    """A copy step on CPU ranks."""
+    found = boxes(bound, places)
+
+    def memory(box: Box, operands: Operands) -> Tensor:
+        own, rows, cols = operands.get(box.buffer), slice(box.r0, box.r1), slice(box.c0, box.c1)
+        place = places.fixed(box) if own is None else own[rows, cols]
+        assert place is not None, "an operand that a call lacks"
+        return place
+
+    def run(operands: Operands) -> None:
+        for source, target in found(operands):
+            memory(target, operands).copy_(memory(source, operands))
 
     return run
 
 
 def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
-    """y[rows of e] = x[rows of e] w[e] (+ the same rows of the operand "add")."""
+    """y[rows of e] = x[rows of e] w[e] (+ the same rows of the operand "add").
+
+    Or a chunk of the rows of each rank for e, or some columns of w and y.
+    """
     p, rank = places.plan.problem, places.workspace.rank
-    (part,) = bounds[0].parts
-    source, target = part.reads[0].buffer, part.write.buffer
-    first = part.reads[1].r0 // p.k
-    every = len(bounds) == p.experts
+    (x_region, w_region, *_), (y_region,) = bounds[0].step.reads, bounds[0].step.writes
+    source, target = x_region.buffer, y_region.buffer
+    first, chunk = expert_of(y_region, p)
+    cols = slice(*(w_region.cols if isinstance(w_region.cols, tuple) else (0, p.n)))
+    last, every = first + len(bounds), len(bounds) == p.experts
 
     def run(operands: Operands) -> None:
-        table = operands[COUNTS].cpu()  # no copy where the host has it
-        rows = table.view(len(table), len(table), -1)[:, rank].sum(0)  # of each local expert
+        starts = rows_in(operands[COUNTS])
+        edges = starts.by_expert[rank][:: p.ranks]  # of each local expert
         x, y = (_rows_of(name, operands, places) for name in (source, target))
-        total, w = int(rows.sum()), operands["w"]
-        if every and grouped(x, p.k, p.n) and _lies_on_words(w) and total:
+        total, w = edges[-1], operands["w"][:, :, cols]
+        here = slice(edges[first], edges[last])
+        one_launch = last - first > 1 or every
+        if chunk[1] == 1 and one_launch and here.start < here.stop and _grouped_takes(x, w):
             assert _GROUPED is not None
-            ends = _on_device(rows.cumsum(0), x)
-            if len(y) == total or places.plan.buffer(target).space == "scratch":
+            ends = _on_device(torch.tensor(edges[first + 1 : last + 1]) - here.start, x)
+            if every and (len(y) == total or places.plan.buffer(target).space == "scratch"):
                 # it makes a result of its own, which takes the place of the one that is there
                 del y
                 operands.pop(target, None)
-                operands[target] = y = _GROUPED(x[:total], w, offs=ends)
+                operands[target] = y = _GROUPED(x[here], w, offs=ends)
             else:
-                y[:total] = _GROUPED(x[:total], w, offs=ends)
+                y[here] = _GROUPED(x[here], w[first:last], offs=ends)
         else:
-            start = int(rows[:first].sum())
-            for e, count in enumerate(rows[first : first + len(bounds)].tolist(), first):
-                if count:
-                    here = slice(start, start + count)
-                    torch.mm(x[here], w[e], out=y[here])
-                start += count
-        if first + len(bounds) < p.experts:
-            return
+            for e in range(first, last):
+                for rows in _of_expert(starts, rank, e, p.ranks, chunk):
+                    if rows.start < rows.stop:
+                        torch.mm(x[rows], w[e], out=y[rows])
         if "add" in operands:
-            y[:total] += operands["add"][:total]
-        if "clear" in operands and target == "y":
+            y[here] += operands["add"][here, cols]
+        if "clear" in operands and target == "y" and last == p.experts:
             y[total:].zero_()
 
     return run
+
+
+def _of_expert(rows: Rows, rank: int, e: int, ranks: int, chunk: Chunk) -> list[slice]:
+    """The rows of an expert, or a chunk of those that each rank has for it."""
+    if chunk[1] == 1:
+        edges = rows.by_expert[rank]
+        return [slice(edges[e * ranks], edges[(e + 1) * ranks])]
+    return [slice(*rows.of(rank, e * ranks + source, False, chunk)) for source in range(ranks)]
 
 
 def _rows_of(name: str, operands: Operands, places: Places) -> Tensor:
@@ -183,7 +206,11 @@ def weight_gradient(x: Tensor, dy: Tensor, experts: Tensor) -> Tensor | None:
     return dw
 
 
-def _lies_on_words(w: Tensor) -> bool:
-    """Whether each row or column, as it is stored, starts at a multiple of 16 bytes."""
+def _grouped_takes(x: Tensor, w: Tensor) -> bool:
+    """Whether the library's one kernel takes these weights [experts, K, N] of rows x.
+
+    Each row or column of them, as it is stored, starts at a multiple of 16 bytes.
+    """
     strides = [s for s in w.stride() if s != 1]
-    return not w.data_ptr() % 16 and all(s % 8 == 0 for s in strides)
+    on_words = not w.data_ptr() % 16 and all(s % 8 == 0 for s in strides)
+    return on_words and grouped(x, w.shape[1], w.shape[2])

@@ -12,7 +12,7 @@ from threading import Event
 import torch
 
 from counterpoint.plan.bind import BoundStep, Part, Program
-from counterpoint.runtime import compute
+from counterpoint.runtime import compute, counted
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited
@@ -21,7 +21,6 @@ from counterpoint.runtime.workspace import Operands, Places, Workspace
 from counterpoint.spans import Span
 
 COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
-    "matmul": compute.matmul,
     "move": compute.move,
     "reduce": compute.reduce,
 }
@@ -68,6 +67,10 @@ class CpuCode:
                 return [fused_action(Site(bound, places, index, like))]
             case "collective":  # also of a transport of ours, for which the library stands in
                 return [compute.collective(bound, bound.parts[0], places)]
+            case "matmul":
+                return compute.matmuls((bound,), places)
+            case "copy" if bound.step.counted:
+                return [counted.copies(bound, places)]
             case "copy":
                 return [compute.move(bound, part, places) for part in bound.parts]
             case kind:

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.plan.bind import BoundStep, Program
-from counterpoint.plan.launches import batches
+from counterpoint.plan.launches import batches, in_no_graph
 from counterpoint.runtime import (
     compute,
     copy_engine,
@@ -53,12 +53,13 @@ class CudaCode:
         )
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for: its group
-        # could not be destroyed while one lives. So do calls of the user's own. One kernel is
-        # launched as fast as a graph of it
+        # could not be destroyed while one lives. So do calls of the user's own, and what the host
+        # lays out by counts that differ. One kernel is launched as fast as a graph of it
         kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
                        for s in program.plan.steps)  # fmt: skip
         # calls of the user's own may hold the graph; who holds that holds this
         self.opaque = any(s.kind == "opaque" for s in program.plan.steps)
+        kept_out = kept_out or in_no_graph(program.plan)
         self.replayable = len(program.steps) > 1 and not kept_out
         self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
@@ -170,7 +171,7 @@ class _CudaStep:
         tag = code.tag + index
         self.actions = _actions(code, bound, places, tag)
         if rest:
-            self.actions = [compute.matmuls((bound, *rest), places)]
+            self.actions = compute.matmuls((bound, *rest), places)
         if step.kind == "barrier":
             opens = index == code.program.opens
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)
@@ -225,7 +226,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
         case "fused":
             return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
-            return [compute.matmul(bound, part, places) for part in bound.parts]
+            return compute.matmuls((bound,), places)
         case "opaque":
             return [compute.opaque(bound, code.calls)]
         case "move":

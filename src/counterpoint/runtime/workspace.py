@@ -297,6 +297,18 @@ class Places:
         place = self.of(first._replace(r1=first.r0 + count * rows))
         return lambda operands: place(operands).view(count, rows, first.c1 - first.c0)
 
+    def apart(self, first: Box, count: int, step: int) -> Place:
+        """`count` boxes like `first`, each `step` rows behind the one before, as `several`."""
+        rows, cols = first.shape
+        place = self.of(first._replace(r1=first.r1 + (count - 1) * step))
+
+        def boxes(operands: Operands) -> Tensor:
+            whole = place(operands)
+            down, across = whole.stride()
+            return whole.as_strided((count, rows, cols), (step * down, down, across))
+
+        return boxes
+
     def _stacked(self, name: str) -> bool:
         """Whether a buffer is the weights of experts, which lie as the user has them."""
         return self.plan.problem.experts > 0 and name == "w"
