@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.machine import Machine
-from counterpoint.model.estimate import slowest_rank
+from counterpoint.model.slowest_rank import slowest_rank
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
 from counterpoint.runtime import compute, driver, launch_cuda

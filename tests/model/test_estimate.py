@@ -12,7 +12,8 @@ from counterpoint.costs import NO_TILES, Costs
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.model import estimate as model
-from counterpoint.model.estimate import estimate, predicted_s, slowest_rank
+from counterpoint.model.estimate import estimate, predicted_s
+from counterpoint.model.slowest_rank import slowest_rank
 from counterpoint.model.work import work_s
 from counterpoint.plan import bind as binding
 from counterpoint.plan import finer

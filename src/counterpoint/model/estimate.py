@@ -8,7 +8,6 @@ step after another.
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,10 +15,10 @@ from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.machine_of import MachineLike, machine_of
+from counterpoint.model.slowest_rank import MAX_RANKS, slowest_rank
 from counterpoint.model.work import Work, works
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.launches import batches, in_no_graph
-from counterpoint.plan.peers import runs
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import instance
 from counterpoint.timeline import Span, Timeline
@@ -27,7 +26,7 @@ from counterpoint.timeline import Span, Timeline
 # what a call with side lanes costs beside its steps, as starts of kernels: a fork, an edge between
 # lanes and a join; 2xH200, Llama-3 70B at 64 and 512 tokens, in a graph
 SIDE_STARTS = 3
-MAX_RANKS, MAX_REGIONS = 64, 2**16  # that are simulated one beside the other; of a rank
+MAX_REGIONS = 2**16  # of a rank
 
 
 class Ran(NamedTuple):
@@ -115,39 +114,6 @@ def _programs(plan: Plan, machine: Machine, tiles: Tiles, one: bool) -> list[Pro
         raise PlanError(plan.spec, problem)
     ranks = (slowest_rank(plan, machine, tiles),) if one else range(plan.problem.ranks)
     return [bind(plan, rank) for rank in ranks]
-
-
-def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
-    """Where rows are equal: the rank to whose matmuls it does most that their groups wrap.
-
-    The matmul that no copy hides counts twice: the first one of a scatter, the last of a gather.
-    """
-    p = plan.problem
-    if p.ranks > MAX_RANKS:  # they differ little, and to compare them takes ranks squared
-        return p.rows.index(max(p.rows))
-    times_s = [[0.0] for _ in range(p.ranks)]
-    for step in plan.steps:
-        region = max(step.reads[:1] + step.writes, key=lambda r: len(r.shards), default=None)
-        if step.kind != "matmul" or region is None or not region.shards:
-            continue
-        weight = step.reads[1]
-        k, n = plan.buffer(weight.buffer).shape
-        k = weight.rows[1] - weight.rows[0] if weight.rows else k
-        n = weight.cols[1] - weight.cols[0] if isinstance(weight.cols, tuple) else n
-        group = tuple(peer[0] if peer else 0 for peer in region.shards)
-        all_runs = runs(plan.peers, p.ranks, group)
-        time_s: dict[int, float] = {}
-        for run in set(chain.from_iterable(all_runs)):
-            rows = run * p.rows[0] // region.chunk[1]
-            tile = tiles.get((rows, n, k))
-            time_s[run] = machine.costs.matmul_s(rows, n, k, p.item_bytes, machine.sms, tile)
-        for of_rank, each in zip(times_s, all_runs, strict=True):
-            of_rank.append(sum(time_s[run] for run in each))
-    gathered, _ = p.operation.moved(p)
-    edge = -1 if gathered else 1
-    scores_s = [sum(of_rank) + of_rank[edge if of_rank[1:] else 0] for of_rank in times_s]
-    # of equal ones one between others: rows of its peers may lie on both sides of its own
-    return max(range(p.ranks), key=lambda r: (scores_s[r], 0 < r < p.ranks - 1))
 
 
 def source(machine: Machine) -> str:
