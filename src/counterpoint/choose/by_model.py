@@ -171,7 +171,8 @@ def refusal(plan: Plan, machine: Machine) -> str:
     limit, used = plan.problem.scratch_bytes_limit, plan.workspace_bytes
     if limit and used > limit:
         return f"needs {used} bytes of scratch, the limit is {limit}"
-    sums = any(b.dtype == "float32" != plan.problem.dtype for b in plan.buffers)
+    products = (s.writes[0].buffer for s in plan.steps if s.kind == "matmul")
+    sums = any(plan.buffer(name).dtype == "float32" != plan.problem.dtype for name in products)
     return "sums in an fp32 scratch, which only an explicit plan= may take" if sums else ""
 
 

@@ -3,6 +3,7 @@
 from counterpoint.costs import Collective, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
+from counterpoint.plan.all_gather_attention import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import runs
 from counterpoint.plan.makespan import LOCAL_COPY
@@ -26,6 +27,8 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
             return sum(_matmul_s(bound, part, plan, machine, tiles, batch) for part in bound.parts)
         case "copy":
             return _copies_s(bound, plan, machine)
+        case "attention" | "attention_backward":
+            return _attention_s(bound, plan, machine)
         case "collective":
             return _collective_s(bound, plan, machine)
         case "fused":
@@ -56,6 +59,22 @@ def _matmul_s(
     if bound.step.accumulates:
         # a sum in fp32, which every pass reads and writes
         seconds = max(seconds, costs.memory_s(2 * _num_bytes(plan, part.write)))
+    return seconds
+
+
+def _attention_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
+    """Of the library, and a pass over what its results are merged into or added to."""
+    first, costs, seconds = bound.step.writes[0].buffer, machine.costs, 0.0
+    for part in bound.parts:
+        if part.write.buffer != first:
+            continue
+        cells = part.reads[0].shape[0] * part.reads[1].shape[0] / (1 + part.diagonal)
+        backward = bound.step.kind == "attention_backward"
+        seconds += costs.kernel_s
+        seconds += attention_s(plan.problem, machine, cells, backward=backward)
+        if bound.step.accumulates:
+            y_bytes = _num_bytes(plan, part.write)
+            seconds += costs.memory_s(2 * y_bytes + _num_bytes(plan, part.reads[0]))
     return seconds
 
 

@@ -1,13 +1,14 @@
 """From a Plan to the Program of one rank: concrete boxes, peers and slots. Pure and cached."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.steps import COUNTS, Buffer, Plan, Region, Step
+from counterpoint.plan.attended import blocks
+from counterpoint.plan.steps import ATTENTION, COUNTS, Buffer, Plan, Region, Step
 from counterpoint.ranges import instance, whole
 
 
@@ -34,10 +35,15 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One launch of a step: what it reads, in the step's order, and the one box it writes."""
+    """One launch of a step: what it reads, in the step's order, and the one box it writes.
+
+    Of an attention, a result of a launch; "diagonal": the i-th query attends to the first i keys.
+    What reads nothing is zero: nobody attends to these keys.
+    """
 
     reads: tuple[Box, ...]
     write: Box
+    diagonal: bool = False
 
 
 class Arrival(NamedTuple):
@@ -120,6 +126,9 @@ class _Binder:
             if region.buffer != COUNTS or step.kind == "fused"
         ]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
+        if step.kind in ATTENTION:
+            given, made = ([self.one(cells) for cells in each] for each in (reads, writes))
+            return tuple(self.attended(step, rank, given, made))
         if step.kind in ("fused", "opaque"):
             boxes = tuple(box for cells in reads for box in cells)
             return tuple(Part(boxes, box) for cells in writes for box in _hull(cells))
@@ -148,6 +157,52 @@ class _Binder:
         if step.arg("bias"):
             shared.add(len(reads) - 1)
         return tuple(_merged([p for p in parts if not p.write.empty], shared))
+
+    def attended(
+        self, step: Step, rank: int, reads: list[Box], writes: list[Box]
+    ) -> Iterator[Part]:
+        """Of each block of queries and keys its y and lse, or its dq; then dk and dv."""
+        p, forward = self.plan.problem, step.kind == "attention"
+        q, k, v, *rest = reads
+        self.check_attention(step, reads, writes)
+        owner = self.plan.resolve((int(step.arg("peer")),), rank)
+        found = blocks(p, rank, owner, int(step.arg("first")), k.shape[0])
+        targets = writes if forward else writes[:1]
+        of_rows = rest if forward else rest[:3]
+        for queries, keys, diagonal in found:
+            given = _rows(q, queries), _rows(k, keys), _rows(v, keys)
+            beside = tuple(_rows(box, queries) for box in of_rows)
+            if forward:
+                for i, target in enumerate(targets):
+                    merged = beside[i : i + 1] if beside else ()
+                    yield Part((*given[: 3 - i], *merged), _rows(target, queries), diagonal)
+            else:
+                added = tuple(_rows(box, queries) for box in rest[3:])
+                yield Part((*given, *beside, *added), _rows(targets[0], queries), diagonal)
+        if forward:
+            return
+        last = found[-1].keys[1] if found else 0
+        if found:  # all of one step have the same keys, and their queries follow one another
+            queries, keys = (found[0].queries[0], found[-1].queries[1]), found[0].keys
+            beside = tuple(_rows(box, queries) for box in of_rows)
+            given = _rows(q, queries), _rows(k, keys), _rows(v, keys)
+            for target in writes[1:]:
+                yield Part((*given, *beside), _rows(target, keys), found[0].diagonal)
+        for target in writes[1:]:
+            if last < target.shape[0]:
+                yield Part((), _rows(target, (last, target.shape[0])))
+
+    def check_attention(self, step: Step, reads: list[Box], writes: list[Box]) -> None:
+        """Refuse boxes that are not all own queries, or do not fit their keys."""
+        p, (q, k, _, *rest) = self.plan.problem, reads
+        rows, lse = q.shape[0], (q.shape[0], p.n // max(p.head_dim, 1))
+        want = [q.shape, k.shape, k.shape]
+        want += [q.shape, lse][: len(rest)] if step.kind == "attention" else []
+        want += [] if step.kind == "attention" else [q.shape, q.shape, lse, q.shape][: len(rest)]
+        made = [q.shape, lse] if step.kind == "attention" else [q.shape, k.shape, k.shape]
+        shapes = [box.shape for box in (*reads, *writes)]
+        if shapes != want + made or (q.shape[1], k.shape[1]) != (p.n, p.k) or rows != max(p.rows):
+            self.fail(f"shapes {shapes} do not fit an attention of {p.n} and {p.k} columns")
 
     def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
         """Pair the cells of regions of many blocks; a region of one cell serves all of them."""
@@ -274,6 +329,10 @@ class _Binder:
 
 def _chunk(rows: int, i: int, of: int) -> tuple[int, int]:
     return rows * i // of, rows * (i + 1) // of
+
+
+def _rows(box: Box, rows: tuple[int, int]) -> Box:
+    return box._replace(r0=box.r0 + rows[0], r1=box.r0 + rows[1])
 
 
 def _hull(boxes: list[Box]) -> list[Box]:

@@ -2,7 +2,16 @@
 
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build
-from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
+from counterpoint.plan.steps import (
+    ATTENTION,
+    COUNTS,
+    OWN_PROTOCOL,
+    Buffer,
+    Plan,
+    Region,
+    Step,
+    same_batch,
+)
 from counterpoint.problem import ITEM_BYTES, Problem
 from counterpoint.ranges import misfit
 
@@ -189,6 +198,8 @@ def _misfit(plan: Plan, step: Step) -> str:
             return f"sums into {writes[0].dtype}, which a later step would round again"
         case "collective":
             return _misuse_of_collective(plan, step, reads + writes)
+        case kind if kind in ATTENTION:
+            return _misuse_of_attention(plan, step, reads, writes)
         case _:
             return ""
 
@@ -228,6 +239,21 @@ def _spans(region: Region, p: Problem) -> bool:
     """Whether rows of the stacked weights are of more than one of them."""
     start, stop = region.rows or (0, p.experts * p.k)
     return stop > start and start // p.k != (stop - 1) // p.k
+
+
+def _misuse_of_attention(plan: Plan, step: Step, reads: list[Buffer], writes: list[Buffer]) -> str:
+    forward = step.kind == "attention"
+    least, made, targets = (3, 2, 2) if forward else (6, 3, 1)
+    added = step.reads[least:]
+    if len(writes) != made or len(reads) < least or added not in ((), step.writes[:targets]):
+        what = "q, k, v and its targets, y and lse" if forward else "q, k, v, dy, y, lse and dq"
+        return f"an {step.kind} reads {what}, the last to add to them, and writes {made} regions"
+    if not plan.problem.head_dim:
+        return f"an {step.kind} needs heads, which the op has none of"
+    lse = (writes if forward else reads[5:])[1 if forward else 0]
+    if {b.dtype for b in reads[: 5 if not forward else 3]} != {plan.problem.dtype}:
+        return f"an {step.kind} is of {plan.problem.dtype}"
+    return "" if lse.dtype == "float32" else "a log-sum-exp is float32"
 
 
 def _misuse_of_all_reduce(plan: Plan, step: Step, buffers: list[Buffer]) -> str:

@@ -67,7 +67,7 @@ def _batched(bound: BoundStep, plan: Plan) -> bool:
     p, step = plan.problem, bound.step
     if not p.experts or [name for name, _ in step.args] != ["batch"] or len(bound.parts) != 1:
         return False
-    x_and_w, y = bound.parts[0]
+    x_and_w, y, _ = bound.parts[0]
     whole = len(x_and_w) == 2 and x_and_w[1].shape[0] == p.k
     return whole and plan.buffer(y.buffer).dtype == p.dtype
 
