@@ -120,7 +120,7 @@ class Formula:
         scores = q.float() @ _for_queries(k, q).mT * scale
         if not causal:
             return scores
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return scores.masked_fill(later, float("-inf"))
 
 
