@@ -70,7 +70,6 @@ def _attention_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
             continue
         cells = part.reads[0].shape[0] * part.reads[1].shape[0] / (1 + part.diagonal)
         backward = bound.step.kind == "attention_backward"
-        seconds += costs.kernel_s
         seconds += attention_s(plan.problem, machine, cells, backward=backward)
         if bound.step.accumulates:
             y_bytes = _num_bytes(plan, part.write)

@@ -207,26 +207,22 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     q, k, v, y, lse = ctx.saved_tensors
     plan = backward_plan(OP, ctx.plan)
     dq, dk, dv = torch.ops.counterpoint.all_gather_attention_backward(
-        q, k, v, dy, y, lse, ctx.causal, ctx.scale, plan, *ctx.where
+        [q, k, v, dy, y, lse], ctx.causal, ctx.scale, plan, *ctx.where
     )
     return dq, dk, dv, None, None, None, None, None
 
 
 def _run_backward(
-    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, y: Tensor, lse: Tensor, causal: bool,
-    scale: float, plan: str, group_name: str, group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors = (q, k, v, dy, y, lse)
-    dq, dk, dv = call.run(backward_of(causal, scale), tensors, plan, (), group_name)
-    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+    given: list[Tensor], causal: bool, scale: float, plan: str, group_name: str, group_size: int
+) -> list[Tensor]:
+    found = call.run(backward_of(causal, scale), given, plan, (), group_name)
+    return [d.view(t.shape) for d, t in zip(found, given[:3], strict=True)]
 
 
 def _fake_backward(
-    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, y: Tensor, lse: Tensor, causal: bool,
-    scale: float, plan: str, group_name: str, group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    return dq, dk, dv
+    given: list[Tensor], causal: bool, scale: float, plan: str, group_name: str, group_size: int
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in given[:3]]
 
 
 _WHERE = "bool causal, float scale, str plan, str group_name, int group_size"
@@ -235,6 +231,6 @@ register(
     _run, _fake, _backward, _save,
 )  # fmt: skip
 register(
-    f"{BACKWARD}(Tensor q, Tensor k, Tensor v, Tensor dy, Tensor y, Tensor lse, {_WHERE}) -> "
-    "(Tensor, Tensor, Tensor)", _run_backward, _fake_backward, refuse_double,
+    f"{BACKWARD}(Tensor[] given, {_WHERE}) -> Tensor[]",
+    _run_backward, _fake_backward, refuse_double,
 )  # fmt: skip

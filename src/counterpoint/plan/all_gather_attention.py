@@ -10,7 +10,7 @@ Buffers have a row for each token; heads, of all of a batch, are columns.
 
 from collections.abc import Iterator, Mapping
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
@@ -124,8 +124,7 @@ class Exchange:
         start = item.number % self.in_flight * self.slot_rows
         i, of = item.chunk
         count = first_row(self.p, (i + 1, of)) - first_row(self.p, item.chunk)
-        keys, values = (Region(f"{x}_slots", at, rows=(start, start + count)) for x in "kv")
-        return keys, values
+        return both("{}_slots", at=at, rows=(start, start + count))
 
     def push(self, item: Item) -> Step:
         """My keys and values to the peer that takes them as this item."""
@@ -150,14 +149,20 @@ class Exchange:
         return (Signal(self.slot + len(self.items) + number, self.order.source(following.d)),)
 
 
+def both(name: str, **place: Any) -> tuple[Region, Region]:
+    """A region of k's buffer, and the same of v's."""
+    keys, values = (Region(name.format(x), **place) for x in "kv")
+    return keys, values
+
+
 def attend(
-    name: str, keys: Region, values: Region, target: Region, args: tuple[tuple[str, int], ...], *,
+    name: str, keys: tuple[Region, Region], target: Region, args: tuple[tuple[str, int], ...], *,
     merges: bool, after: tuple[str, ...] = (), waits: tuple[Signal, ...] = (),
     posts: tuple[Signal, ...] = (),
 ) -> Step:  # fmt: skip
-    """Own queries by some keys."""
+    """Own queries by some keys, and their values."""
     writes = target, LSE
-    reads = Q, keys, values, *(writes if merges else ())
+    reads = Q, *keys, *(writes if merges else ())
     return Step(name, "compute", "attention", reads, writes, after, waits, posts, args)
 
 
@@ -184,15 +189,14 @@ def serial(p: Problem) -> Plan:
         collective(f"gather_{x}", "all_gather", (Region(x),), Region(f"{x}_full")) for x in "kv"
     ]
     if not p.causal:
-        steps = (attend("attend", Region("k_full"), Region("v_full"), Y, (), merges=False),)
+        steps = (attend("attend", both("{}_full"), Y, (), merges=False),)
         return in_one_lane(p, "serial", (*operands(p), *full), *gathers, *steps)
     target = into(p.ranks - 1)
     more, last = ended(p, target)
     by_rank = [
-        attend(f"attend_{d}", Region("k_full", shards=((d,),)), Region("v_full", shards=((d,),)),
-               target, keys_of(p, d), merges=d > 0)
+        attend(f"attend_{d}", both("{}_full", shards=((d,),)), target, keys_of(p, d), merges=d > 0)
         for d in range(p.ranks)
-    ]  # fmt: skip
+    ]
     return in_one_lane(p, "serial", (*operands(p), *full, *more), *gathers, *by_rank, *last)
 
 
@@ -207,7 +211,7 @@ def shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
     target = into(len(exchange.items))
     more, last = ended(p, target)
     steps = [order.barrier("open", "signal", 0),
-             attend("attend_0", K, V, target, keys_of(p, 0), merges=False)]  # fmt: skip
+             attend("attend_0", (K, V), target, keys_of(p, 0), merges=False)]  # fmt: skip
     for item in exchange.items:
         steps.append(exchange.push(item))
         # the push behind it waits for a slot, which this frees
@@ -222,18 +226,17 @@ def shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
 
 
 def _attend_to(exchange: Exchange, item: Item, target: Region) -> Step:
-    keys, values = exchange.slots_of(item)
     (peer,) = exchange.order.source(item.d)
     return attend(
-        f"attend{item.suffix}", keys, values, target, keys_of(exchange.p, peer, item.chunk),
-        merges=True, after=() if item.number else ("open",), waits=(exchange.arrival(item),),
-        posts=exchange.freed(item),
+        f"attend{item.suffix}", exchange.slots_of(item), target,
+        keys_of(exchange.p, peer, item.chunk), merges=True, posts=exchange.freed(item),
+        after=() if item.number else ("open",), waits=(exchange.arrival(item),),
     )  # fmt: skip
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
-    return (attend("attend", K, V, Y, keys_of(p, 0), merges=False),)
+    return (attend("attend", (K, V), Y, keys_of(p, 0), merges=False),)
 
 
 def attended_rows(p: Problem, of: str, rank: int) -> Iterator[tuple[tuple[int, int], Value]]:
@@ -251,6 +254,8 @@ def attended_rows(p: Problem, of: str, rank: int) -> Iterator[tuple[tuple[int, i
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
     """y and lse: own rows, by the keys of all ranks that they attend to."""
+    if p.empty:
+        return
     for of, cols in (("y", p.n), ("lse", heads(p))):
         for (start, stop), value in attended_rows(p, of, rank):
             yield Box(rank, of, 0, start, stop, 0, cols), value
@@ -272,9 +277,10 @@ def described(p: Problem) -> str:
 
 
 def attention_s(p: Problem, machine: Machine, cells: float, *, backward: bool = False) -> float:
-    """Seconds of attention of so many pairs of a query and a key of all heads, in one piece."""
+    """Seconds of a kernel for so many pairs of a query and a key, of all heads."""
     matmuls, rate = (BACKWARD_MATMULS, BACKWARD_RATE) if backward else (2, ATTENTION_RATE)
-    return 2 * matmuls * cells * p.n / (rate * machine.costs.gemm_flop_per_s)
+    flop = 2 * matmuls * cells * p.n
+    return machine.costs.kernel_s + flop / (rate * machine.costs.gemm_flop_per_s)
 
 
 def computed_s(p: Problem, machine: Machine, *, backward: bool = False) -> float:

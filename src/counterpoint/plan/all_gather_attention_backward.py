@@ -7,12 +7,14 @@ the way back.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from counterpoint.machine import Machine
 from counterpoint.plan.all_gather_attention import (
     Exchange,
     Item,
     attended_rows,
+    both,
     computed_s,
     described,
     filled,
@@ -23,7 +25,7 @@ from counterpoint.plan.all_gather_attention import (
 from counterpoint.plan.bind import Box
 from counterpoint.plan.names import LANES, OWN, collective, in_one_lane
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
-from counterpoint.plan.peers import Order, orders
+from counterpoint.plan.peers import Chunk, Order, cuts, orders
 from counterpoint.plan.sizes import check_heads
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Attended, Value, normal
@@ -42,19 +44,11 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 def gradient(
     name: str, keys: tuple[Region, Region], dq: Region, made: tuple[Region, Region],
-    args: tuple[tuple[str, int], ...], *, adds: bool, after: tuple[str, ...] = (),
-    waits: tuple[Signal, ...] = (), posts: tuple[Signal, ...] = (),
+    args: tuple[tuple[str, int], ...], *, adds: bool,
 ) -> Step:  # fmt: skip
     """The gradients by some keys."""
     reads = Region("q"), *keys, *GIVEN, *((dq,) if adds else ())
-    writes = dq, *made
-    return Step(name, "compute", "attention_backward", reads, writes, after, waits, posts, args)
-
-
-def both(name: str, **place: object) -> tuple[Region, Region]:
-    """A region of k's buffer, and the same of v's."""
-    first, second = (Region(name.format(x), **place) for x in "kv")  # type: ignore[arg-type]
-    return first, second
+    return Step(name, "compute", "attention_backward", reads, (dq, *made), args=args)
 
 
 def summed_in_fp32(p: Problem) -> Buffer:
@@ -98,9 +92,10 @@ def shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
     """
     order, chunks = Order(options.peers, p.ranks), max(options.chunks, 1)
     exchange = Exchange(p, order, chunks, p.ranks)
+    halves = [chunk for _, chunk in cuts(min(2, max(p.rows[0], 1)))]
     back = p.ranks + exchange.num_signals  # the first signal of what goes back
     steps = [order.barrier("open", "signal", 0),
-             _own(p, 0, adds=False, after=("open",))]  # fmt: skip
+             replace(_own(p, halves[0], adds=False), after=("open",))]  # fmt: skip
     for item in exchange.items:
         steps.append(exchange.push(item))
         # the push behind it waits for a slot, which this frees
@@ -108,7 +103,7 @@ def shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
             steps += _by_item(exchange, exchange.items[used], back)
     for item in exchange.items[len(exchange.items) - exchange.in_flight + 1 :]:
         steps += _by_item(exchange, item, back)
-    steps += [_own(p, 1, adds=True), ROUND]
+    steps += [*(_own(p, half, adds=True) for half in halves[1:]), ROUND]
     waits = tuple(Signal(back + i.number, order.to(i.d)) for i in exchange.items)
     for x in "kv":
         slots = (Region(f"d{x}_slots", shards=(order.source(d),)) for d in range(p.ranks))
@@ -126,13 +121,11 @@ def shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
     return Plan(p, "shard_p2p", variant, options.peers, tuple(buffers), LANES, tuple(steps))
 
 
-def _own(p: Problem, i: int, *, adds: bool, after: tuple[str, ...] = ()) -> Step:
+def _own(p: Problem, half: Chunk, *, adds: bool) -> Step:
     """By a half of the own keys."""
-    made = both("d{}_slots", shards=OWN, chunk=(i, 2))
-    return gradient(
-        f"own_{i}", both("{}", chunk=(i, 2)), TOTAL, made, keys_of(p, 0, (i, 2)), adds=adds,
-        after=after,
-    )  # fmt: skip
+    made = both("d{}_slots", shards=OWN, chunk=half)
+    name = f"own_{half[0]}"
+    return gradient(name, both("{}", chunk=half), TOTAL, made, keys_of(p, 0, half), adds=adds)
 
 
 def _by_item(exchange: Exchange, item: Item, back: int) -> tuple[Step, Step]:
@@ -143,8 +136,11 @@ def _by_item(exchange: Exchange, item: Item, back: int) -> tuple[Step, Step]:
     name, suffix = f"gradient{item.suffix}", item.suffix
     step = gradient(
         name, exchange.slots_of(item), TOTAL, part, keys_of(exchange.p, source[0], item.chunk),
-        adds=True, waits=(exchange.arrival(item),), posts=exchange.freed(item),
+        adds=True,
     )  # fmt: skip
+    step = replace(step, waits=(exchange.arrival(item),), posts=exchange.freed(item))
+    if not item.number:
+        step = replace(step, after=("open",))
     posts = (Signal(back + item.number, source),)
     return step, Step(f"return{suffix}", "copy", "copy", part, slots, (name,), posts=posts)
 
@@ -156,9 +152,12 @@ def alone(p: Problem) -> tuple[Step, ...]:
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
     """dq by all keys that a row attends to; dk and dv by all queries that attend to a row."""
-    for (start, stop), value in attended_rows(p, "dq", rank):
+    for (start, stop), value in attended_rows(p, "dq", rank) if not p.empty else ():
         yield Box(rank, "dq", 0, start, stop, 0, p.n), value
     rows, half = p.rows[rank], p.rows[rank] // 2
+    if p.empty:
+        yield from ((Box(rank, of, 0, 0, rows, 0, p.k), ()) for of in ("dk", "dv"))
+        return
     for of in ("dk", "dv"):
         if not p.causal:
             terms = (Attended(of, rank, 0, s, 0, rows) for s in range(p.ranks))

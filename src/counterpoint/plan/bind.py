@@ -1,49 +1,18 @@
 """From a Plan to the Program of one rank: concrete boxes, peers and slots. Pure and cached."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
-from counterpoint.plan.attended import blocks
-from counterpoint.plan.steps import ATTENTION, COUNTS, Buffer, Plan, Region, Step
+from counterpoint.plan.attended import ATTENTION, attended
+from counterpoint.plan.boxes import Box as Box
+from counterpoint.plan.boxes import Part as Part
+from counterpoint.plan.boxes import hull, merged
+from counterpoint.plan.steps import COUNTS, Buffer, Plan, Region, Step
 from counterpoint.ranges import instance, whole
-
-
-class Box(NamedTuple):
-    """Rows [r0, r1) x columns [c0, c1) of a buffer as `rank` stores it; `slot` of its slots."""
-
-    rank: int
-    buffer: str
-    slot: int
-    r0: int
-    r1: int
-    c0: int
-    c1: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns)."""
-        return self.r1 - self.r0, self.c1 - self.c0
-
-    @property
-    def empty(self) -> bool:
-        """Whether the box has no cell."""
-        return self.r1 <= self.r0 or self.c1 <= self.c0
-
-
-class Part(NamedTuple):
-    """One launch of a step: what it reads, in the step's order, and the one box it writes.
-
-    Of an attention, a result of a launch; "diagonal": the i-th query attends to the first i keys.
-    What reads nothing is zero: nobody attends to these keys.
-    """
-
-    reads: tuple[Box, ...]
-    write: Box
-    diagonal: bool = False
 
 
 class Arrival(NamedTuple):
@@ -127,11 +96,15 @@ class _Binder:
         ]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
         if step.kind in ATTENTION:
-            given, made = ([self.one(cells) for cells in each] for each in (reads, writes))
-            return tuple(self.attended(step, rank, given, made))
+            boxes = [[self.one(cells) for cells in each] for each in (reads, writes)]
+            owner = self.plan.resolve((int(step.arg("peer")),), rank)
+            try:
+                return attended(self.plan.problem, step, (rank, owner), *boxes)
+            except ValueError as error:
+                self.fail(str(error))
         if step.kind in ("fused", "opaque"):
             boxes = tuple(box for cells in reads for box in cells)
-            return tuple(Part(boxes, box) for cells in writes for box in _hull(cells))
+            return tuple(Part(boxes, box) for cells in writes for box in hull(cells))
         if step.kind == "copy":
             if len(reads) != len(writes):
                 self.fail(f"copies {len(reads)} regions into {len(writes)}")
@@ -140,7 +113,7 @@ class _Binder:
         elif step.kind == "collective":
             # the library sees the whole of both sides, in one call; words of a transport of ours
             # are behind that part
-            parts = [Part(tuple(_hull(reads[0])), write) for write in _hull(writes[0])]
+            parts = [Part(tuple(hull(reads[0])), write) for write in hull(writes[0])]
             parts += [Part((), box) for cells in writes[1:] for box in cells]
         else:
             if len(writes) != 1:
@@ -156,53 +129,7 @@ class _Binder:
         shared = {1} if step.kind == "matmul" else set[int]()
         if step.arg("bias"):
             shared.add(len(reads) - 1)
-        return tuple(_merged([p for p in parts if not p.write.empty], shared))
-
-    def attended(
-        self, step: Step, rank: int, reads: list[Box], writes: list[Box]
-    ) -> Iterator[Part]:
-        """Of each block of queries and keys its y and lse, or its dq; then dk and dv."""
-        p, forward = self.plan.problem, step.kind == "attention"
-        q, k, v, *rest = reads
-        self.check_attention(step, reads, writes)
-        owner = self.plan.resolve((int(step.arg("peer")),), rank)
-        found = blocks(p, rank, owner, int(step.arg("first")), k.shape[0])
-        targets = writes if forward else writes[:1]
-        of_rows = rest if forward else rest[:3]
-        for queries, keys, diagonal in found:
-            given = _rows(q, queries), _rows(k, keys), _rows(v, keys)
-            beside = tuple(_rows(box, queries) for box in of_rows)
-            if forward:
-                for i, target in enumerate(targets):
-                    merged = beside[i : i + 1] if beside else ()
-                    yield Part((*given[: 3 - i], *merged), _rows(target, queries), diagonal)
-            else:
-                added = tuple(_rows(box, queries) for box in rest[3:])
-                yield Part((*given, *beside, *added), _rows(targets[0], queries), diagonal)
-        if forward:
-            return
-        last = found[-1].keys[1] if found else 0
-        if found:  # all of one step have the same keys, and their queries follow one another
-            queries, keys = (found[0].queries[0], found[-1].queries[1]), found[0].keys
-            beside = tuple(_rows(box, queries) for box in of_rows)
-            given = _rows(q, queries), _rows(k, keys), _rows(v, keys)
-            for target in writes[1:]:
-                yield Part((*given, *beside), _rows(target, keys), found[0].diagonal)
-        for target in writes[1:]:
-            if last < target.shape[0]:
-                yield Part((), _rows(target, (last, target.shape[0])))
-
-    def check_attention(self, step: Step, reads: list[Box], writes: list[Box]) -> None:
-        """Refuse boxes that are not all own queries, or do not fit their keys."""
-        p, (q, k, _, *rest) = self.plan.problem, reads
-        rows, lse = q.shape[0], (q.shape[0], p.n // max(p.head_dim, 1))
-        want = [q.shape, k.shape, k.shape]
-        want += [q.shape, lse][: len(rest)] if step.kind == "attention" else []
-        want += [] if step.kind == "attention" else [q.shape, q.shape, lse, q.shape][: len(rest)]
-        made = [q.shape, lse] if step.kind == "attention" else [q.shape, k.shape, k.shape]
-        shapes = [box.shape for box in (*reads, *writes)]
-        if shapes != want + made or (q.shape[1], k.shape[1]) != (p.n, p.k) or rows != max(p.rows):
-            self.fail(f"shapes {shapes} do not fit an attention of {p.n} and {p.k} columns")
+        return tuple(merged([p for p in parts if not p.write.empty], shared))
 
     def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
         """Pair the cells of regions of many blocks; a region of one cell serves all of them."""
@@ -214,7 +141,7 @@ class _Binder:
 
     def one(self, cells: list[Box]) -> Box:
         """The cells of a region that has to be one box; blocks without rows are none."""
-        boxes = _hull([box for box in cells if box.r0 < box.r1] or cells[:1])
+        boxes = hull([box for box in cells if box.r0 < box.r1] or cells[:1])
         if len(boxes) > 1:
             place = f"{boxes[0].buffer} on rank {boxes[0].rank}"
             self.fail(f"contracts over rows, so it takes one box: its part of {place} is several")
@@ -329,38 +256,3 @@ class _Binder:
 
 def _chunk(rows: int, i: int, of: int) -> tuple[int, int]:
     return rows * i // of, rows * (i + 1) // of
-
-
-def _rows(box: Box, rows: tuple[int, int]) -> Box:
-    return box._replace(r0=box.r0 + rows[0], r1=box.r0 + rows[1])
-
-
-def _hull(boxes: list[Box]) -> list[Box]:
-    """Boxes that follow one another as one."""
-    merged = _merged([Part((), box) for box in boxes], set())
-    return [part.write for part in merged]
-
-
-def _merged(parts: list[Part], shared: set[int]) -> list[Part]:
-    """Join neighbours whose boxes follow one another in memory; `shared` reads are equal."""
-    merged: list[Part] = []
-    for part in parts:
-        if merged and _joins(merged[-1], part, shared):
-            reads = zip(merged[-1].reads, part.reads, strict=True)
-            joined = tuple(
-                a if i in shared else a._replace(r1=b.r1) for i, (a, b) in enumerate(reads)
-            )
-            merged[-1] = Part(joined, merged[-1].write._replace(r1=part.write.r1))
-        else:
-            merged.append(part)
-    return merged
-
-
-def _joins(first: Part, second: Part, shared: set[int]) -> bool:
-    def follows(a: Box, b: Box) -> bool:
-        return a._replace(r0=0, r1=0) == b._replace(r0=0, r1=0) and a.r1 == b.r0
-
-    reads = enumerate(zip(first.reads, second.reads, strict=True))
-    return follows(first.write, second.write) and all(
-        a == b if i in shared else follows(a, b) for i, (a, b) in reads
-    )

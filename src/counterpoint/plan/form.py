@@ -1,9 +1,9 @@
 """What can be seen of a plan without binding it: names, operands, engines, dtypes, regions."""
 
 from counterpoint.errors import InputError, PlanError
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import (
-    ATTENTION,
     COUNTS,
     OWN_PROTOCOL,
     Buffer,

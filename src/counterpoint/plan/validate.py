@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import values
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Box, Part, Program, bind
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
-from counterpoint.plan.steps import ATTENTION, OWN_PROTOCOL, Buffer, Plan
+from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.plan.values import Cell, Contradiction, Memory, Piece
 from counterpoint.ranges import instance
 

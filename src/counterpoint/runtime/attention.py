@@ -145,8 +145,7 @@ def library_of(places: Places, like: Operands | None) -> Library:
         return CuDNN()
     if cuda.can_use_flash_attention(params):
         return Flash()
-    what = f"{p.op}: torch's attention by cuDNN and its flash attention both refuse {p}"
-    raise UnsupportedError(f"{what}; take bf16 or fp16, and a head dim of 128 or less")
+    raise UnsupportedError(f"{p.op}: torch has no attention for {p} on this GPU")
 
 
 def attention(bound: BoundStep, places: Places, like: Operands | None) -> list[Action]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from counterpoint.errors import UnsupportedError
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Program
 from counterpoint.plan.launches import batches
-from counterpoint.plan.steps import ATTENTION
 from counterpoint.runtime import (
     attention,
     compute,
