@@ -23,6 +23,7 @@ from counterpoint.ops.plans import KEYS, plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime.attention import made_whole
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
@@ -197,9 +198,7 @@ class Ready:
 
 def _made(code: Code | None) -> set[str]:
     """Results that the library makes anew, and a step puts in their places; the last ones."""
-    steps = code.program.plan.steps if code is not None else ()
-    made = (s for s in steps if s.kind == "attention" and not s.accumulates)
-    return {region.buffer for step in made for region in step.writes}
+    return made_whole(code.program) if code is not None else set()
 
 
 def present(tensors: Tensors) -> tuple[Tensor, ...]:

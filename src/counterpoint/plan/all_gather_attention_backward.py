@@ -172,7 +172,7 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    return "serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks)), "shard_p2p ring chunks=2"
+    return "serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks))
 
 
 OPERATION = Operation(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.merge_attention import merge_attention_kernel
-from counterpoint.plan.bind import BoundStep, Part
+from counterpoint.plan.bind import BoundStep, Part, Program, bind
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.workspace import Operands, Place, Places
 
@@ -155,6 +155,19 @@ def attention(bound: BoundStep, places: Places, like: Operands | None) -> list[A
     return [_attention(y, lse, places, library, merges=merges) for y, lse in pairs]
 
 
+def made_whole(program: Program) -> set[str]:
+    """Outputs that one step makes whole: what the library returns takes their places."""
+    buffers = {b.name for b in program.plan.buffers if b.space == "output"}
+    rows = program.plan.problem.rows[program.rank]
+    return {
+        part.write.buffer
+        for bound in program.steps
+        if bound.step.kind == "attention" and not bound.step.accumulates
+        for part in bound.parts
+        if part.write.buffer in buffers and part.write.shape[0] == rows
+    }
+
+
 def _attention(part: Part, beside: Part, places: Places, library: Library, *,
                merges: bool) -> Action:  # fmt: skip
     p, causal = places.plan.problem, part.diagonal
@@ -163,8 +176,7 @@ def _attention(part: Part, beside: Part, places: Places, library: Library, *,
     y, lse = places.of(part.write), places.of(beside.write)
     rows = part.write.shape[0]
     starts = _starts(rows, rows if causal else _rows_at_a_time(max(p.rows) * p.k, p.n))
-    # results of a call are whole where a step makes them: they are what the library returns
-    made = places.plan.buffer(part.write.buffer).space == "output"
+    made = made_whole(bind(places.plan, places.workspace.rank))
 
     def merge(o: Operands) -> None:
         queries, keys, values = q(o), k(o), v(o)
@@ -178,11 +190,11 @@ def _attention(part: Part, beside: Part, places: Places, library: Library, *,
     def make(o: Operands) -> None:
         result, sums = library.forward(q(o), k(o), v(o), causal, scale)
         flat = result[0].transpose(0, 1).flatten(1)
-        if made:
-            o[part.write.buffer] = flat
-        else:
-            y(o).copy_(flat)
-        o[beside.write.buffer] = sums.t()
+        for place, box, found in ((y, part.write, flat), (lse, beside.write, sums.t())):
+            if box.buffer in made:
+                o[box.buffer] = found
+            else:
+                place(o).copy_(found)
 
     return merge if merges else make
 
