@@ -20,8 +20,7 @@ SHAPES = [(1, 1024, 8, 2, 128), (2, 384, 4, 4, 64), (1, 130, 4, 2, 128), (1, 230
 PLANS = ("auto", "serial", "shard_p2p ring", "shard_p2p ring chunks=2", "shard_p2p chunks=3")
 
 
-@pytest.mark.shows("all_gather_attention", "forward", "bf16 fp16")
-@pytest.mark.shows("all_gather_attention", "backward", "bf16 fp16")
+@pytest.mark.shows("all_gather_attention", "forward, backward", "bf16 fp16")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_and_gradients_are_those_of_fp64(gpus, shape, causal):
