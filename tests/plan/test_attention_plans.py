@@ -58,7 +58,7 @@ def wrong(plan: Plan) -> Iterator[tuple[str, Plan]]:
                                  writes=()))  # fmt: skip
 
     for step in attends:
-        args = dict(step.args)
+        args = {"peer": 0, "first": 0, **dict(step.args)}
         for name in ("peer", "first"):
             new = {**args, name: int(args[name]) + 1}
             yield f"{name} of {step.name}", with_step(replace(step, args=tuple(new.items())))

@@ -91,8 +91,9 @@ def first_row(p: Problem, chunk: tuple[int, int]) -> int:
 
 
 def keys_of(p: Problem, peer: int, chunk: tuple[int, int] = (0, 1)) -> tuple[tuple[str, int], ...]:
-    """What a step is told of whose keys it is given."""
-    return ("peer", peer), ("first", first_row(p, chunk))
+    """What a step is told of whose keys it is given, where it matters."""
+    told = ("peer", peer), ("first", first_row(p, chunk))
+    return tuple((name, value) for name, value in told if value and p.causal)
 
 
 class Exchange:

@@ -104,7 +104,7 @@ def shard_p2p(p: Problem, options: Options, machine: Machine) -> Plan:
     for item in exchange.items[len(exchange.items) - exchange.in_flight + 1 :]:
         steps += _by_item(exchange, item, back)
     steps += [*(_own(p, half, adds=True) for half in halves[1:]), ROUND]
-    waits = tuple(Signal(back + i.number, order.to(i.d)) for i in exchange.items)
+    waits = tuple(Signal(back + i.number, order.to(i.d)) for i in exchange.items if _is_last(i))
     for x in "kv":
         slots = (Region(f"d{x}_slots", shards=(order.source(d),)) for d in range(p.ranks))
         target = (Region(f"d{x}"),)
@@ -139,10 +139,13 @@ def _by_item(exchange: Exchange, item: Item, back: int) -> tuple[Step, Step]:
         adds=True,
     )  # fmt: skip
     step = replace(step, waits=(exchange.arrival(item),), posts=exchange.freed(item))
-    if not item.number:
-        step = replace(step, after=("open",))
-    posts = (Signal(back + item.number, source),)
+    posts = (Signal(back + item.number, source),) if _is_last(item) else ()
     return step, Step(f"return{suffix}", "copy", "copy", part, slots, (name,), posts=posts)
+
+
+def _is_last(item: Item) -> bool:
+    """Whether it is the last chunk of its peer: what goes back to one comes in order."""
+    return item.chunk[0] == item.chunk[1] - 1
 
 
 def alone(p: Problem) -> tuple[Step, ...]:

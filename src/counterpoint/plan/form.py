@@ -253,7 +253,11 @@ def _misuse_of_attention(plan: Plan, step: Step, reads: list[Buffer], writes: li
     lse = (writes if forward else reads[5:])[1 if forward else 0]
     if {b.dtype for b in reads[: 5 if not forward else 3]} != {plan.problem.dtype}:
         return f"an {step.kind} is of {plan.problem.dtype}"
-    return "" if lse.dtype == "float32" else "a log-sum-exp is float32"
+    if lse.dtype != "float32":
+        return f"a log-sum-exp is float32, got {lse.dtype}"
+    if added and writes[0].dtype != "float32" and (not forward or writes[0].space != "output"):
+        return f"adds up in {writes[0].dtype}: every pass would round"
+    return ""
 
 
 def _misuse_of_all_reduce(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
