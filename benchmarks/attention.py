@@ -12,7 +12,7 @@ The gradient of a library's all-gather is its reduce-scatter; those arms keep wh
 ours gather again. One batch, bf16, a head dim of 128. Of all results one key head and its queries
 are checked. Beside the time stands what a call takes of memory, results included."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from statistics import geometric_mean
 from typing import Any
 
@@ -24,9 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import counterpoint as cp
 from benchmarks.choice import choice_of
-from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.rows import Row, Timed, taken
-from benchmarks.tables import Column, arm, ms, table
+from benchmarks.tables import Column, arm, by_machine, ms, table
 from counterpoint.measure.timing import relative_error
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
@@ -35,6 +35,7 @@ BOTH = "forward + backward"
 HEADS, DIM = 32, 128
 SIZES = ((32, 32768), (8, 8192), (8, 32768), (32, 8192))  # key heads, tokens of all ranks
 SPECS = ("shard_p2p ring", "shard_p2p ring chunks=2")
+SHORT = "32/8 heads, 8192 tokens, causal, forward + backward"
 SERIAL = ("serial", "serial packed", "serial cudnn", "plan serial")
 SPREAD = 2.0  # of queries: some keys then count for more than others
 EXACT_ROWS = 1024  # of a block of the reference
@@ -287,15 +288,10 @@ def attention_table(rows: list[Row]) -> str:
     return table(COLUMNS, found, note)
 
 
-def report(found: Mapping[int, Sequence[Row]]) -> str:
-    """The tables of all machines."""
-    parts = (f"**{ranks} GPUs**\n\n{attention_table(list(rows))}" for ranks, rows in found.items())
-    return "\n\n".join(parts)
-
-
 ATTENTION = Benchmark(
     "attention", cases, arms, unit="ms", calls=0, rounds=15, every_eager=True, soak_s=0.5,
     eager=("serial", "serial packed", "plan serial", "auto"), backlog_cycles=10_000_000,
     moved=moved,
-    short=lambda case: case["kv_heads"] == 8 and case["tokens"] == 8192,
+    sections=(Section("docs/results/attention.md", "attention", by_machine(attention_table)),),
+    short=lambda case: case.name == SHORT,
 )  # fmt: skip
