@@ -163,8 +163,7 @@ def arms(case: Case, bench: Bench) -> Arms:
         "serial": call(by_library, q, k, v), "serial packed": call(by_one, q, packed),
     }  # fmt: skip
     if not causal:
-        refused = "cuDNN's attention needs a GPU"
-        calls["serial cudnn"] = call(by_cudnn, q, k, v) if bench.on_gpu else refused
+        calls["serial cudnn"] = _had(call(by_cudnn, q, k, v), bench)
     calls |= {name: call(ours(name.removeprefix("plan ")), q, k, v)
               for name in ("plan serial", "auto", *SPECS)}  # fmt: skip
     want = wanted((q, k, v), dy, causal, bench)
@@ -187,6 +186,17 @@ def arms(case: Case, bench: Bench) -> Arms:
             about.setdefault(name, {})["peak_bytes"] = of_plan + peak_bytes(way, bench)
     return Arms(calls, check, about=about, limit=2e-2, floor=4e-3, nan_bytes=4 * q.numel(),
                 facts={"gathered_bytes": gathered_bytes})  # fmt: skip
+
+
+def _had(call: Call, bench: Bench) -> Call | str:
+    """A call by cuDNN's attention, if torch has it here for such tensors."""
+    if not bench.on_gpu:
+        return "cuDNN's attention needs a GPU"
+    try:
+        call(0)
+    except RuntimeError as error:
+        return f"on this GPU: {str(error).splitlines()[0]}"
+    return call
 
 
 def plan_bytes(case: Case, spec: str, ranks: int) -> int:
