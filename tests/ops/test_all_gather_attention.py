@@ -13,6 +13,7 @@ from rank_bodies import world
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.ops.samples import sample_of
 from counterpoint.problem import Problem
 
 OP = "all_gather_attention"
@@ -113,3 +114,15 @@ def test_arguments_are_checked(rank: int, ranks: int) -> None:
     for text, given, options in wrong_calls:
         with pytest.raises(cp.InputError, match=f"^{OP}: {re.escape(text)}"):
             cp.all_gather_attention(*given, **options)
+
+
+@on_ranks(2)
+def test_plans_are_tuned_on_random_calls(rank: int, ranks: int) -> None:
+    for op, results in ((OP, 2), (f"{OP}_backward", 3)):
+        problem = Problem(op, 16, 32, 16, 2, "float32", head_dim=8, causal=True)
+        sample = sample_of(problem, world(), torch.device("cpu"))
+        want: Any = sample.call("serial")(0)
+        found: Any = sample.call("shard_p2p ring")(0)
+        assert len(found) == results
+        for got, each in zip(found, want, strict=True):
+            torch.testing.assert_close(got, each)

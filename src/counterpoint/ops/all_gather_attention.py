@@ -1,6 +1,6 @@
 """Attention to the keys and values of all ranks: context parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import DTYPES, autocast, check_dense, check_group, check_place
 from counterpoint.ops.plans import backward_plan, plan_key
 from counterpoint.ops.register import refuse_double, register
+from counterpoint.ops.samples import Sample
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -234,3 +235,29 @@ register(
     f"{BACKWARD}(Tensor[] given, {_WHERE}) -> Tensor[]",
     _run_backward, _fake_backward, refuse_double,
 )  # fmt: skip
+
+
+def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
+    """Calls on random tensors of one batch: see samples.py."""
+    p, rows = problem, problem.rows[group.rank()]
+
+    def drawn(columns: int) -> Tensor:
+        x = torch.randn(rows, 1, columns // p.head_dim, p.head_dim, device=device)
+        return x.to(getattr(torch, p.dtype))
+
+    q, k, v, dy = (drawn(columns) for columns in (p.n, p.k, p.k, p.n))
+    forward = forward_of(p.causal, p.scale)
+    y, lse = call.prepare(forward, (q, k, v), "serial", (), group)((q, k, v))
+    operator, tensors = forward, (q, k, v)
+    if p.op == BACKWARD:
+        operator = backward_of(p.causal, p.scale)
+        tensors = (q, k, v, dy, y.view(q.shape), lse)
+
+    def call_of(spec: str) -> Callable[[int], object]:
+        def one(_: int) -> object:
+            return call.prepare(operator, tensors, spec, (), group)(tensors)
+
+        one(0)
+        return one
+
+    return Sample(1, call_of)
