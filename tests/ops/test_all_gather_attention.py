@@ -126,3 +126,17 @@ def test_plans_are_tuned_on_random_calls(rank: int, ranks: int) -> None:
         assert len(found) == results
         for got, each in zip(found, want, strict=True):
             torch.testing.assert_close(got, each)
+
+
+@on_ranks(2)
+def test_opcheck_of_both_operators(rank: int, ranks: int) -> None:
+    group = world()
+    where = True, 0.0, "serial", group.group_name, ranks
+    q, k, v, dy = (x.transpose(0, 1) for x in shards_of(rank, ranks))
+    ops: Any = torch.ops.counterpoint
+    y, lse = ops.all_gather_attention(q, k, v, *where)
+    tests = ("test_schema", "test_faketensor")
+    for op, given in ((ops.all_gather_attention, (q, k, v)),
+                      (ops.all_gather_attention_backward, ([q, k, v, dy, y, lse],))):  # fmt: skip
+        found = torch.library.opcheck(op.default, (*given, *where), test_utils=tests)
+        assert set(found.values()) == {"SUCCESS"}
