@@ -15,6 +15,7 @@ from torch import Tensor
 import counterpoint as cp
 from counterpoint.ops.samples import sample_of
 from counterpoint.problem import Problem
+from counterpoint.runtime import attention
 
 OP = "all_gather_attention"
 
@@ -140,3 +141,14 @@ def test_opcheck_of_both_operators(rank: int, ranks: int) -> None:
                       (ops.all_gather_attention_backward, ([q, k, v, dy, y, lse],))):  # fmt: skip
         found = torch.library.opcheck(op.default, (*given, *where), test_utils=tests)
         assert set(found.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@on_ranks(2)
+def test_queries_come_some_rows_at_a_time(rank: int, ranks: int, causal: bool) -> list[str]:
+    """As many as one would not have here: 14 of them, or 7, by 4."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("LEAST_ROWS", 2), ("ROWS_APART", 2), ("MOST_ELEMENTS", 4 * 32)):
+            patch.setattr(attention, name, value)
+        assert attention.rows_at_a_time(14 * 16, 32) == 4
+        return wrong(rank, ranks, "shard_p2p", (1, 14, 4, 2, 8), torch.float32, causal)

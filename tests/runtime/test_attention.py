@@ -14,6 +14,7 @@ from counterpoint.runtime.attention import (
     Library,
     made_whole,
     merge_into,
+    rows_at_a_time,
 )
 
 OP = "all_gather_attention"
@@ -68,6 +69,13 @@ def test_merged_parts_are_the_whole():
     torch.testing.assert_close(found[0][0] + found[1][0], want[0])
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([found[0][i], found[1][i]], 2), want[i])
+
+
+def test_results_that_wait_for_their_merge_are_small():
+    """Of 32 heads of 128 columns: as the keys of 8 heads at 8192 tokens of 2 ranks; 16 MiB."""
+    found = [rows_at_a_time(rows * heads * 128, 32 * 128) for rows, heads in
+             ((4096, 8), (16384, 8), (16384, 32), (128, 1))]  # fmt: skip
+    assert found == [1024, 2048, 2048, 1024]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Steps of attention: torch's own kernels on a GPU, the formula on a CPU rank; and their merge.
 
-Queries are taken some rows at a time where a result is merged, so that what is not merged yet takes
-no more memory than the keys of a shard.
+Queries are taken some rows at a time where a result is merged: what is not merged yet then takes no
+more memory than the keys of a shard, and is in the cache when it is.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from counterpoint.runtime.workspace import Operands, Place, Places
 aten: Any = torch.ops.aten
 MERGED_ROWS = 32  # of one program
 ROWS_APART = 128  # queries at a time are a multiple of it: tiles of the library's kernels are
-LEAST_ROWS = 1024
+# at least so many, two tiles for each SM at 32 heads; and so many elements of a result
+LEAST_ROWS, MOST_ELEMENTS = 1024, 1 << 23
 
 
 class Library(Protocol):
@@ -175,7 +176,7 @@ def _attention(part: Part, beside: Part, places: Places, library: Library, *,
     q, k, v = (_heads(places.of(box), p.head_dim) for box in part.reads[:3])
     y, lse = places.of(part.write), places.of(beside.write)
     rows = part.write.shape[0]
-    starts = _starts(rows, rows if causal else _rows_at_a_time(max(p.rows) * p.k, p.n))
+    starts = _starts(rows, rows if causal else rows_at_a_time(max(p.rows) * p.k, p.n))
     made = made_whole(bind(places.plan, places.workspace.rank))
 
     def merge(o: Operands) -> None:
@@ -264,9 +265,9 @@ def merge_into(y: Tensor, lse: Tensor, other: Tensor, lse_other: Tensor) -> None
     )  # fmt: skip
 
 
-def _rows_at_a_time(key_elements: int, columns: int) -> int:
-    """Queries whose result has as many elements as the keys of a shard."""
-    rows = -(-key_elements // max(columns, 1))
+def rows_at_a_time(key_elements: int, columns: int) -> int:
+    """Queries whose result has as many elements as the keys of a shard, if they are not many."""
+    rows = -(-min(key_elements, MOST_ELEMENTS) // max(columns, 1))
     return max(LEAST_ROWS, -(-rows // ROWS_APART) * ROWS_APART)
 
 
