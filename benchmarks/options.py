@@ -11,8 +11,8 @@ from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
 
 NAMES = (
-    "overlap", "few_rows", "decode", "experts", "embedding", "steps", "training", "resources",
-    "copies", "transports", "losses", "ficco", "evaluate", "compile", "soak",
+    "overlap", "few_rows", "decode", "experts", "embedding", "attention", "steps", "training",
+    "resources", "copies", "transports", "losses", "ficco", "evaluate", "compile", "soak",
 )  # fmt: skip
 LIMIT_S = 560  # of one benchmark
 PICTURES = (".png", ".svg", ".pdf")

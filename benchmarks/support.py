@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = (
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
     "matmul_all_reduce_rms_norm", "all_to_all_matmul", "matmul_all_to_all",
-    "embedding_bag_all_to_all",
+    "embedding_bag_all_to_all", "all_gather_attention",
 )  # fmt: skip
 WAYS = {"torch.compile": "compiled", "CUDA graph": "captured"}
 GPUS = {"sm_80": "A100", "sm_90": "H100, H200", "sm_100": "B200"}

@@ -19,18 +19,22 @@ AG_BACKWARD, RS_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_
 DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 EXPERTS = (DISPATCH, COMBINE)
 BAGS = "embedding_bag_all_to_all"
+ATTENTION = ("all_gather_attention", "all_gather_attention_backward")
 BIASED = (AG, RS, AR)
-PLAIN = tuple(op for op in OPS if op not in (*EXPERTS, BAGS))
+PLAIN = tuple(op for op in OPS if op not in (*EXPERTS, BAGS, *ATTENTION))
 BY_ROWS = tuple(op for op in PLAIN if operation_of(op).shares_rows)
 
 
 def make_problem(op: str, m: int, n: int, k: int, ranks: int, **options: object) -> Problem:
     """A problem of any operator; of experts, four on each rank unless it says how many.
 
-    Of embedding bags, ranks have one table of n columns and two of half as many and 3, in turn.
+    Of an attention, n is the next multiple of k. Of embedding bags, ranks have one table of n
+    columns and two of half as many and 3, in turn.
     """
     if op in EXPERTS:
         options.setdefault("experts", 4)
+    if op in ATTENTION:
+        n = -(-n // max(k, 1)) * k
     if op == BAGS:
         each = (max(n, 1),), (max(n // 2, 1), 3)
         options["tables"] = tuple(each[rank % 2] for rank in range(ranks))

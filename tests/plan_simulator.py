@@ -11,11 +11,52 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Box, bind
 from counterpoint.plan.steps import Plan
 
 Array = NDArray[np.float64]
 CALLS = 2
+
+
+def products(
+    own: dict[str, Array], other: dict[str, Array], seen: Array, *, backward: bool
+) -> dict[str, Array]:
+    """In place of softmax a product, so that sums are exact in any order.
+
+    A query weighs a key by what each has in sum; a result depends on all rows that go into it.
+    """
+    queries = own["q"].sum(1)
+    for i, name in enumerate(("dy", "y", "lse") if backward else ()):
+        queries = queries + (i + 2) * own[name].sum(1)
+    keys, values = other["k"].sum(1), other["v"].sum(1)
+    weights = queries[:, None] * (keys + (3 * values if backward else 0))[None, :] * seen
+
+    def rows(numbers: Array, like: Array) -> Array:
+        return np.repeat(numbers[:, None], like.shape[1], 1)
+
+    if not backward:
+        heads = own["heads"]
+        return {"y": rows(weights @ values, own["q"]), "lse": rows(weights.sum(1), heads)}
+    return {
+        "dq": rows(weights.sum(1), own["q"]),
+        "dk": rows(queries @ seen * keys, other["k"]),
+        "dv": rows(queries @ seen * values, other["k"]),
+    }
+
+
+def attended(
+    kind: str, made: int, reads: list[Array], target: Array, diagonal: bool
+) -> list[Array]:
+    """What a part of an attention adds up: what it makes, and what was there."""
+    if not reads:
+        return [np.zeros_like(target)]
+    backward = kind == "attention_backward"
+    names = ("q", "k", "v", "dy", "y", "lse") if backward else ("q", "k", "v")[: 3 - made]
+    given = {"v": reads[1], "heads": target, **dict(zip(names, reads, strict=False))}
+    seen = np.ones((len(given["q"]), len(given["k"])))
+    found = products(given, given, np.tril(seen) if diagonal else seen, backward=backward)
+    return [found[(("dq", "dk", "dv") if backward else ("y", "lse"))[made]], *reads[len(names) :]]
 
 
 class Stuck(Exception):
@@ -117,6 +158,8 @@ class _Simulation:
 
     def wanted(self, inputs: list[dict[str, Array]], rank: int) -> dict[str, Array]:
         """The outputs of `rank` as the op defines them."""
+        if self.plan.problem.head_dim:
+            inputs = [{**each, "heads": self.memory["lse", 0][0]} for each in inputs]
         mine = inputs[rank]
         own = slice(self.starts[rank], self.starts[rank + 1])
 
@@ -157,8 +200,33 @@ class _Simulation:
                 tables = self.plan.problem.tables
                 bags = zip(inputs, map(sum, tables), strict=True)
                 return {"y": np.concatenate([each["bags"][own, :n] for each, n in bags], axis=1)}
+            case "all_gather_attention":
+                parts = [
+                    products(mine, each, seen, backward=False)
+                    for each, seen in zip(inputs, self.seen(rank), strict=True)
+                ]
+                return {of: np.sum([part[of] for part in parts], axis=0) for of in ("y", "lse")}
+            case "all_gather_attention_backward":
+                pairs = zip(inputs, self.seen(rank), strict=True)
+                found = {"dq": [products(mine, each, s, backward=True)["dq"] for each, s in pairs]}
+                by_rank = [
+                    products(each, mine, self.seen(r)[rank], backward=True)
+                    for r, each in enumerate(inputs)
+                ]
+                found |= {of: [part[of] for part in by_rank] for of in ("dk", "dv")}
+                return {of: np.sum(parts, axis=0) for of, parts in found.items()}
             case op:
                 raise AssertionError(f"what {op} computes is not written down here")
+
+    def seen(self, rank: int) -> list[Array]:
+        """Of the keys of each rank, which own query attends to which: 1, or else 0."""
+        p = self.plan.problem
+        rows, half = p.rows[0], p.rows[0] // 2
+        if not p.causal:
+            return [np.ones((rows, rows))] * p.ranks
+        parts = [(half * r, half * (2 * p.ranks - 1 - r)) for r in self.ranks]
+        places = [np.concatenate([np.arange(half) + start for start in each]) for each in parts]
+        return [(keys[None, :] <= places[rank][:, None]).astype(float) for keys in places]
 
     def to_experts(self, inputs: list[dict[str, Array]]) -> list[Array]:
         """Rows of all ranks by expert, multiplied, on each rank."""
@@ -226,6 +294,9 @@ class _Simulation:
         )
         for part in self.random.sample(bound.parts, len(bound.parts)):
             reads = [self.at(box) for box in part.reads]
+            if bound.step.kind in ATTENTION:
+                made = [r.buffer for r in bound.step.writes].index(part.write.buffer)
+                reads = attended(bound.step.kind, made, reads, self.at(part.write), part.diagonal)
             if bound.step.kind == "matmul":
                 x = reads[0].T if bound.step.arg("contract") else reads[0]
                 reads = [x @ reads[1], *reads[2:]]

@@ -203,6 +203,20 @@ def exchanged(at: At) -> None:
     transport.close()
 
 
+def merged(at: At) -> None:
+    """Some rows of two attentions, as the plans of attention merge them."""
+    from counterpoint.runtime.attention import merge_into
+
+    y, other = torch.randn(2, 40, 3, 24)
+    lse, lse_other = torch.randn(2, 3, 40)
+    want, sums = y.clone(), lse.clone()
+    merge_into(want[2:39], sums[:, 2:39], other[:37], lse_other[:, :37])
+    y, lse, other, lse_other = (x.to(at.device) for x in (y, lse, other, lse_other))
+    merge_into(y[2:39], lse[:, 2:39], other[:37], lse_other[:, :37])
+    check("merged attentions", y, want.double())
+    check("their log-sum-exp", lse, sums.double())
+
+
 # each case, and the kernels that it is there for
 CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
     "copies": (lambda at: matmuls(at, "all_gather_matmul", "shard_p2p"), ("signal_kernel",)),
@@ -228,6 +242,7 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
               "weight_gradient_kernel")),
     "lookup": (lambda at: embedding(at, "serial"), ("lookup_kernel",)),
     "exchange": (exchanged, ("exchange_kernel",)),
+    "attention": (merged, ("merge_attention_kernel",)),
 }  # fmt: skip
 EXPECTED = frozenset(name for _, names in CASES.values() for name in names)
 

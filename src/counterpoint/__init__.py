@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from counterpoint.measure.tune import tune
     from counterpoint.model.estimate import estimate
     from counterpoint.ops.add_rms_norm import matmul_all_reduce_rms_norm
+    from counterpoint.ops.all_gather_attention import all_gather_attention
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
     from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
     from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
@@ -65,6 +66,7 @@ _HOME = {
     "Problem": "problem",
     "Timeline": "timeline",
     "UnsupportedError": "errors",
+    "all_gather_attention": "ops.all_gather_attention",
     "all_gather_matmul": "ops.all_gather_matmul",
     "all_to_all_matmul": "ops.all_to_all_matmul",
     "bind": "plan.bind",
@@ -104,6 +106,7 @@ __all__ = [
     "Problem",
     "Timeline",
     "UnsupportedError",
+    "all_gather_attention",
     "all_gather_matmul",
     "all_to_all_matmul",
     "bind",

@@ -94,6 +94,14 @@ class Problem:
     embedding_bag_all_to_all: y_r[rows[r], N] = the pooled rows of all ranks' tables for the bags of
                               this rank, those of rank 0's tables first
 
+    With heads of `head_dim` columns, and a key and value head for as many query heads on each rank:
+
+    all_gather_attention: y_r[rows[r], N] = softmax(scale q k^T) v of q_r[rows[r], N] and of all
+                          ranks' k[M, K] and v[M, K], head by head. Where it is causal, rank r has
+                          parts r and 2 ranks - 1 - r of 2 ranks parts of the sequence, and a row
+                          attends to itself and those before it
+    all_gather_attention_backward: its gradients dq, dk and dv, from dy and the log-sum-exp of rows
+
     A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
@@ -116,6 +124,10 @@ class Problem:
         tables: columns of each rank's tables; empty for ops without.
         indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
         out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
+        head_dim: columns of a head; 0 for ops without; of an attention the most that divide both
+            N and K, up to 128, if it is 0.
+        causal: whether rows attend to earlier ones only, of an attention.
+        scale: of q k^T; 0 is head_dim^-0.5.
 
     Raises:
         InputError: there is no such op, a field is of another kind or out of its range, `rows` does
@@ -138,6 +150,9 @@ class Problem:
     tables: tuple[tuple[int, ...], ...] = ()
     indices: tuple[int, ...] = ()
     out: bool = False
+    head_dim: int = 0
+    causal: bool = False
+    scale: float = 0.0
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:

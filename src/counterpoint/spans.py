@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from counterpoint.errors import InputError
 
 COMMUNICATION_KINDS = ("copy", "collective", "barrier", "wait")
-COMPUTE_KINDS = ("matmul", "reduce", "move", "fused", "opaque")
+COMPUTE_KINDS = (
+    "matmul", "reduce", "move", "fused", "opaque", "attention", "attention_backward",
+)  # fmt: skip
 KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "other")
 
 Interval = tuple[float, float]

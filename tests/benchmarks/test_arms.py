@@ -7,7 +7,18 @@ import torch
 from rank_bodies import by_reference, world
 from rankpool import RankError, RankPool
 
-from benchmarks import decode, dlrm, embedding, evaluate, experts, overlap, soak, steps, training
+from benchmarks import (
+    attention,
+    decode,
+    dlrm,
+    embedding,
+    evaluate,
+    experts,
+    overlap,
+    soak,
+    steps,
+    training,
+)
 from benchmarks.declare import Arms, Bench, Benchmark, Case
 from benchmarks.runner import measured
 from benchmarks.steps_experts import experts_arms
@@ -24,6 +35,9 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
                          experts.case_of("all_to_all_matmul", SMALL, 48, "skewed")),
     "combine": (experts.EXPERTS, experts.case_of("matmul_all_to_all", SMALL, 48, "skewed")),
     "embedding": (embedding.EMBEDDING, embedding.case_of(3, 8, 5, 32)),
+    "attention": (attention.ATTENTION, attention.case_of(4, 2, 64, 16, False, attention.BOTH)),
+    "attention, causal": (attention.ATTENTION,
+                          attention.case_of(4, 4, 64, 16, True, attention.BOTH)),
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
 }  # fmt: skip
 ARMS = {
@@ -36,6 +50,8 @@ ARMS = {
     "combine": {"matmul looped", "pair looped", "in place looped", "in place looped, sum",
                 "communication"},
     "embedding": {"bags cat", "bags permute", "ours serial", "fused", "fused copy", "auto"},
+    "attention": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
+    "attention, causal": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "evaluate": {"compute", "communication", "serial", "auto"},
 }  # fmt: skip
 

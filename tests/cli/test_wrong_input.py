@@ -82,8 +82,8 @@ WORDS: list[tuple[str, str]] = [
     (f"{A} --rank 4", "plan: options must be of --shape, ..., --into, got '--rank'; did you mean "
      "'--ranks'?"),
     (f"{A} --json=1", "plan: --json must be given without a value, got '1'; see ..."),
-    ("plan all_gather_matmull --shape 8,8,8", "plan: OP must be one of all_gather_matmul, ..., got "
-     "'all_gather_matmull'; did you mean 'all_gather_matmul'?"),
+    ("plan all_gather_matmull --shape 8,8,8", "plan: OP must be one of all_gather_attention, ..., "
+     "got 'all_gather_matmull'; did you mean 'all_gather_matmul'?"),
     (f"{A} --dtype bfloat17", "plan: --dtype must be one of bfloat16, float16, float32, got "
      "'bfloat17'; did you mean 'bfloat16'?"),
     (f"{A} --by luck", "plan: --by must be one of model, rule, got 'luck'"),
@@ -102,8 +102,8 @@ WORDS: list[tuple[str, str]] = [
      "and shared bytes as T,R,S, got 'rccl'"),
     ("tune", "tune: GPUs of this machine must be 2 or more, got none (`counterpoint doctor` says "
      "why); `counterpoint tune ... --ranks 2` tries the command on CPU ranks"),
-    ("tune --op all_reduce", "tune: --op must be one of all_gather_matmul, ..., got 'all_reduce'; "
-     "did you mean 'matmul_all_reduce'?"),
+    ("tune --op all_reduce", "tune: --op must be one of all_gather_attention, ..., got "
+     "'all_reduce'; did you mean 'matmul_all_reduce'?"),
     ("tune --shape 8,8,8", "tune: --op must be one of ... with --shape, got none"),
     (f"{TUNE} 8,8,8 --layer 70B", "tune: --layer must be left out where --shape is given, got "
      "'70B'"),

@@ -19,7 +19,7 @@ from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem, op_names
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
-GRADIENTS = [op for op in op_names() if op.endswith(("_backward", "_wgrad"))]
+GRADIENTS = [op for op in op_names() if "matmul" in op and op.endswith(("_backward", "_wgrad"))]
 
 
 def cases(op: str, ranks: int) -> list[GradCase]:

@@ -8,6 +8,7 @@ from plan_cases import (
     AG_BACKWARD,
     AG_WGRAD,
     AR,
+    ATTENTION,
     BAGS,
     BIASED,
     BY_ROWS,
@@ -53,6 +54,8 @@ def problem_of(op: str, shape: str, ranks: int, **options: object) -> Problem:
     mine = tuple(rows[:ranks])
     if op in EXPERTS:
         return make_problem(op, ranks * 3 * rows[0], n, k, ranks, experts=3, **options)
+    if op in ATTENTION:
+        return make_problem(op, ranks * rows[0], n, k, ranks, **options)
     if op not in (*BY_ROWS, BAGS):
         return make_problem(op, sum(mine), n, k, ranks, **options)
     return make_problem(op, sum(mine), n, k, ranks, rows=mine, **options)
@@ -119,7 +122,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
     dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
     experts = draw(st.integers(1, 6)) if op in EXPERTS else 0
     rows = tuple(draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks)))
-    if op not in BY_ROWS or draw(st.booleans()):
+    if op not in BY_ROWS or op in ATTENTION or draw(st.booleans()):
         rows = (rows[0] * max(experts, 1),) * ranks
     if op in EXPERTS and draw(st.booleans()):
         n, k = n // 8 * 8, k // 8 * 8
@@ -127,6 +130,9 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
     own = (
         {"experts": experts, "counts": draw(st.sampled_from(["equal", "host"]))} if experts else {}
     )
+    if op in ATTENTION:
+        n, own = draw(st.sampled_from([k, 3 * k])), {"causal": draw(st.booleans())}
+        rows = tuple(count + count % 2 for count in rows)
     own |= {"out": draw(st.booleans())} if op == BAGS else {}
     case = make_problem(op, sum(rows), n, k, ranks, dtype=dtype, rows=rows, bias=bias, **own)
     family = draw(st.sampled_from(operation_of(op).families))
@@ -249,6 +255,8 @@ def test_a_group_of_one_rank_is_plain_matmuls(op: str):
         plan = build(problem_of(op, "primes", 1), family)
         matmuls = {AG_BACKWARD: 2, RS_BACKWARD: 2}.get(op, 3 if op in EXPERTS else 1)
         kinds = ["fused"] if op == BAGS else ["matmul"] * matmuls
+        if op in ATTENTION:
+            kinds = ["attention_backward" if op.endswith("_backward") else "attention"]
         assert [step.kind for step in plan.steps] == kinds
         assert plan.spec == "serial"
     plan = build(Problem(AG, 4, 5, 3, 1, splits=(2, 3)), "graded 1")

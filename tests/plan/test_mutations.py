@@ -17,6 +17,7 @@ from plan_cases import (
     AG_BACKWARD,
     AG_WGRAD,
     AR,
+    ATTENTION,
     BAGS,
     COMBINE,
     DISPATCH,
@@ -29,6 +30,7 @@ from plan_mutants import mutants
 from plan_simulator import Stuck, simulate
 
 from counterpoint.errors import CounterpointError
+from counterpoint.plan.attended import ATTENTION as KINDS
 from counterpoint.plan.bind import Program
 from counterpoint.plan.families import build, families
 from counterpoint.plan.happens_before import HappensBefore
@@ -51,6 +53,7 @@ class Case(NamedTuple):
     k: int = 7
     counts: str = "equal"
     out: bool = False
+    causal: bool = False
 
     def __str__(self) -> str:
         return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
@@ -144,6 +147,12 @@ CASES = [
     Case(BAGS, "fused", (3, 2)),
     Case(BAGS, "fused", (2, 2), out=True),
     Case(COMBINE, "fused", (2, 2, 2, 2), experts=2, n=8, k=8),
+    Case(ATTENTION[0], "serial", (2, 2, 2), n=4, k=2, causal=True),
+    Case(ATTENTION[0], "serial", (3, 3), n=4, k=2),
+    Case(ATTENTION[0], "shard_p2p ring", (2, 2, 2), n=4, k=2, causal=True),
+    Case(ATTENTION[0], "shard_p2p xor chunks=2", (4, 4), n=4, k=2, causal=True),
+    Case(ATTENTION[1], "serial", (2, 2), n=4, k=2, causal=True),
+    Case(ATTENTION[1], "shard_p2p ring", (2, 2), n=4, k=2, causal=True),
 ]
 
 STILL_RIGHT = {
@@ -166,6 +175,8 @@ STILL_RIGHT = {
     "and each peer's slot has the size of its block",
     "rows where they lie": "the matmul reads what was packed for it where it lay before",
     "other launches": "matmuls that nothing comes between are one launch or several",
+    "another order of sums": "what attentions by other keys give is added up in any order",
+    "blocks of a whole": "a buffer that is not split has no blocks of ranks to hold",
     "wider product": "an intermediate result in fp32 where the problem's dtype would do",
 }
 
@@ -183,7 +194,7 @@ class Result:
 def plan_of(case: Case) -> Plan:
     options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
                                "experts": case.experts, "counts": case.counts,
-                               "out": case.out}  # fmt: skip
+                               "out": case.out, "causal": case.causal}  # fmt: skip
     n = sum(case.splits) if case.splits and case.op != RS else case.n
     problem = make_problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options)
     return build(problem, case.spec)
@@ -238,6 +249,8 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
         if a.lane != b.lane:
             return "swap over lanes"
         written = {r.buffer for r in a.writes} & {r.buffer for r in b.reads}
+        if a.kind in KINDS and a.kind == b.kind and a.accumulates and b.accumulates:
+            return "another order of sums"
         return "" if a.name in b.after or written else "swap on a lane"
     if kind == "slots":
         copies = steps[names[0]].kind == steps[names[2]].kind == "copy"
@@ -255,6 +268,8 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
         match field, value:
             case "space", "symmetric" if buffers[name].space == "scratch":
                 return "scratch as symmetric"
+            case "holds", _ if not buffers[name].split:
+                return "blocks of a whole"
             case "holds", "peers":
                 return "no room for own blocks"
             case "holds", "all" if buffers[name].holds == "peers":

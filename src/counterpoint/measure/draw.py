@@ -28,12 +28,15 @@ FILLS = {
     "reduce": canvas.SKY,
     "move": "#A6D5F2",
     "opaque": "#5A6B7B",
+    "attention": "#1F4E79",
+    "attention_backward": "#6C8EBF",
     "copy": canvas.ORANGE,
     "collective": canvas.VERMILLION,
     "barrier": canvas.YELLOW,
     "other": "#9A9A9A",
 }
-NAMES = {"opaque": "other compute"}  # in the legend, where a kind's own name says little
+# in the legend, where a kind's own name says little
+NAMES = {"opaque": "other compute", "attention_backward": "attention, backward"}
 # of a wait: it holds a lane and does nothing
 HATCH, HATCH_INK = "////", "#B9A93C"
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from counterpoint.costs import Collective, Tiles
 from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
+from counterpoint.plan.all_gather_attention import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
 from counterpoint.plan.launches import Run, batches, runs
 from counterpoint.plan.makespan import LOCAL_COPY, PIECE_S
@@ -56,6 +57,8 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
             )
         case "copy":
             return _copies_s(bound, plan, machine)
+        case "attention" | "attention_backward":
+            return _attention_s(bound, plan, machine)
         case "collective":
             return _collective_s(bound, plan, machine)
         case "fused":
@@ -89,6 +92,21 @@ def _matmul_s(
     if not passes and plan.buffer(part.write.buffer).dtype != plan.problem.dtype:
         passes = 1
     return seconds + passes * _num_bytes(plan, part.write) / costs.hbm_bytes_per_s
+
+
+def _attention_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
+    """Of the library, and a pass over what its results are merged into or added to."""
+    first, costs, seconds = bound.step.writes[0].buffer, machine.costs, 0.0
+    for part in bound.parts:
+        if part.write.buffer != first:
+            continue
+        cells = part.reads[0].shape[0] * part.reads[1].shape[0] / (1 + part.diagonal)
+        backward = bound.step.kind == "attention_backward"
+        seconds += attention_s(plan.problem, machine, cells, backward=backward)
+        if bound.step.accumulates:
+            y_bytes = _num_bytes(plan, part.write)
+            seconds += costs.memory_s(2 * y_bytes + _num_bytes(plan, part.reads[0]))
+    return seconds
 
 
 def _again(bound: BoundStep, part: Part, plan: Plan) -> bool:

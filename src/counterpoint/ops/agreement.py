@@ -23,7 +23,8 @@ class Input:
 
     Args:
         name: of the plan's buffer.
-        form: "rows": [rows, ..., columns], flattened; "matrix": 2-D of any strides; "row": 1-D;
+        form: "rows": [rows, ..., columns], flattened; "heads": all dims but the first are columns;
+            "matrix": 2-D of any strides; "row": 1-D;
             "plain": without gaps; "given": as it is.
         own: a shard, so its dim 0 may differ between ranks where `rows=` is given.
         fact: what all ranks must have alike: its "shape", or but its rows, its "columns"; "" is
@@ -31,7 +32,7 @@ class Input:
     """
 
     name: str
-    form: Literal["rows", "matrix", "row", "plain", "given"]
+    form: Literal["rows", "heads", "matrix", "row", "plain", "given"]
     own: bool = False
     fact: Literal["shape", "columns", ""] = "shape"
 

@@ -23,6 +23,7 @@ from counterpoint.ops.plans import KEYS, plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime.attention import made_whole
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
@@ -82,6 +83,7 @@ class Operator:
             with values that the host can read. From the tensors, rows and this rank.
         ends: what remains to be done when the plan has run, on its operands; None: nothing.
         clears: rows of results that are none have to be zero.
+        settings: facts that are not seen by its tensors, by name.
 
     Attributes:
         known: those that have been declared, by op; of several of one op the first.
@@ -96,6 +98,7 @@ class Operator:
     words: Callable[[Tensors, Sequence[int], int], Words] | None = None
     ends: Callable[[Code | None], Action | None] | None = None
     clears: bool = False
+    settings: tuple[tuple[str, bool | float], ...] = ()
 
     def __post_init__(self) -> None:
         self.known.setdefault(self.op, self)
@@ -143,11 +146,14 @@ class Ready:
             (i, x.name, _form(x, t)) for i, (x, t) in given
             if t is not None and (t.device == workspace.device or x.name in named)
         ]  # fmt: skip
+        made = _made(code)
         fused = code is not None and any(s.kind == "fused" for s in code.program.plan.steps)
         self.outputs = [
             (out.name, (*out.shape[:-1], 0) if fused and out.spare else out.shape, out.transposed)
             for out in outputs
+            if out.name not in made
         ]
+        self.made = [out.name for out in outputs if out.name in made]
         self.counted = [out.name for out in outputs if out.shape[0] < 0]
         self.ends = operator.ends(code) if operator.ends else None
         self.clears = operator.clears
@@ -182,12 +188,17 @@ class Ready:
             self.code.run(operands)
             if self.ends is not None:
                 self.ends(operands)
-            return results + [operands[name] for name in self.counted]
+            return results + [operands[name] for name in (*self.made, *self.counted)]
         bias = operands.get("bias")
         results += [operands[name] for name in self.counted]
         for y in results:
             y.zero_() if bias is None else y.copy_(bias.expand_as(y))
         return results
+
+
+def _made(code: Code | None) -> set[str]:
+    """Results that the library makes anew, and a step puts in their places; the last ones."""
+    return made_whole(code.program) if code is not None else set()
 
 
 def present(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -319,7 +330,7 @@ def prepare(
     first = next(t for t in tensors if t is not None)
     workspace = workspace_of(group, first.device)
     workspace.check()
-    facts = (operator.op, plan, tuple(rows), _sizes(operator, tensors))
+    facts = (operator.op, operator.settings, plan, tuple(rows), _sizes(operator, tensors))
     layout = (operator, facts, tuple(t if t is None else (t.shape, t.stride()) for t in tensors))
     ready: Ready | None = workspace.known.get(layout)
     if ready is not None and refused is None and not checking():
@@ -370,6 +381,7 @@ def _compare(
     """Refuse a call whose facts differ between ranks, or that one of them refuses; their digest."""
     if operator.words is None:
         here, wrong = words_of(operator.op, operator.inputs, tensors, plan, rows), None
+        here |= {name: str(value) for name, value in operator.settings}
     else:
         here, wrong = operator.words(tensors, rows, workspace.rank)
         here = {"op": operator.op, "plan": plan} | here
@@ -426,6 +438,8 @@ def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
         return None if tensor.is_contiguous() else Tensor.contiguous
     if given.form == "row":
         return lambda t: t.contiguous().view(1, -1)
+    if given.form == "heads":
+        return lambda t: t.contiguous().flatten(1)
     if given.form == "rows":
         if not tensor.is_contiguous():
             return lambda t: t.contiguous().flatten(0, -2)

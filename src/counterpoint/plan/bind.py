@@ -7,37 +7,12 @@ from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 from counterpoint.errors import PlanError
+from counterpoint.plan.attended import ATTENTION, attended
+from counterpoint.plan.boxes import Box as Box
+from counterpoint.plan.boxes import Part as Part
+from counterpoint.plan.boxes import hull, merged
 from counterpoint.plan.steps import COUNTS, Buffer, Plan, Region, Step
 from counterpoint.ranges import instance, whole
-
-
-class Box(NamedTuple):
-    """Rows [r0, r1) x columns [c0, c1) of a buffer as `rank` stores it; `slot` of its slots."""
-
-    rank: int
-    buffer: str
-    slot: int
-    r0: int
-    r1: int
-    c0: int
-    c1: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns)."""
-        return self.r1 - self.r0, self.c1 - self.c0
-
-    @property
-    def empty(self) -> bool:
-        """Whether the box has no cell."""
-        return self.r1 <= self.r0 or self.c1 <= self.c0
-
-
-class Part(NamedTuple):
-    """One launch of a step: what it reads, in the step's order, and the one box it writes."""
-
-    reads: tuple[Box, ...]
-    write: Box
 
 
 class Arrival(NamedTuple):
@@ -120,9 +95,16 @@ class _Binder:
             if region.buffer != COUNTS or step.kind == "fused"
         ]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
+        if step.kind in ATTENTION:
+            boxes = [[self.one(cells) for cells in each] for each in (reads, writes)]
+            owner = self.plan.resolve((int(step.arg("peer")),), rank)
+            try:
+                return attended(self.plan.problem, step, (rank, owner), *boxes)
+            except ValueError as error:
+                self.fail(str(error))
         if step.kind in ("fused", "opaque"):
             boxes = tuple(box for cells in reads for box in cells)
-            return tuple(Part(boxes, box) for cells in writes for box in _hull(cells))
+            return tuple(Part(boxes, box) for cells in writes for box in hull(cells))
         if step.kind == "copy":
             if len(reads) != len(writes):
                 self.fail(f"copies {len(reads)} regions into {len(writes)}")
@@ -131,7 +113,7 @@ class _Binder:
         elif step.kind == "collective":
             # the library sees the whole of both sides, in one call; words of a transport of ours
             # are behind that part
-            parts = [Part(tuple(_hull(reads[0])), write) for write in _hull(writes[0])]
+            parts = [Part(tuple(hull(reads[0])), write) for write in hull(writes[0])]
             parts += [Part((), box) for cells in writes[1:] for box in cells]
         else:
             if len(writes) != 1:
@@ -147,7 +129,7 @@ class _Binder:
         shared = {1} if step.kind == "matmul" else set[int]()
         if step.arg("bias"):
             shared.add(len(reads) - 1)
-        return tuple(_merged([p for p in parts if not p.write.empty], shared))
+        return tuple(merged([p for p in parts if not p.write.empty], shared))
 
     def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
         """Pair the cells of regions of many blocks; a region of one cell serves all of them."""
@@ -159,7 +141,7 @@ class _Binder:
 
     def one(self, cells: list[Box]) -> Box:
         """The cells of a region that has to be one box; blocks without rows are none."""
-        boxes = _hull([box for box in cells if box.r0 < box.r1] or cells[:1])
+        boxes = hull([box for box in cells if box.r0 < box.r1] or cells[:1])
         if len(boxes) > 1:
             place = f"{boxes[0].buffer} on rank {boxes[0].rank}"
             self.fail(f"contracts over rows, so it takes one box: its part of {place} is several")
@@ -274,34 +256,3 @@ class _Binder:
 
 def _chunk(rows: int, i: int, of: int) -> tuple[int, int]:
     return rows * i // of, rows * (i + 1) // of
-
-
-def _hull(boxes: list[Box]) -> list[Box]:
-    """Boxes that follow one another as one."""
-    merged = _merged([Part((), box) for box in boxes], set())
-    return [part.write for part in merged]
-
-
-def _merged(parts: list[Part], shared: set[int]) -> list[Part]:
-    """Join neighbours whose boxes follow one another in memory; `shared` reads are equal."""
-    merged: list[Part] = []
-    for part in parts:
-        if merged and _joins(merged[-1], part, shared):
-            reads = zip(merged[-1].reads, part.reads, strict=True)
-            joined = tuple(
-                a if i in shared else a._replace(r1=b.r1) for i, (a, b) in enumerate(reads)
-            )
-            merged[-1] = Part(joined, merged[-1].write._replace(r1=part.write.r1))
-        else:
-            merged.append(part)
-    return merged
-
-
-def _joins(first: Part, second: Part, shared: set[int]) -> bool:
-    def follows(a: Box, b: Box) -> bool:
-        return a._replace(r0=0, r1=0) == b._replace(r0=0, r1=0) and a.r1 == b.r0
-
-    reads = enumerate(zip(first.reads, second.reads, strict=True))
-    return follows(first.write, second.write) and all(
-        a == b if i in shared else follows(a, b) for i, (a, b) in reads
-    )

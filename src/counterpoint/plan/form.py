@@ -1,6 +1,7 @@
 """What can be seen of a plan without binding it: names, operands, engines, dtypes, regions."""
 
 from counterpoint.errors import InputError, PlanError
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.families import build
 from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
@@ -191,6 +192,8 @@ def _misfit(plan: Plan, step: Step) -> str:
             return f"sums into {writes[0].dtype}, which a later step would round again"
         case "collective":
             return _misuse_of_collective(plan, step, reads + writes)
+        case kind if kind in ATTENTION:
+            return _misuse_of_attention(plan, step, reads, writes)
         case _:
             return ""
 
@@ -230,6 +233,25 @@ def _spans(region: Region, p: Problem) -> bool:
     """Whether rows of the stacked weights are of more than one of them."""
     start, stop = region.rows or (0, p.experts * p.k)
     return stop > start and start // p.k != (stop - 1) // p.k
+
+
+def _misuse_of_attention(plan: Plan, step: Step, reads: list[Buffer], writes: list[Buffer]) -> str:
+    forward = step.kind == "attention"
+    least, made, targets = (3, 2, 2) if forward else (6, 3, 1)
+    added = step.reads[least:]
+    if len(writes) != made or len(reads) < least or added not in ((), step.writes[:targets]):
+        what = "q, k, v and its targets, y and lse" if forward else "q, k, v, dy, y, lse and dq"
+        return f"an {step.kind} reads {what}, the last to add to them, and writes {made} regions"
+    if not plan.problem.head_dim:
+        return f"an {step.kind} needs heads, which the op has none of"
+    lse = (writes if forward else reads[5:])[1 if forward else 0]
+    if {b.dtype for b in reads[: 5 if not forward else 3]} != {plan.problem.dtype}:
+        return f"an {step.kind} is of {plan.problem.dtype}"
+    if lse.dtype != "float32":
+        return f"a log-sum-exp is float32, got {lse.dtype}"
+    if added and writes[0].dtype != "float32" and (not forward or writes[0].space != "output"):
+        return f"adds up in {writes[0].dtype}: every pass would round"
+    return ""
 
 
 def _misuse_of_all_reduce(plan: Plan, step: Step, buffers: list[Buffer]) -> str:

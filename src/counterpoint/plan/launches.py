@@ -114,8 +114,12 @@ def in_no_graph(plan: Plan) -> bool:
 
 
 def has_kernels(plan: Plan) -> bool:
-    """Whether a GPU runs kernels of this library for a plan: signals, sums or fused steps."""
+    """Whether a GPU runs kernels of this library for a plan: signals, sums, merges, fused steps."""
     return any(
-        s.kind in ("fused", "reduce", "barrier") or s.waits or s.posts or s.arg("transport")
+        s.kind in ("fused", "reduce", "barrier")
+        or s.waits
+        or s.posts
+        or s.arg("transport")
+        or (s.kind == "attention" and s.accumulates)
         for s in plan.steps
     )

@@ -82,15 +82,36 @@ def in_a_row(
     return Family(name=name, build=only, refusal=refusal, in_a_row=True)
 
 
-def no_tables(problem: Problem) -> Mapping[str, object]:
-    """Of most operators nothing is filled in, and they have no tables.
+def refuse_tables(problem: Problem) -> None:
+    """Refuse fields of ops with tables.
 
     Raises:
-        InputError: the problem has some.
+        InputError: the problem has one.
     """
     for name in ("tables", "indices", "out"):
         if given := getattr(problem, name):
             raise InputError(problem.op, name, want="left out: the op has no tables", got=given)
+
+
+def refuse_heads(problem: Problem) -> None:
+    """Refuse fields of an attention.
+
+    Raises:
+        InputError: the problem has one.
+    """
+    for name in ("head_dim", "causal", "scale"):
+        if given := getattr(problem, name):
+            raise InputError(problem.op, name, want="left out: the op has no heads", got=given)
+
+
+def nothing(problem: Problem) -> Mapping[str, object]:
+    """Of most operators nothing is filled in, and they have neither tables nor heads.
+
+    Raises:
+        InputError: the problem has some.
+    """
+    refuse_tables(problem)
+    refuse_heads(problem)
     return {}
 
 
@@ -140,7 +161,7 @@ class Operation:
     shares_rows: bool = True
     fused_s: Callable[[Problem, Step, Machine], float] | None = None
     rule: Callable[[Problem, Machine], str] = lambda problem, machine: ""
-    filled: Callable[[Problem], Mapping[str, object]] = no_tables
+    filled: Callable[[Problem], Mapping[str, object]] = nothing
     described: Callable[[Problem], str] = lambda problem: ""
     exchange_s: Callable[[Problem, Machine], float] | None = None
     computed_s: Callable[[Problem, Machine], float] | None = None

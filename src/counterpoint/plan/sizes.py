@@ -49,6 +49,18 @@ def _check_parts(p: Problem, whole: int) -> None:
         raise InputError(p.op, "splits", want=want, got=p.splits)
 
 
+def check_heads(p: Problem) -> None:
+    """Refuse what an attention has none of, and rows and columns that do not make heads."""
+    check_none(p, "experts", "splits", "bias")
+    heads = p.head_dim and not p.n % p.head_dim and not p.k % p.head_dim
+    if not heads or (p.k and p.n % p.k):
+        want = f"a divisor of N and of K, and N a multiple of K; N is {p.n}, K is {p.k}"
+        raise InputError(p.op, "head_dim", want=want, got=p.head_dim)
+    if not p.equal_rows or (p.causal and p.rows[0] % 2):
+        want = "equal on all ranks" + ", and two halves where it is causal" * p.causal
+        raise InputError(p.op, "rows", want=want, got=p.rows)
+
+
 def check_experts(p: Problem) -> None:
     """Refuse what experts have none of, and rows that are not equal for all of them."""
     check_none(p, "bias", "splits")

@@ -13,7 +13,8 @@ from counterpoint.problem import ITEM_BYTES, Problem
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
 
-Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque"]
+Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque",
+               "attention", "attention_backward"]  # fmt: skip
 Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
 COUNTS = "counts"  # the operand that says how many rows there are
@@ -93,6 +94,7 @@ class Step:
         fused       one kernel of ours that computes and communicates, args "kernel" and its
                     settings: what it reads and writes is declared, and tests compare that with
                     the bytes that it writes
+        attention, attention_backward    q, k, v, ... -> y, lse, or dq, dk, dv: see attended.py
         opaque      a call of the user's own, by the step's name: what it reads and writes is known,
                     and not what it computes; any number of regions, of a "pipeline" only
     Every other kind waits first and posts last. A step that reads the operand "counts" takes as
@@ -103,8 +105,8 @@ class Step:
         args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
             matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
             of a fused step, the operator whose kernel it is; "batch": a number that matmuls one
-            after the other on a lane share where they may be one launch; of an opaque step, see
-            `resources.rewrites`.
+            after the other on a lane share where they may be one launch; of an attention, see
+            attended.py, of an opaque step `resources.rewrites`.
         spins: it waits for its peers in a kernel, which then has to be resident on every rank.
     """
 
@@ -131,7 +133,7 @@ class Step:
     @property
     def accumulates(self) -> bool:
         """Whether the step adds to what its target holds: the target is then read as well."""
-        return self.kind == "matmul" and self.writes[0] in self.reads
+        return self.kind.startswith(("matmul", "attention")) and self.writes[0] in self.reads
 
 
 def same_batch(a: Step, b: Step) -> bool:

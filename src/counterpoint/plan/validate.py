@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import values
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Box, Part, Program, bind
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
@@ -140,6 +141,8 @@ def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -
                     yield Access(part.write, True, begin, end, number)
                     for j, box in enumerate(part.reads):
                         cellwise = not (bound.step.kind == "matmul" and j < 2)
+                        if bound.step.kind in ATTENTION:
+                            cellwise = box == part.write
                         here = number if cellwise else -1
                         # parts may run in any order: a box that two of them read is not in place
                         reads[box] = here if reads.get(box, here) == here else -1
@@ -228,6 +231,10 @@ def _declared(plan: Plan, bound: BoundStep, rank: int) -> Iterator[Piece]:
 def _result(bound: BoundStep, part: Part, memory: Memory, stacked: bool) -> list[Piece]:
     """What a part of a step writes, from what memory holds at its begin."""
     step, target = bound.step, part.write
+    if step.kind in ATTENTION:
+        made = [region.buffer for region in step.writes].index(target.buffer)
+        names = ("y", "lse") if step.kind == "attention" else ("dq", "dk", "dv")
+        return values.attended(names[made], part, memory)
     reads = list(part.reads)
     bias: list[Piece] = []
     if step.arg("bias"):

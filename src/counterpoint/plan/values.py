@@ -5,12 +5,14 @@ A value is a multiset of terms, the same formula for all cells (i, j) of a box:
     Row       input[rank, buffer][0, j + dc], a bias
     Product   sum over k in [k0, k1) of left[i + dr, k] right[k + shift, j + dc], two inputs;
               where it is transposed, of left[k, i + dr] right[k + shift, j + dc]
+    Attended  what rows [low, high) of a peer give to row i + dr of a rank, in an attention: keys to
+              a query, or, of dk and dv, queries to a key. Both ends may move with i
 """
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from counterpoint.plan.bind import Box
+from counterpoint.plan.bind import Box, Part
 
 
 class Cell(NamedTuple):
@@ -45,7 +47,26 @@ class Product(NamedTuple):
     k1: int
 
 
-Term = Cell | Row | Product
+class Attended(NamedTuple):
+    """A part of a row of an attention's result; all columns.
+
+    Rows [low + low_slope * i, high + high_slope * i) of `other`, as it counts its own.
+    """
+
+    of: str  # y, lse, dq, dk or dv
+    rank: int
+    dr: int
+    other: int
+    low: int
+    high: int
+    low_slope: int = 0
+    high_slope: int = 0
+
+
+Term = Cell | Row | Product | Attended
+# what each result of an attention is made of
+MADE_OF = {"y": ("q", "k", "v"), "lse": ("q", "k"),
+           **dict.fromkeys(("dq", "dk", "dv"), ("q", "k", "v", "dy", "y", "lse"))}  # fmt: skip
 Value = tuple[Term, ...]
 Piece = tuple[Box, Value]
 
@@ -169,6 +190,48 @@ def product(
     return result
 
 
+def attended(of: str, part: Part, memory: Memory) -> list[Piece]:
+    """What a result of an attention holds: one of `MADE_OF`."""
+    if not part.reads:
+        return [(part.write, ())]
+    added: list[Piece] = []
+    q, keys, *rest = part.reads
+    for piece, _ in memory.read(keys):  # of all ranks, those of each
+        start, stop = piece.r0 - keys.r0, piece.r1 - keys.r0
+        given = (q, piece, *(_some(b, start, stop) if i == 0 else b for i, b in enumerate(rest)))
+        target = _some(part.write, start, stop) if of in ("dk", "dv") else part.write
+        added.append((target, (_attended(of, part._replace(reads=given, write=target), memory),)))
+    for box in part.reads[len(MADE_OF[of]) :]:
+        added += moved(memory.read(box), box, part.write)
+    return total(part.write, added)
+
+
+def _some(box: Box, start: int, stop: int) -> Box:
+    return box._replace(r0=box.r0 + start, r1=box.r0 + stop)
+
+
+def _attended(of: str, part: Part, memory: Memory) -> Attended:
+    """By keys of one rank."""
+    target = part.write
+    places: dict[str, tuple[int, int]] = {}
+    for name, box in zip(MADE_OF[of], part.reads, strict=False):
+        pieces = memory.read(box)
+        cell = _operand(pieces[0][1], box) if len(pieces) == 1 else Cell(-1, "several", 0, 0)
+        if cell.buffer != name or cell.dc or box.c0:
+            raise Contradiction(f"{box.buffer} does not hold rows of {name}, but of {cell.buffer}")
+        places[name] = cell.rank, box.r0 + cell.dr
+    for names in (("q", "dy", "y", "lse"), ("k", "v")):
+        if len({places[name] for name in names if name in places}) > 1:
+            raise Contradiction(f"{', '.join(names)} are not of the same rows")
+    (rank, row), (other, low) = places["q"], places["k"]
+    (queries, _), (keys, _) = part.reads[0].shape, part.reads[1].shape
+    if of in ("dk", "dv"):  # a later key has fewer queries
+        start, slope = (row - target.r0, 1) if part.diagonal else (row, 0)
+        return Attended(of, other, low - target.r0, rank, start, row + queries, slope)
+    stop, slope = (low + 1 - target.r0, 1) if part.diagonal else (low + keys, 0)
+    return Attended(of, rank, row - target.r0, other, low, stop, 0, slope)
+
+
 def _turned(box: Box) -> Box:
     return box._replace(r0=box.c0, r1=box.c1, c0=box.r0, c1=box.r1)
 
@@ -194,6 +257,8 @@ def normal(terms: Iterable[Term]) -> Value:
         last = result[-1] if result else None
         if isinstance(term, Product) and isinstance(last, Product) and _continues(last, term):
             result[-1] = last._replace(k1=term.k1)
+        elif isinstance(term, Attended) and isinstance(last, Attended) and _joins(last, term):
+            result[-1] = last._replace(high=term.high, high_slope=term.high_slope)
         else:
             result.append(term)
     return tuple(result)
@@ -203,7 +268,15 @@ def _continues(first: Product, second: Product) -> bool:
     return first[:-2] == second[:-2] and first.k1 == second.k0
 
 
+def _joins(first: Attended, second: Attended) -> bool:
+    between = (first.high, first.high_slope) == (second.low, second.low_slope)
+    return first[:4] == second[:4] and between
+
+
 def _shifted(term: Term, dr: int, dc: int) -> Term:
+    if isinstance(term, Attended):
+        low, high = term.low + term.low_slope * dr, term.high + term.high_slope * dr
+        return term._replace(dr=term.dr + dr, low=low, high=high)
     if isinstance(term, Row):
         return term._replace(dc=term.dc + dc)
     return term._replace(dr=term.dr + dr, dc=term.dc + dc)

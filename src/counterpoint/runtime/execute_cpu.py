@@ -12,7 +12,7 @@ from threading import Event
 import torch
 
 from counterpoint.plan.bind import BoundStep, Part, Program
-from counterpoint.runtime import compute, counted
+from counterpoint.runtime import attention, compute, counted
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited
@@ -63,6 +63,10 @@ class CpuCode:
                 return []
             case "opaque":
                 return [compute.opaque(bound, self.calls)]
+            case "attention":
+                return attention.attention(bound, places, like)
+            case "attention_backward":
+                return attention.attention_backward(bound, places, like)
             case "fused":
                 return [fused_action(Site(bound, places, index, like))]
             case "collective":  # also of a transport of ours, for which the library stands in

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from counterpoint.errors import UnsupportedError
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Program
 from counterpoint.plan.launches import batches, in_no_graph
 from counterpoint.runtime import (
+    attention,
     compute,
     copy_engine,
     driver,
@@ -53,10 +55,13 @@ class CudaCode:
         )
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for: its group
-        # could not be destroyed while one lives. So do calls of the user's own, and what the host
-        # lays out by counts that differ. One kernel is launched as fast as a graph of it
-        kept_out = any(s.kind == "opaque" or (s.kind == "collective" and not s.arg("transport"))
-                       for s in program.plan.steps)  # fmt: skip
+        # could not be destroyed while one lives. So do calls of the user's own, what the host lays
+        # out by counts that differ, and attention, which makes the results of a call. One kernel is
+        # launched as fast as a graph of it
+        kept_out = any(
+            s.kind in ("opaque", *ATTENTION) or (s.kind == "collective" and not s.arg("transport"))
+            for s in program.plan.steps
+        )
         # calls of the user's own may hold the graph; who holds that holds this
         self.opaque = any(s.kind == "opaque" for s in program.plan.steps)
         kept_out = kept_out or in_no_graph(program.plan)
@@ -227,6 +232,10 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
             return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
             return compute.matmuls((bound,), places)
+        case "attention":
+            return attention.attention(bound, places, code.like)
+        case "attention_backward":
+            return attention.attention_backward(bound, places, code.like)
         case "opaque":
             return [compute.opaque(bound, code.calls)]
         case "move":
