@@ -334,7 +334,8 @@ def means(cases: Sequence[Said]) -> str:
 def auto_means(cases: Sequence[Said]) -> str:
     """The pair over what auto takes, of counts on the device and of host-known ones."""
     device = [c.pair_s / c.ours_s for c in cases]
-    host = [c.pair_s / c.auto[1] for c in cases if c.auto[0]]
+    # what auto takes now may be newer than the rows
+    host = [c.pair_s / c.auto[1] for c in cases if c.auto[0] and c.auto[1] < torch.inf]
     return (
         f"Pair / auto, geometric means: counts on the device, where auto is one kernel, "
         f"{geometric_mean(device):.2f} ({len(device)} cases, {min(device):.2f} to "

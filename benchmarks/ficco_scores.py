@@ -27,7 +27,7 @@ FITTED_TO, UNSEEN = PARTS
 UNIFORM_MOST, HETERO_MOST = 4.3e9, 1.37e12  # operations of a rank, found at scenarios fitted to
 FINER = tuple(f"{name} ring" for name in finer.NAMES)
 SHARD_LEVEL = ("shard_p2p", "graded")
-DRAWN = 14  # scenarios of the picture
+DRAWN = 9  # scenarios of the picture
 OUR_RULE, MODEL, BEST = "our rule", "the model", "best possible"
 Pick = Callable[[Measured], str]
 
