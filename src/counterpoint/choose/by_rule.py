@@ -55,10 +55,10 @@ def by_rule(
     spec = operation.overlapped(problem, copy_longer)
     if shorter_s < WORTHWHILE_S:
         spec = operation.rule(problem, machine)
-    why = f"the rule takes {spec} for {shorter} of {shorter_s * 1e6:.0f} us"
+    why = f" for {shorter} of {shorter_s * 1e6:.0f} us"
     if machine.link.topology == "mesh" and problem.ranks >= MESH:
         spec = _least(problem, machine, tiles)
-        why = f"the rule takes {spec}, the least of its estimates"
+        why = ", the least of its estimates"
     instead, why_not_serial = operation.without_serial(problem)
     spec = instead or spec
     if problem.ranks > 1 and spec:
@@ -72,7 +72,7 @@ def by_rule(
         elif seconds >= serial_s:
             other = Candidate(plan.spec, seconds, "simulated", "not faster than serial")
         else:
-            other = replace(chosen, verdict=why)
+            other = replace(chosen, verdict=f"the rule takes {plan.spec}{why}")
             chosen = Candidate(plan.spec, seconds, "simulated", "chosen")
     table = (chosen, other) if other else (chosen,)
     return Choice(problem, machine, chosen.spec, table, eager, "rule", compute_s, comm_s, tiles)
