@@ -216,16 +216,28 @@ def in_chunks(x: Tensor, w: Tensor, along: str, chunks: int, bench: Bench) -> St
     return multiply
 
 
-def replayed(row: Row) -> dict[str, float]:
+def replayed(
+    row: Row, where: Machine | None = None, *, contention: float = 1.0
+) -> dict[str, float]:  # fmt: skip
     """Seconds of each plan of a scenario, by what a row has of its steps.
 
     What copies cost a step is taken to grow with their traffic, up to that of the mesh.
+
+    Args:
+        where: a mesh with other links; `mesh()` unless given.
+        contention: factor on what copies cost a step.
     """
     problem = Problem(row["op"], row["m"], row["n"], row["k"], row["of_ranks"])
-    more = 2 * mesh().costs.copy_bytes_per_s / row["traffic_bytes_per_s"]
+    more = contention * 2 * mesh().costs.copy_bytes_per_s / row["traffic_bytes_per_s"]
     found: dict[str, float] = {}
     for spec, steps in row["steps"].items():
         works = {name: Work(us * 1e-6, 1 + more * max(beside - 1, 0.0))
                  for name, (us, beside) in steps.items()}  # fmt: skip
-        found[spec] = replayed_s(program_of(build(problem, spec, mesh()), mesh()), mesh(), works)
+        found[spec] = replayed_s(program(problem, spec), where or mesh(), works)
     return found
+
+
+@cache
+def program(problem: Problem, spec: str) -> Program:
+    """What the rank that counts does of a plan."""
+    return program_of(build(problem, spec, mesh()), mesh())

@@ -440,6 +440,19 @@ def test_the_rule_overlaps_where_both_sides_are_long():
     assert set(taken) == set(OPS)
 
 
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_on_a_mesh_the_rule_is_close_to_the_model(ranks: int):
+    machine, taken = measured(f"mi300x-{ranks}"), dict[str, str]()
+    for problem in problems(ranks):
+        rule, model = by_rule(problem, machine), by_model(problem, machine)
+        assert rule.seconds <= 1.1 * model.seconds, (rule, model)
+        if rule.spec != "serial":
+            taken[problem.op] = rule.plan.family
+            assert f"the rule takes {rule.spec}, the least of its estimates" in rule.explain()
+    # it has no closed form
+    assert taken["all_gather_matmul_wgrad"] == "sliced"
+
+
 def test_the_rule_asks_whether_the_host_keeps_up():
     # 60 us of copies hide in a graph; step by step the host is slower than serial is
     machine = measured("h200-8")

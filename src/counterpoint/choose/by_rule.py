@@ -27,7 +27,8 @@ takes less than {WORTHWHILE_S * 1e6:.0f} us: kernels in a row
 else: a plan that overlaps, of one or two matmuls shard_p2p, a matmul for each shard
     if a shard's copy takes longer than its matmul (op / byte less than the machine's),
     and of a gather it is large, or of an all-reduce in any case: chunks=2
-but on a full mesh of {MESH} GPUs or more: the plan of the least closed form
+but on a full mesh of {MESH} GPUs or more: the plan whose closed form is least;
+    kernels in a row, and plans without a closed form, are simulated
 """
 
 
@@ -54,38 +55,39 @@ def by_rule(
     spec = operation.overlapped(problem, copy_longer)
     if shorter_s < WORTHWHILE_S:
         spec = operation.rule(problem, machine)
+    why = f" for {shorter} of {shorter_s * 1e6:.0f} us"
     if machine.link.topology == "mesh" and problem.ranks >= MESH:
         spec = _least(problem, machine, tiles)
+        why = ", the least of its estimates"
     instead, why_not_serial = operation.without_serial(problem)
     spec = instead or spec
     if problem.ranks > 1 and spec:
         plan = build(problem, spec, machine)
         seconds = predicted_s(plan, machine, eager=eager, tiles=tiles)
-        if why := refusal(plan, machine):
-            other = Candidate(plan.spec, float("nan"), "refused", why)
+        if refused := refusal(plan, machine):
+            other = Candidate(plan.spec, float("nan"), "refused", refused)
         elif instead:
             other = replace(chosen, verdict=why_not_serial)
             chosen = Candidate(plan.spec, seconds, "simulated", "chosen")
         elif seconds >= serial_s:
             other = Candidate(plan.spec, seconds, "simulated", "not faster than serial")
         else:
-            verdict = f"the rule takes {spec} for {shorter} of {shorter_s * 1e6:.0f} us"
-            other = replace(chosen, verdict=verdict)
+            other = replace(chosen, verdict=f"the rule takes {plan.spec}{why}")
             chosen = Candidate(plan.spec, seconds, "simulated", "chosen")
     table = (chosen, other) if other else (chosen,)
     return Choice(problem, machine, chosen.spec, table, eager, "rule", compute_s, comm_s, tiles)
 
 
 def _least(problem: Problem, machine: Machine, tiles: Tiles) -> str:
-    """The plan of the least closed form, kernels in a row among them; "" is serial."""
+    """The plan whose closed form, or where it has none its simulation, is least; "" is serial."""
     in_a_row, others = candidates(problem, machine)
-    row = ["serial", *in_a_row]
-    times_s = {spec: predicted_s(build(problem, spec, machine), machine, tiles=tiles)
-               for spec in row}  # fmt: skip
-    for spec in others:
+    times_s: dict[str, float] = {}
+    for spec in ("serial", *in_a_row, *others):
         family, options = parse(problem, spec)
-        if family.guess_s:
+        if family.guess_s and not family.in_a_row:
             times_s[spec] = family.guess_s(problem, options, machine, tiles)
+        else:
+            times_s[spec] = predicted_s(build(problem, spec, machine), machine, tiles=tiles)
     allowed = (spec for spec in sorted(times_s, key=times_s.__getitem__)
                if not refusal(build(problem, spec, machine), machine))  # fmt: skip
     best = next(allowed, "serial")
