@@ -5,7 +5,7 @@ lower: its `costs` say so, measured on it or, where nobody has measured, derived
 """
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, NoReturn
 
@@ -198,6 +198,23 @@ class Machine:
     def sms(self) -> Sms:
         """What a matmul runs on."""
         return Sms(self.device.num_sms, self.gemm_tile, self.device.l2_bytes)
+
+    def of_ranks(self, ranks: int) -> "Machine":
+        """Return the machine of so many of its GPUs: on a mesh each of them has fewer links.
+
+        Args:
+            ranks: GPUs that communicate.
+        """
+        if self.link.topology != "mesh" or not 1 < ranks < self.num_devices:
+            return self
+        links = self.num_devices - 1
+        rates = "copy_bytes_per_s", "collective_bytes_per_s", "direct_bytes_per_s"
+        each = {name: getattr(self.costs, name) / links * (ranks - 1) for name in rates}
+        link_bytes_per_s = self.link.pair_bytes_per_s(self.num_devices) * (ranks - 1)
+        return replace(
+            self, num_devices=ranks, link=replace(self.link, bytes_per_s=link_bytes_per_s),
+            measured=self.measured and replace(self.measured, **each),
+        )  # fmt: skip
 
     def to_json(self) -> str:
         """Return all fields as JSON; `from_json` gives an equal machine back."""

@@ -235,11 +235,7 @@ def preset(name: str) -> Machine:
         want = f"one of {', '.join(m.name for m in PRESETS.values())}, or these with 1 to 8 GPUs"
         raise InputError("preset", "name", want=want, got=repr(name))
     full, num_devices = PRESETS[match[1]], int(match[2])
-    link = full.link
-    if link.topology == "mesh" and num_devices > 1:
-        pair_bytes_per_s = link.pair_bytes_per_s(full.num_devices)
-        link = replace(link, bytes_per_s=pair_bytes_per_s * (num_devices - 1))
-    return replace(full, name=name, link=link, num_devices=num_devices)
+    return replace(full.of_ranks(num_devices), name=name, num_devices=num_devices)
 
 
 def preset_of(device_name: str, num_devices: int) -> Machine | None:

@@ -11,7 +11,7 @@ from counterpoint import machine as describing
 from counterpoint.choose import choose as choosing
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.by_rule import by_rule
-from counterpoint.choose.choose import choose
+from counterpoint.choose.choose import Level, choose
 from counterpoint.choose.known import save_machine
 from counterpoint.errors import InputError
 from counterpoint.machine_of import machine_of
@@ -125,3 +125,16 @@ def test_a_file_of_something_else(tmp_path: Path, content: bytes | None, text: s
 def test_the_example_runs(module: ModuleType):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize("by", ["model", "rule"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_fewer_ranks_than_gpus_of_a_mesh_have_the_links_between_them(ranks: int, by: Level):
+    problem = Problem("all_gather_matmul", 15 * 1024, 1024, 4096, ranks)
+    eight, few = preset("mi300x-8"), preset(f"mi300x-{ranks}")
+    measured = (replace(each, measured=each.costs) for each in (eight, few))
+    for pair in ((eight, few), measured):
+        found, want = (choose(problem, machine, by=by) for machine in pair)
+        assert found.spec == want.spec and found.serial_s == pytest.approx(want.serial_s)
+        # no less than its bytes take over the links there are
+        assert found.serial_s > problem.link_bytes / few.link.bytes_per_s

@@ -55,4 +55,4 @@ def choose(
         want = f"a machine of {problem.ranks} GPUs or more, as the problem has ranks"
         raise InputError("choose", "machine", want=want, got=f"{where.name}")
     level = by_model if by == "model" else by_rule
-    return level(problem, where, eager=eager)
+    return level(problem, where.of_ranks(problem.ranks), eager=eager)
