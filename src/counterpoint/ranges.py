@@ -36,7 +36,18 @@ RATE = Range(1e9, 1e18, "pass bytes/s, not GB/s")
 FLOP = Range(1e11, 1e20, "pass flop/s, not Tflop/s")
 KIB_BYTES = Range(2**10, 2**30, "pass bytes, not KiB")
 
+SIZE, DEGREE = Range(1, 2**24), Range(1, 2**20)
 RANGES: Mapping[str, Range] = {
+    **{f"Model.{name}": SIZE for name in ("hidden", "layers", "heads", "kv_heads", "vocab")},
+    **{f"Model.{name}": Range(0, 2**24) for name in (
+        "ffn", "head_dim", "experts", "top_k", "expert_ffn", "shared_ffn", "dense_layers",
+        "query_rank", "key_rank", "rope_dim")},
+    "Model.sequence": Range(1, 2**30), "Layout.sequence": Range(0, 2**30),
+    **{f"Layout.{name}": DEGREE for name in (
+        "tp", "pp", "dp", "ep", "cp", "virtual_stages", "micro_batch")},
+    "Layout.num_micro_batches": Range(0, 2**20),
+    "Fabric.nic_bytes_per_s": RATE, "Fabric.nic_latency_s": SECONDS,
+    "Fabric.levels": Range(1, 2**40),
     "Problem.m": COUNT, "Problem.n": COUNT, "Problem.k": COUNT,
     "Problem.ranks": Range(0, MAX_RANKS),
     "Problem.rows": COUNT, "Problem.scratch_bytes_limit": BYTES, "Problem.splits": COUNT,

@@ -43,6 +43,10 @@ SCORE_BACKWARD_BYTES = Constant(
     "the same: dv (read 2), dp (write 2), dropout (read 2 + 1, write 2), softmax (read 2 + 2, "
     "write 2), dq and dk (read 2 + 2), the mask's scale (2)",
 )  # fmt: skip
+SCORE_MATMUL_BYTES = Constant(4, "of these, of the matmuls themselves", "counted", "q k and p v")
+SCORE_MATMUL_BACKWARD_BYTES = Constant(
+    8, "of these, of the matmuls themselves", "counted", "dv, dp, dq and dk"
+)
 REPLICATED_BYTES = Constant(
     22, "bytes a number of the hidden state, forward", "counted",
     "two norms (read 2, write 2 each), two additions with dropout (read 2 + 2, write 2 + 1 each)",
