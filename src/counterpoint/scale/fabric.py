@@ -93,8 +93,9 @@ class Network:
 
     def all_reduce_s(self, total_bytes: float, group: Group) -> float:
         """Seconds of the fastest of a ring, a tree, and a hierarchy of rings."""
-        near, far = self.near(group), group.size // self.near(group)
-        if far <= 1:
+        near = self.near(group)
+        far = -(-group.size // near)
+        if far == 1:
             return ring_all_reduce_s(self.island, total_bytes, group.size)
         through = self._through(near)
         inside_s = 2 * ring_all_gather_s(self.island, total_bytes, near)
@@ -106,8 +107,9 @@ class Network:
 
     def all_gather_s(self, total_bytes: float, group: Group) -> float:
         """Seconds of an all-gather, or of a reduce-scatter: a ring, or a hierarchy of two."""
-        near, far = self.near(group), group.size // self.near(group)
-        if far <= 1:
+        near = self.near(group)
+        far = -(-group.size // near)
+        if far == 1:
             return ring_all_gather_s(self.island, total_bytes, group.size)
         inside_s = ring_all_gather_s(self.island, total_bytes, near)
         return min(

@@ -118,8 +118,8 @@ class Layers:
     def matmul_s(self, rows: float, n: float, k: float, count: int = 1) -> float:
         """Seconds of `count` matmuls on one GPU in one launch."""
         machine = self.alone
-        whole = [max(round(size), 1) for size in (rows, n, k)]
-        return machine.costs.matmul_s(*whole, ITEM_BYTES, machine.sms, count=count)
+        rows, n, k = (max(round(size), 1) for size in (rows, n, k))
+        return machine.costs.matmul_s(rows, n, k, ITEM_BYTES, machine.sms, count=count)
 
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of a kernel that reads and writes so much."""
@@ -164,9 +164,7 @@ class Layers:
     ) -> float:
         """Kernels that keep the scores: matmuls by products or bytes, the others by bytes."""
         costs = self.alone.costs
-        matmuls_s = max(
-            flop / costs.gemm_flop_per_s, scores * beside.value / costs.hbm_bytes_per_s
-        )
+        matmuls_s = max(flop / costs.gemm_flop_per_s, scores * beside.value / costs.hbm_bytes_per_s)
         return matmuls_s + scores * (moved.value - beside.value) / costs.hbm_bytes_per_s
 
     def _keys(self) -> float:
@@ -182,18 +180,20 @@ class Layers:
 
     def _projections(self) -> Both:
         """The matmuls before and behind attention."""
-        tp, (*first, last) = self.layout.tp, self.model.attention_weights
-        if not self.model.query_rank:
-            # ranks that share a head of keys have one each
-            kv = max(self.model.kv_heads, tp)
-            first = [(self.model.hidden, (self.model.heads + 2 * kv) * self.model.width)]
-        found = self._row(last[0] // tp)
-        for k, n in first:
+        model, tp = self.model, self.layout.tp
+        *first, last = model.attention_weights
+        found = [self._row(last[0] // tp)]
+        if model.query_rank:
             # what all heads share is computed on every rank
-            shared = self.model.query_rank and k == self.model.hidden
-            each = self._local(n, k) if shared or k != self.model.hidden else self._column(n // tp)
-            found = Both(found.forward + each.forward, found.backward + each.backward)
-        return found
+            found += [self._local(n if k == model.hidden else n / tp, k) for k, n in first]
+        else:
+            # ranks that share a head of keys have one each
+            heads = model.heads + 2 * max(model.kv_heads, tp)
+            found.append(self._column(heads * model.width // tp))
+        return Both(
+            sum((each.forward for each in found), Parts()),
+            sum((each.backward for each in found), Parts()),
+        )
 
     def _mlp(self, inner: int) -> Both:
         """Both matmuls of an MLP and what is between them."""
@@ -209,12 +209,8 @@ class Layers:
     def _local(self, n: float, k: float) -> Both:
         """A matmul without communication, and its two gradients."""
         rows = self.tokens
-        if self.model.query_rank and k != self.model.hidden:
-            n = n / self.layout.tp
         gradients_s = self.matmul_s(rows, k, n) + self.matmul_s(k, n, rows)
-        return Both(
-            Parts({"matmuls": self.matmul_s(rows, n, k)}), Parts({"matmuls": gradients_s})
-        )
+        return Both(Parts({"matmuls": self.matmul_s(rows, n, k)}), Parts({"matmuls": gradients_s}))
 
     def _column(self, n: int) -> Both:
         """A matmul whose columns are shared out; its input is gathered, or every rank has it."""
@@ -243,9 +239,7 @@ class Layers:
                 self._pair("matmul_reduce_scatter_backward", rows, hidden, k),
             )
         own_s = self.matmul_s(rows, k, hidden) + self.matmul_s(k, hidden, rows)
-        return Both(
-            self._pair("matmul_all_reduce", rows, hidden, k), Parts({"matmuls": own_s})
-        )
+        return Both(self._pair("matmul_all_reduce", rows, hidden, k), Parts({"matmuls": own_s}))
 
     def _pair(self, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the tensor-parallel ranks."""
@@ -281,9 +275,7 @@ class Layers:
             backward = self._exchange("all_to_all_matmul", rows, inner, hidden)
             backward += self._exchange("matmul_all_to_all", rows, hidden, gates * inner)
             backward += Parts({"experts": dw_s})
-        return Both(
-            forward + between, backward + between * constants.BACKWARD_BYTES.value
-        )
+        return Both(forward + between, backward + between * constants.BACKWARD_BYTES.value)
 
     def _exchange(self, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the ranks that share out the experts."""

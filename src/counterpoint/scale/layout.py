@@ -1,6 +1,6 @@
 """How a model and its batch are laid out over GPUs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
@@ -74,7 +74,8 @@ class Layout:
             InputError: they do not divide the GPUs, or a field is refused.
         """
         whole("Layout.on", "num_gpus", num_gpus, 1, MAX_GPUS)
-        one = cls(**{**degrees, "dp": 1})
+        given: dict[str, Any] = {**degrees, "dp": 1}
+        one = cls(**given)
         dp, rest = divmod(num_gpus, one.num_gpus)
         if rest or (degrees.get("dp", dp) != dp):
             each = one.num_gpus * degrees.get("dp", 1)
@@ -85,7 +86,7 @@ class Layout:
             near = [each] if "dp" in degrees else near
             fix = f"take this many GPUs: {' or '.join(map(str, near))}"
             raise InputError("Layout.on", "tp * cp * pp * dp", want=want, got=got, fix=fix)
-        return cls(**{**degrees, "dp": dp})
+        return replace(one, dp=dp)
 
     @property
     def num_gpus(self) -> int:
@@ -115,8 +116,8 @@ class Layout:
         if chunks > model.layers:
             most = max(model.layers // self.virtual_stages, 1)
             want = f"at most the {model.layers} layers of {model.name}"
-            fix = f"the nearest that fits: pp {min(self.pp, most)}, virtual_stages "
-            fix += f"{self.virtual_stages if self.virtual_stages <= model.layers else 1}"
+            parts = self.virtual_stages if self.virtual_stages <= model.layers else 1
+            fix = f"the nearest that fits: {min(self.pp, most)} * {parts}"
             raise InputError("Layout", "pp * virtual_stages", want=want, got=chunks, fix=fix)
         of = model.name
         self._divides("tp", "heads", model.heads, of)

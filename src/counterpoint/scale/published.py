@@ -41,7 +41,7 @@ RUNS = {
     "Narayanan": Run("a100-8", _HDR, "none", asynchronous=False),
     # its README: tensor-, data- and pipeline-parallel communication beside computation
     "MCore-H100": Run("h100-8", Fabric(), "ours", asynchronous=True),
-    # sections 3.3.1 and 3.3.2: gradients and sends beside computation; of tensor parallelism nothing
+    # section 3.3: gradients and sends beside computation; nothing of tensor parallelism
     "Llama3": Run("h100-8", Fabric(levels=((3072, 7.0),)), "none", asynchronous=True),
 }  # fmt: skip
 
@@ -115,3 +115,14 @@ def held(steps: tuple[Checked, ...]) -> int:
         low, high = band(tuple(other for other in steps if other.paper != step.paper))
         count += low <= step.ratio <= high
     return count
+
+
+def fitted_error(steps: tuple[Checked, ...]) -> float:
+    """Mean error with one factor a machine, fitted to the other papers' steps on that machine."""
+    total = 0.0
+    for step in steps:
+        machine = RUNS[step.paper].machine
+        kin = [each for each in steps if RUNS[each.paper].machine == machine]
+        others = [log(each.ratio) for each in kin if each.paper != step.paper]
+        total += abs(step.ratio / exp(sum(others) / len(others)) - 1)
+    return total / len(steps)
