@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import python
 
+from counterpoint import scale
 from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, pipeline, predict
@@ -20,6 +22,17 @@ PUBLISHED_SIZES = {
     "llama3-8b": 8.0e9, "llama3-70b": 70.6e9, "llama3-405b": 405e9, "gpt3-175b": 175e9,
     "mixtral-8x7b": 46.7e9, "deepseek-v3": 671e9, "qwen3-235b": 235e9,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("first", scale.__all__)
+def test_public_names_are_found_in_any_order(first: str):
+    """No file of the package has the name of a function, which importing it would replace."""
+    code = (
+        "import counterpoint as cp\n"
+        f"cp.scale.{first}\n"
+        "print(callable(cp.scale.predict), callable(cp.scale.published), dir(cp.scale))"
+    )
+    assert python("-c", code) == f"True True {scale.__all__}\n"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,9 +3,9 @@
 import json
 from importlib.resources import files
 
+from counterpoint.scale.checked import RUNS, band, fitted_error, held, mean_error, published
 from counterpoint.scale.constants import CONSTANTS
-from counterpoint.scale.predict import BAND
-from counterpoint.scale.published import RUNS, band, fitted_error, held, mean_error, published
+from counterpoint.scale.prediction import BAND
 
 
 def test_every_published_step_is_there_with_its_source():

@@ -15,12 +15,7 @@ from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import table
 from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
-from counterpoint.scale.fabric import Fabric
-from counterpoint.scale.layer import OVERLAPS, Overlap
-from counterpoint.scale.layout import Layout, Recompute, Sharding
-from counterpoint.scale.models import MODELS
-from counterpoint.scale.predict import Prediction, predict
-from counterpoint.scale.published import (
+from counterpoint.scale.checked import (
     RUNS,
     band,
     fitted_error,
@@ -28,6 +23,11 @@ from counterpoint.scale.published import (
     mean_error,
     published,
 )
+from counterpoint.scale.fabric import Fabric
+from counterpoint.scale.layer import OVERLAPS, Overlap
+from counterpoint.scale.layout import Layout, Recompute, Sharding
+from counterpoint.scale.models import MODELS
+from counterpoint.scale.prediction import Prediction, predict
 
 NAMES = ", ".join(MODELS)
 

@@ -9,19 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from counterpoint.scale.checked import published
     from counterpoint.scale.fabric import Fabric
     from counterpoint.scale.layout import Layout
     from counterpoint.scale.models import Model
-    from counterpoint.scale.predict import Prediction, predict
-    from counterpoint.scale.published import published
+    from counterpoint.scale.prediction import Prediction, predict
 
 _HOME = {
     "Fabric": "scale.fabric",
     "Layout": "scale.layout",
     "Model": "scale.models",
-    "Prediction": "scale.predict",
-    "predict": "scale.predict",
-    "published": "scale.published",
+    "Prediction": "scale.prediction",
+    "predict": "scale.prediction",
+    "published": "scale.checked",
 }
 
 __all__ = ["Fabric", "Layout", "Model", "Prediction", "predict", "published"]

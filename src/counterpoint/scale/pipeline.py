@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from counterpoint.errors import InputError
 
-MAX_EVENTS = 2**21  # ten seconds or so of plain Python
+MAX_EVENTS = 2**20  # some seconds of plain Python, 300 MB
 
 
 class Event(NamedTuple):

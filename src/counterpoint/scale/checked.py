@@ -14,7 +14,7 @@ from counterpoint.scale.fabric import Fabric
 from counterpoint.scale.layer import Overlap
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
-from counterpoint.scale.predict import predict
+from counterpoint.scale.prediction import predict
 
 BAND_SDS = 2  # of the logarithms of simulated over reported
 
