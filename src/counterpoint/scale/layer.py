@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
 
+from counterpoint.choose.by_model import parts_s
 from counterpoint.choose.choose import choose
 from counterpoint.machine import Machine
+from counterpoint.model.estimate import predicted_s
+from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group, Network
@@ -48,9 +51,10 @@ class Both(NamedTuple):
 @lru_cache(maxsize=4096)
 def pair_s(problem: Problem, machine: Machine, overlap: Overlap) -> tuple[float, float]:
     """Seconds of an operator with its communication, and of its matmuls alone."""
-    choice = choose(problem, machine)
     if overlap == "none":
-        return choice.serial_s, choice.compute_s
+        serial = build(problem, "serial", machine)
+        return predicted_s(serial, machine), parts_s(problem, machine)[0]
+    choice = choose(problem, machine)
     ours_s = min(choice.seconds, choice.serial_s)
     ideal_s = min(choice.longer_s, ours_s)
     return (ours_s if overlap == "ours" else ideal_s), choice.compute_s
