@@ -161,3 +161,27 @@ def test_what_is_no_model_or_mode():
         predict(TINY, Layout(), overlap="all")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="top_k must be 1 to 8 experts, got 9"):
         replace(MODELS["mixtral-8x7b"], top_k=9)
+
+
+def test_fsdp_hides_what_a_layers_computation_is_long_enough_for():
+    def exposed_s(nic: float, **options: Any) -> float:
+        layout = Layout(dp=64, data_parallel_sharding="fsdp", **options)
+        return predict(TINY, layout, Fabric(nic_bytes_per_s=nic)).parts["data parallel"]
+
+    assert exposed_s(50e9, micro_batch=32) == 0
+    assert exposed_s(50e9, micro_batch=32, asynchronous=False) > 0
+    # of links too slow for that, all but the computation beside them
+    beside_s = exposed_s(1e9, asynchronous=False) - exposed_s(1e9)
+    step = predict(TINY, Layout()).parts
+    layers_s = step["matmuls"] + step["attention"] + step["memory"]
+    assert 0 < beside_s < layers_s
+
+
+def test_gradients_are_hidden_behind_one_micro_batch_but_for_the_last_layers():
+    def exposed_s(nic: float, **options: Any) -> float:
+        layout = Layout(dp=64, num_micro_batches=4, **options)
+        return predict(TINY, layout, Fabric(nic_bytes_per_s=nic)).parts["data parallel"]
+
+    whole_s = exposed_s(50e9, asynchronous=False)
+    assert exposed_s(50e9, micro_batch=32) == pytest.approx(whole_s / TINY.layers)
+    assert exposed_s(1e9) > exposed_s(1e9, asynchronous=False) / 2

@@ -121,7 +121,7 @@ class Layout:
             raise InputError("Layout", "pp * virtual_stages", want=want, got=chunks, fix=fix)
         of = model.name
         self._divides("tp", "heads", model.heads, of)
-        self._divides("tp", "query heads for each kv head", max(model.kv_heads, self.tp), of)
+        self._divides("tp", "kv heads", max(model.kv_heads, self.tp), of)
         self._divides("tp", "ffn", model.ffn, of)
         self._divides("cp", "tokens of a sequence", self.length(model), of)
         if self.sequence_parallel:

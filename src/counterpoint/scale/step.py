@@ -38,11 +38,15 @@ class Step:
         found = Parts()
         for chunk in ranks[most]:
             found += (chunk.forward + chunk.backward) * layout.micro_batches
-        found["sends"] = 2 * blocking_s * layout.virtual_stages * layout.micro_batches
-        found["bubble"] = ran_s - busy_s[most] * layout.micro_batches
-        found["data parallel"] = max(map(self._replicas_s, range(layout.pp), stages))
-        found["optimizer"] = max(map(self._optimizer_s, range(layout.pp)))
-        return found.seconds, dict(found)
+        replicas_s = max(map(self._replicas_s, range(layout.pp), stages))
+        optimizer_s = max(map(self._optimizer_s, range(layout.pp)))
+        found += Parts({
+            "sends": 2 * blocking_s * layout.virtual_stages * layout.micro_batches,
+            "bubble": ran_s - busy_s[most] * layout.micro_batches,
+            "data parallel": replicas_s,
+            "optimizer": optimizer_s,
+        })  # fmt: skip
+        return ran_s + replicas_s + optimizer_s, dict(found)
 
     @cached_property
     def _dense(self) -> Both:
