@@ -14,7 +14,7 @@ import pytest
 import typer
 
 import counterpoint
-from counterpoint import device, errors, nn, resources
+from counterpoint import device, errors, nn, resources, scale
 from counterpoint.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -76,9 +76,10 @@ def test_the_api_has_every_public_name():
         return sorted(re.findall(r"^::: .*\.(\w+)\n    options: \{heading: [\w.]*\b\1\}$", text,
                                  re.MULTILINE))  # fmt: skip
 
-    assert sorted([*names("index.md"), "nn", "resources"]) == counterpoint.__all__
+    assert sorted([*names("index.md"), "nn", "resources", "scale"]) == counterpoint.__all__
     assert names("nn.md") == nn.__all__
     assert names("resources.md") == resources.__all__
+    assert names("scale.md") == scale.__all__
     assert set(names("device.md")) >= set(device.__all__)
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(counterpoint.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = ("torch", "triton", "cuda")
 
-ABOVE_PLANS = ("choose", "resources", "measure", "runtime", "ops", "kernels", "nn", "cli")
+ABOVE_PLANS = ("choose", "scale", "resources", "measure", "runtime", "ops", "kernels", "nn", "cli")
 ABOVE_FACTS = ("plan", "model", *ABOVE_PLANS)
 
 # what a place (a file, or a directory with /) must not import, at any depth of its functions
@@ -35,7 +35,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "timeline.py": ("problem", *(part for part in ABOVE_FACTS if part != "measure")),
         "plan/": ("model", *ABOVE_PLANS),
         "model/": ABOVE_PLANS,
-        "choose/": ("resources", "measure", "runtime", "ops", "kernels", "nn", "cli"),
+        "choose/": ("scale", "resources", "measure", "runtime", "ops", "kernels", "nn", "cli"),
+        "scale/": ("resources", "measure", "runtime", "ops", "kernels", "nn", "cli"),
     }.items()
 }
 # these are arithmetic and descriptions: they run on a laptop
@@ -164,6 +165,7 @@ def test_the_pure_half_is_used_without_torch():
         "import counterpoint.runtime.occupancy, counterpoint.resources.search\n"
         "import counterpoint.resources.rewrites\n"
         "cp.resources.Controls\n"
+        "cp.scale.predict('llama3-8b', cp.scale.Layout(tp=8)).explain()\n"
         "heavy = [m for m in ('torch', 'triton', 'numpy', 'cuda') if m in sys.modules]\n"
         "print(first, heavy)"
     )
@@ -252,7 +254,9 @@ def test_an_operator_comes_with_those_of_its_backward(op: str, needed: str):
     assert found.strip() == "True"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.startswith(("plan/", "model/", "choose/"))])
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if f.startswith(("plan/", "model/", "choose/", "scale/"))]
+)
 def test_modules_have_docstrings_and_no_second_idea(file: str):
     source = FILES[file].read_text()
     assert inspect.cleandoc(ast.get_docstring(ast.parse(source)) or ""), f"{file}: no docstring"

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from counterpoint import nn, resources
+    from counterpoint import nn, resources, scale
     from counterpoint.adapters.compile import compile_options
     from counterpoint.adapters.explain import explain
     from counterpoint.choose.choice import Choice
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PACKAGES = ("nn", "resources")
+_PACKAGES = ("nn", "resources", "scale")
 _HOME = {
     "Choice": "choose.choice",
     "Costs": "costs",
@@ -128,6 +128,7 @@ __all__ = [
     "release",
     "resources",
     "run_on_ranks",
+    "scale",
     "tune",
     "validate",
 ]

@@ -36,7 +36,20 @@ RATE = Range(1e9, 1e18, "pass bytes/s, not GB/s")
 FLOP = Range(1e11, 1e20, "pass flop/s, not Tflop/s")
 KIB_BYTES = Range(2**10, 2**30, "pass bytes, not KiB")
 
+SIZE, DEGREE = Range(1, 2**24), Range(1, 2**20)
 RANGES: Mapping[str, Range] = {
+    **{f"Model.{name}": SIZE for name in ("hidden", "heads", "kv_heads", "vocab")},
+    "Model.layers": Range(1, 2**12),
+    **{f"Model.{name}": Range(0, 2**24) for name in (
+        "ffn", "head_dim", "top_k", "expert_ffn", "shared_ffn", "dense_layers",
+        "query_rank", "key_rank", "rope_dim")},
+    "Model.experts": Range(0, 2**12), "Model.sequence": Range(1, 2**30),
+    "Layout.sequence": Range(0, 2**30),
+    "Layout.tp": Range(1, 2**8), "Layout.ep": Range(1, 2**9),
+    **{f"Layout.{name}": DEGREE for name in ("pp", "dp", "cp", "virtual_stages", "micro_batch")},
+    "Layout.num_micro_batches": Range(0, 2**20),
+    "Fabric.nic_bytes_per_s": RATE, "Fabric.nic_latency_s": SECONDS,
+    "Fabric.levels": Range(1, 2**40),
     "Problem.m": COUNT, "Problem.n": COUNT, "Problem.k": COUNT,
     "Problem.ranks": Range(0, MAX_RANKS),
     "Problem.rows": COUNT, "Problem.scratch_bytes_limit": BYTES, "Problem.splits": COUNT,

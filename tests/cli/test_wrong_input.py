@@ -68,6 +68,17 @@ FILES: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 WORDS: list[tuple[str, str]] = [
+    ("scale lama3-8b --gpus 8",
+     "scale: MODEL must be one of ..., got 'lama3-8b'; did you mean 'llama3-8b'?"),
+    ("scale llama3-8b", "scale: --gpus must be given, got none"),
+    ("scale llama3-8b --check", "scale: MODEL must be left out with --check, got 'llama3-8b'"),
+    ("scale llama3-8b --gpus 8 --overlap all",
+     "scale: --overlap must be of none, ours, ideal, with commas, got 'all'"),
+    ("scale llama3-8b --gpus 8 --nic 50",
+     "scale: --nic must be Gbit/s of one GPU, such as 400G, at least 8G, got '50'"),
+    ("scale llama3-8b --gpus 8 --pods 3072",
+     "scale: --pods must be GPUs and a factor of at least 1, such as 3072:7, with commas, got "
+     "'3072'"),
     ("plam", "counterpoint: COMMAND must be one of demo, ..., doctor, got 'plam'; did you mean "
      "'plan'?"),
     ("--verbose", "counterpoint: options must be of --version, got '--verbose'; did you mean "
@@ -133,6 +144,14 @@ WORDS: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 NUMBERS: list[tuple[str, str]] = [
+    ("scale llama3-8b --gpus 1000000000",
+     "scale: --gpus must be a whole number from 0 to 16777216, got '1000000000'"),
+    ("scale llama3-8b --gpus 60 --tp 8",
+     "scale: --tp * cp * pp * dp must be such that they multiply to the 60 GPUs, got tp 8 x cp 1 "
+     "x pp 1; take this many GPUs: 56 or 64"),
+    ("scale deepseek-v3 --gpus 2048 --ep 48",
+     "scale: --ep must be a divisor of the 256 experts of deepseek-v3, got 48; the nearest that "
+     "fits: 64"),
     (f"{A} --ranks -1", "plan: --ranks must be a whole number of 0 or more, got '-1'"),
     (f"{A} --ranks four", "plan: --ranks must be a whole number of 0 or more, got 'four'"),
     (f"{A} --ranks 1e309", "plan: --ranks must be a whole number of 0 or more, got '1e309'"),

@@ -16,6 +16,7 @@ from counterpoint.cli.loading import loading
 from counterpoint.cli.measuring import PASSED_ON, bench, characterize, evaluate, tune
 from counterpoint.cli.occupancy import occupancy
 from counterpoint.cli.plan import plan
+from counterpoint.cli.scale import scale
 from counterpoint.cli.usage import REFUSED, meant, told
 from counterpoint.errors import InputError
 from counterpoint.problem import DType
@@ -193,6 +194,6 @@ def doctor(
     raise typer.Exit(run(as_json=as_json))
 
 
-COMMANDS = (demo, bench, plan, occupancy, tune, characterize, evaluate, warmup, doctor)
+COMMANDS = (demo, bench, plan, scale, occupancy, tune, characterize, evaluate, warmup, doctor)
 for command in COMMANDS:
     app.command(context_settings=PASSED_ON if command in (bench, evaluate) else None)(command)

@@ -1,0 +1,44 @@
+"""What a prediction stands on, in lines: sizes, rates, constants, and what nobody has checked."""
+
+from counterpoint.scale import constants
+from counterpoint.scale.layer import Layers
+
+
+def _used(layers: Layers) -> list[str]:
+    """Names of the constants that a prediction stands on."""
+    layout = layers.layout
+    unused: set[str] = set()
+    unused |= set() if layout.num_gpus > layers.network.machine.num_devices else {"nic_"}
+    unused |= {"score_"} if layout.flash_attention else {"flash_"}
+    unused |= set() if layout.dp * layout.cp > 1 else {"gradient_", "parameter_"}
+    return [name for name in constants.CONSTANTS if not name.startswith(tuple(unused))]
+
+
+def assumptions(layers: Layers) -> list[str]:
+    """What a prediction stands on."""
+    machine, fabric = layers.network.machine, layers.network.fabric
+    layout, model = layers.layout, layers.model
+    how = "measured" if machine.measured else "derived from the datasheet, as on 4xH200"
+    found = [
+        f"{model.name}: {model.source}",
+        f"matmuls, kernels and collectives of a node: {how} ({machine.name}: {machine.source})",
+        f"NIC {fabric.nic_bytes_per_s / 1e9:g} GB/s a GPU: {fabric.source}",
+        *(f"past {size} GPUs 1:{factor:g}, given" for size, factor in fabric.levels),
+    ]
+    for name in _used(layers):
+        each = constants.CONSTANTS[name]
+        found.append(f"{name} {each.value:g}, {each.unit} ({each.basis}): {each.source}")
+    if layers.overlap == "ours":
+        found.append("our plans are chosen as on a measured machine: a gain of 3 % is enough")
+    if layout.pp > 1:
+        found.append(f"virtual stages {layout.virtual_stages}, given: they matter a lot")
+    unchecked = {
+        "experts": bool(model.experts), "context parallelism": layout.cp > 1,
+        "FSDP": layout.data_parallel_sharding == "fsdp", "latent attention": bool(model.query_rank),
+        f"{machine.device.name}": machine.device.name not in ("A100 SXM 80GB", "H100 SXM"),
+        "plans across islands": layout.tp > machine.num_devices
+        or layout.ep * layout.tp > machine.num_devices,
+    }  # fmt: skip
+    found += [f"not checked against any published step: {name}"
+              for name, given in unchecked.items() if given]  # fmt: skip
+    return [*found, "not modelled: memory limits, stragglers, failures, input, host time"]

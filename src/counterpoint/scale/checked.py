@@ -1,0 +1,128 @@
+"""Published training steps, predicted: simulated over reported, with no constant fitted to any.
+
+What a paper does not state, such as virtual stages, is assumed; `source` of each step says so.
+"""
+
+import json
+from functools import cache
+from importlib.resources import files
+from math import exp, log, sqrt
+from typing import Any, NamedTuple
+
+from counterpoint.presets import preset
+from counterpoint.scale.fabric import Fabric
+from counterpoint.scale.layer import Overlap
+from counterpoint.scale.layout import Layout
+from counterpoint.scale.models import Model
+from counterpoint.scale.prediction import predict
+
+BAND_SDS = 2  # of the logarithms of simulated over reported
+
+
+class Run(NamedTuple):
+    """What a paper says of all its runs beside their layouts.
+
+    Args:
+        machine: one node.
+        fabric: what lies between.
+        overlap: of tensor parallelism: "ours" where its collectives were cut into chunks, too.
+        asynchronous: whether gradients and sends went beside computation.
+    """
+
+    machine: str
+    fabric: Fabric
+    overlap: Overlap
+    asynchronous: bool
+
+
+_HDR = Fabric(nic_bytes_per_s=25e9, source="8 HDR 200 Gb/s a node")
+RUNS = {
+    "Korthikanti": Run("a100-8", _HDR, "none", asynchronous=False),
+    "Narayanan": Run("a100-8", _HDR, "none", asynchronous=False),
+    # its README: tensor-, data- and pipeline-parallel communication beside computation
+    "MCore-H100": Run("h100-8", Fabric(), "ours", asynchronous=True),
+    # section 3.3: gradients and sends beside computation; nothing of tensor parallelism
+    "Llama3": Run("h100-8", Fabric(levels=((3072, 7.0),)), "none", asynchronous=True),
+}  # fmt: skip
+
+
+class Checked(NamedTuple):
+    """One published step.
+
+    Args:
+        name: of the step; its first word is the paper.
+        source: where it was published, and what was assumed.
+        reported_s: seconds there.
+        simulated_s: seconds predicted.
+    """
+
+    name: str
+    source: str
+    reported_s: float
+    simulated_s: float
+
+    @property
+    def paper(self) -> str:
+        """The first word of the name."""
+        return self.name.split()[0]
+
+    @property
+    def ratio(self) -> float:
+        """Simulated over reported."""
+        return self.simulated_s / self.reported_s
+
+
+@cache
+def published() -> tuple[Checked, ...]:
+    """Predict each published step that the library has, one after another.
+
+    Returns:
+        Name, source, reported and simulated seconds of each.
+    """
+    text = (files("counterpoint.scale") / "published_steps.json").read_text()
+    return tuple(map(_checked, json.loads(text)))
+
+
+def _checked(row: dict[str, Any]) -> Checked:
+    run = RUNS[row["name"].split()[0]]
+    sizes = dict(row["model"])
+    model = Model(
+        name=row["name"], gated=sizes.pop("gated_mlp"), sequence=sizes.pop("seq_len"),
+        source=row["source"], **sizes,
+    )  # fmt: skip
+    layout = Layout(asynchronous=run.asynchronous, **row["layout"])
+    found = predict(model, layout, run.fabric, preset(run.machine), overlap=run.overlap)
+    return Checked(row["name"], row["source"], row["reported_step_s"], found.seconds)
+
+
+def mean_error(steps: tuple[Checked, ...]) -> float:
+    """Mean of |simulated / reported - 1|."""
+    return sum(abs(step.ratio - 1) for step in steps) / len(steps)
+
+
+def band(steps: tuple[Checked, ...]) -> tuple[float, float]:
+    """Simulated over reported, from and to: two standard deviations of the logarithms."""
+    logs = [log(step.ratio) for step in steps]
+    mean = sum(logs) / len(logs)
+    sd = sqrt(sum((each - mean) ** 2 for each in logs) / (len(logs) - 1))
+    return exp(mean - BAND_SDS * sd), exp(mean + BAND_SDS * sd)
+
+
+def held(steps: tuple[Checked, ...]) -> int:
+    """How many steps lie in the band that those of all other papers give."""
+    count = 0
+    for step in steps:
+        low, high = band(tuple(other for other in steps if other.paper != step.paper))
+        count += low <= step.ratio <= high
+    return count
+
+
+def fitted_error(steps: tuple[Checked, ...]) -> float:
+    """Mean error with one factor a machine, fitted to the other papers' steps on that machine."""
+    total = 0.0
+    for step in steps:
+        machine = RUNS[step.paper].machine
+        kin = [each for each in steps if RUNS[each.paper].machine == machine]
+        others = [log(each.ratio) for each in kin if each.paper != step.paper]
+        total += abs(step.ratio / exp(sum(others) / len(others)) - 1)
+    return total / len(steps)

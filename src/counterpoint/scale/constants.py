@@ -1,0 +1,76 @@
+"""Every constant of a prediction at scale that is no fact of a model, a layout or a datasheet.
+
+They were written down, with where they come from, before any published step was compared; none is
+fitted to one. What matmuls, kernels and collectives of one node cost are `Machine.costs`: measured,
+or derived from the datasheet as they are everywhere in the library.
+"""
+
+from typing import Literal, NamedTuple
+
+Basis = Literal["datasheet", "measured", "counted", "assumed"]
+
+
+class Constant(NamedTuple):
+    """One number and what it stands on.
+
+    "counted": from the reads and writes of the kernels that are named.
+    """
+
+    value: float
+    unit: str
+    basis: Basis
+    source: str
+
+
+NIC_SHARE = Constant(
+    0.9, "of the datasheet's rate", "assumed", "NCCL's large messages over InfiniBand or RoCE"
+)
+NIC_LATENCY_S = Constant(5e-6, "s", "assumed", "one message between two nodes, NCCL over RDMA")
+FLASH_SHARE = Constant(
+    0.5, "of the bf16 peak", "assumed",
+    "arXiv 2407.08608: 0.35 (FlashAttention-2) to 0.75 (version 3) on H100; between them",
+)  # fmt: skip
+FLASH_BACKWARD = Constant(
+    2.5, "of the forward's products", "counted", "arXiv 2307.08691: five matmuls against two"
+)
+SCORE_BYTES = Constant(
+    13, "bytes a score, forward", "counted",
+    "arXiv 2205.05198 section 4.1, unfused: q k (write 2), masked softmax (read 2, write 2), "
+    "dropout (read 2, write 2 + 1), times v (read 2)",
+)  # fmt: skip
+SCORE_BACKWARD_BYTES = Constant(
+    21, "bytes a score, backward", "counted",
+    "the same: dv (read 2), dp (write 2), dropout (read 2 + 1, write 2), softmax (read 2 + 2, "
+    "write 2), dq and dk (read 2 + 2), the mask's scale (2)",
+)  # fmt: skip
+SCORE_MATMUL_BYTES = Constant(4, "of these, of the matmuls themselves", "counted", "q k and p v")
+SCORE_MATMUL_BACKWARD_BYTES = Constant(
+    8, "of these, of the matmuls themselves", "counted", "dv, dp, dq and dk"
+)
+REPLICATED_BYTES = Constant(
+    22, "bytes a number of the hidden state, forward", "counted",
+    "two norms (read 2, write 2 each), two additions with dropout (read 2 + 2, write 2 + 1 each)",
+)  # fmt: skip
+BACKWARD_BYTES = Constant(
+    1.5, "of the forward's bytes", "counted",
+    "norm: read dy and x, write dx; activation: read dy and x, write dx; dropout: read dy and mask",
+)  # fmt: skip
+ACTIVATION_BYTES = Constant(
+    2, "bytes a number, read or written", "counted", "bf16; one kernel for bias and activation"
+)
+LOSS_BYTES = Constant(
+    60, "bytes a logit, both ways", "counted",
+    "Megatron-LM's vocab_parallel_cross_entropy in fp32: cast, max, subtract, exp, sum, divide; "
+    "backward: copy, scale, cast",
+)  # fmt: skip
+GRADIENT_BYTES = Constant(
+    4, "bytes a parameter", "assumed", "gradients are summed and reduced in fp32, as Megatron does"
+)
+PARAMETER_BYTES = Constant(2, "bytes a parameter", "assumed", "parameters are gathered in bf16")
+OPTIMIZER_BYTES = Constant(
+    38, "bytes a parameter", "counted",
+    "Adam in fp32: zero the gradient (4), its norm (4), read it (4), weights (8), moments (16), "
+    "write bf16 (2)",
+)  # fmt: skip
+
+CONSTANTS = {name.lower(): c for name, c in list(globals().items()) if isinstance(c, Constant)}

@@ -1,0 +1,290 @@
+"""Seconds of one layer on one rank, forward and backward, by parts.
+
+Matmuls with a collective beside them are priced as operators of this library: the serial plan, the
+plan that `choose` takes, or the longer side alone. All else is products over a rate, bytes over a
+rate, or a collective of the network.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from counterpoint.choose.by_model import parts_s
+from counterpoint.choose.choose import choose
+from counterpoint.machine import Machine
+from counterpoint.model.estimate import predicted_s
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
+from counterpoint.scale import constants
+from counterpoint.scale.fabric import Group, Network
+from counterpoint.scale.layout import Layout
+from counterpoint.scale.models import Model
+
+Overlap = Literal["none", "ours", "ideal"]
+OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+ITEM_BYTES = 2  # bf16
+
+
+class Parts(dict[str, float]):
+    """Seconds by what they are spent on."""
+
+    def __add__(self, other: "Parts") -> "Parts":
+        names = dict.fromkeys((*self, *other))
+        return Parts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in names})
+
+    def __mul__(self, factor: float) -> "Parts":
+        return Parts({name: seconds * factor for name, seconds in self.items()})
+
+    @property
+    def seconds(self) -> float:
+        """Of all."""
+        return sum(self.values())
+
+
+class Both(NamedTuple):
+    """A forward and its backward."""
+
+    forward: Parts
+    backward: Parts
+
+
+@lru_cache(maxsize=4096)
+def pair_s(problem: Problem, machine: Machine, overlap: Overlap) -> tuple[float, float]:
+    """Seconds of an operator with its communication, and of its matmuls alone."""
+    if overlap == "none":
+        serial = build(problem, "serial", machine)
+        return predicted_s(serial, machine), parts_s(problem, machine)[0]
+    choice = choose(problem, machine)
+    ours_s = min(choice.seconds, choice.serial_s)
+    ideal_s = min(choice.longer_s, ours_s)
+    return (ours_s if overlap == "ours" else ideal_s), choice.compute_s
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What layers of a model cost on one rank of a layout.
+
+    Args:
+        model: its sizes.
+        layout: that it fits.
+        network: of the GPUs.
+        overlap: of matmuls with the collectives beside them: "none", "ours" or "ideal".
+    """
+
+    model: Model
+    layout: Layout
+    network: Network
+    overlap: Overlap
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a micro-batch, as the tensor-parallel ranks share them."""
+        return self.layout.tokens(self.model)
+
+    @cached_property
+    def between(self) -> float:
+        """Tokens that one rank has between matmuls."""
+        shared = self.layout.tp if self.layout.sequence_parallel else 1
+        return self.tokens / shared
+
+    @cached_property
+    def alone(self) -> Machine:
+        """What one GPU costs at settled clocks."""
+        return self.network.as_machine(Group(1, 1))
+
+    @cached_property
+    def experts_group(self) -> Group:
+        """Ranks that share out the experts."""
+        return Group(self.layout.ep, self.layout.tp)
+
+    def dense(self) -> Both:
+        """A layer whose MLP every token goes through."""
+        mlp = self._mlp(self.model.ffn)
+        return self._layer(mlp)
+
+    def sparse(self) -> Both:
+        """A layer of experts, with the shared expert if there is one."""
+        found = self._experts()
+        if self.model.shared_ffn:
+            shared = self._mlp(self.model.shared_ffn)
+            found = Both(found.forward + shared.forward, found.backward + shared.backward)
+        return self._layer(found)
+
+    def head(self) -> Both:
+        """The logits and the loss, on the last stage."""
+        vocab = self.model.vocab // self.layout.tp
+        rows, hidden = self.tokens, self.model.hidden
+        loss_s = self.memory_s(constants.LOSS_BYTES.value * rows * vocab) / 2
+        forward = Parts({"matmuls": self.matmul_s(rows, vocab, hidden), "loss": loss_s})
+        gradients_s = self.matmul_s(rows, hidden, vocab) + self.matmul_s(hidden, vocab, rows)
+        return Both(forward, Parts({"matmuls": gradients_s, "loss": loss_s}))
+
+    def matmul_s(self, rows: float, n: float, k: float, count: int = 1) -> float:
+        """Seconds of `count` matmuls on one GPU in one launch."""
+        machine = self.alone
+        rows, n, k = (max(round(size), 1) for size in (rows, n, k))
+        return machine.costs.matmul_s(rows, n, k, ITEM_BYTES, machine.sms, count=count)
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Seconds of a kernel that reads and writes so much."""
+        return self.alone.costs.memory_s(round(num_bytes))
+
+    def _layer(self, mlp: Both) -> Both:
+        """Attention and the MLP given, with what is recomputed and what lies between."""
+        core, around = self._attention(), self._projections()
+        memory_s = self.memory_s(
+            constants.REPLICATED_BYTES.value * self.between * self.model.hidden
+        )
+        small = Parts({"memory": memory_s})
+        forward = around.forward + core.forward + mlp.forward + small
+        backward = around.backward + core.backward + mlp.backward
+        backward += small * constants.BACKWARD_BYTES.value
+        again = {"none": Parts(), "attn": core.forward, "full": forward}[self.layout.recompute]
+        return Both(forward, backward + again)
+
+    def _attention(self) -> Both:
+        """Scores, softmax and what is made of the values, of this rank's heads and sequences."""
+        model, layout = self.model, self.layout
+        length, heads = layout.length(model), model.heads / layout.tp
+        scores = layout.micro_batch * heads * length * length / layout.cp
+        flop = 2 * scores * (model.key_width + model.width)
+        exchanged = self._keys()
+        if layout.flash_attention:
+            rate = constants.FLASH_SHARE.value * self.alone.device.bf16_flop_per_s
+            forward_s = flop / 2 / rate  # causal: half of the scores
+            backward_s = forward_s * constants.FLASH_BACKWARD.value
+        else:
+            forward_s = self._unfused_s(scores, flop, constants.SCORE_BYTES,
+                                        constants.SCORE_MATMUL_BYTES)  # fmt: skip
+            backward_s = self._unfused_s(scores, 2 * flop, constants.SCORE_BACKWARD_BYTES,
+                                         constants.SCORE_MATMUL_BACKWARD_BYTES)  # fmt: skip
+        return Both(
+            Parts({"attention": forward_s, "context parallel": exchanged}),
+            Parts({"attention": backward_s, "context parallel": 2 * exchanged}),
+        )
+
+    def _unfused_s(
+        self, scores: float, flop: float, moved: constants.Constant, beside: constants.Constant
+    ) -> float:
+        """Kernels that keep the scores: matmuls by products or bytes, the others by bytes."""
+        costs = self.alone.costs
+        matmuls_s = max(flop / costs.gemm_flop_per_s, scores * beside.value / costs.hbm_bytes_per_s)
+        return matmuls_s + scores * (moved.value - beside.value) / costs.hbm_bytes_per_s
+
+    def _keys(self) -> float:
+        """Seconds in which context-parallel ranks gather keys and values."""
+        model, layout = self.model, self.layout
+        if layout.cp == 1:
+            return 0.0
+        columns = 2 * max(model.kv_heads / layout.tp, 1) * model.width
+        if model.query_rank:
+            columns = model.key_rank + model.rope_dim
+        num_bytes = layout.micro_batch * layout.length(model) * columns * ITEM_BYTES
+        return self.network.all_gather_s(num_bytes, Group(layout.cp, layout.tp))
+
+    def _projections(self) -> Both:
+        """The matmuls before and behind attention."""
+        model, tp = self.model, self.layout.tp
+        *first, last = model.attention_weights
+        found = [self._row(last[0] // tp)]
+        if model.query_rank:
+            # what all heads share is computed on every rank
+            found += [self._local(n if k == model.hidden else n / tp, k) for k, n in first]
+        else:
+            # ranks that share a head of keys have one each
+            heads = model.heads + 2 * max(model.kv_heads, tp)
+            found.append(self._column(heads * model.width // tp))
+        return Both(
+            sum((each.forward for each in found), Parts()),
+            sum((each.backward for each in found), Parts()),
+        )
+
+    def _mlp(self, inner: int) -> Both:
+        """Both matmuls of an MLP and what is between them."""
+        local, gates = inner // self.layout.tp, 1 + self.model.gated
+        up, down = self._column(gates * local), self._row(local)
+        moved = constants.ACTIVATION_BYTES.value * self.tokens * local * (gates + 1)
+        between = Parts({"memory": self.memory_s(moved)})
+        return Both(
+            up.forward + down.forward + between,
+            up.backward + down.backward + between * constants.BACKWARD_BYTES.value,
+        )
+
+    def _local(self, n: float, k: float) -> Both:
+        """A matmul without communication, and its two gradients."""
+        rows = self.tokens
+        gradients_s = self.matmul_s(rows, k, n) + self.matmul_s(k, n, rows)
+        return Both(Parts({"matmuls": self.matmul_s(rows, n, k)}), Parts({"matmuls": gradients_s}))
+
+    def _column(self, n: int) -> Both:
+        """A matmul whose columns are shared out; its input is gathered, or every rank has it."""
+        tp, rows, hidden = self.layout.tp, self.tokens, self.model.hidden
+        if tp == 1:
+            return self._local(n, hidden)
+        if self.layout.sequence_parallel:
+            return Both(
+                self._pair("all_gather_matmul", rows, n, hidden),
+                self._pair("all_gather_matmul_backward", rows, n, hidden),
+            )
+        own = Parts({"matmuls": self.matmul_s(hidden, n, rows)})
+        return Both(
+            Parts({"matmuls": self.matmul_s(rows, n, hidden)}),
+            own + self._pair("matmul_all_reduce", rows, hidden, n),
+        )
+
+    def _row(self, k: int) -> Both:
+        """A matmul whose contracted size is shared out; its result is summed over ranks."""
+        tp, rows, hidden = self.layout.tp, self.tokens, self.model.hidden
+        if tp == 1:
+            return self._local(hidden, k)
+        if self.layout.sequence_parallel:
+            return Both(
+                self._pair("matmul_reduce_scatter", rows, hidden, k),
+                self._pair("matmul_reduce_scatter_backward", rows, hidden, k),
+            )
+        own_s = self.matmul_s(rows, k, hidden) + self.matmul_s(k, hidden, rows)
+        return Both(self._pair("matmul_all_reduce", rows, hidden, k), Parts({"matmuls": own_s}))
+
+    def _pair(self, op: str, m: int, n: int, k: int) -> Parts:
+        """An operator of the tensor-parallel ranks."""
+        group = Group(self.layout.tp, 1)
+        problem = Problem(op, m=m, n=n, k=k, ranks=group.size)
+        seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
+        return Parts({"matmuls": compute_s, "tensor parallel": seconds - compute_s})
+
+    def _experts(self) -> Both:
+        """Dispatch, experts and combine: routing is taken to be even."""
+        model, ep = self.model, self.layout.ep
+        local, hidden = model.experts // ep, model.hidden
+        cells = ep * local
+        each = max(-(-int(self.between) * model.top_k // cells), 1)  # rows of a rank and an expert
+        rows, inner, gates = each * cells, model.expert_ffn, 1 + model.gated
+        # of one expert on one rank: rows that all ranks send it
+        per = each * ep
+        dw_s = self.matmul_s(hidden, gates * inner, per, local)
+        dw_s += self.matmul_s(inner, hidden, per, local)
+        between = Parts(
+            {"memory": self.memory_s(constants.ACTIVATION_BYTES.value * rows * inner * (gates + 1))}
+        )
+        if ep == 1:
+            up_s = self.matmul_s(per, gates * inner, hidden, local)
+            down_s = self.matmul_s(per, hidden, inner, local)
+            back_s = self.matmul_s(per, hidden, gates * inner, local)
+            back_s += self.matmul_s(per, inner, hidden, local)
+            forward = Parts({"experts": up_s + down_s})
+            backward = Parts({"experts": back_s + dw_s})
+        else:
+            forward = self._exchange("all_to_all_matmul", rows, gates * inner, hidden)
+            forward += self._exchange("matmul_all_to_all", rows, hidden, inner)
+            backward = self._exchange("all_to_all_matmul", rows, inner, hidden)
+            backward += self._exchange("matmul_all_to_all", rows, hidden, gates * inner)
+            backward += Parts({"experts": dw_s})
+        return Both(forward + between, backward + between * constants.BACKWARD_BYTES.value)
+
+    def _exchange(self, op: str, m: int, n: int, k: int) -> Parts:
+        """An operator of the ranks that share out the experts."""
+        group = self.experts_group
+        problem = Problem(op, m=m, n=n, k=k, ranks=group.size,
+                          experts=self.model.experts // group.size)  # fmt: skip
+        seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
+        return Parts({"experts": compute_s, "all-to-all": seconds - compute_s})

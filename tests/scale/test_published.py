@@ -1,0 +1,38 @@
+"""The published steps: all are predicted, and what comes out stays within the bars it reached."""
+
+import json
+from importlib.resources import files
+
+from counterpoint.scale.checked import RUNS, band, fitted_error, held, mean_error, published
+from counterpoint.scale.constants import CONSTANTS
+from counterpoint.scale.prediction import BAND
+
+
+def test_every_published_step_is_there_with_its_source():
+    rows = json.loads((files("counterpoint.scale") / "published_steps.json").read_text())
+    steps = published()
+    assert [s.name for s in steps] == [row["name"] for row in rows] and len(steps) == 29
+    assert all("arXiv" in s.source or "README" in s.source for s in steps)
+    assert {s.paper for s in steps} == set(RUNS)
+
+
+def test_errors_of_published_steps():
+    """No constant was fitted; Megatron-Core's steps are the least certain, and 11.1 % off."""
+    steps = published()
+    assert mean_error(steps) <= 0.085
+    assert max(abs(s.ratio - 1) for s in steps) <= 0.25
+    own = {paper: mean_error(tuple(s for s in steps if s.paper == paper)) for paper in RUNS}
+    assert {paper for paper, error in own.items() if error > 0.105} <= {"MCore-H100"}
+    assert own["MCore-H100"] <= 0.115
+    assert fitted_error(steps) <= 0.085
+
+
+def test_the_band_is_that_of_the_residuals():
+    steps = published()
+    assert tuple(round(each, 2) for each in band(steps)) == BAND
+    assert 24 <= held(steps) <= 28
+
+
+def test_each_constant_says_what_it_stands_on():
+    assert len(CONSTANTS) == 15
+    assert all(c.source and c.unit and c.value > 0 for c in CONSTANTS.values())
