@@ -1,5 +1,6 @@
 """Whole steps: what holds of every prediction, and what is refused."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,8 @@ def test_a_models_sizes_give_its_parameters(name: str):
 def test_parts_add_up_to_the_step(overlap: Any):
     for layout, model in ((LLAMA, "llama3-405b"), (Layout(tp=8, asynchronous=False), "llama3-8b"),
                           (Layout(dp=16, ep=8), "mixtral-8x7b"), (Layout(tp=2, cp=2), TINY),
-                          (Layout(dp=16, data_parallel_sharding="fsdp"), TINY)):  # fmt: skip
+                          (Layout(dp=16, data_parallel_sharding="fsdp"), TINY),
+                          (Layout(tp=2, pp=4, schedule="zero-bubble"), TINY)):  # fmt: skip
         found = predict(model, layout, overlap=overlap)
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         assert min(found.parts.values()) >= -1e-9
@@ -64,14 +66,35 @@ def test_overlap_saves_communication_and_nothing_else():
         assert none.parts[same] == ours.parts[same] == ideal.parts[same]
 
 
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(Layout(tp=2, pp=4, recompute="full"), TINY), (Layout(dp=8, ep=8, pp=4), "mixtral-8x7b"),
+     (Layout(tp=2, pp=4, sequence_parallel=False), TINY)],
+)  # fmt: skip
+def test_zero_bubble_is_the_same_work_in_another_order(layout: Layout, model: Any):
+    plain, apart = (
+        predict(model, replace(layout, schedule=each)) for each in ("1f1b", "zero-bubble")
+    )
+    assert apart.parts["bubble"] < 0.7 * plain.parts["bubble"]
+    for name in plain.parts.keys() - {"bubble", "data parallel"}:
+        assert apart.parts[name] == pytest.approx(plain.parts[name]), name
+
+
+def test_gradients_that_only_the_last_gradients_of_weights_complete_have_less_beside_them():
+    layout, fabric = Layout(pp=2, dp=64, micro_batch=4), Fabric(nic_bytes_per_s=2e9)
+    plain, apart = (predict(TINY, replace(layout, schedule=each), fabric).parts["data parallel"]
+                    for each in ("1f1b", "zero-bubble"))  # fmt: skip
+    assert apart > plain > 0
+
+
 def test_a_step_has_as_many_events_whatever_the_replicas(monkeypatch: pytest.MonkeyPatch):
     counts: list[int] = []
     ordered = pipeline.order
 
-    def counting(*sizes: int) -> list[pipeline.Event]:
-        events = ordered(*sizes)
+    def counting(*given: Any) -> Iterator[pipeline.Event]:
+        events = list(ordered(*given))
         counts.append(len(events))
-        return events
+        return iter(events)
 
     monkeypatch.setattr(pipeline, "order", counting)
     seen: set[int] = set()
@@ -129,6 +152,9 @@ def test_explain_says_what_it_stands_on():
         ({"ep": 8}, "ep must be 1: llama3-8b has no experts, got 8"),
         ({"pp": 2, "virtual_stages": 2, "num_micro_batches": 7},
          "num_micro_batches must be a multiple of the 2 stages, .* the nearest that fits: 8"),
+        ({"virtual_stages": 2, "schedule": "zero-bubble"},
+         'virtual_stages must be 1 with schedule "zero-bubble", got 2; interleaved stages take'),
+        ({"schedule": "zb"}, "schedule must be"),
         ({"cp": 3}, "cp must be a divisor of the 8192 tokens of a sequence"),
     ],
 )  # fmt: skip

@@ -71,7 +71,11 @@ class Prediction:
             f"{self.model.name} on {layout.num_gpus} GPUs ({self.machine}): "
             f"{', '.join(degrees) or 'one GPU'}, {layout.micro_batches} micro-batches of "
             f"{layout.micro_batch} x {layout.length(self.model)} tokens, "
-            f"{layout.virtual_stages} virtual stages",
+            + (
+                "zero-bubble"
+                if layout.schedule == "zero-bubble"
+                else f"{layout.virtual_stages} virtual stage" + "s" * (layout.virtual_stages > 1)
+            ),
             f"overlap {self.overlap}: {self.seconds:.3f} s a step "
             f"({self.band_s[0]:.3f} to {self.band_s[1]:.3f} by the residuals of published steps), "
             f"{self.tokens / self.seconds:,.0f} tokens/s, "
@@ -126,7 +130,7 @@ def predict(
         raise InputError("predict", "overlap", want=f"one of {', '.join(OVERLAPS)}", got=overlap)
     layout.fits(known)
     layers = Layers(known, layout, Network(where, fabric), overlap)
-    seconds, parts = Step(layers).run()
+    found = Step(layers).run()
     tokens = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
-    return Prediction(known, layout, where.name, overlap, seconds, parts, tokens,
+    return Prediction(known, layout, where.name, overlap, found.seconds, found.parts, tokens,
                       tuple(assumptions(layers)))  # fmt: skip
