@@ -28,7 +28,7 @@ def test_a_stage_does_everything_once_and_forwards_first(sizes: tuple[int, int, 
         for event in events:
             if event.kind == "backward":
                 assert at[event] > at[event._replace(kind="forward")]
-            if event.kind == "weights":
+            if event.kind == "weight gradients":
                 assert at[event] > at[event._replace(kind="backward")]
 
 
@@ -73,7 +73,7 @@ def test_zero_bubble_holds_as_many_activations_as_1f1b_at_most(stages: int, batc
     for i in range(stages):
         held = 0
         for event in order(i, [stage(apart=True)] * stages, batches):
-            held += {"forward": 1, "backward": 0, "weights": -1}[event.kind]
+            held += {"forward": 1, "backward": 0, "weight gradients": -1}[event.kind]
             most = max(most, held)
     assert most == min(stages, batches)
 
@@ -93,7 +93,7 @@ def test_a_stage_does_one_thing_at_a_time_after_what_it_needs(
             free_s = ended[event.kind, event.part * stages + i, event.batch] = end_s
     for (kind, chunk, batch), end_s in ended.items():
         before = ended.get((kind, chunk + (1 if kind == "backward" else -1), batch))
-        if kind != "weights" and before is not None:
+        if kind != "weight gradients" and before is not None:
             assert end_s - 1 >= before + 0.25 * (stages > 1)
     assert ran.seconds == max(ended.values())
 

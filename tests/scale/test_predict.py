@@ -1,5 +1,6 @@
 """Whole steps: what holds of every prediction, and what is refused."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, pipeline, predict
 from counterpoint.scale.models import MODELS
+from counterpoint.timeline import Timeline
 
 LLAMA = Layout.on(16384, tp=8, pp=16, virtual_stages=4)
 TINY = Model(
@@ -211,3 +213,31 @@ def test_gradients_are_hidden_behind_one_micro_batch_but_for_the_last_layers():
     whole_s = exposed_s(50e9, asynchronous=False)
     assert exposed_s(50e9, micro_batch=32) == pytest.approx(whole_s / TINY.layers)
     assert exposed_s(1e9) > exposed_s(1e9, asynchronous=False) / 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_timeline_has_a_lane_of_each_stage_and_fills_the_step(schedule: Any):
+    layout = Layout(tp=2, pp=4, dp=16, num_micro_batches=6, schedule=schedule)
+    found = predict(TINY, layout)
+    timeline = found.timeline
+    assert timeline.ranks == (0, 32, 64, 96)  # the first of each stage
+    assert timeline.lanes(32) == ("stage 1",)
+    assert timeline.start_s == 0 and timeline.end_s == pytest.approx(found.seconds)
+    kinds = 3 if schedule == "zero-bubble" else 2
+    assert len(timeline.spans) == 4 * (kinds * 6 + 2)
+    ends = {span.label: span.end_s for span in timeline.spans if span.rank == 96}
+    assert ends["forward 5"] < ends["backward 5"] < ends["data parallel"] < ends["optimizer"]
+    parts, last = found.parts, ("data parallel", "optimizer")
+    own = (s for s in timeline.spans if s.rank == 96)  # the busiest stage, which has the head
+    worked_s = sum(span.duration_s for span in own if span.label not in last)
+    other_s = sum(parts[name] for name in ("bubble", *last))
+    assert worked_s == pytest.approx(found.seconds - other_s)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def test_a_prediction_is_as_good_after_a_pickle():
+    found = predict(TINY, Layout(tp=2, pp=4, virtual_stages=2))
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again.timeline == found.timeline
+    assert found != predict(TINY, Layout(tp=2, pp=4))
+    assert "array" not in repr(found)

@@ -16,18 +16,16 @@ from typing import Literal, NamedTuple
 from counterpoint.errors import InputError
 
 MAX_EVENTS = 2**20  # some seconds of plain Python
-Kind = Literal["forward", "backward", "weights"]
+# gradients of weights are part of the backward, unless the schedule has them apart
+Kind = Literal["forward", "backward", "weight gradients", "data parallel", "optimizer"]
 
 
 class Event(NamedTuple):
-    """What a stage does at a time, of one part of the model and one micro-batch.
-
-    "weights" are gradients of weights, where they are not part of "backward".
-    """
+    """What a stage does at a time: of one part of the model, for one micro-batch."""
 
     kind: Kind
-    part: int
-    batch: int
+    part: int = 0
+    batch: int = 0
 
 
 class Stage(NamedTuple):
@@ -106,10 +104,10 @@ def order(stage: int, stages: Sequence[Stage], batches: int) -> Generator[Event]
             yield event("forward", warmup + i)
         yield event("backward", i)
         if apart and i >= stage:
-            yield event("weights", i - stage)
+            yield event("weight gradients", i - stage)
     if apart:
         for i in range(max(total - stage, 0), total):
-            yield event("weights", i)
+            yield event("weight gradients", i)
 
 
 def simulate(stages: Sequence[Stage], batches: int, send_s: float) -> Pipeline:
@@ -148,7 +146,7 @@ def simulate(stages: Sequence[Stage], batches: int, send_s: float) -> Pipeline:
             starts_s[i].append(start_s)
             free_s[i] = start_s + stages[i].took_s(event)
             current[i] = next(orders[i], None)
-            if event.kind != "weights":
+            if event.kind != "weight gradients":
                 ended.of[event.kind][chunk][event.batch] = free_s[i]
                 follower = (i + (1 if event.kind == "forward" else -1)) % count
                 if follower != i:
@@ -170,7 +168,7 @@ class _Ended:
     def ready_s(self, event: Event, chunk: int) -> float | None:
         """When what an event starts from is there; None: not yet."""
         hop_s = self.send_s
-        if event.kind == "weights" or (event.kind == "forward" and chunk == 0):
+        if event.kind == "weight gradients" or (event.kind == "forward" and chunk == 0):
             return 0.0  # its own stage did what it needs before, or it needs the input alone
         if event.kind == "forward":
             ended_s = self.of["forward"][chunk - 1][event.batch]

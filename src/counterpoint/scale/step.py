@@ -3,27 +3,25 @@
 The other ranks of a stage do the same at the same time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group
 from counterpoint.scale.layer import ITEM_BYTES, Both, Layers, Parts
-from counterpoint.scale.pipeline import Pipeline, Stage, simulate
+from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
 
 
-class Simulated(NamedTuple):
-    """What a step of each stage's rank came to.
+class Stages(NamedTuple):
+    """What one rank of each pipeline stage does in a step, and when.
 
     Args:
-        parts: seconds by what the busiest stage spends them on.
         pipeline: forwards and backwards.
         replicas_s: exposed seconds of gradients and parameters of each stage, after the pipeline.
         optimizer_s: of each stage, when all stages have their gradients.
     """
 
-    parts: dict[str, float]
     pipeline: Pipeline
     replicas_s: tuple[float, ...]
     optimizer_s: tuple[float, ...]
@@ -31,7 +29,20 @@ class Simulated(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of the step."""
-        return self.pipeline.seconds + max(self.replicas_s) + max(self.optimizer_s)
+        return self.optimizer_at_s + max(self.optimizer_s)
+
+    @property
+    def optimizer_at_s(self) -> float:
+        """When the optimizer begins."""
+        return self.pipeline.seconds + max(self.replicas_s)
+
+    def events(self, stage: int) -> Iterator[tuple[Event, float, float]]:
+        """What a stage does, and when that starts and ends."""
+        yield from self.pipeline.events(stage)
+        starts_s = self.pipeline.seconds, self.optimizer_at_s
+        if took_s := self.replicas_s[stage]:
+            yield Event("data parallel"), starts_s[0], starts_s[0] + took_s
+        yield Event("optimizer"), starts_s[1], starts_s[1] + self.optimizer_s[stage]
 
 
 class Step:
@@ -41,8 +52,8 @@ class Step:
         self.layers, self.network = layers, layers.network
         self.model, self.layout = layers.model, layers.layout
 
-    def run(self) -> Simulated:
-        """Seconds, the parts of the busiest stage, and what each stage does when."""
+    def run(self) -> tuple[dict[str, float], Stages]:
+        """The parts of the busiest stage, and what each stage does when."""
         layout = self.layout
         chunks = [self._chunk(i) for i in range(layout.pp * layout.virtual_stages)]
         ranks = [chunks[i :: layout.pp] for i in range(layout.pp)]
@@ -62,7 +73,7 @@ class Step:
             "data parallel": max(replicas_s),
             "optimizer": max(optimizer_s),
         })  # fmt: skip
-        return Simulated(dict(found), ran, replicas_s, optimizer_s)
+        return dict(found), Stages(ran, replicas_s, optimizer_s)
 
     def _stage(self, chunks: Sequence[Both], blocking_s: float) -> Stage:
         """Seconds of the parts of one stage; a part sends its result before the next begins."""
