@@ -4,7 +4,9 @@ Ranks that do the same at the same time are folded into one of each pipeline sta
 collectives are closed forms, the order of a pipeline is simulated.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
@@ -102,6 +104,27 @@ class Prediction:
                 spans.append(Span(rank, f"stage {stage}", start_s, end_s, kind, label))
         source = f"predicted for {self.machine}, overlap {self.overlap}"
         return Timeline(tuple(spans), self.title, source)
+
+    def save(
+        self, path: str | Path, *, beside: "Sequence[Prediction]" = (), dark: bool = False
+    ) -> Path:
+        """Write a picture: pipeline stages over time, and below a bar of parts and their numbers.
+
+        Args:
+            path: ends in .png, .svg or .pdf; folders that are missing are made.
+            beside: other predictions, at most 7, that get a bar each: another overlap or layout.
+            dark: draw for a dark page.
+
+        Returns:
+            The path written.
+
+        Raises:
+            InputError: the suffix is none of these, or there are more predictions.
+        """
+        # here, not at the top: matplotlib takes a while to import, and most predictions are read
+        from counterpoint.measure.draw_step import draw_step
+
+        return draw_step(self, beside, path, dark=dark)
 
     def explain(self) -> str:
         """The step in words and a table: where time goes, and every assumption with its source."""
