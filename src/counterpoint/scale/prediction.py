@@ -5,6 +5,7 @@ collectives are closed forms, the order of a pipeline is simulated.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
@@ -84,7 +85,7 @@ class Prediction:
 
 
 def predict(
-    model: Model | str,
+    model: Model | str | Path,
     layout: Layout,
     fabric: Fabric | None = None,
     machine: MachineLike = "h100-8",
@@ -98,7 +99,7 @@ def predict(
 
     Args:
         model: sizes, or a name: llama3-8b, llama3-70b, llama3-405b, gpt3-175b, mixtral-8x7b,
-            deepseek-v3, qwen3-235b.
+            deepseek-v3, qwen3-235b, or the path of a Hugging Face `config.json`.
         layout: degrees of parallelism and micro-batches.
         fabric: NICs and levels above; None: 400 Gb/s a GPU, not oversubscribed.
         machine: of one node (NVLink island), given as to `choose`.
