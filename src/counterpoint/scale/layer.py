@@ -99,14 +99,14 @@ class Layers:
 
     def dense(self) -> Both:
         """A layer whose MLP every token goes through."""
-        mlp = self._mlp(self.model.ffn)
+        mlp = self.mlp(self.model.ffn)
         return self._layer(mlp)
 
     def sparse(self) -> Both:
         """A layer of experts, with the shared expert if there is one."""
-        found = self._experts()
+        found = self.experts()
         if self.model.shared_ffn:
-            shared = self._mlp(self.model.shared_ffn)
+            shared = self.mlp(self.model.shared_ffn)
             found = Both(found.forward + shared.forward, found.backward + shared.backward)
         return self._layer(found)
 
@@ -199,7 +199,7 @@ class Layers:
             sum((each.backward for each in found), Parts()),
         )
 
-    def _mlp(self, inner: int) -> Both:
+    def mlp(self, inner: int) -> Both:
         """Both matmuls of an MLP and what is between them."""
         local, gates = inner // self.layout.tp, 1 + self.model.gated
         up, down = self._column(gates * local), self._row(local)
@@ -252,7 +252,7 @@ class Layers:
         seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
         return Parts({"matmuls": compute_s, "tensor parallel": seconds - compute_s})
 
-    def _experts(self) -> Both:
+    def experts(self) -> Both:
         """Dispatch, experts and combine: all experts have as many rows, but for half a tile each.
 
         Routing is random: of the last tile of an expert's rows, half is empty in the mean.
