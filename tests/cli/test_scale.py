@@ -1,9 +1,10 @@
 """`counterpoint scale`: a column for each mode, published steps, JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import invoke, refused
 
 
 def test_modes_stand_beside_each_other():
@@ -30,3 +31,22 @@ def test_json_has_si_units():
     assert found["overlap"] == "ours" and found["layout"]["dp"] == 8
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
     assert found["tokens"] == 8 * 4096
+
+
+def test_a_picture_has_a_bar_of_each_mode(tmp_path: Path):
+    path = tmp_path / "step.svg"
+    step = ("llama3-8b", "--gpus", "64", "--pp", "4", "--schedule", "zero-bubble")
+    text = invoke("scale", *step, "--picture", str(path)).stdout
+    assert text.endswith(f"The picture: {path}\n") and "zero-bubble" in text.splitlines()[0]
+    drawn = path.read_text()
+    assert all(f">{word}</text>" in drawn for word in ("none", "ours", "ideal", "stage 3"))
+    assert "weight gradients" in drawn and "overlap ours" in drawn
+
+
+def test_what_is_refused_names_options_as_they_are_typed():
+    layout = ["llama3-8b", "--gpus", "64", "--pp", "4", "--virtual-stages", "2"]
+    refused("scale", [*layout, "--num-micro-batches", "6"], "--num-micro-batches must be a mult")
+    refused("scale", [*layout, "--schedule", "zero-bubble"], "--virtual-stages must be 1 with")
+    refused("scale", [*layout, "--num-batches", "6"], "did you mean '--num-micro-batches'?")
+    refused("scale", ["llama3-8b", "--picture", "x.gif"], "--picture must be a file name that ends")
+    refused("scale", ["--check", "--picture", "x.png"], "--picture must be left out with --check")

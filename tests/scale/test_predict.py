@@ -14,6 +14,7 @@ from counterpoint import scale
 from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, pipeline, predict
+from counterpoint.scale.assumptions import GROUPS, listed
 from counterpoint.scale.fabric import Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.models import MODELS
@@ -140,11 +141,27 @@ def test_recomputation_is_another_forward():
 
 
 def test_explain_says_what_it_stands_on():
-    text = predict("deepseek-v3", Layout.on(64, ep=64), overlap="ours").explain()
-    for said in ("not checked against any published step: experts", "plans across islands",
-                 "nic_share 0.9", "arXiv 2412.19437", "by the residuals of published steps",
-                 "derived from the datasheet"):  # fmt: skip
+    found = predict("deepseek-v3", Layout.on(64, ep=64), overlap="ours")
+    text = " ".join(found.explain().split())
+    for said in ("not checked against any published step: experts, latent attention, plans across "
+                 "islands", "assumed nic_share = 0.9", "model deepseek-v3, arXiv 2412.19437",
+                 "by the residuals of published steps", "derived from the datasheet"):  # fmt: skip
         assert said in text
+    groups = {line.partition(": ")[0] for line in found.assumptions}
+    assert groups <= set(GROUPS)
+
+
+def test_facts_are_listed_by_group_and_none_is_lost():
+    lines = ["fabric: a", "model: " + "long " * 40, "other: b", "fabric: c", "ASSUMED: d: e"]
+    text = listed(lines, 60)
+    rows = text.splitlines()
+    assert rows[0] == "stands on:" and max(map(len, rows)) <= 60
+    assert text.count("long") == 40
+    short = ["fabric        a", "              c", "assumed       d: e", "              other: b"]
+    assert [row for row in rows if row in short] == short and rows[1].startswith(
+        "model         long"
+    )
+    assert rows[2].startswith(" " * 16 + "long")  # what is wrapped hangs
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,20 @@ It imports no torch.
 import json
 import re
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
+from counterpoint.cli.files import check_written
 from counterpoint.cli.problems import machine_at
-from counterpoint.cli.show import table
+from counterpoint.cli.show import progress, table
 from counterpoint.errors import InputError
+from counterpoint.measure.canvas import SUFFIXES
+from counterpoint.scale.assumptions import listed
 from counterpoint.scale.checked import (
     RUNS,
     band,
@@ -61,6 +67,12 @@ Modes = Annotated[str, typer.Option(help="How pairs are priced, with commas.")]
 Check = Annotated[
     bool, typer.Option("--check", help="Instead: published steps, simulated over reported.")
 ]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        help="Stages over time and parts, to this .png, .svg or .pdf.", show_default=False
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")]
 
 
@@ -69,7 +81,8 @@ def scale(
     virtual_stages: Virtual = 1, schedule: Pipelined = "1f1b", micro_batch: MicroBatch = 1,
     num_micro_batches: Batches = 0, sequence: Sequence = 0, recompute: Again = "none",
     sharding: Shards = "zero1", machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
-    overlap: Modes = "none,ours,ideal", check: Check = False, as_json: AsJson = False,
+    overlap: Modes = "none,ours,ideal", picture: Picture = None, check: Check = False,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
 
@@ -78,16 +91,21 @@ def scale(
     **Example:** `counterpoint scale llama3-405b --gpus 16384 --tp 8 --pp 16 --pods 3072:7`
 
     ```text
-    seconds               9.844     8.417     8.006
+    seconds               9.894     8.459     8.046
     tensor parallel       0.989     0.221     0.000
     ```
 
     **Example:** `counterpoint scale --check`
     """
+    check_written("scale", "--picture", picture, SUFFIXES)
+    console = Console(highlight=False)
+    bar = progress(console, shown=console.is_terminal and not as_json)
     if check:
-        if model:
-            raise InputError("scale", "MODEL", want="left out with --check", got=repr(model))
-        _show_check(as_json)
+        for option, given in (("MODEL", model), ("--picture", picture)):
+            if given:
+                want = "left out with --check"
+                raise InputError("scale", option, want=want, got=repr(str(given)))
+        _show_check(bar, as_json)
         return
     known = model_of("scale", model)
     if not gpus:
@@ -100,8 +118,20 @@ def scale(
         recompute=recompute, data_parallel_sharding=sharding,
     )  # fmt: skip
     fabric = Fabric(nic_bytes_per_s=_nic(nic), levels=_levels(pods), source=f"--nic {nic}")
-    found = [predict(known, layout, fabric, where, overlap=mode) for mode in modes]
-    _show(found, as_json)
+    with bar:
+        task = bar.add_task("predictions", total=len(modes))
+        one = partial(predict, known, layout, fabric, where)
+        found = [one(overlap=mode) for mode in bar.track(modes, task_id=task)]
+        if picture:
+            bar.update(task, description="the picture")
+            drawn = next((each for each in found if each.overlap == "ours"), found[0])
+            drawn.save(picture, beside=[each for each in found if each is not drawn])
+    if as_json:
+        print(json.dumps([_facts(each) for each in found], indent=2))
+        return
+    _show(found, console)
+    if picture:
+        console.print(f"\nThe picture: {picture}", soft_wrap=True)
 
 
 def _modes(text: str) -> list[Overlap]:
@@ -130,15 +160,10 @@ def _levels(text: str) -> tuple[tuple[int, float], ...]:
     return tuple((int(part[1]), float(part[2])) for part in parts if part)
 
 
-def _show(found: list[Prediction], as_json: bool) -> None:
-    """A column for each mode, and what the first one stands on."""
-    if as_json:
-        print(json.dumps([_facts(each) for each in found], indent=2))
-        return
+def _show(found: list[Prediction], console: Console) -> None:
+    """A column for each mode, and what they stand on."""
     first = found[0]
-    console = Console(highlight=False)
-    text = first.explain()
-    console.print(text.splitlines()[0], markup=False, soft_wrap=True)
+    console.print(first.title, markup=False, soft_wrap=True)
     shown = table("seconds of a step", *(f">{each.overlap}" for each in found), "")
     shown.add_row("seconds", *(f"{each.seconds:.3f}" for each in found), style="bold")
     speedups = (f"{first.seconds / each.seconds:.2f}x" for each in found)
@@ -152,7 +177,9 @@ def _show(found: list[Prediction], as_json: bool) -> None:
         if any(values):
             shown.add_row(name, *(f"{value:.3f}" for value in values))
     console.print(shown)
-    console.print(text[text.index("stands on:") :], markup=False, style="dim")
+    lines = dict.fromkeys(line for each in found for line in each.assumptions)
+    text = listed(lines, console.width)
+    console.print(f"\n{text}", markup=False, style="dim", soft_wrap=True)
 
 
 def _facts(found: Prediction) -> dict[str, Any]:
@@ -165,13 +192,15 @@ def _facts(found: Prediction) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show_check(as_json: bool) -> None:
+def _show_check(bar: Progress, as_json: bool) -> None:
     """Simulated over reported, step by step, and by paper."""
-    steps = published()
+    with bar:
+        bar.add_task("published steps", total=None)
+        steps = published()
     if as_json:
         print(json.dumps([each._asdict() | {"ratio": each.ratio} for each in steps], indent=2))
         return
-    console = Console(highlight=False)
+    console = bar.console
     shown = table("step", ">reported s", ">simulated s", ">simulated / reported", "")
     for each in steps:
         shown.add_row(each.name, f"{each.reported_s:.3f}", f"{each.simulated_s:.3f}",

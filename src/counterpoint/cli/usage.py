@@ -58,6 +58,11 @@ def _end(text: str, code: int) -> None:
     raise typer.Exit(code)
 
 
+def _option(name: str) -> str:
+    """The option that typer makes of an argument's name."""
+    return f"--{name.replace('_', '-')}"
+
+
 class _Parameter(NamedTuple):
     """An option or argument of a command."""
 
@@ -74,7 +79,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, _Parameter]:
             kind, declared = get_args(hint)
             option = isinstance(declared, typer.models.OptionInfo)
             # in an annotation, the first of the names that an option declares is its default
-            names = (declared.default, *(declared.param_decls or ()), f"--{name}")
+            names = (declared.default, *(declared.param_decls or ()), _option(name))
             own = next(n for n in names if isinstance(n, str)).partition("/")[0]
             found[name] = _Parameter(own if option else name.upper(), kind, declared)
     return found
@@ -86,7 +91,7 @@ def _named(name: str, text: str, parameters: Mapping[str, _Parameter]) -> str:
     argument, _, tail = rest.partition(" ")
     if op == name or not tail:
         return text
-    options = (p.shown for p in parameters.values() if p.shown == f"--{argument}")
+    options = (p.shown for p in parameters.values() if p.shown == _option(argument))
     return f"{name}: {next(options, argument)} {tail}"
 
 

@@ -1,7 +1,33 @@
-"""What a prediction stands on, in lines: sizes, rates, constants, and what nobody has checked."""
+"""What a prediction stands on, in lines: sizes, rates, constants, and what nobody has checked.
+
+A line begins with the group that it is of, and a colon.
+"""
+
+from collections.abc import Iterable
+from textwrap import wrap
 
 from counterpoint.scale import constants
 from counterpoint.scale.layer import Layers
+
+GROUPS = ("model", "machine", "fabric", "layout", "datasheet", "measured", "assumed", "counted",
+          "not checked", "not modelled")  # fmt: skip
+NAME_WIDTH = max(map(len, GROUPS)) + 2
+
+
+def listed(lines: Iterable[str], width: int = 100) -> str:
+    """Lines by their groups, which stand before them, none wider than that many letters."""
+    groups: dict[str, list[str]] = {name: [] for name in (*GROUPS, "")}
+    for line in lines:
+        name, _, text = line.partition(": ")
+        known = name.lower() in GROUPS
+        groups[name.lower() if known else ""].append(text if known else line)
+    shown = ["stands on:"]
+    for name, texts in groups.items():
+        for i, text in enumerate(texts):
+            first = f"{'' if i else name:{NAME_WIDTH}}"
+            shown += wrap(text, max(width, 3 * NAME_WIDTH), initial_indent=first,
+                          subsequent_indent=" " * (NAME_WIDTH + 2))  # fmt: skip
+    return "\n".join(shown)
 
 
 def _used(layers: Layers) -> list[str]:
@@ -23,21 +49,24 @@ def assumptions(layers: Layers) -> list[str]:
     layout, model = layers.layout, layers.model
     how = "measured" if machine.measured else "derived from the datasheet, as on 4xH200"
     found = [
-        f"{model.name}: {model.source}",
-        f"matmuls, kernels and collectives of a node: {how} ({machine.name}: {machine.source})",
-        f"NIC {fabric.nic_bytes_per_s / 1e9:g} GB/s a GPU: {fabric.source}",
-        *(f"past {size} GPUs 1:{factor:g}, given" for size, factor in fabric.levels),
+        f"model: {model.name}, {model.source}",
+        f"machine: {machine.name}, {machine.source}",
+        f"machine: matmuls, kernels and collectives of a node {how}",
+        f"fabric: NIC {fabric.nic_bytes_per_s / 1e9:g} GB/s a GPU: {fabric.source}",
+        *(f"fabric: past {size} GPUs 1:{factor:g}, given" for size, factor in fabric.levels),
     ]
     for name in _used(layers):
         each = constants.CONSTANTS[name]
-        found.append(f"{name} {each.value:g}, {each.unit} ({each.basis}): {each.source}")
+        found.append(f"{each.basis}: {name} = {each.value:g} {each.unit}: {each.source}")
     if layers.overlap == "ours":
-        found.append("our plans are chosen as on a measured machine: a gain of 3 % is enough")
+        found.append(
+            "machine: our plans are chosen as on a measured machine: a gain of 3 % is enough"
+        )
     if layout.pp > 1:
-        found.append(f"virtual stages {layout.virtual_stages}, given: they matter a lot")
+        found.append(f"layout: virtual stages {layout.virtual_stages}, given: they matter a lot")
     if layers.apart and layout.tp > 1:
-        found.append("zero-bubble: gradients of inputs and of weights are operators of their own, "
-                     "so neither hides communication of the other")  # fmt: skip
+        found.append("layout: gradients of inputs and of weights are operators of their own, so "
+                     "neither hides communication of the other (zero-bubble)")  # fmt: skip
     unchecked = {
         "zero-bubble schedules": layers.apart,
         "experts": bool(model.experts), "context parallelism": layout.cp > 1,
@@ -46,6 +75,6 @@ def assumptions(layers: Layers) -> list[str]:
         "plans across islands": layout.tp > machine.num_devices
         or layout.ep * layout.tp > machine.num_devices,
     }  # fmt: skip
-    found += [f"not checked against any published step: {name}"
-              for name, given in unchecked.items() if given]  # fmt: skip
+    if names := [name for name, given in unchecked.items() if given]:
+        found.append(f"not checked: against any published step: {', '.join(names)}")
     return [*found, "not modelled: memory limits, stragglers, failures, input, host time"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ranges import instance
-from counterpoint.scale.assumptions import assumptions
+from counterpoint.scale.assumptions import assumptions, listed
 from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import OVERLAPS, Layers, Overlap
 from counterpoint.scale.layout import Layout
@@ -36,7 +36,8 @@ class Prediction:
         seconds: of the step.
         parts: seconds by what the busiest pipeline stage spends them on; they add up to `seconds`.
         tokens: of the step, over all replicas.
-        assumptions: what the numbers stand on, with sources, a line each.
+        assumptions: what the numbers stand on, with sources, a line each, which begins with what
+            it is about and a colon: "machine: ...", "assumed: ...", "not checked: ...".
         stages: when each stage does what; `timeline` is made of it.
     """
 
@@ -138,7 +139,7 @@ class Prediction:
         ]
         lines += [f"{name:18}{seconds:10.4f} s {seconds / self.seconds:6.1%}"
                   for name, seconds in self.parts.items() if seconds]  # fmt: skip
-        return "\n".join([*lines, "", "stands on:", *(f"- {each}" for each in self.assumptions)])
+        return "\n".join([*lines, "", listed(self.assumptions)])
 
 
 def predict(

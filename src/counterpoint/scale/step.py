@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group
-from counterpoint.scale.layer import ITEM_BYTES, Both, Layers, Parts
+from counterpoint.scale.layer import ITEM_BYTES, Layers
+from counterpoint.scale.parts import Both, Parts
 from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
 
 
