@@ -175,7 +175,8 @@ def test_facts_are_listed_by_group_and_none_is_lost():
         ({"pp": 2, "virtual_stages": 2, "num_micro_batches": 7},
          "num_micro_batches must be a multiple of the 2 stages, .* the nearest that fits: 8"),
         ({"virtual_stages": 2, "schedule": "zero-bubble"},
-         'virtual_stages must be 1 with schedule "zero-bubble", got 2; interleaved stages take'),
+         "virtual_stages must be 1 with schedule zero-bubble, which has no interleaved form here, "
+         "got 2"),
         ({"schedule": "zb"}, "schedule must be"),
         ({"cp": 3}, "cp must be a divisor of the 8192 tokens of a sequence"),
     ],

@@ -213,10 +213,7 @@ def _draw_stages(sheet: _Sheet, shown: "Prediction", top_in: float, row_in: floa
     tops_in = [top_in + i * row_in for i in range(layout.pp)]
     rows = [_Row(i, top + gap_in, top + row_in - gap_in) for i, top in enumerate(tops_in)]
     shades = _shades(layout.virtual_stages, sheet.theme)
-    # all boxes of a width have numbers, or none
-    number_pt = canvas.text_width_pt(str(layout.micro_batches - 1), NUMBER_PT)
-    if layout.pp > MOST_STAGES or layout.micro_batches > MOST_BATCHES:
-        number_pt = inf
+    number_pt = _number_pt(sheet, shown)
     many = sum(map(len, shown.stages.pipeline.starts_s)) > MOST_SHAPES
     for row in rows:
         size = shown.seconds * sheet.scale, row.bottom_in - row.top_in
@@ -230,6 +227,15 @@ def _draw_stages(sheet: _Sheet, shown: "Prediction", top_in: float, row_in: floa
             text = f"stage {row.stage}"
             canvas.note(sheet.axes, 0, row.middle_in, text, Look(), shift_pt=-6, ha="right")
     sheet.axes.set_xlim(0, sheet.right)  # an image sets its own
+
+
+def _number_pt(sheet: _Sheet, shown: "Prediction") -> float:
+    """Room that the number of a micro-batch takes, of any one; infinite where there are none."""
+    layout, stages = shown.layout, shown.stages.pipeline.stages
+    number_pt = canvas.text_width_pt(str(layout.micro_batches - 1), NUMBER_PT) + 2
+    longest_s = max(max(*each.forward_s, *each.backward_s, *each.weights_s) for each in stages)
+    few = layout.pp <= MOST_STAGES and layout.micro_batches <= MOST_BATCHES
+    return number_pt if few and number_pt < longest_s * sheet.scale * sheet.unit_pt else inf
 
 
 def _inside(sheet: _Sheet, x: float, y: float, text: str, size_pt: float, fill: str) -> None:
@@ -254,7 +260,7 @@ def _draw_boxes(
         colors.append(color)
         room_pt = (right - left) * sheet.unit_pt
         edges.append(0.5 if room_pt > 3 else 0.0)  # an edge would cover a short one
-        if number_pt < room_pt - 2 and event.kind not in AFTER:
+        if number_pt < room_pt and event.kind not in AFTER:
             _inside(sheet, (left + right) / 2, row.middle_in, str(event.batch), NUMBER_PT, color)
     boxes = PolyCollection(corners, facecolors=colors, edgecolors=sheet.theme.page,
                            linewidths=edges, zorder=2)  # fmt: skip
@@ -290,8 +296,10 @@ def _legend(figure: "Figure", sheet: _Sheet, shown: "Prediction", left_in: float
     looks = [Patch(color=shades[kind, 0], label=kind) for kind in kinds]
     if shown.layout.pp > 1:
         looks.append(Patch(facecolor=sheet.theme.idle, edgecolor=sheet.theme.faint, label="bubble"))
-    if shown.layout.virtual_stages > 1:
-        looks.append(Patch(alpha=0, label="(later parts of the model are lighter)"))
+    notes = ["lighter: later parts of the model"] * (shown.layout.virtual_stages > 1)
+    notes += ["numbers: micro-batches"] * (_number_pt(sheet, shown) < inf)
+    if notes:
+        looks.append(Patch(alpha=0, label="; ".join(notes)))
     height_in = figure.get_size_inches()[1]
     canvas.legend(figure, looks, left_in=left_in,
                   bottom_in=height_in - canvas.TITLE_HEIGHT - HEAD + 0.1)  # fmt: skip

@@ -67,10 +67,8 @@ class Layout:
             want = f"for at most {MAX_GPUS} GPUs"
             raise InputError("Layout", "tp * cp * pp * dp", want=want, got=self.num_gpus)
         if self.schedule == "zero-bubble" and self.virtual_stages > 1:
-            raise InputError(
-                "Layout", "virtual_stages", want='1 with schedule "zero-bubble"',
-                got=self.virtual_stages, fix='interleaved stages take schedule "1f1b"',
-            )  # fmt: skip
+            want = "1 with schedule zero-bubble, which has no interleaved form here"
+            raise InputError("Layout", "virtual_stages", want=want, got=self.virtual_stages)
 
     @classmethod
     def on(cls, num_gpus: int, **degrees: Any) -> "Layout":
