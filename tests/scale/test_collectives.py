@@ -46,6 +46,17 @@ def test_astra_sims_message(hops: int, stored: bool, want: int):
     assert ns(message_s(HOP, 2**20, hops, stored=stored)) == want
 
 
+@pytest.mark.parametrize(
+    ("rate", "latency", "hops", "want"),
+    [(200, 50, 1, 4_932), (100, 500, 1, 10_265), (50, 2000, 2, 23_531)],
+)
+def test_astra_sims_dimensions(rate: int, latency: int, hops: int, want: int):
+    """Ring_FullyConnected_Switch of test/test_congestion_unaware.cpp in
+    astra-sim/astra-network-analytical (599a047): 1 MiB on each of three dimensions."""
+    link = Link(rate * GIB, latency * NS, tick_s=NS)
+    assert ns(message_s(link, 2**20, hops, stored=False)) == want
+
+
 @given(st.integers(1, 2**34), st.integers(2, 4096))
 def test_a_ring_sends_each_byte_as_often_as_nccl_counts(total_bytes: int, ranks: int):
     """Without latency, rate x time is the bytes that a rank sends."""
