@@ -23,7 +23,7 @@ from counterpoint.scale.checked import (
     mean_error,
     published,
 )
-from counterpoint.scale.fabric import Fabric
+from counterpoint.scale.fabric import Congestion, Fabric
 from counterpoint.scale.layer import OVERLAPS, Overlap
 from counterpoint.scale.layout import Layout, Recompute, Sharding
 from counterpoint.scale.models import MODELS
@@ -55,6 +55,13 @@ Node = Annotated[
 ]
 Nic = Annotated[str, typer.Option(help="Gbit/s of a GPU's NIC.")]
 Pods = Annotated[str, typer.Option(help="GPUs of a level and its oversubscription, with commas.")]
+Torus = Annotated[str, typer.Option(help="Sizes of a torus of nodes, such as 8x8.")]
+Rails = Annotated[
+    bool, typer.Option("--rails", help="A NIC reaches those of its place in other nodes.")
+]
+Congested = Annotated[
+    Congestion, typer.Option(help="All-to-alls by the busiest link, or message by message.")
+]
 Modes = Annotated[str, typer.Option(help="How pairs are priced, with commas.")]
 Check = Annotated[
     bool, typer.Option("--check", help="Instead: published steps, simulated over reported.")
@@ -67,6 +74,7 @@ def scale(
     virtual_stages: Virtual = 1, micro_batch: MicroBatch = 1, num_micro_batches: Batches = 0,
     sequence: Sequence = 0, recompute: Again = "none", sharding: Shards = "zero1",
     machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
+    torus: Torus = "", rails: Rails = False, congestion: Congested = "closed",
     overlap: Modes = "none,ours,ideal", check: Check = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
@@ -99,7 +107,10 @@ def scale(
         num_micro_batches=num_micro_batches, sequence=sequence, recompute=recompute,
         data_parallel_sharding=sharding,
     )  # fmt: skip
-    fabric = Fabric(nic_bytes_per_s=_nic(nic), levels=_levels(pods), source=f"--nic {nic}")
+    fabric = Fabric(
+        nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,
+        congestion=congestion, source=f"--nic {nic}",
+    )  # fmt: skip
     found = [predict(model, layout, fabric, where, overlap=mode) for mode in modes]
     _show(found, as_json)
 
@@ -128,6 +139,12 @@ def _levels(text: str) -> tuple[tuple[int, float], ...]:
         want = "GPUs and a factor of at least 1, such as 3072:7, with commas"
         raise InputError("scale", "--pods", want=want, got=repr(text))
     return tuple((int(part[1]), float(part[2])) for part in parts if part)
+
+
+def _torus(text: str) -> tuple[int, ...]:
+    if text and re.fullmatch(r"\d{1,8}(x\d{1,8})*", text) is None:
+        raise InputError("scale", "--torus", want="sizes such as 8x8", got=repr(text))
+    return tuple(map(int, text.split("x"))) if text else ()
 
 
 def _show(found: list[Prediction], as_json: bool) -> None:

@@ -110,8 +110,8 @@ def predict(
         The prediction: `seconds`, `parts`, `assumptions`, `explain()`.
 
     Raises:
-        InputError: no such model, machine or mode, the layout does not fit the model, or a level
-            of the fabric is smaller than an island.
+        InputError: no such model, machine or mode, the layout does not fit the model, a level of
+            the fabric is smaller than an island, or its torus has not as many islands.
 
     Example:
         >>> layout = Layout.on(16384, tp=8, pp=16, virtual_stages=4, num_micro_batches=16)
@@ -125,7 +125,9 @@ def predict(
     if overlap not in OVERLAPS:
         raise InputError("predict", "overlap", want=f"one of {', '.join(OVERLAPS)}", got=overlap)
     layout.fits(known)
-    layers = Layers(known, layout, Network(where, fabric), overlap)
+    network = Network(where, fabric)
+    network.covers(layout.num_gpus)
+    layers = Layers(known, layout, network, overlap)
     seconds, parts = Step(layers).run()
     tokens = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
     return Prediction(known, layout, where.name, overlap, seconds, parts, tokens,
