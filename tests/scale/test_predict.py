@@ -1,5 +1,7 @@
 """Whole steps: what holds of every prediction, and what is refused."""
 
+import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, pipeline, predict
 from counterpoint.scale.models import MODELS
+from counterpoint.timeline import Timeline
 
 LLAMA = Layout.on(16384, tp=8, pp=16, virtual_stages=4)
 TINY = Model(
@@ -46,7 +49,8 @@ def test_a_models_sizes_give_its_parameters(name: str):
 def test_parts_add_up_to_the_step(overlap: Any):
     for layout, model in ((LLAMA, "llama3-405b"), (Layout(tp=8, asynchronous=False), "llama3-8b"),
                           (Layout(dp=16, ep=8), "mixtral-8x7b"), (Layout(tp=2, cp=2), TINY),
-                          (Layout(dp=16, data_parallel_sharding="fsdp"), TINY)):  # fmt: skip
+                          (Layout(dp=16, data_parallel_sharding="fsdp"), TINY),
+                          (Layout(tp=2, pp=4, schedule="zero-bubble"), TINY)):  # fmt: skip
         found = predict(model, layout, overlap=overlap)
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         assert min(found.parts.values()) >= -1e-9
@@ -64,14 +68,35 @@ def test_overlap_saves_communication_and_nothing_else():
         assert none.parts[same] == ours.parts[same] == ideal.parts[same]
 
 
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(Layout(tp=2, pp=4, recompute="full"), TINY), (Layout(dp=8, ep=8, pp=4), "mixtral-8x7b"),
+     (Layout(tp=2, pp=4, sequence_parallel=False), TINY)],
+)  # fmt: skip
+def test_zero_bubble_is_the_same_work_in_another_order(layout: Layout, model: Any):
+    plain, apart = (
+        predict(model, replace(layout, schedule=each)) for each in ("1f1b", "zero-bubble")
+    )
+    assert apart.parts["bubble"] < 0.7 * plain.parts["bubble"]
+    for name in plain.parts.keys() - {"bubble", "data parallel"}:
+        assert apart.parts[name] == pytest.approx(plain.parts[name]), name
+
+
+def test_gradients_that_only_the_last_gradients_of_weights_complete_have_less_beside_them():
+    layout, fabric = Layout(pp=2, dp=64, micro_batch=4), Fabric(nic_bytes_per_s=2e9)
+    plain, apart = (predict(TINY, replace(layout, schedule=each), fabric).parts["data parallel"]
+                    for each in ("1f1b", "zero-bubble"))  # fmt: skip
+    assert apart > plain > 0
+
+
 def test_a_step_has_as_many_events_whatever_the_replicas(monkeypatch: pytest.MonkeyPatch):
     counts: list[int] = []
     ordered = pipeline.order
 
-    def counting(*sizes: int) -> list[pipeline.Event]:
-        events = ordered(*sizes)
+    def counting(*given: Any) -> Iterator[pipeline.Event]:
+        events = list(ordered(*given))
         counts.append(len(events))
-        return events
+        return iter(events)
 
     monkeypatch.setattr(pipeline, "order", counting)
     seen: set[int] = set()
@@ -129,6 +154,9 @@ def test_explain_says_what_it_stands_on():
         ({"ep": 8}, "ep must be 1: llama3-8b has no experts, got 8"),
         ({"pp": 2, "virtual_stages": 2, "num_micro_batches": 7},
          "num_micro_batches must be a multiple of the 2 stages, .* the nearest that fits: 8"),
+        ({"virtual_stages": 2, "schedule": "zero-bubble"},
+         'virtual_stages must be 1 with schedule "zero-bubble", got 2; interleaved stages take'),
+        ({"schedule": "zb"}, "schedule must be"),
         ({"cp": 3}, "cp must be a divisor of the 8192 tokens of a sequence"),
     ],
 )  # fmt: skip
@@ -185,3 +213,31 @@ def test_gradients_are_hidden_behind_one_micro_batch_but_for_the_last_layers():
     whole_s = exposed_s(50e9, asynchronous=False)
     assert exposed_s(50e9, micro_batch=32) == pytest.approx(whole_s / TINY.layers)
     assert exposed_s(1e9) > exposed_s(1e9, asynchronous=False) / 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_timeline_has_a_lane_of_each_stage_and_fills_the_step(schedule: Any):
+    layout = Layout(tp=2, pp=4, dp=16, num_micro_batches=6, schedule=schedule)
+    found = predict(TINY, layout)
+    timeline = found.timeline
+    assert timeline.ranks == (0, 32, 64, 96)  # the first of each stage
+    assert timeline.lanes(32) == ("stage 1",)
+    assert timeline.start_s == 0 and timeline.end_s == pytest.approx(found.seconds)
+    kinds = 3 if schedule == "zero-bubble" else 2
+    assert len(timeline.spans) == 4 * (kinds * 6 + 2)
+    ends = {span.label: span.end_s for span in timeline.spans if span.rank == 96}
+    assert ends["forward 5"] < ends["backward 5"] < ends["data parallel"] < ends["optimizer"]
+    parts, last = found.parts, ("data parallel", "optimizer")
+    own = (s for s in timeline.spans if s.rank == 96)  # the busiest stage, which has the head
+    worked_s = sum(span.duration_s for span in own if span.label not in last)
+    other_s = sum(parts[name] for name in ("bubble", *last))
+    assert worked_s == pytest.approx(found.seconds - other_s)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def test_a_prediction_is_as_good_after_a_pickle():
+    found = predict(TINY, Layout(tp=2, pp=4, virtual_stages=2))
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again.timeline == found.timeline
+    assert found != predict(TINY, Layout(tp=2, pp=4))
+    assert "array" not in repr(found)

@@ -25,7 +25,7 @@ from counterpoint.scale.checked import (
 )
 from counterpoint.scale.fabric import Congestion, Fabric
 from counterpoint.scale.layer import OVERLAPS, Overlap
-from counterpoint.scale.layout import Layout, Recompute, Sharding
+from counterpoint.scale.layout import Layout, Recompute, Schedule, Sharding
 from counterpoint.scale.models import MODELS
 from counterpoint.scale.prediction import Prediction, predict
 
@@ -41,6 +41,9 @@ Pp = Annotated[int, typer.Option(min=1, max=2**20, help="Pipeline stages.")]
 Ep = Annotated[int, typer.Option(min=1, max=2**9, help="Ranks that share out experts.")]
 Cp = Annotated[int, typer.Option(min=1, max=2**20, help="Ranks that share out a sequence.")]
 Virtual = Annotated[int, typer.Option(min=1, max=2**20, help="Parts of the model on each stage.")]
+Pipelined = Annotated[
+    Schedule, typer.Option(help="Of the stages; zero-bubble: gradients of weights fill the bubble.")
+]
 MicroBatch = Annotated[int, typer.Option(min=1, max=2**20, help="Sequences of a micro-batch.")]
 Batches = Annotated[
     int, typer.Option(min=0, max=2**20, help="Of a step and a replica; 0: as many as stages.")
@@ -71,9 +74,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units
 
 def scale(
     model: Name = "", gpus: Gpus = 0, tp: Tp = 1, pp: Pp = 1, ep: Ep = 1, cp: Cp = 1,
-    virtual_stages: Virtual = 1, micro_batch: MicroBatch = 1, num_micro_batches: Batches = 0,
-    sequence: Sequence = 0, recompute: Again = "none", sharding: Shards = "zero1",
-    machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
+    virtual_stages: Virtual = 1, schedule: Pipelined = "1f1b", micro_batch: MicroBatch = 1,
+    num_micro_batches: Batches = 0, sequence: Sequence = 0, recompute: Again = "none",
+    sharding: Shards = "zero1", machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
     torus: Torus = "", rails: Rails = False, congestion: Congested = "closed",
     overlap: Modes = "none,ours,ideal", check: Check = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -103,9 +106,9 @@ def scale(
     modes = _modes(overlap)
     where = machine_at("scale", machine)
     layout = Layout.on(
-        gpus, tp=tp, pp=pp, ep=ep, cp=cp, virtual_stages=virtual_stages, micro_batch=micro_batch,
-        num_micro_batches=num_micro_batches, sequence=sequence, recompute=recompute,
-        data_parallel_sharding=sharding,
+        gpus, tp=tp, pp=pp, ep=ep, cp=cp, virtual_stages=virtual_stages, schedule=schedule,
+        micro_batch=micro_batch, num_micro_batches=num_micro_batches, sequence=sequence,
+        recompute=recompute, data_parallel_sharding=sharding,
     )  # fmt: skip
     fabric = Fabric(
         nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,

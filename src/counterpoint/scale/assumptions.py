@@ -39,7 +39,11 @@ def assumptions(layers: Layers) -> list[str]:
         found.append("our plans are chosen as on a measured machine: a gain of 3 % is enough")
     if layout.pp > 1:
         found.append(f"virtual stages {layout.virtual_stages}, given: they matter a lot")
+    if layers.apart and layout.tp > 1:
+        found.append("zero-bubble: gradients of inputs and of weights are operators of their own, "
+                     "so neither hides communication of the other")  # fmt: skip
     unchecked = {
+        "zero-bubble schedules": layers.apart,
         "experts": bool(model.experts), "context parallelism": layout.cp > 1,
         "FSDP": layout.data_parallel_sharding == "fsdp", "latent attention": bool(model.query_rank),
         "torus": bool(fabric.torus), "rails": fabric.rails,

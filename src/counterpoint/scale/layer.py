@@ -5,9 +5,9 @@ plan that `choose` takes, or the longer side alone. All else is products over a 
 rate, or a collective of the network.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from counterpoint.choose.by_model import parts_s
 from counterpoint.choose.choose import choose
@@ -41,11 +41,31 @@ class Parts(dict[str, float]):
         return sum(self.values())
 
 
-class Both(NamedTuple):
-    """A forward and its backward."""
+@dataclass(frozen=True, slots=True)
+class Both:
+    """A forward and its backward.
 
-    forward: Parts
-    backward: Parts
+    Args:
+        forward: of all of it.
+        backward: of all of it.
+        weights: what of the backward is gradients of weights, for which no other stage waits.
+    """
+
+    forward: Parts = field(default_factory=Parts)
+    backward: Parts = field(default_factory=Parts)
+    weights: Parts = field(default_factory=Parts)
+
+    def __add__(self, other: "Both") -> "Both":
+        return Both(self.forward + other.forward, self.backward + other.backward,
+                    self.weights + other.weights)  # fmt: skip
+
+    def __mul__(self, factor: float) -> "Both":
+        return Both(self.forward * factor, self.backward * factor, self.weights * factor)
+
+    @classmethod
+    def of(cls, forward: Parts, inputs: Parts, weights: Parts) -> "Both":
+        """Of a backward whose gradients of inputs and of weights are computed apart."""
+        return cls(forward, inputs + weights, weights)
 
 
 @lru_cache(maxsize=4096)
@@ -92,6 +112,14 @@ class Layers:
         """What one GPU costs at settled clocks."""
         return self.network.as_machine(Group(1, 1))
 
+    @property
+    def apart(self) -> bool:
+        """Whether gradients of weights are computed apart: then operators are, that make both.
+
+        The plan of both at once hides some of the communication of one behind the other.
+        """
+        return self.layout.schedule == "zero-bubble"
+
     @cached_property
     def experts_group(self) -> Group:
         """Ranks that share out the experts."""
@@ -106,8 +134,7 @@ class Layers:
         """A layer of experts, with the shared expert if there is one."""
         found = self._experts()
         if self.model.shared_ffn:
-            shared = self._mlp(self.model.shared_ffn)
-            found = Both(found.forward + shared.forward, found.backward + shared.backward)
+            found += self._mlp(self.model.shared_ffn)
         return self._layer(found)
 
     def head(self) -> Both:
@@ -116,8 +143,9 @@ class Layers:
         rows, hidden = self.tokens, self.model.hidden
         loss_s = self.memory_s(constants.LOSS_BYTES.value * rows * vocab) / 2
         forward = Parts({"matmuls": self.matmul_s(rows, vocab, hidden), "loss": loss_s})
-        gradients_s = self.matmul_s(rows, hidden, vocab) + self.matmul_s(hidden, vocab, rows)
-        return Both(forward, Parts({"matmuls": gradients_s, "loss": loss_s}))
+        inputs = Parts({"matmuls": self.matmul_s(rows, hidden, vocab), "loss": loss_s})
+        weights = Parts({"matmuls": self.matmul_s(hidden, vocab, rows)})
+        return Both.of(forward, inputs, weights)
 
     def matmul_s(self, rows: float, n: float, k: float, count: int = 1) -> float:
         """Seconds of `count` matmuls on one GPU in one launch."""
@@ -131,16 +159,15 @@ class Layers:
 
     def _layer(self, mlp: Both) -> Both:
         """Attention and the MLP given, with what is recomputed and what lies between."""
-        core, around = self._attention(), self._projections()
         memory_s = self.memory_s(
             constants.REPLICATED_BYTES.value * self.between * self.model.hidden
         )
         small = Parts({"memory": memory_s})
-        forward = around.forward + core.forward + mlp.forward + small
-        backward = around.backward + core.backward + mlp.backward
-        backward += small * constants.BACKWARD_BYTES.value
-        again = {"none": Parts(), "attn": core.forward, "full": forward}[self.layout.recompute]
-        return Both(forward, backward + again)
+        core = self._attention()
+        found = self._projections() + core + mlp
+        found += Both(small, small * constants.BACKWARD_BYTES.value)
+        again = {"none": Parts(), "attn": core.forward, "full": found.forward}
+        return found + Both(backward=again[self.layout.recompute])
 
     def _attention(self) -> Both:
         """Scores, softmax and what is made of the values, of this rank's heads and sequences."""
@@ -194,42 +221,40 @@ class Layers:
             # ranks that share a head of keys have one each
             heads = model.heads + 2 * max(model.kv_heads, tp)
             found.append(self._column(heads * model.width // tp))
-        return Both(
-            sum((each.forward for each in found), Parts()),
-            sum((each.backward for each in found), Parts()),
-        )
+        return sum(found, Both())
 
     def _mlp(self, inner: int) -> Both:
         """Both matmuls of an MLP and what is between them."""
         local, gates = inner // self.layout.tp, 1 + self.model.gated
-        up, down = self._column(gates * local), self._row(local)
         moved = constants.ACTIVATION_BYTES.value * self.tokens * local * (gates + 1)
         between = Parts({"memory": self.memory_s(moved)})
-        return Both(
-            up.forward + down.forward + between,
-            up.backward + down.backward + between * constants.BACKWARD_BYTES.value,
-        )
+        small = Both(between, between * constants.BACKWARD_BYTES.value)
+        return self._column(gates * local) + self._row(local) + small
 
     def _local(self, n: float, k: float) -> Both:
         """A matmul without communication, and its two gradients."""
         rows = self.tokens
-        gradients_s = self.matmul_s(rows, k, n) + self.matmul_s(k, n, rows)
-        return Both(Parts({"matmuls": self.matmul_s(rows, n, k)}), Parts({"matmuls": gradients_s}))
+        times = self.matmul_s(rows, n, k), self.matmul_s(rows, k, n), self.matmul_s(k, n, rows)
+        return Both.of(*(Parts({"matmuls": seconds}) for seconds in times))
 
     def _column(self, n: int) -> Both:
         """A matmul whose columns are shared out; its input is gathered, or every rank has it."""
         tp, rows, hidden = self.layout.tp, self.tokens, self.model.hidden
         if tp == 1:
             return self._local(n, hidden)
-        if self.layout.sequence_parallel:
-            return Both(
-                self._pair("all_gather_matmul", rows, n, hidden),
-                self._pair("all_gather_matmul_backward", rows, n, hidden),
+        if not self.layout.sequence_parallel:
+            return Both.of(
+                Parts({"matmuls": self.matmul_s(rows, n, hidden)}),
+                self._pair("matmul_all_reduce", rows, hidden, n),
+                Parts({"matmuls": self.matmul_s(hidden, n, rows)}),
             )
-        own = Parts({"matmuls": self.matmul_s(hidden, n, rows)})
-        return Both(
-            Parts({"matmuls": self.matmul_s(rows, n, hidden)}),
-            own + self._pair("matmul_all_reduce", rows, hidden, n),
+        forward = self._pair("all_gather_matmul", rows, n, hidden)
+        if not self.apart:
+            return Both(forward, self._pair("all_gather_matmul_backward", rows, n, hidden))
+        return Both.of(
+            forward,
+            self._pair("matmul_reduce_scatter", rows, hidden, n),
+            self._pair("all_gather_matmul_wgrad", rows, n, hidden),
         )
 
     def _row(self, k: int) -> Both:
@@ -237,13 +262,14 @@ class Layers:
         tp, rows, hidden = self.layout.tp, self.tokens, self.model.hidden
         if tp == 1:
             return self._local(hidden, k)
-        if self.layout.sequence_parallel:
-            return Both(
-                self._pair("matmul_reduce_scatter", rows, hidden, k),
-                self._pair("matmul_reduce_scatter_backward", rows, hidden, k),
-            )
-        own_s = self.matmul_s(rows, k, hidden) + self.matmul_s(k, hidden, rows)
-        return Both(self._pair("matmul_all_reduce", rows, hidden, k), Parts({"matmuls": own_s}))
+        weights = Parts({"matmuls": self.matmul_s(k, hidden, rows)})
+        if not self.layout.sequence_parallel:
+            inputs = Parts({"matmuls": self.matmul_s(rows, k, hidden)})
+            return Both.of(self._pair("matmul_all_reduce", rows, hidden, k), inputs, weights)
+        forward = self._pair("matmul_reduce_scatter", rows, hidden, k)
+        if not self.apart:
+            return Both(forward, self._pair("matmul_reduce_scatter_backward", rows, hidden, k))
+        return Both.of(forward, self._pair("all_gather_matmul", rows, k, hidden), weights)
 
     def _pair(self, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the tensor-parallel ranks."""
@@ -271,15 +297,14 @@ class Layers:
             down_s = self.matmul_s(per, hidden, inner, local)
             back_s = self.matmul_s(per, hidden, gates * inner, local)
             back_s += self.matmul_s(per, inner, hidden, local)
-            forward = Parts({"experts": up_s + down_s})
-            backward = Parts({"experts": back_s + dw_s})
+            forward, inputs = Parts({"experts": up_s + down_s}), Parts({"experts": back_s})
         else:
             forward = self._exchange("all_to_all_matmul", rows, gates * inner, hidden)
             forward += self._exchange("matmul_all_to_all", rows, hidden, inner)
-            backward = self._exchange("all_to_all_matmul", rows, inner, hidden)
-            backward += self._exchange("matmul_all_to_all", rows, hidden, gates * inner)
-            backward += Parts({"experts": dw_s})
-        return Both(forward + between, backward + between * constants.BACKWARD_BYTES.value)
+            inputs = self._exchange("all_to_all_matmul", rows, inner, hidden)
+            inputs += self._exchange("matmul_all_to_all", rows, hidden, gates * inner)
+        inputs += between * constants.BACKWARD_BYTES.value
+        return Both.of(forward + between, inputs, Parts({"experts": dw_s}))
 
     def _exchange(self, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the ranks that share out the experts."""

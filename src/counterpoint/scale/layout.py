@@ -10,6 +10,7 @@ from counterpoint.scale.models import Model
 
 Recompute = Literal["none", "attn", "full"]
 Sharding = Literal["none", "zero1", "fsdp"]
+Schedule = Literal["1f1b", "zero-bubble"]
 MAX_GPUS = 2**24
 
 
@@ -27,6 +28,8 @@ class Layout:
         ep: ranks that share out the experts, among those of `dp` and `cp`.
         cp: ranks that share out each sequence.
         virtual_stages: parts of the model on each stage (interleaving).
+        schedule: of the pipeline: "1f1b", or "zero-bubble": gradients of weights apart from those
+            of inputs, in the bubble, with as much memory as 1F1B (ZB-H1 of arXiv 2401.10241).
         micro_batch: sequences of a micro-batch.
         num_micro_batches: of a step and a replica; 0: as many as stages.
         sequence: tokens of a sequence; 0: the model's.
@@ -38,7 +41,8 @@ class Layout:
         asynchronous: whether gradients and what goes between stages are sent beside computation.
 
     Raises:
-        InputError: a number is of another kind or out of its range.
+        InputError: a number is of another kind or out of its range, or stages are interleaved with
+            schedule "zero-bubble".
     """
 
     tp: int = 1
@@ -47,6 +51,7 @@ class Layout:
     ep: int = 1
     cp: int = 1
     virtual_stages: int = 1
+    schedule: Schedule = "1f1b"
     micro_batch: int = 1
     num_micro_batches: int = 0
     sequence: int = 0
@@ -61,6 +66,11 @@ class Layout:
         if self.num_gpus > MAX_GPUS:
             want = f"for at most {MAX_GPUS} GPUs"
             raise InputError("Layout", "tp * cp * pp * dp", want=want, got=self.num_gpus)
+        if self.schedule == "zero-bubble" and self.virtual_stages > 1:
+            raise InputError(
+                "Layout", "virtual_stages", want='1 with schedule "zero-bubble"',
+                got=self.virtual_stages, fix='interleaved stages take schedule "1f1b"',
+            )  # fmt: skip
 
     @classmethod
     def on(cls, num_gpus: int, **degrees: Any) -> "Layout":

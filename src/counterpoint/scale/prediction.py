@@ -14,7 +14,9 @@ from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import OVERLAPS, Layers, Overlap
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model, model_of
-from counterpoint.scale.step import Step
+from counterpoint.scale.step import Stages, Step
+from counterpoint.spans import Span
+from counterpoint.timeline import Timeline
 
 # of simulated over reported: what `published.band` makes of all published steps
 BAND = (0.81, 1.19)
@@ -33,6 +35,7 @@ class Prediction:
         parts: seconds by what the busiest pipeline stage spends them on; they add up to `seconds`.
         tokens: of the step, over all replicas.
         assumptions: what the numbers stand on, with sources, a line each.
+        stages: when each stage does what; `timeline` is made of it.
     """
 
     model: Model
@@ -43,6 +46,7 @@ class Prediction:
     parts: dict[str, float]
     tokens: int
     assumptions: tuple[str, ...] = field(repr=False)
+    stages: Stages = field(repr=False)
 
     @property
     def band_s(self) -> tuple[float, float]:
@@ -62,16 +66,47 @@ class Prediction:
         flop = self.tokens * (6 * used + 3 * layout.length(model) * wide)
         return flop / self.seconds / layout.num_gpus
 
-    def explain(self) -> str:
-        """The step in words and a table: where time goes, and every assumption with its source."""
+    @property
+    def title(self) -> str:
+        """What is predicted, in one line."""
         layout = self.layout
         degrees = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "dp", "ep")
                    if getattr(layout, name) > 1]  # fmt: skip
+        batches = layout.micro_batches
+        said = [
+            *(degrees or ["one GPU"]),
+            f"{batches} micro-batch{'es' * (batches > 1)} of "
+            f"{layout.micro_batch} x {layout.length(self.model)} tokens",
+        ]
+        said += [f"{layout.virtual_stages} virtual stages"] * (layout.virtual_stages > 1)
+        said += ["zero-bubble"] * (layout.schedule == "zero-bubble")
+        return f"{self.model.name} on {layout.num_gpus} GPUs ({self.machine}): {', '.join(said)}"
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the first rank of each pipeline stage does, on a lane: made when it is asked for.
+
+        All that one event of a stage spends, communication within it included, is one span.
+        `timeline.save("step.json")` is a trace for ui.perfetto.dev.
+        """
+        ranks = range(0, self.layout.num_gpus, self.layout.num_gpus // self.layout.pp)
+        spans: list[Span] = []
+        for stage, rank in enumerate(ranks):
+            for (doing, part, batch), start_s, end_s in self.stages.events(stage):
+                kind = "collective" if doing == "data parallel" else "opaque"
+                label = doing
+                if doing not in ("data parallel", "optimizer"):
+                    label = f"{doing} {batch}" + f" of part {part}" * (
+                        self.layout.virtual_stages > 1
+                    )
+                spans.append(Span(rank, f"stage {stage}", start_s, end_s, kind, label))
+        source = f"predicted for {self.machine}, overlap {self.overlap}"
+        return Timeline(tuple(spans), self.title, source)
+
+    def explain(self) -> str:
+        """The step in words and a table: where time goes, and every assumption with its source."""
         lines = [
-            f"{self.model.name} on {layout.num_gpus} GPUs ({self.machine}): "
-            f"{', '.join(degrees) or 'one GPU'}, {layout.micro_batches} micro-batches of "
-            f"{layout.micro_batch} x {layout.length(self.model)} tokens, "
-            f"{layout.virtual_stages} virtual stages",
+            self.title,
             f"overlap {self.overlap}: {self.seconds:.3f} s a step "
             f"({self.band_s[0]:.3f} to {self.band_s[1]:.3f} by the residuals of published steps), "
             f"{self.tokens / self.seconds:,.0f} tokens/s, "
@@ -128,7 +163,7 @@ def predict(
     network = Network(where, fabric)
     network.covers(layout.num_gpus)
     layers = Layers(known, layout, network, overlap)
-    seconds, parts = Step(layers).run()
+    parts, stages = Step(layers).run()
     tokens = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
-    return Prediction(known, layout, where.name, overlap, seconds, parts, tokens,
-                      tuple(assumptions(layers)))  # fmt: skip
+    return Prediction(known, layout, where.name, overlap, stages.seconds, parts, tokens,
+                      tuple(assumptions(layers)), stages)  # fmt: skip

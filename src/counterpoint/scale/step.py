@@ -3,12 +3,46 @@
 The other ranks of a stage do the same at the same time.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group
 from counterpoint.scale.layer import ITEM_BYTES, Both, Layers, Parts
-from counterpoint.scale.pipeline import Stage, makespan_s
+from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
+
+
+class Stages(NamedTuple):
+    """What one rank of each pipeline stage does in a step, and when.
+
+    Args:
+        pipeline: forwards and backwards.
+        replicas_s: exposed seconds of gradients and parameters of each stage, after the pipeline.
+        optimizer_s: of each stage, when all stages have their gradients.
+    """
+
+    pipeline: Pipeline
+    replicas_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.optimizer_at_s + max(self.optimizer_s)
+
+    @property
+    def optimizer_at_s(self) -> float:
+        """When the optimizer begins."""
+        return self.pipeline.seconds + max(self.replicas_s)
+
+    def events(self, stage: int) -> Iterator[tuple[Event, float, float]]:
+        """What a stage does, and when that starts and ends."""
+        yield from self.pipeline.events(stage)
+        starts_s = self.pipeline.seconds, self.optimizer_at_s
+        if took_s := self.replicas_s[stage]:
+            yield Event("data parallel"), starts_s[0], starts_s[0] + took_s
+        yield Event("optimizer"), starts_s[1], starts_s[1] + self.optimizer_s[stage]
 
 
 class Step:
@@ -18,35 +52,38 @@ class Step:
         self.layers, self.network = layers, layers.network
         self.model, self.layout = layers.model, layers.layout
 
-    def run(self) -> tuple[float, dict[str, float]]:
-        """Seconds, and the parts of the busiest stage."""
+    def run(self) -> tuple[dict[str, float], Stages]:
+        """The parts of the busiest stage, and what each stage does when."""
         layout = self.layout
         chunks = [self._chunk(i) for i in range(layout.pp * layout.virtual_stages)]
         ranks = [chunks[i :: layout.pp] for i in range(layout.pp)]
         sent_s = 0.0 if layout.pp == 1 else self._send_s()
         blocking_s = 0.0 if layout.asynchronous else sent_s
-        stages = [
-            Stage(
-                tuple(c.forward.seconds + blocking_s for c in each),
-                tuple(c.backward.seconds + blocking_s for c in each),
-            )
-            for each in ranks
-        ]
-        ran_s = makespan_s(stages, layout.micro_batches, sent_s - blocking_s)
-        busy_s = [sum(s.forward_s) + sum(s.backward_s) for s in stages]
-        most = max(range(layout.pp), key=busy_s.__getitem__)
+        stages = [self._stage(each, blocking_s) for each in ranks]
+        ran = simulate(stages, layout.micro_batches, sent_s - blocking_s)
+        most = max(range(layout.pp), key=lambda i: stages[i].busy_s)
         found = Parts()
         for chunk in ranks[most]:
             found += (chunk.forward + chunk.backward) * layout.micro_batches
-        replicas_s = max(map(self._replicas_s, range(layout.pp), stages))
-        optimizer_s = max(map(self._optimizer_s, range(layout.pp)))
+        replicas_s = tuple(map(self._replicas_s, range(layout.pp), stages))
+        optimizer_s = tuple(map(self._optimizer_s, range(layout.pp)))
         found += Parts({
             "sends": 2 * blocking_s * layout.virtual_stages * layout.micro_batches,
-            "bubble": ran_s - busy_s[most] * layout.micro_batches,
-            "data parallel": replicas_s,
-            "optimizer": optimizer_s,
+            "bubble": ran.seconds - stages[most].busy_s * layout.micro_batches,
+            "data parallel": max(replicas_s),
+            "optimizer": max(optimizer_s),
         })  # fmt: skip
-        return ran_s + replicas_s + optimizer_s, dict(found)
+        return dict(found), Stages(ran, replicas_s, optimizer_s)
+
+    def _stage(self, chunks: Sequence[Both], blocking_s: float) -> Stage:
+        """Seconds of the parts of one stage; a part sends its result before the next begins."""
+        forward_s = tuple(each.forward.seconds + blocking_s for each in chunks)
+        weights_s = tuple(each.weights.seconds * self.layers.apart for each in chunks)
+        backward_s = tuple(
+            each.backward.seconds - apart_s + blocking_s
+            for each, apart_s in zip(chunks, weights_s, strict=True)
+        )
+        return Stage(forward_s, backward_s, weights_s if self.layers.apart else ())
 
     @cached_property
     def _dense(self) -> Both:
@@ -59,16 +96,14 @@ class Step:
     def _chunk(self, index: int) -> Both:
         """One part of the model: layers, and on the last one the head."""
         dense, sparse = self._num_layers[index]
-        kinds = [(n, layer) for n, layer in ((dense, "_dense"), (sparse, "_sparse")) if n]
-        forward, backward = Parts(), Parts()
-        for count, name in kinds:
-            each: Both = getattr(self, name)
-            forward += each.forward * count
-            backward += each.backward * count
+        found = Both()
+        if dense:
+            found += self._dense * dense
+        if sparse:
+            found += self._sparse * sparse
         if index == self.layout.pp * self.layout.virtual_stages - 1:
-            head = self.layers.head()
-            forward, backward = forward + head.forward, backward + head.backward
-        return Both(forward, backward)
+            found += self.layers.head()
+        return found
 
     @cached_property
     def _num_layers(self) -> list[tuple[int, int]]:
@@ -124,12 +159,15 @@ class Step:
             return layer
         gather_s = self._moved_s(parameters, constants.PARAMETER_BYTES.value)
         scatter_s = self._moved_s(parameters, constants.GRADIENT_BYTES.value)
-        found: list[Parts] = []
-        for each, moved_s in ((layer.forward, gather_s), (layer.backward, gather_s + scatter_s)):
+
+        def exposed(beside: Parts, moved_s: float) -> Parts:
             # one layer ahead of the computation
-            hidden_s = min(each.seconds, moved_s) if self.layout.asynchronous else 0.0
-            found.append(each + Parts({"data parallel": moved_s - hidden_s}))
-        return Both(*found)
+            hidden_s = min(beside.seconds, moved_s) if self.layout.asynchronous else 0.0
+            return Parts({"data parallel": moved_s - hidden_s})
+
+        return layer + Both(
+            exposed(layer.forward, gather_s), exposed(layer.backward, gather_s + scatter_s)
+        )
 
     def _replicas_s(self, stage: int, times: Stage) -> float:
         """Exposed seconds of gradients and parameters, once a step."""
@@ -137,14 +175,16 @@ class Step:
         if layout.dp * layout.cp == 1 or layout.data_parallel_sharding == "fsdp":
             return 0.0
         gradients = constants.GRADIENT_BYTES.value
+        # those of a layer are sums over micro-batches, which the last one ends
+        last_s = sum(times.weights_s or times.backward_s)
         if layout.data_parallel_sharding == "none":
             moved = [(sum(
                 self.network.all_reduce_s(count * gradients, group)
                 for count, group in zip(parameters, self._groups(), strict=True) if count
-            ), sum(times.backward_s))]  # fmt: skip
+            ), last_s)]  # fmt: skip
         else:
             moved = [
-                (self._moved_s(parameters, gradients), sum(times.backward_s)),
+                (self._moved_s(parameters, gradients), last_s),
                 (self._moved_s(parameters, constants.PARAMETER_BYTES.value), sum(times.forward_s)),
             ]
         if not layout.asynchronous:
