@@ -1,6 +1,7 @@
 """`counterpoint scale`: a column for each mode, published steps, JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 from commands import invoke
@@ -30,3 +31,11 @@ def test_json_has_si_units():
     assert found["overlap"] == "ours" and found["layout"]["dp"] == 8
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
     assert found["tokens"] == 8 * 4096
+
+
+def test_traces_of_each_mode_have_a_folder(tmp_path: Path):
+    invoke("scale", "llama3-8b", "--gpus", "16", "--pp", "2", "--overlap", "none,ours", "--chakra",
+           str(tmp_path / "made"))  # fmt: skip
+    written = {str(path.relative_to(tmp_path / "made")) for path in tmp_path.rglob("*.*")}
+    names = ("step.0.et", "step.8.et", "comm_groups.json")
+    assert written == {f"{mode}/{name}" for mode in ("none", "ours") for name in names}

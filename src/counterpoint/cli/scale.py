@@ -6,11 +6,13 @@ It imports no torch.
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
+from counterpoint.cli.files import check_made
 from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import table
 from counterpoint.cli.usage import meant
@@ -66,6 +68,9 @@ Congested = Annotated[
     Congestion, typer.Option(help="All-to-alls by the busiest link, or message by message.")
 ]
 Modes = Annotated[str, typer.Option(help="How pairs are priced, with commas.")]
+Chakra = Annotated[
+    Path | None, typer.Option(help="Folder for Chakra traces of each mode.", show_default=False)
+]
 Check = Annotated[
     bool, typer.Option("--check", help="Instead: published steps, simulated over reported.")
 ]
@@ -78,7 +83,8 @@ def scale(
     num_micro_batches: Batches = 0, sequence: Sequence = 0, recompute: Again = "none",
     sharding: Shards = "zero1", machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
     torus: Torus = "", rails: Rails = False, congestion: Congested = "closed",
-    overlap: Modes = "none,ours,ideal", check: Check = False, as_json: AsJson = False,
+    overlap: Modes = "none,ours,ideal", chakra: Chakra = None, check: Check = False,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
 
@@ -93,6 +99,8 @@ def scale(
 
     **Example:** `counterpoint scale --check`
     """
+    if chakra is not None:
+        check_made("scale", "--chakra", chakra)
     if check:
         if model:
             raise InputError("scale", "MODEL", want="left out with --check", got=repr(model))
@@ -115,6 +123,9 @@ def scale(
         congestion=congestion, source=f"--nic {nic}",
     )  # fmt: skip
     found = [predict(model, layout, fabric, where, overlap=mode) for mode in modes]
+    if chakra is not None:
+        for each in found:
+            each.save_chakra(chakra / each.overlap)
     _show(found, as_json)
 
 

@@ -5,7 +5,7 @@ plan that `choose` takes, or the longer side alone. All else is products over a 
 rate, or a collective of the network.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
@@ -19,53 +19,25 @@ from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group, Network
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.parts import Both, Collective, Parts, Sent
 
 Overlap = Literal["none", "ours", "ideal"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 ITEM_BYTES = 2  # bf16
 
 
-class Parts(dict[str, float]):
-    """Seconds by what they are spent on."""
-
-    def __add__(self, other: "Parts") -> "Parts":
-        names = dict.fromkeys((*self, *other))
-        return Parts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in names})
-
-    def __mul__(self, factor: float) -> "Parts":
-        return Parts({name: seconds * factor for name, seconds in self.items()})
-
-    @property
-    def seconds(self) -> float:
-        """Of all."""
-        return sum(self.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Both:
-    """A forward and its backward.
-
-    Args:
-        forward: of all of it.
-        backward: of all of it.
-        weights: what of the backward is gradients of weights, for which no other stage waits.
-    """
-
-    forward: Parts = field(default_factory=Parts)
-    backward: Parts = field(default_factory=Parts)
-    weights: Parts = field(default_factory=Parts)
-
-    def __add__(self, other: "Both") -> "Both":
-        return Both(self.forward + other.forward, self.backward + other.backward,
-                    self.weights + other.weights)  # fmt: skip
-
-    def __mul__(self, factor: float) -> "Both":
-        return Both(self.forward * factor, self.backward * factor, self.weights * factor)
-
-    @classmethod
-    def of(cls, forward: Parts, inputs: Parts, weights: Parts) -> "Both":
-        """Of a backward whose gradients of inputs and of weights are computed apart."""
-        return cls(forward, inputs + weights, weights)
+def _sent(problem: Problem, part: str, group: Group) -> dict[Sent, float]:
+    """Bytes that the collectives beside an operator's matmuls send."""
+    columns = problem.operation.moved(problem)
+    gathered, scattered = (problem.m * each * ITEM_BYTES for each in columns)
+    if problem.experts:
+        return {Sent(part, "all_to_all", group): scattered}
+    if problem.op == "matmul_all_reduce":
+        return {Sent(part, "all_reduce", group): gathered}
+    return {
+        Sent(part, "all_gather", group): gathered,
+        Sent(part, "reduce_scatter", group): scattered,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +147,6 @@ class Layers:
         length, heads = layout.length(model), model.heads / layout.tp
         scores = layout.micro_batch * heads * length * length / layout.cp
         flop = 2 * scores * (model.key_width + model.width)
-        exchanged = self._keys()
         if layout.flash_attention:
             rate = constants.FLASH_SHARE.value * self.alone.device.bf16_flop_per_s
             forward_s = flop / 2 / rate  # causal: half of the scores
@@ -186,8 +157,10 @@ class Layers:
             backward_s = self._unfused_s(scores, 2 * flop, constants.SCORE_BACKWARD_BYTES,
                                          constants.SCORE_MATMUL_BACKWARD_BYTES)  # fmt: skip
         return Both(
-            Parts({"attention": forward_s, "context parallel": exchanged}),
-            Parts({"attention": backward_s, "context parallel": 2 * exchanged}),
+            Parts({"attention": forward_s}) + self._keys("all_gather"),
+            Parts({"attention": backward_s})
+            + self._keys("all_gather")
+            + self._keys("reduce_scatter"),
         )
 
     def _unfused_s(
@@ -198,16 +171,19 @@ class Layers:
         matmuls_s = max(flop / costs.gemm_flop_per_s, scores * beside.value / costs.hbm_bytes_per_s)
         return matmuls_s + scores * (moved.value - beside.value) / costs.hbm_bytes_per_s
 
-    def _keys(self) -> float:
-        """Seconds in which context-parallel ranks gather keys and values."""
+    def _keys(self, kind: Collective) -> Parts:
+        """Context-parallel ranks gather keys and values, or scatter their gradients."""
         model, layout = self.model, self.layout
-        if layout.cp == 1:
-            return 0.0
+        group = Group(layout.cp, layout.tp)
+        if group.size == 1:
+            return Parts()
         columns = 2 * max(model.kv_heads / layout.tp, 1) * model.width
         if model.query_rank:
             columns = model.key_rank + model.rope_dim
         num_bytes = layout.micro_batch * layout.length(model) * columns * ITEM_BYTES
-        return self.network.all_gather_s(num_bytes, Group(layout.cp, layout.tp))
+        seconds = self.network.all_gather_s(num_bytes, group)
+        name = "context parallel"
+        return Parts({name: seconds}, {Sent(name, kind, group): num_bytes})
 
     def _projections(self) -> Both:
         """The matmuls before and behind attention."""
@@ -276,7 +252,9 @@ class Layers:
         group = Group(self.layout.tp, 1)
         problem = Problem(op, m=m, n=n, k=k, ranks=group.size)
         seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
-        return Parts({"matmuls": compute_s, "tensor parallel": seconds - compute_s})
+        name = "tensor parallel"
+        parts = {"matmuls": compute_s, name: seconds - compute_s}
+        return Parts(parts, _sent(problem, name, group))
 
     def _experts(self) -> Both:
         """Dispatch, experts and combine: routing is taken to be even."""
@@ -312,4 +290,5 @@ class Layers:
         problem = Problem(op, m=m, n=n, k=k, ranks=group.size,
                           experts=self.model.experts // group.size)  # fmt: skip
         seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
-        return Parts({"experts": compute_s, "all-to-all": seconds - compute_s})
+        name = "all-to-all"
+        return Parts({"experts": compute_s, name: seconds - compute_s}, _sent(problem, name, group))

@@ -5,10 +5,12 @@ collectives are closed forms, the order of a pipeline is simulated.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ranges import instance
+from counterpoint.scale import chakra
 from counterpoint.scale.assumptions import assumptions
 from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import OVERLAPS, Layers, Overlap
@@ -102,6 +104,25 @@ class Prediction:
                 spans.append(Span(rank, f"stage {stage}", start_s, end_s, kind, label))
         source = f"predicted for {self.machine}, overlap {self.overlap}"
         return Timeline(tuple(spans), self.title, source)
+
+    def save_chakra(self, folder: str | Path) -> list[Path]:
+        """Write Chakra execution traces: step.<rank>.et of the first rank of each pipeline stage.
+
+        The other ranks of a stage do the same. A node is the computation of one event of a stage, a
+        kind of collective beside it (all layers together), or a message to another stage;
+        comm_groups.json has the ranks of each group. Nodes have the predicted seconds, and no
+        `num_ops`: simulators replay computation, and time communication by its bytes.
+
+        Args:
+            folder: is made if it is missing; files of these names are replaced.
+
+        Returns:
+            The traces, by stages.
+
+        Raises:
+            InputError: there are more nodes, or ranks of groups, than can be written in seconds.
+        """
+        return chakra.save(Path(folder), self.stages, self.layout, self.title)
 
     def explain(self) -> str:
         """The step in words and a table: where time goes, and every assumption with its source."""
