@@ -373,8 +373,10 @@ def _errors(panels: Mapping[str, Sequence[Point]], theme: Theme) -> Figure:
                           markersize=4, markeredgewidth=0,
                           label=group, zorder=4, **look)  # fmt: skip
         worst = max(points, key=lambda p: abs(p.error))
+        late = worst.measured_s > median(p.measured_s for p in points)
         axes.annotate(f"{worst.label}: {worst.error:+.0%}", (worst.measured_s, worst.error),
-                      (0, 5), textcoords="offset points", va="bottom", fontsize=SMALL_PT,
+                      (-6 if late else 6, 0), textcoords="offset points", fontsize=SMALL_PT,
+                      ha="right" if late else "left", va="center_baseline",
                       parse_math=False)  # fmt: skip
         axes.set(xscale="log", ylim=(-most, most))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _round_time(x)))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 from processes import python
@@ -14,6 +15,8 @@ from counterpoint.errors import InputError
 from counterpoint.measure import canvas
 from counterpoint.measure.canvas import DARK, DPI, LIGHT, SCREEN_IN
 from counterpoint.measure.draw import FILLS, boxes, draw_timeline
+from counterpoint.measure.draw_step import COLUMNS, EVENTS
+from counterpoint.scale import Layout, predict
 from counterpoint.spans import KINDS, Span
 from counterpoint.timeline import Timeline
 
@@ -73,6 +76,11 @@ def extents(figure):
         for axis in (axes.xaxis, axes.yaxis)
         for text in axis.findobj(Text)
     }
+    # matplotlib places the tick after the last one, and does not draw it
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        ticks = axes.xaxis.get_major_ticks()
+        hidden |= {tick.label1 for tick in ticks if not low <= tick.get_loc() <= high}
     return [
         (text.get_text(), text.get_window_extent())
         for text in figure.findobj(Text)
@@ -368,11 +376,86 @@ def test_refusals(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def modes(model, layout):
+    """Ours, and the two others beside it."""
+    ours, *others = (predict(model, layout, overlap=mode) for mode in ("ours", "none", "ideal"))
+    return ours, others
+
+
+STEPS = {
+    "405b": ("llama3-405b", Layout.on(16384, tp=8, pp=16, virtual_stages=4)),
+    "experts": ("deepseek-v3", Layout.on(256, ep=32, pp=8, num_micro_batches=20)),
+    "zero-bubble": ("llama3-8b", Layout.on(64, tp=4, pp=2, schedule="zero-bubble")),
+    "one stage": ("llama3-8b", Layout.on(64, tp=8, cp=2)),
+    "many": ("llama3-405b", Layout(tp=8, pp=64, num_micro_batches=256)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_text_of_a_step_overlaps_another_and_it_fits_on_a_screen(monkeypatch, name):
+    ours, others = modes(*STEPS[name])
+    figure = figure_of(monkeypatch, lambda: ours.save("x.png", beside=others))
+    assert not collisions(figure)
+    assert figure.get_size_inches()[1] <= SCREEN_IN
+    texts = [text for text, _ in extents(figure)]
+    assert "stage 0" in texts and f"stage {ours.layout.pp}" not in texts
+    for part, seconds in ours.parts.items():
+        assert (part in texts) == any(each.parts[part] > 0 for each in (ours, *others)), part
+        assert not seconds or f"{seconds / ours.seconds:.1%}" in texts
+
+
+def test_steps_that_differ_in_much_have_names_that_fit(monkeypatch):
+    layouts = [
+        Layout(tp=8, pp=pp, num_micro_batches=n, schedule=schedule, recompute=again)
+        for pp, n in ((4, 8), (16, 32))
+        for schedule in ("1f1b", "zero-bubble")
+        for again in ("none", "full")
+    ]
+    first, *others = (predict("llama3-405b", layout) for layout in layouts)
+    figure = figure_of(monkeypatch, lambda: first.save("x.png", beside=others))
+    assert not collisions(figure)
+    assert figure.get_size_inches()[1] <= SCREEN_IN
+    with pytest.raises(InputError, match=r"Prediction.save: beside must be at most 7 pred.*got 8"):
+        first.save("x.png", beside=[*others, first])
+    with pytest.raises(InputError, match=r"path must be .*\.pdf, got x.jpg"):
+        first.save("x.jpg")
+
+
+def test_a_step_has_a_box_of_each_event_and_the_slowest_bar_above(tmp_path):
+    layout = Layout(tp=2, pp=4, num_micro_batches=6, schedule="zero-bubble")
+    ours, others = modes("llama3-8b", layout)
+    path = ours.save(tmp_path / "step.svg", beside=others)
+    drawn, bars = fills(path), 3
+    for kind, same in (("forward", bars + 1), ("backward", 0), ("weight gradients", bars + 1)):
+        # and one in the legend; matmuls and attention have these hues in bars and table, too
+        assert drawn.count(EVENTS[kind].lower()) == 4 * 6 + 1 + same, kind
+    names = [word for word in words(path) if word in ("none", "ours", "ideal")]
+    assert names[:3] == ["none", "ours", "ideal"]
+    assert path.read_bytes() == ours.save(tmp_path / "again.svg", beside=others).read_bytes()
+    dark = ours.save(tmp_path / "dark.svg", dark=True).read_text()
+    assert f"fill: {DARK.page.lower()}" in dark
+
+
+def test_rows_of_very_many_events_are_images_of_as_much_work(monkeypatch):
+    found = predict("llama3-405b", Layout(tp=8, pp=32, num_micro_batches=256))
+    figure = figure_of(monkeypatch, lambda: found.save("x.png"))
+    (axes,) = figure.axes
+    assert len(axes.images) == 32
+    for stage in (0, 31):
+        wanted = np.array(to_rgb(LIGHT.idle)) * found.seconds
+        for event, start_s, end_s in found.stages.events(stage):
+            hue = np.array(to_rgb(EVENTS[event.kind]))
+            wanted += (hue - np.array(to_rgb(LIGHT.idle))) * (end_s - start_s)
+        image = axes.images[stage].get_array()
+        assert image.shape == (1, COLUMNS, 3)
+        assert np.asarray(image).mean(axis=(0, 1)) == pytest.approx(wanted / found.seconds)
+
+
 def test_import_is_light_and_drawing_leaves_pyplot_alone(tmp_path):
     code = f"""
 import sys
 import counterpoint.machine, counterpoint.measure.trace
-import counterpoint.measure.draw
+import counterpoint.measure.draw, counterpoint.measure.draw_step
 from counterpoint.timeline import Span, Timeline
 heavy = {{"torch", "triton", "matplotlib", "numpy"}} & set(sys.modules)
 assert not heavy, heavy

@@ -17,13 +17,12 @@ def test_every_published_step_is_there_with_its_source():
 
 
 def test_errors_of_published_steps():
-    """No constant was fitted; Megatron-Core's steps are the least certain, and 11.1 % off."""
+    """No constant was fitted; each paper, and the worst step, within what is asked."""
     steps = published()
     assert mean_error(steps) <= 0.085
     assert max(abs(s.ratio - 1) for s in steps) <= 0.25
-    own = {paper: mean_error(tuple(s for s in steps if s.paper == paper)) for paper in RUNS}
-    assert {paper for paper, error in own.items() if error > 0.105} <= {"MCore-H100"}
-    assert own["MCore-H100"] <= 0.115
+    for paper in RUNS:
+        assert mean_error(tuple(s for s in steps if s.paper == paper)) <= 0.105
     assert fitted_error(steps) <= 0.085
 
 
@@ -34,5 +33,5 @@ def test_the_band_is_that_of_the_residuals():
 
 
 def test_each_constant_says_what_it_stands_on():
-    assert len(CONSTANTS) == 15
+    assert len(CONSTANTS) == 18
     assert all(c.source and c.unit and c.value > 0 for c in CONSTANTS.values())

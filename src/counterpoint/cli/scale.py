@@ -15,7 +15,6 @@ from rich.console import Console
 from counterpoint.cli.files import check_made
 from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import table
-from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
 from counterpoint.scale.checked import (
     RUNS,
@@ -28,13 +27,13 @@ from counterpoint.scale.checked import (
 from counterpoint.scale.fabric import Congestion, Fabric
 from counterpoint.scale.layer import OVERLAPS, Overlap
 from counterpoint.scale.layout import Layout, Recompute, Schedule, Sharding
-from counterpoint.scale.models import MODELS
+from counterpoint.scale.models import MODELS, model_of
 from counterpoint.scale.prediction import Prediction, predict
 
 NAMES = ", ".join(MODELS)
 
 
-Name = Annotated[str, typer.Argument(show_default=False, help=f"One of {NAMES}.")]
+Name = Annotated[str, typer.Argument(show_default=False, help=f"One of {NAMES}, or a config.json.")]
 Gpus = Annotated[
     int, typer.Option(min=0, max=2**24, help="In all; what other degrees leave is dp.")
 ]
@@ -106,9 +105,7 @@ def scale(
             raise InputError("scale", "MODEL", want="left out with --check", got=repr(model))
         _show_check(as_json)
         return
-    if model not in MODELS:
-        fix = meant(model, list(MODELS))
-        raise InputError("scale", "MODEL", want=f"one of {NAMES}", got=repr(model), fix=fix)
+    known = model_of("scale", model)
     if not gpus:
         raise InputError("scale", "--gpus", want="given", got="none")
     modes = _modes(overlap)
@@ -122,7 +119,7 @@ def scale(
         nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,
         congestion=congestion, source=f"--nic {nic}",
     )  # fmt: skip
-    found = [predict(model, layout, fabric, where, overlap=mode) for mode in modes]
+    found = [predict(known, layout, fabric, where, overlap=mode) for mode in modes]
     if chakra is not None:
         for each in found:
             each.save_chakra(chakra / each.overlap)

@@ -345,7 +345,7 @@ def _draw_label(sheet: _Sheet, span: Span, top_in: float, room_pt: float) -> Non
             sheet.axes.text(
                 (span.start_s + span.end_s) / 2 * sheet.scale, top_in + LANE_HEIGHT / 2, text,
                 ha="center", va="center_baseline", fontsize=size_pt,
-                color=_ink_on(FILLS[span.kind]), zorder=5, parse_math=False,
+                color=ink_on(FILLS[span.kind]), zorder=5, parse_math=False,
             )  # fmt: skip
             return
 
@@ -399,7 +399,7 @@ def _summary(timeline: "Timeline", rank: int) -> str:
     )
 
 
-def _ink_on(fill: str) -> str:
+def ink_on(fill: str) -> str:
     """Black or white, whichever contrasts more.
 
     Source: relative luminance, WCAG 2.1 (gamma taken as 2.2).

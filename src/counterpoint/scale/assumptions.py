@@ -10,7 +10,10 @@ def _used(layers: Layers) -> list[str]:
     unused: set[str] = set()
     unused |= set() if layout.num_gpus > layers.network.machine.num_devices else {"nic_"}
     unused |= {"score_"} if layout.flash_attention else {"flash_"}
-    unused |= set() if layout.dp * layout.cp > 1 else {"gradient_", "parameter_"}
+    replicas = layout.dp * layout.cp > 1
+    unused |= set() if replicas else {"gradient_", "parameter_"}
+    unused |= set() if replicas and layout.asynchronous else {"collective_"}
+    unused |= set() if layers.model.experts else {"routed_"}
     return [name for name in constants.CONSTANTS if not name.startswith(tuple(unused))]
 
 

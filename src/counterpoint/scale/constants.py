@@ -26,6 +26,10 @@ NIC_SHARE = Constant(
     0.9, "of the datasheet's rate", "assumed", "NCCL's large messages over InfiniBand or RoCE"
 )
 NIC_LATENCY_S = Constant(5e-6, "s", "assumed", "one message between two nodes, NCCL over RDMA")
+COLLECTIVE_SMS = Constant(
+    24, "SMs beside computation", "measured",
+    "blocks of an NCCL 2.28 ring on 4xH200, read from captured graphs; nothing fits beside one",
+)  # fmt: skip
 FLASH_SHARE = Constant(
     0.5, "of the bf16 peak", "assumed",
     "arXiv 2407.08608: 0.35 (FlashAttention-2) to 0.75 (version 3) on H100; between them",
@@ -58,6 +62,15 @@ BACKWARD_BYTES = Constant(
 ACTIVATION_BYTES = Constant(
     2, "bytes a number, read or written", "counted", "bf16; one kernel for bias and activation"
 )
+ROUTED_BYTES = Constant(
+    6, "bytes a number of a routed row, forward", "counted",
+    "rows into the order of their experts (read 2, write 2), weighted sum (read 2)",
+)  # fmt: skip
+ROUTED_BACKWARD_BYTES = Constant(
+    8, "bytes a number of a routed row, backward", "counted",
+    "the sum's rows (write 2) and weights (read 2), rows into the order of their tokens (read 2), "
+    "a token's rows read again for the sum (read 2)",
+)  # fmt: skip
 LOSS_BYTES = Constant(
     60, "bytes a logit, both ways", "counted",
     "Megatron-LM's vocab_parallel_cross_entropy in fp32: cast, max, subtract, exp, sum, divide; "

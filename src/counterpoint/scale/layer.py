@@ -99,14 +99,14 @@ class Layers:
 
     def dense(self) -> Both:
         """A layer whose MLP every token goes through."""
-        mlp = self._mlp(self.model.ffn)
+        mlp = self.mlp(self.model.ffn)
         return self._layer(mlp)
 
     def sparse(self) -> Both:
         """A layer of experts, with the shared expert if there is one."""
-        found = self._experts()
+        found = self.experts()
         if self.model.shared_ffn:
-            found += self._mlp(self.model.shared_ffn)
+            found += self.mlp(self.model.shared_ffn)
         return self._layer(found)
 
     def head(self) -> Both:
@@ -199,7 +199,7 @@ class Layers:
             found.append(self._column(heads * model.width // tp))
         return sum(found, Both())
 
-    def _mlp(self, inner: int) -> Both:
+    def mlp(self, inner: int) -> Both:
         """Both matmuls of an MLP and what is between them."""
         local, gates = inner // self.layout.tp, 1 + self.model.gated
         moved = constants.ACTIVATION_BYTES.value * self.tokens * local * (gates + 1)
@@ -256,33 +256,38 @@ class Layers:
         parts = {"matmuls": compute_s, name: seconds - compute_s}
         return Parts(parts, _sent(problem, name, group))
 
-    def _experts(self) -> Both:
-        """Dispatch, experts and combine: routing is taken to be even."""
+    def experts(self) -> Both:
+        """Dispatch, experts and combine: all experts have as many rows, but for half a tile each.
+
+        Routing is random: of the last tile of an expert's rows, half is empty in the mean.
+        """
         model, ep = self.model, self.layout.ep
         local, hidden = model.experts // ep, model.hidden
         cells = ep * local
         each = max(-(-int(self.between) * model.top_k // cells), 1)  # rows of a rank and an expert
-        rows, inner, gates = each * cells, model.expert_ffn, 1 + model.gated
+        rows, inner, wide = each * cells, model.expert_ffn, (1 + model.gated) * model.expert_ffn
+        pair = self._exchange if ep > 1 else self._grouped
+        forward = pair("all_to_all_matmul", rows, wide, hidden)
+        forward += pair("matmul_all_to_all", rows, hidden, inner)
+        inputs = pair("all_to_all_matmul", rows, inner, hidden)
+        inputs += pair("matmul_all_to_all", rows, hidden, wide)
         # of one expert on one rank: rows that all ranks send it
-        per = each * ep
-        dw_s = self.matmul_s(hidden, gates * inner, per, local)
-        dw_s += self.matmul_s(inner, hidden, per, local)
-        between = Parts(
-            {"memory": self.memory_s(constants.ACTIVATION_BYTES.value * rows * inner * (gates + 1))}
+        dw_s = self.matmul_s(hidden, wide, each * ep, local)
+        dw_s += self.matmul_s(inner, hidden, each * ep, local)
+        between_s = self.memory_s(constants.ACTIVATION_BYTES.value * rows * (wide + inner))
+        there_s, back_s = (
+            self.memory_s(routed.value * rows * hidden)
+            for routed in (constants.ROUTED_BYTES, constants.ROUTED_BACKWARD_BYTES)
         )
-        if ep == 1:
-            up_s = self.matmul_s(per, gates * inner, hidden, local)
-            down_s = self.matmul_s(per, hidden, inner, local)
-            back_s = self.matmul_s(per, hidden, gates * inner, local)
-            back_s += self.matmul_s(per, inner, hidden, local)
-            forward, inputs = Parts({"experts": up_s + down_s}), Parts({"experts": back_s})
-        else:
-            forward = self._exchange("all_to_all_matmul", rows, gates * inner, hidden)
-            forward += self._exchange("matmul_all_to_all", rows, hidden, inner)
-            inputs = self._exchange("all_to_all_matmul", rows, inner, hidden)
-            inputs += self._exchange("matmul_all_to_all", rows, hidden, gates * inner)
-        inputs += between * constants.BACKWARD_BYTES.value
-        return Both.of(forward + between, inputs, Parts({"experts": dw_s}))
+        inputs += Parts({"memory": between_s * constants.BACKWARD_BYTES.value + back_s})
+        forward += Parts({"memory": between_s + there_s})
+        return Both.of(forward, inputs, Parts({"experts": dw_s}))
+
+    def _grouped(self, _: str, m: int, n: int, k: int) -> Parts:
+        """A matmul of every expert, all of them on this rank; m rows in all."""
+        local = self.model.experts // self.layout.ep
+        seconds = self.matmul_s(m / local + self.alone.gemm_tile[0] / 2, n, k, local)
+        return Parts({"experts": seconds})
 
     def _exchange(self, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the ranks that share out the experts."""
@@ -290,5 +295,9 @@ class Layers:
         problem = Problem(op, m=m, n=n, k=k, ranks=group.size,
                           experts=self.model.experts // group.size)  # fmt: skip
         seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
+        local = problem.experts
+        even_s = self.matmul_s(m / local, n, k, local)
+        uneven_s = self._grouped(op, m, n, k).seconds - even_s
         name = "all-to-all"
-        return Parts({"experts": compute_s, name: seconds - compute_s}, _sent(problem, name, group))
+        parts = {"experts": compute_s + uneven_s, name: seconds - compute_s}
+        return Parts(parts, _sent(problem, name, group))

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 from counterpoint.errors import InputError
 from counterpoint.ranges import check
+from counterpoint.scale.config import sizes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,22 @@ class Model:
             raise InputError(op, "expert_ffn", want="at least 1, with experts", got=0)
         if not self.ffn and (not self.experts or self.dense_layers):
             raise InputError(op, "ffn", want="at least 1, of layers without experts", got=0)
+
+    @classmethod
+    def from_config(cls, path: str | Path) -> "Model":
+        """The model of a Hugging Face `config.json`.
+
+        Known are Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and -V3,
+        GPT-2 and GPT-NeoX. Sequences have 8192 tokens, or fewer where the model takes fewer.
+
+        Args:
+            path: of the file, or of the folder that has it.
+
+        Raises:
+            InputError: there is no such file, its architecture is not known, a field is missing,
+                or layers differ in a way that is not modelled.
+        """
+        return cls(**sizes_of(path))
 
     @property
     def width(self) -> int:
@@ -137,16 +155,18 @@ MODELS = {
 
 
 def model_of(op: str, model: object) -> Model:
-    """The model that is meant: itself, or by its name.
+    """The model that is meant: itself, by its name, or by the path of its config.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is none of that name, or the config cannot be read.
     """
     if isinstance(model, Model):
         return model
+    if isinstance(model, Path) or (isinstance(model, str) and ("/" in model or "." in model)):
+        return Model.from_config(model)
     if not isinstance(model, str) or model not in MODELS:
         near = get_close_matches(str(model), MODELS, 1)
         fix = f"did you mean {near[0]!r}?" if near else ""
-        want = f"a scale.Model or one of {', '.join(MODELS)}"
+        want = f"a scale.Model, the path of a config.json, or one of {', '.join(MODELS)}"
         raise InputError(op, "model", want=want, got=repr(model), fix=fix)
     return MODELS[model]

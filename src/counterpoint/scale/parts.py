@@ -72,6 +72,11 @@ class Both:
     def __mul__(self, factor: float) -> "Both":
         return Both(self.forward * factor, self.backward * factor, self.weights * factor)
 
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.forward.seconds + self.backward.seconds
+
     @classmethod
     def of(cls, forward: Parts, inputs: Parts, weights: Parts) -> "Both":
         """Of a backward whose gradients of inputs and of weights are computed apart."""

@@ -190,7 +190,7 @@ class Step:
         def exposed(beside: Parts, moved_s: float, sent: dict[Sent, float]) -> Parts:
             # one layer ahead of the computation
             hidden_s = min(beside.seconds, moved_s) if self.layout.asynchronous else 0.0
-            return Parts({"data parallel": moved_s - hidden_s}, sent)
+            return Parts({"data parallel": self._beside_s(moved_s, hidden_s)}, sent)
 
         return layer + Both(
             exposed(layer.forward, gather_s, gathers),
@@ -240,7 +240,15 @@ class Step:
             return sum(seconds for seconds, _ in moved)
         # beside one micro-batch, a layer's at a time: that of the last layer has nothing beside it
         layers = max(self.model.layers // layout.pp, 1)
-        return sum(max(seconds - beside_s, seconds / layers) for seconds, beside_s in moved)
+        return sum(
+            self._beside_s(seconds, min(beside_s, seconds * (1 - 1 / layers)))
+            for seconds, beside_s in moved
+        )
+
+    def _beside_s(self, moved_s: float, hidden_s: float) -> float:
+        """What a collective costs that is hidden in part: its SMs are taken from computation."""
+        taken = constants.COLLECTIVE_SMS.value / self.network.machine.device.num_sms
+        return moved_s - hidden_s + hidden_s * min(taken, 1.0)
 
     def _optimizer_s(self, stage: int) -> float:
         owned = self.layout.data_parallel_sharding != "none"
