@@ -1,8 +1,7 @@
 """Messages on links that send one at a time: ASTRA-sim's numbers, closed forms, what is conserved.
 
-Numbers of single messages and of the gather are in test/test_congestion_aware.cpp of
-astra-sim/astra-network-analytical (599a047), those of the all-reduce in
-tests/rt_template/refs/stdout.txt of astra-sim/astra-sim (518bd51), with its inputs beside it.
+Numbers of single messages and of the gather of all from all are in test/test_congestion_aware.cpp
+of astra-sim/astra-network-analytical (599a047).
 """
 
 from collections import Counter
@@ -72,8 +71,43 @@ def test_astra_sims_all_to_all_on_a_switch():
     assert ns(direct_s(switch(128, SWITCH), "all_to_all", 8_000_000, 4)) == 303_664
 
 
-def test_astra_sims_ring_all_reduce():
-    assert ns(ring_s(ring(8, HOP), "all_reduce", 2**20, 4)) == 117_780
+EXAMPLE = HOP._replace(memory_bytes_per_s=1600e9)
+HGX = Link(400 * GIB, 936.25 * NS, 10 * NS, memory_bytes_per_s=3350e9, tick_s=NS)
+
+
+@pytest.mark.parametrize(
+    ("topology", "kind", "mebibytes", "active", "want"),
+    [
+        # tests/rt_template of astra-sim/astra-sim (518bd51): refs/stdout.txt
+        (ring(8, HOP), "all_reduce", 1, 1, 117_780),
+        # its documentation: quick example, examples/.../Ring_allgather_16npus.sh, 1 MiB of each
+        (ring(16, EXAMPLE), "all_gather", 16, 1, 323_560),
+        # its documentation: AllReduce_1MB of examples/network_analytical, until August 2025
+        (ring(8, EXAMPLE), "all_reduce", 1, 1, 64_440),
+        # as a user of it documents examples/.../Ring_reducescatter_4npus.sh
+        (ring(4, EXAMPLE), "reduce_scatter", 1, 1, 22_240),
+        # as a user of it ran examples/.../HGX-H100-validated.sh, two splits at a time
+        (switch(8, HGX), "all_reduce", 1, 2, 57_426),
+    ],
+)
+def test_astra_sims_rings(topology: Topology, kind: Kind, mebibytes: int, active: int, want: int):
+    """Of four splits, with the inputs that lie beside the scripts."""
+    assert ns(ring_s(topology, kind, mebibytes * 2**20, 4, active)) == want
+
+
+# bytes and how often, of examples/text_converter/text_workloads/Resnet50_DataParallel.txt there
+RESNET_50 = {
+    16384: 1, 37632: 1, 65536: 6, 131072: 1, 147456: 3, 262144: 7, 524288: 2, 589824: 4,
+    1048576: 11, 2097152: 2, 2359296: 6, 4194304: 5, 8192000: 1, 8388608: 1, 9437184: 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "rate", "want"), [(8, 400, 3_307_886), (4, 741.34, 1_454_270)])
+def test_astra_sims_resnet_50(ranks: int, rate: float, want: int):
+    """All gradients, a layer's after another's, as a user of it ran them on its HGX-H100s."""
+    topology = switch(ranks, HGX._replace(bytes_per_s=rate * GIB))
+    each = {size: ns(ring_s(topology, "all_reduce", size, 4, 2)) for size in RESNET_50}
+    assert sum(each[size] * count for size, count in RESNET_50.items()) == want
 
 
 SIZES = st.integers(1, 2**30), st.integers(2, 12), st.integers(1, 3)

@@ -2,9 +2,9 @@
 
 They are those of ASTRA-sim's system layer: before a rank sends, and at its end, it takes
 `endpoint_s`; before it goes on with what it must add up, three times the bytes go through its
-memory. Splits of the data follow each other on each rank. Where links are equal they take as long
-as the closed forms of `collectives`: a ring on a ring or fully connected, a direct all-to-all on a
-switch. On all other links only this knows.
+memory. Splits of the data follow each other on each rank, one or more at a time. Where links are
+equal they take as long as the closed forms of `collectives`: a ring on a ring or fully connected, a
+direct all-to-all on a switch. On all other links only this knows.
 
 Source: astra-sim/system/astraccl/native_collectives of ASTRA-sim, commit 518bd51.
 """
@@ -16,18 +16,23 @@ from counterpoint.errors import InputError
 from counterpoint.scale.links import Message, Topology, arrivals_s
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-# of one split that begins after the messages given, a rank each, whose numbers are from `first`
-Split = Callable[[list[tuple[int, ...]], int], Iterator[Message]]
+# of one split: its number, the messages that its ranks begin after, and its first message's number
+Split = Callable[[int, list[tuple[int, ...]], int], Iterator[Message]]
 
 
-def ring_s(topology: Topology, kind: Kind, total_bytes: float, splits: int = 1) -> float:
+def ring_s(
+    topology: Topology, kind: Kind, total_bytes: float, splits: int = 1, active: int = 1
+) -> float:
     """Seconds of a ring: each rank sends to the next one what came from the one before.
+
+    Of several splits that are active, half go the other way round.
 
     Args:
         topology: that the ranks are on; `endpoint_s` and memory are those of its first link.
         kind: "all_to_all" forwards each block until it is there: n (n - 1) / 2 messages a rank.
         total_bytes: of the full (gathered, or sent) tensor.
-        splits: of the bytes, one after another.
+        splits: of the bytes.
+        active: splits at a time; the next one of a rank begins when one has ended there.
 
     Raises:
         InputError: messages x hops are more than can be simulated in seconds.
@@ -38,16 +43,17 @@ def ring_s(topology: Topology, kind: Kind, total_bytes: float, splits: int = 1) 
     steps = {"all_reduce": 2 * (n - 1), "all_to_all": n * (n - 1) // 2}.get(kind, n - 1)
     added = n - 1 if kind in ("all_reduce", "reduce_scatter") else 0
 
-    def split(begins: list[tuple[int, ...]], first: int) -> Iterator[Message]:
+    def split(number: int, begins: list[tuple[int, ...]], first: int) -> Iterator[Message]:
+        ahead = 1 if active == 1 or number % active < active // 2 else -1
         for step in range(steps + 1):
             delay_s = link.endpoint_s + (added_s if 0 < step <= added else 0.0)
             for rank in range(n):
-                before = first + (step - 1) * n + (rank - 1) % n
+                before = first + (step - 1) * n + (rank - ahead) % n
                 after = (before,) if step else begins[rank]
-                route = topology.route(rank, (rank + 1) % n) if step < steps else ()
+                route = topology.route(rank, (rank + ahead) % n) if step < steps else ()
                 yield Message(route, block, after, delay_s)
 
-    return _run_s(topology, split, splits)
+    return _run_s(topology, split, splits, active)
 
 
 def direct_s(topology: Topology, kind: Kind, total_bytes: float, splits: int = 1) -> float:
@@ -68,7 +74,7 @@ def direct_s(topology: Topology, kind: Kind, total_bytes: float, splits: int = 1
     block = link.whole(link.whole(total_bytes / splits) / n)
     added_s = 3 * link.down(block / link.memory_bytes_per_s) if kind == "reduce_scatter" else 0.0
 
-    def split(begins: list[tuple[int, ...]], first: int) -> Iterator[Message]:
+    def split(_: int, begins: list[tuple[int, ...]], first: int) -> Iterator[Message]:
         for rank in range(n):
             for ahead in range(1, n):
                 route = topology.route(rank, (rank + ahead) % n)
@@ -105,7 +111,7 @@ def halving_doubling_s(
     # as many receipts are added up as ASTRA-sim does: those before a send of a smaller block
     added = 0 if kind == "all_gather" else len(halves) - 1
 
-    def split(begins: list[tuple[int, ...]], first: int) -> Iterator[Message]:
+    def split(_: int, begins: list[tuple[int, ...]], first: int) -> Iterator[Message]:
         for step, (apart, block) in enumerate(rounds):
             added_s = 3 * link.down(block / link.memory_bytes_per_s) if 0 < step <= added else 0.0
             for rank in range(n):
@@ -120,19 +126,19 @@ def halving_doubling_s(
     return _run_s(topology, split, splits)
 
 
-def _run_s(topology: Topology, split: Split, splits: int) -> float:
-    """Seconds of splits one after another: each ends with a message of each rank."""
+def _run_s(topology: Topology, split: Split, splits: int, active: int = 1) -> float:
+    """Seconds of all splits: each ends with a message of each rank."""
     n = topology.ranks
 
     def messages() -> Iterator[Message]:
-        begins: list[tuple[int, ...]] = [()] * n
+        ends: list[list[tuple[int, ...]]] = [[()] * n for _ in range(active)]
         first = 0
-        for _ in range(splits):
+        for number in range(splits):
             count = 0
-            for each in split(begins, first):
+            for each in split(number, ends[number % active], first):
                 count += 1
                 yield each
             first += count
-            begins = [(first - n + rank,) for rank in range(n)]
+            ends[number % active] = [(first - n + rank,) for rank in range(n)]
 
     return max(arrivals_s(topology.links, messages())) if n > 1 else 0.0
