@@ -200,7 +200,9 @@ def test_kernels_and_collectives_by_hand():
     assert costs.collective_s("reduce_scatter", 600_000) == pytest.approx(13e-6)
 
 
-@pytest.mark.parametrize("name", ["a100-8", "a40-4", "h100-8", "h200-8", "b200-8", "mi300x-8"])
+@pytest.mark.parametrize(
+    "name", ["a100-8", "a40-4", "h100-8", "h200-8", "b200-8", "gb200-72", "mi300x-8"]
+)
 def test_a_datasheet_is_not_reached(name: str):
     machine = preset(name)
     costs = machine.costs

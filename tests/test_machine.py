@@ -8,7 +8,7 @@ from counterpoint.errors import InputError
 from counterpoint.machine import LinkSpec, Machine
 from counterpoint.presets import A40, H200, MI300X, preset
 
-NAMES = ("a100-8", "a40-4", "h100-8", "h200-8", "b200-8", "mi250x-8", "mi300x-8")
+NAMES = ("a100-8", "a40-4", "h100-8", "h200-8", "b200-8", "gb200-72", "mi250x-8", "mi300x-8")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Machines by name: what the datasheets of A100, A40, H100, H200, B200, MI250X and MI300X state."""
+"""Machines by name: what datasheets of A100, A40, H100, H200, B200, GB200, MI250X, MI300X state."""
 
 import re
 from dataclasses import replace
@@ -151,6 +151,22 @@ B200 = replace(
     source="datasheet peaks of DGX B200 with 8 GPUs",
 )
 
+GB200 = replace(
+    B200,
+    name="gb200-72",
+    device=replace(
+        B200.device,
+        name="GB200",
+        bf16_flop_per_s=2500 * TERA,  # NVL72: 360 Pflop/s of 72 GPUs is with sparsity
+        fp32_flop_per_s=80 * TERA,
+        hbm_bytes=186 * GIGA,
+        source="NVIDIA GB200 NVL72 datasheet; SMs and their limits as of B200",
+    ),
+    link=replace(B200.link, source=f"NVIDIA GB200 NVL72 datasheet; {_PLACEHOLDERS}"),
+    num_devices=72,
+    source="datasheet peaks of GB200 NVL72: 72 GPUs on one NVLink switch",
+)
+
 MI250X = Machine(
     name="mi250x-8",
     device=DeviceSpec(
@@ -210,8 +226,18 @@ MI300X = replace(
 
 PRESETS = {
     machine.name.partition("-")[0]: machine
-    for machine in (A100, A40, H100, H200, B200, MI250X, MI300X)
+    for machine in (A100, A40, H100, H200, B200, GB200, MI250X, MI300X)
 }
+
+
+def named(name: object) -> tuple[str, int] | None:
+    """The base name and the number of GPUs that a name says, if there is such a machine."""
+    match = re.fullmatch(r"([a-z0-9]+)-([1-9]\d?)", name) if isinstance(name, str) else None
+    if match is None or match[1] not in PRESETS:
+        return None
+    num_devices = int(match[2])
+    most = max(PRESETS[match[1]].num_devices, 8)
+    return (match[1], num_devices) if num_devices <= most else None
 
 
 def preset(name: str) -> Machine:
@@ -221,7 +247,8 @@ def preset(name: str) -> Machine:
     `link.bytes_per_s` of "mi300x-4" is 3/7 of that of "mi300x-8".
 
     Args:
-        name: A base name (a100, a40, h100, h200, b200, mi250x, mi300x), "-", and 1 to 8 GPUs.
+        name: A base name (a100, a40, h100, h200, b200, gb200, mi250x, mi300x), "-", and 1 to 8
+            GPUs; of gb200 up to 72.
 
     Raises:
         InputError: The base name or the number is not one of these; the message lists them.
@@ -230,11 +257,13 @@ def preset(name: str) -> Machine:
         >>> preset("h200-4").device.num_sms
         132
     """
-    match = re.fullmatch(r"([a-z0-9]+)-([1-8])", name) if isinstance(name, str) else None
-    if match is None or match[1] not in PRESETS:
-        want = f"one of {', '.join(m.name for m in PRESETS.values())}, or these with 1 to 8 GPUs"
+    found = named(name)
+    if found is None:
+        names = ", ".join(machine.name for machine in PRESETS.values())
+        want = f"one of {names}, or these with 1 to 8 GPUs (gb200: to 72)"
         raise InputError("preset", "name", want=want, got=repr(name))
-    full, num_devices = PRESETS[match[1]], int(match[2])
+    base, num_devices = found
+    full = PRESETS[base]
     return replace(full.of_ranks(num_devices), name=name, num_devices=num_devices)
 
 

@@ -49,7 +49,7 @@ RANGES: Mapping[str, Range] = {
     **{f"Layout.{name}": DEGREE for name in ("pp", "dp", "cp", "virtual_stages", "micro_batch")},
     "Layout.num_micro_batches": Range(0, 2**20),
     "Fabric.nic_bytes_per_s": RATE, "Fabric.nic_latency_s": SECONDS,
-    "Fabric.levels": Range(1, 2**40),
+    "Fabric.levels": Range(1, 2**40), "Fabric.torus": Range(1, 2**24),
     "Problem.m": COUNT, "Problem.n": COUNT, "Problem.k": COUNT,
     "Problem.ranks": Range(0, MAX_RANKS),
     "Problem.rows": COUNT, "Problem.scratch_bytes_limit": BYTES, "Problem.splits": COUNT,

@@ -73,8 +73,10 @@ def test_a_name_stands_for_what_was_measured_on_such_a_machine(shipped: Path):
 
 @pytest.mark.parametrize("name", ["v100-8"])
 def test_an_unknown_machine_lists_those_that_exist(name: str):
-    want = "one of a100-8, a40-4, h100-8, h200-8, b200-8, mi250x-8, mi300x-8, or these with 1 to 8"
-    with pytest.raises(InputError, match=f"name must be {want} GPUs, got '{name}'"):
+    want = "one of a100-8, a40-4, h100-8, h200-8, b200-8, gb200-72, mi250x-8, mi300x-8"
+    with pytest.raises(
+        InputError, match=f"name must be {want}, or these with 1 to 8 GPUs .*, got '{name}'"
+    ):
         choose(PROBLEM, name)
 
 

@@ -129,7 +129,7 @@ def test_all_machines():
     ("arguments", "message"),
     [
         ([*GEMM, "--machine", "v100"],
-         "--machine must be all, or of a100, a40, h100, h200, b200, mi250x, mi300x, or files of"),
+         "--machine must be all, or of a100, a40, h100, h200, b200, gb200, mi250x, mi300x, or "),
         ([*GEMM, "--machine", "no.json"], "a file of a machine, got no.json: no such file"),
         ([*GEMM, "--machine", "h200-8"], "mi250x, mi300x, or files of a machine, got 'h200-8'"),
         ([*GEMM, "--beside", "rccl"], "--beside must be nccl, or threads (above 0), registers"),

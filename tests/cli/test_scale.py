@@ -50,3 +50,11 @@ def test_what_is_refused_names_options_as_they_are_typed():
     refused("scale", [*layout, "--num-batches", "6"], "did you mean '--num-micro-batches'?")
     refused("scale", ["llama3-8b", "--picture", "x.gif"], "--picture must be a file name that ends")
     refused("scale", ["--check", "--picture", "x.png"], "--picture must be left out with --check")
+
+
+def test_traces_of_each_mode_have_a_folder(tmp_path: Path):
+    invoke("scale", "llama3-8b", "--gpus", "16", "--pp", "2", "--overlap", "none,ours", "--chakra",
+           str(tmp_path / "made"))  # fmt: skip
+    written = {str(path.relative_to(tmp_path / "made")) for path in tmp_path.rglob("*.*")}
+    names = ("step.0.et", "step.8.et", "comm_groups.json")
+    assert written == {f"{mode}/{name}" for mode in ("none", "ours") for name in names}

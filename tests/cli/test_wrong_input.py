@@ -76,6 +76,11 @@ WORDS: list[tuple[str, str]] = [
      "scale: --overlap must be of none, ours, ideal, with commas, got 'all'"),
     ("scale llama3-8b --gpus 8 --nic 50",
      "scale: --nic must be Gbit/s of one GPU, such as 400G, at least 8G, got '50'"),
+    ("scale llama3-8b --gpus 8 --torus 8,8",
+     "scale: --torus must be sizes such as 8x8, got '8,8'"),
+    ("scale llama3-8b --gpus 512 --torus 8x4",
+     "scale: --torus must be such that it multiplies to the 64 islands of 8 GPUs (h100-8), got "
+     "8x4; the nearest that fits: 8x8"),
     ("scale llama3-8b --gpus 8 --pods 3072",
      "scale: --pods must be GPUs and a factor of at least 1, such as 3072:7, with commas, got "
      "'3072'"),
@@ -100,8 +105,8 @@ WORDS: list[tuple[str, str]] = [
     (f"{A} --by luck", "plan: --by must be one of model, rule, got 'luck'"),
     (f"{A} --machine h20-8", "plan: --machine must be one of a100, ..., or a file, got 'h20-8'; "
      "did you mean 'h200-8'?"),
-    (f"{A} --machine h200-9", "plan: --machine must be one of ... from 1 to 8, such as h200-8, or "
-     "a file, got 'h200-9'; did you mean ..."),
+    (f"{A} --machine h200-9", "plan: --machine must be one of ... 1 to 8 GPUs ..., such as h200-8, "
+     "or a file, got 'h200-9'; did you mean ..."),
     (f"{A} --plan gradd", "plan: --plan must be auto or one of serial, ..., got 'gradd'; did you "
      "mean 'graded'?"),
     (f"{A} --plan 'graded 1/2'",

@@ -303,7 +303,7 @@ def test_kernels_run_where_limits_of_an_sm_are_known():
     assert [f"sm_{c.replace('.', '')}" for c in CAPABILITIES] == [a for a in LIMITS if "sm" in a]
     assert not any(kernels_refused(c) for c in ("", *CAPABILITIES))
     named = [m.device.capability for m in PRESETS.values() if not m.source.count("MI")]
-    assert set(named) <= {*CAPABILITIES} and len(named) == 5
+    assert set(named) <= {*CAPABILITIES} and len(named) == 6
 
 
 def site_of(spec: str = "fused two_shot 16x32x3 warps=4", tag: int = 7, **step: Any) -> Site:

@@ -1,6 +1,5 @@
 """Problems as a command line gives them: ops, layers and M,N,K by what is typed."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.measure.shapes import SHAPES
-from counterpoint.presets import PRESETS
+from counterpoint.presets import PRESETS, named
 from counterpoint.problem import DType, Problem, op_names
 from counterpoint.ranges import MAX_COUNT
 
@@ -169,9 +168,9 @@ def machine_at(command: str, text: str) -> Machine:
     if path.exists() or path.suffix or "/" in text:
         text_of(command, "--machine", path, "a file of a machine")
         return machine_of("machine_of", path)
-    if re.fullmatch(r"([a-z0-9]+)-[1-8]", text) is None or text.partition("-")[0] not in PRESETS:
+    if named(text) is None:
         kinds = ", ".join(PRESETS)
-        want = f"one of {kinds} with a number of GPUs from 1 to 8, such as h200-8, or a file"
+        want = f"one of {kinds} with 1 to 8 GPUs (gb200: to 72), such as h200-8, or a file"
         fix = meant(text, [f"{kind}-{n}" for kind in PRESETS for n in range(1, 9)])
         raise InputError(command, "--machine", want=want, got=repr(text), fix=fix)
     return machine_of(command, text)

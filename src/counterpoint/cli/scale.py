@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from counterpoint.cli.files import check_written
+from counterpoint.cli.files import check_made, check_written
 from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import progress, table
 from counterpoint.errors import InputError
@@ -28,7 +28,7 @@ from counterpoint.scale.checked import (
     mean_error,
     published,
 )
-from counterpoint.scale.fabric import Fabric
+from counterpoint.scale.fabric import Congestion, Fabric
 from counterpoint.scale.layer import OVERLAPS, Overlap
 from counterpoint.scale.layout import Layout, Recompute, Schedule, Sharding
 from counterpoint.scale.models import MODELS, model_of
@@ -63,7 +63,17 @@ Node = Annotated[
 ]
 Nic = Annotated[str, typer.Option(help="Gbit/s of a GPU's NIC.")]
 Pods = Annotated[str, typer.Option(help="GPUs of a level and its oversubscription, with commas.")]
+Torus = Annotated[str, typer.Option(help="Sizes of a torus of nodes, such as 8x8.")]
+Rails = Annotated[
+    bool, typer.Option("--rails", help="A NIC reaches those of its place in other nodes.")
+]
+Congested = Annotated[
+    Congestion, typer.Option(help="All-to-alls by the busiest link, or message by message.")
+]
 Modes = Annotated[str, typer.Option(help="How pairs are priced, with commas.")]
+Chakra = Annotated[
+    Path | None, typer.Option(help="Folder for Chakra traces of each mode.", show_default=False)
+]
 Check = Annotated[
     bool, typer.Option("--check", help="Instead: published steps, simulated over reported.")
 ]
@@ -81,7 +91,9 @@ def scale(
     virtual_stages: Virtual = 1, schedule: Pipelined = "1f1b", micro_batch: MicroBatch = 1,
     num_micro_batches: Batches = 0, sequence: Sequence = 0, recompute: Again = "none",
     sharding: Shards = "zero1", machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
-    overlap: Modes = "none,ours,ideal", picture: Picture = None, check: Check = False,
+    torus: Torus = "", rails: Rails = False, congestion: Congested = "closed",
+    overlap: Modes = "none,ours,ideal", picture: Picture = None, chakra: Chakra = None,
+    check: Check = False,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
@@ -98,10 +110,12 @@ def scale(
     **Example:** `counterpoint scale --check`
     """
     check_written("scale", "--picture", picture, SUFFIXES)
+    if chakra is not None:
+        check_made("scale", "--chakra", chakra)
     console = Console(highlight=False)
     bar = progress(console, shown=console.is_terminal and not as_json)
     if check:
-        for option, given in (("MODEL", model), ("--picture", picture)):
+        for option, given in (("MODEL", model), ("--picture", picture), ("--chakra", chakra)):
             if given:
                 want = "left out with --check"
                 raise InputError("scale", option, want=want, got=repr(str(given)))
@@ -117,21 +131,35 @@ def scale(
         micro_batch=micro_batch, num_micro_batches=num_micro_batches, sequence=sequence,
         recompute=recompute, data_parallel_sharding=sharding,
     )  # fmt: skip
-    fabric = Fabric(nic_bytes_per_s=_nic(nic), levels=_levels(pods), source=f"--nic {nic}")
+    fabric = Fabric(
+        nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,
+        congestion=congestion, source=f"--nic {nic}",
+    )  # fmt: skip
+    one = partial(predict, known, layout, fabric, where)
     with bar:
         task = bar.add_task("predictions", total=len(modes))
-        one = partial(predict, known, layout, fabric, where)
         found = [one(overlap=mode) for mode in bar.track(modes, task_id=task)]
-        if picture:
-            bar.update(task, description="the picture")
-            drawn = next((each for each in found if each.overlap == "ours"), found[0])
-            drawn.save(picture, beside=[each for each in found if each is not drawn])
+        _write(found, picture, chakra, bar)
     if as_json:
         print(json.dumps([_facts(each) for each in found], indent=2))
         return
     _show(found, console)
     if picture:
         console.print(f"\nThe picture: {picture}", soft_wrap=True)
+
+
+def _write(
+    found: list[Prediction], picture: Path | None, chakra: Path | None, bar: Progress
+) -> None:
+    """The files that are asked for; the stages that a picture shows are ours."""
+    if picture:
+        bar.add_task("picture", total=None)
+        shown = next((each for each in found if each.overlap == "ours"), found[0])
+        shown.save(picture, beside=[each for each in found if each is not shown])
+    if chakra:
+        task = bar.add_task("traces", total=len(found))
+        for each in bar.track(found, task_id=task):
+            each.save_chakra(chakra / each.overlap)
 
 
 def _modes(text: str) -> list[Overlap]:
@@ -158,6 +186,12 @@ def _levels(text: str) -> tuple[tuple[int, float], ...]:
         want = "GPUs and a factor of at least 1, such as 3072:7, with commas"
         raise InputError("scale", "--pods", want=want, got=repr(text))
     return tuple((int(part[1]), float(part[2])) for part in parts if part)
+
+
+def _torus(text: str) -> tuple[int, ...]:
+    if text and re.fullmatch(r"\d{1,8}(x\d{1,8})*", text) is None:
+        raise InputError("scale", "--torus", want="sizes such as 8x8", got=repr(text))
+    return tuple(map(int, text.split("x"))) if text else ()
 
 
 def _show(found: list[Prediction], console: Console) -> None:

@@ -55,6 +55,13 @@ def assumptions(layers: Layers) -> list[str]:
         f"fabric: NIC {fabric.nic_bytes_per_s / 1e9:g} GB/s a GPU: {fabric.source}",
         *(f"fabric: past {size} GPUs 1:{factor:g}, given" for size, factor in fabric.levels),
     ]
+    if fabric.torus:
+        shape = " x ".join(map(str, fabric.torus))
+        found.append(f"fabric: islands form a torus {shape}, given; its links share out their NICs")
+    if fabric.rails:
+        found.append("fabric: rails, given: a NIC reaches those of its own place in other islands")
+    if fabric.congestion == "events":
+        found.append("fabric: all-to-alls between islands: message by message on FIFO links")
     for name in _used(layers):
         each = constants.CONSTANTS[name]
         found.append(f"{each.basis}: {name} = {each.value:g} {each.unit}: {each.source}")
@@ -71,6 +78,7 @@ def assumptions(layers: Layers) -> list[str]:
         "zero-bubble schedules": layers.apart,
         "experts": bool(model.experts), "context parallelism": layout.cp > 1,
         "FSDP": layout.data_parallel_sharding == "fsdp", "latent attention": bool(model.query_rank),
+        "torus": bool(fabric.torus), "rails": fabric.rails,
         f"{machine.device.name}": machine.device.name not in ("A100 SXM 80GB", "H100 SXM"),
         "plans across islands": layout.tp > machine.num_devices
         or layout.ep * layout.tp > machine.num_devices,

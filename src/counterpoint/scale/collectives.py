@@ -33,6 +33,10 @@ class Link(NamedTuple):
         """Rounded down to the tick; what floating point leaves out of a tick is forgiven."""
         return floor(seconds / self.tick_s + 1e-6) * self.tick_s if self.tick_s else seconds
 
+    def whole(self, num_bytes: float) -> float:
+        """Whole bytes, where time is in ticks, too."""
+        return floor(num_bytes) if self.tick_s else num_bytes
+
 
 def message_s(link: Link, num_bytes: float, hops: int = 1, *, stored: bool = True) -> float:
     """Seconds of one message over `hops` links.
@@ -59,7 +63,7 @@ def all_to_all_s(
     """
     if ranks < 2:
         return 0.0
-    block = total_bytes / splits / ranks
+    block = link.whole(link.whole(total_bytes / splits) / ranks)
     ends_s = 2 * link.endpoint_s
     if not congested:
         return splits * (ends_s + message_s(link, block, 2, stored=False))
@@ -74,7 +78,7 @@ def ring_all_reduce_s(link: Link, total_bytes: float, ranks: int, splits: int = 
     """
     if ranks < 2:
         return 0.0
-    block = total_bytes / splits / ranks
+    block = link.whole(link.whole(total_bytes / splits) / ranks)
     added_s = 3 * link.down(block / link.memory_bytes_per_s)
     sent_s = 2 * message_s(link, block)
     return splits * ((2 * ranks - 1) * link.endpoint_s + (ranks - 1) * (sent_s + added_s))

@@ -19,11 +19,25 @@ from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group, Network
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
-from counterpoint.scale.parts import Both, Parts
+from counterpoint.scale.parts import Both, Collective, Parts, Sent
 
 Overlap = Literal["none", "ours", "ideal"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 ITEM_BYTES = 2  # bf16
+
+
+def _sent(problem: Problem, part: str, group: Group) -> dict[Sent, float]:
+    """Bytes that the collectives beside an operator's matmuls send."""
+    columns = problem.operation.moved(problem)
+    gathered, scattered = (problem.m * each * ITEM_BYTES for each in columns)
+    if problem.experts:
+        return {Sent(part, "all_to_all", group): scattered}
+    if problem.op == "matmul_all_reduce":
+        return {Sent(part, "all_reduce", group): gathered}
+    return {
+        Sent(part, "all_gather", group): gathered,
+        Sent(part, "reduce_scatter", group): scattered,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -133,7 +147,6 @@ class Layers:
         length, heads = layout.length(model), model.heads / layout.tp
         scores = layout.micro_batch * heads * length * length / layout.cp
         flop = 2 * scores * (model.key_width + model.width)
-        exchanged = self._keys()
         if layout.flash_attention:
             rate = constants.FLASH_SHARE.value * self.alone.device.bf16_flop_per_s
             forward_s = flop / 2 / rate  # causal: half of the scores
@@ -144,8 +157,10 @@ class Layers:
             backward_s = self._unfused_s(scores, 2 * flop, constants.SCORE_BACKWARD_BYTES,
                                          constants.SCORE_MATMUL_BACKWARD_BYTES)  # fmt: skip
         return Both(
-            Parts({"attention": forward_s, "context parallel": exchanged}),
-            Parts({"attention": backward_s, "context parallel": 2 * exchanged}),
+            Parts({"attention": forward_s}) + self._keys("all_gather"),
+            Parts({"attention": backward_s})
+            + self._keys("all_gather")
+            + self._keys("reduce_scatter"),
         )
 
     def _unfused_s(
@@ -156,16 +171,19 @@ class Layers:
         matmuls_s = max(flop / costs.gemm_flop_per_s, scores * beside.value / costs.hbm_bytes_per_s)
         return matmuls_s + scores * (moved.value - beside.value) / costs.hbm_bytes_per_s
 
-    def _keys(self) -> float:
-        """Seconds in which context-parallel ranks gather keys and values."""
+    def _keys(self, kind: Collective) -> Parts:
+        """Context-parallel ranks gather keys and values, or scatter their gradients."""
         model, layout = self.model, self.layout
-        if layout.cp == 1:
-            return 0.0
+        group = Group(layout.cp, layout.tp)
+        if group.size == 1:
+            return Parts()
         columns = 2 * max(model.kv_heads / layout.tp, 1) * model.width
         if model.query_rank:
             columns = model.key_rank + model.rope_dim
         num_bytes = layout.micro_batch * layout.length(model) * columns * ITEM_BYTES
-        return self.network.all_gather_s(num_bytes, Group(layout.cp, layout.tp))
+        seconds = self.network.all_gather_s(num_bytes, group)
+        name = "context parallel"
+        return Parts({name: seconds}, {Sent(name, kind, group): num_bytes})
 
     def _projections(self) -> Both:
         """The matmuls before and behind attention."""
@@ -234,7 +252,9 @@ class Layers:
         group = Group(self.layout.tp, 1)
         problem = Problem(op, m=m, n=n, k=k, ranks=group.size)
         seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
-        return Parts({"matmuls": compute_s, "tensor parallel": seconds - compute_s})
+        name = "tensor parallel"
+        parts = {"matmuls": compute_s, name: seconds - compute_s}
+        return Parts(parts, _sent(problem, name, group))
 
     def experts(self) -> Both:
         """Dispatch, experts and combine: all experts have as many rows, but for half a tile each.
@@ -278,4 +298,6 @@ class Layers:
         local = problem.experts
         even_s = self.matmul_s(m / local, n, k, local)
         uneven_s = self._grouped(op, m, n, k).seconds - even_s
-        return Parts({"experts": compute_s + uneven_s, "all-to-all": seconds - compute_s})
+        name = "all-to-all"
+        parts = {"experts": compute_s + uneven_s, name: seconds - compute_s}
+        return Parts(parts, _sent(problem, name, group))

@@ -150,12 +150,13 @@ class Layout:
     def _divides(self, field: str, what: str, size: int, of: str) -> None:
         degree = getattr(self, field)
         if size % degree:
-            near = min(_divisors(size), key=lambda d: (abs(d - degree), -d))
+            near = min(divisors(size), key=lambda d: (abs(d - degree), -d))
             want = f"a divisor of the {size} {what} of {of}"
             fix = f"the nearest that fits: {near}"
             raise InputError("Layout", field, want=want, got=degree, fix=fix)
 
 
-def _divisors(size: int) -> list[int]:
+def divisors(size: int) -> list[int]:
+    """Of a whole number of at most 2**32."""
     small = [d for d in range(1, min(int(size**0.5), 2**16) + 1) if gcd(d, size) == d]
     return [*small, *(size // d for d in small)]

@@ -1,22 +1,54 @@
-"""Seconds by what they are spent on, of a forward and of its backward."""
+"""What a step is made of: seconds by what they are spent on, and bytes by what sends them."""
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeVar
+
+from counterpoint.scale.fabric import Group
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Sent(NamedTuple):
+    """One kind of collective of a group, and the part of a step that its exposed seconds are in."""
+
+    part: str
+    kind: Collective
+    group: Group
 
 
 class Parts(dict[str, float]):
-    """Seconds by what they are spent on."""
+    """Seconds by what they are spent on.
+
+    Args:
+        seconds: by names.
+        sent: bytes of the full (gathered, or sent) tensors, by the collectives that send them.
+    """
+
+    def __init__(
+        self, seconds: Mapping[str, float] | None = None, sent: Mapping[Sent, float] | None = None
+    ) -> None:
+        super().__init__(seconds or {})
+        self.sent = {key: num_bytes for key, num_bytes in (sent or {}).items() if num_bytes}
 
     def __add__(self, other: "Parts") -> "Parts":
-        names = dict.fromkeys((*self, *other))
-        return Parts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in names})
+        return Parts(_sum(self, other), _sum(self.sent, other.sent))
 
     def __mul__(self, factor: float) -> "Parts":
-        return Parts({name: seconds * factor for name, seconds in self.items()})
+        return Parts(
+            {name: seconds * factor for name, seconds in self.items()},
+            {key: num_bytes * factor for key, num_bytes in self.sent.items()},
+        )
 
     @property
     def seconds(self) -> float:
         """Of all."""
         return sum(self.values())
+
+
+def _sum(one: Mapping[Key, float], other: Mapping[Key, float]) -> dict[Key, float]:
+    return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in dict.fromkeys((*one, *other))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ranges import instance
+from counterpoint.scale import chakra
 from counterpoint.scale.assumptions import assumptions, listed
 from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import OVERLAPS, Layers, Overlap
@@ -127,6 +128,25 @@ class Prediction:
 
         return draw_step(self, beside, path, dark=dark)
 
+    def save_chakra(self, folder: str | Path) -> list[Path]:
+        """Write Chakra execution traces: step.<rank>.et of the first rank of each pipeline stage.
+
+        The other ranks of a stage do the same. A node is the computation of one event of a stage, a
+        kind of collective beside it (all layers together), or a message to another stage;
+        comm_groups.json has the ranks of each group. Nodes have the predicted seconds, and no
+        `num_ops`: simulators replay computation, and time communication by its bytes.
+
+        Args:
+            folder: is made if it is missing; files of these names are replaced.
+
+        Returns:
+            The traces, by stages.
+
+        Raises:
+            InputError: there are more nodes, or ranks of groups, than can be written in seconds.
+        """
+        return chakra.save(Path(folder), self.stages, self.layout, self.title)
+
     def explain(self) -> str:
         """The step in words and a table: where time goes, and every assumption with its source."""
         lines = [
@@ -169,8 +189,8 @@ def predict(
         The prediction: `seconds`, `parts`, `assumptions`, `explain()`.
 
     Raises:
-        InputError: no such model, machine or mode, the layout does not fit the model, or a level
-            of the fabric is smaller than an island.
+        InputError: no such model, machine or mode, the layout does not fit the model, a level of
+            the fabric is smaller than an island, or its torus has not as many islands.
 
     Example:
         >>> layout = Layout.on(16384, tp=8, pp=16, virtual_stages=4, num_micro_batches=16)
@@ -184,7 +204,9 @@ def predict(
     if overlap not in OVERLAPS:
         raise InputError("predict", "overlap", want=f"one of {', '.join(OVERLAPS)}", got=overlap)
     layout.fits(known)
-    layers = Layers(known, layout, Network(where, fabric), overlap)
+    network = Network(where, fabric)
+    network.covers(layout.num_gpus)
+    layers = Layers(known, layout, network, overlap)
     parts, stages = Step(layers).run()
     tokens = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
     return Prediction(known, layout, where.name, overlap, stages.seconds, parts, tokens,

@@ -10,8 +10,22 @@ from typing import NamedTuple
 from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group
 from counterpoint.scale.layer import ITEM_BYTES, Layers
-from counterpoint.scale.parts import Both, Parts
+from counterpoint.scale.parts import Both, Collective, Parts, Sent
 from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
+
+
+class Hop(NamedTuple):
+    """What one rank of a stage sends to the next stage, for one micro-batch.
+
+    Args:
+        num_bytes: that it sends.
+        gathered: bytes of what tensor-parallel ranks then gather, if each has only a share.
+        seconds: of both.
+    """
+
+    num_bytes: float
+    gathered: dict[Sent, float]
+    seconds: float
 
 
 class Stages(NamedTuple):
@@ -21,11 +35,17 @@ class Stages(NamedTuple):
         pipeline: forwards and backwards.
         replicas_s: exposed seconds of gradients and parameters of each stage, after the pipeline.
         optimizer_s: of each stage, when all stages have their gradients.
+        chunks: what the parts of each stage are made of.
+        replicas: bytes of each stage's gradients and parameters, after the pipeline.
+        hop: from one stage to the next.
     """
 
     pipeline: Pipeline
     replicas_s: tuple[float, ...]
     optimizer_s: tuple[float, ...]
+    chunks: tuple[tuple[Both, ...], ...]
+    replicas: tuple[dict[Sent, float], ...]
+    hop: Hop
 
     @property
     def seconds(self) -> float:
@@ -58,7 +78,8 @@ class Step:
         layout = self.layout
         chunks = [self._chunk(i) for i in range(layout.pp * layout.virtual_stages)]
         ranks = [chunks[i :: layout.pp] for i in range(layout.pp)]
-        sent_s = 0.0 if layout.pp == 1 else self._send_s()
+        hop = self._hop()
+        sent_s = 0.0 if layout.pp == 1 else hop.seconds
         blocking_s = 0.0 if layout.asynchronous else sent_s
         stages = [self._stage(each, blocking_s) for each in ranks]
         ran = simulate(stages, layout.micro_batches, sent_s - blocking_s)
@@ -74,7 +95,9 @@ class Step:
             "data parallel": max(replicas_s),
             "optimizer": max(optimizer_s),
         })  # fmt: skip
-        return dict(found), Stages(ran, replicas_s, optimizer_s)
+        replicas = tuple(map(self._replicas, range(layout.pp)))
+        of_ranks = tuple(map(tuple, ranks))
+        return dict(found), Stages(ran, replicas_s, optimizer_s, of_ranks, replicas, hop)
 
     def _stage(self, chunks: Sequence[Both], blocking_s: float) -> Stage:
         """Seconds of the parts of one stage; a part sends its result before the next begins."""
@@ -161,14 +184,39 @@ class Step:
         gather_s = self._moved_s(parameters, constants.PARAMETER_BYTES.value)
         scatter_s = self._moved_s(parameters, constants.GRADIENT_BYTES.value)
 
-        def exposed(beside: Parts, moved_s: float) -> Parts:
+        gathers = self._moved("all_gather", parameters)
+        both = gathers | self._moved("reduce_scatter", parameters)
+
+        def exposed(beside: Parts, moved_s: float, sent: dict[Sent, float]) -> Parts:
             # one layer ahead of the computation
             hidden_s = min(beside.seconds, moved_s) if self.layout.asynchronous else 0.0
-            return Parts({"data parallel": self._beside_s(moved_s, hidden_s)})
+            return Parts({"data parallel": self._beside_s(moved_s, hidden_s)}, sent)
 
         return layer + Both(
-            exposed(layer.forward, gather_s), exposed(layer.backward, gather_s + scatter_s)
+            exposed(layer.forward, gather_s, gathers),
+            exposed(layer.backward, gather_s + scatter_s, both),
         )
+
+    def _moved(self, kind: Collective, parameters: tuple[float, float]) -> dict[Sent, float]:
+        """Bytes of parameters that are gathered, or of gradients that are reduced."""
+        item_bytes = constants.GRADIENT_BYTES.value
+        if kind == "all_gather":
+            item_bytes = constants.PARAMETER_BYTES.value
+        found = Parts()
+        for count, group in zip(parameters, self._groups(), strict=True):
+            found += Parts(sent={Sent("data parallel", kind, group): count * item_bytes})
+        return found.sent
+
+    def _replicas(self, stage: int) -> dict[Sent, float]:
+        """Bytes of gradients and parameters, once a step."""
+        sharding, parameters = self.layout.data_parallel_sharding, self._stage_parameters(stage)
+        kinds: dict[str, tuple[Collective, ...]] = {
+            "none": ("all_reduce",), "zero1": ("reduce_scatter", "all_gather"), "fsdp": (),
+        }  # fmt: skip
+        found: dict[Sent, float] = {}
+        for kind in kinds[sharding]:
+            found |= self._moved(kind, parameters)
+        return found
 
     def _replicas_s(self, stage: int, times: Stage) -> float:
         """Exposed seconds of gradients and parameters, once a step."""
@@ -210,12 +258,15 @@ class Step:
         ]
         return self.layers.memory_s(constants.OPTIMIZER_BYTES.value * sum(counts))
 
-    def _send_s(self) -> float:
+    def _hop(self) -> Hop:
         """What one stage sends to the next; tensor-parallel ranks send a share each."""
         layout = self.layout
         num_bytes = self.layers.tokens * self.model.hidden * ITEM_BYTES
         stride = layout.tp * layout.cp * layout.dp
         seconds = self.network.send_s(num_bytes / layout.tp, stride)
+        gathered: dict[Sent, float] = {}
         if not layout.sequence_parallel:
-            seconds += self.network.all_gather_s(num_bytes, Group(layout.tp, 1))
-        return seconds
+            group = Group(layout.tp, 1)
+            gathered[Sent("sends", "all_gather", group)] = num_bytes
+            seconds += self.network.all_gather_s(num_bytes, group)
+        return Hop(num_bytes / layout.tp, gathered, seconds)
