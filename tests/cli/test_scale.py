@@ -29,4 +29,4 @@ def test_json_has_si_units():
     )
     assert found["overlap"] == "ours" and found["layout"]["dp"] == 8
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
-    assert found["tokens"] == 8 * 4096
+    assert found["items"] == 8 * 4096 and found["unit"] == "tokens"

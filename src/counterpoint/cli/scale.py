@@ -23,13 +23,14 @@ from counterpoint.scale.checked import (
     mean_error,
     published,
 )
+from counterpoint.scale.dlrm import Dlrm
 from counterpoint.scale.fabric import Fabric
 from counterpoint.scale.layer import OVERLAPS, Overlap
 from counterpoint.scale.layout import Layout, Recompute, Sharding
-from counterpoint.scale.models import MODELS
+from counterpoint.scale.models import model_of, names
 from counterpoint.scale.prediction import Prediction, predict
 
-NAMES = ", ".join(MODELS)
+NAMES = ", ".join(names())
 
 
 Name = Annotated[str, typer.Argument(show_default=False, help=f"One of {NAMES}.")]
@@ -41,7 +42,13 @@ Pp = Annotated[int, typer.Option(min=1, max=2**20, help="Pipeline stages.")]
 Ep = Annotated[int, typer.Option(min=1, max=2**9, help="Ranks that share out experts.")]
 Cp = Annotated[int, typer.Option(min=1, max=2**20, help="Ranks that share out a sequence.")]
 Virtual = Annotated[int, typer.Option(min=1, max=2**20, help="Parts of the model on each stage.")]
-MicroBatch = Annotated[int, typer.Option(min=1, max=2**20, help="Sequences of a micro-batch.")]
+MicroBatch = Annotated[
+    int,
+    typer.Option(
+        min=0, max=2**20,
+        help="Sequences of a micro-batch, or samples of a GPU; 0: one, or the published batch.",
+    ),
+]  # fmt: skip
 Batches = Annotated[
     int, typer.Option(min=0, max=2**20, help="Of a step and a replica; 0: as many as stages.")
 ]
@@ -64,7 +71,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units
 
 def scale(
     model: Name = "", gpus: Gpus = 0, tp: Tp = 1, pp: Pp = 1, ep: Ep = 1, cp: Cp = 1,
-    virtual_stages: Virtual = 1, micro_batch: MicroBatch = 1, num_micro_batches: Batches = 0,
+    virtual_stages: Virtual = 1, micro_batch: MicroBatch = 0, num_micro_batches: Batches = 0,
     sequence: Sequence = 0, recompute: Again = "none", sharding: Shards = "zero1",
     machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
     overlap: Modes = "none,ours,ideal", check: Check = False, as_json: AsJson = False,
@@ -87,12 +94,14 @@ def scale(
             raise InputError("scale", "MODEL", want="left out with --check", got=repr(model))
         _show_check(as_json)
         return
-    if model not in MODELS:
-        fix = meant(model, list(MODELS))
+    if model not in names():
+        fix = meant(model, list(names()))
         raise InputError("scale", "MODEL", want=f"one of {NAMES}", got=repr(model), fix=fix)
     if not gpus:
         raise InputError("scale", "--gpus", want="given", got="none")
-    modes = _modes(overlap)
+    known, modes = model_of("scale", model), _modes(overlap)
+    if not micro_batch:
+        micro_batch = max(known.batch // gpus, 1) if isinstance(known, Dlrm) else 1
     where = machine_at("scale", machine)
     layout = Layout.on(
         gpus, tp=tp, pp=pp, ep=ep, cp=cp, virtual_stages=virtual_stages, micro_batch=micro_batch,
@@ -100,7 +109,7 @@ def scale(
         data_parallel_sharding=sharding,
     )  # fmt: skip
     fabric = Fabric(nic_bytes_per_s=_nic(nic), levels=_levels(pods), source=f"--nic {nic}")
-    found = [predict(model, layout, fabric, where, overlap=mode) for mode in modes]
+    found = [predict(known, layout, fabric, where, overlap=mode) for mode in modes]
     _show(found, as_json)
 
 
@@ -139,19 +148,22 @@ def _show(found: list[Prediction], as_json: bool) -> None:
     console = Console(highlight=False)
     text = first.explain()
     console.print(text.splitlines()[0], markup=False, soft_wrap=True)
+    places = 3 if first.seconds > 0.1 else 6
     shown = table("seconds of a step", *(f">{each.overlap}" for each in found), "")
-    shown.add_row("seconds", *(f"{each.seconds:.3f}" for each in found), style="bold")
+    shown.add_row("seconds", *(f"{each.seconds:.{places}f}" for each in found), style="bold")
     speedups = (f"{first.seconds / each.seconds:.2f}x" for each in found)
-    bands = ("{:.3f}-{:.3f}".format(*each.band_s) for each in found)
-    shown.add_row("band", *bands)
+    if not isinstance(first.model, Dlrm):
+        shown.add_row("band", *("{:.3f}-{:.3f}".format(*each.band_s) for each in found))
     shown.add_row(f"speedup over {first.overlap}", *speedups)
-    shown.add_row("tokens/s", *(f"{each.tokens / each.seconds:,.0f}" for each in found))
+    shown.add_row(f"{first.unit}/s", *(f"{each.items / each.seconds:,.0f}" for each in found))
     shown.add_row("Tflop/s a GPU", *(f"{each.flop_per_s / 1e12:.0f}" for each in found))
     for name in first.parts:
         values = [each.parts.get(name, 0.0) for each in found]
         if any(values):
-            shown.add_row(name, *(f"{value:.3f}" for value in values))
+            shown.add_row(name, *(f"{value:.{places}f}" for value in values))
     console.print(shown)
+    for line in first.notes:
+        console.print(line, markup=False, soft_wrap=True)
     console.print(text[text.index("stands on:") :], markup=False, style="dim")
 
 
@@ -160,8 +172,8 @@ def _facts(found: Prediction) -> dict[str, Any]:
     return {
         "model": asdict(found.model), "layout": asdict(found.layout), "machine": found.machine,
         "overlap": found.overlap, "seconds": found.seconds, "parts": found.parts,
-        "tokens": found.tokens, "flop_per_s": found.flop_per_s,
-        "assumptions": list(found.assumptions),
+        "items": found.items, "unit": found.unit, "flop_per_s": found.flop_per_s,
+        "notes": list(found.notes), "assumptions": list(found.assumptions),
     }  # fmt: skip
 
 

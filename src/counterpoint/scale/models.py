@@ -1,10 +1,11 @@
-"""Sizes of transformers, by name, with where they are published."""
+"""Sizes of transformers, by name, with where they are published; and any model by its name."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from counterpoint.errors import InputError
 from counterpoint.ranges import check
+from counterpoint.scale.dlrm import DLRMS, Dlrm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,17 +137,23 @@ MODELS = {
 }  # fmt: skip
 
 
-def model_of(op: str, model: object) -> Model:
+def names() -> tuple[str, ...]:
+    """Of all models that are known."""
+    return (*MODELS, *DLRMS)
+
+
+def model_of(op: str, model: object) -> Model | Dlrm:
     """The model that is meant: itself, or by its name.
 
     Raises:
         InputError: there is none of that name.
     """
-    if isinstance(model, Model):
+    if isinstance(model, Model | Dlrm):
         return model
-    if not isinstance(model, str) or model not in MODELS:
-        near = get_close_matches(str(model), MODELS, 1)
+    known: dict[str, Model | Dlrm] = {**MODELS, **DLRMS}
+    if not isinstance(model, str) or model not in known:
+        near = get_close_matches(str(model), known, 1)
         fix = f"did you mean {near[0]!r}?" if near else ""
-        want = f"a scale.Model or one of {', '.join(MODELS)}"
+        want = f"a scale.Model, a scale.Dlrm or one of {', '.join(known)}"
         raise InputError(op, "model", want=want, got=repr(model), fix=fix)
-    return MODELS[model]
+    return known[model]
