@@ -1,6 +1,7 @@
 """`counterpoint scale`: a column for each mode, published steps, JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 from commands import invoke
@@ -30,3 +31,13 @@ def test_json_has_si_units():
     assert found["overlap"] == "ours" and found["layout"]["dp"] == 8
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
     assert found["items"] == 8 * 4096 and found["unit"] == "tokens"
+
+
+def test_a_dlrm_says_what_bounds_fusing_and_draws_its_map(tmp_path: Path):
+    picture = tmp_path / "map.svg"
+    args = ("scale", "dlrm-paper", "--gpus", "128", "--machine", "h100-1", "--nic", "200G")
+    text = invoke(*args, "--map", str(picture)).stdout
+    assert "512 samples a GPU" in text.splitlines()[0]
+    assert "fusing saves" in text and "min(embedding" in text and "ASSUMED" in text
+    assert f"map: {picture}" in text and picture.stat().st_size > 1000
+    assert "band" not in "".join(line[:5] for line in text.splitlines())

@@ -12,6 +12,13 @@ from counterpoint.presets import preset
 from counterpoint.scale import Dlrm, Fabric, Layout, Model, predict
 from counterpoint.scale.dlrm import DLRMS
 from counterpoint.scale.dlrm_counts import COUNTS
+from counterpoint.scale.dlrm_map import (
+    PAPER_SAVING,
+    map_of,
+    ratios_of_training,
+    saving,
+    share_for,
+)
 from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Network
 
@@ -159,3 +166,43 @@ def test_a_name_that_is_close():
     with pytest.raises(InputError, match="did you mean 'dlrm-dcnv2'"):
         predict("dlrm-dcn2", Layout())
     assert isinstance(predict("llama3-8b", Layout(tp=8)).model, Model)
+
+
+# ---- proportions
+
+
+def test_the_paper_s_saving_needs_both_to_be_as_much_of_the_step():
+    for ratio in (0.3, 0.9, 1.0, 2.0, 3.7):
+        share = share_for(PAPER_SAVING, ratio)
+        assert saving(share, ratio) == pytest.approx(PAPER_SAVING)
+        assert min(share, share * ratio) == pytest.approx(PAPER_SAVING)
+    # a step that is nothing but pooling and its all-to-all
+    assert saving(0.5, 1.0) == 0.5 and saving(0.9, 1.0) == 0
+
+
+def test_where_training_steps_end():
+    low, high = ratios_of_training(PAPER_SAVING)
+    assert (round(low, 2), round(high, 2)) == (0.72, 1.38)
+    for ratio in (low, high):
+        assert share_for(PAPER_SAVING, ratio) == pytest.approx(1 / (2 + 2 * ratio))
+
+
+@pytest.mark.parametrize("nodes", [16, 32, 64, 128])
+def test_the_map_lies_where_the_step_does(nodes: int):
+    """The paper's model, one GPU a node at 200 Gb/s: 5 to 10 %, not 21."""
+    found = map_of(step(PAPER, nodes, 65536 // nodes, 25e9, machine=preset("h100-1")))
+    place = next(each for each in found.places if each.label == f"dlrm-paper, {nodes} GPUs")
+    # a concat and starts are saved beside what is hidden
+    assert saving(place.share, place.ratio) <= place.bound * 1.001
+    assert place.saving <= place.bound < PAPER_SAVING
+    assert 0.04 < place.saving < 0.11
+    assert [each.label for each in found.places[-2:]] == [
+        "dlrm-dcnv2, 64 GPUs", "dlrm-dcnv2, 128 GPUs"
+    ]  # fmt: skip
+    assert "At other link rates it saves at most" in found.verdict()
+
+
+def test_on_one_node_there_are_no_other_link_rates():
+    found = map_of(step(DCN, 8, 1024))
+    assert not found.at_rates and "link rates" not in found.verdict()
+    assert [each.label for each in found.places] == [f"dlrm-dcnv2, {n} GPUs" for n in (2, 4, 8)]

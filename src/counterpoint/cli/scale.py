@@ -6,6 +6,7 @@ It imports no torch.
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -15,6 +16,7 @@ from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import table
 from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
+from counterpoint.measure.draw_map import draw_map
 from counterpoint.scale.checked import (
     RUNS,
     band,
@@ -24,7 +26,9 @@ from counterpoint.scale.checked import (
     published,
 )
 from counterpoint.scale.dlrm import Dlrm
-from counterpoint.scale.fabric import Fabric
+from counterpoint.scale.dlrm_map import map_of
+from counterpoint.scale.dlrm_step import DlrmStep
+from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import OVERLAPS, Overlap
 from counterpoint.scale.layout import Layout, Recompute, Sharding
 from counterpoint.scale.models import model_of, names
@@ -66,6 +70,10 @@ Modes = Annotated[str, typer.Option(help="How pairs are priced, with commas.")]
 Check = Annotated[
     bool, typer.Option("--check", help="Instead: published steps, simulated over reported.")
 ]
+MapOut = Annotated[
+    Path | None,
+    typer.Option("--map", help="Of a DLRM: picture of what fusing saves, at which proportions."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")]
 
 
@@ -75,6 +83,7 @@ def scale(
     sequence: Sequence = 0, recompute: Again = "none", sharding: Shards = "zero1",
     machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
     overlap: Modes = "none,ours,ideal", check: Check = False, as_json: AsJson = False,
+    map_to: MapOut = None,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
 
@@ -86,6 +95,8 @@ def scale(
     seconds               9.844     8.417     8.006
     tensor parallel       0.989     0.221     0.000
     ```
+
+    **Example:** `counterpoint scale dlrm-paper --gpus 128 --machine h100-1 --map map.svg`
 
     **Example:** `counterpoint scale --check`
     """
@@ -109,8 +120,14 @@ def scale(
         data_parallel_sharding=sharding,
     )  # fmt: skip
     fabric = Fabric(nic_bytes_per_s=_nic(nic), levels=_levels(pods), source=f"--nic {nic}")
+    if map_to is not None:
+        if not isinstance(known, Dlrm):
+            raise InputError("scale", "--map", want="left out: it is of a DLRM", got=model)
+        draw_map(map_of(DlrmStep(known, layout, Network(where, fabric), "ours")), map_to)
     found = [predict(known, layout, fabric, where, overlap=mode) for mode in modes]
     _show(found, as_json)
+    if map_to is not None and not as_json:
+        print(f"map: {map_to}")
 
 
 def _modes(text: str) -> list[Overlap]:
