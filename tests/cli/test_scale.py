@@ -41,3 +41,9 @@ def test_a_dlrm_says_what_bounds_fusing_and_draws_its_map(tmp_path: Path):
     assert "fusing saves" in text and "min(embedding" in text and "ASSUMED" in text
     assert f"map: {picture}" in text and picture.stat().st_size > 1000
     assert "band" not in "".join(line[:5] for line in text.splitlines())
+
+
+def test_check_has_mlperf_s_steps_apart():
+    text = invoke("scale", "--check").stdout
+    apart = text[text.index("not among these 29") :]
+    assert apart.count("MLPerf dlrm-dcnv2") == 2 and apart.count("assumed") == 2

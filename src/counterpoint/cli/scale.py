@@ -18,12 +18,14 @@ from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
 from counterpoint.measure.draw_map import draw_map
 from counterpoint.scale.checked import (
+    MLPERF_BESIDE_S,
     RUNS,
     band,
     fitted_error,
     held,
     mean_error,
     published,
+    recommenders,
 )
 from counterpoint.scale.dlrm import Dlrm
 from counterpoint.scale.dlrm_map import map_of
@@ -219,3 +221,12 @@ def _show_check(as_json: bool) -> None:
         f"holds {held(steps)} of {len(steps)}",
         soft_wrap=True,
     )
+    console.print(f"\nnot among these {len(steps)}, nor in any error above:", soft_wrap=True)
+    for each in recommenders():
+        beside_s = each.simulated_s + MLPERF_BESIDE_S
+        console.print(
+            f"{each.name}: reported {each.reported_s * 1e3:.2f} ms, simulated "
+            f"{each.simulated_s * 1e3:.2f} ({each.ratio - 1:+.1%}); with {MLPERF_BESIDE_S * 1e3} "
+            f"ms of launches and input, which are assumed, {beside_s * 1e3:.2f} "
+            f"({beside_s / each.reported_s - 1:+.1%})", soft_wrap=True,
+        )  # fmt: skip
