@@ -107,7 +107,8 @@ def recommenders() -> tuple[Checked, ...]:
     """Predict DLRM-DCNv2 at MLPerf's batch, pooling and its all-to-all one after the other.
 
     These steps are no part of `published`, nor of its errors: their seconds are inferred, and what
-    they have beside a step, `MLPERF_BESIDE_S`, is not modelled.
+    they have beside a step, `MLPERF_BESIDE_S`, is not modelled. Kernels are counted as torch has
+    them; those of the submissions are fused further, and run in a graph.
     """
     model = DLRMS["dlrm-dcnv2"]
     source = "MLPerf training v4.0; time between evaluations over iterations, inferred"

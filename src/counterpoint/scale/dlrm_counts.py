@@ -15,12 +15,19 @@ CROSS = Constant(
 )  # fmt: skip
 CONCAT = Constant(4, "bytes a number of pooled rows", "counted", "read 2, write 2; backward twice")
 CAST = Constant(
-    6, "bytes a dense parameter, each way", "counted", "autocast: read fp32, write bf16; and back"
+    6,
+    "bytes a dense parameter, each way",
+    "counted",
+    "autocast: read fp32, write bf16; and back; weights and biases apart",
 )
 BUCKET = Constant(
     16, "bytes a dense parameter", "counted",
     "DistributedDataParallel copies fp32 gradients into buckets, and back",
 )  # fmt: skip
+LOSS = Constant(
+    12, "bytes a sample and kernel", "counted", "of logits in fp32: read 4 + 4, write 4"
+)
+NUM_LOSS = 7  # kernels of binary_cross_entropy_with_logits, each way
 LAST_BUCKET = Constant(
     25 * 2**20,
     "bytes",

@@ -6,7 +6,7 @@ layers on own samples, sends gradients of pooled rows back, updates the rows tha
 averages the dense gradients beside that. Kernels are counted by what they read and write.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
@@ -26,6 +26,8 @@ from counterpoint.scale.dlrm_counts import (
     CROSS,
     ENTRY,
     LAST_BUCKET,
+    LOSS,
+    NUM_LOSS,
     NUM_SORTING,
     RELU,
     RELU_BACKWARD,
@@ -125,8 +127,11 @@ class DlrmStep:
 
     @cached_property
     def machine(self) -> Machine:
-        """As the operator sees it."""
-        return self.network.as_machine(self.group)
+        """As the operator sees it: of as many GPUs as `problem` has ranks, with links of all."""
+        machine = self.network.as_machine(self.group)
+        if self.network.near(self.group) == self.group.size:
+            return machine.of_ranks(self.group.size)
+        return replace(machine, num_devices=self.problem.ranks)
 
     @cached_property
     def alone(self) -> Machine:
@@ -211,6 +216,8 @@ class DlrmStep:
         found = [self._layer(k, n, relu=True, first=i == 0) for i, (k, n) in enumerate(bottom)]
         found.append(self._interaction())
         found += [self._layer(k, n, relu=i < len(top) - 1) for i, (k, n) in enumerate(top)]
+        loss = Parts({"memory": NUM_LOSS * self.memory_s(LOSS.value * self.samples)})
+        found.append(Both(loss, loss))
         return Both(
             sum((each.forward for each in found), Parts()),
             sum((each.backward for each in found), Parts()),
@@ -250,23 +257,23 @@ class DlrmStep:
     def _layer(self, k: int, n: int, *, relu: bool, first: bool = False) -> Both:
         """A linear layer, and what follows it."""
         rows = self.samples
-        linear = self._linear(k, n, first=first)
-        forward, backward = linear.forward, linear.backward
-        backward += Parts({"memory": self.memory_s(BIAS.value * rows * n)})
+        forward, backward = self._linear(k, n, first=first)
         if relu:
             forward += Parts({"memory": self.memory_s(RELU.value * rows * n)})
             backward += Parts({"memory": self.memory_s(RELU_BACKWARD.value * rows * n)})
         return Both(forward, backward)
 
-    def _linear(self, k: int, n: int, *, first: bool = False) -> Both:
-        """A matmul and its gradients, and its weight in bf16; the first layer's input has none."""
+    def _linear(self, k: int, n: int, *, bias: bool = True, first: bool = False) -> Both:
+        """A matmul and its gradients, its parameters in bf16; the first layer's input has none."""
         rows = self.samples
-        cast_s = self.memory_s(CAST.value * k * n)
-        copies_s = cast_s + 2 * self.memory_s(BUCKET.value / 2 * k * n)
+        parameters = (k * n, n) if bias else (k * n,)
+        cast_s = sum(self.memory_s(CAST.value * count) for count in parameters)
+        copies_s = sum(2 * self.memory_s(BUCKET.value / 2 * count) for count in parameters)
+        sum_s = self.memory_s(BIAS.value * rows * n) if bias else 0.0
         gradients_s = self.matmul_s(n, k, rows) + (0.0 if first else self.matmul_s(rows, k, n))
         return Both(
             Parts({"matmuls": self.matmul_s(rows, n, k), "memory": cast_s}),
-            Parts({"matmuls": gradients_s, "memory": copies_s}),
+            Parts({"matmuls": gradients_s, "memory": cast_s + copies_s + sum_s}),
         )
 
     def _interaction(self) -> Both:
@@ -280,12 +287,11 @@ class DlrmStep:
             taken = Parts({"memory": self.memory_s(1.5 * pairs)})  # one of each two
             back = Parts({"matmuls": 2 * self.matmul_s(v, model.dim, v, rows)})
             return Both(concat + taken + Parts({"matmuls": dots_s}), concat + taken + back)
-        layers, _ = model.cross
+        layers, rank = model.cross
         each_s = self.memory_s(CROSS.value * numbers)
         forward = concat + Parts({"memory": 2 * layers * each_s})
-        bias_s = self.memory_s(BIAS.value * numbers)
-        backward = Parts({"memory": layers * (4 * each_s + bias_s)})
+        backward = Parts({"memory": 4 * layers * each_s})
         for k, n in model.cross_weights:
-            linear = self._linear(k, n)
+            linear = self._linear(k, n, bias=k == rank)
             forward, backward = forward + linear.forward, backward + linear.backward
         return Both(forward, backward)

@@ -27,7 +27,7 @@ class Layout:
         ep: ranks that share out the experts, among those of `dp` and `cp`.
         cp: ranks that share out each sequence.
         virtual_stages: parts of the model on each stage (interleaving).
-        micro_batch: sequences of a micro-batch.
+        micro_batch: sequences of a micro-batch; of a `Dlrm` the samples of one GPU.
         num_micro_batches: of a step and a replica; 0: as many as stages.
         sequence: tokens of a sequence; 0: the model's.
         sequence_parallel: whether the tensor-parallel ranks share out what lies between matmuls.
