@@ -67,12 +67,8 @@ def dlrm_steps(what: str = "forward + backward") -> list[Measured]:
         for case in taken(rows, "model", "size"):
             if not case.head["model"].startswith("DLRM"):
                 continue
-            whole = DLRMS["dlrm-dcnv2"]
-            model = replace(whole, rows=tuple(min(n, case.head["rows"]) for n in whole.rows))
-            layout = Layout(dp=ranks, micro_batch=case.head["size"] // ranks)
-            network = Network(machine_of("scale_steps", f"h200-{ranks}"), Fabric())
             for arm, overlap in ARMS.items():
-                step = DlrmStep(model, layout, network, overlap)
+                step = dlrm_step(case.head["size"], case.head["rows"], ranks, overlap)
                 predicted_s = step.embedding().seconds + step.dense().forward.seconds
                 if what != "forward":
                     predicted_s = dlrm_s(step)
@@ -81,13 +77,28 @@ def dlrm_steps(what: str = "forward + backward") -> list[Measured]:
     return found
 
 
+def dlrm_step(samples: int, rows: int, ranks: int, overlap: Overlap) -> DlrmStep:
+    """DLRM-DCNv2 with tables of at most so many rows, on H200s as they were measured."""
+    whole = DLRMS["dlrm-dcnv2"]
+    model = replace(whole, rows=tuple(min(n, rows) for n in whole.rows))
+    network = Network(machine_of("scale_steps", f"h200-{ranks}"), Fabric())
+    return DlrmStep(model, Layout(dp=ranks, micro_batch=samples // ranks), network, overlap)
+
+
 def dlrm_s(step: DlrmStep) -> float:
     """A step of benchmarks/dlrm.py: no optimizer; gradients of tables are dense, by our kernel."""
     seconds, parts = step.run()
-    owners, _ = balanced(step.group.size)
-    own = [tuple(t for t, o in enumerate(owners) if o == r) for r in range(step.group.size)]
-    gradients_s = step.sort_s() + max(table_gradients_s(step, tables) for tables in own)
+    gradients_s = step.sort_s() + max(gradients_of_ranks_s(step))
     return seconds - parts["table update"] - parts["optimizer"] + gradients_s
+
+
+def gradients_of_ranks_s(step: DlrmStep) -> list[float]:
+    """Of each rank's tables, entries being sorted: after their all-to-all ranks differ by that."""
+    owners, _ = balanced(step.group.size)
+    return [
+        table_gradients_s(step, [t for t, owner in enumerate(owners) if owner == rank])
+        for rank in range(step.group.size)
+    ]
 
 
 def table_gradients_s(step: DlrmStep, tables: Iterable[int]) -> float:

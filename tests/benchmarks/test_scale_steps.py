@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.scale_steps import dlrm_steps, errors, steps
+from benchmarks.rows import results
+from benchmarks.scale_steps import dlrm_step, dlrm_steps, errors, gradients_of_ranks_s, steps
 
 
 def test_own_steps_are_within_the_bars():
@@ -26,3 +27,13 @@ def test_their_forwards():
     assert [step.measured_s for step in found] == pytest.approx(
         [1.191e-3, 1.040e-3, 3.945e-3, 3.433e-3], rel=1e-3
     )
+
+
+def test_ranks_differ_by_the_gradients_of_their_tables():
+    """What one rank takes longer than the other, as it was measured: 14 and 19 % off."""
+    rows = [row for row in results("steps")[2] if row["arm"] == "forward + backward, by fused"]
+    found = [row for row in rows if row["model"].startswith("DLRM")]
+    assert len(found) == 2
+    for row in found:
+        each = gradients_of_ranks_s(dlrm_step(row["size"], row["rows"], 2, "ours"))
+        assert max(each) - min(each) == pytest.approx(row["skew_s"], rel=0.2)
