@@ -48,7 +48,7 @@ def draw_map(found: Map, path: str | Path, *, dark: bool = False) -> Path:
         _shades(axes, theme)
         _limits(axes, theme)
         if found.at_rates:
-            _rates(axes, found.at_rates, theme)
+            _rates(axes, found, theme)
         for i, place in enumerate(found.places):
             _point(axes, place, theme, va="center" if i else "bottom")
         _axes(axes)
@@ -92,14 +92,16 @@ def _limits(axes: "Axes", theme: Theme) -> None:
         canvas.note(axes, 1.02, level * 1.03, f"saves {level:.0%}", small, va="bottom")
 
 
-def _rates(axes: "Axes", places: "tuple[Place, ...]", theme: Theme) -> None:
+def _rates(axes: "Axes", found: Map, theme: Theme) -> None:
     """One step at other link rates: a line, with what some of them are."""
+    places = found.at_rates
     axes.plot([p.ratio for p in places], [p.share for p in places], color=canvas.ORANGE,
               linewidth=1.4)  # fmt: skip
     look = Look(canvas.SMALL_PT, theme.faint)
     for rate, place in zip(RATES, places, strict=True):
         gbit = rate * 8 / 1e9
-        if gbit in (100, 400, 1600) and RATIOS[0] < place.ratio < RATIOS[1]:
+        here = any(abs(each.ratio / place.ratio - 1) < 0.1 for each in found.places)
+        if gbit in (100, 400, 1600) and RATIOS[0] < place.ratio < RATIOS[1] and not here:
             axes.plot([place.ratio], [place.share], marker="|", color=canvas.ORANGE, markersize=7)
             canvas.note(axes, place.ratio, place.share, f"{gbit:.0f} Gb/s", look, shift_pt=-3,
                         ha="right", va="top")  # fmt: skip
