@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks import blocks, experts, pictures
 from benchmarks.pictures import Point
 from benchmarks.rows import Row, results
+from benchmarks.scale_dlrm import dlrm_s, dlrm_step
 from benchmarks.steps_experts import BOTH
 from benchmarks.tables import grid, measured, ms
 from counterpoint.machine import Machine
@@ -24,6 +25,7 @@ from counterpoint.scale.checked import (
     held,
     mean_error,
     published,
+    recommenders,
 )
 from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import Layers, Overlap
@@ -54,7 +56,7 @@ def own_steps(machine: Machine | None = None) -> list[Own]:
     """Every whole step that was measured on 2 GPUs, and what is predicted of it."""
     where = machine or machine_of("scale_steps", f"h200-{RANKS}")
     of: dict[str, Callable[[Row, Machine], Iterator[Own]]] = {
-        "compile": _layers, "training": _mlp, "steps": _experts,
+        "compile": _layers, "training": _mlp, "steps": _whole,
     }  # fmt: skip
     return [own for name, read in of.items() for row in results(name)[RANKS]
             for own in read(row, where)]  # fmt: skip
@@ -93,8 +95,19 @@ def _mlp(row: Row, machine: Machine) -> Iterator[Own]:
     yield Own("tensor parallel", overlap, layers.mlp(model.ffn).seconds, row)
 
 
+def _whole(row: Row, machine: Machine) -> Iterator[Own]:
+    """A recommendation model, or a layer of experts, forward and backward."""
+    if not row["model"].startswith("DLRM"):
+        yield from _experts(row, machine)
+        return
+    # torch's own bags are not modelled
+    overlaps: Mapping[str, Overlap] = {f"{BOTH}, by lookup": "none", f"{BOTH}, by fused": "ours"}
+    if (overlap := overlaps.get(row["arm"])) is not None:
+        step = dlrm_step(row["size"], row["rows"], machine, overlap)
+        yield Own("DLRM", overlap, dlrm_s(step), row)
+
+
 def _experts(row: Row, machine: Machine) -> Iterator[Own]:
-    """A layer of experts, forward and backward."""
     overlaps: Mapping[str, Overlap] = {
         f"{BOTH}, by torch, counts": "none",
         f"{BOTH}, by fused": "ours",
@@ -138,6 +151,13 @@ def _of_paper(paper: str) -> list[str]:
     return [paper or "all", str(len(steps)), f"{mean_error(steps):.1%}", f"{worst:+.1%}"]
 
 
+def recommenders_table() -> str:
+    """MLPerf's steps, which are none of the published ones above."""
+    lines = [[s.name, f"{s.reported_s * 1e3:.2f}", f"{s.simulated_s * 1e3:.2f}", f"{s.ratio:.2f}"]
+             for s in recommenders()]  # fmt: skip
+    return grid(["step", "reported, ms", "simulated, ms", "simulated / reported"], lines)
+
+
 def own_table(steps: Sequence[Own]) -> str:
     """Our own steps, measured and predicted."""
     lines = [
@@ -172,4 +192,5 @@ def _point(step: Checked) -> Point:
 
 def sections() -> dict[str, str]:
     """Marked sections of docs/scale.md."""
-    return {"scale-published": published_table(), "scale-own": own_table(own_steps())}
+    return {"scale-published": published_table(), "scale-own": own_table(own_steps()),
+            "scale-mlperf": recommenders_table()}  # fmt: skip

@@ -30,7 +30,7 @@ def test_json_has_si_units():
     )
     assert found["overlap"] == "ours" and found["layout"]["dp"] == 8
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
-    assert found["tokens"] == 8 * 4096
+    assert found["items"] == 8 * 4096 and found["unit"] == "tokens"
 
 
 def test_a_picture_has_a_bar_of_each_mode(tmp_path: Path):
@@ -58,3 +58,19 @@ def test_traces_of_each_mode_have_a_folder(tmp_path: Path):
     written = {str(path.relative_to(tmp_path / "made")) for path in tmp_path.rglob("*.*")}
     names = ("step.0.et", "step.8.et", "comm_groups.json")
     assert written == {f"{mode}/{name}" for mode in ("none", "ours") for name in names}
+
+
+def test_a_dlrm_says_what_bounds_fusing_and_draws_its_map(tmp_path: Path):
+    picture = tmp_path / "map.svg"
+    args = ("scale", "dlrm-paper", "--gpus", "128", "--machine", "h100-1", "--nic", "200G")
+    text = invoke(*args, "--map", str(picture)).stdout
+    assert "512 samples a GPU" in text.splitlines()[0]
+    assert "fusing saves" in text and "min(embedding" in text and "ASSUMED" in text
+    assert f"map: {picture}" in text and picture.stat().st_size > 1000
+    assert "band" not in "".join(line[:5] for line in text.splitlines())
+
+
+def test_check_has_mlperf_s_steps_apart():
+    text = invoke("scale", "--check").stdout
+    apart = text[text.index("not among these 29") :]
+    assert apart.count("MLPerf dlrm-dcnv2") == 2 and apart.count("assumed") == 2

@@ -72,6 +72,13 @@ WORDS: list[tuple[str, str]] = [
      "scale: MODEL must be one of ..., got 'lama3-8b'; did you mean 'llama3-8b'?"),
     ("scale llama3-8b", "scale: --gpus must be given, got none"),
     ("scale llama3-8b --check", "scale: MODEL must be left out with --check, got 'llama3-8b'"),
+    ("scale llama3-8b --gpus 8 --map map.svg",
+     "scale: --map must be left out: it is of a DLRM, got llama3-8b"),
+    ("scale dlrm-dcnv2 --gpus 8 --map map.gif",
+     "scale: --map must be a file name that ends in .png, .svg, .pdf, got map.gif"),
+    ("scale dlrm-dcnv2 --gpus 64 --tp 8",
+     "scale: --tp must be left out: of dlrm-dcnv2 every rank has tables and own samples (dp), "
+     "got 8"),
     ("scale llama3-8b --gpus 8 --overlap all",
      "scale: --overlap must be of none, ours, ideal, with commas, got 'all'"),
     ("scale llama3-8b --gpus 8 --nic 50",

@@ -5,8 +5,8 @@ It imports no torch.
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -19,22 +19,28 @@ from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import progress, table
 from counterpoint.errors import InputError
 from counterpoint.measure.canvas import SUFFIXES
+from counterpoint.measure.draw_map import draw_map
 from counterpoint.scale.assumptions import listed
 from counterpoint.scale.checked import (
+    MLPERF_BESIDE_S,
     RUNS,
     band,
     fitted_error,
     held,
     mean_error,
     published,
+    recommenders,
 )
-from counterpoint.scale.fabric import Congestion, Fabric
+from counterpoint.scale.dlrm import Dlrm
+from counterpoint.scale.dlrm_map import map_of
+from counterpoint.scale.dlrm_step import DlrmStep
+from counterpoint.scale.fabric import Congestion, Fabric, Network
 from counterpoint.scale.layer import OVERLAPS, Overlap
 from counterpoint.scale.layout import Layout, Recompute, Schedule, Sharding
-from counterpoint.scale.models import MODELS, model_of
+from counterpoint.scale.models import Model, model_of, names
 from counterpoint.scale.prediction import Prediction, predict
 
-NAMES = ", ".join(MODELS)
+NAMES = ", ".join(names())
 
 
 Name = Annotated[str, typer.Argument(show_default=False, help=f"One of {NAMES}, or a config.json.")]
@@ -49,7 +55,13 @@ Virtual = Annotated[int, typer.Option(min=1, max=2**20, help="Parts of the model
 Pipelined = Annotated[
     Schedule, typer.Option(help="Of the stages; zero-bubble: gradients of weights fill the bubble.")
 ]
-MicroBatch = Annotated[int, typer.Option(min=1, max=2**20, help="Sequences of a micro-batch.")]
+MicroBatch = Annotated[
+    int,
+    typer.Option(
+        min=0, max=2**20,
+        help="Sequences of a micro-batch, or samples of a GPU; 0: one, or the published batch.",
+    ),
+]  # fmt: skip
 Batches = Annotated[
     int, typer.Option(min=0, max=2**20, help="Of a step and a replica; 0: as many as stages.")
 ]
@@ -83,18 +95,23 @@ Picture = Annotated[
         help="Stages over time and parts, to this .png, .svg or .pdf.", show_default=False
     ),
 ]
+MapOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--map", help="Of a DLRM: which proportions of a step save how much.", show_default=False
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")]
 
 
 def scale(
     model: Name = "", gpus: Gpus = 0, tp: Tp = 1, pp: Pp = 1, ep: Ep = 1, cp: Cp = 1,
-    virtual_stages: Virtual = 1, schedule: Pipelined = "1f1b", micro_batch: MicroBatch = 1,
+    virtual_stages: Virtual = 1, schedule: Pipelined = "1f1b", micro_batch: MicroBatch = 0,
     num_micro_batches: Batches = 0, sequence: Sequence = 0, recompute: Again = "none",
     sharding: Shards = "zero1", machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
     torus: Torus = "", rails: Rails = False, congestion: Congested = "closed",
     overlap: Modes = "none,ours,ideal", picture: Picture = None, chakra: Chakra = None,
-    check: Check = False,
-    as_json: AsJson = False,
+    map_to: MapOut = None, check: Check = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
 
@@ -107,45 +124,67 @@ def scale(
     tensor parallel       0.989     0.221     0.000
     ```
 
+    **Example:** `counterpoint scale dlrm-paper --gpus 128 --machine h100-1 --map map.svg`
+
     **Example:** `counterpoint scale --check`
     """
     check_written("scale", "--picture", picture, SUFFIXES)
+    check_written("scale", "--map", map_to, SUFFIXES)
     if chakra is not None:
         check_made("scale", "--chakra", chakra)
     console = Console(highlight=False)
     bar = progress(console, shown=console.is_terminal and not as_json)
     if check:
-        for option, given in (("MODEL", model), ("--picture", picture), ("--chakra", chakra)):
-            if given:
-                want = "left out with --check"
-                raise InputError("scale", option, want=want, got=repr(str(given)))
+        _left_out({"MODEL": model, "--picture": picture, "--map": map_to, "--chakra": chakra})
         _show_check(bar, as_json)
         return
-    known = model_of("scale", model)
-    if not gpus:
-        raise InputError("scale", "--gpus", want="given", got="none")
+    known = _known(model, gpus, mapped=map_to is not None)
     modes = _modes(overlap)
     where = machine_at("scale", machine)
     layout = Layout.on(
         gpus, tp=tp, pp=pp, ep=ep, cp=cp, virtual_stages=virtual_stages, schedule=schedule,
-        micro_batch=micro_batch, num_micro_batches=num_micro_batches, sequence=sequence,
+        micro_batch=micro_batch or _batch(known, gpus), num_micro_batches=num_micro_batches, sequence=sequence,
         recompute=recompute, data_parallel_sharding=sharding,
     )  # fmt: skip
     fabric = Fabric(
         nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,
         congestion=congestion, source=f"--nic {nic}",
     )  # fmt: skip
-    one = partial(predict, known, layout, fabric, where)
     with bar:
         task = bar.add_task("predictions", total=len(modes))
-        found = [one(overlap=mode) for mode in bar.track(modes, task_id=task)]
+        found = [
+            predict(known, layout, fabric, where, overlap=mode)
+            for mode in bar.track(modes, task_id=task)
+        ]
         _write(found, picture, chakra, bar)
+        if map_to and isinstance(known, Dlrm):
+            draw_map(map_of(DlrmStep(known, layout, Network(where, fabric), "ours")), map_to)
     if as_json:
         print(json.dumps([_facts(each) for each in found], indent=2))
         return
-    _show(found, console)
-    if picture:
-        console.print(f"\nThe picture: {picture}", soft_wrap=True)
+    _show(found, console, {"picture": picture, "map": map_to})
+
+
+def _known(model: str, gpus: int, *, mapped: bool) -> Model | Dlrm:
+    """The model that is meant; refused without GPUs, or a map of one that has none."""
+    known = model_of("scale", model, "MODEL")
+    if not gpus:
+        raise InputError("scale", "--gpus", want="given", got="none")
+    if mapped and not isinstance(known, Dlrm):
+        raise InputError("scale", "--map", want="left out: it is of a DLRM", got=model)
+    return known
+
+
+def _batch(known: Model | Dlrm, gpus: int) -> int:
+    """Samples of a GPU at the published batch, or one sequence."""
+    return max(known.batch // gpus, 1) if isinstance(known, Dlrm) else 1
+
+
+def _left_out(given: Mapping[str, object]) -> None:
+    """Refuse what --check does without."""
+    for option, value in given.items():
+        if value:
+            raise InputError("scale", option, want="left out with --check", got=repr(str(value)))
 
 
 def _write(
@@ -194,26 +233,33 @@ def _torus(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("x"))) if text else ()
 
 
-def _show(found: list[Prediction], console: Console) -> None:
-    """A column for each mode, and what they stand on."""
+def _show(found: list[Prediction], console: Console, files: Mapping[str, Path | None]) -> None:
+    """A column for each mode, what they stand on, and which files were written."""
     first = found[0]
     console.print(first.title, markup=False, soft_wrap=True)
+    places = 3 if first.seconds > 0.1 else 6
     shown = table("seconds of a step", *(f">{each.overlap}" for each in found), "")
-    shown.add_row("seconds", *(f"{each.seconds:.3f}" for each in found), style="bold")
+    shown.add_row("seconds", *(f"{each.seconds:.{places}f}" for each in found), style="bold")
     speedups = (f"{first.seconds / each.seconds:.2f}x" for each in found)
-    bands = ("{:.3f}-{:.3f}".format(*each.band_s) for each in found)
-    shown.add_row("band", *bands)
+    if first.band_s:
+        bands = (each.band_s for each in found)
+        shown.add_row("band", *("{:.3f}-{:.3f}".format(*band_s) for band_s in bands if band_s))
     shown.add_row(f"speedup over {first.overlap}", *speedups)
-    shown.add_row("tokens/s", *(f"{each.tokens / each.seconds:,.0f}" for each in found))
+    shown.add_row(f"{first.unit}/s", *(f"{each.items / each.seconds:,.0f}" for each in found))
     shown.add_row("Tflop/s a GPU", *(f"{each.flop_per_s / 1e12:.0f}" for each in found))
     for name in first.parts:
         values = [each.parts.get(name, 0.0) for each in found]
         if any(values):
-            shown.add_row(name, *(f"{value:.3f}" for value in values))
+            shown.add_row(name, *(f"{value:.{places}f}" for value in values))
     console.print(shown)
+    for note in first.notes:
+        console.print(note, markup=False, soft_wrap=True)
     lines = dict.fromkeys(line for each in found for line in each.assumptions)
     text = listed(lines, console.width)
     console.print(f"\n{text}", markup=False, style="dim", soft_wrap=True)
+    for what, path in files.items():
+        if path:
+            console.print(f"\nThe {what}: {path}", soft_wrap=True)
 
 
 def _facts(found: Prediction) -> dict[str, Any]:
@@ -221,8 +267,8 @@ def _facts(found: Prediction) -> dict[str, Any]:
     return {
         "model": asdict(found.model), "layout": asdict(found.layout), "machine": found.machine,
         "overlap": found.overlap, "seconds": found.seconds, "parts": found.parts,
-        "tokens": found.tokens, "flop_per_s": found.flop_per_s,
-        "assumptions": list(found.assumptions),
+        "items": found.items, "unit": found.unit, "flop_per_s": found.flop_per_s,
+        "notes": list(found.notes), "assumptions": list(found.assumptions),
     }  # fmt: skip
 
 
@@ -253,3 +299,12 @@ def _show_check(bar: Progress, as_json: bool) -> None:
         f"holds {held(steps)} of {len(steps)}",
         soft_wrap=True,
     )
+    console.print(f"\nnot among these {len(steps)}, nor in any error above:", soft_wrap=True)
+    for each in recommenders():
+        beside_s = each.simulated_s + MLPERF_BESIDE_S
+        console.print(
+            f"{each.name}: reported {each.reported_s * 1e3:.2f} ms, simulated "
+            f"{each.simulated_s * 1e3:.2f} ({each.ratio - 1:+.1%}); with {MLPERF_BESIDE_S * 1e3} "
+            f"ms of launches and input, which are assumed, {beside_s * 1e3:.2f} "
+            f"({beside_s / each.reported_s - 1:+.1%})", soft_wrap=True,
+        )  # fmt: skip

@@ -27,7 +27,8 @@ EVENTS = {
     "data parallel": canvas.ORANGE, "optimizer": GREY,
 }  # fmt: skip
 PARTS = {
-    "matmuls": canvas.BLUE, "experts": "#6C8EBF", "attention": NAVY, "memory": PALE, "loss": SLATE,
+    "embedding": "#3D5A80", "table update": "#7FB3A6", "matmuls": canvas.BLUE,
+    "experts": "#6C8EBF", "attention": NAVY, "memory": PALE, "loss": SLATE,
     "tensor parallel": canvas.VERMILLION, "all-to-all": "#9A3B00", "context parallel": "#F2C879",
     "sends": canvas.YELLOW, "data parallel": canvas.ORANGE, "optimizer": GREY,
 }  # fmt: skip
@@ -141,11 +142,11 @@ def _draw(shown: "Prediction", bars: "list[Prediction]", theme: Theme) -> "Figur
         _draw_bar(sheet, name, each, bars[0], fills, top_in)
         top_in += BAR_HEIGHT
     _draw_table(sheet, names, bars, fills, body_in + AXIS_HEIGHT)
-    middle, low, high = map(canvas.duration, (shown.seconds, *shown.band_s))
-    source = (
-        f"predicted, not measured: {middle}, {low} to {high} by the residuals of published steps; "
-        "one rank of each stage stands for all"
-    )
+    source = f"predicted, not measured: {canvas.duration(shown.seconds)}"
+    if shown.band_s:
+        low, high = map(canvas.duration, shown.band_s)
+        source += f", {low} to {high} by the residuals of published steps"
+    source += "; one rank of each stage stands for all"
     canvas.heading(figure, shown.title, source, theme)
     return figure
 

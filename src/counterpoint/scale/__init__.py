@@ -9,22 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from counterpoint.scale.checked import published
+    from counterpoint.scale.dlrm import Dlrm
     from counterpoint.scale.fabric import Fabric
     from counterpoint.scale.layout import Layout
     from counterpoint.scale.models import Model
     from counterpoint.scale.prediction import Prediction, predict
 
 _HOME = {
+    "Dlrm": "scale.dlrm",
     "Fabric": "scale.fabric",
     "Layout": "scale.layout",
     "Model": "scale.models",
     "Prediction": "scale.prediction",
     "predict": "scale.prediction",
-    "published": "scale.checked",
 }
 
-__all__ = ["Fabric", "Layout", "Model", "Prediction", "predict", "published"]
+__all__ = ["Dlrm", "Fabric", "Layout", "Model", "Prediction", "predict"]
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,7 @@ from math import exp, log, sqrt
 from typing import Any, NamedTuple
 
 from counterpoint.presets import preset
+from counterpoint.scale.dlrm import DLRMS
 from counterpoint.scale.fabric import Fabric
 from counterpoint.scale.layer import Overlap
 from counterpoint.scale.layout import Layout
@@ -44,6 +45,12 @@ RUNS = {
     # section 3.3: gradients and sends beside computation; nothing of tensor parallelism
     "Llama3": Run("h100-8", Fabric(levels=((3072, 7.0),)), "none", asynchronous=True),
 }  # fmt: skip
+
+
+# MLPerf training v4.0, DLRM-DCNv2 on nodes of 8 H100: GPUs, seconds between two evaluations over
+# the iterations there
+MLPERF = ((64, 2.41e-3), (128, 1.83e-3))
+MLPERF_BESIDE_S = 0.5e-3  # of these, launches and input: inferred, and no part of a prediction
 
 
 class Checked(NamedTuple):
@@ -93,6 +100,24 @@ def _checked(row: dict[str, Any]) -> Checked:
     layout = Layout(asynchronous=run.asynchronous, **row["layout"])
     found = predict(model, layout, run.fabric, preset(run.machine), overlap=run.overlap)
     return Checked(row["name"], row["source"], row["reported_step_s"], found.seconds)
+
+
+@cache
+def recommenders() -> tuple[Checked, ...]:
+    """Predict DLRM-DCNv2 at MLPerf's batch, pooling and its all-to-all one after the other.
+
+    These steps are no part of `published`, nor of its errors: their seconds are inferred, and what
+    they have beside a step, `MLPERF_BESIDE_S`, is not modelled. Kernels are counted as torch has
+    them; those of the submissions are fused further, and run in a graph.
+    """
+    model = DLRMS["dlrm-dcnv2"]
+    source = "MLPerf training v4.0; time between evaluations over iterations, inferred"
+    return tuple(
+        Checked(f"MLPerf {model.name} {gpus} H100", source, reported_s, predict(
+            model, Layout(dp=gpus, micro_batch=model.batch // gpus), Fabric(), preset("h100-8"),
+        ).seconds)
+        for gpus, reported_s in MLPERF
+    )  # fmt: skip
 
 
 def mean_error(steps: tuple[Checked, ...]) -> float:

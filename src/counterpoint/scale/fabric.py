@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.ranges import check
+from counterpoint.ranges import MAX_RANKS, check
 from counterpoint.scale import constants, torus
 from counterpoint.scale.collectives import (
     Link,
@@ -211,9 +211,8 @@ class Network:
             collective_bytes_per_s=min(costs.collective_bytes_per_s, rate),
             direct_bytes_per_s=min(costs.direct_bytes_per_s, rate),
         )
-        return replace(
-            self.machine, num_devices=max(group.size, self.machine.num_devices), measured=settled
-        )
+        num_devices = max(min(group.size, MAX_RANKS), self.machine.num_devices)
+        return replace(self.machine, num_devices=num_devices, measured=settled)
 
     def _through(self, near: int) -> Link:
         """A link of one ring over all: within islands, and by the NICs of all its ranks of one."""

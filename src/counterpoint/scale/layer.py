@@ -43,6 +43,7 @@ def _sent(problem: Problem, part: str, group: Group) -> dict[Sent, float]:
 @lru_cache(maxsize=4096)
 def pair_s(problem: Problem, machine: Machine, overlap: Overlap) -> tuple[float, float]:
     """Seconds of an operator with its communication, and of its matmuls alone."""
+    machine = machine.of_ranks(problem.ranks)  # as `choose` has it
     if overlap == "none":
         serial = build(problem, "serial", machine)
         return predicted_s(serial, machine), parts_s(problem, machine)[0]

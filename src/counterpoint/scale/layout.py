@@ -30,7 +30,7 @@ class Layout:
         virtual_stages: parts of the model on each stage (interleaving).
         schedule: of the pipeline: "1f1b", or "zero-bubble": gradients of weights apart from those
             of inputs, in the bubble, with as much memory as 1F1B (ZB-H1 of arXiv 2401.10241).
-        micro_batch: sequences of a micro-batch.
+        micro_batch: sequences of a micro-batch; of a `Dlrm` the samples of one GPU.
         num_micro_batches: of a step and a replica; 0: as many as stages.
         sequence: tokens of a sequence; 0: the model's.
         sequence_parallel: whether the tensor-parallel ranks share out what lies between matmuls.

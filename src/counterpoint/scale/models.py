@@ -1,4 +1,4 @@
-"""Sizes of transformers, by name, with where they are published."""
+"""Sizes of transformers, by name, with where they are published; and any model by its name."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -7,6 +7,7 @@ from pathlib import Path
 from counterpoint.errors import InputError
 from counterpoint.ranges import check
 from counterpoint.scale.config import sizes_of
+from counterpoint.scale.dlrm import DLRMS, Dlrm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +155,31 @@ MODELS = {
 }  # fmt: skip
 
 
-def model_of(op: str, model: object) -> Model:
+def names() -> tuple[str, ...]:
+    """Of all models that are known."""
+    return (*MODELS, *DLRMS)
+
+
+def model_of(op: str, model: object, arg: str = "model") -> Model | Dlrm:
     """The model that is meant: itself, by its name, or by the path of its config.
+
+    Args:
+        op: that asks, for errors.
+        model: what was given.
+        arg: the argument that it was given as, for errors.
 
     Raises:
         InputError: there is none of that name, or the config cannot be read.
     """
-    if isinstance(model, Model):
+    if isinstance(model, Model | Dlrm):
         return model
     if isinstance(model, Path) or (isinstance(model, str) and ("/" in model or "." in model)):
         return Model.from_config(model)
-    if not isinstance(model, str) or model not in MODELS:
-        near = get_close_matches(str(model), MODELS, 1)
+    known: dict[str, Model | Dlrm] = {**MODELS, **DLRMS}
+    if not isinstance(model, str) or model not in known:
+        near = get_close_matches(str(model), known, 1)
         fix = f"did you mean {near[0]!r}?" if near else ""
-        want = f"a scale.Model, the path of a config.json, or one of {', '.join(MODELS)}"
-        raise InputError(op, "model", want=want, got=repr(model), fix=fix)
-    return MODELS[model]
+        want = f"one of {', '.join(known)}, or the path of a config.json"
+        want += ", a scale.Model or a scale.Dlrm" * (arg == "model")
+        raise InputError(op, arg, want=want, got=repr(model), fix=fix)
+    return known[model]

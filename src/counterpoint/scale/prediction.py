@@ -11,8 +11,10 @@ from pathlib import Path
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ranges import instance
-from counterpoint.scale import chakra
+from counterpoint.scale import chakra, dlrm_assumptions
 from counterpoint.scale.assumptions import assumptions, listed
+from counterpoint.scale.dlrm import Dlrm
+from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import OVERLAPS, Layers, Overlap
 from counterpoint.scale.layout import Layout
@@ -36,38 +38,52 @@ class Prediction:
         overlap: how matmuls and the collectives beside them were priced.
         seconds: of the step.
         parts: seconds by what the busiest pipeline stage spends them on; they add up to `seconds`.
-        tokens: of the step, over all replicas.
+        items: tokens of the step, or samples of a `Dlrm`, over all replicas.
         assumptions: what the numbers stand on, with sources, a line each, which begins with what
             it is about and a colon: "machine: ...", "assumed: ...", "not checked: ...".
         stages: when each stage does what; `timeline` is made of it.
+        notes: of a `Dlrm`, what fusing saves and what bounds it, a line each.
     """
 
-    model: Model
+    model: Model | Dlrm
     layout: Layout
     machine: str
     overlap: Overlap
     seconds: float
     parts: dict[str, float]
-    tokens: int
+    items: int
     assumptions: tuple[str, ...] = field(repr=False)
     stages: Stages = field(repr=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
-    def band_s(self) -> tuple[float, float]:
-        """Seconds from and to, by how far published steps were from their predictions."""
+    def band_s(self) -> tuple[float, float] | None:
+        """Seconds from and to, by how far published steps were from their predictions.
+
+        None of a `Dlrm`: only two published steps of such a model are known.
+        """
+        if isinstance(self.model, Dlrm):
+            return None
         low, high = BAND
         return self.seconds / high, self.seconds / low
+
+    @property
+    def unit(self) -> str:
+        """What `items` counts: tokens or samples."""
+        return "samples" if isinstance(self.model, Dlrm) else "tokens"
 
     @property
     def flop_per_s(self) -> float:
         """Of one GPU: products of the model alone, nothing that is recomputed."""
         model, layout = self.model, self.layout
+        if isinstance(model, Dlrm):
+            return self.items * model.flop / self.seconds / layout.num_gpus
         used = model.parameters - model.vocab * model.hidden  # an embedding is looked up
         idle = model.experts - model.top_k
         used -= (model.layers - model.num_dense) * idle * model.mlp_parameters(model.expert_ffn)
         # causal attention, as flash attention computes it
         wide = model.layers * model.heads * (model.key_width + model.width)
-        flop = self.tokens * (6 * used + 3 * layout.length(model) * wide)
+        flop = self.items * (6 * used + 3 * layout.length(model) * wide)
         return flop / self.seconds / layout.num_gpus
 
     @property
@@ -76,12 +92,15 @@ class Prediction:
         layout = self.layout
         degrees = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "dp", "ep")
                    if getattr(layout, name) > 1]  # fmt: skip
-        batches = layout.micro_batches
-        said = [
-            *(degrees or ["one GPU"]),
-            f"{batches} micro-batch{'es' * (batches > 1)} of "
-            f"{layout.micro_batch} x {layout.length(self.model)} tokens",
-        ]
+        said = degrees or ["one GPU"]
+        if isinstance(self.model, Dlrm):
+            said.append(f"{layout.micro_batch} samples a GPU")
+        else:
+            batches = layout.micro_batches
+            said.append(
+                f"{batches} micro-batch{'es' * (batches > 1)} of "
+                f"{layout.micro_batch} x {layout.length(self.model)} tokens"
+            )
         said += [f"{layout.virtual_stages} virtual stages"] * (layout.virtual_stages > 1)
         said += ["zero-bubble"] * (layout.schedule == "zero-bubble")
         return f"{self.model.name} on {layout.num_gpus} GPUs ({self.machine}): {', '.join(said)}"
@@ -149,21 +168,25 @@ class Prediction:
 
     def explain(self) -> str:
         """The step in words and a table: where time goes, and every assumption with its source."""
+        band = "no band: only two published steps of such a model are known"
+        if self.band_s:
+            band = "{:.3f} to {:.3f} by the residuals of published steps".format(*self.band_s)
         lines = [
             self.title,
-            f"overlap {self.overlap}: {self.seconds:.3f} s a step "
-            f"({self.band_s[0]:.3f} to {self.band_s[1]:.3f} by the residuals of published steps), "
-            f"{self.tokens / self.seconds:,.0f} tokens/s, "
+            f"overlap {self.overlap}: {self.seconds:#.4g} s a step ({band}), "
+            f"{self.items / self.seconds:,.0f} {self.unit}/s, "
             f"{self.flop_per_s / 1e12:.0f} Tflop/s a GPU",
             "",
         ]
-        lines += [f"{name:18}{seconds:10.4f} s {seconds / self.seconds:6.1%}"
+        places = 4 if self.seconds > 0.1 else 6
+        lines += [f"{name:18}{seconds:10.{places}f} s {seconds / self.seconds:6.1%}"
                   for name, seconds in self.parts.items() if seconds]  # fmt: skip
+        lines += ["", *self.notes] if self.notes else []
         return "\n".join([*lines, "", listed(self.assumptions)])
 
 
 def predict(
-    model: Model | str | Path,
+    model: Model | Dlrm | str | Path,
     layout: Layout,
     fabric: Fabric | None = None,
     machine: MachineLike = "h100-8",
@@ -177,13 +200,15 @@ def predict(
 
     Args:
         model: sizes, or a name: llama3-8b, llama3-70b, llama3-405b, gpt3-175b, mixtral-8x7b,
-            deepseek-v3, qwen3-235b, or the path of a Hugging Face `config.json`.
-        layout: degrees of parallelism and micro-batches.
+            deepseek-v3, qwen3-235b, dlrm-dcnv2, dlrm-paper, or the path of a Hugging Face
+            `config.json`.
+        layout: degrees of parallelism and micro-batches; of a `Dlrm`, `dp` and `micro_batch`
+            samples of each GPU.
         fabric: NICs and levels above; None: 400 Gb/s a GPU, not oversubscribed.
         machine: of one node (NVLink island), given as to `choose`.
         overlap: how tensor-parallel matmuls and experts are priced: "none": by serial plans,
             "ours": by the plans that `choose` takes, "ideal": by the longer of matmuls and
-            communication.
+            communication. Of a `Dlrm` likewise pooling and its all-to-all.
 
     Returns:
         The prediction: `seconds`, `parts`, `assumptions`, `explain()`.
@@ -203,11 +228,20 @@ def predict(
     fabric = instance("predict", "fabric", Fabric() if fabric is None else fabric, Fabric)
     if overlap not in OVERLAPS:
         raise InputError("predict", "overlap", want=f"one of {', '.join(OVERLAPS)}", got=overlap)
-    layout.fits(known)
     network = Network(where, fabric)
-    network.covers(layout.num_gpus)
-    layers = Layers(known, layout, network, overlap)
-    parts, stages = Step(layers).run()
-    tokens = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
-    return Prediction(known, layout, where.name, overlap, stages.seconds, parts, tokens,
-                      tuple(assumptions(layers)), stages)  # fmt: skip
+    if isinstance(known, Dlrm):
+        recommender = DlrmStep(known, layout, network, overlap)
+        network.covers(layout.num_gpus)
+        parts, stages = recommender.run()
+        items = layout.micro_batch * layout.dp
+        stands_on = dlrm_assumptions.assumptions(recommender)
+        notes = dlrm_assumptions.said(recommender)
+    else:
+        layout.fits(known)
+        network.covers(layout.num_gpus)
+        layers = Layers(known, layout, network, overlap)
+        parts, stages = Step(layers).run()
+        items = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
+        stands_on, notes = assumptions(layers), []
+    return Prediction(known, layout, where.name, overlap, stages.seconds, parts, items,
+                      tuple(stands_on), stages, tuple(notes))  # fmt: skip
