@@ -143,8 +143,8 @@ def scale(
     where = machine_at("scale", machine)
     layout = Layout.on(
         gpus, tp=tp, pp=pp, ep=ep, cp=cp, virtual_stages=virtual_stages, schedule=schedule,
-        micro_batch=micro_batch or _batch(known, gpus), num_micro_batches=num_micro_batches, sequence=sequence,
-        recompute=recompute, data_parallel_sharding=sharding,
+        micro_batch=micro_batch or _batch(known, gpus), num_micro_batches=num_micro_batches,
+        sequence=sequence, recompute=recompute, data_parallel_sharding=sharding,
     )  # fmt: skip
     fabric = Fabric(
         nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,
