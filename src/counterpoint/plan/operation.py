@@ -60,6 +60,7 @@ class Family:
         guess_s: seconds by a closed form, where there is one.
         in_a_row: its plans are kernels one after another, with no side stream.
         alone: has plans for one rank, too. Of other families that is plain matmuls.
+        islands: has plans for ranks of several islands, too; so has every serial family.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Family:
     guess_s: Callable[[Problem, Options, Machine, Tiles], float] | None = None
     in_a_row: bool = False
     alone: bool = False
+    islands: bool = False
 
 
 def in_a_row(
