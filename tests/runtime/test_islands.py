@@ -104,7 +104,7 @@ def test_what_reaches_no_other_island_is_refused_or_left_to_the_library(rank: in
     with on_islands(rank, 2):
         x, w = shards(rank, 8, 16), shards(rank, 16, 8)
         near(cp.all_gather_matmul(x, w), torch.cat(everyone(x)) @ w.double())
-        with pytest.raises(InputError, match="plan must be one that reaches other islands"):
+        with pytest.raises(InputError, match="plan must be for ranks of one island"):
             cp.all_gather_matmul(x, w, plan="shard_p2p ring")
         with pytest.raises(UnsupportedError, match=r"PooledOutputs: .* they are on 2 islands"):
             cp.PooledOutputs(8, batch=[4] * 4, dtype=torch.float32, device="cpu")

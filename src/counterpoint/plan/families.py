@@ -53,9 +53,6 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
     if options.peers == "xor" and problem.ranks & (problem.ranks - 1):
         want = "for a power of two of ranks where it says xor"
         raise InputError(problem.op, "plan", want=want, got=repr(spec), fix="use ring")
-    if problem.islands > 1 and not (family.islands or family.name == "serial"):
-        raise InputError(problem.op, "plan", want="one that reaches other islands: serial, islands",
-                         got=repr(spec))  # fmt: skip
     if want := family.refusal(problem):
         raise InputError(problem.op, "plan", want=f"for {want}", got=repr(spec))
     plan = family.build(problem, options, where)

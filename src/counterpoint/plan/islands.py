@@ -264,7 +264,7 @@ def family(
 ) -> Family:
     """The family of an operator whose plans `build` makes."""
     return Family(
-        name="islands", takes=("chunks",), islands=True, refusal=refusal,
+        name="islands", takes=("chunks",), islands=True, wants=refusal,
         build=lambda p, options, machine: build(p, grid_of(p, options)),
     )  # fmt: skip
 

@@ -207,10 +207,10 @@ OPERATION = Operation(
         direct.family(serial, direct.refusal_of_scatter),
         fused_sum.family(operands, scatters=True),
         *grading.families(graded, scatter_s, in_chunks=0),
-        islands.family(_of_islands),
         *finer.families(
             operands, finer.scatter, partial(finer_s, gathers=False), wants_one_weight
         ),
+        islands.family(_of_islands),
     ),
     candidates=candidates,
     collectives=("reduce_scatter",),
