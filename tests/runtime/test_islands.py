@@ -75,7 +75,8 @@ def compare(rank: int, world_size: int, rows: int, plan: str) -> None:
     y = cp.all_gather_matmul(x, w, bias=bias, plan=plan)
     near(y, torch.cat(everyone(x)) @ w.double() + bias.double())
     partial = shards(rank, rows * world_size, 16)
-    total = sum(p @ v for p, v in zip(everyone(partial), everyone(w), strict=True))
+    products = [p @ v for p, v in zip(everyone(partial), everyone(w), strict=True)]
+    total = torch.stack(products).sum(0)
     own = slice(rank * rows, (rank + 1) * rows)
     near(cp.matmul_reduce_scatter(partial, w, bias=bias, plan=plan), total[own] + bias.double())
     near(cp.matmul_all_reduce(partial, w, plan=plan), total)

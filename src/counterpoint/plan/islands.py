@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, Y, with_bias
 from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.peers import Chunk, cuts
-from counterpoint.plan.steps import ME, Buffer, Lane, Peer, Plan, Region, Signal, Step
+from counterpoint.plan.steps import ME, Buffer, Lane, Peer, Plan, Region, Signal, Space, Step
 from counterpoint.problem import Problem
 
 NIC = Lane("nic", "nic", priority=-1)
@@ -63,7 +63,7 @@ class Grid:
                 yield d, f"{d}{suffix}", chunk
 
     @property
-    def space(self) -> str:
+    def space(self) -> Space:
         """Of memory that peers of an island write to."""
         return "symmetric" if self.size > 1 else "scratch"
 

@@ -79,7 +79,8 @@ def _group_of(group: dist.ProcessGroup, mates: range) -> dist.ProcessGroup:
     if len(mates) == group.size():
         return group
     ranks = [dist.get_global_rank(group, r) for r in mates]
-    return dist.new_group(ranks, use_local_synchronization=True)
+    found: Any = dist.new_group(ranks, use_local_synchronization=True)
+    return found
 
 
 def torch_symmetric_memory() -> ModuleType:

@@ -56,7 +56,7 @@ class _Nccl:
     def __init__(self, workspace: Workspace) -> None:
         ranks = dist.get_process_group_ranks(workspace.group)
         self._ranks = ranks
-        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._group: Any = dist.new_group(ranks, use_local_synchronization=True)
 
     def exchange(
         self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
