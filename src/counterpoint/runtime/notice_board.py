@@ -361,11 +361,13 @@ class NoticeBoard:
     def state(self, r: int) -> str:
         """Whether the process of a rank lives, in words."""
         if self._far is not None:
-            return self._far.state()
+            return self._far.state() if r in self._peers else "on another host, or island"
         return describe_process(self.pids[r])
 
     def culprit(self, r: int) -> int:
         """Who holds rank `r` up: whom it waits for, whom that one waits for, and so on."""
+        if self._far is not None:  # of most ranks no line is seen
+            return r
         for _ in range(self.ranks):
             after = self._lines[r][AWAITS] - 1
             if after < 0 or after == self.rank or not self.state(r).endswith("alive"):
