@@ -5,7 +5,7 @@ Each mutant carries what was changed, in words; the first words up to ":" are it
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 from counterpoint.plan.steps import Buffer, Lane, Peer, Plan, Region, Signal, Step
@@ -102,7 +102,12 @@ def _other_slots(plan: Plan) -> Iterator[Mutant]:
 
 def _peers(plan: Plan, but: Peer) -> list[Peer]:
     """Every peer but that one; () and (0,) are both me."""
-    ranks = plan.problem.ranks
+    ranks, islands = plan.problem.ranks, plan.problem.islands
+    if plan.peers == "grid":
+        size = ranks // islands
+        a, b = but or (0, 0)
+        grid = product(range(islands), range(size))
+        return [peer if any(peer) else () for peer in grid if peer != (a % islands, b % size)]
     return [(p,) if p else () for p in range(ranks) if p != (but or (0,))[0] % ranks]
 
 
@@ -138,8 +143,8 @@ def _changed(plan: Plan, region: Region) -> Iterator[tuple[str, Region]]:
         if len(region.shards) > 1:
             yield f"shard: without {i}", replace(region, shards=_but(region.shards, i))
     if buffer.split and buffer.holds != "own" and not region.shards:
-        for peer in range(plan.problem.ranks):
-            yield f"shard: only {peer}", replace(region, shards=((peer,),))
+        for peer in ((0, 0) if plan.peers == "grid" else (0,), *_peers(plan, ())):
+            yield f"shard: only {peer}", replace(region, shards=(peer,))
     part, of = region.chunk
     for chunk in ((part - 1, of), (part + 1, of), (part, of - 1), (part, of + 1)):
         if buffer.split and 0 <= chunk[0] < chunk[1]:
@@ -185,6 +190,11 @@ def _without_reads(plan: Plan) -> Iterator[Mutant]:
                     yield f"batch: {step.name} in {other}", with_step(plan, i, args=args)
                 continue
             yield f"arg: {step.name} without {name}", with_step(plan, i, args=_but(step.args, j))
+            if name == "to":
+                for to in range(plan.problem.islands + 1):
+                    if to != value:
+                        args = _but(step.args, j, (name, to))
+                        yield f"arg: {step.name} to {to}", with_step(plan, i, args=args)
             if name == "bias":
                 bare = {"args": _but(step.args, j), "reads": step.reads[:-1]}
                 yield f"bias: {step.name} without bias", with_step(plan, i, **bare)

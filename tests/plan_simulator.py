@@ -147,7 +147,7 @@ class _Simulation:
         queues: dict[str, list[BoundStep]] = {}
         for bound in self.programs[rank].steps:
             lane = self.plan.lane(bound.step.lane)
-            queue = "sm" if in_order and lane.engine == "sm" else lane.name
+            queue = "sm" if in_order and lane.engine != "copy" else lane.name
             queues.setdefault(queue, []).append(bound)
         for queue, steps in queues.items():
             actors[rank, queue] = self.lane(call[rank], rank, steps)
@@ -268,6 +268,8 @@ class _Simulation:
                 yield False
             if step.kind == "collective":
                 yield from self.collective(call, rank, bound)
+            elif step.kind == "exchange":
+                yield from self.exchange(call, rank, bound)
             elif step.kind == "fused":
                 yield from self.fused(call, rank, bound)
             elif step.kind != "barrier":
@@ -319,6 +321,20 @@ class _Simulation:
         for region in bound.step.writes:
             if region.buffer in values:
                 self.memory[region.buffer, rank][0] = values[region.buffer]
+
+    def exchange(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
+        """Both ends are there, and what is sent stays as it is until it has arrived."""
+        step, (part,) = bound.step, bound.parts
+        to, source = self.plan.met(step, rank)
+        sent = self.at(part.reads[0])
+        self.gathered[call, rank, step.name] = before = sent.copy()
+        self.at(part.write)[:] = np.nan
+        yield True
+        while not all((call, r, step.name) in self.gathered for r in (to, source)):
+            yield False
+        self.at(part.write)[:] = self.gathered[call, source, step.name]
+        if sent.tobytes() != before.tobytes():
+            self.right = False
 
     def collective(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
         name = bound.step.name

@@ -146,7 +146,7 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Equal GPUs of one node and the links between them.
+    """Equal GPUs of one node, or island, and the links between them.
 
     `choose`, `estimate` and `build` take one, and so they do its name, its JSON and a file of that.
 
@@ -159,6 +159,8 @@ class Machine:
             for wave counts.
         measured: What the parts of a plan cost, measured on such a machine; None if nobody has.
         source: Where the numbers come from.
+        nic: What reaches other islands from each of its GPUs, at the rate that it is used at; None:
+            nothing is known of it.
 
     Raises:
         InputError: A field is of another kind or out of its range.
@@ -185,6 +187,7 @@ class Machine:
     gemm_tile: tuple[int, int] = (128, 256)
     measured: Costs | None = None
     source: str = BY_HAND
+    nic: LinkSpec | None = None
 
     def __post_init__(self) -> None:
         check(f"Machine {self.name}", self)
@@ -236,6 +239,8 @@ class Machine:
         values = _fields_of(cls, values, "a machine")
         values["device"] = DeviceSpec(**_fields_of(DeviceSpec, values["device"], "device"))
         values["link"] = LinkSpec(**_fields_of(LinkSpec, values["link"], "link"))
+        if values.get("nic") is not None:
+            values["nic"] = LinkSpec(**_fields_of(LinkSpec, values["nic"], "nic"))
         values["gemm_tile"] = plain(values.get("gemm_tile", cls.gemm_tile))
         if values.get("measured") is not None:
             values["measured"] = Costs(**_fields_of(Costs, values["measured"], "measured"))

@@ -111,6 +111,8 @@ class Problem:
         n: columns of one rank's weight; with tables those of all tables, filled in.
         k: contracted size on one rank.
         ranks: number of ranks of the group.
+        islands: groups of equally many neighbouring ranks that reach each other's memory; between
+            them there are NICs alone. It divides `ranks`.
         dtype: of x, w and y, or torch's of that name; products are accumulated in fp32.
         rows: rows of each rank; empty means equal, and then `ranks` must divide `m`.
         bias: whether a bias row is added; of forward ops.
@@ -153,6 +155,7 @@ class Problem:
     head_dim: int = 0
     causal: bool = False
     scale: float = 0.0
+    islands: int = 1
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -168,6 +171,9 @@ class Problem:
             object.__setattr__(self, name, value)
         if self.ranks < 1:
             raise InputError(self.op, "ranks", want="at least 1", got=self.ranks)
+        if self.ranks % self.islands:
+            want = f"a divisor of the {self.ranks} ranks"
+            raise InputError(self.op, "islands", want=want, got=self.islands)
         object.__setattr__(self, "rows", self._rows())
         if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
             want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
@@ -244,4 +250,5 @@ class Problem:
         shape += f" experts {self.experts}" if self.experts else ""
         shape += f" counts of the {self.counts}" if self.counts != "equal" else ""
         shape += self.operation.described(self)
-        return f"{self.op} {shape} {self.dtype}{bias} on {self.ranks} ranks{rows}"
+        where = f"{self.ranks} ranks" + (f" of {self.islands} islands" if self.islands > 1 else "")
+        return f"{self.op} {shape} {self.dtype}{bias} on {where}{rows}"

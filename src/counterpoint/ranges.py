@@ -54,7 +54,7 @@ RANGES: Mapping[str, Range] = {
     "Fabric.nic_bytes_per_s": RATE, "Fabric.nic_latency_s": SECONDS,
     "Fabric.levels": Range(1, 2**40), "Fabric.torus": Range(1, 2**24),
     "Problem.m": COUNT, "Problem.n": COUNT, "Problem.k": COUNT,
-    "Problem.ranks": Range(0, MAX_RANKS),
+    "Problem.ranks": Range(0, MAX_RANKS), "Problem.islands": RANKS,
     "Problem.rows": COUNT, "Problem.scratch_bytes_limit": BYTES, "Problem.splits": COUNT,
     "Problem.experts": Range(0, 2**20), "Problem.tables": COUNT, "Problem.indices": BYTES,
     "Problem.head_dim": Range(0, 2**16), "Problem.scale": Range(0, 1e6),

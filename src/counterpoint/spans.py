@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from counterpoint.errors import InputError
 
-COMMUNICATION_KINDS = ("copy", "collective", "barrier", "wait")
+COMMUNICATION_KINDS = ("copy", "exchange", "collective", "barrier", "wait")
 COMPUTE_KINDS = (
     "matmul", "reduce", "move", "fused", "opaque", "attention", "attention_backward",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.cli.group import differences, group
+from counterpoint.cli.group import differences, group, islands_in_words
 from counterpoint.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +25,16 @@ def test_under_torchrun_it_shows_all_ranks():
     assert [each["rank"] for each in facts["ranks"]] == [0, 1]
     assert all(each["process"].endswith("alive") for each in facts["ranks"])
     assert facts["differ"] == {}
+    assert facts["islands"] == {"number": 1, "ranks of each": 2, "each rank is one, as": None}
+
+
+def test_islands_in_words():
+    def said(*facts: object) -> str:
+        return islands_in_words(dict(enumerate(facts)))
+
+    assert said(1, 4, None) == "One island: all ranks reach each other's memory."
+    assert said(2, 4, None) == "2 islands of 4 ranks, with NICs alone between them."
+    assert said(3, 1, "islands have 1 and 2 ranks").endswith("them, as islands have 1 and 2 ranks.")
 
 
 def test_what_differs_is_told_with_its_ranks():

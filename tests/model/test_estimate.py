@@ -8,9 +8,10 @@ import pytest
 from plan_cases import AG, ATTENTION, BAGS, BY_ROWS, EXPERTS, OPS, PLAIN, RS, make_problem
 
 from counterpoint.choose.by_model import parts_s
+from counterpoint.choose.choose import choose
 from counterpoint.costs import NO_TILES, Costs
-from counterpoint.errors import PlanError
-from counterpoint.machine import Machine
+from counterpoint.errors import InputError, PlanError
+from counterpoint.machine import LinkSpec, Machine
 from counterpoint.model import estimate as model
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.model.slowest_rank import slowest_rank
@@ -71,7 +72,8 @@ def every_plan(ranks: int) -> Iterator[Plan]:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("op", OPS)
 def test_candidates_are_of_every_family(op: str, ranks: int):
-    both = (make_problem(op, m, 8192, 3584, ranks) for m in (64, 8192))
+    both = [make_problem(op, m, 8192, 3584, ranks) for m in (64, 8192)]
+    both.append(make_problem(op, 8192, 8192, 3584, ranks, islands=2))
     found = {spec.split()[0] for p in both for spec in operation_of(op).candidates(p)}
     assert found == {family.name for family in operation_of(op).families}
 
@@ -520,3 +522,33 @@ def test_a_plan_of_a_million_regions_is_not_estimated():
     plan = build(Problem("all_gather_matmul", 512 * 512, 8, 8, 512), "uniform_fused_1d")
     with pytest.raises(PlanError, match=r"regions and signals, more than 65536: too many to est"):
         estimate(plan, preset("h200-8"))
+
+
+def test_what_goes_to_other_islands_takes_the_nic():
+    """Matmuls and exchanges of one length run side by side, but for a chunk of either."""
+    nic = LinkSpec(name="NIC", bytes_per_s=45e9, latency_s=5e-6)
+    machine = replace(preset("h200-8"), nic=nic)
+    problem = Problem(AG, m=65536, n=8192, k=8192, ranks=16, islands=2)
+    block_s = 5e-6 + problem.m // 16 * 8192 * 2 / 45e9
+    plan = build(problem, "islands chunks=1")
+    ran = {span.label: span for span in estimate(plan, machine).spans}
+    assert ran["give_1"].end_s - ran["give_1"].start_s == pytest.approx(block_s)
+    assert ran["matmul_far_1"].start_s >= ran["give_1"].end_s
+    choice = choose(problem, machine)
+    assert choice.plan.family == "islands"
+    assert choice.seconds < choice.serial_s
+    slower = replace(machine, nic=replace(nic, bytes_per_s=20e9))
+    assert choose(problem, slower).serial_s > choice.serial_s
+
+
+def test_islands_want_a_nic():
+    problem = Problem(AG, m=65536, n=8192, k=8192, ranks=16, islands=2)
+    with pytest.raises(InputError, match="machine must be a machine with a nic"):
+        choose(problem, "h200-8")
+    with pytest.raises(InputError, match="by must be model"):
+        nic = LinkSpec(name="NIC", bytes_per_s=45e9)
+        choose(problem, replace(preset("h200-8"), nic=nic), by="rule")
+    with pytest.raises(PlanError, match="goes to other islands, and h200-8 has no nic"):
+        estimate(build(problem, "islands"), "h200-8")
+    own = replace(preset("h200-8"), nic=LinkSpec(name="NIC", bytes_per_s=45e9))
+    assert Machine.from_json(own.to_json()) == own

@@ -1,5 +1,7 @@
 """Every family, for every shape that it may meet: proved, made again from its spec, read back."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +73,16 @@ def test_every_family_is_right(op: str, ranks: int, shape: str):
             prove_or_refuse(case, spec)
 
 
+@pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize("op", OPS)
+def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
+    for shape in ("even", "unequal")[: 1 + (ranks < 6)]:
+        for bias in (False, True)[: 1 + (op in BIASED)]:
+            case = problem_of(op, shape, ranks, bias=bias, islands=islands)
+            for spec in specs(case):
+                prove_or_refuse(case, spec)
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", ["even", "unequal"])
 def test_every_family_is_right_on_eight_ranks(op: str, shape: str):
@@ -93,9 +105,9 @@ def test_each_family_takes_some_of_these_problems(op: str):
     """Else the tests above could do without it."""
     taken = {
         family.name
-        for shape in SHAPES
+        for islands, shape in product((1, 2), SHAPES)
         for family in operation_of(op).families
-        if not family.refusal(problem_of(op, shape, 4))
+        if not family.refusal(problem_of(op, shape, 4, islands=islands))
     }
     assert taken == set(families(op))
     assert families(op)[0] == "serial"
@@ -322,7 +334,9 @@ def test_a_spec_that_does_not_fit_is_refused(op: str, ranks: int, spec: str, mes
 def test_a_plan_prints_its_steps_and_memory(op: str):
     case = problem_of(op, "even", 2)
     for spec in specs(case):
-        plan = build(case, spec)
+        plan = prove_or_refuse(case, spec)
+        if plan is None:
+            continue
         text = str(plan)
         assert text.startswith(f"plan {plan.spec}: {case}\n")
         assert all(f"  buffer {b.name} " in text for b in plan.buffers)

@@ -54,6 +54,7 @@ class Case(NamedTuple):
     counts: str = "equal"
     out: bool = False
     causal: bool = False
+    islands: int = 1
 
     def __str__(self) -> str:
         return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
@@ -87,6 +88,14 @@ CASES = [
     Case(RS, "hetero_unfused_1d ring", (3, 4, 2)),
     Case(RS, "uniform_fused_2d ring", (2, 2, 2), bias=True),
     Case(RS, "hetero_fused_2d xor", (2, 2)),
+    Case(AG, "islands chunks=1", (3, 2, 1, 2), bias=True, islands=2),
+    Case(AG, "islands chunks=2", (4, 4), islands=2),
+    Case(AG, "islands chunks=2", (4, 4, 4, 4), islands=2, splits=(2, 3)),
+    Case(RS, "islands chunks=2", (4, 4, 4, 4), bias=True, islands=2),
+    Case(RS, "islands chunks=1", (2, 2, 2), islands=3),
+    Case(AR, "islands chunks=1", (2, 2, 2, 2), bias=True, islands=2),
+    Case(AR, "islands chunks=2", (2, 2), islands=2),
+    Case(RS, "serial", (2, 2, 2, 2), islands=2),
     Case(RS, "serial", (2, 2, 2), bias=True),
     Case(RS, "serial", (2, 3)),
     Case(RS, "direct", (2, 2)),
@@ -194,7 +203,8 @@ class Result:
 def plan_of(case: Case) -> Plan:
     options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
                                "experts": case.experts, "counts": case.counts,
-                               "out": case.out, "causal": case.causal}  # fmt: skip
+                               "out": case.out, "causal": case.causal,
+                               "islands": case.islands}  # fmt: skip
     n = sum(case.splits) if case.splits and case.op != RS else case.n
     problem = make_problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options)
     return build(problem, case.spec)
@@ -248,7 +258,7 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
         a, b = steps[names[0]], steps[names[2]]
         if a.lane != b.lane:
             return "swap over lanes"
-        written = {r.buffer for r in a.writes} & {r.buffer for r in b.reads}
+        written = {(r.buffer, r.at) for r in a.writes} & {(r.buffer, r.at) for r in b.reads}
         if a.kind in KINDS and a.kind == b.kind and a.accumulates and b.accumulates:
             return "another order of sums"
         return "" if a.name in b.after or written else "swap on a lane"

@@ -44,7 +44,9 @@ def assert_peers_see_each_other(memory: SymmetricMemory, group: dist.ProcessGrou
 
 
 def write_to_peers(rank: int, world_size: int) -> int:
-    memory = symmetric_cpu.allocate_cpu(NUM_BYTES, world(), partial(gather_object, group=world()))
+    memory = symmetric_cpu.allocate_cpu(
+        NUM_BYTES, world(), partial(gather_object, group=world()), range(world_size)
+    )
     assert (memory.rank, memory.world_size) == (rank, world_size)
     assert_peers_see_each_other(memory, world())
     assert memory.peer_pids[rank] == os.getpid()
@@ -109,7 +111,7 @@ def test_nothing_is_left_behind(rank: int, world_size: int):
 def test_ranks_on_two_hosts_are_refused_on_both(rank: int, world_size: int):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(symmetric_cpu, "_pid_namespace", lambda: "pid:[1] of boot 2")
+            patch.setattr(symmetric_cpu, "host", lambda: "pid:[1] of boot 2")
         with pytest.raises(UnsupportedError, match=r"within one host .*pid:\[1\] of boot 2"):
             allocate(NUM_BYTES, world(), "cpu")
     dist.barrier()  # the group is as usable as before

@@ -191,7 +191,12 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     if computed_s := problem.operation.computed_s:
         compute_s += computed_s(problem, machine)  # by memory, at any clock
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
-    return compute_s, problem.link_bytes / rate
+    comm_s = problem.link_bytes / rate
+    if problem.islands > 1 and machine.nic is not None:
+        # what every rank sends of its own, once to each other island
+        far = problem.link_bytes * (problem.islands - 1) / (problem.ranks - 1)
+        comm_s = max(comm_s, far / machine.nic.bytes_per_s)
+    return compute_s, comm_s
 
 
 def part_rows(problem: Problem) -> tuple[int, ...]:

@@ -37,7 +37,8 @@ def choose(
         The choice: `plan`, `table` of all candidates, `timeline`, `explain()`.
 
     Raises:
-        InputError: no such machine or level, or the machine has fewer GPUs than there are ranks.
+        InputError: no such machine or level, or the machine has fewer GPUs than an island has
+            ranks, or no `nic` where there are several islands.
 
     Example:
         >>> problem = Problem("all_gather_matmul", m=8192, n=7168, k=8192, ranks=8)
@@ -51,8 +52,15 @@ def choose(
     where = machine_of(
         "choose", machine if machine is not None else f"h200-{min(problem.ranks, 8)}"
     )
-    if where.num_devices < problem.ranks:
-        want = f"a machine of {problem.ranks} GPUs or more, as the problem has ranks"
+    ranks = problem.ranks // problem.islands
+    if where.num_devices < ranks:
+        want = f"a machine of {ranks} GPUs or more, as the problem has ranks"
         raise InputError("choose", "machine", want=want, got=f"{where.name}")
+    if problem.islands > 1 and where.nic is None:
+        want = "a machine with a nic, where the problem has several islands"
+        raise InputError("choose", "machine", want=want, got=f"{where.name}")
+    if problem.islands > 1 and by == "rule":
+        want = "model, where the problem has several islands"
+        raise InputError("choose", "by", want=want, got="rule")
     level = by_model if by == "model" else by_rule
-    return level(problem, where.of_ranks(problem.ranks), eager=eager)
+    return level(problem, where.of_ranks(ranks), eager=eager)

@@ -32,6 +32,7 @@ VARIABLES = {
     "COUNTERPOINT_TIMEOUT_S": "bound of every wait on a peer, 30 if not set",
     "COUNTERPOINT_CHECK": "1: each call compares its arguments over the ranks first",
     "COUNTERPOINT_CACHE": "folder of measured machines and tuned plans",
+    "COUNTERPOINT_ISLAND": "name of the island of a rank, its host if not set",
     "COUNTERPOINT_REPLAY": "0: repeated eager calls run step by step",
 }
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from counterpoint.cli.doctor import collect
 from counterpoint.cli.launch import under_torchrun
 from counterpoint.errors import InputError
+from counterpoint.runtime.islands import islands_of, name_of_mine
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.store import gather_by_store
 from counterpoint.runtime.workspace import default_timeout_s
@@ -39,7 +40,14 @@ def group(*, as_json: bool) -> int:
         assert world is not None
         gather = gather_by_store(world, "counterpoint/doctor", default_timeout_s())
         everyone = gather(_mine())
-        found = {"ranks": everyone, "differ": differences(everyone)}
+        islands = islands_of([facts["island"] for facts in everyone], dist.get_rank())
+        for rank, facts in enumerate(everyone):
+            facts["island"] = rank // islands.size
+        found = {
+            "ranks": everyone, "differ": differences(everyone),
+            "islands": {"number": islands.number, "ranks of each": islands.size,
+                        "each rank is one, as": islands.why or None},
+        }  # fmt: skip
         if dist.get_rank() == 0 and as_json:
             print(json.dumps(found, indent=2))
         elif dist.get_rank() == 0:
@@ -58,7 +66,7 @@ def _mine() -> dict[str, Any]:
     here = local if local < len(gpus) else None
     reaches = [] if here is None else facts["peer_access"][here]
     return {
-        "rank": dist.get_rank(), "host": socket.gethostname(),
+        "rank": dist.get_rank(), "host": socket.gethostname(), "island": name_of_mine(),
         "process": describe_process(os.getpid()),
         "gpu": "none" if here is None else f"{here}: {gpus[here]['name']}",
         "reaches": [i for i, yes in enumerate(reaches) if yes and i != here],
@@ -67,14 +75,15 @@ def _mine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-PLACES = ("rank", "host", "process", "gpu", "reaches")  # differ between ranks as a matter of course
+PLACES = ("rank", "host", "island", "process", "gpu", "reaches")
+MAY_DIFFER = (*PLACES, "COUNTERPOINT_ISLAND")
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[int]]]:
     """Facts that should be equal and are not: each value, and the ranks that have it."""
     found: dict[str, dict[str, list[int]]] = {}
     for name in everyone[0]:
-        if name in PLACES:
+        if name in MAY_DIFFER:
             continue
         by_value: dict[str, list[int]] = {}
         for rank, facts in enumerate(everyone):
@@ -84,6 +93,15 @@ def differences(everyone: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, li
     return found
 
 
+def islands_in_words(islands: Mapping[str, Any]) -> str:
+    """Which ranks reach each other's memory."""
+    number, size, why = islands.values()
+    if number == 1:
+        return "One island: all ranks reach each other's memory."
+    reason = f", as {why}" if why else ""
+    return f"{number} islands of {size} ranks, with NICs alone between them{reason}."
+
+
 def _print(console: Console, found: Mapping[str, Any]) -> None:
     table = Table(title=f"{len(found['ranks'])} ranks", title_justify="left")
     for column in PLACES:
@@ -91,6 +109,7 @@ def _print(console: Console, found: Mapping[str, Any]) -> None:
     for facts in found["ranks"]:
         table.add_row(*(str(facts[column]) for column in PLACES))
     console.print(table)
+    console.print(islands_in_words(found["islands"]))
     for name, by_value in found["differ"].items():
         each = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
         console.print(f"[bold]{name} differs[/bold]: {each}")

@@ -31,12 +31,16 @@ FILLS = {
     "attention": "#1F4E79",
     "attention_backward": "#6C8EBF",
     "copy": canvas.ORANGE,
+    "exchange": canvas.PURPLE,
     "collective": canvas.VERMILLION,
     "barrier": canvas.YELLOW,
     "other": "#9A9A9A",
 }
 # in the legend, where a kind's own name says little
-NAMES = {"opaque": "other compute", "attention_backward": "attention, backward"}
+NAMES = {
+    "opaque": "other compute", "attention_backward": "attention, backward",
+    "exchange": "exchange between islands",
+}  # fmt: skip
 # of a wait: it holds a lane and does nothing
 HATCH, HATCH_INK = "////", "#B9A93C"
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from counterpoint.costs import Collective, Tiles
 from counterpoint.errors import PlanError
-from counterpoint.machine import Machine
+from counterpoint.machine import LinkSpec, Machine
 from counterpoint.plan.all_gather_attention import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
 from counterpoint.plan.launches import Run, batches, runs
@@ -59,6 +59,9 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
             return _copies_s(bound, plan, machine)
         case "attention" | "attention_backward":
             return _attention_s(bound, plan, machine)
+        case "exchange":
+            nic, (part,) = nic_of(plan, machine), bound.parts
+            return nic.latency_s + _num_bytes(plan, part.write) / nic.bytes_per_s
         case "collective":
             return _collective_s(bound, plan, machine)
         case "fused":
@@ -68,6 +71,17 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
                 costs.memory_s(sum(_num_bytes(plan, box) for box in (*part.reads, part.write)))
                 for part in bound.parts
             )
+
+
+def nic_of(plan: Plan, machine: Machine) -> LinkSpec:
+    """What reaches other islands.
+
+    Raises:
+        PlanError: the machine has nothing of the kind.
+    """
+    if machine.nic is None:
+        raise PlanError(plan.spec, f"goes to other islands, and {machine.name} has no nic")
+    return machine.nic
 
 
 def _matmul_s(
@@ -131,6 +145,8 @@ def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     received = whole_bytes * rows // max(p.m, 1)
     if name == "all_reduce":  # scattered and gathered
         received = 2 * whole_bytes * (p.ranks - 1) // p.ranks
+    if p.islands > 1:
+        return _between_s(plan, machine, received, direct=name == "all_to_all")
     if bound.step.arg("transport") == "words":
         return costs.direct_s + received / costs.direct_bytes_per_s
     if name == "all_to_all":
@@ -139,6 +155,16 @@ def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
         return costs.collective_s("all_gather", received) + pass_s
     kind: Collective = "all_gather" if gathers else "reduce_scatter"
     return costs.collective_s(kind, received)
+
+
+def _between_s(plan: Plan, machine: Machine, received: int, *, direct: bool) -> float:
+    """Of the library over several islands: a ring by the NICs of all ranks, or all to all."""
+    p, costs, nic = plan.problem, machine.costs, nic_of(plan, machine)
+    size = p.ranks // p.islands
+    through = min(costs.collective_bytes_per_s, nic.bytes_per_s * size)
+    if direct:  # what is for other islands goes by the NIC
+        through = nic.bytes_per_s * (p.ranks - 1) / (p.ranks - size)
+    return costs.all_gather_s + p.islands * nic.latency_s + received / through
 
 
 def _fused_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:

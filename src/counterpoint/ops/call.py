@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops.agreement import Input, agree, checking, words_of
 from counterpoint.ops.check import check_group
-from counterpoint.ops.plans import KEYS, plan_of
+from counterpoint.ops.plans import KEYS, of_islands, plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -346,7 +346,7 @@ def prepare(
         raise refused
     ranks, rank = group.size(), workspace.rank
     if known is None:
-        problem = operator.problem(tensors, rows, ranks)
+        problem = of_islands(operator.problem(tensors, rows, ranks), workspace)
         chosen = plan_of(problem, plan, workspace, tensors)
         code: Code | None = None
         if not problem.empty:

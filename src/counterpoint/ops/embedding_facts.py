@@ -13,7 +13,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.embedding_check import check_bags, check_limits, fix_of_last, problem_with
-from counterpoint.ops.plans import plan_key, plan_of
+from counterpoint.ops.plans import of_islands, plan_key, plan_of
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Plan
@@ -122,7 +122,7 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
         return found
     here = _said(asked, known, asks) if known is not None and refused is None else {"op": OP}
     everyone = agreement.meet(OP, (here, refused), workspace, here)
-    problem = _told(everyone)
+    problem = of_islands(_told(everyone), workspace)
     assert known is not None
     _check_outputs(asked.out, problem)
     found = workspace.agreed[known] = _Agreed(problem, _chosen(problem, known, workspace))

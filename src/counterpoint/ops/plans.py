@@ -85,6 +85,12 @@ def plan_of(
     return build(problem, plan, knowledge_of(workspace).machine)
 
 
+def of_islands(problem: Problem, workspace: Workspace) -> Problem:
+    """The problem on the ranks of a workspace, as far as they are on several islands."""
+    number = workspace.islands.number
+    return replace(problem, islands=number) if number > 1 else problem
+
+
 def _fits(planned: Problem, problem: Problem) -> bool:
     """Whether a plan for `planned` is one for `problem`: what differs from call to call may differ.
 
@@ -106,4 +112,7 @@ def backward_plan(op: str, plan: str) -> str:
     """The plan of a backward operator whose forward was asked for with `plan`."""
     if plan in ("auto", "serial"):
         return plan
-    return operation_of(op).gradient or family_of(plan)
+    family = family_of(plan)
+    if family == "islands":  # of an operator that has none the library's way
+        return plan if operation_of(op).family(family) else "serial"
+    return operation_of(op).gradient or family

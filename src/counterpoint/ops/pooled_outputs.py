@@ -87,7 +87,7 @@ class PooledOutputs:
         starts = [turn * self.turn_bytes for turn in range(turns)]
         # calls in any mode write to it, and some of them have gradients
         with torch.inference_mode(False):
-            self.memory = workspace.allocate(self.turn_bytes * turns)
+            self.memory = workspace.allocate(self.turn_bytes * turns, "PooledOutputs")
             self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(self.device)
             memory = self.memory.local()
             # .data: autograd counts what is written to one turn apart from the others

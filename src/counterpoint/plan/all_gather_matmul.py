@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from counterpoint.plan import direct, finer, grading
+from counterpoint.plan import direct, finer, grading, islands
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, gathered
 from counterpoint.plan.makespan import finer_s, gather_s
@@ -144,8 +144,14 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
             yield Box(rank, f"y{suffix}", 0, *rows, 0, n), normal(terms)
 
 
+def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    return islands.gather(p, grid, operands(p), partial(matmuls, p))
+
+
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing on so many ranks, serial first."""
+    if p.islands > 1:
+        return islands.candidates(p)
     groups = GROUPS.get(p.ranks, ())
     powers = len(orders(p.ranks)) > 1
     found = ["serial", "direct", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
@@ -171,6 +177,7 @@ OPERATION = Operation(
         direct.family(serial, direct.refusal_of_gather),
         *grading.families(graded, gather_s, in_chunks=-1),
         *finer.families(operands, finer.gather, partial(finer_s, gathers=True), wants_one_weight),
+        islands.family(_of_islands, islands.refusal),
     ),
     candidates=candidates,
     collectives=("all_gather",),

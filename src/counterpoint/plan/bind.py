@@ -105,6 +105,8 @@ class _Binder:
         if step.kind in ("fused", "opaque"):
             boxes = tuple(box for cells in reads for box in cells)
             return tuple(Part(boxes, box) for cells in writes for box in hull(cells))
+        if step.kind == "exchange":
+            return (self.exchanged(step, reads[0], writes[0], rank),)
         if step.kind == "copy":
             if len(reads) != len(writes):
                 self.fail(f"copies {len(reads)} regions into {len(writes)}")
@@ -130,6 +132,17 @@ class _Binder:
         if step.arg("bias"):
             shared.add(len(reads) - 1)
         return tuple(merged([p for p in parts if not p.write.empty], shared))
+
+    def exchanged(self, step: Step, sent: list[Box], kept: list[Box], rank: int) -> Part:
+        """What goes to one rank, and what another sends in return: a box each."""
+        sender = self.plan.met(step, rank)[1]
+        source, target = hull(sent), hull(kept)
+        if len(source) != 1 or len(target) != 1:
+            self.fail("exchanges a box for a box: a part of a buffer is several")
+        (theirs,) = hull(self.cells(step.reads[0], sender))
+        if theirs.shape != target[0].shape:
+            self.fail(f"rank {sender} sends {theirs.shape}, there is room for {target[0].shape}")
+        return Part((source[0],), target[0])
 
     def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
         """Pair the cells of regions of many blocks; a region of one cell serves all of them."""

@@ -76,7 +76,7 @@ def operation(
             in_a_row("serial", serial),
             fused_experts.family(operands),
             Family(name="grouped", takes=("peers", "sizes", "chunks"), build=grouped,
-                   refusal=wants_known_counts, guess_s=guess_s),
+                   wants=wants_known_counts, guess_s=guess_s),
         ),
         candidates=candidates,
         collectives=("all_to_all",),

@@ -88,7 +88,7 @@ def families(
         ) -> float:
             return seconds(p, Kind.of(name), machine, tiles)
 
-        yield Family(name=name, takes=("peers",), build=build, refusal=refusal, guess_s=guess_s)
+        yield Family(name=name, takes=("peers",), build=build, wants=refusal, guess_s=guess_s)
 
 
 def _gather_1d(p: Problem, kind: Kind, order: Order) -> Parts:

@@ -4,7 +4,16 @@ from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.families import build
 from counterpoint.plan.mesh import lane_for_each_peer
-from counterpoint.plan.steps import COUNTS, OWN_PROTOCOL, Buffer, Plan, Region, Step, same_batch
+from counterpoint.plan.steps import (
+    COUNTS,
+    OWN_PROTOCOL,
+    Buffer,
+    Peer,
+    Plan,
+    Region,
+    Step,
+    same_batch,
+)
 from counterpoint.problem import ITEM_BYTES, Problem
 from counterpoint.ranges import misfit
 
@@ -138,10 +147,13 @@ def _misplaced(plan: Plan, step: Step) -> str:
     writes = [plan.buffer(r.buffer) for r in step.writes]
     if step.counted and step.kind not in ("copy", "matmul", "collective", "fused"):
         return f"a {step.kind} has boxes: it takes no counts"
-    if (engine == "copy") != (step.kind == "copy"):
+    if engine != {"copy": "copy", "exchange": "nic"}.get(step.kind, "sm"):
         return f"a {step.kind} cannot run on lane {step.lane!r}, whose engine is {engine}"
     if (step.kind == "barrier") == bool(step.writes):
         return "a barrier moves no data, every other kind writes"
+    places = (*(r.at for r in (*sources, *step.writes)), *(s.at for s in step.waits + step.posts))
+    if plan.problem.islands > 1 and (problem := _leaves_island(plan, step, places)):
+        return problem
     for region, buffer in zip((*sources, *step.writes), reads + writes, strict=True):
         if buffer.space in OWN_PROTOCOL and step.kind != "fused" and not step.arg("transport"):
             return f"uses {region.buffer!r}, which only kernels of ours keep in order"
@@ -159,6 +171,25 @@ def _misplaced(plan: Plan, step: Step) -> str:
     if any(buffer.space == "input" for buffer in writes):
         return "writes to an input"
     return ""
+
+
+def _leaves_island(plan: Plan, step: Step, places: tuple[Peer, ...]) -> str:
+    """Why a step reaches memory that is not there, or ''."""
+    if plan.peers != "grid" and any(places):
+        return "names peers without their islands: the peers of a plan of several are a grid"
+    if any(at and at[0] for at in places):
+        return "reaches another island, which has no memory here: an exchange does"
+    return "is a kernel that its peers wait in, on other islands" if step.spins else ""
+
+
+def _misuse_of_exchange(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
+    to, islands = step.arg("to"), plan.problem.islands
+    if plan.peers != "grid" or not (type(to) is int and 0 < to < islands):
+        return f"an exchange is with 1 to {islands - 1} islands on, of a grid, got {to!r}"
+    if len(buffers) != 2 or len({b.dtype for b in buffers}) != 1:
+        return "an exchange reads one region, writes another, and keeps the dtype"
+    lanes = {s.lane for s in plan.steps if s.kind == "exchange"}
+    return "exchanges are on one lane: their order is that of all ranks" if len(lanes) > 1 else ""
 
 
 def _misfit(plan: Plan, step: Step) -> str:
@@ -188,8 +219,12 @@ def _misfit(plan: Plan, step: Step) -> str:
             return "a move reads one region"
         case "reduce" if not operands:
             return "a reduce reads at least one region"
-        case "reduce" if writes[0].space != "output" and writes[0].dtype != "float32":
+        case "reduce" if (
+            writes[0].space != "output" and writes[0].dtype != "float32" and plan.peers != "grid"
+        ):
             return f"sums into {writes[0].dtype}, which a later step would round again"
+        case "exchange":
+            return _misuse_of_exchange(plan, step, reads + writes)
         case "collective":
             return _misuse_of_collective(plan, step, reads + writes)
         case kind if kind in ATTENTION:

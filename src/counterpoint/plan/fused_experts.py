@@ -137,7 +137,7 @@ def family(operands: Callable[[Problem], tuple[Buffer, ...]]) -> Family:
         )  # fmt: skip
         return in_one_lane(p, "fused", (*operands(p), *own), step)
 
-    return Family(name="fused", build=build, refusal=refusal, in_a_row=True, alone=True)
+    return Family(name="fused", build=build, wants=refusal, in_a_row=True, alone=True)
 
 
 def received(p: Problem, sending: Sending | None) -> tuple[Buffer, Buffer]:

@@ -173,7 +173,7 @@ def family(operands: Callable[[Problem], tuple[Buffer, ...]], *, scatters: bool)
 
     return Family(
         name="fused", takes=("shots", "tile", "warps"), build=build_it,
-        refusal=refusal_of_scatter if scatters else refusal, in_a_row=True,
+        wants=refusal_of_scatter if scatters else refusal, in_a_row=True,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 An event is before another by lane order, by `after`, from a post to its wait, and because a call
 ends before the next of its rank begins. A barrier posts at its begin and waits at its end; every
 other step waits at its begin and posts at its end. A collective, and a kernel that spins on its
-peers, begins on all ranks before it ends on any.
+peers, begins on all ranks before it ends on any. An exchange ends once those that it sends to and
+gets from have begun it.
 """
 
 from collections.abc import Iterable
@@ -31,7 +32,12 @@ class HappensBefore:
         self.num_steps = len(self.plan.steps)
         self._stride = 2 * self.num_steps + 2
         self.num_events = calls * len(programs) * self._stride
-        edges = [*self._order_of_a_rank(), *self._signals(), *self._collectives()]
+        edges = [
+            *self._order_of_a_rank(),
+            *self._signals(),
+            *self._collectives(),
+            *self._exchanges(),
+        ]
         self.order = self._sorted([*edges, *self._one_after_another()], "launched in tuple order, ")
         self.order = self._sorted(edges, "")
         self._before = self._closure(edges)
@@ -127,12 +133,19 @@ class HappensBefore:
                         (self.begin(c, a, i), self.end(c, b, i)) for a in ranks for b in ranks
                     )
 
+    def _exchanges(self) -> Iterable[tuple[int, int]]:
+        for i, step in enumerate(self.plan.steps):
+            if step.kind == "exchange":
+                for c, r in self._everywhere():
+                    for other in self.plan.met(step, r):
+                        yield self.begin(c, other, i), self.end(c, r, i)
+
     def _one_after_another(self) -> Iterable[tuple[int, int]]:
-        # a copy that waits does so in a kernel
+        # a copy that waits does so in a kernel, and an exchange is one
         sm = [
             i
             for i, s in enumerate(self.plan.steps)
-            if self.plan.lane(s.lane).engine == "sm" or s.waits
+            if self.plan.lane(s.lane).engine != "copy" or s.waits
         ]
         for c, r in self._everywhere():
             for i, j in pairwise(sm):

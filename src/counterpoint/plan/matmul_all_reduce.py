@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, fused_sum, matmul_reduce_scatter
+from counterpoint.plan import direct, fused_sum, islands, matmul_reduce_scatter
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
 from counterpoint.plan.names import (
@@ -106,6 +106,13 @@ def by_shares(p: Problem, options: Options, machine: Machine) -> Plan:
     return Plan(p, "shard_p2p", scatter.variant, options.peers, buffers, LANES, tuple(steps))
 
 
+def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    def multiplied(name: str, x: Region, y: Region) -> tuple[Step, ...]:
+        return (Step(name, "compute", "matmul", (x, W), (y,)),)
+
+    return islands.all_reduce(p, grid, operands(p), multiplied, _biased(p))
+
+
 def refusal_of_direct(p: Problem) -> str:
     """What the collective of ours wants that this problem does not have, or ""."""
     whole = p.m * p.n * p.item_bytes
@@ -114,6 +121,8 @@ def refusal_of_direct(p: Problem) -> str:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
+    if p.islands > 1:
+        return islands.candidates(p)
     if p.m * p.n * p.item_bytes > MAX_DIRECT_BYTES:
         whole = (f"shard_p2p {peers}" for peers in orders(p.ranks))
         return "serial", *whole, *(f"shard_p2p ring chunks={n}" for n in (2, 4))
@@ -148,6 +157,7 @@ OPERATION = Operation(
         direct.family(_apart, refusal_of_direct),
         fused_sum.family(operands, scatters=False),
         Family(name="shard_p2p", takes=("peers", "chunks"), build=by_shares),
+        islands.family(_of_islands),
     ),
     candidates=candidates,
     collectives=("all_reduce",),

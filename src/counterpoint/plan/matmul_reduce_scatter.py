@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, finer, fused_sum, grading, names
+from counterpoint.plan import direct, finer, fused_sum, grading, islands, names
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, scattered
 from counterpoint.plan.makespan import finer_s, scatter_s
@@ -155,6 +155,13 @@ def _push(order: Order, d: int, suffix: str, chunk: Chunk, after: tuple[str, ...
     return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)
 
 
+def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    def multiplied(name: str, x: Region, y: Region) -> tuple[Step, ...]:
+        return products(name, p.splits, ("x", "w"), x, y)
+
+    return islands.scatter(p, grid, operands(p), multiplied)
+
+
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
     return products("matmul", p.splits, ("x", "w"), X, Y) if p.splits else names.alone(p)
@@ -169,6 +176,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing on so many ranks, serial first."""
+    if p.islands > 1:
+        return islands.candidates(p)
     groups = GROUPS.get(p.ranks, ())
     powers = len(orders(p.ranks)) > 1
     found = ["serial", "direct", "fused", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
@@ -201,6 +210,7 @@ OPERATION = Operation(
         *finer.families(
             operands, finer.scatter, partial(finer_s, gathers=False), wants_one_weight
         ),
+        islands.family(_of_islands),
     ),
     candidates=candidates,
     collectives=("reduce_scatter",),

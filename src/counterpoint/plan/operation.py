@@ -56,19 +56,27 @@ class Family:
         name: the first word of a spec.
         takes: options that may stand behind it.
         build: the plan; the machine sizes what a spec leaves out. Of two ranks or more.
-        refusal: what it wants of a problem that it does not have, or "". Such a plan is an error.
+        wants: what it wants of a problem that it does not have, or "". Such a plan is an error.
         guess_s: seconds by a closed form, where there is one.
         in_a_row: its plans are kernels one after another, with no side stream.
         alone: has plans for one rank, too. Of other families that is plain matmuls.
+        islands: has plans for ranks of several islands, too; so has every serial family.
     """
 
     name: str
     build: Callable[[Problem, Options, Machine], Plan]
     takes: tuple[Option, ...] = ()
-    refusal: Callable[[Problem], str] = takes_all
+    wants: Callable[[Problem], str] = takes_all
     guess_s: Callable[[Problem, Options, Machine, Tiles], float] | None = None
     in_a_row: bool = False
     alone: bool = False
+    islands: bool = False
+
+    def refusal(self, problem: Problem) -> str:
+        """What it wants of a problem that it does not have, or ""."""
+        if problem.islands > 1 and not (self.islands or self.name == "serial"):
+            return "ranks of one island"
+        return self.wants(problem)
 
 
 def in_a_row(
@@ -79,7 +87,7 @@ def in_a_row(
     def only(problem: Problem, options: Options, machine: Machine) -> Plan:
         return build(problem)
 
-    return Family(name=name, build=only, refusal=refusal, in_a_row=True)
+    return Family(name=name, build=only, wants=refusal, in_a_row=True)
 
 
 def refuse_tables(problem: Problem) -> None:

@@ -1,7 +1,8 @@
 """What runs when, as data: a Plan is a tuple of Steps on Lanes, over named Buffers.
 
-A plan is the same on all ranks: a peer is an offset (ring) or a mask (XOR) relative to the rank
-that reads the plan. `bind` makes it concrete, `validate` proves it, `runtime.execute` runs it.
+A plan is the same on all ranks: a peer is an offset (ring), a mask (XOR), or an offset of islands
+and one within them (grid), relative to the rank that reads the plan. `bind` makes it concrete,
+`validate` proves it, `runtime.execute` runs it.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from counterpoint.problem import ITEM_BYTES, Problem
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
 
-Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "fused", "opaque",
-               "attention", "attention_backward"]  # fmt: skip
+Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "exchange", "fused",
+               "opaque", "attention", "attention_backward"]  # fmt: skip
 Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
 COUNTS = "counts"  # the operand that says how many rows there are
@@ -90,6 +91,9 @@ class Step:
                     contracts over rows, y = x^T w, of regions that are one box each
         reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
         collective  a library collective, named by args: reads[0] -> writes[0]
+        exchange    reads[0] goes to the rank of my place in the island that is "to" islands on;
+                    what comes from the one that is as many islands back -> writes[0]. It ends when
+                    both have come to it and all has been sent and received: it needs no signal
         barrier     posts, then waits; moves no data
         fused       one kernel of ours that computes and communicates, args "kernel" and its
                     settings: what it reads and writes is declared, and tests compare that with
@@ -102,7 +106,8 @@ class Step:
 
     Args:
         after: names of earlier steps of this rank that must have ended.
-        args: "bias": 1, the last read is a [1, N] row that is added; "contract": "rows", of a
+        args: "bias": 1, the last read is a [1, N] row that is added; "to": islands, of an
+            exchange; "contract": "rows", of a
             matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
             of a fused step, the operator whose kernel it is; "batch": a number that matmuls one
             after the other on a lane share where they may be one launch; of an attention, see
@@ -153,7 +158,7 @@ class Lane:
     """
 
     name: str
-    engine: Literal["sm", "copy"]
+    engine: Literal["sm", "copy", "nic"]
     priority: int = 0
     num_sms: int | None = None
     blocks_per_sm: int | None = None
@@ -170,7 +175,7 @@ class Plan:
     problem: Problem
     family: str
     variant: str
-    peers: Literal["ring", "xor"]
+    peers: Literal["ring", "xor", "grid"]
     buffers: tuple[Buffer, ...]
     lanes: tuple[Lane, ...]
     steps: tuple[Step, ...]
@@ -234,9 +239,14 @@ class Plan:
         """The absolute rank of `peer` as seen from `rank`; PlanError where there is none."""
         if not peer:
             return rank
-        if len(peer) != 1:
-            raise PlanError(self.spec, f"peer {peer} has {len(peer)} axes, the plan has one")
+        axes = 1 + (self.peers == "grid")
+        if len(peer) != axes:
+            raise PlanError(self.spec, f"peer {peer} has {len(peer)} axes, the plan has {axes}")
         ranks = self.problem.ranks
+        if self.peers == "grid":
+            size = ranks // self.problem.islands
+            island, place = divmod(rank, size)
+            return (island + peer[0]) % self.problem.islands * size + (place + peer[1]) % size
         if self.peers == "ring":
             return (rank + peer[0]) % ranks
         if ranks & (ranks - 1):
@@ -244,6 +254,11 @@ class Plan:
         if not 0 <= peer[0] < ranks:
             raise PlanError(self.spec, f"XOR peer {peer[0]} is outside {ranks} ranks")
         return rank ^ peer[0]
+
+    def met(self, step: Step, rank: int) -> tuple[int, int]:
+        """Whom an exchange of `rank` sends to, and from whom what it gets is."""
+        to = int(step.arg("to"))
+        return self.resolve((to, 0), rank), self.resolve((-to, 0), rank)
 
     @property
     def num_slots(self) -> int:
@@ -274,47 +289,6 @@ class Plan:
         return most * cols * ITEM_BYTES[buffer.dtype]
 
     def __str__(self) -> str:
-        lines = [f"plan {self.spec}: {self.problem}"]
-        for b in self.buffers:
-            split = f", split over ranks, holds {b.holds}" if b.split else ""
-            lines.append(f"  buffer {b.name:8} {b.space:9} {_shape(b)} {b.dtype}{split}")
-        width = max((len(s.name) for s in self.steps), default=0)
-        for s in self.steps:
-            flow = f"{_regions(s.reads)} -> {_regions(s.writes)}" if s.writes else ""
-            flow += "  contracts rows" if s.arg("contract") else ""
-            flow += f"  {settings(s)}" if s.kind == "fused" else ""
-            order = f"  after {', '.join(s.after)}" if s.after else ""
-            waits = f"  waits {_signals(s.waits)}" if s.waits else ""
-            posts = f"  posts {_signals(s.posts)}" if s.posts else ""
-            lines.append(f"  {s.lane:8} {s.kind:10} {s.name:{width}}  {flow}{order}{waits}{posts}")
-        return "\n".join(line.rstrip() for line in lines)
+        from counterpoint.plan.printed import printed
 
-
-def settings(step: Step) -> str:
-    """What a fused kernel is launched with, as text."""
-    return " ".join(f"{name}={value}" for name, value in step.args if name != "kernel")
-
-
-def _shape(buffer: Buffer) -> str:
-    return f"[{buffer.shape[0]}, {buffer.shape[1]}]"
-
-
-def _peer(peer: Peer) -> str:
-    return "+".join(map(str, peer)) if peer else "0"
-
-
-def _regions(regions: tuple[Region, ...]) -> str:
-    def one(r: Region) -> str:
-        where = f"@{_peer(r.at)}" if r.at else ""
-        shards = f"[{','.join(map(_peer, r.shards))}]" if r.shards else ""
-        chunk = f" {r.chunk[0]}/{r.chunk[1]}" if r.chunk != (0, 1) else ""
-        rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
-        cols = f" cols {':'.join(map(str, r.cols))}" if isinstance(r.cols, tuple) else ""
-        cols = " own cols" if r.cols == "own" else cols
-        return f"{r.buffer}{where}{shards}{chunk}{rows}{cols}"
-
-    return ", ".join(map(one, regions))
-
-
-def _signals(signals: tuple[Signal, ...]) -> str:
-    return ", ".join(f"{s.slot}@{_peer(s.at)}" for s in signals)
+        return printed(self)

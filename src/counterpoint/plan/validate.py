@@ -55,13 +55,13 @@ def validate(plan: Plan) -> None:
 
 
 def _check_opening(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -> None:
-    """A barrier of all ranks comes before every other signal and all use of symmetric memory.
+    """A barrier of an island comes before every other signal and all use of symmetric memory.
 
     It advances the epoch that the others post; and calls of other plans use the same slots and
     the same memory in other ways, so all ranks have to have left them.
     """
     symmetric = {b.name for b in plan.buffers if b.space == "symmetric"}
-    others = range(1, plan.problem.ranks)
+    size = plan.problem.ranks // plan.problem.islands
     for rank, program in enumerate(programs):
         first = program.opens
         for i, bound in enumerate(program.steps):
@@ -77,8 +77,10 @@ def _check_opening(plan: Plan, programs: tuple[Program, ...], order: HappensBefo
                 what = "signals" if signals else "uses symmetric memory"
                 problem = f"{what} before or beside the barrier that opens the call"
                 raise PlanError(plan.spec, problem, step=bound.step.name)
-            heard = {(arrival.rank - rank) % plan.problem.ranks for arrival in bound.waits}
-            if i == first and not heard.issuperset(others):
+            first_mate = rank // size * size
+            mates = {*range(first_mate, first_mate + size)} - {rank}
+            heard = {arrival.rank for arrival in bound.waits}
+            if i == first and not heard.issuperset(mates):
                 problem = "opens the call, so every rank has to wait in it for every other"
                 raise PlanError(plan.spec, problem, step=bound.step.name)
 
@@ -206,6 +208,10 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
             elif bound.step.kind == "collective":
                 everyone = [begun[r, i] for r in range(len(programs))]
                 memory.write(_collective(plan, bound, rank, everyone))
+            elif bound.step.kind == "exchange":
+                sender = plan.met(bound.step, rank)[1]
+                source = programs[sender].steps[i].parts[0].reads[0]
+                memory.write(values.moved(begun[sender, i][0], source, bound.parts[0].write))
             else:
                 memory.write(piece for pieces in begun[rank, i] for piece in pieces)
         except Contradiction as error:
@@ -240,7 +246,7 @@ def _result(bound: BoundStep, part: Part, memory: Memory, stacked: bool) -> list
     if step.arg("bias"):
         row = reads.pop()
         bias = values.as_rows(memory.read(row), row, target)
-    if step.kind == "collective":
+    if step.kind in ("collective", "exchange"):
         return memory.read(reads[0])
     added: list[Piece] = []
     if step.kind == "matmul":

@@ -15,6 +15,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime import counted
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
+from counterpoint.runtime.wire import wire_of
 from counterpoint.runtime.workspace import Operands, Place, Places
 
 Action = Callable[[Operands], object]  # what it returns is nothing's
@@ -108,6 +109,17 @@ def move(bound: BoundStep, part: Part, places: Places) -> Action:
         bias = places.of(part.reads[1])
         return lambda o: _into(torch.add, source(o), bias(o), out=target(o))
     return lambda o: _into(target(o).copy_, source(o))
+
+
+def exchange(bound: BoundStep, places: Places) -> Action:
+    """One block to another island, and one from another; both without gaps."""
+    (part,), step, plan = bound.parts, bound.step, places.plan
+    wire, rank = wire_of(places.workspace), places.workspace.rank
+    to, source = plan.met(step, rank)
+    sent, kept = places.of(part.reads[0]), places.of(part.write)
+    deed = f"take part in exchange {step.name!r} of plan {plan.spec} with rank {rank}"
+    awaited = Awaited(plan.problem.op, deed, step.name)
+    return lambda o: wire.exchange(sent(o).contiguous(), to, kept(o), source, awaited)
 
 
 def reduce(bound: BoundStep, part: Part, places: Places) -> Action:

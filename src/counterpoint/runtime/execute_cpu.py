@@ -1,4 +1,4 @@
-"""A program on a CPU rank: SM lanes on the calling thread in tuple order, copy lanes on threads.
+"""A program on a CPU rank: SM lanes on the calling thread in tuple order, others on threads.
 
 Signals are words in shared memory. A release and an acquire are plain stores and loads: x86 keeps
 their order. How a wait ends that is in vain: notice_board.py.
@@ -53,7 +53,7 @@ class CpuCode:
             self._actions(bound, places, i, like) for i, bound in enumerate(program.steps)
         ]
         lanes = {lane.name: lane.engine for lane in program.plan.lanes}
-        self.on_copy_lane = [lanes[bound.step.lane] == "copy" for bound in program.steps]
+        self.on_side_lane = [lanes[bound.step.lane] != "sm" for bound in program.steps]
 
     def _actions(
         self, bound: BoundStep, places: Places, index: int, like: Operands | None
@@ -69,6 +69,8 @@ class CpuCode:
                 return attention.attention_backward(bound, places, like)
             case "fused":
                 return [fused_action(Site(bound, places, index, like))]
+            case "exchange":
+                return [compute.exchange(bound, places)]
             case "collective":  # also of a transport of ours, for which the library stands in
                 return [compute.collective(bound, bound.parts[0], places)]
             case "matmul":
@@ -88,7 +90,7 @@ class CpuCode:
 
 
 class _Call:
-    """One call: the copy lanes at work beside the calling thread."""
+    """One call: the side lanes at work beside the calling thread."""
 
     def __init__(self, code: CpuCode, operands: Operands, spans: list[Span] | None) -> None:
         self.code = code
@@ -103,14 +105,14 @@ class _Call:
         steps = range(len(self.code.program.steps))
         copies: dict[str, list[int]] = {}
         for i in steps:
-            if self.code.on_copy_lane[i]:
+            if self.code.on_side_lane[i]:
                 copies.setdefault(self.code.program.steps[i].step.lane, []).append(i)
         futures: list[Future[None]] = [
             _thread(lane).submit(self._lane, indices, torch.is_inference_mode_enabled())
             for lane, indices in copies.items()
         ]
         try:
-            self._lane([i for i in steps if not self.code.on_copy_lane[i]])
+            self._lane([i for i in steps if not self.code.on_side_lane[i]])
         finally:
             errors = [future.exception() for future in futures]  # joins the lanes
         for error in errors:

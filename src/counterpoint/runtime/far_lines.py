@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from counterpoint.errors import CounterpointError
-from counterpoint.runtime.store import store_of
+from counterpoint.runtime.store import ANSWER_S, answer_of, store_of
 
 PERIOD_S = 0.25
 
@@ -61,11 +61,11 @@ class FarLines:
             try:
                 self._shown += 1
                 line = zlib.compress(mine.tobytes(), 1)  # most of it is empty
-                self._store.set(self._own, pickle.dumps((self._shown, line)))
-                if self._store.check([self._verdict]):
-                    return pickle.loads(self._store.get(self._verdict))
-                if self._store.check([self._next]):
-                    heard, line = pickle.loads(self._store.get(self._next))
+                found, next_one = answer_of(self._asked, line, within_s=ANSWER_S)
+                if found is not None:
+                    return pickle.loads(found)
+                if next_one is not None:
+                    heard, line = pickle.loads(next_one)
                     if heard != self._heard:
                         self._heard, self._unheard = heard, 0
                         # at once: numpy lets go of the interpreter's lock, and half a line is wrong
@@ -74,14 +74,26 @@ class FarLines:
                 self._store = None
         return None
 
+    def _asked(self, line: bytes) -> tuple[bytes | None, bytes | None]:
+        """Show a line; the verdict and the next rank's line, where there are."""
+        store = self._store
+        store.set(self._own, pickle.dumps((self._shown, line)))
+        if store.check([self._verdict]):
+            return store.get(self._verdict), None
+        return None, store.get(self._next) if store.check([self._next]) else None
+
     def tell(self, error: CounterpointError) -> None:
         """Leave a verdict for all ranks, unless one has."""
         with self._lock:
             try:
-                if self._store is not None and not self._store.check([self._verdict]):
-                    self._store.set(self._verdict, pickle.dumps(error))
+                if self._store is not None:
+                    answer_of(self._told, pickle.dumps(error), within_s=ANSWER_S)
             except RuntimeError:
                 self._store = None
+
+    def _told(self, verdict: bytes) -> None:
+        if not self._store.check([self._verdict]):
+            self._store.set(self._verdict, verdict)
 
     def state(self) -> str:
         """Whether the next rank is heard, in words."""

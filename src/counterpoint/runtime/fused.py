@@ -60,7 +60,7 @@ class Shared:
         self._kept += [self.memory, self.bases]
         num_bytes = max(num_bytes, 2 * self.half_bytes)
         wanted = 2 * -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
-        self.memory = self.workspace.allocate(wanted)
+        self.memory = self.workspace.allocate(wanted, "kernels of counterpoint")
         self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(device)
         if self.empty:
             self.memory.local().view(torch.float32).fill_(-0.0)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
-from counterpoint.runtime.far_lines import FarLines
+from counterpoint.runtime.far_lines import PERIOD_S, FarLines
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.store import gather_by_store
 from counterpoint.runtime.symmetric_cpu import allocate_cpu
@@ -94,6 +94,7 @@ class NoticeBoard:
     def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.timeout_s = timeout_s
+        self.names = [f"rank {r}" for r in range(self.ranks)]  # for errors
         self.fault: CounterpointError | None = None
         self.facts: dict[int, Facts] = {}
         self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
@@ -103,7 +104,7 @@ class NoticeBoard:
         # x86 keeps the order of stores; elsewhere a digest may be seen after the call's number
         if self.ranks > 1 and (platform.machine() in X86 or not on_gpu):
             try:
-                memory = allocate_cpu(BOARD_BYTES, group, self._by_store)
+                memory = allocate_cpu(BOARD_BYTES, group, self._by_store, range(self.ranks))
             except (UnsupportedError, OSError) as error:  # on all ranks alike
                 if not (on_gpu or isinstance(error, UnsupportedError)):
                     raise
@@ -249,8 +250,9 @@ class NoticeBoard:
             return None if compares or self._compares else refused.error
         if found is None and (r := self.gone()) is not None:
             op = self.facts.get(self._mine[HEAD + self._calls % RING] & ~1, {}).get("op")
-            text = f"rank {r} did not come ({self.state(r)}); the group is unusable, restart its"
-            return PeerTimeoutError(f"{op or 'counterpoint'}: {text} ranks", rank=r, step="call")
+            text = f"{op or 'counterpoint'}: {self.names[r]} did not come ({self.state(r)}); "
+            text += "the group is unusable, restart its ranks"
+            return PeerTimeoutError(text, rank=r, step="call")
         return found
 
     def raise_what_is_wrong(self) -> None:
@@ -279,6 +281,15 @@ class NoticeBoard:
         for r in self._peers:
             if self._lines[r][CALLS] < self._calls:
                 self._check_refusal(r)
+        return None
+
+    def heard(self) -> CounterpointError | None:
+        """The verdict of another rank, given a little time to come; None: none has left one."""
+        for _ in range(3 if self._far is not None else 1):
+            found = self.look()
+            if found is not None or self._far is None:
+                return found
+            time.sleep(PERIOD_S)
         return None
 
     def _check_refusal(self, r: int) -> None:
@@ -350,11 +361,13 @@ class NoticeBoard:
     def state(self, r: int) -> str:
         """Whether the process of a rank lives, in words."""
         if self._far is not None:
-            return self._far.state()
+            return self._far.state() if r in self._peers else "on another host, or island"
         return describe_process(self.pids[r])
 
     def culprit(self, r: int) -> int:
         """Who holds rank `r` up: whom it waits for, whom that one waits for, and so on."""
+        if self._far is not None:  # of most ranks no line is seen
+            return r
         for _ in range(self.ranks):
             after = self._lines[r][AWAITS] - 1
             if after < 0 or after == self.rank or not self.state(r).endswith("alive"):
@@ -548,9 +561,10 @@ class Late:
 
     def _too_late(self, r: int, culprit: int, state: str, waited_s: float) -> PeerTimeoutError:
         op, deed, step = self._awaited
-        why = "" if culprit == r else f"rank {culprit} holds it up, "
+        names = self._board.names
+        why = "" if culprit == r else f"{names[culprit]} holds it up, "
         return PeerTimeoutError(
-            f"{op}: rank {r} did not {deed} within {waited_s:.2f} s ({why}{state}); the group is "
+            f"{op}: {names[r]} did not {deed} within {waited_s:.2f} s ({why}{state}); the group is "
             "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
             rank=culprit,
             step=step,
@@ -580,9 +594,9 @@ class HeldUp:
             self._by, self._since_s = by, now_s
         elif now_s - self._since_s > board.timeout_s:
             raise board.fail(PeerTimeoutError(
-                f"counterpoint: rank {by[0]} did not make its calls within {board.timeout_s:g} s, "
-                f"and the GPU is not done ({board.state(by[0])}); the group is unusable, restart "
-                "its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+                f"counterpoint: {board.names[by[0]]} did not make its calls within "
+                f"{board.timeout_s:g} s, and the GPU is not done ({board.state(by[0])}); the group "
+                "is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
                 rank=by[0],
                 step="check",
             ))  # fmt: skip

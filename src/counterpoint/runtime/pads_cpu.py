@@ -16,10 +16,10 @@ def never() -> bool:
     return False
 
 
-def pads_of(workspace: Workspace) -> list[NDArray[np.int32]]:
-    """The words of each rank's pad."""
+def pads_of(workspace: Workspace) -> dict[int, NDArray[np.int32]]:
+    """The words of the pad of each rank of the island."""
     pads = workspace.pads
-    return [pads.peer(r).view(torch.int32).numpy() for r in range(pads.world_size)]
+    return {r: pads.peer(r).view(torch.int32).numpy() for r in workspace.islands.mine}
 
 
 def await_words(

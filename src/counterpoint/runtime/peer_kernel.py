@@ -146,7 +146,7 @@ class PeerKernel:
                 raise InputError(OP, "sizes", want=want, got=f"{other} on rank {r}")
         workspace.open_pads()  # by them a late rank is looked at
         self._workspace = workspace
-        self._memory = workspace.allocate(2 * self.layout.half_bytes)
+        self._memory = workspace.allocate(2 * self.layout.half_bytes, OP)
         self._fixed = self._arguments()
         self._launches: dict[object, Launch] = {}
 

@@ -5,9 +5,11 @@ wait is bounded, and names who has not come. Also the way between hosts.
 """
 
 import pickle
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from counterpoint.errors import PeerTimeoutError, UnsupportedError
 
 POLL_S = 2e-3
+ANSWER_S = 1.5  # a store that takes longer is cut off
+T = TypeVar("T")
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
@@ -28,6 +32,30 @@ def store_of(group: dist.ProcessGroup) -> Any:
     if find is None:
         raise UnsupportedError(f"store_of: torch {torch.__version__} shows no stores of groups")
     return find(group)
+
+
+def answer_of(call: Callable[..., T], *args: Any, within_s: float) -> T:
+    """What a call of a store returns. A host that has been cut off answers never, and says nothing.
+
+    Raises:
+        RuntimeError: it did not return in time, or it raised that.
+    """
+    answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((call(*args), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="counterpoint-store", daemon=True).start()
+    try:
+        found, error = answers.get(timeout=max(within_s, POLL_S))
+    except Empty:
+        raise RuntimeError(f"it did not answer within {within_s:.2g} s") from None
+    if error is not None:
+        raise error
+    return cast(T, found)
 
 
 def gather_by_store(
@@ -62,18 +90,22 @@ def gather_by_store(
         count += 1
         keys = [f"{name}/{turn}/{count}/{r}" for r in range(ranks)]
         deadline_s = time.monotonic() + timeout_s
+
+        def answer(call: Callable[..., Any], *args: Any) -> Any:
+            return answer_of(call, *args, within_s=max(deadline_s - time.monotonic(), ANSWER_S))
+
         try:
-            store.set(keys[rank], pickle.dumps(value))
+            answer(store.set, keys[rank], pickle.dumps(value))
             for key in keys:
-                while not store.check([key]):
+                while not answer(store.check, [key]):
                     check()
                     if time.monotonic() > deadline_s:
-                        missing = [r for r in range(ranks) if not store.check([keys[r]])]
+                        missing = [r for r in range(ranks) if not answer(store.check, [keys[r]])]
                         raise _late(missing, timeout_s)
                     time.sleep(POLL_S)
             if count > 1:  # all have come to this one, so all have read the one before
-                store.delete_key(f"{name}/{turn}/{count - 1}/{rank}")
-            return [pickle.loads(store.get(key)) for key in keys]
+                answer(store.delete_key, f"{name}/{turn}/{count - 1}/{rank}")
+            return [pickle.loads(answer(store.get, key)) for key in keys]
         except RuntimeError as error:
             raise _gone(error) from error
 

@@ -14,7 +14,7 @@ from counterpoint.runtime.symmetric_memory import SymmetricMemory
 
 def allocate(
     num_bytes: int, group: dist.ProcessGroup, device: torch.device | str,
-    gather: Callable[[Any], list[Any]] | None = None,
+    gather: Callable[[Any], list[Any]] | None = None, mates: range | None = None,
 ) -> SymmetricMemory:  # fmt: skip
     """Allocate a zero-filled buffer on each rank of `group`, and open those of the peers.
 
@@ -27,6 +27,7 @@ def allocate(
         device: "cpu", or this rank's CUDA device.
         gather: how ranks tell each other what they have; None: by the library, as long as the
             group's own timeout.
+        mates: the ranks whose buffers this one opens, itself included; None: all.
 
     Raises:
         InputError: `num_bytes` is < 1 or differs between ranks, or this rank is not in `group`.
@@ -39,13 +40,14 @@ def allocate(
         raise InputError("allocate", "group", want="a group of this rank", got="another")
 
     gather = gather or partial(gather_object, group=group)
+    mates = range(dist.get_world_size(group)) if mates is None else mates
     # imported here: the CUDA side needs private parts of torch that a CPU build may lack
     if device.type == "cpu":
         from counterpoint.runtime.symmetric_cpu import allocate_cpu
 
-        return allocate_cpu(num_bytes, group, gather)
+        return allocate_cpu(num_bytes, group, gather, mates)
     if device.type == "cuda":
         from counterpoint.runtime.symmetric_cuda import allocate_cuda
 
-        return allocate_cuda(num_bytes, group, device, gather)
+        return allocate_cuda(num_bytes, group, device, gather, mates)
     raise UnsupportedError(f"allocate: symmetric memory is on cpu and cuda, not on {device.type}")

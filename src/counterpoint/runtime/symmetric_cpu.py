@@ -7,7 +7,6 @@ file system: nothing is left behind however a rank ends, and Docker's 64 MB limi
 
 import errno
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime.symmetric_memory import SymmetricMemory, check_sizes
+from counterpoint.runtime.islands import host, name_of_mine
+from counterpoint.runtime.symmetric_memory import NOT_HERE, SymmetricMemory, check_sizes
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,14 @@ class _Offer:
 
     num_bytes: int
     pid: int
-    host: str
-    pid_namespace: str = ""
+    place: str = ""
     fd: int = -1
     errno: int = 0
     problem: str = ""
 
 
 def allocate_cpu(
-    num_bytes: int, group: dist.ProcessGroup, gather: Callable[[Any], list[Any]]
+    num_bytes: int, group: dist.ProcessGroup, gather: Callable[[Any], list[Any]], mates: range
 ) -> SymmetricMemory:
     """Allocate on CPU; see `symmetric.allocate`.
 
@@ -43,16 +42,17 @@ def allocate_cpu(
         UnsupportedError: the ranks are on several hosts, containers or users.
         OSError: a rank is out of memory.
     """
-    offer = _make_offer(num_bytes, dist.get_world_size(group))
+    offer = _make_offer(num_bytes, len(mates))
     try:
         # no rank leaves early before the exchange, or its peers would wait for it there
         offers = gather(offer)
-        _check(offers)
+        _check(offers, mates)
 
-        buffers: list[Tensor] = []
+        buffers = [NOT_HERE] * len(offers)
         problem = ""
         try:
-            buffers = [_map(peer) for peer in offers]
+            for r in mates:
+                buffers[r] = _map(offers[r])
         except RuntimeError as error:
             problem = str(error)
         # also the barrier after which no peer needs this rank's fd any more
@@ -75,10 +75,10 @@ def allocate_cpu(
 
 
 def _make_offer(num_bytes: int, world_size: int) -> _Offer:
-    offer = _Offer(num_bytes, os.getpid(), socket.gethostname())
+    offer = _Offer(num_bytes, os.getpid())
     fd = -1
     try:
-        offer = replace(offer, pid_namespace=_pid_namespace())
+        offer = replace(offer, place=f"{name_of_mine()} on {host()}")
         # a memfd has no limit but the host's memory, past which the kernel kills a process
         available_bytes = _available_bytes()
         if num_bytes * world_size > available_bytes:
@@ -95,11 +95,11 @@ def _make_offer(num_bytes: int, world_size: int) -> _Offer:
     return replace(offer, fd=fd)
 
 
-def _check(offers: list[_Offer]) -> None:
-    """Raise the same error on all ranks: they all see the same offers."""
+def _check(offers: list[_Offer], mates: range) -> None:
+    """Raise the same error on all ranks that share memory: they see the same offers."""
     check_sizes([offer.num_bytes for offer in offers])
-    if len({offer.pid_namespace for offer in offers}) > 1:
-        places = [f"{offer.host} {offer.pid_namespace}" for offer in offers]
+    places = [offers[r].place for r in mates]
+    if len(set(places)) > 1:
         raise UnsupportedError(
             "allocate: CPU ranks share memory within one host and one pid namespace, "
             f"got {places} in rank order; run all ranks of the group in one of them"
@@ -111,13 +111,6 @@ def _check(offers: list[_Offer]) -> None:
                 f"allocate: rank {rank} cannot make {offer.num_bytes} bytes of shared memory: "
                 f"{offer.problem}",
             )
-
-
-def _pid_namespace() -> str:
-    """Equal on two ranks if and only if a pid means the same process to both."""
-    # each host numbers its namespaces anew, and two containers may share a host name
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{os.readlink('/proc/self/ns/pid')} of boot {file.read().strip()}"
 
 
 def _available_bytes() -> int:

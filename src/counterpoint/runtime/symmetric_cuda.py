@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime.symmetric_memory import SymmetricMemory, check_sizes
+from counterpoint.runtime.symmetric_memory import NOT_HERE, SymmetricMemory, check_sizes
 
 
 def allocate_cuda(
@@ -23,6 +22,7 @@ def allocate_cuda(
     group: dist.ProcessGroup,
     device: torch.device,
     gather: Callable[[Any], list[Any]],
+    mates: range,
 ) -> SymmetricMemory:
     """Allocate on CUDA; see `symmetric.allocate`. Synchronises the host with `device`.
 
@@ -32,7 +32,6 @@ def allocate_cuda(
         torch.OutOfMemoryError: a rank is out of memory.
     """
     symmetric_memory = torch_symmetric_memory()
-    world_size = dist.get_world_size(group)
     with torch.cuda.device(device):
         buffer = None
         problem = ""
@@ -55,13 +54,12 @@ def allocate_cuda(
                 )
 
         handle: Any = None
-        buffers: tuple[Tensor, ...] = ()
+        buffers = [NOT_HERE] * len(reports)
         problem = ""
         try:
-            handle = symmetric_memory.rendezvous(buffer, group.group_name)
-            buffers = tuple(
-                handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(world_size)
-            )
+            handle = symmetric_memory.rendezvous(buffer, _group_of(group, mates).group_name)
+            for i, rank in enumerate(mates):
+                buffers[rank] = handle.get_buffer(i, (num_bytes,), torch.uint8)
         except RuntimeError as error:
             problem = str(error)
         # also the barrier that tells each rank that its peers' buffers are open
@@ -73,7 +71,16 @@ def allocate_cuda(
                     "`nvidia-smi topo -p2p n` shows which GPUs reach each other"
                 )
     pids = tuple(pid for *_, pid in reports)
-    return SymmetricMemory(dist.get_rank(group), buffers, pids, handle)
+    return SymmetricMemory(dist.get_rank(group), tuple(buffers), pids, handle)
+
+
+def _group_of(group: dist.ProcessGroup, mates: range) -> dist.ProcessGroup:
+    """Of the ranks that share memory: the group itself, or one of an island."""
+    if len(mates) == group.size():
+        return group
+    ranks = [dist.get_global_rank(group, r) for r in mates]
+    found: Any = dist.new_group(ranks, use_local_synchronization=True)
+    return found
 
 
 def torch_symmetric_memory() -> ModuleType:

@@ -7,9 +7,12 @@ That is the business of signals and barriers.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
+
+NOT_HERE = torch.empty(0, dtype=torch.uint8)  # the buffer of a rank of another island
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +24,8 @@ class SymmetricMemory:
 
     Args:
         rank: of this process in the group.
-        buffers: each rank's buffer, uint8 [num_bytes], in rank order, mapped in this process.
+        buffers: each rank's buffer, uint8 [num_bytes], in rank order, mapped in this process;
+            `NOT_HERE` of those whose memory this rank does not reach.
         peer_pids: each rank's process; `ranks.describe_process` tells a dead peer from a late one.
         handle: on CUDA torch's own object, which keeps the peers' mappings alive.
     """
@@ -53,6 +57,7 @@ class SymmetricMemory:
     def peer(self, rank: int) -> Tensor:
         """The buffer of `rank`, uint8 [num_bytes]; of this rank, the same as `local()`."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        assert self.buffers[rank] is not NOT_HERE, f"rank {rank} is on another island"
         return self.buffers[rank]
 
 

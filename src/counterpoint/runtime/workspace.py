@@ -19,6 +19,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.plan.bind import Box
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
+from counterpoint.runtime.islands import islands_of, name_of_mine
 from counterpoint.runtime.notice_board import Awaited, NoticeBoard
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
@@ -69,6 +70,8 @@ class Workspace:
         self.device = device
         self.rank = dist.get_rank(group)
         self.board = NoticeBoard(group, device.type, default_timeout_s())
+        self.islands = islands_of(self.gather(name_of_mine()), self.rank)
+        self.board.names = [self.islands.named(r) for r in range(self.board.ranks)]
         self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None
@@ -76,6 +79,7 @@ class Workspace:
         self.epoch = 0  # of CPU ranks; on a GPU it lives in device memory
         self.lanes: Any = None  # what a GPU's executor keeps here: streams, epoch, fault words
         self.fused: Any = None  # what kernels that talk to their peers keep here
+        self.wire: Any = None  # what goes between islands, see wire.py
         self.code: dict[Hashable, Any] = {}
         self.known: dict[Hashable, Any] = {}  # of `code`, by what an eager call sees at once
         self.agreed: dict[Hashable, Any] = {}
@@ -154,13 +158,20 @@ class Workspace:
         if self.device.type == "cuda":
             refuse_capture(got)
 
-    def allocate(self, num_bytes: int) -> SymmetricMemory:
-        """Symmetric memory of this group; see `symmetric.allocate`.
+    def allocate(self, num_bytes: int, wants_all: str = "") -> SymmetricMemory:
+        """Symmetric memory of this rank's island; see `symmetric.allocate`.
+
+        Args:
+            wants_all: what needs the memory of all ranks, for the error where some are elsewhere.
 
         Raises:
+            UnsupportedError: they are.
             PeerTimeoutError: a rank did not come to it.
         """
-        return allocate(num_bytes, self.group, self.device, self.gather)
+        if wants_all and self.islands.number > 1:
+            what = f"memory that all ranks reach, and they are on {self.islands.number} islands"
+            raise UnsupportedError(f"{wants_all}: needs {what}: see `counterpoint doctor --group`")
+        return allocate(num_bytes, self.group, self.device, self.gather, self.islands.mine)
 
     def gather(self, value: T, awaited: Awaited = SETUP) -> list[T]:
         """What all ranks say, in rank order: no rank returns before each has come to it.
@@ -197,7 +208,7 @@ class Workspace:
         self.drop_code()
         self.agreed.clear()
         self._kept.clear()
-        self.lanes = self.fused = None
+        self.lanes = self.fused = self.wire = None
         self.board.alarms.clear()
 
     def drop_code(self) -> None:

@@ -1,0 +1,274 @@
+"""The family "islands": ranks on several islands, with NICs alone between them.
+
+What goes to another island goes once: to the rank of the same place in it, a rail, while this
+island's shards are multiplied. What has come is passed on inside, by copy engines. A reduce-scatter
+is the mirror of that: what another island owns is multiplied first and summed inside this one, and
+one block of it is sent.
+
+Distances are of a grid: (islands on, places on within one). Each shard of another island comes in
+`chunks`, so that the last one is passed on and multiplied while none is on its way.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, Y, with_bias
+from counterpoint.plan.operation import Family, Options
+from counterpoint.plan.peers import Chunk, cuts
+from counterpoint.plan.steps import ME, Buffer, Lane, Peer, Plan, Region, Signal, Space, Step
+from counterpoint.problem import Problem
+
+NIC = Lane("nic", "nic", priority=-1)
+SUM = Lane("sum", "sm", priority=-1)
+CHUNKS = 4
+OWN: tuple[Peer, ...] = ((0, 0),)
+
+Matmuls = Callable[..., tuple[Step, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The peers of a rank: `islands` of `size` ranks each.
+
+    Args:
+        chunks: of what goes to another island.
+        first_slot: of its signals.
+    """
+
+    islands: int
+    size: int
+    chunks: int
+    first_slot: int = 0
+
+    @property
+    def far(self) -> range:
+        """Distances of the other islands, nearest first."""
+        return range(1, self.islands)
+
+    @property
+    def near(self) -> range:
+        """Distances of the other ranks of this one."""
+        return range(1, self.size)
+
+    @property
+    def cuts(self) -> list[tuple[str, Chunk]]:
+        """Parts of what goes to another island, with what stands behind names."""
+        return cuts(self.chunks)
+
+    @property
+    def pieces(self) -> Iterator[tuple[int, str, Chunk]]:
+        """What goes between islands, in the order of all ranks: distance, name, chunk."""
+        for suffix, chunk in self.cuts:
+            for d in self.far:
+                yield d, f"{d}{suffix}", chunk
+
+    @property
+    def space(self) -> Space:
+        """Of memory that peers of an island write to."""
+        return "symmetric" if self.size > 1 else "scratch"
+
+    def slot(self, place: int, d: int = 0, chunk: int = 0) -> int:
+        """Of signals between ranks `place` apart about a chunk of an island d on; 0: this one."""
+        of = 1 + (d - 1) * self.chunks + chunk if d else 0
+        return self.first_slot + self.size * (1 + of) + place
+
+    def post(self, place: int, *of: int) -> Signal:
+        """Tell the rank `place` on."""
+        return Signal(self.slot(place, *of), (0, place))
+
+    def waits(self, *of: int) -> tuple[Signal, ...]:
+        """Hear from all others of the island; that from place p on was posted at distance -p."""
+        return tuple(Signal(self.slot(p, *of), (0, -p)) for p in self.near)
+
+    def opening(self) -> tuple[Step, ...]:
+        """The barrier of an island, where it has several ranks."""
+        if self.size == 1:
+            return ()
+        posts, waits = (tuple(Signal(p, (0, sign * p)) for p in self.near) for sign in (1, -1))
+        return (Step("open", "signal", "barrier", waits=waits, posts=posts),)
+
+    @property
+    def opened(self) -> tuple[str, ...]:
+        """What uses of shared memory come after."""
+        return ("open",) if self.size > 1 else ()
+
+
+def grid_of(p: Problem, options: Options) -> Grid:
+    """Of the ranks of a problem."""
+    return Grid(p.islands, p.ranks // p.islands, options.chunks or CHUNKS)
+
+
+def refusal(p: Problem) -> str:
+    """What a gather wants that the problem does not have, or ""."""
+    return "" if p.islands > 1 else "ranks of several islands"
+
+
+def refusal_of_sum(p: Problem) -> str:
+    """Likewise, where islands sum blocks of each other: a slot has room for its own rank's rows."""
+    return refusal(p) or ("" if p.equal_rows else "equal rows on all ranks")
+
+
+def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls) -> Plan:
+    """An all-gather beside its matmuls: own rows first, those of other islands as they come.
+
+    Args:
+        buffers: the user's.
+        matmuls: steps of the compute lane: name, region of x, region of y, after=, waits=.
+    """
+    steps = [*grid.opening(), *matmuls("matmul_own", Region("x"), Region("y", ME, OWN))]
+    steps += _given(grid, Region("x"), grid.opened)
+    for name, shards, chunk, after, waits in _arrivals(grid, grid.opened):
+        there = (Region(b, ME, shards, chunk) for b in ("full", "y"))
+        steps += matmuls(f"matmul_{name}", *there, after=after, waits=waits)
+    full = Buffer("full", (p.m, p.k), p.dtype, grid.space, split=True)
+    return _plan(p, grid, (*buffers, full), steps)
+
+
+def _given(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
+    """My rows into `full` of all ranks: to rails by the NIC, to peers, what has come to peers."""
+    for d, name, chunk in grid.pieces:
+        source, arrived = replace(own, chunk=chunk), Region("full", ME, ((-d, 0),), chunk)
+        first = after if (d, chunk[0]) == (1, 0) else ()
+        yield _exchange(f"give_{name}", d, source, arrived, first)
+    for place in grid.near:
+        target = Region("full", (0, place), OWN)
+        first = after if place == 1 else ()
+        yield _copy(f"push_{place}", own, target, first, grid.post(place))
+    for d, name, chunk in grid.pieces:
+        arrived = Region("full", ME, ((-d, 0),), chunk)
+        for place in grid.near:
+            target = replace(arrived, at=(0, place))
+            first = (f"give_{name}",) if place == 1 else ()
+            post = grid.post(place, d, chunk[0])
+            yield _copy(f"pass_{name}_{place}", arrived, target, first, post)
+
+
+Arrival = tuple[str, tuple[Peer, ...], Chunk, tuple[str, ...], tuple[Signal, ...]]
+
+
+def _arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
+    """What there is in `full` as it comes: name, shards, chunk, and what says that it is there.
+
+    Args:
+        first: what the first of them comes after.
+    """
+    if grid.size > 1:
+        yield "near", tuple((0, -p) for p in grid.near), (0, 1), first, grid.waits()
+    for d, name, chunk in grid.pieces:
+        shards = tuple((-d, -place) for place in range(grid.size))
+        yield f"far_{name}", shards, chunk, (f"give_{name}",), grid.waits(d, chunk[0])
+
+
+def scatter(
+    p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls, y: Region = Y
+) -> Plan:
+    """A reduce-scatter beside its matmuls: others' rows first, summed inside, sent as one block.
+
+    A slot is for the partial rows of (islands on, places on) from that place: own rows of an island
+    d on are summed where they were computed, and what comes from an island d back takes their slot.
+
+    Args:
+        buffers: the user's.
+        matmuls: steps of the compute lane: name, region of x, region of the product.
+        y: own rows of the result.
+    """
+    steps = [*grid.opening()]
+    for d, name, chunk in grid.pieces:
+        shards = tuple((d, place) for place in range(grid.size))
+        steps += matmuls(f"matmul_far_{name}", *_rows(shards, chunk))
+        computed, own = steps[-1].name, Region("partial", ME, ((d, 0),), chunk)
+        opened = grid.opened if (d, chunk[0]) == (1, 0) else ()
+        steps += _pushed(grid, d, name, chunk, (computed, *opened))
+        if grid.size > 1:
+            slots = (Region("slots", ME, ((d, -place),), chunk) for place in grid.near)
+            waits = grid.waits(d, chunk[0])
+            steps.append(Step(f"sum_{name}", "sum", "reduce", (*slots, own), (own,),
+                              (computed, *opened), waits))  # fmt: skip
+        come = Region("slots", ME, ((-d, 0),), chunk)
+        steps.append(_exchange(f"send_{name}", d, own, come, (steps[-1].name,)))
+    if grid.size > 1:
+        steps += matmuls("matmul_near", *_rows(tuple((0, place) for place in grid.near)))
+        steps += _pushed(grid, 0, "0", (0, 1), (steps[-1].name,))
+    sent = next(step.name for step in reversed(steps) if step.kind == "exchange")
+    steps += matmuls("matmul_own", *_rows(OWN))
+    slots = [(0, -place) for place in grid.near] + [(-d, 0) for d in grid.far]
+    added, args = with_bias(p)
+    reads = (*(Region("slots", ME, (each,)) for each in slots), Region("partial", ME, OWN), *added)
+    steps.append(Step("reduce", "compute", "reduce", reads, (y,), (sent,),
+                      grid.waits(), args=args))  # fmt: skip
+    partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True)
+    inbox = Buffer("slots", (p.m, p.n), p.dtype, grid.space, split=True, holds="slots")
+    return _plan(p, grid, (*buffers, partial, inbox), steps)
+
+
+def _rows(shards: tuple[Peer, ...], chunk: Chunk = (0, 1)) -> tuple[Region, Region]:
+    """Of x, and of its product."""
+    return Region("x", ME, shards, chunk), Region("partial", ME, shards, chunk)
+
+
+def _pushed(
+    grid: Grid, d: int, name: str, chunk: Chunk, computed: tuple[str, ...]
+) -> Iterator[Step]:
+    """Partial rows of each rank of the island d on to the one of its place in this island."""
+    for place in grid.near:
+        source = Region("partial", ME, ((d, place),), chunk)
+        target = Region("slots", (0, place), ((d, 0),), chunk)
+        after = computed if place == 1 else ()
+        post = grid.post(place, d, chunk[0]) if d else grid.post(place)
+        yield _copy(f"push_{name}_{place}", source, target, after, post)
+
+
+def all_reduce(
+    p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls, last: Iterable[Step]
+) -> Plan:
+    """A reduce-scatter beside its matmuls, whose sums go on to all ranks.
+
+    Args:
+        buffers: the user's.
+        matmuls: as of `scatter`.
+        last: what is done when all are there.
+    """
+    shares = replace(p, op="matmul_reduce_scatter", bias=False)
+    own = Region("y", ME, OWN)
+    first = scatter(shares, grid, buffers, matmuls, own)
+    again = replace(grid, first_slot=first.num_slots)
+    steps = [*first.steps, *_given(again, own, ("reduce",))]
+    for name, shards, chunk, after, waits in _arrivals(again):
+        source, target = (Region(b, ME, shards, chunk) for b in ("full", "y"))
+        steps.append(Step(f"take_{name}", "compute", "move", (source,), (target,), after, waits))
+    pushed = (f"push_{grid.size - 1}",) if grid.size > 1 else ()
+    steps += (replace(step, after=pushed) for step in last)
+    full = Buffer("full", (p.m, p.n), p.dtype, grid.space, split=True)
+    return _plan(p, grid, (*first.buffers, full), steps)
+
+
+def _exchange(name: str, d: int, source: Region, target: Region, after: tuple[str, ...]) -> Step:
+    args = (("to", d),)
+    return Step(name, "nic", "exchange", (source,), (target,), after, args=args)
+
+
+def _copy(
+    name: str, source: Region, target: Region, after: tuple[str, ...], post: Signal
+) -> Step:  # fmt: skip
+    return Step(name, "copy", "copy", (source,), (target,), after, posts=(post,))
+
+
+def _plan(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], steps: list[Step]) -> Plan:
+    used = {step.lane for step in steps}
+    lanes = tuple(lane for lane in (COMPUTE, SIGNAL, COPY, SUM, NIC) if lane.name in used)
+    return Plan(p, "islands", f"chunks={grid.chunks}", "grid", buffers, lanes, tuple(steps))
+
+
+def family(
+    build: Callable[[Problem, Grid], Plan], refusal: Callable[[Problem], str] = refusal_of_sum
+) -> Family:
+    """The family of an operator whose plans `build` makes."""
+    return Family(
+        name="islands", takes=("chunks",), islands=True, wants=refusal,
+        build=lambda p, options, machine: build(p, grid_of(p, options)),
+    )  # fmt: skip
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Specs worth weighing on ranks of several islands, serial first."""
+    return ("serial", *(f"islands chunks={n}" for n in (1, 2, 4, 8)))

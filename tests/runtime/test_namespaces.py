@@ -1,0 +1,40 @@
+"""Islands of CPU ranks in network namespaces: bytes on the NIC, and faults."""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from benchmarks.namespaces import Job, can_run, run
+
+if why := can_run():
+    warnings.warn(f"islands are not tested in network namespaces: {why}", stacklevel=1)
+pytestmark = pytest.mark.skipif(bool(why), reason=f"no network namespaces here: {why}")
+
+BOUND_S = 3.0
+HEADERS = 1.06  # of the bytes of large messages over TCP, and a barrier
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_what_goes_to_another_island_goes_once(op: str):
+    """Of two islands of two, each rank sends one block; flat, one for each rank over there."""
+    rows, columns = 64, 4096
+    shape = (rows, 8, columns) if op == "all_gather_matmul" else (4 * rows, columns, 8)
+    block = 4 * rows * columns
+    for flat, blocks in ((False, 2), (True, 4)):
+        job = Job("benchmarks.islands:operator", args=(op, *shape, "islands chunks=2"), flat=flat)
+        for found in run(job):
+            assert blocks * block < found["sent"] < HEADERS * blocks * block
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
+def test_who_is_left_ends_in_time_and_names_a_rank_and_its_island(fault: str):
+    job = Job(
+        "benchmarks.islands:until_a_fault", args=("matmul_all_reduce", 64, 32, 256),
+        env={"COUNTERPOINT_TIMEOUT_S": str(BOUND_S)}, fault=fault, after_s=1.5,
+    )  # fmt: skip
+    found: list[Any] = run(job)
+    assert all(found[:2]) and all(found[2:]) == (fault == "cut")
+    for each in filter(None, found):
+        assert each["error"].startswith("PeerTimeoutError: ")
+    assert any("(island 1)" in each["error"] for each in found[:2])
