@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs package faults gpu readme support clean
+.PHONY: help demo test docs package faults islands gpu readme support clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,10 @@ package:  ## the wheel, tried in an environment of its own without a checkout: s
 
 faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", or "--soak 30" for minutes in which groups are rebuilt)
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)
+
+islands: $(VENV)/.ready-dev  ## ranks on several islands, in network namespaces: bytes, times, 60 faults; 12 minutes, then docs/islands.md (ARGS="--trials 6")
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.islands $(ARGS)
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 
 gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUITE=decode for one in full; OUT=folder)
 	PYTHONPATH=src:. python3 -m benchmarks.gpu_suite --suite $(SUITE) --out $(OUT)

@@ -1,13 +1,17 @@
-"""Operators between islands of CPU ranks, in network namespaces: bytes on the NIC, and times.
+"""Operators between islands of CPU ranks, in network namespaces: bytes on the NIC, times, faults.
 
-python -m benchmarks.islands --out rows.jsonl
+    make islands              # all, 12 minutes on 2 cores: rows, then docs/islands.md from them
 
-gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter
-flat   our plan that takes every rank for an island of its own
+gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce
+flat   our plan, each rank an island of its own
 ours   islands of neighbours: what goes to another island goes once"""
 
+import argparse
+import json
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
-from benchmarks.namespaces import nic_bytes
+from benchmarks.namespaces import Job, can_run, nic_bytes, run
+from benchmarks.rows import RESULTS, Row, rows_of
+from counterpoint.measure.record import environment
 
 CALLS = 5
 
@@ -84,3 +90,132 @@ def until_a_fault(rank: int, ranks: int, op: str, m: int, n: int, k: int) -> dic
         except cp.CounterpointError as error:
             took_s = time.perf_counter() - start_s
             return {"error": f"{type(error).__name__}: {error}", "seconds": took_s, "calls": calls}
+
+
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+ISLANDS = ((2, 2), (2, 3))  # how many, ranks of each
+RATES = ("400mbit", "1gbit")
+BLOCK = (512, 64, 2048)  # rows of a rank, and the shorter and the longer side of its matmul
+FILE = RESULTS / "islands-cpu.jsonl"
+BOUND_S = 4.0
+FAULTS = ("kill", "stop", "cut")
+
+
+def speeds() -> Iterator[Row]:
+    """A row for each operator, way and network."""
+    rows, short, long = BLOCK
+    for islands, size in ISLANDS:
+        for rate in RATES:
+            for op in OPERATORS:
+                gathers = op == "all_gather_matmul"
+                shape = BLOCK if gathers else (rows * islands * size, long, short)
+                for way in ("gloo", "flat", "ours"):
+                    spec = "gloo" if way == "gloo" else "islands chunks=4"
+                    job = Job(
+                        "benchmarks.islands:operator",
+                        islands=islands,
+                        size=size,
+                        rate=rate,
+                        args=(op, *shape, spec),
+                        flat=way == "flat",
+                    )
+                    found = run(job)[0]
+                    yield {
+                        "table": "islands",
+                        "op": op,
+                        "arm": way,
+                        "islands": islands,
+                        "size": size,
+                        "rate": rate,
+                        "shape": list(shape),
+                        "median_s": found["seconds"],
+                        "sent": found["sent"],
+                    }
+
+
+def faults(trials: int, seed: int) -> Iterator[Row]:
+    """A row for each trial: an island is killed, stopped or cut off at a random moment."""
+    draw = random.Random(seed)
+    for trial in range(trials):
+        fault, op = FAULTS[trial % len(FAULTS)], draw.choice(OPERATORS)
+        after_s = draw.uniform(0.0, 2.0)
+        job = Job(
+            "benchmarks.islands:until_a_fault",
+            args=(op, 64, 32, 256),
+            fault=fault,
+            env={"COUNTERPOINT_TIMEOUT_S": str(BOUND_S)},
+            after_s=after_s,
+            timeout_s=60.0,
+        )
+        found = run(job)
+        left = found if fault == "cut" else found[:2]
+        yield {
+            "table": "islands faults",
+            "fault": fault,
+            "op": op,
+            "after_s": round(after_s, 3),
+            "bound_s": BOUND_S,
+            "left": len(left),
+            "ended": sum(map(bool, left)),
+            "slowest_s": max((each["seconds"] for each in left if each), default=None),
+            "named": sum("(island " in each["error"] for each in left if each),
+            "errors": [each and each["error"][:160] for each in left],
+        }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Bytes and speedups of ours over the other two ways."""
+    from benchmarks.tables import grid
+
+    times = {(r["islands"], r["size"], r["rate"], r["op"], r["arm"]): r for r in rows
+             if r["table"] == "islands"}  # fmt: skip
+    lines: list[list[str]] = []
+    for islands, size, rate, op in dict.fromkeys(key[:4] for key in times):
+        ours = times[islands, size, rate, op, "ours"]
+        cells = [f"{islands} x {size}, {rate[:-3]} {rate[-3].upper()}{rate[-2:]}/s", f"`{op}`"]
+        for way in ("gloo", "flat"):
+            other = times[islands, size, rate, op, way]
+            cells += [
+                f"{other['sent'] / ours['sent']:.2f}",
+                f"{other['median_s'] / ours['median_s']:.2f}",
+            ]
+        lines.append(cells)
+    head = ["islands x ranks", "operator", "bytes, gloo / ours", "speedup over gloo",
+            "bytes, flat / ours", "speedup over flat"]  # fmt: skip
+    trials = [r for r in rows if r["table"] == "islands faults"]
+    slowest = max(r["slowest_s"] or 0.0 for r in trials)
+    left, ended, named = (sum(r[name] for r in trials) for name in ("left", "ended", "named"))
+    place = f"CPU ranks on 2 cores, commit {rows[0]['commit']} ({rows[0]['date']})."
+    return (
+        f"{grid(head, lines)}\n\n{place} In {len(trials)} trials an island was killed, stopped or "
+        f"cut off: of {left} ranks that were left {ended} ended with an error, {named} of them "
+        f"naming an island, the slowest after {slowest:.1f} s at a bound of {BOUND_S:g} s."
+    )
+
+
+def sections() -> dict[str, str]:
+    """The marked section of docs/islands.md, where there are rows."""
+    return {"islands": table(rows_of(FILE))} if FILE.exists() else {}
+
+
+def main() -> None:
+    """Measure all of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--trials", type=int, default=60, help="of faults")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if why := can_run():
+        raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
+    facts = environment()
+    about = {name: facts[name] for name in ("commit", "date", "torch")}
+    with given.out.open("w") as out:
+        for rows in (speeds(), faults(given.trials, given.seed)):
+            for row in rows:
+                print({k: v for k, v in row.items() if k != "errors"}, flush=True)
+                out.write(json.dumps(row | about) + "\n")
+                out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -247,7 +247,7 @@ def variables() -> str:
 
 def main() -> None:
     """Write all of them."""
-    from benchmarks import front, support
+    from benchmarks import front, islands, scale_steps, support
     from benchmarks.options import NAMES
     from benchmarks.runner import declared
 
@@ -265,6 +265,10 @@ def main() -> None:
         replace(ROOT / "docs" / "api" / "cli.md", marker, text)
     for marker, text in support.sections(support.committed()).items():
         replace(ROOT / "docs" / "support.md", marker, text)
+    scale_steps.picture(IMAGES)
+    for page, found in (("scale.md", scale_steps.sections()), ("islands.md", islands.sections())):
+        for marker, text in found.items():
+            replace(ROOT / "docs" / page, marker, text)
     replace(ROOT / "README.md", "bullets", front.bullets())
     replace(ROOT / "README.md", "front", front.table())
 
