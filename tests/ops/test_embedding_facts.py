@@ -19,6 +19,7 @@ from counterpoint.ops import agreement, auto, embedding_call, embedding_facts, p
 from counterpoint.ops import embedding_bag_all_to_all as operator
 from counterpoint.ops.embedding_check import check_bags
 from counterpoint.runtime.embedding_layout import MAX_INDICES
+from counterpoint.runtime.islands import islands_of
 
 TOLD: Any = embedding_facts._told  # pyright: ignore[reportPrivateUsage]
 SAID = {"op": OP, "mode": "sum", "bags": "4096", "batch": str((128,) * 32), "out": "False",
@@ -36,6 +37,7 @@ class Ranks:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.peers: list[dict[str, str]] = [{"own": "(4, 8)"}]
         self.workspace: Any = SimpleNamespace(
+            islands=islands_of(["here"] * (1 + len(self.peers)), 0),
             device=torch.device("cuda", 0),
             rank=0,
             agreed={},
