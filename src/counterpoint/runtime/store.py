@@ -80,7 +80,8 @@ def gather_by_store(
     try:
         store = store_of(group)
         # a group may come to it anew, after what it had was released
-        turn = (store.add(f"{name}/arrivals", 1) - 1) // ranks
+        arrivals = answer_of(store.add, f"{name}/arrivals", 1, within_s=timeout_s)
+        turn = (arrivals - 1) // ranks
     except RuntimeError as error:
         raise _gone(error) from error
     count = 0
