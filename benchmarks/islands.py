@@ -172,7 +172,7 @@ def table(rows: Sequence[Row]) -> str:
     lines: list[list[str]] = []
     for islands, size, rate, op in dict.fromkeys(key[:4] for key in times):
         ours = times[islands, size, rate, op, "ours"]
-        cells = [f"{islands} x {size}, {rate[:-3]} {rate[-3].upper()}{rate[-2:]}/s", f"`{op}`"]
+        cells = [f"{islands} x {size}, {rate[:-4]} {rate[-4].upper()}bit/s", f"`{op}`"]
         for way in ("gloo", "flat"):
             other = times[islands, size, rate, op, way]
             cells += [
