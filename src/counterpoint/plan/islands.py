@@ -115,8 +115,10 @@ def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls
         buffers: the user's.
         matmuls: steps of the compute lane: name, region of x, region of y, after=, waits=.
     """
-    steps = [*grid.opening(), *matmuls("matmul_own", Region("x"), Region("y", ME, OWN))]
-    steps += _given(grid, Region("x"), grid.opened)
+    first, *given = _given(grid, Region("x"), grid.opened)
+    # launched before the matmul, which leaves no SM until it ends
+    steps = [*grid.opening(), first]
+    steps += [*matmuls("matmul_own", Region("x"), Region("y", ME, OWN)), *given]
     for name, shards, chunk, after, waits in _arrivals(grid, grid.opened):
         there = (Region(b, ME, shards, chunk) for b in ("full", "y"))
         steps += matmuls(f"matmul_{name}", *there, after=after, waits=waits)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,8 +45,13 @@ class Wire(Protocol):
 
 
 def wire_of(workspace: Workspace) -> Wire:
-    """The one transport of a workspace; collective at its first call."""
+    """The one transport of a workspace; collective at its first call.
+
+    Raises:
+        InputError: a graph is being captured, and it is not there yet.
+    """
     if workspace.wire is None:
+        workspace.refuse_growth("none: this is the group's first exchange between islands")
         workspace.wire = _Gloo(workspace) if workspace.device.type == "cpu" else _Nccl(workspace)
     return workspace.wire
 
@@ -56,7 +62,15 @@ class _Nccl:
     def __init__(self, workspace: Workspace) -> None:
         ranks = dist.get_process_group_ranks(workspace.group)
         self._ranks = ranks
-        self._group: Any = dist.new_group(ranks, use_local_synchronization=True)
+        # SMs that a matmul leaves are an exchange's first
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self._group: Any = dist.new_group(ranks, use_local_synchronization=True, pg_options=options)
+        # connections are made at the first exchange of two ranks, which may not be in a graph
+        size, word = workspace.islands.size, torch.zeros(2, device=workspace.device)
+        awaited = Awaited("counterpoint", "connect islands", "wire")
+        for d in range(size, len(ranks), size):
+            to, source = ((workspace.rank + by) % len(ranks) for by in (d, -d))
+            self.exchange(word[:1], to, word[1:], source, awaited)
 
     def exchange(
         self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
