@@ -35,7 +35,9 @@ LANES = 4
 # files that take longest: they compile many kernels
 FIRST = ("test_experts_fused_gpu", "test_embedding_gpu", "test_matmul_all_reduce_gpu")
 # files that count free memory or measure time
-ALONE = ("test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu")
+ALONE = (
+    "test_islands_gpu", "test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu",
+)  # fmt: skip
 LOG_LINES = 120  # of what a part printed, where it failed
 # of a table in short form; with those above at most 600 where nothing hangs
 SHORT_S = {

@@ -8,6 +8,7 @@ import faulthandler
 import os
 import sys
 from datetime import timedelta
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,7 @@ if not UNDER_TORCHRUN:
     collect_ignore_glob = ["test_*.py"]
 
 
+@cache
 def gpu_of_mine():
     """The GPU of this rank; and whether ranks share it."""
     import torch
@@ -29,6 +31,7 @@ def gpu_of_mine():
 def share_a_gpu():
     """NCCL takes ranks for hosts of their own, as it refuses two on one GPU of a host."""
     os.environ |= {
+        "LOCAL_RANK": str(gpu_of_mine()[0].index),
         "NCCL_HOSTID": f"rank{os.environ['RANK']}",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": "lo",
