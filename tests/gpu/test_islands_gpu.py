@@ -1,5 +1,6 @@
 """Operators between islands of GPUs: NCCL's exchanges, against fp64, in graphs, memory flat."""
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -106,3 +107,25 @@ def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus, op):
     (reserved, free), now = found
     assert now[0] == reserved
     assert now[1] >= free - (8 << 20)  # the driver's own, in 2 MiB pages
+
+
+def test_an_island_that_is_missing_is_named_and_the_gpu_drains(gpus):
+    """A rank that waits in a collective of the library's hears of it as in any other wait."""
+    group = dist.new_group()
+    size = group.size() // 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_ISLAND", str(group.rank() // size))
+        workspace = workspace_of(group, gpus)
+    workspace.timeout_s = 2.0
+    x, w = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    cp.all_gather_matmul(x, w, group=group, plan="islands")
+    cp.check(group)
+    dist.barrier()
+    if group.rank() < size:
+        start_s = time.monotonic()
+        cp.all_gather_matmul(x, w, group=group, plan="islands")
+        torch.cuda.synchronize()  # nobody looks at the notice board meanwhile but the watchdog
+        assert time.monotonic() - start_s < 15
+        with pytest.raises(cp.PeerTimeoutError, match=r"rank \d+ \(island 1\) did not"):
+            cp.check(group)
+    dist.barrier()
