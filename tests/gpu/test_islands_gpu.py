@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from embedding_cases import expected, problem_of, random_bags
 from test_overlap_ops import check
 
 import counterpoint as cp
@@ -75,17 +76,64 @@ def test_results_are_those_of_fp64_eager_and_captured(gpus, op):
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_gradients_between_islands_are_those_of_fp64(gpus, op):
+def test_gradients_between_islands_are_the_libraries(gpus, op):
     x, w, *_ = operands(op, 64, 96, 128, torch.float32)
-    with on_islands(1) as group:
-        found = []
-        for plan in ("islands chunks=2", "serial"):
-            a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-            y = getattr(cp, op)(a, b, group=group, plan=plan)
-            dy = torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)
-            found.append(torch.autograd.grad(y, (a, b), dy))
-        for got, want in zip(*found, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    for size in sizes():
+        with on_islands(size) as group:
+            found = []
+            for plan in ("islands chunks=2", "serial"):
+                a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+                y = getattr(cp, op)(a, b, group=group, plan=plan)
+                dy = torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)
+                found.append(torch.autograd.grad(y, (a, b), dy))
+            for got, want in zip(*found, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+# columns of each rank's tables, and bags of each rank
+EVEN = ((64, 32),) * 8, (48,) * 8
+RAGGED = ((8, 3), (5, 16, 16), (1,), (64,), (), (7,), (2,), (128,)), (5, 90, 0, 33, 2, 4, 7, 1)
+
+
+@pytest.mark.parametrize("bags", [EVEN, RAGGED], ids=["even", "ragged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embedding_bags_are_those_of_fp64_eager_and_captured(gpus, bags, dtype):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    dims, batch = (each[:ranks] for each in bags)
+    p = problem_of(dims, batch, dtype)
+    everyone = [random_bags(d, p.m, seed=r, dtype=dtype, longest=40) for r, d in enumerate(dims)]
+    mine, want = everyone[rank].to(gpus), expected(everyone, p, rank, mean=False).cuda()
+    for size in sizes():
+        with on_islands(size) as group:
+
+            def call(plan, tables, group=group):
+                return cp.embedding_bag_all_to_all(
+                    tables, mine.indices, mine.offsets, include_last_offset=True, batch=p.rows,
+                    dims=p.tables, dtype=dtype, group=group, plan=plan,
+                )  # fmt: skip
+
+            def gradients(plan):
+                tables = [t.clone().requires_grad_() for t in mine.tables]
+                y = call(plan, tables)
+                y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).to(dtype))
+                return [t.grad for t in tables]
+
+            for chunks in (1, 2, 4):
+                plan = f"islands chunks={chunks}"
+                for got, other in zip(gradients(plan), gradients("serial"), strict=True):
+                    assert torch.equal(got, other), f"gradients {plan} islands of {size}"
+                with torch.no_grad():
+                    y = call(plan, mine.tables)
+                    eps = torch.finfo(dtype).eps
+                    torch.testing.assert_close(y.double(), want, rtol=2 * eps, atol=1e-5)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        again = call(plan, mine.tables)
+                    for _ in range(3):
+                        again.fill_(torch.nan)
+                        graph.replay()
+                        assert torch.equal(again, y), f"{plan} islands of {size}, captured"
+                    del graph
 
 
 @pytest.mark.parametrize("op", OPERATORS)

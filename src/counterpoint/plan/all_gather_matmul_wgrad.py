@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from counterpoint.machine import Machine
+from counterpoint.plan import islands
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
 from counterpoint.plan.names import LANES, X, collective, in_one_lane, numbered
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
-from counterpoint.plan.peers import Order, orders
+from counterpoint.plan.peers import Chunk, Order, orders
 from counterpoint.plan.sizes import check_gradients
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Value
@@ -87,6 +88,17 @@ def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
     return Plan(p, "sliced", variant, peers, (*operands(p), full), LANES, tuple(steps))
 
 
+def of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    """Likewise, of what goes to another island once."""
+
+    def multiplied(
+        name: str, x: Region, cols: Chunk, *, after: tuple[str, ...], waits: tuple[Signal, ...]
+    ) -> tuple[Step, ...]:
+        return wgrads(p, wgrad(x, DY, name=name, after=after, waits=waits), cols)
+
+    return islands.by_columns(p, grid, operands(p), slices(p.k, grid.chunks), multiplied)
+
+
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
     return wgrads(p, wgrad(X, DY, name="matmul"))
@@ -100,6 +112,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
+    if p.islands > 1:
+        return islands.candidates(p)
     xor = [f"sliced {order} chunks=2" for order in orders(p.ranks)[1:]]
     return "serial", *(f"sliced ring chunks={n}" for n in (2, 3, 4)), *xor
 
@@ -111,6 +125,7 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         Family(name="sliced", takes=("peers", "chunks"), build=sliced),
+        islands.family(of_islands, islands.refusal),
     ),
     candidates=candidates,
     collectives=("all_gather",),

@@ -9,9 +9,10 @@ Distances are of a grid: (islands on, places on within one). Each shard of anoth
 `chunks`, so that the last one is passed on and multiplied while none is on its way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from counterpoint.plan.compose import without_implied_edges
 from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, Y, with_bias
 from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.peers import Chunk, cuts
@@ -33,12 +34,17 @@ class Grid:
     Args:
         chunks: of what goes to another island.
         first_slot: of its signals.
+        part: what stands behind the names of steps, and of `full`, of one gather of several, for
+            all of which is waited at once.
+        copies: their lane.
     """
 
     islands: int
     size: int
     chunks: int
     first_slot: int = 0
+    part: str = ""
+    copies: Lane = COPY
 
     @property
     def far(self) -> range:
@@ -78,7 +84,15 @@ class Grid:
 
     def waits(self, *of: int) -> tuple[Signal, ...]:
         """Hear from all others of the island; that from place p on was posted at distance -p."""
-        return tuple(Signal(self.slot(p, *of), (0, -p)) for p in self.near)
+        places = self.near if self._tells(*of) else ()
+        return tuple(Signal(self.slot(p, *of), (0, -p)) for p in places)
+
+    def told(self, place: int, *of: int) -> tuple[Signal, ...]:
+        """`post` behind a copy; where all is waited for at once, the last one of its lane."""
+        return (self.post(place, *of),) if self._tells(*of) else ()
+
+    def _tells(self, d: int = 0, *_: int) -> bool:
+        return not self.part or d == self.islands - 1
 
     def opening(self) -> tuple[Step, ...]:
         """The barrier of an island, where it has several ranks."""
@@ -128,21 +142,22 @@ def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls
 
 def _given(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
     """My rows into `full` of all ranks: to rails by the NIC, to peers, what has come to peers."""
+    full, part = f"full{grid.part}", grid.part
     for d, name, chunk in grid.pieces:
-        source, arrived = replace(own, chunk=chunk), Region("full", ME, ((-d, 0),), chunk)
+        source, arrived = replace(own, chunk=chunk), Region(full, ME, ((-d, 0),), chunk)
         first = after if (d, chunk[0]) == (1, 0) else ()
-        yield exchange(f"give_{name}", d, source, arrived, first)
+        yield exchange(f"give_{name}{part}", d, source, arrived, first)
     for place in grid.near:
-        target = Region("full", (0, place), OWN)
+        target = Region(full, (0, place), OWN)
         first = after if place == 1 else ()
-        yield _copy(f"push_{place}", own, target, first, grid.post(place))
+        yield _copy(grid, f"push_{place}{part}", own, target, first, grid.told(place))
     for d, name, chunk in grid.pieces:
-        arrived = Region("full", ME, ((-d, 0),), chunk)
+        arrived = Region(full, ME, ((-d, 0),), chunk)
         for place in grid.near:
             target = replace(arrived, at=(0, place))
-            first = (f"give_{name}",) if place == 1 else ()
-            post = grid.post(place, d, chunk[0])
-            yield _copy(f"pass_{name}_{place}", arrived, target, first, post)
+            first = (f"give_{name}{part}",) if place == 1 else ()
+            told = grid.told(place, d, chunk[0])
+            yield _copy(grid, f"pass_{name}_{place}{part}", arrived, target, first, told)
 
 
 Arrival = tuple[str, tuple[Peer, ...], Chunk, tuple[str, ...], tuple[Signal, ...]]
@@ -158,7 +173,38 @@ def _arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
         yield "near", tuple((0, -p) for p in grid.near), (0, 1), first, grid.waits()
     for d, name, chunk in grid.pieces:
         shards = tuple((-d, -place) for place in range(grid.size))
-        yield f"far_{name}", shards, chunk, (f"give_{name}",), grid.waits(d, chunk[0])
+        given = (f"give_{name}{grid.part}",)
+        yield f"far_{name}", shards, chunk, given, grid.waits(d, chunk[0])
+
+
+def by_columns(
+    p: Problem, grid: Grid, buffers: tuple[Buffer, ...], slices: Sequence[Chunk], matmuls: Matmuls
+) -> Plan:
+    """An all-gather of x beside matmuls that sum over all rows: a slice of columns at a time.
+
+    Each slice has a `full` of its own, as what comes from another island has no gaps.
+
+    Args:
+        buffers: the user's.
+        slices: columns [start, stop).
+        matmuls: steps of the compute lane: name, the gathered slice, its columns, after=, waits=.
+    """
+    steps, fulls = [*grid.opening()], [*buffers]
+    for i, cols in enumerate(slices):
+        slot = i * grid.size * (grid.islands + 1)
+        each = replace(grid, chunks=1, first_slot=slot, part=f"_{i}")
+        own, full = Region("x", cols=cols), Region(f"full{each.part}")
+        steps += _given(each, own, () if i else grid.opened)
+        steps.append(_copy(grid, f"keep{each.part}", own, replace(full, shards=OWN)))
+        after, waits = [steps[-1].name], list[Signal]()
+        for _, _, _, given, heard in _arrivals(each):
+            after += given
+            waits += heard
+        name = f"matmul{each.part}"
+        steps += matmuls(name, full, cols, after=tuple(after), waits=tuple(waits))
+        shape = p.m, cols[1] - cols[0]
+        fulls.append(Buffer(full.buffer, shape, p.dtype, grid.space, split=True))
+    return plan_of(p, grid, tuple(fulls), [*without_implied_edges(steps)])
 
 
 def scatter(
@@ -216,8 +262,8 @@ def _pushed(
         source = Region("partial", ME, ((d, place),), chunk)
         target = Region("slots", (0, place), ((d, 0),), chunk)
         after = computed if place == 1 else ()
-        post = grid.post(place, d, chunk[0]) if d else grid.post(place)
-        yield _copy(f"push_{name}_{place}", source, target, after, post)
+        told = grid.told(place, d, chunk[0])
+        yield _copy(grid, f"push_{name}_{place}", source, target, after, told)
 
 
 def all_reduce(
@@ -251,15 +297,16 @@ def exchange(name: str, d: int, source: Region, target: Region, after: tuple[str
 
 
 def _copy(
-    name: str, source: Region, target: Region, after: tuple[str, ...], post: Signal
+    grid: Grid, name: str, source: Region, target: Region, after: tuple[str, ...] = (),
+    posts: tuple[Signal, ...] = (),
 ) -> Step:  # fmt: skip
-    return Step(name, "copy", "copy", (source,), (target,), after, posts=(post,))
+    return Step(name, grid.copies.name, "copy", (source,), (target,), after, posts=posts)
 
 
 def plan_of(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], steps: list[Step]) -> Plan:
     """The plan of those steps, on the lanes that they use."""
     used = {step.lane for step in steps}
-    lanes = tuple(lane for lane in (COMPUTE, SIGNAL, COPY, SUM, NIC) if lane.name in used)
+    lanes = tuple(lane for lane in (COMPUTE, SIGNAL, grid.copies, SUM, NIC) if lane.name in used)
     return Plan(p, "islands", f"chunks={grid.chunks}", "grid", buffers, lanes, tuple(steps))
 
 
