@@ -23,7 +23,7 @@ from benchmarks.namespaces import Job, nic_bytes, run
 from benchmarks.rows import Row
 
 TABLE = "islands bags"
-ROUNDS = 5
+ROUNDS = 7
 TABLES, ROWS, COLUMNS = 2, 50_000, 128  # of each rank, fp32
 BAGS = 12_288  # of all ranks
 CHUNKS = (1, 2, 4, 8)
