@@ -22,6 +22,7 @@ from counterpoint.problem import Problem
 NIC = Lane("nic", "nic", priority=-1)
 SUM = Lane("sum", "sm", priority=-1)
 CHUNKS = 4
+MOST_PIECES = 64  # of what comes to a rank, where plans are weighed
 OWN: tuple[Peer, ...] = ((0, 0),)
 
 Matmuls = Callable[..., tuple[Step, ...]]
@@ -82,17 +83,14 @@ class Grid:
         """Tell the rank `place` on."""
         return Signal(self.slot(place, *of), (0, place))
 
-    def waits(self, *of: int) -> tuple[Signal, ...]:
+    def waits(self, d: int = 0, chunk: int = 0) -> tuple[Signal, ...]:
         """Hear from all others of the island; that from place p on was posted at distance -p."""
-        places = self.near if self._tells(*of) else ()
-        return tuple(Signal(self.slot(p, *of), (0, -p)) for p in places)
+        places = () if self.part and d != self.islands - 1 else self.near
+        return tuple(Signal(self.slot(p, d, chunk), (0, -p)) for p in places)
 
-    def told(self, place: int, *of: int) -> tuple[Signal, ...]:
+    def told(self, place: int, d: int = 0, chunk: int = 0) -> tuple[Signal, ...]:
         """`post` behind a copy; where all is waited for at once, the last one of its lane."""
-        return (self.post(place, *of),) if self._tells(*of) else ()
-
-    def _tells(self, d: int = 0, *_: int) -> bool:
-        return not self.part or d == self.islands - 1
+        return () if self.part and d != self.islands - 1 else (self.post(place, d, chunk),)
 
     def opening(self) -> tuple[Step, ...]:
         """The barrier of an island, where it has several ranks."""
@@ -317,5 +315,6 @@ def family(
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
-    """Specs worth weighing on ranks of several islands, serial first."""
-    return ("serial", *(f"islands chunks={n}" for n in (1, 2, 4, 8)))
+    """Specs worth weighing on ranks of several islands, serial first; many are chunks enough."""
+    chunks = (n for n in (1, 2, 4, 8) if n == 1 or n * p.islands <= MOST_PIECES)
+    return ("serial", *(f"islands chunks={n}" for n in chunks))
