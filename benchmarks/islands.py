@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
+from benchmarks import island_bags
 from benchmarks.namespaces import Job, can_run, nic_bytes, run
 from benchmarks.rows import RESULTS, Row, rows_of
 from counterpoint.measure.characterize_cpu import characterize_cpu
@@ -217,23 +218,33 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def sections() -> dict[str, str]:
-    """The marked section of docs/islands.md, where there are rows."""
-    return {"islands": table(rows_of(FILE))} if FILE.exists() else {}
+    """The marked sections of docs/islands.md, where there are rows."""
+    rows = rows_of(FILE) if FILE.exists() else []
+    bags = [row for row in rows if row["table"] == island_bags.TABLE]
+    found = {"islands": table(rows)} if rows else {}
+    return found | ({"islands-bags": island_bags.table(bags)} if bags else {})
 
 
 def main() -> None:
-    """Measure all of it."""
+    """Measure all of it, or one part whose rows take the place of those that there were."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--trials", type=int, default=60, help="of faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("bags",), help="of embedding bags; others are kept")
     given = parser.parse_args()
     if why := can_run():
         raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
     facts = environment()
     about = {name: facts[name] for name in ("commit", "date", "torch")}
+    parts = [speeds(), island_bags.rows(), faults(given.trials, given.seed)]
+    kept: list[Row] = []
+    if given.only:
+        parts = parts[1:2]
+        kept = [row for row in rows_of(given.out) if row["table"] != island_bags.TABLE]
     with given.out.open("w") as out:
-        for rows in (speeds(), faults(given.trials, given.seed)):
+        out.writelines(json.dumps(row) + "\n" for row in kept)
+        for rows in parts:
             for row in rows:
                 print({k: v for k, v in row.items() if k != "errors"}, flush=True)
                 out.write(json.dumps(row | about) + "\n")

@@ -151,6 +151,8 @@ def _changed(plan: Plan, region: Region) -> Iterator[tuple[str, Region]]:
             yield f"chunk: {chunk}", replace(region, chunk=chunk)
     if region.cols == "own":
         yield "cols: all", replace(region, cols=None)
+        for peer in _peers(plan, region.of):
+            yield f"cols: of {peer}", replace(region, of=peer)
     for cols in _shifted(region.cols, buffer.shape[1]):
         yield f"cols: {cols}", replace(region, cols=cols)
     if not buffer.split:
@@ -288,7 +290,8 @@ def _other_buffers(plan: Plan) -> Iterator[Mutant]:
             for dtype in ("bfloat16", "float16", "float32")
             if dtype != buffer.dtype
         ]
-        changes += [{"holds": h} for h in ("all", "peers", "own", "slots") if h != buffer.holds]
+        holds = ("all", "peers", "own", "slots", *["island"] * (plan.problem.islands > 1))
+        changes += [{"holds": h} for h in holds if h != buffer.holds]
         chunks = {1, plan.problem.ranks, buffer.chunks - 1, buffer.chunks + 1} - {buffer.chunks}
         changes += [{"chunks": n} for n in sorted(chunks)]
         changes.append({"split": not buffer.split})

@@ -105,6 +105,9 @@ class _Simulation:
         slots = p.ranks if buffer.holds == "slots" else 1
         if buffer.split and buffer.holds == "peers":
             rows -= p.rows[rank]
+        elif buffer.split and buffer.holds == "island":
+            size = p.ranks // p.islands
+            rows = sum(n for r, n in enumerate(p.rows) if r // size == rank // size)
         elif buffer.split and buffer.holds != "all":
             rows = p.rows[rank]
         return np.full((slots, rows, cols), np.nan)
@@ -270,7 +273,7 @@ class _Simulation:
                 yield from self.collective(call, rank, bound)
             elif step.kind == "exchange":
                 yield from self.exchange(call, rank, bound)
-            elif step.kind == "fused":
+            elif step.kind == "fused" and step.spins:
                 yield from self.fused(call, rank, bound)
             elif step.kind != "barrier":
                 seen = [[self.at(box).tobytes() for box in part.reads] for part in bound.parts]
@@ -311,13 +314,9 @@ class _Simulation:
             region.buffer: self.memory[region.buffer, rank][0].copy() for region in bound.step.reads
         }
         yield True
-        peers = self.ranks if bound.step.spins else [rank]
-        while not all((call, r, name) in self.read for r in peers):
+        while not all((call, r, name) in self.read for r in self.ranks):
             yield False
-        everyone = [self.read[call, r, name] for r in peers]
-        values = self.wanted(everyone, rank) if len(peers) == len(self.ranks) else {}
-        if "bags" in everyone[0]:  # a lookup leaves them as they are
-            values["pooled"] = self.read[call, rank, name]["bags"]
+        values = self.wanted([self.read[call, r, name] for r in self.ranks], rank)
         for region in bound.step.writes:
             if region.buffer in values:
                 self.memory[region.buffer, rank][0] = values[region.buffer]

@@ -83,6 +83,7 @@ RANGES: Mapping[str, Range] = {
     "Costs.host_call_s": SECONDS, "Costs.host_step_s": SECONDS,
     "Buffer.shape": COUNT, "Buffer.chunks": RANKS, "Region.at": PEERS, "Region.shards": PEERS,
     "Region.chunk": Range(0, MAX_RANKS), "Region.rows": COUNT, "Region.cols": COUNT,
+    "Region.of": PEERS,
     "Signal.slot": Range(0, 2**30), "Signal.at": PEERS, "Step.args": Range(-(2**63), 2**63),
     "Lane.priority": Range(-1000, 1000), "Lane.num_sms": Range(1, 2**12),
     "Lane.blocks_per_sm": Range(1, 2**12),

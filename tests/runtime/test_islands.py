@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from embedding_cases import Bags, expected, problem_of, random_bags
 from grad_bodies import GradCase, several_weights, wrong_grad_cases
 from on_ranks import on_ranks
 from rank_bodies import Case, world
@@ -19,7 +20,7 @@ from counterpoint.ops.samples import operands, operator_of
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of
-from counterpoint.runtime.ranks import gather_object
+from counterpoint.runtime.ranks import gather_object, spawn
 from counterpoint.runtime.workspace import forget, workspace_of
 
 CPU = torch.device("cpu")
@@ -157,6 +158,75 @@ def test_what_reaches_no_other_island_is_refused_or_left_to_the_library(rank: in
         )
         want = torch.cat([each[indices][4 * rank : 4 * rank + 4] for each in everyone(table)], 1)
         near(y, want)
+
+
+# columns of each rank's tables, and bags of each rank
+EVEN: Any = ((8,),) * 6, (4,) * 6
+RAGGED: Any = ((8, 3), (), (5, 16, 16), (1,), (2,), (7,)), (5, 9, 0, 3, 2, 4)
+BAGS: list[tuple[Any, dict[str, Any]]] = [
+    (EVEN, {}), (RAGGED, {"weighted": True}), (RAGGED, {"mean": True, "index": torch.int32}),
+    (RAGGED, {"dtype": torch.bfloat16}), (EVEN, {"mean": True, "dtype": torch.float16}),
+]  # fmt: skip
+
+
+def bags_of_islands(rank: int, ranks: int, *sizes: int) -> None:
+    for size in sizes:
+        bags_of_islands_of(rank, ranks, size)
+
+
+def bags_of_islands_of(rank: int, ranks: int, size: int) -> None:
+    """Calls of growing and shrinking chunks in one memory, and gradients, against fp64."""
+    with on_islands(rank, size) as islands:
+        assert islands == ranks // size
+        for call, ((dims, batch), case) in enumerate(BAGS):
+            dims, batch = dims[:ranks], batch[:ranks]
+            p, mean = problem_of(dims, batch, case.get("dtype", torch.float32)), "mean" in case
+            draw = {k: v for k, v in case.items() if k != "mean"}
+            everyone = [random_bags(d, p.m, seed=r + call, **draw) for r, d in enumerate(dims)]
+            plan = f"islands chunks={(2, 4, 1)[call % 3]}"
+            mine, mode = everyone[rank], "mean" if mean else "sum"
+            y, grads = called(mine, p, mode, plan)
+            want = expected(everyone, p, rank, mean=mean)
+            eps = torch.finfo(y.dtype).eps
+            torch.testing.assert_close(y.double(), want, rtol=2 * eps, atol=20 * 1.2e-7)
+            assert torch.equal(y, called(mine, p, mode, "serial")[0])
+            for got, other in zip(grads, called(mine, p, mode, "serial")[1], strict=True):
+                assert torch.equal(got, other)
+
+
+def called(bags: Bags, p: cp.Problem, mode: str, plan: str) -> tuple[Tensor, list[Tensor]]:
+    """A call of one rank, and the gradients of its tables."""
+    tables = [t.clone().requires_grad_() for t in bags.tables]
+    y = cp.embedding_bag_all_to_all(
+        tables, bags.indices, bags.offsets, mode=mode, per_sample_weights=bags.weights,
+        include_last_offset=True, batch=p.rows, dims=p.tables, dtype=getattr(torch, p.dtype),
+        plan=plan,
+    )  # fmt: skip
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+    return y.detach(), [t.grad for t in tables if t.grad is not None]
+
+
+@on_ranks(4)
+def test_embedding_bags_between_islands_by_interpreted_kernels(rank: int, world_size: int):
+    bags_of_islands(rank, world_size, 1, 2)
+
+
+def test_embedding_bags_between_islands_by_torch():
+    spawn(bags_of_islands, 6, 3, 2, timeout_s=120)
+
+
+@on_ranks(4)
+def test_bags_that_islands_cannot_exchange_are_refused_on_all_ranks(rank: int, world_size: int):
+    """Before anything is launched; the group is as good as before."""
+    with on_islands(rank, 2):
+        bags, dims = random_bags((8,), 8), ((8,),) * 4
+        p = problem_of(dims, (2,) * 4)
+        for plan, want in (("islands chunks=9", "a spec of words"), ("fused", "for ranks of one")):
+            with pytest.raises(InputError, match=f"plan must be {want}"):
+                called(bags, p, "sum", plan)
+        with pytest.raises(InputError, match="batch must be equal on all ranks"):
+            called(bags, problem_of(dims, (2, 3, 1, 2) if rank else (2,) * 4), "sum", "islands")
+        called(bags, p, "sum", "islands")
 
 
 @on_ranks(2)

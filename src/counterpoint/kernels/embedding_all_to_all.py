@@ -168,21 +168,25 @@ def embedding_all_to_all_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_bags", "num_indices", "num_offsets", "num_chunks", "stride"],
+    do_not_specialize=["num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "blocks",
+                       "spans"],
     do_not_specialize_on_alignment=["indices_ptr", "weights_ptr", "offsets_ptr"],
-)
+)  # fmt: skip
 def lookup_kernel(
     indices_ptr,
     weights_ptr,
     offsets_ptr,
     one_ptr,  # [1] fp32: 1.0
     chunks_ptr,  # [num_chunks, WORDS] int64
-    out_ptr,  # [num_bags, columns], local
+    spans_ptr,  # [spans, 3] int32: first bag, bags, and the first one's row of the output
+    out_ptr,  # [rows, columns], local
     num_bags,
     num_indices,
     num_offsets,
     num_chunks,
     stride,  # of a row of the output, in VEC_OUT elements
+    blocks,  # of bags, of the longest span
+    spans,
     DTYPE: tl.constexpr,
     MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -193,18 +197,21 @@ def lookup_kernel(
     VEC_OUT: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """All bags of own tables, side by side: the same tasks, nobody to send them to."""
+    """Spans of bags of own tables, side by side: the same tasks, nobody to send them to."""
     cols = tl.arange(0, BLOCK_D)[None, :]
-    blocks = tl.cdiv(num_bags, BAGS)
-    for task in range(tl.program_id(0), blocks * num_chunks, tl.num_programs(0)):
-        chunk_ptr = chunks_ptr + (task // blocks) * WORDS
-        bags = (task % blocks) * BAGS + tl.arange(0, BAGS)[:, None]
-        live = bags < num_bags
+    pieces = blocks * num_chunks
+    for task in range(tl.program_id(0), pieces * spans, tl.num_programs(0)):
+        span_ptr = spans_ptr + (task // pieces) * 3
+        piece = task % pieces
+        chunk_ptr = chunks_ptr + (piece // blocks) * WORDS
+        own = (piece % blocks) * BAGS + tl.arange(0, BAGS)[:, None]
+        live = own < tl.load(span_ptr + 1)
         acc = pooled(
-            chunk_ptr, indices_ptr, weights_ptr, offsets_ptr, one_ptr, bags, live, num_bags,
-            num_indices, num_offsets, DTYPE, MEAN, WEIGHTED, BLOCK_D, EVEN_D, VEC_IN, UNROLL,
+            chunk_ptr, indices_ptr, weights_ptr, offsets_ptr, one_ptr, tl.load(span_ptr) + own,
+            live, num_bags, num_indices, num_offsets, DTYPE, MEAN, WEIGHTED, BLOCK_D, EVEN_D,
+            VEC_IN, UNROLL,
         )  # fmt: skip
-        place = bags.to(tl.int64) * stride + tl.load(chunk_ptr + 4)
+        place = (tl.load(span_ptr + 2) + own).to(tl.int64) * stride + tl.load(chunk_ptr + 4)
         some = live & (cols >= 0)
         if not EVEN_D:
             some = live & (cols < tl.load(chunk_ptr + 3).to(tl.int32) * VEC_OUT)

@@ -61,7 +61,8 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
             return _attention_s(bound, plan, machine)
         case "exchange":
             nic, (part,) = nic_of(plan, machine), bound.parts
-            return nic.latency_s + _num_bytes(plan, part.write) / nic.bytes_per_s
+            longer = max(_num_bytes(plan, box) for box in (*part.reads, part.write))
+            return nic.latency_s + longer / nic.bytes_per_s
         case "collective":
             return _collective_s(bound, plan, machine)
         case "fused":

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.plan.embedding_bag_all_to_all import OP
@@ -54,12 +55,17 @@ def _problem_from(dims: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dt
 
 def entries_of(offsets: Tensor, num_indices: int, *, last: bool) -> Entries:
     """Which bag each index is in."""
-    bounds = offsets.long()
-    end = bounds.new_full((1,), num_indices)
-    bounds = bounds.clamp(max=num_indices) if last else torch.cat([bounds, end])
-    sizes = bounds.diff()
+    sizes = bounds_of(offsets, num_indices, last=last).diff()
     bags = torch.arange(sizes.numel(), device=offsets.device)
     return Entries(torch.repeat_interleave(bags, sizes, output_size=num_indices), sizes)
+
+
+def bounds_of(offsets: Tensor, num_indices: int, *, last: bool) -> Tensor:
+    """Where each bag begins, and where the last one ends: int64 [tables * bags + 1]."""
+    bounds = offsets.long()
+    if last:
+        return bounds.clamp(max=num_indices)
+    return torch.cat([bounds, bounds.new_full((1,), num_indices)])
 
 
 def scales_of(entries: Entries, weights: Tensor | None, *, mean: bool) -> Tensor | None:
@@ -70,25 +76,34 @@ def scales_of(entries: Entries, weights: Tensor | None, *, mean: bool) -> Tensor
 
 
 def pooled_on_cpu(
-    tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
-    num_bags: int, *, last: bool, mean: bool, dtype: torch.dtype,
+    tables: Sequence[Tensor], indices: Tensor, bounds: Tensor, weights: Tensor | None,
+    num_bags: int, some: range, *, mean: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """[num_bags, columns of own tables]: sums in fp32, rounded once."""
-    columns = sum(t.shape[1] for t in tables)
-    y = torch.zeros(num_bags, columns, device=indices.device)
-    entries = entries_of(offsets, indices.numel(), last=last)
-    scales = scales_of(entries, weights, mean=mean)
-    table_of = entries.bag // max(num_bags, 1)
-    first = 0
-    for i, table in enumerate(tables):
-        own = (table_of == i).nonzero().flatten()
-        for some in own.split(max(1, CHUNK_ELEMENTS // table.shape[1])):
-            rows = table[indices[some].long()].float()
-            if scales is not None:
-                rows = rows * scales[some, None]
-            part = y[:, first : first + table.shape[1]]
-            part.index_add_(0, entries.bag[some] - i * num_bags, rows)
-        first += table.shape[1]
+    """[some of the bags, columns of own tables]: sums in fp32, rounded once.
+
+    Args:
+        bounds: of the bags of all tables: see `bounds_of`.
+        num_bags: of the global batch.
+    """
+    y = torch.zeros(len(some), sum(t.shape[1] for t in tables))
+    parts = y.split([t.shape[1] for t in tables], 1)
+    for i, (table, part) in enumerate(zip(tables, parts, strict=True)):
+        own = bounds[i * num_bags + some.start :][: len(some) + 1]
+        start, stop = own[[0, -1]].tolist()
+        rows, own = indices[start:stop].long(), own - start
+        scales = None if weights is None else weights[start:stop].float()
+        if table.dtype == torch.float32:
+            mode = "mean" if mean else "sum"
+            part.copy_(embedding_bag(rows, table, own, None, 2.0, False, mode, False, scales, True))
+            continue
+        # torch rounds sums of 16 bits before it divides them
+        sizes = own.diff()
+        if mean:
+            scales = torch.repeat_interleave(1.0 / sizes.clamp(min=1).float(), sizes)
+        bags = torch.repeat_interleave(torch.arange(len(some)), sizes)
+        for few in torch.arange(stop - start).split(max(1, CHUNK_ELEMENTS // table.shape[1])):
+            wide = table[rows[few]].float()
+            part.index_add_(0, bags[few], wide if scales is None else wide * scales[few, None])
     return y.to(dtype)
 
 

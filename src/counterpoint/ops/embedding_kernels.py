@@ -17,10 +17,11 @@ from counterpoint.kernels.embedding_all_to_all import (
     embedding_all_to_all_kernel,
     lookup_kernel,
 )
-from counterpoint.ops.embedding_gradients import pooled_on_cpu
+from counterpoint.ops.embedding_gradients import bounds_of, pooled_on_cpu
+from counterpoint.plan.boxes import hull
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Step
-from counterpoint.runtime.compute import Action, packed, side_by_side
+from counterpoint.runtime.compute import Action, side_by_side
 from counterpoint.runtime.embedding_layout import DTYPES, VECTOR_BYTES, block_of, vector_of
 from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.launch import Grid, Launch, Site, register
@@ -101,21 +102,23 @@ class Pooling:
         kernel: Triton's.
         given: names of what each call passes.
         fixed: the kernel's own arguments that do not change.
+        spans: of bags that are tasks of their own: how many each has.
         own: what the kernel writes to, as its last arguments, if no call says it; None: y.
         copy: of own rows to y, behind the kernel.
     """
 
     def __init__(
         self, site: Site, kernel: Any, given: Sequence[str], fixed: dict[str, Any],
-        own: Own | None, copy: Launch | None = None,
+        spans: Sequence[int], own: Own | None, copy: Launch | None = None,
     ) -> None:  # fmt: skip
         p, self.workspace = site.places.plan.problem, site.places.workspace
         dtype = getattr(torch, p.dtype)
         rank, spins = self.workspace.rank, site.bound.step.spins
-        # to peers a row has the columns of all ranks, and each owner's block of bags is a task
-        first = p.column_starts[rank] if spins else 0
+        # in an output a row has the columns of all ranks
+        first = p.column_starts[rank] if spins or own is None else 0
         firsts = list(accumulate(p.tables[rank], initial=first))
-        columns, owners, most = (p.n, p.ranks, max(p.rows)) if spins else (firsts[-1], 1, p.m)
+        columns = p.n if spins or own is None else firsts[-1]
+        self.each = not spins and p.islands > 1
         self.dims, self.firsts, self.num_bags = p.tables[rank], firsts, p.m
         self.item_bytes, self.settings = dtype.itemsize, settings_of(site.bound.step)
         self.block_d = block_of(self.dims)
@@ -127,7 +130,7 @@ class Pooling:
             "BLOCK_D": self.block_d, "EVEN_D": all(d % self.block_d == 0 for d in self.dims),
             "VEC_OUT": self.vec_out,
         }  # fmt: skip
-        self._kernel, self._given, self._tasks = kernel, given, (owners, most, chunks)
+        self._kernel, self._given, self._tasks = kernel, given, (len(spans), max(spans), chunks)
         self._launches: dict[tuple[Any, ...], list[tuple[float, Launch]]] = {}
         self._own, self._copy, self._spins = own, copy, spins
         self._known: dict[tuple[Any, ...], Chunks] = {}
@@ -210,13 +213,11 @@ class Pooling:
             rows = max(1, setting.tile_bytes // self.item_bytes // self.block_d)
             blocks = -(-most // rows)
             fixed = self.fixed | {
-                "MEAN": bags.mean, "WEIGHTED": weights is not None, "BAGS": rows,
+                "MEAN": bags.mean, "WEIGHTED": weights is not None, "BAGS": rows, "blocks": blocks,
                 "VEC_IN": chunks.vec_in, "UNROLL": setting.unroll,
             }  # fmt: skip
-            if "blocks" in self._kernel.arg_names:
-                fixed["blocks"] = blocks
             # why nothing is reserved: see kernels/embedding_all_to_all.py
-            grid = Grid(owners * blocks * num_chunks, reserve=False)
+            grid = Grid(owners * blocks * num_chunks, reserve=False, each=self.each)
             launch = Launch(self._kernel, self._given, fixed, grid, self.workspace.device, OP,
                             {"num_warps": setting.num_warps})  # fmt: skip
             found.append((setting.below, launch.compile(*given)))
@@ -228,9 +229,15 @@ class Pooling:
 
 def lookup(site: Site) -> Pooling:
     """A step without peers: bags of own tables side by side."""
-    place = packed(site.bound.parts[0].write, site.places)
-    own = None if place is None else (place,)
-    return Pooling(site, lookup_kernel, LOOKUP, {}, own)
+    parts, places = site.bound.parts, site.places
+    (target,) = hull([part.write for part in parts])
+    own = places.fixed(target)
+    start = 0 if own is None else target.r0
+    spans = [(bags.r0, bags.r1 - bags.r0, write.r0 - start) for (bags,), write, _ in parts]
+    words = torch.tensor(spans, dtype=torch.int32).to(places.workspace.device)
+    fixed = {"spans_ptr": words, "spans": len(spans)}
+    counts = [count for _, count, _ in spans]
+    return Pooling(site, lookup_kernel, LOOKUP, fixed, counts, None if own is None else (own,))
 
 
 def fused(site: Site) -> Pooling:
@@ -247,7 +254,9 @@ def fused(site: Site) -> Pooling:
         grid = Grid(-(-count // COPY_BLOCK), reserve=False, each=True)
         copy = Launch(copy_out_kernel, ("target_ptr",), fixed, grid, workspace.device, OP,
                       {"num_warps": COPY_WARPS}).compile(dtype)  # fmt: skip
-    return Pooling(site, embedding_all_to_all_kernel, FUSED, _fixed(site, memory), own, copy)
+    return Pooling(
+        site, embedding_all_to_all_kernel, FUSED, _fixed(site, memory), p.rows, own, copy
+    )
 
 
 def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
@@ -274,17 +283,26 @@ def reference(site: Site) -> Action:
     p, workspace, spins = site.places.plan.problem, site.places.workspace, site.bound.step.spins
     calls = library_of(workspace, Awaited(OP, "take part in the exchange of rows", "exchange"))
     exchange = side_by_side(p, workspace.rank, calls)
-    place = None if spins else packed(site.bound.parts[0].write, site.places)
+    parts = (
+        [(p.row_starts[0], p.m, None)]
+        if spins
+        else [
+            (part.reads[0].r0, part.reads[0].r1, site.places.of(part.write))
+            for part in site.bound.parts
+        ]
+    )
     dtype = getattr(torch, p.dtype)
 
     def run(operands: Operands) -> None:
         bags: Bags = operands["bags"]  # type: ignore[assignment]
-        own = pooled_on_cpu(bags.tables, bags.indices, bags.offsets, bags.weights, p.m,
-                            last=bags.last, mean=bags.mean, dtype=dtype)  # fmt: skip
-        if spins:
-            exchange(own, operands["y"])
-        else:
-            (operands["y"] if place is None else place).copy_(own)
+        bounds = bounds_of(bags.offsets, bags.indices.numel(), last=bags.last)
+        for first, last, place in parts:
+            own = pooled_on_cpu(bags.tables, bags.indices, bounds, bags.weights, p.m,
+                                range(first, last), mean=bags.mean, dtype=dtype)  # fmt: skip
+            if place is None:
+                exchange(own, operands["y"])
+            else:
+                place(operands).copy_(own)
 
     return run
 

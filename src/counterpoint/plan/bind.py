@@ -88,7 +88,7 @@ class _Binder:
     def parts(self, step: Step, rank: int) -> tuple[Part, ...]:
         if step.kind == "barrier":
             return ()
-        whole = step.kind in ("collective", "fused")
+        whole = step.kind in ("collective", "fused") and not step.looks_up
         reads = [
             self.cells(region, rank, whole=whole)
             for region in step.reads
@@ -102,8 +102,8 @@ class _Binder:
                 return attended(self.plan.problem, step, (rank, owner), *boxes)
             except ValueError as error:
                 self.fail(str(error))
-        if step.kind in ("fused", "opaque"):
-            boxes = tuple(box for cells in reads for box in cells)
+        if step.kind in ("fused", "opaque") and not step.looks_up:
+            boxes = tuple(box for cells in reads for box in hull(cells))
             return tuple(Part(boxes, box) for cells in writes for box in hull(cells))
         if step.kind == "exchange":
             return (self.exchanged(step, reads[0], writes[0], rank),)
@@ -127,6 +127,8 @@ class _Binder:
         self.check_shapes(step, parts)
         if step.kind == "collective":
             return tuple(parts)  # a rank without rows takes part all the same
+        if step.kind == "fused":
+            return tuple(merged(parts, set()))  # also a rank without tables
         # the weight of a matmul and the bias serve every part; all other boxes go on with it
         shared = {1} if step.kind == "matmul" else set[int]()
         if step.arg("bias"):
@@ -136,13 +138,14 @@ class _Binder:
     def exchanged(self, step: Step, sent: list[Box], kept: list[Box], rank: int) -> Part:
         """What goes to one rank, and what another sends in return: a box each."""
         sender = self.plan.met(step, rank)[1]
-        source, target = hull(sent), hull(kept)
-        if len(source) != 1 or len(target) != 1:
+        theirs = self.cells(step.reads[0], sender)
+        boxes = [box for cells in (sent, kept, theirs) for box in hull(cells)]
+        if len(boxes) != 3:
             self.fail("exchanges a box for a box: a part of a buffer is several")
-        (theirs,) = hull(self.cells(step.reads[0], sender))
-        if theirs.shape != target[0].shape:
-            self.fail(f"rank {sender} sends {theirs.shape}, there is room for {target[0].shape}")
-        return Part((source[0],), target[0])
+        source, target, theirs = boxes
+        if theirs.shape != target.shape:
+            self.fail(f"rank {sender} sends {theirs.shape}, there is room for {target.shape}")
+        return Part((source,), target)
 
     def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
         """Pair the cells of regions of many blocks; a region of one cell serves all of them."""
@@ -217,11 +220,16 @@ class _Binder:
         if buffer.holds == "slots":
             rows = _chunk(sizes[holder], i, of)
             return [Box(holder, buffer.name, s, *rows, *cols) for s in sorted(shards)]
-        if buffer.holds == "peers":
-            sizes[holder] = 0
-            if region.shards and holder in shards:
-                self.fail(f"{region.buffer} holds the blocks of peers only")
-            shards = [shard for shard in shards if shard != holder]
+        if buffer.holds in ("peers", "island"):
+            size = ranks // self.plan.problem.islands
+            first = holder // size * size
+            elsewhere = {*range(ranks)} - {*range(first, first + size)}
+            absent = {holder} if buffer.holds == "peers" else elsewhere
+            if region.shards and absent.intersection(shards):
+                which = "peers" if buffer.holds == "peers" else "an island"
+                self.fail(f"{region.buffer} holds the blocks of {which} only")
+            sizes = [0 if b in absent else rows for b, rows in enumerate(sizes)]
+            shards = [shard for shard in shards if shard not in absent]
         parts = [_chunk(n, i, of) for n in sizes]
         # chunk-major: part 0 of every block, then part 1; what is asked for lies in one of them
         stored = [(0, n) for n in sizes]
@@ -250,8 +258,8 @@ class _Binder:
     def columns(self, region: Region, buffer: Buffer, rank: int) -> tuple[int, int]:
         if region.cols != "own":
             return self.interval(region.cols, buffer.shape[1], "cols")
-        starts = self.plan.problem.column_starts
-        first, last = starts[rank], starts[rank + 1]
+        starts, whose = self.plan.problem.column_starts, self.plan.resolve(region.of, rank)
+        first, last = starts[whose], starts[whose + 1]
         if buffer.shape[1] == starts[-1]:
             return first, last
         return self.interval((0, last - first), buffer.shape[1], "cols")

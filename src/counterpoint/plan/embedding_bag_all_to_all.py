@@ -5,12 +5,14 @@ rows of a rank's tables for the bags of all ranks. How many indices there are is
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
+from counterpoint.plan import embedding_islands, islands
 from counterpoint.plan.bind import Box
-from counterpoint.plan.embedding_seconds import mean_bag, seconds
+from counterpoint.plan.embedding_seconds import lookups_s, mean_bag, seconds
 from counterpoint.plan.names import OWN, Y, collective, in_one_lane
 from counterpoint.plan.operation import Operation, in_a_row, refuse_heads
 from counterpoint.plan.sizes import check_gradient
@@ -29,26 +31,25 @@ POOLING = (("under_15", "4096x2x4"), ("under_50", "2048x4x4"), ("else", "2048x8x
 
 def operands(p: Problem) -> tuple[Buffer, ...]:
     """The bags, as wide as those of the rank that has most columns, and y."""
-    bags = Buffer("bags", (p.m, _widest(p)), p.dtype, "input")
+    bags = Buffer("bags", (p.m, max(map(sum, p.tables))), p.dtype, "input", split=True)
     return bags, Buffer("y", (p.m, p.n), p.dtype, "output", split=True, holds="own")
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
-    """y: the rows of own bags of all ranks' tables, side by side; and what a lookup leaves."""
+    """y: the rows of own bags of all ranks' tables, side by side."""
     starts = p.column_starts
     for s, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
         box = Box(rank, "y", 0, 0, p.rows[rank], first, last)
         yield box, (Cell(s, "bags", p.row_starts[rank], -first),)
-    columns = starts[rank + 1] - starts[rank]
-    yield Box(rank, "pooled", 0, 0, p.m, 0, columns), (Cell(rank, "bags", 0, 0),)
 
 
 def serial(p: Problem) -> Plan:
     """A lookup of all own tables, then the library's all-to-all; columns side by side."""
-    pooled = Buffer("pooled", (p.m, _widest(p)), p.dtype, "scratch")
+    bags, y = operands(p)
+    pooled = replace(bags, name="pooled", space="scratch")
     place = Region("pooled", cols="own")
     exchange = collective("exchange", "all_to_all", (place,), Y)
-    return in_one_lane(p, "serial", (*operands(p), pooled), _lookup(place), exchange)
+    return in_one_lane(p, "serial", (bags, y, pooled), _lookup("lookup", BAGS, place), exchange)
 
 
 def fused(p: Problem) -> Plan:
@@ -68,17 +69,25 @@ def fused(p: Problem) -> Plan:
 
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
-    return (_lookup(Y),)
+    return (_lookup("lookup", BAGS, Y),)
 
 
-def _lookup(target: Region) -> Step:
+def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    return embedding_islands.build(p, grid, operands(p), _lookup)
+
+
+def _refusal(p: Problem) -> str:
+    return islands.refusal(p) or ("memory of the group" if p.out else "")
+
+
+def _lookup(name: str, bags: Region, target: Region) -> Step:
     """The kernel without peers."""
     args = (("kernel", OP), *POOLING)
-    return Step("lookup", "compute", "fused", (BAGS,), (target,), args=args)
+    return Step(name, "compute", "fused", (bags,), (target,), args=args)
 
 
-def _widest(p: Problem) -> int:
-    return max(map(sum, p.tables))
+def _candidates(p: Problem) -> tuple[str, ...]:
+    return islands.candidates(p) if p.islands > 1 else ("serial", "fused")
 
 
 def filled(p: Problem) -> Mapping[str, object]:
@@ -123,16 +132,23 @@ def described(p: Problem) -> str:
 
 
 def _step_s(p: Problem, step: Step, machine: Machine) -> float:
-    found = seconds(p, machine)
-    return found.fused_s if step.spins else found.lookup_s
+    if step.spins:
+        return seconds(p, machine).fused_s
+    bags = step.reads[0]
+    shards = len(bags.shards) or p.ranks
+    return max(lookups_s(p, machine, shards / p.ranks / bags.chunk[1]))
 
 
 OPERATION = Operation(
     operands=operands,
     definition=definition,
     alone=alone,
-    families=(in_a_row("serial", serial), in_a_row("fused", fused)),
-    candidates=lambda p: ("serial", "fused"),
+    families=(
+        in_a_row("serial", serial),
+        in_a_row("fused", fused),
+        islands.family(_of_islands, _refusal),
+    ),
+    candidates=_candidates,
     collectives=("all_to_all",),
     check=check,
     moved=lambda p: (0, p.n // p.ranks),

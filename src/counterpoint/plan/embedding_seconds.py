@@ -34,30 +34,39 @@ class Seconds:
 def seconds(p: Problem, machine: Machine) -> Seconds:
     """Predict both plans; of one rank there is nothing to exchange, and both are the lookup."""
     costs, ranks = machine.costs, range(p.ranks)
-    bytes_s = 1 / (READ_RATE * costs.hbm_bytes_per_s)
     columns = [sum(each) for each in p.tables]
-    pooled_s = [
-        max((_read_bytes(p, r) + WRITTEN_COST * p.m * columns[r] * p.item_bytes) * bytes_s,
-            ROW_S * mean_bag(p, r))
-        for r in ranks
-    ]  # fmt: skip
-    lookups_s = [START_S + each for each in pooled_s]
+    lookups = lookups_s(p, machine)
     if p.ranks == 1:
-        return Seconds(lookups_s[0], lookups_s[0], lookups_s[0], 0.0)
+        return Seconds(lookups[0], lookups[0], lookups[0], 0.0)
 
     sent = [(p.m - p.rows[r]) * columns[r] * p.item_bytes for r in ranks]
     received = [p.rows[r] * (p.n - columns[r]) * p.item_bytes for r in ranks]
     rate = costs.collective_bytes_per_s
     # a rank sends when it has pooled: to one that is late too, which then finds its rows there
-    last_s = max(s + each / rate for s, each in zip(lookups_s, sent, strict=True))
-    last_s = max(last_s, min(lookups_s) + max(received) / rate)
+    last_s = max(s + each / rate for s, each in zip(lookups, sent, strict=True))
+    last_s = max(last_s, min(lookups) + max(received) / rate)
+    if p.islands > 1 and machine.nic is not None:  # what is for other islands goes by the NIC
+        far = (p.ranks - p.ranks // p.islands) / (p.ranks - 1)
+        through_s = max(*sent, *received) * far / machine.nic.bytes_per_s
+        last_s = max(last_s, max(lookups) + p.islands * machine.nic.latency_s + through_s)
     copy_s = costs.memory_s(2 * max(p.rows) * p.n * p.item_bytes)
     serial_s = last_s + EXCHANGE_S + copy_s
 
     # out of one GPU, or into one
     stores_s = max(*sent, *received) / costs.copy_bytes_per_s
-    fused_s = FUSED_S + max(*pooled_s, stores_s) + (0.0 if p.out else copy_s)
-    return Seconds(serial_s, fused_s, max(lookups_s), serial_s - max(lookups_s))
+    pooled_s = max(lookups) - START_S
+    fused_s = FUSED_S + max(pooled_s, stores_s) + (0.0 if p.out else copy_s)
+    return Seconds(serial_s, fused_s, max(lookups), serial_s - max(lookups))
+
+
+def lookups_s(p: Problem, machine: Machine, share: float = 1.0) -> list[float]:
+    """Of each rank: the lookup of a share of the bags."""
+    bytes_s = 1 / (READ_RATE * machine.costs.hbm_bytes_per_s)
+    written = [WRITTEN_COST * p.m * sum(each) * p.item_bytes for each in p.tables]
+    return [
+        START_S + max((_read_bytes(p, r) + each) * bytes_s * share, ROW_S * mean_bag(p, r))
+        for r, each in enumerate(written)
+    ]
 
 
 def mean_bag(p: Problem, rank: int) -> float:

@@ -49,7 +49,7 @@ def check_form(plan: Plan) -> None:
             fail(
                 f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
             )
-        if buffer.chunks != 1 and not (buffer.split and buffer.holds in ("all", "peers")):
+        if buffer.chunks != 1 and not (buffer.split and buffer.holds in ("all", "peers", "island")):
             fail(f"buffer {buffer.name!r} is stored by chunks, so it has to hold several blocks")
     limit = plan.problem.scratch_bytes_limit
     used = plan.workspace_bytes

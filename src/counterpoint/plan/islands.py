@@ -127,13 +127,15 @@ def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls
         buffers: the user's.
         matmuls: steps of the compute lane: name, region of x, region of y, after=, waits=.
     """
-    steps = [*grid.opening(), *matmuls("matmul_own", Region("x"), Region("y", ME, OWN))]
-    steps += _given(grid, Region("x"), grid.opened)
+    first, *given = _given(grid, Region("x"), grid.opened)
+    # launched before the matmul, which leaves no SM until it ends
+    steps = [*grid.opening(), first]
+    steps += [*matmuls("matmul_own", Region("x"), Region("y", ME, OWN)), *given]
     for name, shards, chunk, after, waits in _arrivals(grid, grid.opened):
         there = (Region(b, ME, shards, chunk) for b in ("full", "y"))
         steps += matmuls(f"matmul_{name}", *there, after=after, waits=waits)
     full = Buffer("full", (p.m, p.k), p.dtype, grid.space, split=True)
-    return _plan(p, grid, (*buffers, full), steps)
+    return plan_of(p, grid, (*buffers, full), steps)
 
 
 def _given(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
@@ -142,7 +144,7 @@ def _given(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
     for d, name, chunk in grid.pieces:
         source, arrived = replace(own, chunk=chunk), Region(full, ME, ((-d, 0),), chunk)
         first = after if (d, chunk[0]) == (1, 0) else ()
-        yield _exchange(f"give_{name}{part}", d, source, arrived, first)
+        yield exchange(f"give_{name}{part}", d, source, arrived, first)
     for place in grid.near:
         target = Region(full, (0, place), OWN)
         first = after if place == 1 else ()
@@ -200,7 +202,7 @@ def by_columns(
         steps += matmuls(name, full, cols, after=tuple(after), waits=tuple(waits))
         shape = p.m, cols[1] - cols[0]
         fulls.append(Buffer(full.buffer, shape, p.dtype, grid.space, split=True))
-    return _plan(p, grid, tuple(fulls), [*without_implied_edges(steps)])
+    return plan_of(p, grid, tuple(fulls), [*without_implied_edges(steps)])
 
 
 def scatter(
@@ -229,7 +231,7 @@ def scatter(
             steps.append(Step(f"sum_{name}", "sum", "reduce", (*slots, own), (own,),
                               (computed, *opened), waits))  # fmt: skip
         come = Region("slots", ME, ((-d, 0),), chunk)
-        steps.append(_exchange(f"send_{name}", d, own, come, (steps[-1].name,)))
+        steps.append(exchange(f"send_{name}", d, own, come, (steps[-1].name,)))
     if grid.size > 1:
         steps += matmuls("matmul_near", *_rows(tuple((0, place) for place in grid.near)))
         steps += _pushed(grid, 0, "0", (0, 1), (steps[-1].name,))
@@ -242,7 +244,7 @@ def scatter(
                       grid.waits(), args=args))  # fmt: skip
     partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True)
     inbox = Buffer("slots", (p.m, p.n), p.dtype, grid.space, split=True, holds="slots")
-    return _plan(p, grid, (*buffers, partial, inbox), steps)
+    return plan_of(p, grid, (*buffers, partial, inbox), steps)
 
 
 def _rows(shards: tuple[Peer, ...], chunk: Chunk = (0, 1)) -> tuple[Region, Region]:
@@ -283,10 +285,11 @@ def all_reduce(
     pushed = (f"push_{grid.size - 1}",) if grid.size > 1 else ()
     steps += (replace(step, after=pushed) for step in last)
     full = Buffer("full", (p.m, p.n), p.dtype, grid.space, split=True)
-    return _plan(p, grid, (*first.buffers, full), steps)
+    return plan_of(p, grid, (*first.buffers, full), steps)
 
 
-def _exchange(name: str, d: int, source: Region, target: Region, after: tuple[str, ...]) -> Step:
+def exchange(name: str, d: int, source: Region, target: Region, after: tuple[str, ...]) -> Step:
+    """What goes to the rail d islands on, and comes from the one as many back."""
     args = (("to", d),)
     return Step(name, "nic", "exchange", (source,), (target,), after, args=args)
 
@@ -298,7 +301,8 @@ def _copy(
     return Step(name, grid.copies.name, "copy", (source,), (target,), after, posts=posts)
 
 
-def _plan(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], steps: list[Step]) -> Plan:
+def plan_of(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], steps: list[Step]) -> Plan:
+    """The plan of those steps, on the lanes that they use."""
     used = {step.lane for step in steps}
     lanes = tuple(lane for lane in (COMPUTE, SIGNAL, grid.copies, SUM, NIC) if lane.name in used)
     return Plan(p, "islands", f"chunks={grid.chunks}", "grid", buffers, lanes, tuple(steps))

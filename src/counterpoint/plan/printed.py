@@ -44,7 +44,7 @@ def _regions(regions: "tuple[Region, ...]") -> str:
         chunk = f" {r.chunk[0]}/{r.chunk[1]}" if r.chunk != (0, 1) else ""
         rows = f" rows {r.rows[0]}:{r.rows[1]}" if r.rows else ""
         cols = f" cols {':'.join(map(str, r.cols))}" if isinstance(r.cols, tuple) else ""
-        cols = " own cols" if r.cols == "own" else cols
+        cols = f" cols of {_peer(r.of)}" if r.of else " own cols" if r.cols == "own" else cols
         return f"{r.buffer}{where}{shards}{chunk}{rows}{cols}"
 
     return ", ".join(map(one, regions))

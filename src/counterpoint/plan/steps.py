@@ -34,9 +34,10 @@ class Buffer:
             turns hold what they speak of.
         split: dim 0 is partitioned over the ranks, by `Problem.rows`; what a fused kernel's
             protocol keeps in order, equally, unless it has all M rows.
-        holds: of a split buffer, a rank stores "all" blocks, those of its "peers", its "own" block,
-            or in "slots" one copy of its own block for each rank that may write there.
-        chunks: of a split buffer that holds all or peers: stored chunk-major, part 0 of every block
+        holds: of a split buffer, a rank stores "all" blocks, those of its "peers" or of its
+            "island", its "own" block, or in "slots" one copy of its own block for each rank that
+            may write there.
+        chunks: of a split buffer of several blocks: stored chunk-major, part 0 of every block
             before part 1, so that a part of every block is one box.
     """
 
@@ -45,7 +46,7 @@ class Buffer:
     dtype: str
     space: Space
     split: bool = False
-    holds: Literal["all", "peers", "own", "slots"] = "all"
+    holds: Literal["all", "peers", "island", "own", "slots"] = "all"
     chunks: int = 1
 
 
@@ -55,8 +56,8 @@ class Region:
 
     Of a split buffer: the blocks (or the slots) of ranks me + shards, all that there are where
     `shards` is empty; of each block part chunk[0] of chunk[1]. Of another buffer: rows
-    [start, stop). `cols` [start, stop) of either; None means all; "own" those of this rank's
-    tables: their place in a buffer that has all columns; another has room for the widest rank's,
+    [start, stop). `cols` [start, stop) of either; None means all; "own" those of the tables of rank
+    me + of: their place in a buffer that has all columns; another has room for the widest rank's,
     and holds them without gaps.
     """
 
@@ -66,6 +67,7 @@ class Region:
     chunk: tuple[int, int] = (0, 1)
     rows: tuple[int, int] | None = None
     cols: tuple[int, int] | Literal["own"] | None = None
+    of: Peer = ME
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Step:
         barrier     posts, then waits; moves no data
         fused       one kernel of ours that computes and communicates, args "kernel" and its
                     settings: what it reads and writes is declared, and tests compare that with
-                    the bytes that it writes
+                    the bytes that it writes; one that does not spin is a lookup, and as a move
         attention, attention_backward    q, k, v, ... -> y, lse, or dq, dk, dv: see attended.py
         opaque      a call of the user's own, by the step's name: what it reads and writes is known,
                     and not what it computes; any number of regions, of a "pipeline" only
@@ -134,6 +136,11 @@ class Step:
     def counted(self) -> bool:
         """Whether the operand "counts" says how many rows the step has."""
         return any(region.buffer == COUNTS for region in self.reads)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the step is a kernel of ours that has no peers: what it does is seen in it."""
+        return self.kind == "fused" and not self.spins
 
     @property
     def accumulates(self) -> bool:
@@ -282,6 +289,9 @@ class Plan:
         ranks = self.problem.ranks
         if buffer.split and buffer.holds == "peers":
             most = extent - min(self.problem.rows)
+        elif buffer.split and buffer.holds == "island":
+            size = ranks // self.problem.islands
+            most = max(sum(self.problem.rows[i : i + size]) for i in range(0, ranks, size))
         elif buffer.split and buffer.holds != "all":
             most = max(self.problem.rows) * (ranks if buffer.holds == "slots" else 1)
         else:

@@ -201,9 +201,9 @@ def _check_values(plan: Plan, programs: tuple[Program, ...], order: HappensBefor
                 last = {"fused": 0, "opaque": 0, "collective": 1}.get(
                     bound.step.kind, len(bound.parts)
                 )
-                parts = bound.parts[:last]
+                parts = bound.parts if bound.step.looks_up else bound.parts[:last]
                 begun[rank, i] = [_result(bound, part, memory, stacked) for part in parts]
-            elif bound.step.kind == "fused":
+            elif bound.step.kind == "fused" and not bound.step.looks_up:
                 memory.write(_declared(plan, bound, rank))
             elif bound.step.kind == "collective":
                 everyone = [begun[r, i] for r in range(len(programs))]

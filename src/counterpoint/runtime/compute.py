@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.plan.bind import BoundStep, Box, Part
+from counterpoint.plan.bind import BoundStep, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
 from counterpoint.runtime import counted
@@ -112,11 +112,18 @@ def move(bound: BoundStep, part: Part, places: Places) -> Action:
 
 
 def exchange(bound: BoundStep, places: Places) -> Action:
-    """One block to another island, and one from another; both without gaps."""
+    """One block to another island, and one from another; both without gaps.
+
+    Of what is empty a word is sent in its place: all ranks of an exchange meet.
+    """
     (part,), step, plan = bound.parts, bound.step, places.plan
     wire, rank = wire_of(places.workspace), places.workspace.rank
     to, source = plan.met(step, rank)
-    sent, kept = places.of(part.reads[0]), places.of(part.write)
+    word = torch.zeros(2, device=places.workspace.device)
+    sent, kept = (
+        (lambda _, i=i: word[i : i + 1]) if box.empty else places.of(box)
+        for i, box in enumerate((part.reads[0], part.write))
+    )
     deed = f"take part in exchange {step.name!r} of plan {plan.spec} with rank {rank}"
     awaited = Awaited(plan.problem.op, deed, step.name)
     return lambda o: wire.exchange(sent(o).contiguous(), to, kept(o), source, awaited)
@@ -199,22 +206,13 @@ def _all_to_all(
     return run
 
 
-def packed(box: Box, places: Places) -> Tensor | None:
-    """Own columns, which lie without gaps in memory for the widest rank's; None: an operand."""
-    memory = places.fixed(box._replace(c0=0, c1=places.plan.buffer(box.buffer).shape[1]))
-    if memory is None:
-        return None
-    rows, cols = box.shape
-    return memory.flatten()[: rows * cols].view(rows, cols)
-
-
 def _exchange_columns(part: Part, places: Places, calls: Library) -> Action:
     """The library's all-to-all of pooled rows, as wide as each rank's tables.
 
     Into memory that peers may write to, a call promises more: when it has ended, in stream order,
     every rank has begun it, and so has read what an earlier one had left.
     """
-    source, target = packed(part.reads[0], places), part.write.buffer
+    source, target = places.fixed(part.reads[0]), part.write.buffer
     p, workspace = places.plan.problem, places.workspace
     exchange = side_by_side(p, workspace.rank, calls)
     assert source is not None, "a lookup writes to scratch"

@@ -114,8 +114,8 @@ def _side(box: Box, places: Places, item_bytes: int) -> tuple[Address, int, bool
     pitch = width * item_bytes
     dense = box.c1 - box.c0 == width
     if fixed is not None:
-        address = _pointer(fixed)
-        return (lambda _: address), pitch, dense
+        address, pitch = _pointer(fixed), fixed.stride(0) * item_bytes
+        return (lambda _: address), pitch, pitch == (box.c1 - box.c0) * item_bytes
     offset = box.r0 * pitch + box.c0 * item_bytes  # operands that copies read are contiguous
     return (lambda operands: operands[box.buffer].data_ptr() + offset), pitch, dense
 

@@ -265,8 +265,11 @@ class Places:
         dtype = getattr(torch, buffer.dtype)
         start = self.offsets[buffer.name]
         num_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        whole = memory[start : start + num_bytes].view(dtype).view(shape)
-        return whole[box.slot, box.r0 : box.r1, box.c0 : box.c1]
+        whole = memory[start : start + num_bytes].view(dtype)
+        if self.plan.problem.tables:  # columns of one rank's tables, without gaps
+            cols = box.c1 - box.c0
+            return whole[box.r0 * cols : box.r1 * cols].view(box.r1 - box.r0, cols)
+        return whole.view(shape)[box.slot, box.r0 : box.r1, box.c0 : box.c1]
 
     def name(self, box: Box) -> str | None:
         """Under which name the operands of a call have the box, if they do.
@@ -331,6 +334,9 @@ class Places:
         slots = problem.ranks if buffer.holds == "slots" else 1
         if buffer.split and buffer.holds == "peers":
             extent -= problem.rows[rank]
+        elif buffer.split and buffer.holds == "island":
+            size = problem.ranks // problem.islands
+            extent = sum(problem.rows[rank // size * size :][:size])
         elif buffer.split and buffer.holds != "all":
             extent = problem.rows[rank]
         return slots, extent, cols
