@@ -23,6 +23,7 @@ from counterpoint.runtime.workspace import workspace_of
 
 MATMULS = ((1024, 96, 1536), (384, 96, 1536), (768, 1536, 96), (256, 1536, 96))  # rows, n, k
 SIZES = (MIB // 2, 4 * MIB)
+CPU = torch.device("cpu")
 BESIDE = 3  # exchanges with each other island, beside matmuls
 
 Call = Callable[[], object]
@@ -67,7 +68,7 @@ class _Bench:
 
     def __init__(self, group: dist.ProcessGroup, rounds: int) -> None:
         self.group, self.rounds = group, rounds
-        self.workspace = workspace_of(group, torch.device("cpu"))
+        self.workspace = workspace_of(group, CPU)
         self.workspace.open_pads()
         self.memory_of_peers = self.workspace.allocate(max(SIZES))
 
