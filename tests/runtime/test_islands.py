@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,14 @@ from rank_bodies import Case, world
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.choose.known import save_machine
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.machine import LinkSpec
+from counterpoint.ops.auto import choose_spec
 from counterpoint.ops.call import prepare
 from counterpoint.ops.samples import operands, operator_of
 from counterpoint.plan.operation import operation_of
+from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of
 from counterpoint.runtime.ranks import gather_object, spawn
@@ -227,6 +233,30 @@ def test_bags_that_islands_cannot_exchange_are_refused_on_all_ranks(rank: int, w
         with pytest.raises(InputError, match="batch must be equal on all ranks"):
             called(bags, problem_of(dims, (2, 3, 1, 2) if rank else (2,) * 4), "sum", "islands")
         called(bags, p, "sum", "islands")
+
+
+@on_ranks(4)
+def test_auto_takes_what_the_model_says_once_the_nic_is_known(
+    rank: int, world_size: int, tmp_path: Path
+):
+    """Without a machine it is the library's way, whatever there is in the cache for one island."""
+    folder = gather_object(str(tmp_path), dist.group.WORLD)[0]  # type: ignore[arg-type]
+    nic = LinkSpec(name="NIC", bytes_per_s=45e9, latency_s=5e-6)
+    inside = preset("h200-2")
+    machine = replace(inside, measured=inside.costs, nic=nic)
+    problem = Problem("all_gather_matmul", 65536, 8192, 8192, world_size, islands=2)
+    specs: list[str] = []
+    for known in (None, machine, replace(machine, nic=None)):
+        with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COUNTERPOINT_CACHE", folder)
+            if known is not None and rank == 0:
+                save_machine(known, CPU.type, world_size)
+            dist.barrier()
+            specs.append(choose_spec(problem, workspace_of(dist.group.WORLD, CPU), ()))  # type: ignore[arg-type]
+            x, w = shards(rank, 8, 16), shards(rank, 16, 8)
+            near(cp.all_gather_matmul(x, w), torch.cat(everyone(x)) @ w.double())
+    want = cp.choose(problem, machine)
+    assert want.plan.family == "islands" and specs == ["serial", want.spec, "serial"]
 
 
 @on_ranks(2)

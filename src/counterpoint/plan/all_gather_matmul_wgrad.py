@@ -12,11 +12,12 @@ from dataclasses import replace
 from counterpoint.machine import Machine
 from counterpoint.plan import islands
 from counterpoint.plan.bind import Box
+from counterpoint.plan.compose import without_implied_edges
 from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
 from counterpoint.plan.names import LANES, X, collective, in_one_lane, numbered
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
-from counterpoint.plan.peers import Chunk, Order, orders
+from counterpoint.plan.peers import Order, orders
 from counterpoint.plan.sizes import check_gradients
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Value
@@ -89,14 +90,28 @@ def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
 
 
 def of_islands(p: Problem, grid: islands.Grid) -> Plan:
-    """Likewise, of what goes to another island once."""
+    """Likewise, of what goes to another island once.
 
-    def multiplied(
-        name: str, x: Region, cols: Chunk, *, after: tuple[str, ...], waits: tuple[Signal, ...]
-    ) -> tuple[Step, ...]:
-        return wgrads(p, wgrad(x, DY, name=name, after=after, waits=waits), cols)
-
-    return islands.by_columns(p, grid, operands(p), slices(p.k, grid.chunks), multiplied)
+    Each slice has a `full` of its own, as what comes from another island has no gaps.
+    """
+    steps, fulls = [*grid.opening()], [*operands(p)]
+    for i, cols in enumerate(slices(p.k, grid.chunks)):
+        slot = i * grid.size * (grid.islands + 1)
+        each = replace(grid, chunks=1, first_slot=slot, part=f"_{i}")
+        own, full = Region("x", cols=cols), Region(f"full{each.part}")
+        steps += islands.giving(each, own, () if i else grid.opened)
+        kept = replace(full, shards=islands.OWN)
+        steps.append(islands.copied(grid, f"keep{each.part}", own, kept))
+        after, waits = [steps[-1].name], list[Signal]()
+        for _, _, _, given, heard in islands.arrivals(each):
+            after += given
+            waits += heard
+        name = f"matmul{each.part}"
+        multiply = wgrad(full, DY, name=name, after=tuple(after), waits=tuple(waits))
+        steps += wgrads(p, multiply, cols)
+        shape = p.m, cols[1] - cols[0]
+        fulls.append(Buffer(full.buffer, shape, p.dtype, grid.space, split=True))
+    return islands.plan_of(p, grid, tuple(fulls), [*without_implied_edges(steps)])
 
 
 def alone(p: Problem) -> tuple[Step, ...]:

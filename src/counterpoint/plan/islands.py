@@ -9,10 +9,9 @@ Distances are of a grid: (islands on, places on within one). Each shard of anoth
 `chunks`, so that the last one is passed on and multiplied while none is on its way.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from counterpoint.plan.compose import without_implied_edges
 from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, Y, with_bias
 from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.peers import Chunk, cuts
@@ -22,6 +21,7 @@ from counterpoint.problem import Problem
 NIC = Lane("nic", "nic", priority=-1)
 SUM = Lane("sum", "sm", priority=-1)
 CHUNKS = 4
+MOST_PIECES = 64  # of what comes to a rank, where plans are weighed
 OWN: tuple[Peer, ...] = ((0, 0),)
 
 Matmuls = Callable[..., tuple[Step, ...]]
@@ -82,17 +82,14 @@ class Grid:
         """Tell the rank `place` on."""
         return Signal(self.slot(place, *of), (0, place))
 
-    def waits(self, *of: int) -> tuple[Signal, ...]:
+    def waits(self, d: int = 0, chunk: int = 0) -> tuple[Signal, ...]:
         """Hear from all others of the island; that from place p on was posted at distance -p."""
-        places = self.near if self._tells(*of) else ()
-        return tuple(Signal(self.slot(p, *of), (0, -p)) for p in places)
+        places = () if self.part and d != self.islands - 1 else self.near
+        return tuple(Signal(self.slot(p, d, chunk), (0, -p)) for p in places)
 
-    def told(self, place: int, *of: int) -> tuple[Signal, ...]:
+    def told(self, place: int, d: int = 0, chunk: int = 0) -> tuple[Signal, ...]:
         """`post` behind a copy; where all is waited for at once, the last one of its lane."""
-        return (self.post(place, *of),) if self._tells(*of) else ()
-
-    def _tells(self, d: int = 0, *_: int) -> bool:
-        return not self.part or d == self.islands - 1
+        return () if self.part and d != self.islands - 1 else (self.post(place, d, chunk),)
 
     def opening(self) -> tuple[Step, ...]:
         """The barrier of an island, where it has several ranks."""
@@ -129,18 +126,18 @@ def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls
         buffers: the user's.
         matmuls: steps of the compute lane: name, region of x, region of y, after=, waits=.
     """
-    first, *given = _given(grid, Region("x"), grid.opened)
+    first, *given = giving(grid, Region("x"), grid.opened)
     # launched before the matmul, which leaves no SM until it ends
     steps = [*grid.opening(), first]
     steps += [*matmuls("matmul_own", Region("x"), Region("y", ME, OWN)), *given]
-    for name, shards, chunk, after, waits in _arrivals(grid, grid.opened):
+    for name, shards, chunk, after, waits in arrivals(grid, grid.opened):
         there = (Region(b, ME, shards, chunk) for b in ("full", "y"))
         steps += matmuls(f"matmul_{name}", *there, after=after, waits=waits)
     full = Buffer("full", (p.m, p.k), p.dtype, grid.space, split=True)
     return plan_of(p, grid, (*buffers, full), steps)
 
 
-def _given(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
+def giving(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
     """My rows into `full` of all ranks: to rails by the NIC, to peers, what has come to peers."""
     full, part = f"full{grid.part}", grid.part
     for d, name, chunk in grid.pieces:
@@ -150,20 +147,20 @@ def _given(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
     for place in grid.near:
         target = Region(full, (0, place), OWN)
         first = after if place == 1 else ()
-        yield _copy(grid, f"push_{place}{part}", own, target, first, grid.told(place))
+        yield copied(grid, f"push_{place}{part}", own, target, first, grid.told(place))
     for d, name, chunk in grid.pieces:
         arrived = Region(full, ME, ((-d, 0),), chunk)
         for place in grid.near:
             target = replace(arrived, at=(0, place))
             first = (f"give_{name}{part}",) if place == 1 else ()
             told = grid.told(place, d, chunk[0])
-            yield _copy(grid, f"pass_{name}_{place}{part}", arrived, target, first, told)
+            yield copied(grid, f"pass_{name}_{place}{part}", arrived, target, first, told)
 
 
 Arrival = tuple[str, tuple[Peer, ...], Chunk, tuple[str, ...], tuple[Signal, ...]]
 
 
-def _arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
+def arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
     """What there is in `full` as it comes: name, shards, chunk, and what says that it is there.
 
     Args:
@@ -175,36 +172,6 @@ def _arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
         shards = tuple((-d, -place) for place in range(grid.size))
         given = (f"give_{name}{grid.part}",)
         yield f"far_{name}", shards, chunk, given, grid.waits(d, chunk[0])
-
-
-def by_columns(
-    p: Problem, grid: Grid, buffers: tuple[Buffer, ...], slices: Sequence[Chunk], matmuls: Matmuls
-) -> Plan:
-    """An all-gather of x beside matmuls that sum over all rows: a slice of columns at a time.
-
-    Each slice has a `full` of its own, as what comes from another island has no gaps.
-
-    Args:
-        buffers: the user's.
-        slices: columns [start, stop).
-        matmuls: steps of the compute lane: name, the gathered slice, its columns, after=, waits=.
-    """
-    steps, fulls = [*grid.opening()], [*buffers]
-    for i, cols in enumerate(slices):
-        slot = i * grid.size * (grid.islands + 1)
-        each = replace(grid, chunks=1, first_slot=slot, part=f"_{i}")
-        own, full = Region("x", cols=cols), Region(f"full{each.part}")
-        steps += _given(each, own, () if i else grid.opened)
-        steps.append(_copy(grid, f"keep{each.part}", own, replace(full, shards=OWN)))
-        after, waits = [steps[-1].name], list[Signal]()
-        for _, _, _, given, heard in _arrivals(each):
-            after += given
-            waits += heard
-        name = f"matmul{each.part}"
-        steps += matmuls(name, full, cols, after=tuple(after), waits=tuple(waits))
-        shape = p.m, cols[1] - cols[0]
-        fulls.append(Buffer(full.buffer, shape, p.dtype, grid.space, split=True))
-    return plan_of(p, grid, tuple(fulls), [*without_implied_edges(steps)])
 
 
 def scatter(
@@ -263,7 +230,7 @@ def _pushed(
         target = Region("slots", (0, place), ((d, 0),), chunk)
         after = computed if place == 1 else ()
         told = grid.told(place, d, chunk[0])
-        yield _copy(grid, f"push_{name}_{place}", source, target, after, told)
+        yield copied(grid, f"push_{name}_{place}", source, target, after, told)
 
 
 def all_reduce(
@@ -280,8 +247,8 @@ def all_reduce(
     own = Region("y", ME, OWN)
     first = scatter(shares, grid, buffers, matmuls, own)
     again = replace(grid, first_slot=first.num_slots)
-    steps = [*first.steps, *_given(again, own, ("reduce",))]
-    for name, shards, chunk, after, waits in _arrivals(again):
+    steps = [*first.steps, *giving(again, own, ("reduce",))]
+    for name, shards, chunk, after, waits in arrivals(again):
         source, target = (Region(b, ME, shards, chunk) for b in ("full", "y"))
         steps.append(Step(f"take_{name}", "compute", "move", (source,), (target,), after, waits))
     pushed = (f"push_{grid.size - 1}",) if grid.size > 1 else ()
@@ -296,10 +263,11 @@ def exchange(name: str, d: int, source: Region, target: Region, after: tuple[str
     return Step(name, "nic", "exchange", (source,), (target,), after, args=args)
 
 
-def _copy(
+def copied(
     grid: Grid, name: str, source: Region, target: Region, after: tuple[str, ...] = (),
     posts: tuple[Signal, ...] = (),
 ) -> Step:  # fmt: skip
+    """A copy inside the island."""
     return Step(name, grid.copies.name, "copy", (source,), (target,), after, posts=posts)
 
 
@@ -321,5 +289,6 @@ def family(
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
-    """Specs worth weighing on ranks of several islands, serial first."""
-    return ("serial", *(f"islands chunks={n}" for n in (1, 2, 4, 8)))
+    """Specs worth weighing on ranks of several islands, serial first; many are chunks enough."""
+    chunks = (n for n in (1, 2, 4, 8) if n == 1 or n * p.islands <= MOST_PIECES)
+    return ("serial", *(f"islands chunks={n}" for n in chunks))
