@@ -1,22 +1,13 @@
 """Ranks on several islands: found from their names, and operators between them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
+from island_bodies import everyone, near, on_islands, shards
 from on_ranks import on_ranks
-from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime.islands import islands_of
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.workspace import forget, workspace_of
-
-CPU = torch.device("cpu")
 
 
 def test_islands_are_neighbours_of_one_name():
@@ -33,31 +24,6 @@ def test_islands_are_neighbours_of_one_name():
 def test_what_is_no_grid_is_islands_of_one_rank(names: str, why: str):
     found = islands_of([*names], 2)
     assert (found.number, found.size, [*found.mine], found.why) == (len(names), 1, [2], why)
-
-
-def shards(rank: int, *shape: int) -> Tensor:
-    torch.manual_seed(rank)
-    return torch.randn(*shape, dtype=torch.float32)
-
-
-def everyone(t: Tensor) -> list[Tensor]:
-    return [each.double() for each in gather_object(t, dist.group.WORLD)]  # type: ignore[arg-type]
-
-
-def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-
-
-@contextmanager
-def on_islands(rank: int, size: int) -> Iterator[int]:
-    """Neighbours are on islands of that size; how many there are."""
-    group: Any = dist.group.WORLD
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COUNTERPOINT_ISLAND", str(rank // size))
-        workspace = workspace_of(group, CPU)
-        yield workspace.islands.number
-        dist.barrier()
-        forget(workspace)
 
 
 @on_ranks(4)

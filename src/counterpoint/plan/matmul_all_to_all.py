@@ -1,7 +1,7 @@
 """matmul_all_to_all: experts multiply, and rows go back to their owners; its families of plans."""
 
 from counterpoint.machine import Machine
-from counterpoint.plan import experts
+from counterpoint.plan import experts, routed_experts
 from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
 from counterpoint.plan.finer import slices
 from counterpoint.plan.makespan import combine_s
@@ -20,6 +20,8 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 def serial(p: Problem) -> Plan:
     """The matmuls, then the library's all-to-all behind a pass that puts rows in order."""
+    if p.counts == "routed":
+        return routed_experts.combine_serial(p, operands(p))
     between = rows_of(p, "product", p.n, "scratch", by_expert=True)
     exchange = experts.all_to_all(p, "product", "y")
     multiply = matmuls(p, 0, range(p.experts), "x", "product")
@@ -78,4 +80,5 @@ def _steps(
     return *steps, *unpacked
 
 
-OPERATION = experts.operation(operands, serial, grouped, combine_s, dispatches=False)
+BETWEEN = routed_experts.family(routed_experts.combine, operands)
+OPERATION = experts.operation(operands, serial, grouped, combine_s, BETWEEN, dispatches=False)

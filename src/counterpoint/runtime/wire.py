@@ -33,7 +33,7 @@ class Wire(Protocol):
         """Send one block and receive another; tensors without gaps.
 
         Args:
-            sent: for rank `to` of the group.
+            sent: for rank `to` of the group; where it is empty nothing goes there.
             kept: what rank `source` sends, of as many bytes.
             awaited: for errors.
 
@@ -61,11 +61,9 @@ class _Nccl:
     def exchange(
         self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
     ) -> None:  # fmt: skip
-        ops = [
-            dist.P2POp(dist.isend, sent, self._ranks[to], self._group),
-            dist.P2POp(dist.irecv, kept, self._ranks[source], self._group),
-        ]
-        for work in dist.batch_isend_irecv(ops):
+        both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+        ops = [dist.P2POp(op, t, self._ranks[r], self._group) for op, t, r in both if t.numel()]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
 
 
@@ -81,10 +79,8 @@ class _Gloo:
     ) -> None:  # fmt: skip
         group, board = self._workspace.group, self._workspace.board
         try:
-            works = [
-                (dist.isend(sent, self._ranks[to], group), to),
-                (dist.irecv(kept, self._ranks[source], group), source),
-            ]
+            both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+            works = [(op(t, self._ranks[r], group), r) for op, t, r in both if t.numel()]
         except RuntimeError as error:
             raise board.fail(self._broken(error, source, awaited)) from None
         waited = _Waited(works, timedelta(seconds=board.timeout_s))
