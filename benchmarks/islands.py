@@ -2,7 +2,8 @@
 
     make islands              # all, 12 minutes on 2 cores: rows, then docs/islands.md from them
 
-gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce
+gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce; of experts
+       see islands_experts.py
 flat   our plan, each rank an island of its own
 ours   islands of neighbours: what goes to another island goes once"""
 
@@ -11,6 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,6 +98,7 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ISLANDS = ((2, 2), (2, 3))  # how many, ranks of each
 RATES = ("400mbit", "1gbit")
 BLOCK = (512, 64, 2048)  # rows of a rank, and the shorter and the longer side of its matmul
+LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 FILE = RESULTS / "islands-cpu.jsonl"
 BOUND_S = 4.0
 FAULTS = ("kill", "stop", "cut")
@@ -131,6 +134,19 @@ def speeds() -> Iterator[Row]:
                         "median_s": found["seconds"],
                         "sent": found["sent"],
                     }
+
+
+def layers() -> Iterator[Row]:
+    """A row for a layer of experts, each way and network."""
+    for (islands, size), rate, way in product(ISLANDS, RATES, ("gloo", "flat", "ours")):
+        spec, flat = "gloo" if way == "gloo" else "islands", way == "flat"
+        job = Job("benchmarks.islands_experts:layer", islands=islands, size=size, rate=rate,
+                  args=(size, LAYER, spec, flat), flat=flat)  # fmt: skip
+        found = run(job)[0]
+        about = {"op": "experts", "arm": way, "islands": islands, "size": size, "rate": rate}
+        counted = {"sent": found["sent"], "rule": found["rule"]}
+        yield {"table": "islands", **about, "shape": list(LAYER),
+               "median_s": found["seconds"], **counted}  # fmt: skip
 
 
 def faults(trials: int, seed: int) -> Iterator[Row]:
@@ -210,7 +226,7 @@ def main() -> None:
     facts = environment()
     about = {name: facts[name] for name in ("commit", "date", "torch")}
     with given.out.open("w") as out:
-        for rows in (speeds(), faults(given.trials, given.seed)):
+        for rows in (speeds(), layers(), faults(given.trials, given.seed)):
             for row in rows:
                 print({k: v for k, v in row.items() if k != "errors"}, flush=True)
                 out.write(json.dumps(row | about) + "\n")

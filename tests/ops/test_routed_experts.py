@@ -1,11 +1,13 @@
 """Experts by routes: right against fp64, and a token goes to another island once."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from island_bodies import everyone, near, on_islands, shards
 from on_ranks import on_ranks
+from rank_bodies import world
 from torch import Tensor
 
 import counterpoint as cp
@@ -100,3 +102,61 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
         far = [int((each.long() // LOCAL // 2 != r // 2).any(1).sum()) * wide for r, each in lists]
         rail = (rank + 2) % 4
         assert sent == [(rail, far[r]) for r in (rank, rail, rank, rail)]
+
+
+@on_ranks(2)
+def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
+    """opcheck of each operator, with gradients where it has them; and one graph of a layer."""
+    with on_islands(rank, 1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
+        ops: Any = torch.ops.counterpoint
+        where = world().group_name, ranks
+        experts, weights = chosen("uniform", rank, ranks, 7), shards(rank, 7, TOP).requires_grad_()
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+        counts, numbers, each, tokens = (t.detach() if isinstance(t, Tensor) else t for t in routes)
+        x, up = shards(rank, 7, K), shards(rank, LOCAL, K, HIDDEN)
+        rows, h = len(each), cp.all_to_all_matmul(x, up, counts=routes)
+        x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
+        down = shards(rank, LOCAL, HIDDEN, N).requires_grad_()
+        calls = [
+            (ops.exchange_routes, (experts, weights, ranks * LOCAL, *where)),
+            (ops.weights_back, (each.detach(), numbers, tokens, TOP, *where)),
+            (ops.all_to_all_matmul_routed, (x, up, counts, numbers, rows, True, "auto", *where)),
+            (ops.matmul_all_to_all_routed,
+             (h, down, counts, numbers, each, None, tokens, True, "serial", *where)),
+        ]  # fmt: skip
+        for op, given in calls:
+            assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}
+
+        def whole(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+            routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+            return layer(x, up, down, routes, "islands")
+
+        traced = torch.compile(whole, backend="aot_eager", fullgraph=True)
+        for tokens in (7, 5):
+            leaves = [t[:tokens].detach().requires_grad_() for t in (x, weights)]
+            given = (*leaves, chosen("skewed", rank, ranks, tokens))
+            got, want = (
+                (y := fn(*given), *torch.autograd.grad(y.square().sum(), (*leaves, up, down)))
+                for fn in (traced, whole)
+            )
+            torch.testing.assert_close(got, want)
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, ranks: int):
+    experts, weights = chosen("uniform", rank, ranks, 5), shards(rank, 5, TOP)
+    with on_islands(rank, 1):
+        wrong = experts + (rank == 1) * ranks * LOCAL
+        with pytest.raises(cp.InputError, match=r"experts must be 0 to 3, got 4 to \d on rank 1"):
+            cp.exchange_routes(wrong, weights, num_experts=ranks * LOCAL)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+        x, w = shards(rank, 5, K), shards(rank, LOCAL, K, N)
+        with pytest.raises(cp.InputError, match="plan must be for ranks of one island, got 'grou"):
+            cp.all_to_all_matmul(x, w, counts=routes, plan="grouped")
+        with pytest.raises(cp.InputError, match="counts must be routes of 4 experts on 2 CPU"):
+            cp.all_to_all_matmul(x, w[:1], counts=routes)
+        with pytest.raises(cp.InputError, match="max_rows must be left out with routes"):
+            cp.all_to_all_matmul(x, w, counts=routes, max_rows=3)
+        with pytest.raises(cp.InputError, match="sum_of must be left out with routes"):
+            cp.matmul_all_to_all(x, w, counts=routes, sum_of=(experts, weights))

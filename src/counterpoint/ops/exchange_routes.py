@@ -70,7 +70,7 @@ def exchange_routes(
         group = _checked(experts, weights, num_experts, group)
     except CounterpointError as error:
         raise refused(error, group, experts) from None
-    counts, numbers, each = torch.ops.counterpoint.exchange_routes(
+    each, counts, numbers = torch.ops.counterpoint.exchange_routes(
         experts, weights.float(), num_experts, group.group_name, group.size()
     )
     return Routes(counts, numbers, each, experts.shape[0])
@@ -118,12 +118,12 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     numbers, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
     counts = experts.new_empty(group_size, num_experts, dtype=torch.int64)
-    return counts, experts.new_empty(numbers, dtype=torch.int64), weights.new_empty(rows)
+    return weights.new_empty(rows), counts, experts.new_empty(numbers, dtype=torch.int64)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, weights, _, *ctx.where = inputs
-    counts, numbers, _ = output
+    _, counts, numbers = output
     ctx.save_for_backward(numbers)
     ctx.shape = weights.shape
     ctx.mark_non_differentiable(counts, numbers)
@@ -131,7 +131,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     (numbers,), (tokens, top) = ctx.saved_tensors, ctx.shape
-    each = grads[2].contiguous()
+    each = grads[0].contiguous()
     each = torch.ops.counterpoint.weights_back(each, numbers, tokens, top, *ctx.where)
     return None, each, None, None, None
 

@@ -213,11 +213,14 @@ def _backward_combine(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Te
     dx, rows = OPS.all_to_all_matmul_routed(*operands, need_w or need_weights, *where)
     if need_weights:
         dweights = (rows.float() * product.float()).sum(1)
-    if weights is not None:
-        dx, rows = (t.float().mul_(weights[: len(t), None]).to(x.dtype) for t in (dx, rows))
     if need_w:
-        dw = weight_gradient(x, rows, counts, w, *group)
-    return dx if need_x else None, dw, None, None, dweights, *none
+        dw = weight_gradient(x, _weighted(rows, weights), counts, w, *group)
+    dx = _weighted(dx, weights) if need_x else None
+    return dx, dw, None, None, dweights, *none
+
+
+def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows if weights is None else (rows.float() * weights[:, None]).to(rows.dtype)
 
 
 _WHERE = "str plan, str group_name, int group_size"

@@ -207,7 +207,7 @@ def _misfit(plan: Plan, step: Step) -> str:
     dtypes = {b.dtype for b in operands}
     own = plan.problem.dtype
     match step.kind:
-        case "copy" | "spread" | "fold" if len(dtypes | {b.dtype for b in writes}) != 1:
+        case "copy" | "spread" | "fold" if {b.dtype for b in writes} != dtypes or len(dtypes) != 1:
             return f"a {step.kind} keeps the dtype"
         case "matmul" if len(operands) != 2 + step.accumulates:
             return "a matmul reads x, w and, to accumulate, its target"

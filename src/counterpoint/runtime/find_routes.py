@@ -24,8 +24,8 @@ def find_routes(
         weights: fp32 of that shape.
 
     Returns:
-        counts, int64 [ranks, num_experts]; `Routes.packed` of this rank; the weights of its rows by
-        expert, fp32 [R].
+        the weights of this rank's rows by expert, fp32 [R]; counts, int64 [ranks, num_experts];
+            `Routes.packed`.
 
     Raises:
         InputError: experts of some rank are none; on all ranks alike.
@@ -50,34 +50,45 @@ def find_routes(
     found = Routes(workspace.rank, size, top, tokens, once.tolist(), over.tolist(),
                    _rows(to_rank), _rows(to_island), (), torch.empty(0))  # fmt: skip
 
-    told = torch.cat((ids.to(torch.int32), weights.view(torch.int32)), 1)
-    came = where.along_rails(
-        [told[rows] for rows in found.to_island], found.sizes("came", where.rank)
-    )
-    of_mates, passed = [], list[Tensor]()
-    for island, lists in enumerate(came):
-        picked = list(found.to_rank[where.mates.start : where.mates.stop])
-        if island == where.island:
-            lists = told
-            passed += [picked[0][:0]] * size
-        else:
-            here = lists[:, :top].long() // local - where.mates.start
-            mine = (here >= 0) & (here < size)
-            to_mate = torch.zeros(len(here), size + 1, dtype=torch.bool)
-            to_mate.scatter_(1, here.masked_fill(~mine, size), True)
-            picked = _rows(to_mate[:, :size])
-            passed += picked
-        of_mates.append([lists[rows] for rows in picked])
-    got = where.among_mates([torch.cat(each) for each in zip(*of_mates, strict=True)],
-                            [sum(sizes) for sizes in where.by_mate(found.once)])  # fmt: skip
-    received = torch.cat(where.by_source(got, found.once))
-
-    mine, each = received[:, :top].long() - workspace.rank * local, received[:, top:]
+    told = torch.cat((ids.to(torch.int32), weights.contiguous().view(torch.int32)), 1)
+    received, passed = _received(where, found, told, local)
+    mine, each = received[:, :top].long() - where.rank * local, received[:, top:]
     pairs = ((mine >= 0) & (mine < local)).flatten().nonzero().flatten()
     pairs = pairs[mine.flatten()[pairs].sort(stable=True).indices]
     found = found._replace(passed=passed, pairs=pairs)
     row_weights = each.contiguous().view(torch.float32).flatten()[pairs]
-    return counts.contiguous(), found.packed(), row_weights
+    return row_weights, counts.contiguous(), found.packed()
+
+
+def _received(
+    where: "_Where", found: Routes, told: Tensor, local: int
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The lists of tokens that come to this rank, by source; and `Routes.passed`.
+
+    Args:
+        found: as far as it is known by then.
+        told: int32 [tokens, 2 top], experts and the bits of weights.
+        local: experts of a rank.
+    """
+    rows = [told[picked] for picked in found.to_island]
+    came = where.along_rails(rows, found.sizes("came", where.rank))
+    of_mates: list[list[Tensor]] = []
+    passed: list[Tensor] = []
+    for island, lists in enumerate(came):
+        picked = found.to_rank[where.mates.start : where.mates.stop]
+        if island == where.island:
+            lists = told
+            passed += [picked[0][:0]] * where.size
+        else:
+            place = lists[:, : found.top].long() // local - where.mates.start
+            place.masked_fill_((place < 0) | (place > where.size), where.size)  # of none here
+            to_mate = torch.zeros(len(place), where.size + 1, dtype=torch.bool)
+            picked = _rows(to_mate.scatter_(1, place, True)[:, :-1])
+            passed += picked
+        of_mates.append([lists[rows] for rows in picked])
+    sent = [torch.cat(each) for each in zip(*of_mates, strict=True)]
+    got = where.among_mates(sent, [sum(sizes) for sizes in where.by_mate(found.once)])
+    return torch.cat(where.by_source(got, found.once)), passed
 
 
 def weights_back(workspace: Workspace, routes: Routes, each: Tensor) -> Tensor:
@@ -112,7 +123,7 @@ def weights_back(workspace: Workspace, routes: Routes, each: Tensor) -> Tensor:
     return tokens
 
 
-def _rows(member: Tensor) -> Sequence[Tensor]:
+def _rows(member: Tensor) -> list[Tensor]:
     """Of each column the rows that are true."""
     return [column.nonzero().flatten() for column in member.unbind(1)]
 
@@ -166,6 +177,4 @@ class _Where:
     def by_source(self, got: Sequence[Tensor], once: Sequence[Sequence[int]]) -> list[Tensor]:
         """Rows from each rank of this island, by the rank that they are of."""
         parts = [rows.split(sizes) for rows, sizes in zip(got, self.by_mate(once), strict=True)]
-        return [
-            parts[place][island] for island in range(self.islands) for place in range(self.size)
-        ]
+        return [each[island] for island in range(self.islands) for each in parts]
