@@ -15,7 +15,7 @@ from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
 from counterpoint.ops.experts import Seen, operator_of, seen
 from counterpoint.ops.experts import sample as sample  # what is tuned and compared
-from counterpoint.ops.experts_check import Checked, Table, checked, refuse_max_rows
+from counterpoint.ops.experts_check import Checked, Table, checked
 from counterpoint.plan.steps import Plan
 from counterpoint.runtime.counted import DISPATCH as OP
 
@@ -42,12 +42,11 @@ def all_to_all_matmul(
     backward is `matmul_all_to_all`, and what is saved is the rows that came here and w.
 
     Args:
-        x: bf16, fp16 or fp32 [T, K], on CPU or CUDA, sorted by expert, all E of them in order; with
-            `Routes` tokens in any order.
+        x: bf16, fp16 or fp32 [T, K], on CPU or CUDA, sorted by expert, all of them; or tokens.
         w: dtype of x, [E_local, K, N], a unit stride in K or N; pass `w.mT` of an [E_local, N, K].
         counts: int32 or int64 [ranks, E], rows that each rank sends to each expert, equal on all
             ranks; see `exchange_counts`. On the CPU, or nested lists: host-known. On the GPU of x:
-            device-known, the host does not wait for it. Or `Routes`, see `exchange_routes`.
+            device-known, the host does not wait for it. Of tokens: see `exchange_routes`.
         group: whose ranks take part; the default group if None.
         max_rows: rows that a rank may get at most; needed, and the rows of y, where counts is
             device-known. Give all ranks the same.
@@ -57,9 +56,8 @@ def all_to_all_matmul(
             8, a number of ranks that is a power of 2, and, with device-known counts, equally many
             rows of x on all ranks; "grouped", or with sizes of groups of experts "grouped 8/8/16
             ring": copy engines, where counts are host-known; with "chunks=4" each group in four
-            chunks, where experts are few; "islands", of ranks of several islands: with `Routes`
-            what goes to another goes once; a Plan; or a JSON file of one. The backward takes the
-            same family.
+            chunks, where experts are few; "islands": tokens go once to each of several; a Plan;
+            or a JSON file of one. The backward takes the same family.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:
@@ -84,9 +82,7 @@ def all_to_all_matmul(
     if return_rows is not True and return_rows is not False:
         raise InputError(OP, "return_rows", want="True or False", got=repr(return_rows))
     if isinstance(counts, Routes):
-        refuse_max_rows(OP, max_rows)
-        both = routed_experts.dispatch(x, w, counts, plan, group, return_rows)
-        return both if return_rows else both[0]
+        return routed_experts.dispatch(x, w, counts, (max_rows, plan), group, return_rows)
     known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
     if known is not None and known.good:
         facts = (*known.facts, int(return_rows))

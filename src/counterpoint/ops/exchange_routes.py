@@ -26,7 +26,7 @@ OP = "exchange_routes"
 class Routes(NamedTuple):
     """Where the tokens of all ranks go, as far as this rank takes part: of `exchange_routes`.
 
-    Args:
+    Attributes:
         counts: int64 [ranks, E], rows of each rank for each expert.
         numbers: which of them, for the operators.
         weights: fp32 [R], of each row that comes to this rank's experts, by expert.
@@ -91,8 +91,7 @@ def _checked(
         raise InputError(OP, "weights", want=want, got=got)
     for name, tensor in (("experts", experts), ("weights", weights)):
         if tensor.device.type != "cpu":
-            fix = "pass counts of exchange_counts, and a row for each expert of a token"
-            raise InputError(OP, name, want="on the CPU, as its ranks", got=tensor.device, fix=fix)
+            raise InputError(OP, name, want="on the CPU, as its ranks", got=tensor.device)
     check_place(OP, weights=weights)
     whole(OP, "num_experts", num_experts, 1)
     if group.size() == 1 or num_experts % group.size():

@@ -64,16 +64,6 @@ def checked(
         raise refused(error, group, x) from None
 
 
-def refuse_max_rows(op: str, max_rows: object) -> None:
-    """Routes say how many rows there are.
-
-    Raises:
-        InputError: something else does, too.
-    """
-    if max_rows is not None:
-        raise InputError(op, "max_rows", want="left out with routes", got=max_rows)
-
-
 def check_operands(op: str, x: Tensor, w: Tensor) -> None:
     """Refuse operands that do not fit one another.
 

@@ -15,7 +15,7 @@ from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
 from counterpoint.ops.experts import Seen, operator_of, seen
 from counterpoint.ops.experts import sample as sample  # what is tuned and compared
-from counterpoint.ops.experts_check import Checked, Table, checked, refuse_max_rows
+from counterpoint.ops.experts_check import Checked, Table, checked
 from counterpoint.ops.fused_experts import COMBINE as OP
 from counterpoint.plan.steps import Plan
 
@@ -41,8 +41,7 @@ def matmul_all_to_all(
     Args:
         x: bf16, fp16 or fp32 [R, K], on CPU or CUDA, sorted by local expert, then by source rank.
         w: dtype of x, [E_local, K, N], a unit stride in K or N.
-        counts: as for `all_to_all_matmul`, the same table, or the same `Routes`: returned are then
-            the sums of each token's rows by its weights.
+        counts: as for `all_to_all_matmul`, the same; with `Routes` sums of tokens are returned.
         group: whose ranks take part; the default group if None.
         max_rows: rows that a rank may get back at most; needed, and the rows of y, where counts is
             device-known. Give all ranks the same.
@@ -68,10 +67,7 @@ def matmul_all_to_all(
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
     if isinstance(counts, Routes):
-        refuse_max_rows(OP, max_rows)
-        if sum_of is not None:
-            raise InputError(OP, "sum_of", want="left out with routes, which have it", got="some")
-        return routed_experts.combine(x, w, counts, plan, group)
+        return routed_experts.combine(x, w, counts, (max_rows, plan), group, sum_of)
     known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
     index, weights = sum_of if isinstance(sum_of, tuple) and len(sum_of) == 2 else (None, None)
     at_once = known is not None and known.good

@@ -32,33 +32,37 @@ from counterpoint.runtime.routes import most_rows, routes_in
 OPS: Any = torch.ops.counterpoint
 
 
+Asked = tuple[int | None, str | Path | Plan]  # max_rows and plan, as users give them
+
+
 def dispatch(
-    x: Tensor, w: Tensor, routes: Routes, plan: str | Path | Plan, group: dist.ProcessGroup,
-    return_rows: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The products of the rows that come to this rank's experts; and these rows, if they are kept.
+    x: Tensor, w: Tensor, routes: Routes, asked: Asked, group: dist.ProcessGroup, return_rows: bool
+) -> Any:
+    """The products of the rows that come to this rank's experts; with return_rows these, too.
 
     Raises:
         InputError: an argument is wrong.
-        PlanError: `plan` is a Plan that is wrong.
+        PlanError: the plan is a Plan that is wrong.
     """
-    x, w, spec = _checked(DISPATCH, x, w, routes, plan, group)
+    x, w, spec = _checked(DISPATCH, x, w, routes, asked, group)
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
     where = spec, group.group_name, group.size()
     counts, numbers, rows = routes.counts, routes.numbers, routes.weights.shape[0]
-    return OPS.all_to_all_matmul_routed(x, w, counts, numbers, rows, keep, *where)
+    both = OPS.all_to_all_matmul_routed(x, w, counts, numbers, rows, keep, *where)
+    return both if return_rows else both[0]
 
 
 def combine(
-    x: Tensor, w: Tensor, routes: Routes, plan: str | Path | Plan, group: dist.ProcessGroup
+    x: Tensor, w: Tensor, routes: Routes, asked: Asked, group: dist.ProcessGroup, sum_of: object
 ) -> Tensor:
     """The weighted sums of this rank's tokens.
 
     Raises:
         InputError: an argument is wrong.
-        PlanError: `plan` is a Plan that is wrong.
+        PlanError: the plan is a Plan that is wrong.
     """
-    x, w, spec = _checked(COMBINE, x, w, routes, plan, group)
+    given = {"sum_of": None if sum_of is None else "some"}
+    x, w, spec = _checked(COMBINE, x, w, routes, asked, group, **given)
     counts, numbers, weights, tokens = routes
     keep = torch.is_grad_enabled() and weights.requires_grad
     where = spec, group.group_name, group.size()
@@ -67,9 +71,14 @@ def combine(
 
 
 def _checked(
-    op: str, x: Tensor, w: Tensor, routes: Routes, plan: str | Path | Plan, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, str]:
+    op: str, x: Tensor, w: Tensor, routes: Routes, asked: Asked, group: dist.ProcessGroup,
+    **also: object,
+) -> tuple[Tensor, Tensor, str]:  # fmt: skip
+    max_rows, plan = asked
     try:
+        for name, given in {"max_rows": max_rows, **also}.items():
+            if given is not None:
+                raise InputError(op, name, want="left out with routes", got=given)
         x, w = autocast(x, w)  # type: ignore[assignment]
         check_operands(op, x, w)
         ranks, every = routes.counts.shape
@@ -177,18 +186,14 @@ def _backward_dispatch(
     return dx, dw, *none
 
 
-def _combine(
-    x: Tensor, w: Tensor, counts: Tensor, routes: Tensor, weights: Tensor | None,
-    add: Tensor | None, tokens: int, keep: bool, *where: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _combine(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    counts, routes, weights, add, _, keep, *where = rest
     *kept, y = _run(COMBINE, (x, w, counts, routes, weights, add), keep, *where)
     return y, kept[0] if keep else x.new_empty(0, w.shape[2])
 
 
-def _fake_combine(
-    x: Tensor, w: Tensor, counts: Tensor, routes: Tensor, weights: Tensor | None,
-    add: Tensor | None, tokens: int, keep: bool, *_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fake_combine(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, tokens, keep, _, _, _ = rest
     n = w.shape[2]
     return x.new_empty(tokens, n), x.new_empty(x.shape[0] if keep else 0, n)
 

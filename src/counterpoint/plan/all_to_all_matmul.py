@@ -25,7 +25,7 @@ def serial(p: Problem) -> Plan:
         return routed_experts.dispatch_serial(p, operands(p))
     between = rows_of(p, "rows", p.k, "scratch", by_expert=True)
     exchange = experts.all_to_all(p, "x", "rows")
-    multiply = matmuls(p, 0, range(p.experts), "rows", "y")
+    multiply = matmuls(p, 0, range(p.experts), ("rows", "y"))
     return in_one_lane(p, "serial", (*operands(p), between), exchange, *multiply)
 
 
@@ -54,7 +54,7 @@ def _steps(p: Problem, order: Order, spans: list[range], chunks: int) -> tuple[S
         copies += [
             exchange.push("x", "received", after), exchange.keep("x", "received", after)
         ]  # fmt: skip
-        first, *rest = matmuls(p, i, span, "received", "y", suffix=suffix, chunk=chunk)
+        first, *rest = matmuls(p, i, span, ("received", "y"), suffix=suffix, chunk=chunk)
         products += [replace(first, after=(f"keep_{i}",), waits=exchange.waits), *rest]
     return *copies, *products
 

@@ -89,7 +89,7 @@ def operation(
     return Operation(
         operands=operands,
         definition=partial(definition, dispatches=dispatches),
-        alone=lambda p: matmuls(p, 0, range(p.experts), "x", "y"),
+        alone=lambda p: matmuls(p, 0, range(p.experts), ("x", "y")),
         families=(
             in_a_row("serial", serial),
             fused_experts.family(operands),
@@ -190,7 +190,7 @@ def part_of(e: int, experts: int, chunk: Chunk) -> Chunk:
 
 
 def matmuls(
-    p: Problem, i: int, span: range, x: str, y: str, *,
+    p: Problem, i: int, span: range, pair: tuple[str, str], *,
     suffix: str = "", chunk: Chunk = WHOLE, cols: tuple[int, int] | None = None,
     shards: tuple[Peer, ...] = (),
 ) -> tuple[Step, ...]:  # fmt: skip
@@ -198,6 +198,7 @@ def matmuls(
 
     Args:
         i: of the launch.
+        pair: of x, and of y.
         suffix: behind the name of each.
         chunk: of the rows of each rank.
         cols: of the weight.
@@ -206,7 +207,7 @@ def matmuls(
     found: list[Step] = []
     for e in span:
         rows, weight = part_of(e, p.experts, chunk), (e * p.k, (e + 1) * p.k)
-        source, target = (Region(b, shards=shards, chunk=rows) for b in (x, y))
+        source, target = (Region(b, shards=shards, chunk=rows) for b in pair)
         reads = (source, Region("w", rows=weight, cols=cols), *counts_of(p))
         found.append(Step(f"matmul_{e}{suffix}", "compute", "matmul", reads, (target,),
                           args=(("batch", i),)))  # fmt: skip

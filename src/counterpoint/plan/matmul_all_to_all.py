@@ -24,7 +24,7 @@ def serial(p: Problem) -> Plan:
         return routed_experts.combine_serial(p, operands(p))
     between = rows_of(p, "product", p.n, "scratch", by_expert=True)
     exchange = experts.all_to_all(p, "product", "y")
-    multiply = matmuls(p, 0, range(p.experts), "x", "product")
+    multiply = matmuls(p, 0, range(p.experts), ("x", "product"))
     return in_one_lane(p, "serial", (*operands(p), between), *multiply, exchange)
 
 
@@ -69,7 +69,7 @@ def _steps(
         product, returned = f"product{name}", f"returned{name}"
         exchange = Exchange(p, order, i, span)
         suffix = f"_{name}" if name else ""
-        multiplied = matmuls(p, i, span, "x", product, suffix=suffix, cols=cols)
+        multiplied = matmuls(p, i, span, ("x", product), suffix=suffix, cols=cols)
         after = (multiplied[-1].name, *(() if i else ("open",)))
         steps += [*multiplied, exchange.push(product, returned, after)]
         # behind the next exchange's matmuls: until then nothing has come

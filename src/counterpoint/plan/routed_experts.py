@@ -50,7 +50,7 @@ def dispatch_serial(p: Problem, users: tuple[Buffer, ...]) -> Plan:
         _rows(p, "spread", "pick", ("x", "sent")),
         _all_to_all(p, "sent", "received"),
         _rows(p, "spread", "unfold", ("received", "rows")),
-        *matmuls(p, 0, range(p.experts), "rows", "y"),
+        *matmuls(p, 0, range(p.experts), ("rows", "y")),
     )
     between = [_by_owner(p, name, p.k) for name in ("sent", "received")]
     return in_one_lane(p, "serial", (*users, *between, _by_expert(p, "rows", p.k)), *steps)
@@ -59,7 +59,7 @@ def dispatch_serial(p: Problem, users: tuple[Buffer, ...]) -> Plan:
 def combine_serial(p: Problem, users: tuple[Buffer, ...]) -> Plan:
     """The matmuls, then a row from each rank by the library's all-to-all."""
     steps = (
-        *matmuls(p, 0, range(p.experts), "x", "product"),
+        *matmuls(p, 0, range(p.experts), ("x", "product")),
         _rows(p, "fold", "sum", ("product", "sums")),
         _all_to_all(p, "sums", "back"),
         _rows(p, "fold", "collect", ("back", "y")),
@@ -95,7 +95,7 @@ def _unfolded(
         after = ()
     last, waits, shards = (f"push_{name}_0",), _waits(grid, d), _island(grid, -d)
     yield _rows(p, "spread", f"unfold_{name}", ("received", "rows"), shards, last, waits)
-    yield from matmuls(p, d, range(p.experts), "rows", "y", suffix=f"_{name}", shards=shards)
+    yield from matmuls(p, d, range(p.experts), ("rows", "y"), suffix=f"_{name}", shards=shards)
 
 
 def combine(p: Problem, grid: Grid, users: tuple[Buffer, ...]) -> Plan:
@@ -125,7 +125,7 @@ def _folded(
 ) -> Iterator[Step]:  # fmt: skip
     """Products for an island d on, summed, to the ranks of their owners' places in this one."""
     shards = _island(grid, d)
-    yield from matmuls(p, d, range(p.experts), "x", "product", suffix=f"_{name}", shards=shards)
+    yield from matmuls(p, d, range(p.experts), ("x", "product"), suffix=f"_{name}", shards=shards)
     yield _rows(p, "fold", f"sum_{name}", ("product", "sums"), shards)
     after = (f"sum_{name}", *after)
     for place in _places(grid):
