@@ -7,6 +7,7 @@ each while all are at work. An SM stands for the thread that computes.
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from threading import Thread
 
 import torch
@@ -130,8 +131,8 @@ class _Bench:
             part = torch.ones(size // 4 // ranks)
             parts = [torch.empty_like(part) for _ in range(ranks)]
             calls: dict[str, Call] = {
-                "all_gather": lambda: dist.all_gather(parts, part, self.group),  # noqa: B023
-                "reduce_scatter": lambda: dist.reduce_scatter(part, parts, group=self.group),  # noqa: B023
+                "all_gather": partial(dist.all_gather, parts, part, self.group),
+                "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=self.group),
             }
             received = part.numel() * 4 * (ranks - 1)
             rows += ({"question": "collective", "kind": kind, "num_bytes": received,
