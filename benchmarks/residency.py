@@ -234,12 +234,18 @@ def picture(found: Mapping[int, list[Row]], images: Path) -> None:
                     for blocks in (2**p for p in range(4, 21))
                 ]  # fmt: skip
     axis = Axis("thread blocks of the matmul", "TimeRatio: overlapped / sequential",
-                x_text=lambda x: f"2^{p}" if (p := int(log2(x))) % 4 == 0 else "",
+                x_text=_power,
                 y_text="{:.2f}".format, log_y=False, at_one=True)  # fmt: skip
     curves(panels, images / "sharing-predicted.svg", axis,
            title="Predicted, not measured: priority helps once blocks come and go",
            source="Model fitted on "
                   f"{place([r for p in pairs for r in p.rows])}; peaks of datasheets")  # fmt: skip
+
+
+def _power(x: float) -> str:
+    """Every fourth power of two."""
+    power = int(log2(x))
+    return "" if power % 4 else f"2^{power}"
 
 
 def predicted(_: Mapping[int, list[Row]]) -> str:

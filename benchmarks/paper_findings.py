@@ -1,0 +1,214 @@
+"""What came out of the claims of three papers: each read from committed rows, or computed."""
+
+from collections.abc import Callable, Sequence
+from math import isinf
+from statistics import fmean, geometric_mean
+from typing import NamedTuple
+
+from benchmarks import decode, embedding, experts, residency, sharing
+from benchmarks.rows import Row, Timed, results
+from counterpoint import presets
+from counterpoint.runtime.limits import limits_of
+from counterpoint.runtime.occupancy import Kernel, beside
+from counterpoint.scale.dlrm import DLRMS
+from counterpoint.scale.dlrm_map import map_of
+from counterpoint.scale.dlrm_step import DlrmStep
+from counterpoint.scale.fabric import Fabric, Network
+from counterpoint.scale.layout import Layout
+
+CONFIRMED, CONTRADICTED, IN_PART = "confirmed", "contradicted", "in part"
+ELSEWHERE, NOT_YET, ADDED = "not testable here", "not measured", "added"
+
+
+class Found(NamedTuple):
+    """What came out, what that makes of the claim, and the rows that it is of."""
+
+    text: str
+    verdict: str
+    rows: Sequence[Row] = ()
+
+
+def less(ours_s: float, theirs_s: float) -> float:
+    """The share of their time that ours does not take: what the papers call less time."""
+    return 1 - ours_s / theirs_s
+
+
+def verdict_of(holds: bool) -> str:
+    return CONFIRMED if holds else CONTRADICTED
+
+
+def never(verdict: str, text: str = "-") -> Callable[[], Found]:
+    return lambda: Found(text, verdict)
+
+
+def most(name: str) -> list[Row]:
+    """Rows of the most GPUs."""
+    return next(iter(results(name).values()))
+
+
+# ---- A. resource-aware overlap
+
+
+def _pairs() -> list[Timed]:
+    return sharing.in_graph(most("resources"))
+
+
+def both_controls() -> Found:
+    rows = [r for r in most("resources") if r.get("arm") == "shapes"]
+    shaped = [r for r in rows if not r["unshaped"]]
+    errors = [r["error"] for c in _pairs() for r in c.rows if "shaping" in r["arm"]]
+    return Found(
+        f"{len({r['pair'] for r in shaped})} loops of unmodified kernels at {len(shaped)} settings "
+        f"of both; shaped results off by {max(errors):.1e} against fp64 at most",
+        CONFIRMED, rows,
+    )  # fmt: skip
+
+
+def _least_of(case: Timed) -> float:
+    """Seconds of the best of the paper's two controls."""
+    return min(case.s(a) for a in ("priority", "shaping", "shaping, priority") if a in case)
+
+
+def up_to() -> Found:
+    cases = [c for c in _pairs() if c.head["kernel"] != "cuBLAS"]
+    saved = {c.head["pair"]: less(_least_of(c), c.s(sharing.PLAIN)) for c in cases}
+    peak = max(saved, key=saved.__getitem__)
+    return Found(
+        f"up to {saved[peak]:.1%} ({peak}), mean {fmean(saved.values()):.1%} of {len(saved)} "
+        "Triton pairs, by the same two controls",
+        verdict_of(saved[peak] >= 0.255), [r for c in cases for r in c.rows],
+    )  # fmt: skip
+
+
+def shaping_alone() -> Found:
+    alone: list[float] = []
+    on_top: list[float] = []
+    urgent: list[float] = []
+    rows = sharing.sweep_of(most("resources"))
+    for pair in dict.fromkeys(r["pair"] for r in rows):
+        own = [r for r in rows if r["pair"] == pair]
+
+        def least(priority: bool, unshaped: bool, own: list[Row] = own) -> float:
+            return min(r["time_ratio"] for r in own
+                       if (r["priority"], r["unshaped"]) == (priority, unshaped))  # fmt: skip
+
+        alone.append(less(least(False, False), least(False, True)))
+        on_top.append(less(least(True, False), least(True, True)))
+        urgent.append(less(least(True, True), least(False, True)))
+    return Found(
+        f"the best shape saves {fmean(alone):.1%} of plain overlap's time, priority "
+        f"{fmean(urgent):.1%}, the best shape on top of that {fmean(on_top):.1%}; "
+        f"{len(alone)} Triton pairs, means",
+        f"{IN_PART}: here it is priority that gains", rows,
+    )  # fmt: skip
+
+
+def resident_together() -> Found:
+    limits = limits_of(presets.H200.device)
+    compute, _ = residency.block_of("64x64x32")
+    room = {
+        threads: beside(compute, Kernel(threads, comm.registers_per_thread,
+                                        comm.static_shared_bytes, comm.dynamic_shared_bytes),
+                        limits).blocks
+        for comm in (residency.NCCL["all_reduce"][0],) for threads in (256, 544, 640)
+    }  # fmt: skip
+    told = ", ".join(f"{blocks} at {threads}" for threads, blocks in room.items())
+    return Found(
+        "by arithmetic, blocks of a 64x64x32 matmul beside one of NCCL's, by NCCL's threads: "
+        f"{told}; it is launched with 544 or 640", NOT_YET,
+    )  # fmt: skip
+
+
+def decays() -> Found:
+    rows = [r for r in sharing.sweep_of(most("resources")) if r["unshaped"]]
+    ratios = {urgent: [r["time_ratio"] for r in rows if r["priority"] is urgent]
+              for urgent in (False, True)}  # fmt: skip
+    return Found(
+        f"TimeRatio of {len(ratios[False])} unshaped Triton pairs, 4096 blocks and more: "
+        f"{geometric_mean(ratios[False]):.2f} without priority, {geometric_mean(ratios[True]):.2f} "
+        "with it",
+        verdict_of(geometric_mean(ratios[False]) > 0.95), rows,
+    )  # fmt: skip
+
+
+def model() -> Found:
+    pairs = residency.swept(results("resources"))
+    held = [p for p in pairs if not p.fitted]
+    constants = residency.fit([p for p in pairs if p.fitted])
+    regret = fmean(p.pick(constants)[1] for p in held)
+    return Found(
+        f"{regret:.2%} on {len(held)} pairs held out, our law of residency in its place "
+        "([scores](sharing.md#who-is-resident-modelled))",
+        verdict_of(regret <= 0.0322), [r for p in pairs for r in p.rows],
+    )  # fmt: skip
+
+
+def other_controls() -> Found:
+    cases = _pairs()
+    two, tuned = (
+        geometric_mean(c.s(sharing.PLAIN) / s for c, s in zip(cases, times, strict=True))
+        for times in ([_least_of(c) for c in cases], [c.s(sharing.TUNED) for c in cases])
+    )
+    return Found(
+        f"launch order, granularity and copy engines: {tuned:.2f}x over plain overlap, where the "
+        f"paper's two reach {two:.2f}x; {len(cases)} pairs, geometric means",
+        ADDED, [r for c in cases for r in c.rows],
+    )  # fmt: skip
+
+
+# ---- C. fused computation-collective operators
+
+
+def _spread(shares: Sequence[float]) -> str:
+    return f"mean {fmean(shares):.0%}, {min(shares):.0%} to {max(shares):.0%}"
+
+
+def pooled() -> Found:
+    cases = embedding.said(most("embedding"))
+    zero, copy = ([less(s, c.serial_s) for c, s in zip(cases, times, strict=True)]
+                  for times in ([c.fused_s for c in cases], [c.copy_s for c in cases]))  # fmt: skip
+    return Found(
+        f"{_spread(zero)} of {len(cases)} sizes into buffers of peers; {_spread(copy)} with a copy "
+        "out of them; against the best of four baselines",
+        verdict_of(fmean(copy) >= 0.2), [r for c in cases for r in c.case.rows],
+    )  # fmt: skip
+
+
+def one_token() -> Found:
+    cases = [c for c in decode.shapes_of(most("decode")) if c.head["m"] == 1 and "fused" in c]
+    saved = [less(c.s("fused"), c.s("serial")) for c in cases]
+    return Found(f"{_spread(saved)} of {len(saved)} layers, one token",
+                 verdict_of(fmean(saved) >= 0.13), [r for c in cases for r in c.rows])  # fmt: skip
+
+
+def combined() -> Found:
+    cases = [c for c in experts.said(most("experts")) if c.combines and not isinf(c.ours_s)]
+    saved = [less(c.ours_s, c.pair_s) for c in cases]
+    text = f"{_spread(saved)} of {len(saved)} layers, against grouped matmul + all-to-all"
+    return Found(text, verdict_of(fmean(saved) >= 0.12), [r for c in cases for r in c.case.rows])
+
+
+def always_fused() -> Found:
+    few = [c for c in decode.shapes_of(most("decode")) if "fused" in c]
+    layers = experts.said(most("experts"))
+    slow = sum(c.s("fused") > min(c.s(a) for a in ("serial", "direct") if a in c) for c in few)
+    slower = sum(c.ours_s > c.pair_s for c in layers)
+    return Found(
+        f"fused loses to the library or to a kernel after the matmul in {slow} of {len(few)} "
+        f"decode shapes, and to the library in {slower} of {len(layers)} layers of experts; "
+        "`plan=\"auto\"` chooses",
+        CONTRADICTED if slow + slower else CONFIRMED,
+        [r for c in few for r in c.rows] + [r for c in layers for r in c.case.rows],
+    )  # fmt: skip
+
+
+def dlrm() -> Found:
+    network = Network(presets.preset("h100-1"), Fabric(nic_bytes_per_s=25e9))
+    found = map_of(DlrmStep(DLRMS["dlrm-paper"], Layout(dp=128, micro_batch=512), network, "ours"))
+    place = next(p for p in found.places if p.label == found.title)
+    return Found(
+        f"{place.saving:.0%}, simulated at 200 Gb/s, with assumed sizes; at most "
+        f"{max(p.saving for p in found.at_rates):.0%} at any link rate "
+        "([why](../scale.md#recommendation-models))",
+        f"{ELSEWHERE}: no sizes are known",
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""The page of the papers: each claim has a verdict, rows that exist and a command that exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import paper_findings, papers
+from benchmarks.options import NAMES
+from benchmarks.paper_findings import Found
+from benchmarks.papers import CLAIMS, Claim, lines_of
+from benchmarks.rows import RESULTS
+from counterpoint.cli.main import COMMANDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "papers.md"
+EVERY = [claim for claims in CLAIMS.values() for claim in claims]
+VERDICTS = ("confirmed", "contradicted", "in part", "not testable here", "not measured", "added")
+
+
+def test_the_page_is_what_the_rows_say():
+    assert papers.text() in PAGE.read_text(), "run `make readme`"
+
+
+def test_each_line_has_a_verdict_and_rows_that_are_there():
+    lines = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    lines = [cells for cells in lines if cells[0] not in ("| claim", "| ---")]
+    assert len(lines) > 25
+    for _, _, verdict, rows, _ in lines:
+        assert verdict.strip("*").startswith(VERDICTS), verdict
+        assert rows == "-" or (RESULTS / rows.strip("`")).exists(), rows
+
+
+@pytest.mark.parametrize("claim", [c for c in EVERY if c.command], ids=lambda c: c.text[:40])
+def test_commands_exist(claim: Claim):
+    command, *words = claim.command.split()
+    assert command in {each.__name__ for each in COMMANDS}
+    if command == "bench":
+        names = [word for word in words if not word.startswith("-")]
+        assert set(names) <= set(NAMES)
+
+
+def test_a_number_that_does_not_hold_is_contradicted():
+    """Verdicts follow the numbers: here of claims that nobody could meet, or miss."""
+    found = paper_findings.up_to()
+    assert found.verdict == "confirmed" and re.match(r"up to \d+\.\d%", found.text)
+    assert paper_findings.verdict_of(False) == "contradicted"
+    never = Claim("x", paper_findings.never("not measured"))
+    assert lines_of([never]) == ([["x", "-", "**not measured**", "-", "-"]], [])
+    assert Found("a", "b").rows == ()
+
+
+def test_what_was_not_measured_shows_no_number_of_ours():
+    for claim in EVERY:
+        if not claim.benchmark and "scale" not in claim.command:
+            assert not lines_of([claim])[1], claim.text
