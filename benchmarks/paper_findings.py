@@ -46,6 +46,11 @@ def most(name: str) -> list[Row]:
     return next(iter(results(name).values()))
 
 
+def _all(name: str) -> list[Row]:
+    """Rows of the most GPUs, if there are any."""
+    return next(iter(results(name).values()), [])
+
+
 # ---- A. resource-aware overlap
 
 
@@ -104,6 +109,26 @@ def shaping_alone() -> Found:
 
 
 def resident_together() -> Found:
+    """Whether room beside a block of NCCL's helps: the same arm with fewer threads of NCCL."""
+    rows = [r for r in _all("paper_resources") if r.get("arm") == "priority" and "time_ratio" in r]
+    by: dict[int, dict[str, float]] = {}
+    for row in rows:
+        by.setdefault(row["nccl_threads"], {})[row["pair"]] = row["time_ratio"]
+    room = {r["nccl_threads"]: r["beside_blocks"] for r in rows if r["kernel"] == "64x64x32"}
+    few = max((threads for threads in by if threads), default=0)
+    both = sorted(set(by.get(0, {})) & set(by.get(few, {})))
+    if not few or not both:
+        return _room()
+    as_is, less_threads = (geometric_mean(by[n][pair] for pair in both) for n in (0, few))
+    return Found(
+        f"{room.get(few, 0)} blocks of a 64x64x32 matmul beside one of NCCL's with {few} threads, "
+        f"{room.get(0, 0)} as it is: TimeRatio {less_threads:.2f} and {as_is:.2f}, priority, "
+        f"{len(both)} pairs",
+        CONFIRMED if less_threads < as_is else f"{CONTRADICTED}: room does not help", rows,
+    )  # fmt: skip
+
+
+def _room() -> Found:
     limits = limits_of(presets.H200.device)
     compute, _ = residency.block_of("64x64x32")
     room = {
@@ -116,6 +141,39 @@ def resident_together() -> Found:
     return Found(
         "by arithmetic, blocks of a 64x64x32 matmul beside one of NCCL's, by NCCL's threads: "
         f"{told}; it is launched with 544 or 640", NOT_YET,
+    )  # fmt: skip
+
+
+def rates() -> Found:
+    """How much of the time both kernels run."""
+    rows = [r for r in _all("paper_resources") if "overlap_rate" in r]
+    if not rows:
+        return Found("-", NOT_YET)
+    peak = max(rows, key=lambda r: r["overlap_rate"])
+    return Found(
+        f"up to {peak['overlap_rate']:.0%} ({peak['pair']}, {peak['arm']}), mean "
+        f"{fmean(r['overlap_rate'] for r in rows if r['arm'] == 'priority'):.0%} with priority",
+        verdict_of(peak["overlap_rate"] >= 0.85), rows,
+    )  # fmt: skip
+
+
+def figure() -> Found:
+    """TimeRatio over thread blocks."""
+    rows = [r for r in _all("paper_thread_blocks") if "time_ratio" in r]
+    if not rows:
+        return Found("[predicted](sharing.md#who-is-resident-modelled)", NOT_YET)
+    most_blocks = max(r["blocks"] for r in rows)
+
+    def mean(arm: str, few: bool) -> float:
+        some = [r for r in rows if (r["blocks"] <= 132 if few else r["blocks"] == most_blocks)]
+        return geometric_mean(r["time_ratio"] for r in some if r["arm"] == arm)
+
+    ends = [mean("overlap", few) for few in (True, False)]
+    urgent = mean("overlap, priority", False)
+    return Found(
+        f"TimeRatio {ends[0]:.2f} up to 132 blocks, {ends[1]:.2f} at {most_blocks}; there "
+        f"{urgent:.2f} with priority",
+        verdict_of(ends[0] < ends[1] and urgent < ends[1]), rows,
     )  # fmt: skip
 
 

@@ -42,14 +42,13 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("shaping lets blocks of both kernels be resident, and overlap", found.shaping_alone,
               "resources", "bench resources"),
         Claim("a communication block is resident beside compute blocks of an SM",
-              found.resident_together, "", PAPER),
+              found.resident_together, "paper_resources", PAPER),
         Claim("without priority, overlap decays to serial at high block counts", found.decays,
               "resources", "bench resources"),
-        Claim("TimeRatio over a grid of 2..1024 x 2..1024 blocks (figure)",
-              never(NOT_YET, "[predicted](sharing.md#who-is-resident-modelled)"), "",
-              PAPER),
-        Claim("both kernels run in up to about 90 % of the time (overlap rate)", never(NOT_YET),
-              "", PAPER),
+        Claim("TimeRatio over a grid of 2..1024 x 2..1024 blocks (figure)", found.figure,
+              "paper_thread_blocks", "bench thread_blocks --paper"),
+        Claim("both kernels run in up to about 90 % of the time (overlap rate)", found.rates,
+              "paper_resources", PAPER),
         Claim("a model of resident blocks picks with a regret of 3.22 % (arXiv 2609.07536)",
               found.model, "resources", "bench resources"),
         Claim("times on A40, A100, H100 and MI250X; MI250X can regress",
@@ -83,8 +82,8 @@ def _file_of(benchmark: str) -> str:
     """The file that rows of the most GPUs are in."""
     if not benchmark:
         return "-"
-    found = sorted(p.name for p in RESULTS.glob(f"{benchmark}-*x-h200.jsonl"))
-    return f"`{found[-1]}`"
+    found = sorted(p.name for p in RESULTS.glob(f"{benchmark.replace('_', '-')}-*x-h200.jsonl"))
+    return f"`{found[-1]}`" if found else "-"
 
 
 def _command(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from benchmarks.declare import Section
 from benchmarks.loop import COLLECTIVE_BYTES, SHAPES, TRITON
 from benchmarks.pictures import Axis, curves, place, shown
-from benchmarks.rows import Row
+from benchmarks.rows import Row, results
 from benchmarks.tables import measured
 from counterpoint import presets
 from counterpoint.machine import Machine
@@ -92,7 +92,15 @@ def sharing_of(gemm: str, tile: str, collective: str, compute_s: float, comm_s: 
 
 
 def swept(found: Mapping[int, list[Row]]) -> list[Swept]:
-    """The sweeps that rows have, each with the times of its parts alone; full size only."""
+    """The sweeps of rows, and of those of the paper's experiment; full size, NCCL as it is."""
+    every = _swept(found)
+    theirs = results("paper_resources")
+    own = {n: [r for r in rows if not r["nccl_threads"]] for n, rows in theirs.items()}
+    return every + _swept(own)
+
+
+def _swept(found: Mapping[int, list[Row]]) -> list[Swept]:
+    """Each with the times of its parts alone."""
     every: list[Swept] = []
     for ranks, rows in found.items():
         for label in dict.fromkeys(r["pair"] for r in rows if r.get("arm") == "shapes"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import paper_findings, papers
-from benchmarks.options import NAMES
+from benchmarks.options import NAMES, PAPER
 from benchmarks.paper_findings import Found
 from benchmarks.papers import CLAIMS, Claim, lines_of
 from benchmarks.rows import RESULTS
@@ -36,7 +36,7 @@ def test_commands_exist(claim: Claim):
     assert command in {each.__name__ for each in COMMANDS}
     if command == "bench":
         names = [word for word in words if not word.startswith("-")]
-        assert set(names) <= set(NAMES)
+        assert set(names) <= set(PAPER if "--paper" in words else NAMES)
 
 
 def test_a_number_that_does_not_hold_is_contradicted():
@@ -51,5 +51,33 @@ def test_a_number_that_does_not_hold_is_contradicted():
 
 def test_what_was_not_measured_shows_no_number_of_ours():
     for claim in EVERY:
-        if not claim.benchmark and "scale" not in claim.command:
+        if lines_of([claim])[0][0][2] == "**not measured**":
             assert not lines_of([claim])[1], claim.text
+
+
+def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    some = {"pair": "p", "kernel": "64x64x32", "ranks": 2}
+    rows = [
+        some | {"arm": "priority", "time_ratio": ratio, "nccl_threads": threads,
+                "beside_blocks": blocks, "overlap_rate": rate}
+        for threads, blocks, ratio, rate in ((0, 0, 0.8, 0.6), (256, 5, 0.7, 0.9))
+    ]  # fmt: skip
+    grids = [
+        some | {"arm": arm, "blocks": blocks, "time_ratio": ratio}
+        for arm, ratios in {"overlap": (0.7, 1.0), "overlap, priority": (0.7, 0.8)}.items()
+        for blocks, ratio in zip((66, 4096), ratios, strict=True)
+    ]
+    files = {"paper_resources": {2: rows}, "paper_thread_blocks": {2: grids}}
+    monkeypatch.setattr(paper_findings, "results", lambda name: files.get(name, {}))
+    together = paper_findings.resident_together()
+    assert together.verdict == "confirmed" and "TimeRatio 0.70 and 0.80" in together.text
+    assert "5 blocks" in together.text
+    assert paper_findings.rates().text.startswith("up to 90% (p, priority), mean 75%")
+    assert paper_findings.figure() == Found(
+        "TimeRatio 0.70 up to 132 blocks, 1.00 at 4096; there 0.80 with priority", "confirmed",
+        grids,
+    )  # fmt: skip
+    files["paper_resources"][2] = rows[:1]
+    assert paper_findings.resident_together().verdict == "not measured"
