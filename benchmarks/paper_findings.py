@@ -1,20 +1,14 @@
 """What came out of the claims of three papers: each read from committed rows, or computed."""
 
 from collections.abc import Callable, Sequence
-from math import isinf
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
-from benchmarks import decode, embedding, experts, residency, sharing
+from benchmarks import residency, sharing
 from benchmarks.rows import Row, Timed, results
 from counterpoint import presets
 from counterpoint.runtime.limits import limits_of
 from counterpoint.runtime.occupancy import Kernel, beside
-from counterpoint.scale.dlrm import DLRMS
-from counterpoint.scale.dlrm_map import map_of
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Fabric, Network
-from counterpoint.scale.layout import Layout
 
 CONFIRMED, CONTRADICTED, IN_PART = "confirmed", "contradicted", "in part"
 ELSEWHERE, NOT_YET, ADDED = "not testable here", "not measured", "added"
@@ -34,10 +28,12 @@ def less(ours_s: float, theirs_s: float) -> float:
 
 
 def verdict_of(holds: bool) -> str:
+    """Confirmed or contradicted."""
     return CONFIRMED if holds else CONTRADICTED
 
 
 def never(verdict: str, text: str = "-") -> Callable[[], Found]:
+    """What no rows can say."""
     return lambda: Found(text, verdict)
 
 
@@ -46,7 +42,7 @@ def most(name: str) -> list[Row]:
     return next(iter(results(name).values()))
 
 
-def _all(name: str) -> list[Row]:
+def measured_rows(name: str) -> list[Row]:
     """Rows of the most GPUs, if there are any."""
     return next(iter(results(name).values()), [])
 
@@ -59,6 +55,7 @@ def _pairs() -> list[Timed]:
 
 
 def both_controls() -> Found:
+    """Whether both controls reach kernels as they are."""
     rows = [r for r in most("resources") if r.get("arm") == "shapes"]
     shaped = [r for r in rows if not r["unshaped"]]
     errors = [r["error"] for c in _pairs() for r in c.rows if "shaping" in r["arm"]]
@@ -75,6 +72,7 @@ def _least_of(case: Timed) -> float:
 
 
 def up_to() -> Found:
+    """The most that the two controls save over plain overlap."""
     cases = [c for c in _pairs() if c.head["kernel"] != "cuBLAS"]
     saved = {c.head["pair"]: less(_least_of(c), c.s(sharing.PLAIN)) for c in cases}
     peak = max(saved, key=saved.__getitem__)
@@ -86,6 +84,7 @@ def up_to() -> Found:
 
 
 def shaping_alone() -> Found:
+    """What shaping saves by itself, and with priority."""
     alone: list[float] = []
     on_top: list[float] = []
     urgent: list[float] = []
@@ -110,7 +109,11 @@ def shaping_alone() -> Found:
 
 def resident_together() -> Found:
     """Whether room beside a block of NCCL's helps: the same arm with fewer threads of NCCL."""
-    rows = [r for r in _all("paper_resources") if r.get("arm") == "priority" and "time_ratio" in r]
+    rows = [
+        r
+        for r in measured_rows("paper_resources")
+        if r.get("arm") == "priority" and "time_ratio" in r
+    ]
     by: dict[int, dict[str, float]] = {}
     for row in rows:
         by.setdefault(row["nccl_threads"], {})[row["pair"]] = row["time_ratio"]
@@ -146,7 +149,7 @@ def _room() -> Found:
 
 def rates() -> Found:
     """How much of the time both kernels run."""
-    rows = [r for r in _all("paper_resources") if "overlap_rate" in r]
+    rows = [r for r in measured_rows("paper_resources") if "overlap_rate" in r]
     if not rows:
         return Found("-", NOT_YET)
     peak = max(rows, key=lambda r: r["overlap_rate"])
@@ -159,7 +162,7 @@ def rates() -> Found:
 
 def figure() -> Found:
     """TimeRatio over thread blocks."""
-    rows = [r for r in _all("paper_thread_blocks") if "time_ratio" in r]
+    rows = [r for r in measured_rows("paper_thread_blocks") if "time_ratio" in r]
     if not rows:
         return Found("[predicted](sharing.md#who-is-resident-modelled)", NOT_YET)
     most_blocks = max(r["blocks"] for r in rows)
@@ -178,6 +181,7 @@ def figure() -> Found:
 
 
 def decays() -> Found:
+    """TimeRatio of grids with many blocks."""
     rows = [r for r in sharing.sweep_of(most("resources")) if r["unshaped"]]
     ratios = {urgent: [r["time_ratio"] for r in rows if r["priority"] is urgent]
               for urgent in (False, True)}  # fmt: skip
@@ -190,6 +194,7 @@ def decays() -> Found:
 
 
 def model() -> Found:
+    """The regret of picks by the residency model."""
     pairs = residency.swept(results("resources"))
     held = [p for p in pairs if not p.fitted]
     constants = residency.fit([p for p in pairs if p.fitted])
@@ -202,6 +207,7 @@ def model() -> Found:
 
 
 def other_controls() -> Found:
+    """What controls bring that the paper does not have."""
     cases = _pairs()
     two, tuned = (
         geometric_mean(c.s(sharing.PLAIN) / s for c, s in zip(cases, times, strict=True))
@@ -211,62 +217,4 @@ def other_controls() -> Found:
         f"launch order, granularity and copy engines: {tuned:.2f}x over plain overlap, where the "
         f"paper's two reach {two:.2f}x; {len(cases)} pairs, geometric means",
         ADDED, [r for c in cases for r in c.rows],
-    )  # fmt: skip
-
-
-# ---- C. fused computation-collective operators
-
-
-def _spread(shares: Sequence[float]) -> str:
-    return f"mean {fmean(shares):.0%}, {min(shares):.0%} to {max(shares):.0%}"
-
-
-def pooled() -> Found:
-    cases = embedding.said(most("embedding"))
-    zero, copy = ([less(s, c.serial_s) for c, s in zip(cases, times, strict=True)]
-                  for times in ([c.fused_s for c in cases], [c.copy_s for c in cases]))  # fmt: skip
-    return Found(
-        f"{_spread(zero)} of {len(cases)} sizes into buffers of peers; {_spread(copy)} with a copy "
-        "out of them; against the best of four baselines",
-        verdict_of(fmean(copy) >= 0.2), [r for c in cases for r in c.case.rows],
-    )  # fmt: skip
-
-
-def one_token() -> Found:
-    cases = [c for c in decode.shapes_of(most("decode")) if c.head["m"] == 1 and "fused" in c]
-    saved = [less(c.s("fused"), c.s("serial")) for c in cases]
-    return Found(f"{_spread(saved)} of {len(saved)} layers, one token",
-                 verdict_of(fmean(saved) >= 0.13), [r for c in cases for r in c.rows])  # fmt: skip
-
-
-def combined() -> Found:
-    cases = [c for c in experts.said(most("experts")) if c.combines and not isinf(c.ours_s)]
-    saved = [less(c.ours_s, c.pair_s) for c in cases]
-    text = f"{_spread(saved)} of {len(saved)} layers, against grouped matmul + all-to-all"
-    return Found(text, verdict_of(fmean(saved) >= 0.12), [r for c in cases for r in c.case.rows])
-
-
-def always_fused() -> Found:
-    few = [c for c in decode.shapes_of(most("decode")) if "fused" in c]
-    layers = experts.said(most("experts"))
-    slow = sum(c.s("fused") > min(c.s(a) for a in ("serial", "direct") if a in c) for c in few)
-    slower = sum(c.ours_s > c.pair_s for c in layers)
-    return Found(
-        f"fused loses to the library or to a kernel after the matmul in {slow} of {len(few)} "
-        f"decode shapes, and to the library in {slower} of {len(layers)} layers of experts; "
-        "`plan=\"auto\"` chooses",
-        CONTRADICTED if slow + slower else CONFIRMED,
-        [r for c in few for r in c.rows] + [r for c in layers for r in c.case.rows],
-    )  # fmt: skip
-
-
-def dlrm() -> Found:
-    network = Network(presets.preset("h100-1"), Fabric(nic_bytes_per_s=25e9))
-    found = map_of(DlrmStep(DLRMS["dlrm-paper"], Layout(dp=128, micro_batch=512), network, "ours"))
-    place = next(p for p in found.places if p.label == found.title)
-    return Found(
-        f"{place.saving:.0%}, simulated at 200 Gb/s, with assumed sizes; at most "
-        f"{max(p.saving for p in found.at_rates):.0%} at any link rate "
-        "([why](../scale.md#recommendation-models))",
-        f"{ELSEWHERE}: no sizes are known",
     )  # fmt: skip

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import paper_findings, papers
+from benchmarks import fused_findings, paper_findings, papers
 from benchmarks.options import NAMES, PAPER
 from benchmarks.paper_findings import Found
 from benchmarks.papers import CLAIMS, Claim, lines_of
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, Row
 from counterpoint.cli.main import COMMANDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "papers.md"
@@ -81,3 +81,29 @@ def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
     )  # fmt: skip
     files["paper_resources"][2] = rows[:1]
     assert paper_findings.resident_together().verdict == "not measured"
+
+
+def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):
+    def rows(experiment: str, **arms: tuple[float, float]) -> list[Row]:
+        return [
+            {"experiment": experiment, "arm": arm.replace("_", " "), "mode": "graph",
+             "median_s": seconds, "skew_s": skew}
+            for arm, (seconds, skew) in arms.items()
+        ]  # fmt: skip
+
+    late = {f"{order}, {n} % late": (1.0, 0.01 * n * k) for n in (0, 10)
+            for order, k in (("own first", 0.7), ("remote first", 0.1))}  # fmt: skip
+    some = [*rows("order of remote tasks", **late),
+            *rows("programs", **{"lookup + all-to-all": (2.0, 0), "4 programs per SM": (1.6, 0),
+                                 "8 programs per SM": (1.0, 0)}),
+            *rows("slices", **{"1 slices": (1.1, 0), "4 slices": (1.0, 0)})]  # fmt: skip
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: some})
+    order = fused_findings.order_of_tasks()
+    assert order.verdict == "confirmed"
+    assert "one rank 10 % late: ranks end 7.0% apart with own tasks first, 1.0%" in order.text
+    assert "4: 1.25x, 8: 2.00x" in fused_findings.occupancy_cost().text
+    assert fused_findings.slices().text == "of 1, 4, 4 are fastest, 1.100x over one"
+    monkeypatch.setattr(paper_findings, "results", lambda _: {})
+    for read in (fused_findings.order_of_tasks, fused_findings.occupancy_cost,
+                 fused_findings.slices):  # fmt: skip
+        assert read() == Found("-", "not measured")
