@@ -4,7 +4,7 @@ Rows as JSONL; installs nothing.
 
     SUITE=short          all GPU tests, and each table in short form: under 10 minutes on 2 GPUs
     SUITE=NAME           one table in full, by its name in `counterpoint bench`; rows are added
-    SUITE=tests          the tests alone
+    SUITE=tests          the tests alone; on one GPU two ranks share it, which tests all but times
     SUITE=characterize   the constants of this machine, and rows of them
     SUITE=sanitize       every kernel under compute-sanitizer's memcheck and racecheck, on 2 GPUs
 
@@ -35,7 +35,9 @@ LANES = 4
 # files that take longest: they compile many kernels
 FIRST = ("test_experts_fused_gpu", "test_embedding_gpu", "test_matmul_all_reduce_gpu")
 # files that count free memory or measure time
-ALONE = ("test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu")
+ALONE = (
+    "test_islands_gpu", "test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu",
+)  # fmt: skip
 LOG_LINES = 120  # of what a part printed, where it failed
 # of a table in short form; with those above at most 600 where nothing hangs
 SHORT_S = {
@@ -200,13 +202,15 @@ def main() -> int:
     import torch
 
     gpus = args.gpus or torch.cuda.device_count()
-    if gpus < 2:
+    suite = args.suite
+    if gpus < (1 if suite == TESTS else 2):
         print(f"make gpu: needs 2 GPUs or more, torch sees {gpus}; `counterpoint doctor` helps")
+        print("make gpu: on one GPU, SUITE=tests runs the tests, whose ranks share it")
         return 2
     gpus = 8 if gpus >= 8 else 4 if gpus >= 4 else 2  # groups of 2, 4 and 8 ranks are measured
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    start_s, suite = time.monotonic(), args.suite
+    start_s = time.monotonic()
     total_s = TESTS_S + CHARACTERIZE_S if suite == "short" else LONG_S
     failed = run_separate(separate(suite, out, gpus), out, total_s)
     more = ["--ranks", str(gpus), *(["--short"] if suite == "short" else [])]

@@ -2,7 +2,8 @@
 
     make islands              # all, 12 minutes on 2 cores: rows, then docs/islands.md from them
 
-gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce
+gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce; of experts
+       see islands_experts.py
 flat   our plan, each rank an island of its own
 ours   islands of neighbours: what goes to another island goes once"""
 
@@ -11,6 +12,9 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +27,7 @@ import counterpoint as cp
 from benchmarks import island_bags
 from benchmarks.namespaces import Job, can_run, nic_bytes, run
 from benchmarks.rows import RESULTS, Row, rows_of
+from counterpoint.measure.characterize_cpu import characterize_cpu
 from counterpoint.measure.record import environment
 
 CALLS = 5
@@ -79,6 +84,12 @@ def operator(rank: int, ranks: int, op: str, m: int, n: int, k: int, how: str) -
     return {"seconds": seconds, "sent": sent}
 
 
+def characterized(rank: int, ranks: int) -> str:
+    """These ranks as a machine, by what its parts take: no operator runs."""
+    assert dist.group.WORLD is not None
+    return characterize_cpu(group=dist.group.WORLD, rounds=5)[0].to_json()
+
+
 def until_a_fault(rank: int, ranks: int, op: str, m: int, n: int, k: int) -> dict[str, Any]:
     """Calls one operator again and again: the error that ends it, and how long its call took."""
     x, w = torch.randn(m, k), torch.randn(k, n)
@@ -97,30 +108,36 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ISLANDS = ((2, 2), (2, 3))  # how many, ranks of each
 RATES = ("400mbit", "1gbit")
 BLOCK = (512, 64, 2048)  # rows of a rank, and the shorter and the longer side of its matmul
+WAYS = {
+    "gloo": ("serial", False),
+    "flat": ("islands chunks=4", True),
+    "ours": ("islands chunks=4", False),
+}  # the plan, and whether each rank is an island
+LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 FILE = RESULTS / "islands-cpu.jsonl"
 BOUND_S = 4.0
 FAULTS = ("kill", "stop", "cut")
 
 
 def speeds() -> Iterator[Row]:
-    """A row for each operator, way and network."""
-    rows, short, long = BLOCK
+    """A row for each operator, way and network, with what the model says of ranks like these."""
     for islands, size in ISLANDS:
         for rate in RATES:
+            place = partial(Job, islands=islands, size=size, rate=rate)
+            machines = {
+                way: run(place("benchmarks.islands:characterized", flat=way == "flat"))[0]
+                for way in ("flat", "ours")
+            }
             for op in OPERATORS:
-                gathers = op == "all_gather_matmul"
-                shape = BLOCK if gathers else (rows * islands * size, long, short)
-                for way in ("gloo", "flat", "ours"):
-                    spec = "gloo" if way == "gloo" else "islands chunks=4"
-                    job = Job(
-                        "benchmarks.islands:operator",
-                        islands=islands,
-                        size=size,
-                        rate=rate,
-                        args=(op, *shape, spec),
-                        flat=way == "flat",
-                    )
+                problem = problem_of(op, islands, size)
+                m = problem.m if op != "all_gather_matmul" else BLOCK[0]
+                for way, (spec, flat) in WAYS.items():
+                    shape = m, problem.n, problem.k
+                    where = "gloo" if way == "gloo" else spec
+                    job = place("benchmarks.islands:operator", args=(op, *shape, where), flat=flat)
                     found = run(job)[0]
+                    grid = replace(problem, islands=problem.ranks if flat else islands)
+                    machine = machines["flat" if flat else "ours"]
                     yield {
                         "table": "islands",
                         "op": op,
@@ -128,10 +145,32 @@ def speeds() -> Iterator[Row]:
                         "islands": islands,
                         "size": size,
                         "rate": rate,
-                        "shape": list(shape),
+                        "shape": [*shape],
                         "median_s": found["seconds"],
                         "sent": found["sent"],
+                        "estimate_s": cp.estimate(cp.build(grid, spec), machine).end_s,
                     }
+
+
+def problem_of(op: str, islands: int, size: int) -> cp.Problem:
+    """A block of `BLOCK` for each rank: gathered, it is the longer side that is contracted."""
+    rows, short, long = BLOCK
+    n, k = (short, long) if op == "all_gather_matmul" else (long, short)
+    ranks = islands * size
+    return cp.Problem(op, rows * ranks, n, k, ranks, "float32", islands=islands)
+
+
+def layers() -> Iterator[Row]:
+    """A row for a layer of experts, each way and network."""
+    for (islands, size), rate, way in product(ISLANDS, RATES, ("gloo", "flat", "ours")):
+        spec, flat = "gloo" if way == "gloo" else "islands", way == "flat"
+        job = Job("benchmarks.islands_experts:layer", islands=islands, size=size, rate=rate,
+                  args=(size, LAYER, spec, flat), flat=flat)  # fmt: skip
+        found = run(job)[0]
+        about = {"op": "experts", "arm": way, "islands": islands, "size": size, "rate": rate}
+        counted = {"sent": found["sent"], "rule": found["rule"]}
+        yield {"table": "islands", **about, "shape": list(LAYER),
+               "median_s": found["seconds"], **counted}  # fmt: skip
 
 
 def faults(trials: int, seed: int) -> Iterator[Row]:
@@ -214,7 +253,7 @@ def main() -> None:
         raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
     facts = environment()
     about = {name: facts[name] for name in ("commit", "date", "torch")}
-    parts = [speeds(), island_bags.rows(), faults(given.trials, given.seed)]
+    parts = [speeds(), island_bags.rows(), layers(), faults(given.trials, given.seed)]
     kept: list[Row] = []
     if given.only:
         parts = parts[1:2]

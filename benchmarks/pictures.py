@@ -283,7 +283,7 @@ class Axis(NamedTuple):
 
 def curves(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], path: Path, axis: Axis,
-    *, title: str, source: str,
+    *, title: str, source: str, bands: Mapping[str, Sequence[tuple[float, float, float]]] = {},
 ) -> Path:  # fmt: skip
     """Curves over a number that doubles, in small multiples of one scale.
 
@@ -294,13 +294,15 @@ def curves(
         axis: what is shown, and how.
         title: above it.
         source: machine, dtype and date.
+        bands: name of a curve -> points with the lowest and the highest that may be, all panels'.
     """
-    return save(partial(_curves, panels, axis), path, title, source)
+    return save(partial(_curves, panels, axis, bands), path, title, source)
 
 
 def _curves(
-    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], axis: Axis, theme: Theme
-) -> Figure:
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], axis: Axis,
+    bands: Mapping[str, Sequence[tuple[float, float, float]]], theme: Theme,
+) -> Figure:  # fmt: skip
     columns = 3 if len(panels) == 3 else min(2, len(panels))
     rows = ceil(len(panels) / columns)
     figure, found = sheet(WIDTH_IN, 1.3 + 2.3 * rows, columns, rows, sharey=True)
@@ -315,6 +317,9 @@ def _curves(
             dashed = "--" if curve not in styles else "-"
             axes.plot(*zip(*sorted(points), strict=True), label=curve, markersize=4.5,
                       linewidth=1.4, linestyle=dashed, **style)  # fmt: skip
+            if curve in bands:
+                axes.fill_between(*zip(*sorted(bands[curve]), strict=True), alpha=0.2,
+                                  color=style["color"], linewidth=0)  # fmt: skip
         axes.set_xscale("log", base=2)
         xs = sorted({x for points in each.values() for x, _ in points})
         axes.set_xticks(xs, [axis.x_text(x) for x in xs])

@@ -247,7 +247,7 @@ def variables() -> str:
 
 def main() -> None:
     """Write all of them."""
-    from benchmarks import front, islands, scale_steps, support
+    from benchmarks import front, islands, islands_predicted, papers, scale_steps, support
     from benchmarks.options import NAMES
     from benchmarks.runner import declared
 
@@ -266,7 +266,10 @@ def main() -> None:
     for marker, text in support.sections(support.committed()).items():
         replace(ROOT / "docs" / "support.md", marker, text)
     scale_steps.picture(IMAGES)
-    for page, found in (("scale.md", scale_steps.sections()), ("islands.md", islands.sections())):
+    islands_predicted.picture(IMAGES)
+    between = islands.sections() | islands_predicted.sections()
+    for page, found in (("scale.md", scale_steps.sections()), ("islands.md", between),
+                        ("results/papers.md", papers.sections())):  # fmt: skip
         for marker, text in found.items():
             replace(ROOT / "docs" / page, marker, text)
     replace(ROOT / "README.md", "bullets", front.bullets())

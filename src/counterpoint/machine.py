@@ -41,9 +41,9 @@ class DeviceSpec:
             1 MiB.
         shared_granule_bytes: Shared memory of a block is rounded up to a multiple of this, 1 byte
             to 1 MiB.
-        bf16_flop_per_s: Dense matrix rate with fp32 accumulation, 1e12 to 1e18.
-        fp32_flop_per_s: Vector rate, an FMA counted as two, 1e12 to 1e18.
-        hbm_bytes_per_s: Device memory, reads and writes together, 1e10 to 1e16.
+        bf16_flop_per_s: Dense matrix rate with fp32 accumulation, 1e9 to 1e18.
+        fp32_flop_per_s: Vector rate, an FMA counted as two, 1e9 to 1e18.
+        hbm_bytes_per_s: Device memory, reads and writes together, 1e8 to 1e16.
         hbm_bytes: Device memory, 1e9 to 1e15; the datasheet's GB read as 1e9, a little less than
             there is.
         l2_bytes: All L2 slices, 512 KiB to 1 TiB; a memory-side cache behind them is not counted.
@@ -85,6 +85,11 @@ class DeviceSpec:
         """Threads per warp: 32, or 64 on AMD."""
         return self.max_threads_per_sm // self.max_warps_per_sm
 
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether kernels take turns in the order of a plan: there is room for one block."""
+        return self.num_sms == self.max_blocks_per_sm == 1
+
 
 def kernels_refused(capability: str) -> str:
     """Why kernels of this library do not run on GPUs of a compute capability; "" if they do."""
@@ -104,12 +109,12 @@ class LinkSpec:
 
     Args:
         name: Generation and form.
-        bytes_per_s: Per GPU and per direction, over all its links to GPUs of the node, 1e9 to
+        bytes_per_s: Per GPU and per direction, over all its links to GPUs of the node, 1e6 to
             1e15. Datasheets often state the sum of both directions: pass half of it.
-        latency_s: From a store to its being visible at the peer, 0 to 1e-3.
+        latency_s: From a store to its being visible at the peer, 0 to 1.
         topology: "switch": one pair may use all of `bytes_per_s`; "mesh": each pair has its own
             link, an equal part of it; "pcie": like switch, through the host.
-        copy_overhead_s: Cost of one copy-engine copy beside its bytes, on the GPU, 0 to 1e-3.
+        copy_overhead_s: Cost of one copy-engine copy beside its bytes, on the GPU, 0 to 1.
         source: Where the numbers come from.
 
     Raises:

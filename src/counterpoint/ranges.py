@@ -29,11 +29,11 @@ class Range(NamedTuple):
 
 COUNT, RANKS, BYTES = Range(0, MAX_COUNT), Range(1, MAX_RANKS), Range(0, MAX_BYTES)
 PEERS = Range(-MAX_RANKS, MAX_RANKS)
-SECONDS = Range(0, 1e-2, "pass seconds, not us")
+SECONDS = Range(0, 1, "pass seconds, not us")
 FACTOR = Range(1, 10)
-# no GPU and no link in use is below these, so a smaller number carries a prefix that must go
-RATE = Range(1e9, 1e18, "pass bytes/s, not GB/s")
-FLOP = Range(1e11, 1e20, "pass flop/s, not Tflop/s")
+# no processor and no link in use is below these: a smaller number carries a prefix that must go
+RATE = Range(1e6, 1e18, "pass bytes/s, not GB/s")
+FLOP = Range(1e9, 1e20, "pass flop/s, not Tflop/s")
 KIB_BYTES = Range(2**10, 2**30, "pass bytes, not KiB")
 
 SIZE, DEGREE = Range(1, 2**24), Range(1, 2**20)
@@ -64,15 +64,14 @@ RANGES: Mapping[str, Range] = {
     "DeviceSpec.shared_bytes_per_sm": KIB_BYTES, "DeviceSpec.shared_bytes_per_block": KIB_BYTES,
     "DeviceSpec.shared_reserved_bytes_per_block": Range(0, 2**20),
     "DeviceSpec.shared_granule_bytes": Range(1, 2**20),
-    "DeviceSpec.bf16_flop_per_s": Range(1e12, 1e18, "pass flop/s, not Tflop/s"),
-    "DeviceSpec.fp32_flop_per_s": Range(1e12, 1e18, "pass flop/s, not Tflop/s"),
-    "DeviceSpec.hbm_bytes_per_s": Range(1e10, 1e16, "pass bytes/s, not GB/s"),
+    "DeviceSpec.bf16_flop_per_s": Range(1e9, 1e18, "pass flop/s, not Tflop/s"),
+    "DeviceSpec.fp32_flop_per_s": Range(1e9, 1e18, "pass flop/s, not Tflop/s"),
+    "DeviceSpec.hbm_bytes_per_s": Range(1e8, 1e16, "pass bytes/s, not GB/s"),
     "DeviceSpec.hbm_bytes": Range(1e9, 1e15, "pass bytes, not GB"),
     "DeviceSpec.l2_bytes": Range(2**19, 2**40, "pass bytes, not MiB"),
-    "LinkSpec.bytes_per_s": Range(1e9, 1e15, "pass bytes/s, not GB/s"),
-    # no link takes a millisecond, so a larger number is microseconds passed as seconds
-    "LinkSpec.latency_s": Range(0, 1e-3, "pass seconds, not us"),
-    "LinkSpec.copy_overhead_s": Range(0, 1e-3, "pass seconds, not us"),
+    "LinkSpec.bytes_per_s": Range(1e6, 1e15, "pass bytes/s, not GB/s"),
+    # sockets between busy hosts take milliseconds; more is microseconds passed as seconds
+    "LinkSpec.latency_s": SECONDS, "LinkSpec.copy_overhead_s": SECONDS,
     "Machine.num_devices": RANKS, "Machine.gemm_tile": Range(1, 2**12),
     "Costs.gemm_flop_per_s": FLOP, "Costs.gemm_settled": FACTOR, "Costs.gemm_settling_s": SECONDS,
     "Costs.hbm_bytes_per_s": RATE, "Costs.kernel_s": SECONDS, "Costs.copy_bytes_per_s": RATE,

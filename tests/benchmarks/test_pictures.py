@@ -24,7 +24,8 @@ def drawn(kind: str, path: Path) -> Path:
         return dots(PANELS, path, marks={"2 GPUs": {"one": 3.0}}, **LABELS)
     if kind == "curves":
         axis = Axis("chunks", "speedup")
-        return curves({"rows": {"a": [(1, 1.0), (4, 2.0)]}}, path, axis, **LABELS)
+        bands = {"a": [(1, 0.9, 1.1), (4, 1.8, 2.0)]}
+        return curves({"rows": {"a": [(1, 1.0), (4, 2.0)]}}, path, axis, bands=bands, **LABELS)
     return errors({"2 GPUs": POINTS}, path, **LABELS)
 
 

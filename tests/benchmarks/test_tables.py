@@ -13,6 +13,7 @@ from benchmarks import (
     experts,
     front,
     islands,
+    islands_predicted,
     losses,
     resources,
     scale_steps,
@@ -22,7 +23,7 @@ from benchmarks import (
 )
 from benchmarks.declare import Benchmark, Section
 from benchmarks.options import NAMES
-from benchmarks.rows import Row, one_form, results, taken
+from benchmarks.rows import Row, one_form, results, rows_of, taken
 from benchmarks.runner import declared
 from benchmarks.tables import (
     ROOT,
@@ -181,7 +182,9 @@ def test_every_marker_is_one_of_a_page_and_has_one_writer():
            ("README.md", "bullets"), ("README.md", "front")}  # fmt: skip
     own |= {("docs/api/cli.md", "commands"), ("docs/api/cli.md", "variables")}
     own |= {("docs/scale.md", marker) for marker in scale_steps.sections()}
-    own |= {("docs/islands.md", marker) for marker in islands.sections()}
+    between = islands.sections() | islands_predicted.sections()
+    own |= {("docs/results/papers.md", "papers")}
+    own |= {("docs/islands.md", marker) for marker in between}
     own |= {("docs/support.md", marker) for marker in support.sections(support.committed())}
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     marked = {
@@ -189,6 +192,22 @@ def test_every_marker_is_one_of_a_page_and_has_one_writer():
         for page in pages for line in page.read_text().splitlines() if ":start -->" in line
     }  # fmt: skip
     assert marked == own.union(sections)
+
+
+def test_what_is_predicted_between_nodes_has_a_band_and_says_that_it_is_predicted():
+    rows = rows_of(islands_predicted.FILE)
+    places = [(op, nodes) for op in islands_predicted.OPERATORS for nodes in (2, 128)]
+    for row in (r for r in rows if (r["op"], r["nodes"]) in places):
+        assert row["low"] <= row["speedup"] <= row["high"]
+        places.remove((row["op"], row["nodes"]))
+    assert not places
+    problem = islands_predicted.OPERATORS["all_gather_matmul"](2)
+    (committed,) = (r for r in rows if (r["op"], r["nodes"]) == ("all_gather_matmul", 2))
+    found = islands_predicted.gain(problem)
+    assert found["spec"] == committed["spec"]
+    assert found["speedup"] == pytest.approx(committed["speedup"], rel=0.05)
+    (text,) = islands_predicted.sections().values()
+    assert "Predicted" in text
 
 
 def test_the_page_of_the_command_line_says_what_its_help_says():

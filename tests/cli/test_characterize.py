@@ -117,6 +117,19 @@ def test_a_damaged_file_is_replaced(
     assert load(GPU, 4, "2.11").machine == MACHINE
 
 
+def test_ranks_without_a_gpu_are_measured_under_torchrun(
+    rank_0: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
+    monkeypatch.setattr(characterize.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(characterize, "gloo_group", characterize.nccl_group)
+    nic = cp.LinkSpec(name="NIC", bytes_per_s=25e6, latency_s=2e-3)
+    with_nic = replace(MACHINE, nic=nic)
+    monkeypatch.setattr(characterize, "measure", lambda **_: (with_nic, [ROW]))
+    assert "to other islands: 0.025 GB/s, 2000 us" in run().stdout
+    assert load("cpu", 4, "2.11").machine == with_nic
+
+
 def test_every_constant_has_a_meaning_and_a_unit():
     names = [field.name for field in fields(cp.Costs)]
     assert list(characterize.meanings()) == names

@@ -26,11 +26,15 @@ def test_the_merge_kernel_is_its_formula(gpus):
     def normal(*shape, dtype=torch.float32):
         return torch.randn(*shape, device="cuda", generator=draw).to(dtype)
 
-    for rows, heads, dim, dtype in ((257, 3, 128, torch.bfloat16), (64, 8, 80, torch.float32),
-                                    (1, 1, 1, torch.float16)):  # fmt: skip
+    # where both sums are about equal, each weight shows; where they differ much, none overflows
+    for rows, heads, dim, dtype, spread in (
+        (257, 3, 128, torch.bfloat16, 30), (64, 8, 80, torch.float32, 30),
+        (1, 1, 1, torch.float16, 1), (4096, 32, 128, torch.float16, 0.1),
+        (4096, 32, 64, torch.float32, 0.1),
+    ):  # fmt: skip
         other_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
         y, other = normal(rows, heads, dim, dtype=dtype), normal(rows, heads, dim).to(other_dtype)
-        lse, lse_other = normal(heads, rows) * 30, normal(heads, rows) * 30
+        lse, lse_other = (normal(heads, rows) * spread for _ in range(2))
         here = [y.cpu().clone(), lse.cpu().clone(), other.cpu(), lse_other.cpu()]
         merge_into(*here)
         merge_into(y, lse, other, lse_other)

@@ -185,6 +185,7 @@ SPECS = [
 KERNELS = {"barrier": "signal_kernel", "wait": "signal_kernel", "reduce": "reduce_kernel"}
 
 
+@pytest.mark.own_gpu
 @pytest.mark.parametrize(("op", "spec"), SPECS, ids=" ".join)
 def test_what_runs_is_the_plans_copies_matmuls_and_signals(gpus, op, spec):
     rank, ranks = dist.get_rank(), dist.get_world_size()

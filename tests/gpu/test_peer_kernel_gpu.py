@@ -60,6 +60,7 @@ def test_a_scattered_product_is_right_eagerly_and_replayed(gpus, m, n, k):
     cp.check()
 
 
+@pytest.mark.own_gpu
 def test_a_missing_rank_is_named(gpus):
     group = dist.new_group()
     workspace_of(group, gpus).timeout_s = 2.0

@@ -9,7 +9,7 @@ import torch
 from on_ranks import on_ranks
 
 from counterpoint.kernels.merge_attention import merge_attention_kernel
-from counterpoint.testing.ptx import CAPABILITIES, compiled
+from counterpoint.testing.ptx import CAPABILITIES, compiled, lines_with
 
 TYPES = {
     "y_ptr": "*bf16", "lse_ptr": "*fp32", "other_ptr": "*bf16", "lse_other_ptr": "*fp32",
@@ -63,3 +63,15 @@ def test_it_loads_16_bytes_at_a_time(capability: int):
     assert wide.count("ld") >= 2 and "st" in wide, accesses
     assert not found.spills
     assert found.registers <= 128
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_sums_are_replaced_once_all_warps_have_read_them(capability: int):
+    """Rows are in several warps: without a barrier a late one reads what another has stored."""
+    constants = {"HEAD_DIM": 128, "BLOCK_ROWS": 32, "BLOCK_DIM": 128}
+    aligned = tuple(name for name in TYPES if name != "rows")
+    ptx = compiled(merge_attention_kernel, capability, TYPES, constants, num_warps=4,
+                   aligned=aligned).ptx  # fmt: skip
+    barrier = lines_with(ptx, r"\bbar(rier)?\.sync")[0]
+    sums = lines_with(ptx, r"\bld\.global\.b32")  # rows of y are loaded 16 bytes at a time
+    assert sums and max(sums) < barrier < lines_with(ptx, r"\bst\.global")[0]

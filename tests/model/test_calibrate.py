@@ -11,6 +11,7 @@ from counterpoint.costs import Costs
 from counterpoint.errors import InputError
 from counterpoint.machine import DeviceSpec, LinkSpec, Machine
 from counterpoint.model.calibrate import Matmul, Row, error, fit, fit_matmuls
+from counterpoint.model.calibrate_cpu import fit_cpu, nic_of
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
@@ -239,3 +240,35 @@ def test_without_collectives_of_our_own_their_constants_stay():
     found, base = fit(rows, MACHINE), MACHINE.costs
     assert (found.direct_s, found.direct_bytes_per_s) == (base.direct_s, base.direct_bytes_per_s)
     assert found.copy_bytes_per_s != base.copy_bytes_per_s
+
+
+def test_rows_of_cpu_ranks_give_their_machine():
+    """Lines of time: fp32 products, copies, exchanges; and what an exchange beside them costs."""
+    cores = replace(MACHINE.device, num_sms=1, max_blocks_per_sm=1)
+    machine = replace(MACHINE, device=cores, gemm_tile=(16, 16))
+    rows: list[dict[str, Any]] = [
+        {"question": "matmul", "rows": m, "n": 64, "k": 64, "seconds": 2e-5 + 2 * m * 4096 / 25e9}
+        for m in (64, 1024)
+    ]
+    for question, start_s, rate in (
+        ("copy", 1e-5, 8e9), ("memory", 5e-6, 1e10), ("exchange", 2e-3, 25e6),
+    ):  # fmt: skip
+        rows += ({"question": question, "num_bytes": size, "seconds": start_s + size / rate}
+                 for size in (MIB, 4 * MIB))  # fmt: skip
+    rows += ({"question": "collective", "kind": kind, "num_bytes": size,
+              "seconds": 1e-3 + slower * size / 5e7}
+             for kind, slower in (("all_gather", 1), ("reduce_scatter", 2))
+             for size in (MIB, 4 * MIB))  # fmt: skip
+    rows += [{"question": "kernel", "seconds": 1e-6}, {"question": "barrier", "seconds": 3e-4}]
+    rows += ({"question": "beside", "which": which, "seconds": 1.2 + extra_s, "alone_s": 1.2,
+              "other_s": 1.0}
+             for which, extra_s in (("matmul", 0.3), ("copy", 0.1)))  # fmt: skip
+    found = fit_cpu(rows, machine)
+    costs, nic = found.costs, found.nic
+    assert nic is not None
+    got = (costs.gemm_flop_per_s, costs.kernel_s, costs.copy_bytes_per_s, costs.barrier_s,
+           costs.collective_bytes_per_s, nic.bytes_per_s, nic.latency_s,
+           costs.matmul_beside_copy, costs.copy_beside_matmul)  # fmt: skip
+    assert got == pytest.approx((50e9, 1e-5, 8e9, 3e-4, 5e7, 25e6, 2e-3, 1.3, 1.1))
+    assert costs.reduce_scatter_s > costs.all_gather_s == pytest.approx(1e-3)
+    assert nic_of(rows[:2]) is None

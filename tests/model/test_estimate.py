@@ -311,6 +311,20 @@ def test_an_eager_gather_by_hand():
     ]
 
 
+def test_where_one_block_runs_at_a_time_kernels_take_turns_and_exchanges_slow_them():
+    """As on a CPU rank: its barrier first, and an exchange has no engine of its own."""
+    machine = tiny_machine()
+    cores = replace(machine.device, max_blocks_per_sm=1)
+    nic = LinkSpec(name="NIC", bytes_per_s=16 * 1000 * 2 / 2e-6)
+    machine = replace(machine, device=cores, nic=nic)
+    plan = build(Problem(AG, 64, 16, 1000, 4, islands=2), "islands chunks=1")
+    spans = {label: (start, end) for _, label, start, end in by_hand(estimate(plan, machine))}
+    assert spans["open"] == (0.0, 1.0)
+    assert spans["matmul_own"][0] == 1.0
+    alone_us, both_us = 2.0, spans["give_1"][1] - spans["give_1"][0]
+    assert both_us > alone_us
+
+
 def test_a_scatter_by_hand():
     """K = 2000: two matmuls of 1 + 2 us, a copy of 1 + 0.016 us, a sum of 0.5 us."""
     machine = tiny_machine()

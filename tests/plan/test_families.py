@@ -76,6 +76,10 @@ def test_every_family_is_right(op: str, ranks: int, shape: str):
 @pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2), (6, 3), (6, 2)])
 @pytest.mark.parametrize("op", OPS)
 def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
+    for counts in ("host", "routed") if op in EXPERTS else ():
+        case = problem_of(op, "even", ranks, islands=islands, counts=counts)
+        for spec in specs(case):
+            prove_or_refuse(case, spec)
     for shape in ("even", "unequal")[: 1 + (ranks < 6)]:
         for bias in (False, True)[: 1 + (op in BIASED)]:
             case = problem_of(op, shape, ranks, bias=bias, islands=islands)
@@ -298,7 +302,7 @@ def test_a_misspelt_family_and_a_misspelt_word_have_a_suggestion(op: str):
         (AG, 4, "", "auto or one of serial, .*, got ''"),
         (AG, 4, "fused", "auto or one of serial, direct, shard_p2p, .*, got 'fused'"),
         (RS, 4, "uniform_unfused_2d", "auto or one of serial, direct, fused, shard_p2p, graded, "),
-        (AG_WGRAD, 4, "graded", "auto or one of serial, sliced, got 'graded'"),
+        (AG_WGRAD, 4, "graded", "auto or one of serial, sliced, islands, got 'graded'"),
         (AG, 3, "shard_p2p xor", "for a power of two of ranks where it says xor, got .*; use ring"),
         (AG_BACKWARD, 3, "side_by_side xor", "for a power of two of ranks where it says xor"),
         ("all_to_all_matmul", 3, "grouped xor", "for a power of two of ranks where it says xor"),

@@ -34,7 +34,7 @@ from counterpoint.plan.attended import ATTENTION as KINDS
 from counterpoint.plan.bind import Program
 from counterpoint.plan.families import build, families
 from counterpoint.plan.happens_before import HappensBefore
-from counterpoint.plan.steps import Plan
+from counterpoint.plan.steps import Plan, Region
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
 
@@ -96,6 +96,12 @@ CASES = [
     Case(RS, "islands chunks=1", (2, 2, 2), islands=3),
     Case(AR, "islands chunks=1", (2, 2, 2, 2), bias=True, islands=2),
     Case(AR, "islands chunks=2", (2, 2), islands=2),
+    Case(AG_WGRAD, "islands chunks=2", (3, 2, 1, 2), islands=2),
+    Case(AG_WGRAD, "islands chunks=2", (2, 2), islands=2, splits=(2, 3)),
+    Case(AG_BACKWARD, "islands chunks=2", (2, 2), islands=2),
+    Case(AG_BACKWARD, "islands chunks=1", (2, 2, 2, 2), islands=2, splits=(2, 3)),
+    Case(RS_BACKWARD, "islands chunks=1", (2, 0, 3), islands=3),
+    Case(RS_BACKWARD, "islands chunks=2", (4, 4, 4, 4), islands=2),
     Case(RS, "serial", (2, 2, 2, 2), islands=2),
     Case(RS, "serial", (2, 2, 2), bias=True),
     Case(RS, "serial", (2, 3)),
@@ -145,6 +151,12 @@ CASES = [
     Case(COMBINE, "grouped 1/1 xor chunks=2", (4, 4), experts=2),
     Case(DISPATCH, "grouped 1/1 ring chunks=2", (8, 8), experts=2, counts="host"),
     Case(COMBINE, "grouped 2 ring chunks=2", (8, 8), experts=2, counts="host"),
+    Case(DISPATCH, "islands", (4, 4, 4, 4), experts=2, islands=2),
+    Case(DISPATCH, "islands", (2, 2), experts=2, islands=2),
+    Case(DISPATCH, "islands", (2, 2, 2), experts=1, islands=3),
+    Case(COMBINE, "islands", (4, 4, 4, 4), experts=2, islands=2),
+    Case(COMBINE, "islands", (2, 2, 2), experts=1, islands=3),
+    Case(COMBINE, "islands", (2, 2, 2, 2), experts=1, islands=2, counts="routed"),
     Case(COMBINE, "serial", (3, 3), experts=3),
     Case(COMBINE, "grouped 2/1 ring", (6, 6, 6), experts=3),
     Case(COMBINE, "grouped 1/1 xor", (4, 4), experts=2),
@@ -261,7 +273,7 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
         a, b = steps[names[0]], steps[names[2]]
         if a.lane != b.lane:
             return "swap over lanes"
-        written = {(r.buffer, r.at) for r in a.writes} & {(r.buffer, r.at) for r in b.reads}
+        written = any(_overlap(r, q) for r, q in product(a.writes, b.reads))
         if a.kind in KINDS and a.kind == b.kind and a.accumulates and b.accumulates:
             return "another order of sums"
         return "" if a.name in b.after or written else "swap on a lane"
@@ -298,6 +310,12 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
             ):
                 return "wider product"
     return ""
+
+
+def _overlap(r: Region, q: Region) -> bool:
+    """Whether two regions are of one memory, and name no other blocks of it."""
+    apart = r.shards and q.shards and not {*r.shards} & {*q.shards}
+    return (r.buffer, r.at) == (q.buffer, q.at) and not apart
 
 
 def test_at_least_95_of_100_mutants_are_refused():

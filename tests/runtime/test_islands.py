@@ -1,23 +1,32 @@
 """Ranks on several islands: found from their names, and operators between them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from embedding_cases import Bags, expected, problem_of, random_bags
+from grad_bodies import GradCase, several_weights, wrong_grad_cases
+from island_bodies import CPU, everyone, near, on_islands, shards
 from on_ranks import on_ranks
+from rank_bodies import Case, world
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.choose.known import save_machine
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.machine import LinkSpec
+from counterpoint.ops.auto import choose_spec
+from counterpoint.ops.call import prepare
+from counterpoint.ops.samples import operands, operator_of
+from counterpoint.plan.operation import operation_of
+from counterpoint.presets import preset
+from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of
 from counterpoint.runtime.ranks import gather_object, spawn
-from counterpoint.runtime.workspace import forget, workspace_of
-
-CPU = torch.device("cpu")
+from counterpoint.runtime.workspace import workspace_of
 
 
 def test_islands_are_neighbours_of_one_name():
@@ -36,31 +45,6 @@ def test_what_is_no_grid_is_islands_of_one_rank(names: str, why: str):
     assert (found.number, found.size, [*found.mine], found.why) == (len(names), 1, [2], why)
 
 
-def shards(rank: int, *shape: int) -> Tensor:
-    torch.manual_seed(rank)
-    return torch.randn(*shape, dtype=torch.float32)
-
-
-def everyone(t: Tensor) -> list[Tensor]:
-    return [each.double() for each in gather_object(t, dist.group.WORLD)]  # type: ignore[arg-type]
-
-
-def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-
-
-@contextmanager
-def on_islands(rank: int, size: int) -> Iterator[int]:
-    """Neighbours are on islands of that size; how many there are."""
-    group: Any = dist.group.WORLD
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COUNTERPOINT_ISLAND", str(rank // size))
-        workspace = workspace_of(group, CPU)
-        yield workspace.islands.number
-        dist.barrier()
-        forget(workspace)
-
-
 @on_ranks(4)
 def test_operators_between_islands(rank: int, world_size: int):
     for size in (1, 2):
@@ -71,7 +55,7 @@ def test_operators_between_islands(rank: int, world_size: int):
 
 
 def compare(rank: int, world_size: int, rows: int, plan: str) -> None:
-    """All operators that have such plans, with their gradients, against fp64."""
+    """All operators that have such plans, against fp64."""
     x, w, bias = shards(rank, rows, 16), shards(rank + 9, 16, 8), shards(rank, 8)
     y = cp.all_gather_matmul(x, w, bias=bias, plan=plan)
     near(y, torch.cat(everyone(x)) @ w.double() + bias.double())
@@ -82,12 +66,47 @@ def compare(rank: int, world_size: int, rows: int, plan: str) -> None:
     near(cp.matmul_reduce_scatter(partial, w, bias=bias, plan=plan), total[own] + bias.double())
     near(cp.matmul_all_reduce(partial, w, plan=plan), total)
 
-    x, w = x.requires_grad_(), w.requires_grad_()
-    dy = shards(rank, rows * world_size, 8)
-    dx, dw = torch.autograd.grad(cp.all_gather_matmul(x, w, plan=plan), (x, w), dy)
-    back = [a @ b.T for a, b in zip(everyone(dy), everyone(w.detach()), strict=True)]
-    near(dx, torch.stack(back).sum(0)[own])
-    near(dw, torch.cat(everyone(x.detach())).T @ dy.double())
+
+GRADIENTS = [
+    GradCase(Case(op, "islands chunks=2", rows, 9, 6, bias=True, layout=layout), needs)
+    for op, layout in (("all_gather_matmul", "plain"), ("matmul_reduce_scatter", "transposed"))
+    for rows in ((5, 5, 5, 5), (3, 0, 7, 1))
+    for needs in ((True, True), (True, False), (False, True))
+    # sums between islands are of equal rows; gradients of a gather go the library's way then
+    if op == "all_gather_matmul" or len(set(rows)) == 1
+]
+
+
+@on_ranks(4)
+def test_gradients_between_islands(rank: int, world_size: int) -> list[str]:
+    found: list[str] = []
+    for size in (1, 2):
+        with on_islands(rank, size):
+            found += wrong_grad_cases(rank, world_size, GRADIENTS)
+            for rows in ((4,) * 4, (1, 5, 2, 0)):
+                found += several_weights(rank, world_size, "islands", rows, torch.float32)
+            found += wrong_backward_plans(rank, world_size, world_size // size)
+    return found
+
+
+def wrong_backward_plans(rank: int, ranks: int, islands: int) -> list[str]:
+    """Each plan of a gradient that is weighed computes the same as serial."""
+    found: list[str] = []
+    for op in ("all_gather_matmul_backward", "all_gather_matmul_wgrad",
+               "matmul_reduce_scatter_backward"):  # fmt: skip
+        problem = Problem(op, 8 * ranks, 12, 20, ranks, "float32", islands=islands)
+        torch.manual_seed(rank)
+        given = operands(problem, rank, CPU)
+        specs = operation_of(op).candidates(problem)
+        want, *others = (
+            prepare(operator_of(op), given, spec, [], world())(given) for spec in specs
+        )  # fmt: skip
+        assert len(others) == 4
+        for spec, got in zip(specs[1:], others, strict=True):
+            pairs = zip(got, want, strict=True)
+            if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs):
+                found.append(f"{op} {spec} on {islands} islands")
+    return found
 
 
 @on_ranks(4)
@@ -186,6 +205,30 @@ def test_bags_that_islands_cannot_exchange_are_refused_on_all_ranks(rank: int, w
         with pytest.raises(InputError, match="batch must be equal on all ranks"):
             called(bags, problem_of(dims, (2, 3, 1, 2) if rank else (2,) * 4), "sum", "islands")
         called(bags, p, "sum", "islands")
+
+
+@on_ranks(4)
+def test_auto_takes_what_the_model_says_once_the_nic_is_known(
+    rank: int, world_size: int, tmp_path: Path
+):
+    """Without a machine it is the library's way, whatever there is in the cache for one island."""
+    folder = gather_object(str(tmp_path), dist.group.WORLD)[0]  # type: ignore[arg-type]
+    nic = LinkSpec(name="NIC", bytes_per_s=45e9, latency_s=5e-6)
+    inside = preset("h200-2")
+    machine = replace(inside, measured=inside.costs, nic=nic)
+    problem = Problem("all_gather_matmul", 65536, 8192, 8192, world_size, islands=2)
+    specs: list[str] = []
+    for known in (None, machine, replace(machine, nic=None)):
+        with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COUNTERPOINT_CACHE", folder)
+            if known is not None and rank == 0:
+                save_machine(known, CPU.type, world_size)
+            dist.barrier()
+            specs.append(choose_spec(problem, workspace_of(dist.group.WORLD, CPU), ()))  # type: ignore[arg-type]
+            x, w = shards(rank, 8, 16), shards(rank, 16, 8)
+            near(cp.all_gather_matmul(x, w), torch.cat(everyone(x)) @ w.double())
+    want = cp.choose(problem, machine)
+    assert want.plan.family == "islands" and specs == ["serial", want.spec, "serial"]
 
 
 @on_ranks(2)

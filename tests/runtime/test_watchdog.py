@@ -12,8 +12,11 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime.islands import islands_of
 from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes, awaited_by
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.watchdog import Watchdog
+from counterpoint.runtime.wire import Nccl
 
 RANK = 1
 
@@ -74,3 +77,41 @@ def test_the_thread_says_it_by_itself(lanes: CudaLanes, capfd: pytest.CaptureFix
         said += capfd.readouterr().err
     assert "ranks [0] did not signal step 'open'" in said
     assert watchdog.look() is not None
+
+
+def test_a_wait_of_a_library_is_told_and_ended(capfd: pytest.CaptureFixture[str]):
+    found: list[PeerTimeoutError] = []
+    ended: list[bool] = []
+    watchdog = Watchdog(np.zeros(1, dtype=np.int64), lambda *_: found[0], quiet())
+    watchdog.watch(lambda: found[0] if found else None, lambda: ended.append(True))
+    assert watchdog.look() is None and not ended
+    found.append(PeerTimeoutError("rank 1 (island 1) did not take part", rank=1, step="give_1"))
+    deadline_s = time.monotonic() + 60
+    while not ended and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert ended == [True] and watchdog.look() is found[0]
+    assert capfd.readouterr().err.count("rank 1 (island 1) did not take part") == 1
+
+
+def test_an_exchange_has_its_time_from_when_it_is_seen():
+    """As long as others end, however often the same one is under way, none is late."""
+    wire = object.__new__(Nccl)
+    islands = islands_of(["a", "b"], 0)
+    wire._workspace = SimpleNamespace(timeout_s=0.05, islands=islands)  # type: ignore[assignment]
+    wire._known = {(Awaited("all_gather_matmul", "exchange", "give_1"), 1, 1): 0}
+    words = np.zeros((2, 2), dtype=np.int64)
+    (wire._begun, wire._ended), wire._under_way, wire._since_s = words, 0, 0.0
+    for number in range(1, 5):
+        words[0, 0] = number  # the one before has ended
+        words[1, 0] = number - 1
+        assert wire._late() is None
+        time.sleep(0.02)
+    time.sleep(0.1)
+    fault = wire._late()
+    assert fault is not None and (fault.rank, fault.step) == (1, "give_1")
+    assert str(fault).startswith(
+        "all_gather_matmul: rank 1 (island 1) did not take part in exchange 'give_1': "
+        "within 0.05 s; the group is unusable"
+    )
+    words[1, 0] = 4
+    assert wire._late() is None

@@ -15,7 +15,7 @@ from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, pipeline, predict
 from counterpoint.scale.assumptions import GROUPS, listed
-from counterpoint.scale.fabric import Network
+from counterpoint.scale.fabric import Group, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.models import MODELS
 from counterpoint.timeline import Timeline
@@ -124,6 +124,25 @@ def test_a_faster_nic_is_never_slower(
     slow, fast = (predict(TINY, layout, Fabric(nic_bytes_per_s=rate)).seconds
                   for rate in (25e9, 25e9 * factor))  # fmt: skip
     assert fast <= slow * (1 + 1e-9)
+
+
+def test_tensor_parallel_ranks_of_several_islands_take_plans_between_them():
+    """16 ranks on 8-GPU islands: the NIC has a lane; on a torus it is as before."""
+    network = Network(preset("h200-8"), Fabric())
+    machine = network.as_islands(Group(16, 1))
+    assert machine is not None and machine.nic is not None
+    assert machine.nic.bytes_per_s == network.nic.bytes_per_s
+    assert machine.costs.copy_bytes_per_s == network.machine.costs.copy_bytes_per_s
+    assert network.as_islands(Group(8, 1)) is None
+    assert Network(preset("h200-8"), Fabric(torus=(2,))).as_islands(Group(16, 1)) is None
+    pods = Network(preset("h200-8"), Fabric(levels=((16, 4),))).as_islands(Group(32, 1))
+    assert pods is not None and pods.nic is not None
+    assert pods.nic.bytes_per_s == network.nic.bytes_per_s / 4
+    layout = Layout.on(64, tp=16, dp=4)
+    ours, none = (
+        predict("llama3-405b", layout, machine="h200-8", overlap=o) for o in ("ours", "none")
+    )
+    assert ours.seconds < none.seconds
 
 
 def test_more_micro_batches_take_longer_in_proportion():

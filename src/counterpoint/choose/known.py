@@ -23,6 +23,7 @@ from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 
 FORMAT = 1
+CPU = "cpu"  # in place of a GPU's name
 
 
 class Kind(NamedTuple):
@@ -167,7 +168,8 @@ def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
         machine = Machine.from_json(json.dumps(content["machine"]))
     except (CounterpointError, KeyError, OverflowError) as error:
         return _ignore(path, f"is damaged: {error}")
-    return machine if machine.measured else _ignore(path, "has no measured costs")
+    known = machine.measured or machine.nic
+    return machine if known else _ignore(path, "has no measured costs")
 
 
 def _read(path: Path, wants: Mapping[str, object]) -> dict[str, Any] | None:

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint.choose.known import save_machine
-from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.choose.known import CPU, save_machine
+from counterpoint.cli.launch import gloo_group, nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.cli.show import table
 from counterpoint.costs import Costs
 from counterpoint.errors import InputError
@@ -25,24 +25,24 @@ ROUNDS = {True: 7, False: 3}  # of a full and of a quick run
 
 
 def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None) -> int:
-    """Measure, print and save; 0.
+    """Measure, print and save; 0. Under torchrun of all its ranks, on CPUs where they have no GPU.
 
     Raises:
         InputError: there are fewer than two GPUs, or than `ranks`, or that is one.
         UnsupportedError: no preset describes this GPU.
     """
     gpus = torch.cuda.device_count()
-    if gpus < 2:
+    if gpus < 2 and not under_torchrun():
         instead = (
             "`counterpoint plan all_gather_matmul --shape 8192,7168,8192` predicts for GPUs that "
             "are known, here too"
         )
         raise too_few_gpus("characterize", instead)
-    if ranks and not 2 <= ranks <= gpus:
+    if ranks and gpus and not 2 <= ranks <= gpus:
         raise InputError("characterize", "--ranks", want=f"from 2 to the {gpus} here", got=ranks)
     if not under_torchrun():
         return torchrun(ranks or gpus)
-    with nccl_group() as (group, device):
+    with (nccl_group if gpus else gloo_group)() as (group, device):
         first = group.rank() == 0
         console = Console(highlight=False, quiet=not first)
         start_s = time.monotonic()
@@ -58,9 +58,13 @@ def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None)
                 group=group, device=device, rounds=ROUNDS[full], progress=say
             )
             console.print(table_of(machine))
+            if machine.nic is not None:
+                rate, start_us = machine.nic.bytes_per_s / 1e9, machine.nic.latency_s * 1e6
+                console.print(f"to other islands: {rate:.3g} GB/s, {start_us:.0f} us")
             console.print(f"{machine.source}, in {time.monotonic() - start_s:.0f} s")
         if first:
-            _save(console, machine, torch.cuda.get_device_name(device), group.size(), out)
+            name = torch.cuda.get_device_name(device) if gpus else CPU
+            _save(console, machine, name, group.size(), out)
             if rows is not None:
                 record.append(rows, measured)
                 console.print(f"{len(measured)} rows added to {rows}", soft_wrap=True)

@@ -31,7 +31,22 @@ def nccl_group() -> Generator[tuple[dist.ProcessGroup, torch.device]]:
     """The group of all ranks that torchrun has started, and the GPU of this one."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    with _group("nccl", device) as found:
+        yield found
+
+
+@contextmanager
+def gloo_group() -> Generator[tuple[dist.ProcessGroup, torch.device]]:
+    """Likewise of CPU ranks."""
+    with _group("gloo", torch.device("cpu")) as found:
+        yield found
+
+
+@contextmanager
+def _group(
+    backend: str, device: torch.device
+) -> Generator[tuple[dist.ProcessGroup, torch.device]]:  # fmt: skip
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     group = dist.group.WORLD
     assert group is not None
     try:

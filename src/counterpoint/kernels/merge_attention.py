@@ -32,6 +32,8 @@ def merge_attention_kernel(
     lse_ptrs = lse_ptr + head * stride_lse + offs_row
     lse = tl.load(lse_ptrs, mask=in_rows, other=0.0)
     lse_other = tl.load(lse_other_ptr + head * stride_lse_other + offs_row, mask=in_rows, other=0.0)
+    # several warps hold the same rows: all have read them before one of them stores new ones
+    tl.debug_barrier()
     # of both exponentials the larger is 1: neither overflows
     top = tl.maximum(lse, lse_other)
     exp, exp_other = tl.exp(lse - top), tl.exp(lse_other - top)

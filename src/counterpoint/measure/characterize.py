@@ -18,8 +18,11 @@ from torch import Tensor
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.machine import Machine
 from counterpoint.measure import record
+from counterpoint.measure.characterize_cpu import characterize_cpu
+from counterpoint.measure.exchanges import Row, exchanges, island_of
 from counterpoint.measure.timing import captured, host_s, rotate
 from counterpoint.model.calibrate import fit
+from counterpoint.model.calibrate_cpu import nic_of
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.auto import matmul_tile
 from counterpoint.plan.bind import Arrival, bind
@@ -47,7 +50,6 @@ CALLS = 8
 L2_ROTATIONS = 4
 
 Call = Callable[[int], object]
-Row = dict[str, Any]
 
 
 def characterize(
@@ -66,39 +68,40 @@ def characterize(
         InputError: fewer than two ranks.
         UnsupportedError: no preset describes this GPU.
     """
-    bench = Bench(group, device, rounds)
-    ranks = bench.ranks
-    name = torch.cuda.get_device_name(device)
-    base = preset_of(name, min(ranks, 8))
+    if device.type == "cpu":
+        return characterize_cpu(group=group, rounds=rounds, progress=progress)
+    if (ranks := group.size()) < 2:
+        raise InputError("characterize", "group", want="2 ranks or more", got=ranks)
+    name, workspace = torch.cuda.get_device_name(device), workspace_of(group, device)
+    base = preset_of(name, min(workspace.islands.size, 8))
     if base is None:
         raise UnsupportedError(f"characterize: no preset describes {name!r}; see presets.py")
-    rows: list[Row] = []
-    questions = (
-        bench.matmuls, bench.copies, bench.collectives, bench.direct, bench.memory, bench.signals,
-        bench.contention, bench.host,
-    )  # fmt: skip
-    for question in questions:
-        progress(question.__name__)
-        rows += question()
+    progress("exchanges")
+    rows, costs = exchanges(workspace, rounds), None
+    if workspace.islands.size > 1:
+        bench = Bench(island_of(workspace), device, rounds)
+        questions = (
+            bench.matmuls, bench.copies, bench.collectives, bench.direct, bench.memory,
+            bench.signals, bench.contention, bench.host,
+        )  # fmt: skip
+        for question in questions:
+            progress(question.__name__)
+            rows += question()
+        costs = fit(rows, base)
     facts = {"table": "characterize", "ranks": ranks} | record.environment()
-    versions = f"torch {torch.__version__}, {facts['date']}"
-    machine = replace(base, measured=fit(rows, base),
-                      source=f"measured on {ranks}x {name}, {versions}")  # fmt: skip
+    source = f"measured on {ranks}x {name}, torch {torch.__version__}, {facts['date']}"
+    machine = replace(base, measured=costs, nic=nic_of(rows), source=source)
+    # islands measure side by side, and may find other numbers
+    machine, rows = workspace.gather((machine, rows))[0]
     return machine, [row | facts for row in rows]
 
 
 class Bench:
-    """The questions, each a method that returns rows.
-
-    Raises:
-        InputError: fewer than two ranks.
-    """
+    """The questions to the ranks of one island, each a method that returns rows."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, rounds: int) -> None:
         self.group, self.device, self.rounds = group, device, rounds
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        if self.ranks < 2:
-            raise InputError("characterize", "group", want="2 ranks or more", got=self.ranks)
         self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self.memory_of_peers: Any = allocate(max(COPIES) * self.ranks, group, device)
         self.pads: Any = allocate(1 << 16, group, device)

@@ -51,16 +51,16 @@ def fit(rows: Sequence[Row], machine: Machine) -> Costs:
     matmuls = [
         Matmul(row["rows"], row["n"], row["k"], row["seconds"],
                (row["tile"][0], row["tile"][1]) if row.get("tile") else None)
-        for row in _of(rows, "matmul")
+        for row in rows_of(rows, "matmul")
     ]  # fmt: skip
     costs = fit_matmuls(matmuls, costs, machine)
     # what long matmuls would show: see Costs.beside_copy
     full = replace(costs, matmul_beside_copy=2.0)
-    beside = [
+    shares = [
         {**row, "part": full.beside_copy(row["alone_s"]) - 1}
-        for row in _of(rows, "beside", which="matmul")
+        for row in rows_of(rows, "beside", which="matmul")
     ]
-    return replace(costs, matmul_beside_copy=_beside(beside))
+    return replace(costs, matmul_beside_copy=beside(shares))
 
 
 def _check_rows(rows: Sequence[Row]) -> None:
@@ -76,7 +76,7 @@ def _check_rows(rows: Sequence[Row]) -> None:
                 raise InputError("fit", found.where, want=found.want, got=found.got)
 
 
-def _of(rows: Sequence[Row], question: str, **facts: str) -> list[Row]:
+def rows_of(rows: Sequence[Row], question: str, **facts: str) -> list[Row]:
     """The rows of a question.
 
     Raises:
@@ -92,10 +92,10 @@ def _of(rows: Sequence[Row], question: str, **facts: str) -> list[Row]:
 
 def _of_kernels(rows: Sequence[Row], costs: Costs) -> Costs:
     """`costs` with what copies, memory, signals and the host take."""
-    copy_s, copy_rate = _line(_of(rows, "copy"))
-    memory = max(_of(rows, "memory"), key=lambda row: row["num_bytes"])
-    kernel_s = median(row["seconds"] for row in _of(rows, "kernel"))
-    host = sorted(_of(rows, "host"), key=lambda row: row["num_steps"])
+    copy_s, copy_rate = line(rows_of(rows, "copy"))
+    memory = max(rows_of(rows, "memory"), key=lambda row: row["num_bytes"])
+    kernel_s = median(row["seconds"] for row in rows_of(rows, "kernel"))
+    host = sorted(rows_of(rows, "host"), key=lambda row: row["num_steps"])
     first, last = host[0], host[-1]
     step_s = (last["seconds"] - first["seconds"]) / max(last["num_steps"] - first["num_steps"], 1)
     return replace(
@@ -104,8 +104,8 @@ def _of_kernels(rows: Sequence[Row], costs: Costs) -> Costs:
         kernel_s=kernel_s,
         copy_bytes_per_s=copy_rate,
         copy_overhead_s=copy_s,
-        barrier_s=median(row["seconds"] for row in _of(rows, "barrier")),
-        copy_beside_matmul=_beside(_of(rows, "beside", which="copy")),
+        barrier_s=median(row["seconds"] for row in rows_of(rows, "barrier")),
+        copy_beside_matmul=beside(rows_of(rows, "beside", which="copy")),
         host_step_s=max(step_s, 0.0),
         host_call_s=max(first["seconds"] - first["num_steps"] * step_s, 0.0),
     )
@@ -117,12 +117,12 @@ def _of_collectives(rows: Sequence[Row], costs: Costs) -> Costs:
     One rate for both of the library's, and each its own rest; what is little is sent in another
     way.
     """
-    collectives = _of(rows, "collective")
+    collectives = rows_of(rows, "collective")
     large = [row for row in collectives if row["num_bytes"] > SMALL_BYTES] or collectives
-    _, rate = _line(large)
+    _, rate = line(large)
 
     def rest_s(kind: str) -> float:
-        own = (row for row in _of(rows, "collective", kind=kind) if row in large)
+        own = (row for row in rows_of(rows, "collective", kind=kind) if row in large)
         return median(max(row["seconds"] - row["num_bytes"] / rate, 0.0) for row in own)
 
     costs = replace(
@@ -134,7 +134,7 @@ def _of_collectives(rows: Sequence[Row], costs: Costs) -> Costs:
         costs = replace(costs, collective_small_s=median(rests))
     # a number of ranks that is no power of two has none: then no plan asks for it
     if ours := [row for row in rows if row["question"] == "direct"]:
-        direct_s, direct_rate = _line(ours)
+        direct_s, direct_rate = line(ours)
         costs = replace(costs, direct_s=direct_s, direct_bytes_per_s=direct_rate)
     return costs
 
@@ -218,7 +218,7 @@ def error(matmuls: Sequence[Matmul], costs: Costs, machine: Machine) -> float:
     return total / len(matmuls)
 
 
-def _line(rows: Sequence[Row]) -> tuple[float, float]:
+def line(rows: Sequence[Row]) -> tuple[float, float]:
     """(seconds, bytes per second) of seconds = a + bytes / rate, each row counted alike."""
     weights = [1 / row["seconds"] ** 2 for row in rows]
     x = [float(row["num_bytes"]) for row in rows]
@@ -236,7 +236,7 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
     return max(mean_y - slope * mean_x, 0.0), 1 / slope
 
 
-def _beside(rows: Sequence[Row]) -> float:
+def beside(rows: Sequence[Row]) -> float:
     """How much longer one takes while the other is under way, from the whole of both."""
     # it ran beside the other for as long as the other took, and where that was longer after all, of
     # both together more than the longer is loss

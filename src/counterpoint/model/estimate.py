@@ -149,10 +149,12 @@ class _Rank:
         self.into = [_into(bound) for bound in program.steps]
         self.ended = [False] * len(program.steps)
         lanes: dict[str, list[int]] = {}
+        main_lane = program.plan.lanes[0].name
         for i, bound in enumerate(program.steps):
-            lanes.setdefault(bound.step.lane, []).append(i)
+            turns = machine.device.one_at_a_time and bound.step.kind not in ("copy", "exchange")
+            lanes.setdefault(main_lane if turns else bound.step.lane, []).append(i)
         self.lanes = [_Lane(steps) for steps in lanes.values()]
-        main = lanes.get(program.plan.lanes[0].name, [])
+        main = lanes.get(main_lane, [])
         if main and len(lanes) > 1:  # side lanes fork from it, and it joins them behind its last
             last = next(launch[0] for launch in batches(program) if main[-1] in launch)
             self.work_s[last] += SIDE_STARTS * machine.costs.kernel_s
@@ -174,6 +176,8 @@ class _Simulation:
         self.costs: Costs = machine.costs
         self.ranks = [_Rank(program, machine, tiles, measured) for program in programs]
         self.alone = len(programs) == 1
+        # what slows matmuls and is slowed by them: a NIC has an engine, a CPU's is its cores
+        self.copies = {"copy", "exchange"} if machine.device.one_at_a_time else {"copy"}
         # equal copies go to one rank each, and on a mesh each pair has its own link
         unequal = len(set(programs[0].plan.problem.rows)) > 1
         self.shares = unequal and machine.link.topology != "mesh"
@@ -269,8 +273,8 @@ class _Simulation:
 
     def _factor(self, rank: _Rank, lane: _Lane, kinds: set[str], into: Counter[int]) -> float:
         """What the time of the step under way is multiplied by, for what runs beside it."""
-        if rank.program.steps[lane.current].step.kind != "copy":
-            return rank.beside_copy[lane.current] if "copy" in kinds else 1.0
+        if rank.program.steps[lane.current].step.kind not in self.copies:
+            return rank.beside_copy[lane.current] if kinds & self.copies else 1.0
         slowness = self.costs.copy_beside_matmul if "matmul" in kinds else 1.0
         # what comes to one rank from several shares its link
         return slowness * max(into[rank.into[lane.current]], 1)

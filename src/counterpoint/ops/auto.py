@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.choose.by_model import by_model, candidates, part_rows
-from counterpoint.choose.known import Knowledge, load, problem_key
+from counterpoint.choose.known import CPU, Knowledge, load, problem_key
+from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
@@ -26,7 +27,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     if problem.ranks == 1 or refused_in(workspace):
         return "serial"
     if problem.islands > 1 and (known.machine is None or known.machine.nic is None):
-        return "serial"
+        return problem.operation.without_serial(problem)[0] or "serial"
     tuned = known.tuned.get(problem_key(problem))
     if tuned is not None:
         try:
@@ -39,8 +40,11 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
         return problem.operation.without_serial(problem)[0] or "serial"
     if not any(candidates(problem, known.machine)):
         return "serial"
-    capturing = torch.cuda.is_current_stream_capturing()
-    tiles = {} if capturing else known_tiles(problem, workspace.device, _columns(tensors))
+    on_gpu = workspace.device.type == "cuda"
+    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    tiles: Tiles = NO_TILES
+    if on_gpu and not capturing:
+        tiles = known_tiles(problem, workspace.device, _columns(tensors))
     # memory for words cannot be made in a capture; what there is of it is equal on all ranks
     room = None
     if capturing:
@@ -53,11 +57,12 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
 def knowledge_of(workspace: Workspace) -> Knowledge:
     """What is known of the machine of this group; collective at its first call."""
     if workspace.knowledge is None:
-        if workspace.device.type != "cuda":
+        on_gpu, ranks = workspace.device.type == "cuda", workspace.group.size()
+        if not on_gpu and workspace.islands.number == 1:
             workspace.knowledge = Knowledge(None, {})
             return workspace.knowledge
-        name, ranks = torch.cuda.get_device_name(workspace.device), workspace.group.size()
-        if torch.cuda.is_current_stream_capturing():
+        name = torch.cuda.get_device_name(workspace.device) if on_gpu else CPU
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             # ranks cannot talk now: what the package has is equal on all of them
             return Knowledge(load(name, ranks, torch.__version__, folder=None).machine, {})
         mine = load(name, ranks, torch.__version__) if workspace.rank == 0 else None

@@ -203,14 +203,14 @@ def gradients_of_gather(
     need_dx, need_dw = needs
     dys, ws = [dy.contiguous() for dy in dys], list(weights)  # autograd hands over expanded ones
     if need_dx and need_dw:
-        plan = backward_plan("all_gather_matmul_backward", plan)
+        plan = backward_plan("all_gather_matmul_backward", plan, rows)
         dx, *dws = ops.all_gather_matmul_backward(dys, x, ws, plan, rows, *where)
         return dx, dws
     if need_dx:
-        plan, wts = backward_plan("matmul_reduce_scatter", plan), [w.t() for w in ws]
+        plan, wts = backward_plan("matmul_reduce_scatter", plan, rows), [w.t() for w in ws]
         return ops.matmul_reduce_scatter_sum(dys, wts, plan, rows, *where), None
     if need_dw:
-        plan = backward_plan("all_gather_matmul_wgrad", plan)
+        plan = backward_plan("all_gather_matmul_wgrad", plan, rows)
         stored = _transposed(ws[0])
         return None, ops.all_gather_matmul_wgrad(x, dys, stored, plan, rows, *where)
     return None, None
@@ -231,13 +231,13 @@ def gradients_of_scatter(
     need_dx, need_dw = needs
     dy = dy.contiguous()
     if need_dx and need_dw:
-        plan = backward_plan("matmul_reduce_scatter_backward", plan)
+        plan = backward_plan("matmul_reduce_scatter_backward", plan, rows)
         return ops.matmul_reduce_scatter_backward(dy, x, w, plan, rows, *where)
     if need_dx:
-        plan = backward_plan("all_gather_matmul", plan)
+        plan = backward_plan("all_gather_matmul", plan, rows)
         return ops.all_gather_matmul(dy, w.t(), None, plan, rows, name, size), None
     if need_dw:  # dy is what is gathered, and dw comes out transposed
-        plan = backward_plan("all_gather_matmul_wgrad", plan)
+        plan = backward_plan("all_gather_matmul_wgrad", plan, rows)
         stored = not _transposed(w)
         (dwt,) = ops.all_gather_matmul_wgrad(dy, [x], stored, plan, rows, *where)
         return None, dwt.t()

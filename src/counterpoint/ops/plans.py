@@ -108,11 +108,20 @@ def family_of(plan: str) -> str:
     return own.family if own else (plan.split() or [""])[0]
 
 
-def backward_plan(op: str, plan: str) -> str:
-    """The plan of a backward operator whose forward was asked for with `plan`."""
+def backward_plan(op: str, plan: str, rows: Sequence[int] = ()) -> str:
+    """The plan of a backward operator whose forward was asked for with `plan`.
+
+    Args:
+        rows: of each rank; empty: equal, or of no account.
+    """
     if plan in ("auto", "serial"):
         return plan
     family = family_of(plan)
     if family == "islands":  # of an operator that has none the library's way
-        return plan if operation_of(op).family(family) else "serial"
+        found, own = operation_of(op).family(family), _plans.get(plan)
+        if found and len(set(rows)) > 1:  # as rows may be: of other sizes it takes any
+            ranks = len(rows)
+            asked = Problem(op, sum(rows), 1, 1, ranks, rows=tuple(rows), islands=ranks)
+            found = None if found.refusal(asked) else found
+        return (own.spec if own else plan) if found else "serial"
     return operation_of(op).gradient or family

@@ -144,7 +144,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
             yield Box(rank, f"y{suffix}", 0, *rows, 0, n), normal(terms)
 
 
-def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+def of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    """Rows of other islands as they come."""
     return islands.gather(p, grid, operands(p), partial(matmuls, p))
 
 
@@ -177,7 +178,7 @@ OPERATION = Operation(
         direct.family(serial, direct.refusal_of_gather),
         *grading.families(graded, gather_s, in_chunks=-1),
         *finer.families(operands, finer.gather, partial(finer_s, gathers=True), wants_one_weight),
-        islands.family(_of_islands, islands.refusal),
+        islands.family(of_islands, islands.refusal),
     ),
     candidates=candidates,
     collectives=("all_gather",),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from counterpoint.machine import Machine
-from counterpoint.plan import all_gather_matmul_wgrad, matmul_reduce_scatter
+from counterpoint.plan import all_gather_matmul_wgrad, islands, matmul_reduce_scatter
 from counterpoint.plan.all_gather_matmul import push_shards
 from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad, wgrads
 from counterpoint.plan.bind import Box
@@ -22,11 +22,12 @@ from counterpoint.plan.names import LANES, OWN, X, collective, in_one_lane, numb
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order, orders
 from counterpoint.plan.sizes import check_gradients
-from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
 
 DX, WT = Region("dx"), Region("wt")
+GATHER = Lane("gather", "copy", priority=-1)
 
 
 def operands(p: Problem) -> tuple[Buffer, ...]:
@@ -49,8 +50,9 @@ def _dgrads(p: Problem, dx: Region) -> tuple[Step, ...]:
 def scatter_problem(p: Problem) -> Problem:
     """The matmul_reduce_scatter that makes dx: of dy, by wt."""
     return Problem(
-        "matmul_reduce_scatter", p.m, p.k, p.n, p.ranks, p.dtype, p.rows, splits=p.splits
-    )
+        "matmul_reduce_scatter", p.m, p.k, p.n, p.ranks, p.dtype, p.rows, splits=p.splits,
+        islands=p.islands,
+    )  # fmt: skip
 
 
 def serial(p: Problem) -> Plan:
@@ -83,12 +85,23 @@ def side_by_side(p: Problem, options: Options, machine: Machine) -> Plan:
     buffers = (*all_gather_matmul_wgrad.operands(p), full)
     dw = Plan(p, "gather", "", peers, buffers, LANES, steps)
     dx = matmul_reduce_scatter.graded(scatter_problem(p), (p.ranks,), peers, chunks)
+    tail = f" chunks={chunks}" if chunks > 1 else ""
+    return replace(_both(p, dw, dx), family="side_by_side", variant=f"{peers}{tail}")
+
+
+def _both(p: Problem, dw: Plan, dx: Plan) -> Plan:
+    """A plan for each dw_i, beside one for dx."""
     names = {"y": "dx"}
     for i, _ in numbered(p, p.n):
         names |= {f"x{i}": f"dy{i}", f"w{i}": f"wt{i}"}
-    both = dw | part(dx, p, buffers=names, prefix="dx_")
-    tail = f" chunks={chunks}" if chunks > 1 else ""
-    return replace(both, family="side_by_side", variant=f"{peers}{tail}")
+    return dw | part(dx, p, buffers=names, prefix="dx_")
+
+
+def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    dx = matmul_reduce_scatter.of_islands(scatter_problem(p), grid)
+    # sums are not to wait until what comes for dw has been passed on
+    dw = all_gather_matmul_wgrad.of_islands(p, replace(grid, copies=GATHER))
+    return replace(_both(p, dw, dx), family=dx.family, variant=dx.variant)
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -107,6 +120,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
+    if p.islands > 1:
+        return islands.candidates(p)
     tails = "", " chunks=2"
     return "serial", *(f"side_by_side {o}{tail}" for o in orders(p.ranks) for tail in tails)
 
@@ -118,6 +133,7 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         Family(name="side_by_side", takes=("peers", "chunks"), build=side_by_side),
+        islands.family(_of_islands),
     ),
     candidates=candidates,
     collectives=("all_gather", "reduce_scatter"),

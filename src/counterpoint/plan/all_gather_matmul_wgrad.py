@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from counterpoint.machine import Machine
+from counterpoint.plan import islands
 from counterpoint.plan.bind import Box
+from counterpoint.plan.compose import without_implied_edges
 from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
 from counterpoint.plan.names import LANES, X, collective, in_one_lane, numbered
@@ -87,6 +89,31 @@ def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
     return Plan(p, "sliced", variant, peers, (*operands(p), full), LANES, tuple(steps))
 
 
+def of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    """Likewise, of what goes to another island once.
+
+    Each slice has a `full` of its own, as what comes from another island has no gaps.
+    """
+    steps, fulls = [*grid.opening()], [*operands(p)]
+    for i, cols in enumerate(slices(p.k, grid.chunks)):
+        slot = i * grid.size * (grid.islands + 1)
+        each = replace(grid, chunks=1, first_slot=slot, part=f"_{i}")
+        own, full = Region("x", cols=cols), Region(f"full{each.part}")
+        steps += islands.giving(each, own, () if i else grid.opened)
+        kept = replace(full, shards=islands.OWN)
+        steps.append(islands.copied(grid, f"keep{each.part}", own, kept))
+        after, waits = [steps[-1].name], list[Signal]()
+        for _, _, _, given, heard in islands.arrivals(each):
+            after += given
+            waits += heard
+        name = f"matmul{each.part}"
+        multiply = wgrad(full, DY, name=name, after=tuple(after), waits=tuple(waits))
+        steps += wgrads(p, multiply, cols)
+        shape = p.m, cols[1] - cols[0]
+        fulls.append(Buffer(full.buffer, shape, p.dtype, grid.space, split=True))
+    return islands.plan_of(p, grid, tuple(fulls), [*without_implied_edges(steps)])
+
+
 def alone(p: Problem) -> tuple[Step, ...]:
     """What a group of one rank does."""
     return wgrads(p, wgrad(X, DY, name="matmul"))
@@ -100,6 +127,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
+    if p.islands > 1:
+        return islands.candidates(p)
     xor = [f"sliced {order} chunks=2" for order in orders(p.ranks)[1:]]
     return "serial", *(f"sliced ring chunks={n}" for n in (2, 3, 4)), *xor
 
@@ -111,6 +140,7 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         Family(name="sliced", takes=("peers", "chunks"), build=sliced),
+        islands.family(of_islands, islands.refusal),
     ),
     candidates=candidates,
     collectives=("all_gather",),

@@ -21,6 +21,7 @@ from counterpoint.problem import Problem
 NIC = Lane("nic", "nic", priority=-1)
 SUM = Lane("sum", "sm", priority=-1)
 CHUNKS = 4
+MOST_PIECES = 64  # of what comes to a rank, where plans are weighed
 OWN: tuple[Peer, ...] = ((0, 0),)
 
 Matmuls = Callable[..., tuple[Step, ...]]
@@ -33,12 +34,17 @@ class Grid:
     Args:
         chunks: of what goes to another island.
         first_slot: of its signals.
+        part: what stands behind the names of steps, and of `full`, of one gather of several, for
+            all of which is waited at once.
+        copies: their lane.
     """
 
     islands: int
     size: int
     chunks: int
     first_slot: int = 0
+    part: str = ""
+    copies: Lane = COPY
 
     @property
     def far(self) -> range:
@@ -76,9 +82,14 @@ class Grid:
         """Tell the rank `place` on."""
         return Signal(self.slot(place, *of), (0, place))
 
-    def waits(self, *of: int) -> tuple[Signal, ...]:
+    def waits(self, d: int = 0, chunk: int = 0) -> tuple[Signal, ...]:
         """Hear from all others of the island; that from place p on was posted at distance -p."""
-        return tuple(Signal(self.slot(p, *of), (0, -p)) for p in self.near)
+        places = () if self.part and d != self.islands - 1 else self.near
+        return tuple(Signal(self.slot(p, d, chunk), (0, -p)) for p in places)
+
+    def told(self, place: int, d: int = 0, chunk: int = 0) -> tuple[Signal, ...]:
+        """`post` behind a copy; where all is waited for at once, the last one of its lane."""
+        return () if self.part and d != self.islands - 1 else (self.post(place, d, chunk),)
 
     def opening(self) -> tuple[Step, ...]:
         """The barrier of an island, where it has several ranks."""
@@ -115,38 +126,41 @@ def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls
         buffers: the user's.
         matmuls: steps of the compute lane: name, region of x, region of y, after=, waits=.
     """
-    steps = [*grid.opening(), *matmuls("matmul_own", Region("x"), Region("y", ME, OWN))]
-    steps += _given(grid, Region("x"), grid.opened)
-    for name, shards, chunk, after, waits in _arrivals(grid, grid.opened):
+    first, *given = giving(grid, Region("x"), grid.opened)
+    # launched before the matmul, which leaves no SM until it ends
+    steps = [*grid.opening(), first]
+    steps += [*matmuls("matmul_own", Region("x"), Region("y", ME, OWN)), *given]
+    for name, shards, chunk, after, waits in arrivals(grid, grid.opened):
         there = (Region(b, ME, shards, chunk) for b in ("full", "y"))
         steps += matmuls(f"matmul_{name}", *there, after=after, waits=waits)
     full = Buffer("full", (p.m, p.k), p.dtype, grid.space, split=True)
     return plan_of(p, grid, (*buffers, full), steps)
 
 
-def _given(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
+def giving(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
     """My rows into `full` of all ranks: to rails by the NIC, to peers, what has come to peers."""
+    full, part = f"full{grid.part}", grid.part
     for d, name, chunk in grid.pieces:
-        source, arrived = replace(own, chunk=chunk), Region("full", ME, ((-d, 0),), chunk)
+        source, arrived = replace(own, chunk=chunk), Region(full, ME, ((-d, 0),), chunk)
         first = after if (d, chunk[0]) == (1, 0) else ()
-        yield exchange(f"give_{name}", d, source, arrived, first)
+        yield exchange(f"give_{name}{part}", d, source, arrived, first)
     for place in grid.near:
-        target = Region("full", (0, place), OWN)
+        target = Region(full, (0, place), OWN)
         first = after if place == 1 else ()
-        yield _copy(f"push_{place}", own, target, first, grid.post(place))
+        yield copied(grid, f"push_{place}{part}", own, target, first, grid.told(place))
     for d, name, chunk in grid.pieces:
-        arrived = Region("full", ME, ((-d, 0),), chunk)
+        arrived = Region(full, ME, ((-d, 0),), chunk)
         for place in grid.near:
             target = replace(arrived, at=(0, place))
-            first = (f"give_{name}",) if place == 1 else ()
-            post = grid.post(place, d, chunk[0])
-            yield _copy(f"pass_{name}_{place}", arrived, target, first, post)
+            first = (f"give_{name}{part}",) if place == 1 else ()
+            told = grid.told(place, d, chunk[0])
+            yield copied(grid, f"pass_{name}_{place}{part}", arrived, target, first, told)
 
 
 Arrival = tuple[str, tuple[Peer, ...], Chunk, tuple[str, ...], tuple[Signal, ...]]
 
 
-def _arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
+def arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
     """What there is in `full` as it comes: name, shards, chunk, and what says that it is there.
 
     Args:
@@ -156,7 +170,8 @@ def _arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
         yield "near", tuple((0, -p) for p in grid.near), (0, 1), first, grid.waits()
     for d, name, chunk in grid.pieces:
         shards = tuple((-d, -place) for place in range(grid.size))
-        yield f"far_{name}", shards, chunk, (f"give_{name}",), grid.waits(d, chunk[0])
+        given = (f"give_{name}{grid.part}",)
+        yield f"far_{name}", shards, chunk, given, grid.waits(d, chunk[0])
 
 
 def scatter(
@@ -214,8 +229,8 @@ def _pushed(
         source = Region("partial", ME, ((d, place),), chunk)
         target = Region("slots", (0, place), ((d, 0),), chunk)
         after = computed if place == 1 else ()
-        post = grid.post(place, d, chunk[0]) if d else grid.post(place)
-        yield _copy(f"push_{name}_{place}", source, target, after, post)
+        told = grid.told(place, d, chunk[0])
+        yield copied(grid, f"push_{name}_{place}", source, target, after, told)
 
 
 def all_reduce(
@@ -232,8 +247,8 @@ def all_reduce(
     own = Region("y", ME, OWN)
     first = scatter(shares, grid, buffers, matmuls, own)
     again = replace(grid, first_slot=first.num_slots)
-    steps = [*first.steps, *_given(again, own, ("reduce",))]
-    for name, shards, chunk, after, waits in _arrivals(again):
+    steps = [*first.steps, *giving(again, own, ("reduce",))]
+    for name, shards, chunk, after, waits in arrivals(again):
         source, target = (Region(b, ME, shards, chunk) for b in ("full", "y"))
         steps.append(Step(f"take_{name}", "compute", "move", (source,), (target,), after, waits))
     pushed = (f"push_{grid.size - 1}",) if grid.size > 1 else ()
@@ -248,16 +263,18 @@ def exchange(name: str, d: int, source: Region, target: Region, after: tuple[str
     return Step(name, "nic", "exchange", (source,), (target,), after, args=args)
 
 
-def _copy(
-    name: str, source: Region, target: Region, after: tuple[str, ...], post: Signal
+def copied(
+    grid: Grid, name: str, source: Region, target: Region, after: tuple[str, ...] = (),
+    posts: tuple[Signal, ...] = (),
 ) -> Step:  # fmt: skip
-    return Step(name, "copy", "copy", (source,), (target,), after, posts=(post,))
+    """A copy inside the island."""
+    return Step(name, grid.copies.name, "copy", (source,), (target,), after, posts=posts)
 
 
 def plan_of(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], steps: list[Step]) -> Plan:
     """The plan of those steps, on the lanes that they use."""
     used = {step.lane for step in steps}
-    lanes = tuple(lane for lane in (COMPUTE, SIGNAL, COPY, SUM, NIC) if lane.name in used)
+    lanes = tuple(lane for lane in (COMPUTE, SIGNAL, grid.copies, SUM, NIC) if lane.name in used)
     return Plan(p, "islands", f"chunks={grid.chunks}", "grid", buffers, lanes, tuple(steps))
 
 
@@ -272,5 +289,6 @@ def family(
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
-    """Specs worth weighing on ranks of several islands, serial first."""
-    return ("serial", *(f"islands chunks={n}" for n in (1, 2, 4, 8)))
+    """Specs worth weighing on ranks of several islands, serial first; many are chunks enough."""
+    chunks = (n for n in (1, 2, 4, 8) if n == 1 or n * p.islands <= MOST_PIECES)
+    return ("serial", *(f"islands chunks={n}" for n in chunks))

@@ -155,7 +155,9 @@ def _push(order: Order, d: int, suffix: str, chunk: Chunk, after: tuple[str, ...
     return Step(f"push_{d}{suffix}", "copy", "copy", (source,), (target,), after, posts=posts)
 
 
-def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+def of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    """Rows of other islands first, summed inside this one."""
+
     def multiplied(name: str, x: Region, y: Region) -> tuple[Step, ...]:
         return products(name, p.splits, ("x", "w"), x, y)
 
@@ -210,7 +212,7 @@ OPERATION = Operation(
         *finer.families(
             operands, finer.scatter, partial(finer_s, gathers=False), wants_one_weight
         ),
-        islands.family(_of_islands),
+        islands.family(of_islands),
     ),
     candidates=candidates,
     collectives=("reduce_scatter",),

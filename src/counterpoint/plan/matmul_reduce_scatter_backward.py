@@ -9,18 +9,18 @@ from dataclasses import replace
 
 from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
-from counterpoint.plan import all_gather_matmul, grading
+from counterpoint.plan import all_gather_matmul, grading, islands
 from counterpoint.plan.all_gather_matmul_backward import DX, alone, dgrad
 from counterpoint.plan.all_gather_matmul_wgrad import DY, FULL, gather, wgrad
 from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import part
 from counterpoint.plan.definition import gathered, weight_gradient
 from counterpoint.plan.makespan import gather_s
-from counterpoint.plan.names import LANES, OWN, X, in_one_lane
+from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, X, in_one_lane
 from counterpoint.plan.operation import Operation, Peers, in_a_row
 from counterpoint.plan.peers import Order, orders
 from counterpoint.plan.sizes import check_gradient
-from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.steps import Buffer, Peer, Plan, Region, Step
 from counterpoint.plan.values import Value
 from counterpoint.problem import Problem
 
@@ -36,7 +36,7 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 def gather_problem(p: Problem) -> Problem:
     """The all_gather_matmul that makes dx: of dy, by wt."""
-    return Problem("all_gather_matmul", p.m, p.k, p.n, p.ranks, p.dtype, p.rows)
+    return Problem("all_gather_matmul", p.m, p.k, p.n, p.ranks, p.dtype, p.rows, islands=p.islands)
 
 
 def serial(p: Problem) -> Plan:
@@ -48,19 +48,37 @@ def serial(p: Problem) -> Plan:
 
 def graded(p: Problem, groups: tuple[int, ...], peers: Peers, chunks: int) -> Plan:
     """The graded all_gather_matmul for dx, then one matmul for dw of what it has gathered."""
+    dx = all_gather_matmul.graded(gather_problem(p), groups, peers, chunks)
+    opening = Order(peers, p.ranks).barrier("open", "signal", 0)
+    return _with_dw(p, dx, (opening,), OWN if groups[0] == 1 else ())
+
+
+def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
+    dx = all_gather_matmul.of_islands(gather_problem(p), grid)
+    return _with_dw(p, dx, grid.opening(), islands.OWN)
+
+
+def _with_dw(
+    p: Problem, gathered_dx: Plan, opening: tuple[Step, ...], own: tuple[Peer, ...]
+) -> Plan:  # fmt: skip
+    """A plan for dx, then one matmul for dw of what it has gathered.
+
+    Args:
+        opening: its barrier, if any.
+        own: this rank's block, where dx reads it as the user has it: dw takes all from one place.
+    """
     names = {"x": "dy", "w": "wt", "y": "dx"}
-    graded_dx = all_gather_matmul.graded(gather_problem(p), groups, peers, chunks)
-    dx = part(graded_dx, p, buffers=names, prefix="dx_")
-    full = dx.buffer("full")
-    if groups[0] == 1:
-        # own rows were read where the user has them, but dw takes all rows from one place. On the
-        # copy lane, behind the pushes, this runs beside the matmuls of dx; on compute it would not
-        keep = Step("keep", "copy", "copy", (DY,), (Region("full", shards=OWN),), ("open",))
-        opening = Order(peers, p.ranks).barrier("open", "signal", 0)
-        dx |= Plan(p, "keep", "", peers, (full,), LANES, (opening, keep))
-    dw = Plan(p, "wgrad", "", peers, (*operands(p), full), LANES, (wgrad(X, FULL),))
-    both = dx >> dw
-    return replace(both, family=graded_dx.family, variant=graded_dx.variant)
+    dx = part(gathered_dx, p, buffers=names, prefix="dx_")
+    full, peers = dx.buffer("full"), dx.peers
+    if own:
+        # on the copy lane, behind the pushes, this runs beside the matmuls of dx; on compute it
+        # would not
+        opened = tuple(step.name for step in opening)
+        keep = Step("keep", "copy", "copy", (DY,), (Region("full", shards=own),), opened)
+        lanes = (SIGNAL, COPY) if opening else (COPY,)
+        dx |= Plan(p, "keep", "", peers, (full,), lanes, (*opening, keep))
+    dw = Plan(p, "wgrad", "", peers, (*operands(p), full), (COMPUTE,), (wgrad(X, FULL),))
+    return replace(dx >> dw, family=gathered_dx.family, variant=gathered_dx.variant)
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
@@ -83,6 +101,8 @@ def _dw_s(p: Problem, machine: Machine) -> float:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
+    if p.islands > 1:
+        return islands.candidates(p)
     groups = all_gather_matmul.GROUPS.get(p.ranks, ())
     found = ["serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks))]
     found += [f"graded {g} ring" for g in groups if "/" in g][-4:] or ["graded ring"]
@@ -96,6 +116,7 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         *grading.families(graded, _dx_s, in_chunks=-1, beside_s=_dw_s),
+        islands.family(_of_islands, islands.refusal),
     ),
     candidates=candidates,
     collectives=("all_gather",),

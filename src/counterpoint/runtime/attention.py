@@ -183,10 +183,9 @@ def _attention(part: Part, beside: Part, places: Places, library: Library, *,
         queries, keys, values = q(o), k(o), v(o)
         old, sums = _by_row(y(o), p.head_dim), lse(o).t()
         for start, stop in pairwise(starts):
-            other, lse_other = library.forward(
-                queries[:, :, start:stop], keys, values, causal, scale
-            )
-            merge_into(old[start:stop], sums[:, start:stop], other[0].transpose(0, 1), lse_other)
+            found = library.forward(queries[:, :, start:stop], keys, values, causal, scale)
+            merge_into(old[start:stop], sums[:, start:stop], found[0][0].transpose(0, 1), found[1])
+            del found  # the next ones take its place
 
     def make(o: Operands) -> None:
         result, sums = library.forward(q(o), k(o), v(o), causal, scale)

@@ -55,11 +55,12 @@ class CudaCode:
         )
         self.ran = False
         # a library's collective stays outside of graphs that the user did not ask for: its group
-        # could not be destroyed while one lives. So do calls of the user's own, what the host lays
-        # out by counts that differ, and attention, which makes the results of a call. One kernel is
-        # launched as fast as a graph of it
+        # could not be destroyed while one lives; an exchange likewise. So do calls of the user's
+        # own, what the host lays out by counts that differ, and attention, which makes the results
+        # of a call. One kernel is launched as fast as a graph of it
         kept_out = any(
-            s.kind in ("opaque", *ATTENTION) or (s.kind == "collective" and not s.arg("transport"))
+            s.kind in ("opaque", "exchange", *ATTENTION)
+            or (s.kind == "collective" and not s.arg("transport"))
             for s in program.plan.steps
         )
         # calls of the user's own may hold the graph; who holds that holds this
@@ -238,13 +239,15 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
             return attention.attention_backward(bound, places, code.like)
         case "opaque":
             return [compute.opaque(bound, code.calls)]
-        case "move":
+        case "move" | "spread" | "fold":  # routes are refused before
             return [compute.move(bound, part, places) for part in bound.parts]
         case "collective" if bound.step.arg("transport"):
             return [launch_collective.action(bound, places, tag)]
         case "collective":
             return [compute.collective(bound, bound.parts[0], places)]
+        case "exchange":
+            return [compute.exchange(bound, places)]
         case "reduce":
             return [launch_cuda.reduce(lanes, bound, part, places) for part in bound.parts]
-        case _:
+        case "barrier" | "copy":  # what is before and behind it, and its copies, are all there is
             return []

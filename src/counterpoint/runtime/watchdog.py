@@ -20,6 +20,9 @@ from counterpoint.runtime.notice_board import NoticeBoard
 PERIOD_S = 0.05
 
 
+Late = Callable[[], CounterpointError | None]
+
+
 class Watchdog:
     """Watches a word: 1 + tag of the step that gave up, and above it the bits of its late waits.
 
@@ -34,9 +37,19 @@ class Watchdog:
         self._describe = describe
         self._board = board
         self._fault: CounterpointError | None = None
+        self._waits: list[tuple[Late, Callable[[], object]]] = []
         board.alarms.append((words, self.look))  # before it has something to tell
         name = "counterpoint-watchdog"
         threading.Thread(target=_watch, args=(weakref.ref(self),), name=name, daemon=True).start()
+
+    def watch(self, late: Late, end: Callable[[], object]) -> None:
+        """Look after waits of a library, too.
+
+        Args:
+            late: what is wrong with them, once something is.
+            end: ends them, when the group is unusable.
+        """
+        self._waits.append((late, end))
 
     def look(self) -> CounterpointError | None:
         """The fault, once there is one; says it on stderr the first time it is seen."""
@@ -45,14 +58,18 @@ class Watchdog:
             fault, word = self._board.wrong(), int(self._words[0])
             if fault is None and word:
                 fault = self._describe((word & 0xFFFFFFFF) - 1, word >> 32 & 0xFFFFFFFF)
+            for late, _ in self._waits:
+                fault = fault or late()
             if fault is not None:
                 self._fault = fault
                 print(f"counterpoint: {fault}", file=sys.stderr, flush=True)
         return self._fault
 
     def tell(self) -> None:
-        """Leave the fault for the next call, and for the other ranks."""
+        """Leave the fault for the next call and for the other ranks, and end what waits in vain."""
         self._board.settle()
+        for _, end in self._waits:
+            end()
 
 
 def _watch(watched: "weakref.ref[Watchdog]") -> None:

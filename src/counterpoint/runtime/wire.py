@@ -12,14 +12,17 @@ of the user's comes between; on CPU ranks gloo's.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, PeerTimeoutError
+from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.notice_board import Awaited, Late
 from counterpoint.runtime.workspace import Workspace
 
@@ -33,7 +36,7 @@ class Wire(Protocol):
         """Send one block and receive another; tensors without gaps.
 
         Args:
-            sent: for rank `to` of the group.
+            sent: for rank `to` of the group; where it is empty nothing goes there.
             kept: what rank `source` sends, of as many bytes.
             awaited: for errors.
 
@@ -44,32 +47,71 @@ class Wire(Protocol):
 
 
 def wire_of(workspace: Workspace) -> Wire:
-    """The one transport of a workspace; collective at its first call."""
+    """The one transport of a workspace; collective at its first call.
+
+    Raises:
+        InputError: a graph is being captured, and it is not there yet.
+    """
     if workspace.wire is None:
-        workspace.wire = _Gloo(workspace) if workspace.device.type == "cpu" else _Nccl(workspace)
+        workspace.refuse_growth("none: this is the group's first exchange between islands")
+        workspace.wire = Gloo(workspace) if workspace.device.type == "cpu" else Nccl(workspace)
     return workspace.wire
 
 
-class _Nccl:
-    """On the current stream. Its waits end by NCCL's watchdog, as those of its collectives do."""
+class Nccl:
+    """On the current stream. The watchdog sees in words of the host which exchange does not end."""
 
     def __init__(self, workspace: Workspace) -> None:
-        ranks = dist.get_process_group_ranks(workspace.group)
-        self._ranks = ranks
-        self._group: Any = dist.new_group(ranks, use_local_synchronization=True)
+        self._workspace = workspace
+        self._ranks = dist.get_process_group_ranks(workspace.group)
+        self._known: dict[tuple[Awaited, int, int], int] = {}
+        # how many exchanges there were, and which one is the last; of those begun, of those ended
+        self._count = torch.zeros(2, dtype=torch.int64, device=workspace.device)
+        self._words = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
+        self._begun, self._ended = self._words.numpy()
+        self._under_way, self._since_s = 0, 0.0
+        # SMs that a matmul leaves are an exchange's first
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self._group: Any = dist.new_group(
+            self._ranks, use_local_synchronization=True, pg_options=options
+        )
+        lanes_of(workspace).watchdog.watch(self._late, self._group.abort)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Meet all rails: connections are made at a first exchange, which may be in no graph."""
+        size, ranks, rank = self._workspace.islands.size, len(self._ranks), self._workspace.rank
+        word = torch.zeros(2, device=self._workspace.device)
+        awaited = Awaited("counterpoint", "connect islands", "wire")
+        for d in range(size, ranks, size):
+            self.exchange(word[:1], (rank + d) % ranks, word[1:], (rank - d) % ranks, awaited)
 
     def exchange(
         self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
     ) -> None:  # fmt: skip
-        ops = [
-            dist.P2POp(dist.isend, sent, self._ranks[to], self._group),
-            dist.P2POp(dist.irecv, kept, self._ranks[source], self._group),
-        ]
-        for work in dist.batch_isend_irecv(ops):
+        self._count[:1].add_(1)
+        self._count[1:].fill_(self._known.setdefault((awaited, to, source), len(self._known)))
+        self._words[0].copy_(self._count, non_blocking=True)
+        both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+        ops = [dist.P2POp(op, t, self._ranks[r], self._group) for op, t, r in both if t.numel()]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
+        self._words[1].copy_(self._count, non_blocking=True)
+
+    def _late(self) -> CounterpointError | None:
+        """What says that an exchange does not end, once it has had its time."""
+        (number, known), now_s = map(int, self._begun), time.monotonic()
+        if number == self._ended[0] or number != self._under_way:
+            self._under_way, self._since_s = number, now_s
+            return None
+        timeout_s = self._workspace.timeout_s
+        if now_s - self._since_s <= timeout_s:
+            return None
+        (op, _, step), *others = list(self._known)[known]
+        return not_exchanged(self._workspace, op, others, step, f"within {timeout_s:g} s")
 
 
-class _Gloo:
+class Gloo:
     """A thread waits for gloo, which cannot be told to end; the lane looks at the notice board."""
 
     def __init__(self, workspace: Workspace) -> None:
@@ -81,10 +123,8 @@ class _Gloo:
     ) -> None:  # fmt: skip
         group, board = self._workspace.group, self._workspace.board
         try:
-            works = [
-                (dist.isend(sent, self._ranks[to], group), to),
-                (dist.irecv(kept, self._ranks[source], group), source),
-            ]
+            both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+            works = [(op(t, self._ranks[r], group), r) for op, t, r in both if t.numel()]
         except RuntimeError as error:
             raise board.fail(self._broken(error, source, awaited)) from None
         waited = _Waited(works, timedelta(seconds=board.timeout_s))
@@ -99,14 +139,21 @@ class _Gloo:
         """What gloo's error says; or why the other end went, where it has said so."""
         if (verdict := self._workspace.board.heard()) is not None:
             return verdict
-        name, (op, _, step) = self._workspace.islands.named(rank), awaited
         text = str(error).partition(". Original reason")[0].splitlines()[0]
-        return PeerTimeoutError(
-            f"{op}: {name} did not take part in exchange {step!r}: {text}; the group is unusable, "
-            "restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
-            rank=rank,
-            step=step,
-        )
+        return not_exchanged(self._workspace, awaited.op, [rank], awaited.step, text)
+
+
+def not_exchanged(
+    workspace: Workspace, op: str, ranks: Sequence[int], step: str, why: str
+) -> PeerTimeoutError:  # fmt: skip
+    """The error of an exchange that does not end, and whom it is with."""
+    names = " or ".join(workspace.islands.named(rank) for rank in sorted({*ranks}))
+    return PeerTimeoutError(
+        f"{op}: {names} did not take part in exchange {step!r}: {why}; the group is unusable, "
+        "restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+        rank=ranks[0],
+        step=step,
+    )
 
 
 class _Waited:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from counterpoint.errors import InputError
-from counterpoint.machine import Machine
+from counterpoint.machine import LinkSpec, Machine
 from counterpoint.ranges import MAX_RANKS, check
 from counterpoint.scale import constants, torus
 from counterpoint.scale.collectives import (
@@ -213,6 +213,19 @@ class Network:
         )
         num_devices = max(min(group.size, MAX_RANKS), self.machine.num_devices)
         return replace(self.machine, num_devices=num_devices, measured=settled)
+
+    def as_islands(self, group: Group) -> Machine | None:
+        """The machine of a group's islands that plans between them see, with its NIC.
+
+        None where it has one island, where these have no equal parts of it, and on a torus.
+        """
+        near = self.near(group)
+        if near == group.size or group.size % near or self.fabric.torus:
+            return None
+        slower = max((by for within, by in self._pods(group) if within < group.size), default=1.0)
+        nic = LinkSpec(name="NIC", bytes_per_s=self.nic.bytes_per_s / slower,
+                       latency_s=self.nic.latency_s, source=self.fabric.source)  # fmt: skip
+        return replace(self.as_machine(Group(1, 1)), nic=nic)
 
     def _through(self, near: int) -> Link:
         """A link of one ring over all: within islands, and by the NICs of all its ranks of one."""

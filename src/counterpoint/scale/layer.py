@@ -43,7 +43,7 @@ def _sent(problem: Problem, part: str, group: Group) -> dict[Sent, float]:
 @lru_cache(maxsize=4096)
 def pair_s(problem: Problem, machine: Machine, overlap: Overlap) -> tuple[float, float]:
     """Seconds of an operator with its communication, and of its matmuls alone."""
-    machine = machine.of_ranks(problem.ranks)  # as `choose` has it
+    machine = machine.of_ranks(problem.ranks // problem.islands)  # as `choose` has it
     if overlap == "none":
         serial = build(problem, "serial", machine)
         return predicted_s(serial, machine), parts_s(problem, machine)[0]
@@ -251,8 +251,12 @@ class Layers:
     def _pair(self, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the tensor-parallel ranks."""
         group = Group(self.layout.tp, 1)
-        problem = Problem(op, m=m, n=n, k=k, ranks=group.size)
-        seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
+        islands, machine = 1, self.network.as_islands(group)
+        if machine is not None:  # all of these operators have plans between islands
+            islands = group.size // self.network.near(group)
+        problem = Problem(op, m=m, n=n, k=k, ranks=group.size, islands=islands)
+        machine = machine or self.network.as_machine(group)
+        seconds, compute_s = pair_s(problem, machine, self.overlap)
         name = "tensor parallel"
         parts = {"matmuls": compute_s, name: seconds - compute_s}
         return Parts(parts, _sent(problem, name, group))

@@ -1,0 +1,84 @@
+"""What reaches other islands, measured: blocks that all ranks exchange at once, as in a plan."""
+
+import time
+from collections.abc import Callable
+from math import ceil
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.runtime.notice_board import Awaited
+from counterpoint.runtime.wire import wire_of
+from counterpoint.runtime.workspace import Workspace
+
+MIB = 1 << 20
+LEAST_S = 0.05  # more than a core gives one rank before another has its turn
+SIZES = (MIB // 4, MIB // 2, MIB)  # of chunks of a plan
+STREAM = 8  # exchanges in a row, at least: by itself one takes longer than as one of many
+
+Row = dict[str, Any]
+
+
+def exchanges(workspace: Workspace, rounds: int) -> list[Row]:
+    """Seconds of one exchange by bytes, of all distances in turn; none where there is one island.
+
+    Collective.
+    """
+    far = workspace.islands.number - 1
+    of = far * ceil(STREAM / max(far, 1))
+    return [
+        {"question": "exchange", "num_bytes": size,
+         "seconds": slowest_s(exchange(workspace, size), workspace, rounds, of)}
+        for size in SIZES * (far > 0)
+    ]  # fmt: skip
+
+
+def island_of(workspace: Workspace) -> dist.ProcessGroup:
+    """The group of this rank's island: all of them where there is one. Collective."""
+    if workspace.islands.number == 1:
+        return workspace.group
+    ranks = dist.get_process_group_ranks(workspace.group)
+    mine = [ranks[r] for r in workspace.islands.mine]
+    group: Any = dist.new_group(mine, use_local_synchronization=True)
+    return group
+
+
+def exchange(workspace: Workspace, num_bytes: int) -> Callable[[], object]:
+    """One exchange with the rail of each other island, over and over: a call is one of them."""
+    wire, islands, ranks = wire_of(workspace), workspace.islands, workspace.group.size()
+    sent, kept = (torch.ones(num_bytes, dtype=torch.uint8, device=workspace.device) for _ in "ab")
+    awaited = Awaited("characterize", "take part in an exchange", "exchange")
+    turn = [0]
+
+    def call() -> None:
+        away = (1 + turn[0] % (islands.number - 1)) * islands.size
+        turn[0] += 1
+        rank = workspace.rank
+        wire.exchange(sent, (rank + away) % ranks, kept, (rank - away) % ranks, awaited)
+
+    return call
+
+
+def slowest_s(call: Callable[[], object], workspace: Workspace, rounds: int, of: int = 1) -> float:
+    """Median seconds of a call over `rounds`, the slowest rank's; all ranks make it at once.
+
+    A round is as many calls as take LEAST_S, in multiples of `of`.
+    """
+    device, group = workspace.device, workspace.group
+
+    def together(calls: int) -> float:
+        dist.barrier(group)
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64, device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX, group)
+        return float(took) / calls
+
+    together(of)
+    calls = of * ceil(LEAST_S / together(of) / of)
+    return median(together(calls) for _ in range(rounds))
