@@ -104,6 +104,7 @@ def test_a_delay_lasts_as_long_as_asked(gpus):
         delay(1.0)
 
 
+@pytest.mark.own_gpu
 def test_zero_cta_collectives(gpus):
     pipeline = Pipeline(dist.group.WORLD)
     rank, ranks = dist.get_rank(), dist.get_world_size()

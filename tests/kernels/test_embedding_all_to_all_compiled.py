@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import triton.language as tl
 
-from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel
+from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel, lookup_kernel
 from counterpoint.ops.embedding_kernels import Setting, settings_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
@@ -123,6 +123,27 @@ def test_rows_are_loaded_and_stored_16_bytes_at_a_time(
         # some numbers of a task are kept in memory, but not among the loads of a turn
         turn = slice(*(at(found.sass, r"LDG\.E\.128")[i] for i in (0, each * setting.unroll - 1)))
         assert not at(found.sass[turn], r"\b(STL|LDL)\b") and found.spills <= 8
+
+
+@pytest.mark.parametrize("setting", [FEW, SOME, MANY], ids=["few", "some", "many"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_lookup_loads_and_stores_16_bytes_at_a_time(capability: int, setting: Setting):
+    types = {"indices_ptr": "*i64", "weights_ptr": "*i64", "offsets_ptr": "*i64",
+             "one_ptr": "*fp32", "chunks_ptr": "*i64", "spans_ptr": "*i32",
+             "out_ptr": "*bf16"}  # fmt: skip
+    numbers = ("num_bags", "num_indices", "num_offsets", "num_chunks", "stride", "blocks", "spans")
+    constants = {
+        "DTYPE": tl.bfloat16, "MEAN": False, "WEIGHTED": False, "EVEN_D": True, "BLOCK_D": 128,
+        "BAGS": setting.tile_bytes // 256, "VEC_IN": 8, "VEC_OUT": 8, "UNROLL": setting.unroll,
+    }  # fmt: skip
+    found = compiled(
+        lookup_kernel, capability, types | dict.fromkeys(numbers, "i32"), constants,
+        num_warps=setting.num_warps, aligned=("one_ptr", "chunks_ptr", "spans_ptr", "out_ptr"),
+    )  # fmt: skip
+    each = setting.tile_bytes // VECTOR_BYTES // (32 * setting.num_warps)
+    loads, stores = at(found.ptx, ROW), at(found.ptx, PAYLOAD)
+    assert len(stores) == each and len(loads) >= each * (setting.unroll + 1)
+    assert not found.spills and not at(found.ptx, rf"{ARRIVAL}|{RELEASE}|{ACQUIRE}")
 
 
 @pytest.mark.parametrize("capability", [90, 100])

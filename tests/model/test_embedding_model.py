@@ -13,8 +13,9 @@ from embedding_cases import OP, problem_of
 import counterpoint as cp
 from benchmarks.embedding import MLPERF_POOLING, shards
 from benchmarks.rows import RESULTS
+from counterpoint.machine import LinkSpec
 from counterpoint.machine_of import shipped
-from counterpoint.plan.embedding_seconds import seconds
+from counterpoint.plan.embedding_seconds import START_S, seconds
 from counterpoint.problem import Problem
 
 MACHINE = shipped("NVIDIA H200", 4) or cp.preset("h200-4")
@@ -129,6 +130,28 @@ def test_the_parts_are_the_steps_of_the_plans():
             assert timeline.end_s == pytest.approx(want)
         spans = cp.estimate(cp.build(p, "serial"), MACHINE).spans
         assert {s.label for s in spans} == {"lookup", "exchange"}
+
+
+def test_between_islands_lookups_run_beside_exchanges():
+    """Of one length: what goes to the other island is hidden but for a chunk of either."""
+    nic = LinkSpec(name="NIC", bytes_per_s=45e9, latency_s=5e-6)
+    machine = replace(cp.preset("h200-8"), nic=nic)
+    ranks, bags, pooling = 16, 65536, 35
+    counts = (bags * 8 * pooling,) * ranks
+    p = problem_of(((128,) * 8,) * ranks, (bags // ranks,) * ranks, torch.bfloat16,
+                   indices=counts, islands=2)  # fmt: skip
+    found = seconds(p, machine)
+    far_s = bags // 2 * 8 * 128 * 2 / 45e9
+    assert found.exchange_s > far_s
+    spans = {s.label: s for s in cp.estimate(cp.build(p, "islands chunks=8"), machine).spans}
+    gives = [spans[f"give_1_{i}"] for i in range(8)]
+    lookups = [spans[f"lookup_1_{i}"] for i in range(8)]
+    assert sum(s.end_s - s.start_s for s in gives) == pytest.approx(far_s + 8 * 5e-6)
+    pooled_s = sum(s.end_s - s.start_s for s in (*lookups, spans["lookup_near"]))
+    assert found.lookup_s < pooled_s < found.lookup_s + 9 * START_S
+    choice = cp.choose(p, machine)
+    assert choice.plan.family == "islands" and choice.serial_s > 1.4 * choice.seconds
+    assert choice.seconds > max(far_s, found.lookup_s)
 
 
 def test_one_rank_and_nothing():

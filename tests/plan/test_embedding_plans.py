@@ -35,6 +35,37 @@ def test_plans_are_right(sizes: str, spec: str, out: bool):
         assert [step.name for step in plan.steps] == ["lookup"] and plan.spec == "serial"
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize(("islands", "size"), [(2, 1), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_plans_between_islands_are_right(islands: int, size: int, chunks: int):
+    ranks = islands * size
+    ragged = ((8, 3), (), (5, 16, 16), (1,), (2,), ())
+    for tables in (((8,),) * ranks, ragged[:ranks]):
+        for rows in ((4,) * ranks, (3, 0, 5, 2, 7, 1)[:ranks], (0,) * ranks):
+            p = cp.Problem(BAGS, sum(rows), rows=rows, tables=tables, islands=islands)
+            plan = cp.build(p, f"islands chunks={chunks}")
+            cp.validate(plan)
+            cp.validate(cp.build(p, "serial"))
+            assert cp.Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_goes_to_an_island_is_its_bags_of_own_columns():
+    """No byte more, whatever others' columns are; and memory is that of one's own island."""
+    tables, rows = ((8, 3), (), (5, 16), (1,)), (3, 0, 5, 2)
+    p = cp.Problem(BAGS, sum(rows), rows=rows, tables=tables, islands=2, dtype="float32")
+    plan = cp.build(p, "islands chunks=2")
+    for rank, (columns, theirs, own) in enumerate([(11, 7, 3), (0, 7, 3), (21, 3, 7), (1, 3, 7)]):
+        gives = [b.parts[0] for b in cp.bind(plan, rank).steps if b.step.kind == "exchange"]
+        sent = sum(read.shape[0] * read.shape[1] for (read,), _, _ in gives)
+        got = sum(write.shape[0] * write.shape[1] for _, write, _ in gives)
+        rail = sum(tables[(rank + 2) % 4])
+        assert (len(gives), sent, got) == (2, theirs * columns, own * rail)
+    widest = 21 * 4
+    assert plan.workspace_bytes == (10 + 7 + 7) * widest
+    with pytest.raises(cp.InputError, match="plan must be for results in new tensors"):
+        cp.build(replace(p, out=True), "islands")
+
+
 def test_rows_that_come_elsewhere_are_seen():
     """By what cells hold: an all-to-all that sends before the lookup has written."""
     plan = cp.build(problem_of("two"), "serial")

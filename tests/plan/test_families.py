@@ -298,7 +298,7 @@ def test_a_misspelt_family_and_a_misspelt_word_have_a_suggestion(op: str):
         (AG, 4, "", "auto or one of serial, .*, got ''"),
         (AG, 4, "fused", "auto or one of serial, direct, shard_p2p, .*, got 'fused'"),
         (RS, 4, "uniform_unfused_2d", "auto or one of serial, direct, fused, shard_p2p, graded, "),
-        (AG_WGRAD, 4, "graded", "auto or one of serial, sliced, got 'graded'"),
+        (AG_WGRAD, 4, "graded", "auto or one of serial, sliced, islands, got 'graded'"),
         (AG, 3, "shard_p2p xor", "for a power of two of ranks where it says xor, got .*; use ring"),
         (AG_BACKWARD, 3, "side_by_side xor", "for a power of two of ranks where it says xor"),
         ("all_to_all_matmul", 3, "grouped xor", "for a power of two of ranks where it says xor"),

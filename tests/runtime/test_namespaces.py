@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import island_bags
 from benchmarks.namespaces import Job, can_run, run
 
 if why := can_run():
@@ -25,6 +26,13 @@ def test_what_goes_to_another_island_goes_once(op: str):
         job = Job("benchmarks.islands:operator", args=(op, *shape, "islands chunks=2"), flat=flat)
         for found in run(job):
             assert blocks * block < found["sent"] < HEADERS * blocks * block
+
+
+def test_pooled_rows_go_to_another_island_once():
+    """As many bytes as of any plan, by rails; against gloo's results."""
+    rows = 2 * island_bags.BAGS // 2 * island_bags.TABLES * island_bags.COLUMNS * 4
+    for found in run(Job("benchmarks.island_bags:timed", args=(1, ("chunks=2",)))):
+        assert rows < found["chunks=2"]["sent"] < HEADERS * rows
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])

@@ -193,8 +193,10 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
     comm_s = problem.link_bytes / rate
     if problem.islands > 1 and machine.nic is not None:
-        # what every rank sends of its own, once to each other island
-        far = problem.link_bytes * (problem.islands - 1) / (problem.ranks - 1)
+        # what every rank sends of its own, once to each other island; pooled rows, to each rank
+        to = problem.islands - 1
+        to *= problem.ranks // problem.islands if problem.tables else 1
+        far = problem.link_bytes * to / (problem.ranks - 1)
         comm_s = max(comm_s, far / machine.nic.bytes_per_s)
     return compute_s, comm_s
 

@@ -94,10 +94,11 @@ def embedding_bag_all_to_all(
             the backward waits for the GPU.
         out: where peers write to; else there, and one more copy.
         plan: "fused": one kernel, which stores rows where they belong in their owner's output;
-            "serial": a lookup, the library's all-to-all and a concat; "auto": the faster one as
-            predicted at the first call with such dims, batch, dtype, mode and kind of `out`, from
-            all ranks' number of indices there, which all later calls take too; a Plan, of any
-            number of indices; or a JSON file of one. On all ranks alike.
+            "serial": a lookup, the library's all-to-all and a concat; "islands", of ranks on
+            several: chunks of what another island owns are exchanged while the next is pooled;
+            "auto": the faster one as predicted at the first call with such dims, batch, dtype, mode
+            and kind of `out`, from all ranks' number of indices there, which all later calls take
+            too; a Plan, of any number of indices; or a JSON file of one. On all ranks alike.
 
     Returns:
         dtype of the tables, [own bags, D of all tables of all ranks]: a new tensor, or the next

@@ -118,6 +118,7 @@ class Pooling:
         first = p.column_starts[rank] if spins or own is None else 0
         firsts = list(accumulate(p.tables[rank], initial=first))
         columns = p.n if spins or own is None else firsts[-1]
+        # beside an exchange a program ends soon, and leaves its SM to that
         self.each = not spins and p.islands > 1
         self.dims, self.firsts, self.num_bags = p.tables[rank], firsts, p.m
         self.item_bytes, self.settings = dtype.itemsize, settings_of(site.bound.step)
@@ -283,26 +284,22 @@ def reference(site: Site) -> Action:
     p, workspace, spins = site.places.plan.problem, site.places.workspace, site.bound.step.spins
     calls = library_of(workspace, Awaited(OP, "take part in the exchange of rows", "exchange"))
     exchange = side_by_side(p, workspace.rank, calls)
-    parts = (
-        [(p.row_starts[0], p.m, None)]
-        if spins
-        else [
-            (part.reads[0].r0, part.reads[0].r1, site.places.of(part.write))
-            for part in site.bound.parts
-        ]
-    )
+    found = () if spins else site.bound.parts
+    parts = [((bags.r0, bags.r1), site.places.of(write)) for (bags,), write, _ in found]
     dtype = getattr(torch, p.dtype)
 
     def run(operands: Operands) -> None:
         bags: Bags = operands["bags"]  # type: ignore[assignment]
         bounds = bounds_of(bags.offsets, bags.indices.numel(), last=bags.last)
-        for first, last, place in parts:
-            own = pooled_on_cpu(bags.tables, bags.indices, bounds, bags.weights, p.m,
-                                range(first, last), mean=bags.mean, dtype=dtype)  # fmt: skip
-            if place is None:
-                exchange(own, operands["y"])
-            else:
-                place(operands).copy_(own)
+
+        def pooled(some: range) -> Tensor:
+            return pooled_on_cpu(bags.tables, bags.indices, bounds, bags.weights, p.m, some,
+                                 mean=bags.mean, dtype=dtype)  # fmt: skip
+
+        for some, place in parts:
+            place(operands).copy_(pooled(range(*some)))
+        if spins:
+            exchange(pooled(range(p.m)), operands["y"])
 
     return run
 

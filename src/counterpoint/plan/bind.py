@@ -222,14 +222,13 @@ class _Binder:
             return [Box(holder, buffer.name, s, *rows, *cols) for s in sorted(shards)]
         if buffer.holds in ("peers", "island"):
             size = ranks // self.plan.problem.islands
-            first = holder // size * size
-            elsewhere = {*range(ranks)} - {*range(first, first + size)}
-            absent = {holder} if buffer.holds == "peers" else elsewhere
-            if region.shards and absent.intersection(shards):
-                which = "peers" if buffer.holds == "peers" else "an island"
+            mates = {b for b in range(ranks) if b // size == holder // size}
+            held = mates if buffer.holds == "island" else {*range(ranks)} - {holder}
+            if region.shards and not held.issuperset(shards):
+                which = "its island" if buffer.holds == "island" else "peers"
                 self.fail(f"{region.buffer} holds the blocks of {which} only")
-            sizes = [0 if b in absent else rows for b, rows in enumerate(sizes)]
-            shards = [shard for shard in shards if shard not in absent]
+            sizes = [rows if b in held else 0 for b, rows in enumerate(sizes)]
+            shards = [shard for shard in shards if shard in held]
         parts = [_chunk(n, i, of) for n in sizes]
         # chunk-major: part 0 of every block, then part 1; what is asked for lies in one of them
         stored = [(0, n) for n in sizes]

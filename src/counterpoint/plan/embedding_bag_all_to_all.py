@@ -77,7 +77,7 @@ def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
 
 
 def _refusal(p: Problem) -> str:
-    return islands.refusal(p) or ("memory of the group" if p.out else "")
+    return islands.refusal(p) or ("results in new tensors" if p.out else "")
 
 
 def _lookup(name: str, bags: Region, target: Region) -> Step:

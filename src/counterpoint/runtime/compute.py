@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.plan.bind import BoundStep, Part
+from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
 from counterpoint.runtime import counted
@@ -119,11 +119,12 @@ def exchange(bound: BoundStep, places: Places) -> Action:
     (part,), step, plan = bound.parts, bound.step, places.plan
     wire, rank = wire_of(places.workspace), places.workspace.rank
     to, source = plan.met(step, rank)
-    word = torch.zeros(2, device=places.workspace.device)
-    sent, kept = (
-        (lambda _, i=i: word[i : i + 1]) if box.empty else places.of(box)
-        for i, box in enumerate((part.reads[0], part.write))
-    )
+
+    def place(box: Box) -> Place:
+        word = torch.zeros(1, device=places.workspace.device)
+        return (lambda _: word) if box.empty else places.of(box)
+
+    sent, kept = place(part.reads[0]), place(part.write)
     deed = f"take part in exchange {step.name!r} of plan {plan.spec} with rank {rank}"
     awaited = Awaited(plan.problem.op, deed, step.name)
     return lambda o: wire.exchange(sent(o).contiguous(), to, kept(o), source, awaited)
