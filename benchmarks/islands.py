@@ -2,7 +2,8 @@
 
     make islands              # all, 12 minutes on 2 cores: rows, then docs/islands.md from them
 
-gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce
+gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce; of experts
+       see islands_experts.py
 flat   our plan, each rank an island of its own
 ours   islands of neighbours: what goes to another island goes once"""
 
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -111,6 +113,7 @@ WAYS = {
     "flat": ("islands chunks=4", True),
     "ours": ("islands chunks=4", False),
 }  # the plan, and whether each rank is an island
+LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 FILE = RESULTS / "islands-cpu.jsonl"
 BOUND_S = 4.0
 FAULTS = ("kill", "stop", "cut")
@@ -155,6 +158,19 @@ def problem_of(op: str, islands: int, size: int) -> cp.Problem:
     n, k = (short, long) if op == "all_gather_matmul" else (long, short)
     ranks = islands * size
     return cp.Problem(op, rows * ranks, n, k, ranks, "float32", islands=islands)
+
+
+def layers() -> Iterator[Row]:
+    """A row for a layer of experts, each way and network."""
+    for (islands, size), rate, way in product(ISLANDS, RATES, ("gloo", "flat", "ours")):
+        spec, flat = "gloo" if way == "gloo" else "islands", way == "flat"
+        job = Job("benchmarks.islands_experts:layer", islands=islands, size=size, rate=rate,
+                  args=(size, LAYER, spec, flat), flat=flat)  # fmt: skip
+        found = run(job)[0]
+        about = {"op": "experts", "arm": way, "islands": islands, "size": size, "rate": rate}
+        counted = {"sent": found["sent"], "rule": found["rule"]}
+        yield {"table": "islands", **about, "shape": list(LAYER),
+               "median_s": found["seconds"], **counted}  # fmt: skip
 
 
 def faults(trials: int, seed: int) -> Iterator[Row]:
@@ -237,7 +253,7 @@ def main() -> None:
         raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
     facts = environment()
     about = {name: facts[name] for name in ("commit", "date", "torch")}
-    parts = [speeds(), island_bags.rows(), faults(given.trials, given.seed)]
+    parts = [speeds(), island_bags.rows(), layers(), faults(given.trials, given.seed)]
     kept: list[Row] = []
     if given.only:
         parts = parts[1:2]

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.declare import Bench
+from benchmarks.persistent import free_grid_matmul_kernel
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.measure.timing import relative_error
 from counterpoint.resources.pipeline import Pipeline
 
 SHAPES = {"cb": (8192, 8192, 8192), "mb": (8192, 57344, 8192)}  # compute-bound, memory-bound
 COLLECTIVE_BYTES = 896 << 20
+DTYPE = torch.bfloat16
 NUM_ITERATIONS = 4
 # tile and launch of the Triton kernels: BLOCK_M, BLOCK_N, BLOCK_K, warps, stages
 TRITON: dict[str, tuple[int, int, int, int, int]] = {
@@ -42,12 +44,14 @@ class Pair:
         kernel: "cuBLAS", or the tile of a Triton kernel.
         collective: of the GEMM's result.
         scale: divides M and the collective: 1 as published, more for a quick look.
+        grid: blocks along M and N of a Triton kernel that takes any number; None: one a tile.
     """
 
     gemm: Literal["cb", "mb"]
     kernel: str
     collective: Literal["all_reduce", "all_to_all"]
     scale: int = 1
+    grid: tuple[int, int] | None = None
 
     @property
     def label(self) -> str:
@@ -77,20 +81,22 @@ def build(pair: Pair, bench: Bench) -> Loop:
     """The pipeline of a pair. All ranks call this."""
     m, n, k = SHAPES[pair.gemm]
     m //= pair.scale
-    numel = COLLECTIVE_BYTES // 2 // pair.scale
+    numel = COLLECTIVE_BYTES // DTYPE.itemsize // pair.scale
     pipeline = Pipeline(bench.group, bench.device)
-    a, b = bench.normal(m, k), bench.normal(k, n, scale=k**-0.5)
+    a, b = bench.normal(m, k, dtype=DTYPE), bench.normal(k, n, scale=k**-0.5, dtype=DTYPE)
     reduces = pair.collective == "all_reduce"
-    dtype = torch.bfloat16
     if reduces:  # in place; its average stays finite, however often
-        sources = [pipeline.empty(numel, dtype=dtype) for _ in range(2)]
+        sources = [pipeline.empty(numel, dtype=DTYPE) for _ in range(2)]
         targets = sources
     else:
-        sources = [bench.normal(numel) for _ in range(2)]
-        targets = [pipeline.empty(numel, dtype=dtype) for _ in range(2)]
+        sources = [bench.normal(numel, dtype=DTYPE) for _ in range(2)]
+        targets = [pipeline.empty(numel, dtype=DTYPE) for _ in range(2)]
     outputs = [source[: m * n].view(m, n) for source in sources]
-    gemms = [_gemm(pair.kernel, a, b, c) for c in outputs]
-    compiled = [gemm() for gemm in gemms] if pair.kernel != "cuBLAS" else []
+    gemms = [_gemm(pair, a, b, c) for c in outputs]
+    # cuBLAS has none that can be told, nor has an interpreter
+    compiled = [
+        made for made in [gemm() for gemm in gemms] if pair.kernel != "cuBLAS" and made is not None
+    ]
     for i in range(NUM_ITERATIONS):
         c, half = outputs[i % 2], i % 2
         pipeline.compute(
@@ -109,11 +115,16 @@ def alone_s(gemm_s: float, comm_s: float, iterations: int = NUM_ITERATIONS) -> f
     return gemm_s + (iterations - 1) * max(gemm_s, comm_s) + comm_s
 
 
-def _gemm(kernel: str, a: Tensor, b: Tensor, c: Tensor) -> Callable[[], object]:
-    if kernel == "cuBLAS":
+def _gemm(pair: Pair, a: Tensor, b: Tensor, c: Tensor) -> Callable[[], Any]:
+    if pair.kernel == "cuBLAS":
         return lambda: torch.mm(a, b, out=c)
-    block_m, block_n, block_k, num_warps, num_stages = TRITON[kernel]
+    block_m, block_n, block_k, num_warps, num_stages = TRITON[pair.kernel]
     (m, k), n = a.shape, b.shape[1]
+    if pair.grid is not None:
+        free: Any = free_grid_matmul_kernel
+        return lambda: free[pair.grid](
+            a, b, c, m, n, k, block_m, block_n, block_k, num_warps=num_warps, num_stages=num_stages
+        )
     launch: Any = matmul_kernel
     grid = (m // block_m * (n // block_n),)
     return lambda: launch[grid](

@@ -14,6 +14,8 @@ NAMES = (
     "overlap", "few_rows", "decode", "experts", "embedding", "attention", "steps", "training",
     "resources", "copies", "transports", "losses", "ficco", "evaluate", "compile", "soak",
 )  # fmt: skip
+# with --paper: a paper's own experiments, at its sizes
+PAPER = {name: f"paper_{name}" for name in ("resources", "thread_blocks", "fused")}
 LIMIT_S = 560  # of one benchmark
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -59,6 +61,8 @@ def bench(given: Sequence[str], description: str = "") -> argparse.Namespace:
     parser = _options("bench", description)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--short", action="store_true", help="few cases, few rounds")
+    parser.add_argument("--paper", action="store_true",
+                        help=f"a paper's experiment, at its sizes: {', '.join(PAPER)}")  # fmt: skip
     parser.add_argument("--cases", default="", help="those whose name has this in it")
     parser.add_argument("--shapes", default="", help="M,N,K of your own, with colons between")
     parser.add_argument("--part", default="1/1", help='"1/4": every fourth case, from the first on')
@@ -69,10 +73,15 @@ def bench(given: Sequence[str], description: str = "") -> argparse.Namespace:
     parser.add_argument("--done", type=Path, help="file that names are added to when they are done")
     parser.add_argument("--list", action="store_true", help="names of the cases, and no more")
     args = parser.parse_args(given)
+    known = (*PAPER,) if args.paper else NAMES
     for name in args.names:
-        if name not in NAMES:
-            want, fix = f"one of {', '.join(NAMES)}", meant(name, NAMES)
+        if name not in known:
+            want, fix = f"one of {', '.join(known)}", meant(name, known)
+            if name in PAPER:
+                fix = "add --paper"
             raise InputError("bench", "NAME", want=want, got=repr(name), fix=fix)
+    if args.paper:
+        args.names = [PAPER[name] for name in args.names or PAPER]
     if args.out is not None and not args.out.is_dir():
         check_written("bench", "--out", args.out, (".jsonl",), "a folder that is there, or a file")
     return args

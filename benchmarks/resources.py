@@ -6,11 +6,13 @@ collective alone, are of the same rotation. `counterpoint.resources.tune` is wha
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from benchmarks import residency, sharing
 from benchmarks.declare import Bench, Benchmark, Case
 from benchmarks.energy import energy_of
 from benchmarks.loop import (
@@ -24,7 +26,7 @@ from benchmarks.loop import (
     pairs,
 )
 from benchmarks.rows import Row
-from benchmarks.sharing import SECTIONS, TUNED, TUNED_SM, pictures
+from benchmarks.sharing import SECTIONS, TUNED, TUNED_SM
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.measure import settings
 from counterpoint.measure.timing import Times, rotate
@@ -216,8 +218,15 @@ def sweep(
     return rows, arms
 
 
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Of the arms, of shaping, and of GPUs that are not here."""
+    sharing.pictures(found, images)
+    residency.picture(found, images)
+
+
 RESOURCES = Benchmark(
-    "resources", cases, rows=rows_of, unit="ms", sections=SECTIONS, pictures=pictures,
+    "resources", cases, rows=rows_of, unit="ms", sections=(*SECTIONS, *residency.SECTIONS),
+    pictures=pictures,
     short=lambda case: case.name == "cb cuBLAS + all-to-all, graph",
     moved=lambda *_: COLLECTIVE_BYTES,
 )  # fmt: skip

@@ -247,7 +247,7 @@ def variables() -> str:
 
 def main() -> None:
     """Write all of them."""
-    from benchmarks import front, islands, islands_predicted, scale_steps, support
+    from benchmarks import front, islands, islands_predicted, papers, scale_steps, support
     from benchmarks.options import NAMES
     from benchmarks.runner import declared
 
@@ -268,7 +268,8 @@ def main() -> None:
     scale_steps.picture(IMAGES)
     islands_predicted.picture(IMAGES)
     between = islands.sections() | islands_predicted.sections()
-    for page, found in (("scale.md", scale_steps.sections()), ("islands.md", between)):
+    for page, found in (("scale.md", scale_steps.sections()), ("islands.md", between),
+                        ("results/papers.md", papers.sections())):  # fmt: skip
         for marker, text in found.items():
             replace(ROOT / "docs" / page, marker, text)
     replace(ROOT / "README.md", "bullets", front.bullets())

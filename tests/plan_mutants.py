@@ -180,7 +180,7 @@ def _without_reads(plan: Plan) -> Iterator[Mutant]:
         for j, region in enumerate(step.reads):
             what = f"read: {step.name} without {j} {region.buffer}"
             yield what, with_step(plan, i, reads=_but(step.reads, j))
-            if step.kind == "copy":
+            if step.kind in ("copy", "spread", "fold") and j < len(step.writes):
                 writes = _but(step.writes, j)
                 pair = with_step(plan, i, reads=_but(step.reads, j), writes=writes)
                 yield f"pair: {step.name} without copy {j}", pair

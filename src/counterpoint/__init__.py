@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
     from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
     from counterpoint.ops.exchange_counts import exchange_counts
+    from counterpoint.ops.exchange_routes import Routes, exchange_routes
     from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
     from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -64,6 +65,7 @@ _HOME = {
     "PlanError": "errors",
     "PooledOutputs": "ops.pooled_outputs",
     "Problem": "problem",
+    "Routes": "ops.exchange_routes",
     "Timeline": "timeline",
     "UnsupportedError": "errors",
     "all_gather_attention": "ops.all_gather_attention",
@@ -77,6 +79,7 @@ _HOME = {
     "embedding_bag_all_to_all": "ops.embedding_bag_all_to_all",
     "estimate": "model.estimate",
     "exchange_counts": "ops.exchange_counts",
+    "exchange_routes": "ops.exchange_routes",
     "explain": "adapters.explain",
     "matmul_all_reduce": "ops.matmul_all_reduce",
     "matmul_all_reduce_rms_norm": "ops.add_rms_norm",
@@ -104,6 +107,7 @@ __all__ = [
     "PlanError",
     "PooledOutputs",
     "Problem",
+    "Routes",
     "Timeline",
     "UnsupportedError",
     "all_gather_attention",
@@ -117,6 +121,7 @@ __all__ = [
     "embedding_bag_all_to_all",
     "estimate",
     "exchange_counts",
+    "exchange_routes",
     "explain",
     "matmul_all_reduce",
     "matmul_all_reduce_rms_norm",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # plan/ is made of problems
     from counterpoint.plan.operation import Operation
 
 DType = Literal["bfloat16", "float16", "float32"]
-Counts = Literal["equal", "host", "device"]
+Counts = Literal["equal", "host", "device", "routed"]
 ITEM_BYTES: Mapping[str, int] = {
     "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
 }  # fmt: skip
@@ -122,7 +122,8 @@ class Problem:
             contracted size of each product of a matmul_reduce_scatter of several; empty: of one.
         experts: of one rank; 0 for ops without.
         counts: of rows for each expert: all "equal", or an operand that differs from call to call,
-            known to the "host" before a call, or to the "device" alone.
+            known to the "host" before a call, or to the "device" alone; or "routed", see `Routes`:
+            known to the host, and a row of x is a token that may have several experts.
         tables: columns of each rank's tables; empty for ops without.
         indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
         out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
@@ -248,7 +249,8 @@ class Problem:
         columns = "+".join(map(str, self.splits or (self.n,)))
         shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not self.tables)
         shape += f" experts {self.experts}" if self.experts else ""
-        shape += f" counts of the {self.counts}" if self.counts != "equal" else ""
+        if self.counts != "equal":
+            shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"
         shape += self.operation.described(self)
         where = f"{self.ranks} ranks" + (f" of {self.islands} islands" if self.islands > 1 else "")
         return f"{self.op} {shape} {self.dtype}{bias} on {where}{rows}"

@@ -7,7 +7,8 @@ from counterpoint.errors import InputError
 
 COMMUNICATION_KINDS = ("copy", "exchange", "collective", "barrier", "wait")
 COMPUTE_KINDS = (
-    "matmul", "reduce", "move", "fused", "opaque", "attention", "attention_backward",
+    "matmul", "reduce", "move", "spread", "fold", "fused", "opaque", "attention",
+    "attention_backward",
 )  # fmt: skip
 KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "other")
 

@@ -11,12 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from expert_bodies import by_torch
 from grad_bodies import error
+from island_bodies import on_islands
 from on_ranks import on_ranks
 from rank_bodies import world
 from torch import Tensor, nn
 
 import counterpoint as cp
 import counterpoint.nn as cnn
+import counterpoint.nn.experts as nn_experts
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, TOKENS, STEPS = 10, 6, 12, 3, 7, 3
 
@@ -70,6 +72,29 @@ class Model(nn.Module):
 def test_it_trains_as_plain_torch_does(
     rank: int, ranks: int, shape: tuple[int, ...], plan: str, known: str
 ) -> list[str]:
+    return what_differs(rank, ranks, shape, plan, known)
+
+
+@pytest.mark.parametrize(("size", "plan"), [(2, "auto"), (1, "islands"), (2, "serial")])
+@on_ranks(4)
+def test_it_trains_on_islands(rank: int, ranks: int, size: int, plan: str) -> list[str]:
+    """A token goes to an island once, where the plan is not the library's."""
+    routed: list[int] = []
+    with on_islands(rank, size), pytest.MonkeyPatch.context() as patch:
+        exchange = nn_experts.exchange_routes
+
+        def counted(*args: Any, **more: Any) -> cp.Routes:
+            routed.append(1)
+            return exchange(*args, **more)
+
+        patch.setattr(nn_experts, "exchange_routes", counted)
+        found = what_differs(rank, ranks, (2, 3), plan, "host")
+    return found + [f"{len(routed)} routed"] * (len(routed) != (0 if plan == "serial" else STEPS))
+
+
+def what_differs(
+    rank: int, ranks: int, shape: tuple[int, ...], plan: str, known: str
+) -> list[str]:  # fmt: skip
     """Steps of SGD on each rank's own tokens: what differs from the plain model on all of them."""
     models: list[Model] = []
     for group in (world(), None):

@@ -137,7 +137,8 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
             (counts, "grouped 3 pull",
              "plan must be a spec of words that grouped knows; 'pull' is none, "
              "got 'grouped 3 pull'"),
-            (counts, "graded", "plan must be auto or one of serial, fused, grouped, got 'graded'; "
+            (counts, "graded",
+             "plan must be auto or one of serial, fused, grouped, islands, got 'graded'; "
              "did you mean 'grouped'?"),
             (even(ranks, 3, 0), "grouped 4", sizes.format("'4'", "'grouped 4'")),
         ):  # fmt: skip

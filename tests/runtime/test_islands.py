@@ -1,7 +1,5 @@
 """Ranks on several islands: found from their names, and operators between them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 from embedding_cases import Bags, expected, problem_of, random_bags
 from grad_bodies import GradCase, several_weights, wrong_grad_cases
+from island_bodies import CPU, everyone, near, on_islands, shards
 from on_ranks import on_ranks
 from rank_bodies import Case, world
 from torch import Tensor
@@ -27,9 +26,7 @@ from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of
 from counterpoint.runtime.ranks import gather_object, spawn
-from counterpoint.runtime.workspace import forget, workspace_of
-
-CPU = torch.device("cpu")
+from counterpoint.runtime.workspace import workspace_of
 
 
 def test_islands_are_neighbours_of_one_name():
@@ -46,31 +43,6 @@ def test_islands_are_neighbours_of_one_name():
 def test_what_is_no_grid_is_islands_of_one_rank(names: str, why: str):
     found = islands_of([*names], 2)
     assert (found.number, found.size, [*found.mine], found.why) == (len(names), 1, [2], why)
-
-
-def shards(rank: int, *shape: int) -> Tensor:
-    torch.manual_seed(rank)
-    return torch.randn(*shape, dtype=torch.float32)
-
-
-def everyone(t: Tensor) -> list[Tensor]:
-    return [each.double() for each in gather_object(t, dist.group.WORLD)]  # type: ignore[arg-type]
-
-
-def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-
-
-@contextmanager
-def on_islands(rank: int, size: int) -> Iterator[int]:
-    """Neighbours are on islands of that size; how many there are."""
-    group: Any = dist.group.WORLD
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COUNTERPOINT_ISLAND", str(rank // size))
-        workspace = workspace_of(group, CPU)
-        yield workspace.islands.number
-        dist.barrier()
-        forget(workspace)
 
 
 @on_ranks(4)

@@ -7,6 +7,7 @@ each while all are at work. An SM stands for the thread that computes.
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from threading import Thread
 
 import torch
@@ -124,24 +125,19 @@ class _Bench:
 
     def collectives(self) -> list[Row]:
         """Of the library, all ranks together, by whatever is between them."""
-        kinds, ranks = ("all_gather", "reduce_scatter"), self.group.size()
-        return [
-            {"question": "collective", "kind": kind, "num_bytes": size * (ranks - 1) // ranks,
-             "seconds": self.timed(self.collective(kind, size // ranks))}
-            for size in SIZES for kind in kinds
-        ]  # fmt: skip
-
-    def collective(self, kind: str, part_bytes: int) -> Call:
-        part = torch.ones(part_bytes // 4)
-        parts = [torch.empty_like(part) for _ in range(self.group.size())]
-
-        def run() -> None:
-            if kind == "all_gather":
-                dist.all_gather(parts, part, self.group)
-            else:
-                dist.reduce_scatter(part, parts, group=self.group)
-
-        return run
+        rows: list[Row] = []
+        ranks = self.group.size()
+        for size in SIZES:
+            part = torch.ones(size // 4 // ranks)
+            parts = [torch.empty_like(part) for _ in range(ranks)]
+            calls: dict[str, Call] = {
+                "all_gather": partial(dist.all_gather, parts, part, self.group),
+                "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=self.group),
+            }
+            received = part.numel() * 4 * (ranks - 1)
+            rows += ({"question": "collective", "kind": kind, "num_bytes": received,
+                      "seconds": self.timed(call)} for kind, call in calls.items())  # fmt: skip
+        return rows
 
     def exchanges(self) -> list[Row]:
         return exchanges(self.workspace, self.rounds)

@@ -27,6 +27,8 @@ FILLS = {
     "fused": canvas.GREEN,
     "reduce": canvas.SKY,
     "move": "#A6D5F2",
+    "spread": "#C4E3F6",
+    "fold": "#7FBEE3",
     "opaque": "#5A6B7B",
     "attention": "#1F4E79",
     "attention_backward": "#6C8EBF",

@@ -3,6 +3,8 @@
 rows of tokens, sorted by expert
   --all_to_all_matmul-->  gate and up of the experts here
   --SwiGLU, matmul_all_to_all-->  each token's rows back, summed by their weights
+
+Between islands of CPU ranks tokens go themselves, by routes: once to each island.
 """
 
 from typing import Any
@@ -24,9 +26,11 @@ from counterpoint.ops.check import (
     check_plan,
 )
 from counterpoint.ops.exchange_counts import exchange_counts
+from counterpoint.ops.exchange_routes import exchange_routes
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.ranges import instance, whole
+from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import workspace_of
 
 
@@ -55,6 +59,12 @@ def _chosen(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tens
     if renormalize:  # the softmax of those chosen is that of all, divided by the sum of theirs
         return experts, largest.softmax(-1)
     return experts, logits.softmax(-1).gather(-1, experts)
+
+
+@torch.compiler.assume_constant_result
+def _num_islands(group_name: str) -> int:
+    """How many islands CPU ranks are on; collective at their first call."""
+    return workspace_of(group_of(group_name), torch.device("cpu")).islands.number
 
 
 class ExpertParallelMLP(Grouped):
@@ -167,7 +177,8 @@ class ExpertParallelMLP(Grouped):
                 raise InputError(self._get_name(), "logits", want=want, got=got)
             self._check(x, experts, weights)
             assert experts is not None and weights is not None
-            self._check_ids(experts)
+            if not self._by_routes(x):  # else the exchange of routes does
+                self._check_ids(experts)
         else:
             for given, tensor in (("experts", experts), ("weights", weights)):
                 if tensor is not None:
@@ -179,6 +190,9 @@ class ExpertParallelMLP(Grouped):
 
     def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
+        if self._by_routes(x):
+            experts, weights = experts.reshape(-1, top_k), weights.reshape(-1, top_k)
+            return self._routed(tokens, experts, weights).view(x.shape)
         ids, order = experts.reshape(-1).sort(stable=True)
         starts = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
         own = torch.searchsorted(ids, starts).diff()
@@ -200,6 +214,22 @@ class ExpertParallelMLP(Grouped):
             sum_of=(places, weights.reshape(-1, top_k)),
         )  # fmt: skip
         return y.view(x.shape)
+
+    def _by_routes(self, x: Tensor) -> bool:
+        """Whether a token goes once to each island, where there are several."""
+        asked = self.plan in ("auto", "islands") and self.max_rows is None
+        if not asked or not x.is_cpu or self.group.size() == 1:
+            return False
+        return _num_islands(self.group.group_name) > 1
+
+    def _routed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        every, group = self.num_experts, self.group
+        routes = exchange_routes(experts, weights, num_experts=every, group=group)
+        gate, up = all_to_all_matmul(
+            tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=self.plan
+        ).chunk(2, -1)
+        hidden, down = F.silu(gate) * up, self.down.transpose(1, 2)
+        return matmul_all_to_all(hidden, down, counts=routes, group=group, plan=self.plan)
 
     def _check(self, x: Tensor, experts: Any, weights: Any) -> None:
         name = self._get_name()

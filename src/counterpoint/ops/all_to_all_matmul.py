@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
+from counterpoint.ops import call, routed_experts
 from counterpoint.ops.check import check_group
+from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
 from counterpoint.ops.experts import Seen, operator_of, seen
 from counterpoint.ops.experts import sample as sample  # what is tuned and compared
@@ -21,17 +22,17 @@ from counterpoint.runtime.counted import DISPATCH as OP
 
 @overload
 def all_to_all_matmul(
-    x: Tensor, w: Tensor, *, counts: Table, group: dist.ProcessGroup | None = None,
+    x: Tensor, w: Tensor, *, counts: Table | Routes, group: dist.ProcessGroup | None = None,
     max_rows: int | None = None, plan: str | Path | Plan = "auto",
     return_rows: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def all_to_all_matmul(
-    x: Tensor, w: Tensor, *, counts: Table, group: dist.ProcessGroup | None = None,
+    x: Tensor, w: Tensor, *, counts: Table | Routes, group: dist.ProcessGroup | None = None,
     max_rows: int | None = None, plan: str | Path | Plan = "auto", return_rows: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def all_to_all_matmul(
-    x: Tensor, w: Tensor, *, counts: Table, group: dist.ProcessGroup | None = None,
+    x: Tensor, w: Tensor, *, counts: Table | Routes, group: dist.ProcessGroup | None = None,
     max_rows: int | None = None, plan: str | Path | Plan = "auto", return_rows: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Send rows to their experts and multiply: y[rows of e] = concat over s of x_s[rows for e] w_e.
@@ -41,11 +42,11 @@ def all_to_all_matmul(
     backward is `matmul_all_to_all`, and what is saved is the rows that came here and w.
 
     Args:
-        x: bf16, fp16 or fp32 [T, K], on CPU or CUDA, sorted by expert, all E of them in order.
+        x: bf16, fp16 or fp32 [T, K], on CPU or CUDA, sorted by expert, all of them; or tokens.
         w: dtype of x, [E_local, K, N], a unit stride in K or N; pass `w.mT` of an [E_local, N, K].
         counts: int32 or int64 [ranks, E], rows that each rank sends to each expert, equal on all
             ranks; see `exchange_counts`. On the CPU, or nested lists: host-known. On the GPU of x:
-            device-known, the host does not wait for it.
+            device-known, the host does not wait for it. Of tokens: see `exchange_routes`.
         group: whose ranks take part; the default group if None.
         max_rows: rows that a rank may get at most; needed, and the rows of y, where counts is
             device-known. Give all ranks the same.
@@ -55,8 +56,8 @@ def all_to_all_matmul(
             8, a number of ranks that is a power of 2, and, with device-known counts, equally many
             rows of x on all ranks; "grouped", or with sizes of groups of experts "grouped 8/8/16
             ring": copy engines, where counts are host-known; with "chunks=4" each group in four
-            chunks, where experts are few; a Plan; or a JSON file of one. The backward takes the
-            same family.
+            chunks, where experts are few; "islands": tokens go once to each of several; a Plan;
+            or a JSON file of one. The backward takes the same family.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:
@@ -80,6 +81,8 @@ def all_to_all_matmul(
         group = check_group(OP, group)
     if return_rows is not True and return_rows is not False:
         raise InputError(OP, "return_rows", want="True or False", got=repr(return_rows))
+    if isinstance(counts, Routes):
+        return routed_experts.dispatch(x, w, counts, (max_rows, plan), group, return_rows)
     known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
     if known is not None and known.good:
         facts = (*known.facts, int(return_rows))

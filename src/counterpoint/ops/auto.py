@@ -27,7 +27,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     if problem.ranks == 1 or refused_in(workspace):
         return "serial"
     if problem.islands > 1 and (known.machine is None or known.machine.nic is None):
-        return "serial"
+        return problem.operation.without_serial(problem)[0] or "serial"
     tuned = known.tuned.get(problem_key(problem))
     if tuned is not None:
         try:

@@ -115,7 +115,7 @@ def seen(
     if not host:
         assert room is not None
         if one_kernel(op, str(plan), x.dtype, w.shape[2], w.shape[1], w.shape[0], ranks):
-            facts = Facts(2, _most(max(rows, room), experts), rows, room)
+            facts = Facts(2, most(max(rows, room), experts), rows, room)
             return Seen(facts, counts, room, True)
         counts = _on_host(op, counts)
     if not experts:
@@ -125,7 +125,7 @@ def seen(
     sent, come = pairs.sum(1).tolist(), pairs.sum(0).tolist()
     has, gets = (sent, come) if op == DISPATCH else (come, sent)
     same = host and low == high and low >= 0
-    facts = Facts(0, low * experts) if same else Facts(1, _most(max(*sent, *come), experts))
+    facts = Facts(0, low * experts) if same else Facts(1, most(max(*sent, *come), experts))
     room = max(gets[rank], 0) if room is None else room
     fits = (rows, room) == (has[rank], gets[rank])
     fits = fits or (not host and rows >= has[rank] and room >= gets[rank])
@@ -158,7 +158,7 @@ def _on_host(op: str, counts: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _most(rows: int, experts: int) -> int:
+def most(rows: int, experts: int) -> int:
     """Somewhat more, equal for all experts: tables change from call to call, but plans seldom."""
     step = max(256, 1 << max(rows.bit_length() - 3, 0))
     rows = max(-(-rows // step), 1) * step

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import call
+from counterpoint.ops import call, routed_experts
 from counterpoint.ops.check import check_dense, check_group
+from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
 from counterpoint.ops.experts import Seen, operator_of, seen
 from counterpoint.ops.experts import sample as sample  # what is tuned and compared
@@ -25,7 +26,7 @@ def matmul_all_to_all(
     x: Tensor,
     w: Tensor,
     *,
-    counts: Table,
+    counts: Table | Routes,
     group: dist.ProcessGroup | None = None,
     max_rows: int | None = None,
     plan: str | Path | Plan = "auto",
@@ -40,7 +41,7 @@ def matmul_all_to_all(
     Args:
         x: bf16, fp16 or fp32 [R, K], on CPU or CUDA, sorted by local expert, then by source rank.
         w: dtype of x, [E_local, K, N], a unit stride in K or N.
-        counts: as for `all_to_all_matmul`, the same table.
+        counts: as for `all_to_all_matmul`, the same; with `Routes` sums of tokens are returned.
         group: whose ranks take part; the default group if None.
         max_rows: rows that a rank may get back at most; needed, and the rows of y, where counts is
             device-known. Give all ranks the same.
@@ -65,6 +66,8 @@ def matmul_all_to_all(
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(OP, group)
+    if isinstance(counts, Routes):
+        return routed_experts.combine(x, w, counts, (max_rows, plan), group, sum_of)
     known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
     index, weights = sum_of if isinstance(sum_of, tuple) and len(sum_of) == 2 else (None, None)
     at_once = known is not None and known.good

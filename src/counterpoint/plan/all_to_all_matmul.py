@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from counterpoint.machine import Machine
-from counterpoint.plan import experts
+from counterpoint.plan import experts, routed_experts
 from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
 from counterpoint.plan.makespan import dispatch_s
 from counterpoint.plan.names import in_one_lane
@@ -21,9 +21,11 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 def serial(p: Problem) -> Plan:
     """The library's all-to-all with a pass that puts rows in order, then the matmuls."""
+    if p.counts == "routed":
+        return routed_experts.dispatch_serial(p, operands(p))
     between = rows_of(p, "rows", p.k, "scratch", by_expert=True)
     exchange = experts.all_to_all(p, "x", "rows")
-    multiply = matmuls(p, 0, range(p.experts), "rows", "y")
+    multiply = matmuls(p, 0, range(p.experts), ("rows", "y"))
     return in_one_lane(p, "serial", (*operands(p), between), exchange, *multiply)
 
 
@@ -52,9 +54,10 @@ def _steps(p: Problem, order: Order, spans: list[range], chunks: int) -> tuple[S
         copies += [
             exchange.push("x", "received", after), exchange.keep("x", "received", after)
         ]  # fmt: skip
-        first, *rest = matmuls(p, i, span, "received", "y", suffix=suffix, chunk=chunk)
+        first, *rest = matmuls(p, i, span, ("received", "y"), suffix=suffix, chunk=chunk)
         products += [replace(first, after=(f"keep_{i}",), waits=exchange.waits), *rest]
     return *copies, *products
 
 
-OPERATION = experts.operation(operands, serial, grouped, dispatch_s, dispatches=True)
+BETWEEN = routed_experts.family(routed_experts.dispatch, operands)
+OPERATION = experts.operation(operands, serial, grouped, dispatch_s, BETWEEN, dispatches=True)

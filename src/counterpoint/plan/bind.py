@@ -11,7 +11,7 @@ from counterpoint.plan.attended import ATTENTION, attended
 from counterpoint.plan.boxes import Box as Box
 from counterpoint.plan.boxes import Part as Part
 from counterpoint.plan.boxes import hull, merged
-from counterpoint.plan.steps import COUNTS, Buffer, Plan, Region, Step
+from counterpoint.plan.steps import VARYING, Buffer, Plan, Region, Step
 from counterpoint.ranges import instance, whole
 
 
@@ -92,7 +92,7 @@ class _Binder:
         reads = [
             self.cells(region, rank, whole=whole)
             for region in step.reads
-            if region.buffer != COUNTS or step.kind == "fused"
+            if region.buffer not in VARYING or step.kind == "fused"
         ]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
         if step.kind in ATTENTION:
@@ -107,7 +107,7 @@ class _Binder:
             return tuple(Part(boxes, box) for cells in writes for box in hull(cells))
         if step.kind == "exchange":
             return (self.exchanged(step, reads[0], writes[0], rank),)
-        if step.kind == "copy":
+        if step.kind in ("copy", "spread", "fold"):
             if len(reads) != len(writes):
                 self.fail(f"copies {len(reads)} regions into {len(writes)}")
             pairs = [self.zipped([r], w) for r, w in zip(reads, writes, strict=True)]

@@ -36,7 +36,18 @@ from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, collective, coun
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Chunk, Order, orders
 from counterpoint.plan.sizes import check_experts
-from counterpoint.plan.steps import COUNTS, Buffer, Lane, Peer, Plan, Region, Signal, Space, Step
+from counterpoint.plan.steps import (
+    COUNTS,
+    ROUTES,
+    Buffer,
+    Lane,
+    Peer,
+    Plan,
+    Region,
+    Signal,
+    Space,
+    Step,
+)
 from counterpoint.plan.values import Product, Value
 from counterpoint.problem import Problem
 
@@ -48,10 +59,12 @@ EXCHANGES = 8  # from as many experts on, groups of them are enough
 
 
 def weights_and_counts(p: Problem) -> tuple[Buffer, ...]:
-    """The experts of a rank, one under the other; and how many rows they have, where it varies."""
-    table = Buffer(COUNTS, (p.ranks, p.ranks * p.experts), "int64", "input")
+    """The experts of a rank, one under the other; what says how many rows they have, and which."""
     weights = Buffer("w", (p.experts * p.k, p.n), p.dtype, "input")
-    return (weights,) if p.counts == "equal" else (weights, table)
+    table = Buffer(COUNTS, (p.ranks, p.ranks * p.experts), "int64", "input")
+    routes = Buffer(ROUTES, (1, p.m), "int64", "input")
+    differ = {"equal": (), "routed": (table, routes)}.get(p.counts, (table,))
+    return weights, *differ
 
 
 def operation(
@@ -59,10 +72,15 @@ def operation(
     serial: Callable[[Problem], Plan],
     grouped: Callable[[Problem, Options, Machine], Plan],
     predict: grading.ExpertsMakespan,
+    between: Family,
     *,
     dispatches: bool,
 ) -> Operation:
-    """One of the two operators of experts: rows go to them, or what they have made goes back."""
+    """One of the two operators of experts: rows go to them, or what they have made goes back.
+
+    Args:
+        between: its family for ranks of several islands.
+    """
 
     def guess_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
         _, spans, chunks = spans_of(p, options, machine, predict)
@@ -71,12 +89,13 @@ def operation(
     return Operation(
         operands=operands,
         definition=partial(definition, dispatches=dispatches),
-        alone=lambda p: matmuls(p, 0, range(p.experts), "x", "y"),
+        alone=lambda p: matmuls(p, 0, range(p.experts), ("x", "y")),
         families=(
             in_a_row("serial", serial),
             fused_experts.family(operands),
             Family(name="grouped", takes=("peers", "sizes", "chunks"), build=grouped,
                    wants=wants_known_counts, guess_s=guess_s),
+            between,
         ),
         candidates=candidates,
         collectives=("all_to_all",),
@@ -84,7 +103,7 @@ def operation(
         moved=lambda p: (0, p.k if dispatches else p.n),
         overlapped=fused_experts.overlapped,
         gradient="",
-        without_serial=fused_experts.without_serial,
+        without_serial=without_serial,
         fused_s=fused_experts.seconds,
         rule=lambda p, machine: fused_experts.or_serial(p),
     )  # fmt: skip
@@ -92,7 +111,16 @@ def operation(
 
 def wants_known_counts(p: Problem) -> str:
     """What a family wants whose steps the host lays out."""
-    return "" if p.counts != "device" else "counts known to the host"
+    return "" if p.counts in ("equal", "host") else "counts known to the host, and no routes"
+
+
+def without_serial(p: Problem) -> tuple[str, str]:
+    """What is taken whatever it costs, and why serial is not."""
+    if p.islands == 1:
+        return fused_experts.without_serial(p)
+    if p.counts != "routed":
+        return "", ""
+    return "islands", "sends a row once to each rank of another island, not once to the island"
 
 
 @dataclass(frozen=True)
@@ -162,23 +190,27 @@ def part_of(e: int, experts: int, chunk: Chunk) -> Chunk:
 
 
 def matmuls(
-    p: Problem, i: int, span: range, x: str, y: str, *,
+    p: Problem, i: int, span: range, pair: tuple[str, str], *,
     suffix: str = "", chunk: Chunk = WHOLE, cols: tuple[int, int] | None = None,
+    shards: tuple[Peer, ...] = (),
 ) -> tuple[Step, ...]:  # fmt: skip
     """A matmul for each expert of a group, of one launch where there is one for several.
 
     Args:
         i: of the launch.
+        pair: of x, and of y.
         suffix: behind the name of each.
         chunk: of the rows of each rank.
         cols: of the weight.
+        shards: whose rows; those of all ranks if there are none.
     """
     found: list[Step] = []
     for e in span:
         rows, weight = part_of(e, p.experts, chunk), (e * p.k, (e + 1) * p.k)
-        reads = (Region(x, chunk=rows), Region("w", rows=weight, cols=cols), *counts_of(p))
-        found.append(Step(f"matmul_{e}{suffix}", "compute", "matmul", reads,
-                          (Region(y, chunk=rows),), args=(("batch", i),)))  # fmt: skip
+        source, target = (Region(b, shards=shards, chunk=rows) for b in pair)
+        reads = (source, Region("w", rows=weight, cols=cols), *counts_of(p))
+        found.append(Step(f"matmul_{e}{suffix}", "compute", "matmul", reads, (target,),
+                          args=(("batch", i),)))  # fmt: skip
     return tuple(found)
 
 
@@ -223,6 +255,8 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first; chunks where experts alone make few exchanges."""
+    if p.islands > 1 or p.counts == "routed":
+        return "serial", "islands"
     chunks = [n for n in (2, 4, 8) if n * p.experts <= EXCHANGES]
     found = ("serial", "fused", *(f"grouped {peers}" for peers in orders(p.ranks)))
     return *found, *(f"grouped ring chunks={n}" for n in chunks)

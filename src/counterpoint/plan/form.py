@@ -5,8 +5,8 @@ from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.families import build
 from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.steps import (
-    COUNTS,
     OWN_PROTOCOL,
+    VARYING,
     Buffer,
     Peer,
     Plan,
@@ -17,6 +17,8 @@ from counterpoint.plan.steps import (
 from counterpoint.problem import ITEM_BYTES, Problem
 from counterpoint.ranges import misfit
 
+# kinds whose rows counts or routes may say
+MAY_VARY = ("copy", "matmul", "spread", "fold", "collective", "exchange", "fused")
 MAX_BOXES = 2**16  # of all ranks: two seconds of a proof
 
 
@@ -142,10 +144,10 @@ def _misuse(plan: Plan, step: Step) -> str:
 def _misplaced(plan: Plan, step: Step) -> str:
     """Why a step cannot run on its lane, or cannot reach what it names, or ''."""
     engine = plan.lane(step.lane).engine
-    sources = [region for region in step.reads if region.buffer != COUNTS]
+    sources = [region for region in step.reads if region.buffer not in VARYING]
     reads = [plan.buffer(r.buffer) for r in sources]
     writes = [plan.buffer(r.buffer) for r in step.writes]
-    if step.counted and step.kind not in ("copy", "matmul", "collective", "fused"):
+    if step.counted and step.kind not in MAY_VARY:
         return f"a {step.kind} has boxes: it takes no counts"
     if engine != {"copy": "copy", "exchange": "nic"}.get(step.kind, "sm"):
         return f"a {step.kind} cannot run on lane {step.lane!r}, whose engine is {engine}"
@@ -194,7 +196,7 @@ def _misuse_of_exchange(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
 
 def _misfit(plan: Plan, step: Step) -> str:
     """Why what a step reads and writes does not fit its kind, or ''."""
-    reads = [plan.buffer(r.buffer) for r in step.reads if r.buffer != COUNTS]
+    reads = [plan.buffer(r.buffer) for r in step.reads if r.buffer not in VARYING]
     writes = [plan.buffer(r.buffer) for r in step.writes]
     bias = bool(step.arg("bias"))
     if bias and step.kind not in ("matmul", "move", "reduce"):
@@ -205,8 +207,8 @@ def _misfit(plan: Plan, step: Step) -> str:
     dtypes = {b.dtype for b in operands}
     own = plan.problem.dtype
     match step.kind:
-        case "copy" if dtypes | {b.dtype for b in writes} != dtypes or len(dtypes) != 1:
-            return "a copy keeps the dtype"
+        case "copy" | "spread" | "fold" if {b.dtype for b in writes} != dtypes or len(dtypes) != 1:
+            return f"a {step.kind} keeps the dtype"
         case "matmul" if len(operands) != 2 + step.accumulates:
             return "a matmul reads x, w and, to accumulate, its target"
         case "matmul" if {b.dtype for b in operands[:2]} != {own}:
@@ -241,7 +243,7 @@ def _is_cut(step: Step) -> bool:
 
 def _misuse_of_collective(plan: Plan, step: Step, buffers: list[Buffer]) -> str:
     want = step.arg("collective")
-    sources = tuple(region for region in step.reads if region.buffer != COUNTS)
+    sources = tuple(region for region in step.reads if region.buffer not in VARYING)
     if want not in plan.problem.operation.collectives:
         return f"has no collective {want!r}"
     if plan.problem.tables:

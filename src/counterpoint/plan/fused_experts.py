@@ -94,6 +94,8 @@ def refusal(p: Problem) -> str:
     """What the kernels want of a problem that it does not have, or ""."""
     if why := wants_ranks(p.ranks):
         return why
+    if p.counts == "routed":
+        return "a row for each expert of a token"
     if p.item_bytes != 2 or p.k % 8 or p.n % 8:
         return "16-bit numbers, K and N multiples of 8"
     if p.experts * p.ranks > MAX_EXPERTS:

@@ -1,7 +1,7 @@
 """matmul_all_to_all: experts multiply, and rows go back to their owners; its families of plans."""
 
 from counterpoint.machine import Machine
-from counterpoint.plan import experts
+from counterpoint.plan import experts, routed_experts
 from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
 from counterpoint.plan.finer import slices
 from counterpoint.plan.makespan import combine_s
@@ -20,9 +20,11 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 def serial(p: Problem) -> Plan:
     """The matmuls, then the library's all-to-all behind a pass that puts rows in order."""
+    if p.counts == "routed":
+        return routed_experts.combine_serial(p, operands(p))
     between = rows_of(p, "product", p.n, "scratch", by_expert=True)
     exchange = experts.all_to_all(p, "product", "y")
-    multiply = matmuls(p, 0, range(p.experts), "x", "product")
+    multiply = matmuls(p, 0, range(p.experts), ("x", "product"))
     return in_one_lane(p, "serial", (*operands(p), between), *multiply, exchange)
 
 
@@ -67,7 +69,7 @@ def _steps(
         product, returned = f"product{name}", f"returned{name}"
         exchange = Exchange(p, order, i, span)
         suffix = f"_{name}" if name else ""
-        multiplied = matmuls(p, i, span, "x", product, suffix=suffix, cols=cols)
+        multiplied = matmuls(p, i, span, ("x", product), suffix=suffix, cols=cols)
         after = (multiplied[-1].name, *(() if i else ("open",)))
         steps += [*multiplied, exchange.push(product, returned, after)]
         # behind the next exchange's matmuls: until then nothing has come
@@ -78,4 +80,5 @@ def _steps(
     return *steps, *unpacked
 
 
-OPERATION = experts.operation(operands, serial, grouped, combine_s, dispatches=False)
+BETWEEN = routed_experts.family(routed_experts.combine, operands)
+OPERATION = experts.operation(operands, serial, grouped, combine_s, BETWEEN, dispatches=False)

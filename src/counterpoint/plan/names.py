@@ -1,6 +1,6 @@
 """Names that plans share: lanes, regions of users' tensors; and what serial plans are made of."""
 
-from counterpoint.plan.steps import COUNTS, Buffer, Lane, Plan, Region, Step
+from counterpoint.plan.steps import COUNTS, ROUTES, Buffer, Lane, Plan, Region, Step
 from counterpoint.problem import Problem
 
 COMPUTE = Lane("compute", "sm")
@@ -30,6 +30,11 @@ def with_bias(p: Problem) -> tuple[tuple[Region, ...], tuple[tuple[str, int | st
 def counts_of(p: Problem) -> tuple[Region, ...]:
     """What a step reads that has as many rows as the counts say."""
     return () if p.counts == "equal" else (Region(COUNTS),)
+
+
+def routes_of(p: Problem) -> tuple[Region, ...]:
+    """What a step reads whose rows are of tokens, which have several experts."""
+    return (Region(ROUTES),) if p.counts == "routed" else ()
 
 
 def collective(name: str, which: str, reads: tuple[Region, ...], target: Region) -> Step:

@@ -14,11 +14,13 @@ from counterpoint.problem import ITEM_BYTES, Problem
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
 
-Kind = Literal["copy", "matmul", "move", "reduce", "barrier", "collective", "exchange", "fused",
-               "opaque", "attention", "attention_backward"]  # fmt: skip
+Kind = Literal["copy", "matmul", "move", "reduce", "spread", "fold", "barrier", "collective",
+               "exchange", "fused", "opaque", "attention", "attention_backward"]  # fmt: skip
 Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "turns"]
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
 COUNTS = "counts"  # the operand that says how many rows there are
+ROUTES = "routes"  # the one that says which rows of tokens go where
+VARYING = (COUNTS, ROUTES)  # operands of which steps have no boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Step:
         move        reads[0] -> writes[0] on an SM, changing dtype where they differ; + bias
         matmul      reads x, w (+ the target, to accumulate) (+ bias) -> writes y = x w; where it
                     contracts over rows, y = x^T w, of regions that are one box each
+        spread      reads[i] -> writes[i] on an SM: by routes, a row for each place that it goes to
+        fold        its transpose: by routes, the sum of these rows in fp32, rounded once
         reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
         collective  a library collective, named by args: reads[0] -> writes[0]
         exchange    reads[0] goes to the rank of my place in the island that is "to" islands on;
@@ -104,7 +108,8 @@ class Step:
         opaque      a call of the user's own, by the step's name: what it reads and writes is known,
                     and not what it computes; any number of regions, of a "pipeline" only
     Every other kind waits first and posts last. A step that reads the operand "counts" takes as
-    many rows as that says: its boxes are those of equal counts.
+    many rows as that says, and one that reads "routes" those that it says: its boxes are those of
+    equal counts, and of one expert for each token.
 
     Args:
         after: names of earlier steps of this rank that must have ended.
@@ -134,8 +139,13 @@ class Step:
 
     @property
     def counted(self) -> bool:
-        """Whether the operand "counts" says how many rows the step has."""
-        return any(region.buffer == COUNTS for region in self.reads)
+        """Whether an operand says how many rows the step has."""
+        return any(region.buffer in VARYING for region in self.reads)
+
+    @property
+    def routed(self) -> bool:
+        """Whether the operand "routes" says which rows they are."""
+        return any(region.buffer == ROUTES for region in self.reads)
 
     @property
     def looks_up(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import counted
+from counterpoint.runtime import counted, routed
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
@@ -155,6 +155,8 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     spec, op = places.plan.spec, places.plan.problem.op
     deed = f"take part in step {bound.step.name!r} of plan {spec}"
     calls = library_of(places.workspace, Awaited(op, deed, bound.step.name))
+    if bound.step.routed:
+        return routed.all_to_all(bound, places, calls)
     if bound.step.counted:
         return counted.all_to_all(bound, places, calls)
     if places.plan.problem.tables:

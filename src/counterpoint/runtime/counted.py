@@ -73,12 +73,15 @@ def copies(bound: BoundStep, places: Places) -> Action:
 def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     """y[rows of e] = x[rows of e] w[e] (+ the same rows of the operand "add").
 
-    Or a chunk of the rows of each rank for e, or some columns of w and y.
+    Or a chunk of the rows of each rank for e, those of some ranks, or some columns of w and y.
     """
     p, rank = places.plan.problem, places.workspace.rank
     (x_region, w_region, *_), (y_region,) = bounds[0].step.reads, bounds[0].step.writes
     source, target = x_region.buffer, y_region.buffer
     first, chunk = expert_of(y_region, p)
+    shards = [places.plan.resolve(shard, rank) for shard in y_region.shards]
+    sources = range(min(shards), max(shards) + 1) if shards else range(p.ranks)
+    some = len(sources) < p.ranks
     cols = slice(*(w_region.cols if isinstance(w_region.cols, tuple) else (0, p.n)))
     last, every = first + len(bounds), len(bounds) == p.experts
 
@@ -88,7 +91,7 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
         x, y = (_rows_of(name, operands, places) for name in (source, target))
         total, w = edges[-1], operands["w"][:, :, cols]
         here = slice(edges[first], edges[last])
-        one_launch = last - first > 1 or every
+        one_launch = (last - first > 1 or every) and not some
         if chunk[1] == 1 and one_launch and here.start < here.stop and _grouped_takes(x, w):
             assert _GROUPED is not None
             ends = _on_device(torch.tensor(edges[first + 1 : last + 1]) - here.start, x)
@@ -101,10 +104,12 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
                 y[here] = _GROUPED(x[here], w[first:last], offs=ends)
         else:
             for e in range(first, last):
-                for rows in _of_expert(starts, rank, e, p.ranks, chunk):
+                for rows in _of_expert(starts, (rank, e, p.ranks), sources, chunk):
                     if rows.start < rows.stop:
                         torch.mm(x[rows], w[e], out=y[rows])
-        if "add" in operands:
+                    if some and "add" in operands:
+                        y[rows] += operands["add"][rows, cols]
+        if "add" in operands and not some:
             y[here] += operands["add"][here, cols]
         if "clear" in operands and target == "y" and last == p.experts:
             y[total:].zero_()
@@ -112,12 +117,20 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
     return run
 
 
-def _of_expert(rows: Rows, rank: int, e: int, ranks: int, chunk: Chunk) -> list[slice]:
-    """The rows of an expert, or a chunk of those that each rank has for it."""
+def _of_expert(
+    rows: Rows, of: tuple[int, int, int], sources: range, chunk: Chunk
+) -> list[slice]:  # fmt: skip
+    """The rows of an expert, or a chunk of those that each rank has for it.
+
+    Args:
+        of: this rank, the expert, and how many ranks there are.
+        sources: neighbouring ranks.
+    """
+    rank, e, ranks = of
     if chunk[1] == 1:
-        edges = rows.by_expert[rank]
-        return [slice(edges[e * ranks], edges[(e + 1) * ranks])]
-    return [slice(*rows.of(rank, e * ranks + source, False, chunk)) for source in range(ranks)]
+        edges = rows.by_expert[rank][e * ranks :]
+        return [slice(edges[sources.start], edges[sources.stop])]
+    return [slice(*rows.of(rank, e * ranks + source, False, chunk)) for source in sources]
 
 
 def _rows_of(name: str, operands: Operands, places: Places) -> Tensor:

@@ -12,7 +12,7 @@ from threading import Event
 import torch
 
 from counterpoint.plan.bind import BoundStep, Part, Program
-from counterpoint.runtime import attention, compute, counted
+from counterpoint.runtime import attention, compute, counted, routed
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited
@@ -23,6 +23,14 @@ from counterpoint.spans import Span
 COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
     "move": compute.move,
     "reduce": compute.reduce,
+    "spread": compute.move,  # where there are no routes
+    "fold": compute.move,
+}
+ROUTED: dict[str, Callable[[BoundStep, Places], Action]] = {
+    "copy": routed.copy,
+    "exchange": routed.exchange,
+    "spread": routed.spread,
+    "fold": routed.fold,
 }
 
 # where it is noted what ran when; None: nowhere. On GPUs the profiler sees it
@@ -59,6 +67,8 @@ class CpuCode:
         self, bound: BoundStep, places: Places, index: int, like: Operands | None
     ) -> list[Action]:
         match bound.step.kind:
+            case kind if bound.step.routed and kind in ROUTED:
+                return [ROUTED[kind](bound, places)]
             case "barrier":
                 return []
             case "opaque":

@@ -239,7 +239,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
             return attention.attention_backward(bound, places, code.like)
         case "opaque":
             return [compute.opaque(bound, code.calls)]
-        case "move":
+        case "move" | "spread" | "fold":  # routes are refused before
             return [compute.move(bound, part, places) for part in bound.parts]
         case "collective" if bound.step.arg("transport"):
             return [launch_collective.action(bound, places, tag)]

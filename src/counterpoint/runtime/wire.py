@@ -36,7 +36,7 @@ class Wire(Protocol):
         """Send one block and receive another; tensors without gaps.
 
         Args:
-            sent: for rank `to` of the group.
+            sent: for rank `to` of the group; where it is empty nothing goes there.
             kept: what rank `source` sends, of as many bytes.
             awaited: for errors.
 
@@ -92,11 +92,9 @@ class Nccl:
         self._count[:1].add_(1)
         self._count[1:].fill_(self._known.setdefault((awaited, to, source), len(self._known)))
         self._words[0].copy_(self._count, non_blocking=True)
-        ops = [
-            dist.P2POp(dist.isend, sent, self._ranks[to], self._group),
-            dist.P2POp(dist.irecv, kept, self._ranks[source], self._group),
-        ]
-        for work in dist.batch_isend_irecv(ops):
+        both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+        ops = [dist.P2POp(op, t, self._ranks[r], self._group) for op, t, r in both if t.numel()]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
         self._words[1].copy_(self._count, non_blocking=True)
 
@@ -125,10 +123,8 @@ class Gloo:
     ) -> None:  # fmt: skip
         group, board = self._workspace.group, self._workspace.board
         try:
-            works = [
-                (dist.isend(sent, self._ranks[to], group), to),
-                (dist.irecv(kept, self._ranks[source], group), source),
-            ]
+            both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+            works = [(op(t, self._ranks[r], group), r) for op, t, r in both if t.numel()]
         except RuntimeError as error:
             raise board.fail(self._broken(error, source, awaited)) from None
         waited = _Waited(works, timedelta(seconds=board.timeout_s))

@@ -1,0 +1,117 @@
+"""A layer of experts between islands of CPU ranks: bytes on the NIC, and times.
+
+gloo   a row for each expert of a token: its all-to-all there and back, as layers have it today
+flat   our routes, each rank an island of its own: a row once to each rank
+ours   islands of neighbours: a row once to each island"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import counterpoint as cp
+from benchmarks.islands import timed
+
+HIDDEN = 16
+
+
+class Layer:
+    """Tokens of this rank, their experts, and the weights of its own experts; fp32.
+
+    Args:
+        local: experts of a rank.
+        top: experts of a token, all different.
+    """
+
+    def __init__(self, rank: int, ranks: int, tokens: int, features: int, local: int, top: int):
+        generator = torch.Generator().manual_seed(rank)
+        self.rank, self.ranks, self.local, self.top = rank, ranks, local, top
+        self.every = local * ranks
+        draw = torch.rand(tokens, self.every, generator=generator)
+        self.experts = draw.argsort(1)[:, :top]
+        self.weights = torch.rand(tokens, top, generator=generator).softmax(1)
+        self.x = torch.randn(tokens, features, generator=generator)
+        self.up = torch.randn(local, features, HIDDEN, generator=generator) / features**0.5
+        self.down = torch.randn(local, HIDDEN, features, generator=generator) / HIDDEN**0.5
+
+    def by_routes(self, plan: str) -> Tensor:
+        """Ours."""
+        routes = cp.exchange_routes(self.experts, self.weights, num_experts=self.every)
+        h = cp.all_to_all_matmul(self.x, self.up, counts=routes, plan=plan).relu_()
+        return cp.matmul_all_to_all(h, self.down, counts=routes, plan=plan)
+
+    def by_gloo(self) -> Tensor:
+        """A row for each expert of a token."""
+        ids, order = self.experts.flatten().sort(stable=True)
+        own = torch.bincount(ids, minlength=self.every)
+        tables = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(tables, own)
+        counts = torch.stack(tables)
+        gives = own.view(self.ranks, -1).sum(1).tolist()
+        mine = counts[:, self.rank * self.local : (self.rank + 1) * self.local]
+        gets = mine.sum(1).tolist()
+        rows = self.x.new_empty(sum(gets), self.x.shape[1])
+        dist.all_to_all_single(rows, self.x[order // self.top], gets, gives)
+        expert = torch.arange(self.local).repeat(self.ranks).repeat_interleave(mine.flatten())
+        for e in range(self.local):
+            here = (expert == e).nonzero().flatten()
+            rows[here] = (rows[here] @ self.up[e]).relu_() @ self.down[e]
+        back = self.x.new_empty(len(order), self.x.shape[1])
+        dist.all_to_all_single(back, rows, gives, gets)
+        each = torch.empty_like(back)
+        each[order] = back
+        return torch.bmm(self.weights[:, None], each.view(-1, self.top, self.x.shape[1]))[:, 0]
+
+    def exact(self) -> Tensor:
+        """In fp64, of all experts' weights."""
+        ups, downs = (
+            [torch.empty_like(w) for _ in range(self.ranks)] for w in (self.up, self.down)
+        )
+        dist.all_gather(ups, self.up)
+        dist.all_gather(downs, self.down)
+        up, down, total = torch.cat(ups).double(), torch.cat(downs).double(), self.x.double() * 0
+        for e in range(self.every):
+            tokens, places = (self.experts == e).nonzero(as_tuple=True)
+            each = (self.x[tokens].double() @ up[e]).relu_() @ down[e]
+            total.index_add_(0, tokens, each * self.weights[tokens, places, None])
+        return total
+
+
+def layer(
+    rank: int, ranks: int, size: int, shape: tuple[int, int, int, int], how: str, flat: bool
+) -> dict[str, Any]:
+    """A forward of a layer, its routing included, checked against fp64.
+
+    Args:
+        size: ranks of an island.
+        shape: tokens and features of a rank, its experts, experts of a token.
+        how: "gloo", or the spec of a plan.
+        flat: of our plan, each rank is an island of its own.
+
+    Returns:
+        Seconds; bytes that this island's NIC sent; and how many the rule says.
+    """
+    made = Layer(rank, ranks, *shape)
+    call = made.by_gloo if how == "gloo" else lambda: made.by_routes(how)
+    torch.testing.assert_close(call().double(), made.exact(), rtol=1e-4, atol=1e-4)
+    seconds, sent = timed(call)
+    return {"seconds": seconds, "sent": sent, "rule": rule(made, size, how, flat)}
+
+
+def rule(made: Layer, size: int, how: str, flat: bool) -> int:
+    """Bytes that this island sends by the rule: its rows there, with their lists, others' back."""
+    unit = 1 if flat or how == "gloo" else size
+    ids, far = made.experts // made.local, torch.zeros(1)
+    for first in range(0, made.ranks, unit):
+        if first // size == made.rank // size:
+            continue
+        there = (ids >= first) & (ids < first + unit)
+        far[0] += there.sum() if how == "gloo" else there.any(1).sum()
+    everyone = [torch.empty_like(far) for _ in range(made.ranks)]
+    dist.all_gather(everyone, far)
+    rows = [int(each[0]) for each in everyone]
+    island = made.rank // size * size
+    here = sum(rows[island : island + size])
+    features, lists = made.x.shape[1], 0 if how == "gloo" else 2 * made.top
+    return 4 * (here * (features + lists) + (sum(rows) - here) * features)

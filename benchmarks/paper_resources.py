@@ -1,0 +1,220 @@
+"""The first paper's experiment: its pairs, full size, its arms, what its metrics say.
+
+    counterpoint bench resources --paper --out folder               # 2 GPUs: --part 1/2, then 2/2
+    NCCL_NTHREADS=256 counterpoint bench resources --paper --out folder
+
+A GEMM bound by compute and one with a wide result, each with an all-reduce or an all-to-all, by
+cuBLAS and by Triton tiles of the paper; sequential, plain overlap, priority, shaping, both, tuned.
+TimeRatio is overlapped / sequential; the overlap rate is the share of the time in which both run.
+With NCCL_NTHREADS=256 a block of NCCL's leaves room for blocks of the GEMM on its SM.
+
+Source: arXiv 2606.09200; tuned and cuBLAS are ours.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.declare import Bench, Benchmark, Case
+from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, build, pairs
+from benchmarks.resources import sweep, unshaped
+from benchmarks.rows import Row
+from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.measure import settings
+from counterpoint.measure.profile import traced
+from counterpoint.measure.timing import Times, rotate
+from counterpoint.measure.trace import Activity, activities
+from counterpoint.resources import Controls, tune
+from counterpoint.resources.controls import OFF, SEQUENTIAL
+from counterpoint.resources.run import Captured, Eager
+from counterpoint.resources.shape import SPINNING
+from counterpoint.resources.transport import carriers
+from counterpoint.runtime.device_limits import limits_here
+from counterpoint.runtime.footprint import Footprint, node_footprint
+from counterpoint.runtime.occupancy import beside
+
+KERNELS = ("cuBLAS", "64x64x32", "64x64x64")
+ROUNDS = 5
+SEARCH_S = 5.0
+PRIORITY = Controls(priority=True)
+
+
+def cases(_: int) -> list[Case]:
+    """Twelve pairs; every second of them is a part that takes less than nine minutes."""
+    return [case_of(pair) for pair in pairs(KERNELS)]
+
+
+def case_of(pair: Pair) -> Case:
+    """A pair, and how many threads NCCL's blocks have at most; 0: as it likes."""
+    threads = int(os.environ.get("NCCL_NTHREADS", "0"))
+    return Case(pair.label + (f", {threads} threads of NCCL" if threads else ""), {
+        "pair": pair.label, "gemm": pair.gemm, "kernel": pair.kernel,
+        "collective": pair.collective, "scale": pair.scale, "nccl_threads": threads})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a loop runs here: as a graph, or call by call where there are none."""
+
+    loop: Loop
+    bench: Bench
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+
+    def timed(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
+        """Checks each setting against fp64, then times all of them in one rotation.
+
+        Raises:
+            CounterpointError: one is off by more than twice what the sequential one is.
+        """
+        return self._by_graph(some, rounds) if self.bench.on_gpu else self._by_call(some, rounds)
+
+    def _by_graph(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
+        with settings.Bench(self.loop.pipeline, "graph") as able:
+            had = [controls for controls in some if able.able(controls)]
+            self.refused.update(able.refused)
+            for each in had:
+                with able.holding(each.spec):
+                    self._check(each, able.call(each))
+            calls = {each.spec: able.call(each) for each in had}
+            return rotate(calls, group=self.bench.group, device=self.bench.device, rounds=rounds,
+                          soak_s=0.5, around=able.holding)  # fmt: skip
+
+    def _by_call(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
+        plain = [each for each in some if each in (OFF, SEQUENTIAL)]
+        self.refused.update({c.spec: "this control needs a GPU" for c in some if c not in plain})
+        calls = {each.spec: Eager(self.loop.pipeline, each) for each in plain}
+        for each in plain:
+            self._check(each, calls[each.spec])
+        return rotate(calls, group=self.bench.group, device=self.bench.device, rounds=rounds,
+                      soak_s=0.0)  # fmt: skip
+
+    def _check(self, controls: Controls, call: Any) -> None:
+        error = self.loop.check(call)
+        if not error <= 1e-2:
+            raise CounterpointError(f"{controls.spec}: off by {error:.2e} against fp64")
+
+
+def rows_of(case: Case, bench: Bench) -> list[Row]:
+    """Every arm of a pair, then its sweep of shapes; seconds are for all iterations."""
+    pair = Pair(case["gemm"], case["kernel"], case["collective"], case["scale"])
+    bench.say("setting up")
+    loop = build(pair, bench)
+    way = Way(loop, bench)
+    arms = {"sequential": SEQUENTIAL, "plain overlap": OFF, "priority": PRIORITY}
+    rows: list[Row] = []
+    if bench.on_gpu:
+        more, rows = _searched(loop, bench)
+        arms |= more
+    rounds = bench.rounds or ROUNDS
+    times = way.timed([*dict.fromkeys(arms.values())], rounds)
+    parts = _alone(loop, bench, rounds)
+    rates = _rates(loop, arms, bench) if bench.on_gpu else {}
+    sequential = times[SEQUENTIAL.spec]
+    for name, controls in arms.items():
+        if controls.spec not in times:
+            rows.append({"arm": name, "refused": way.refused[controls.spec]})
+            continue
+        t = times[controls.spec]
+        rows.append({
+            "arm": name, "controls": controls.spec, "median_s": t.median_s,
+            "p20_s": t.quantile_s(2), "p80_s": t.quantile_s(8), "skew_s": t.skew_s,
+            "rounds": len(t.rounds_s), "sm_clock_mhz": t.clock_mhz,
+            "time_ratio": 1 / t.ratio_of(sequential)[0],
+            **({"overlap_rate": rates[controls.spec]} if controls.spec in rates else {}), **parts,
+        })  # fmt: skip
+    facts: Row = {"iterations": NUM_ITERATIONS, "mode": "graph" if bench.on_gpu else "eager",
+             "collective_bytes": COLLECTIVE_BYTES // pair.scale}  # fmt: skip
+    facts |= resident(loop) if bench.on_gpu else {}
+    return [row | facts for row in rows]
+
+
+def _searched(loop: Loop, bench: Bench) -> tuple[dict[str, Controls], list[Row]]:
+    """The best shapes with and without priority, and what `tune` takes; the rows of all shapes."""
+    pipeline = loop.pipeline
+    space = settings.space_of(pipeline, "graph")
+    arms: dict[str, Controls] = {}
+    rows: list[Row] = []
+    with settings.Bench(pipeline, "graph") as able:
+        if space.blocks_per_sm:
+            bench.say("shapes")
+            rows, arms = sweep(able, space.blocks_per_sm, unshaped(loop))
+    bench.say("search")
+    with tune(pipeline, budget_s=SEARCH_S, space=space, remember=False) as tuned:
+        arms["tuned"] = tuned.controls
+    return arms, rows
+
+
+def resident(loop: Loop) -> Row:
+    """What NCCL's kernel takes here, and how many blocks of the GEMM an SM has room for beside."""
+    captured = Captured(loop.pipeline)
+    first = next(k for k in kernels_of(captured.collective_nodes) if SPINNING.search(k.name))
+    gemm = next(iter(kernels_of(captured.compute_nodes)))
+    limits = limits_here(loop.pipeline.device)
+    return {
+        "comm_threads": first.threads, "comm_blocks": first.num_blocks,
+        "comm_registers": first.registers_per_thread,
+        "comm_shared_bytes": first.static_shared_bytes + first.dynamic_shared_bytes,
+        "beside_blocks": beside(gemm, first, limits).blocks,
+    }  # fmt: skip
+
+
+def kernels_of(nodes: Iterable[int]) -> list[Footprint]:
+    """What the kernels of nodes of a graph take."""
+    return [found for found in map(node_footprint, nodes) if found.kind == "kernel"]
+
+
+def _alone(loop: Loop, bench: Bench, rounds: int) -> Row:
+    """Seconds of the GEMM and of the collective, each alone."""
+    parts: dict[str, Callable[[], object]] = {
+        "gemm_s": loop.gemm, "comm_sm_s": carriers(loop.pipeline, "sm")[0]
+    }  # fmt: skip
+    times = rotate(parts, group=bench.group, device=bench.device, rounds=rounds,
+                   soak_s=0.1 if bench.on_gpu else 0.0)  # fmt: skip
+    return {name: t.median_s for name, t in times.items()}
+
+
+def _rates(loop: Loop, arms: dict[str, Controls], bench: Bench) -> dict[str, float]:
+    """The overlap rate of each setting, of the rank with the least; one run under the profiler."""
+    found: dict[str, float] = {}
+    with settings.Bench(loop.pipeline, "graph") as able:
+        for controls in dict.fromkeys(arms.values()):
+            if not able.able(controls):
+                continue
+            bench.meet()
+            try:
+                with able.holding(controls.spec):
+                    _, content = traced(able.call(controls))
+                rate = overlap_rate(activities(content))
+            except (CounterpointError, UnsupportedError) as error:
+                bench.say(f"no trace of {controls.spec}: {error}")
+                rate = float("inf")
+            (lost,) = bench.most([-rate])
+            if -lost <= 1:
+                found[controls.spec] = -lost
+    return found
+
+
+def overlap_rate(found: Sequence[Activity]) -> float:
+    """The share of the time from the first kernel to the last in which a kernel or copy of a
+    collective and a kernel of compute both run."""
+    marks: list[tuple[float, int, int]] = []
+    for each in found:
+        kind = int(each.category != "kernel" or SPINNING.search(each.name) is not None)
+        marks += [(each.start_us, 1, kind), (each.end_us, -1, kind)]
+    running, both_us, last_us = [0, 0], 0.0, 0.0
+    marks.sort()
+    for at_us, change, kind in marks:
+        if all(running):
+            both_us += at_us - last_us
+        running[kind] += change
+        last_us = at_us
+    whole_us = marks[-1][0] - marks[0][0]
+    return both_us / whole_us if whole_us else 0.0
+
+
+PAPER_RESOURCES = Benchmark(
+    "paper_resources", cases, rows=rows_of, unit="ms",
+    short=lambda case: case.name == "cb Triton 64x64x32 + all-to-all",
+    moved=lambda *_: COLLECTIVE_BYTES,
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""The first paper's figure: TimeRatio over thread blocks of the GEMM, with and without priority.
+
+    counterpoint bench thread_blocks --paper --part 1/4 --out folder        # 2 GPUs
+
+The GEMM's grid is free, X x Y blocks that share out all tiles. From FULL blocks on a loop has the
+published size, with fewer an eighth of it: one would take seconds.
+"""
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.declare import Bench, Benchmark, Case
+from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Pair, build, pairs
+from benchmarks.paper_resources import PRIORITY, Way
+from benchmarks.pictures import Axis, curves, place
+from benchmarks.rows import Row
+from counterpoint.resources.controls import OFF, SEQUENTIAL
+
+KERNELS = ("64x64x32", "64x64x64")
+FULL = 66  # half of an H200's SMs
+SMALLER = 8  # of M and of the collective, below that
+GRIDS = ((2, 2), (4, 4), (4, 8), (6, 11), (11, 12), (16, 16), (23, 23), (32, 32), (64, 64),
+         (128, 128))  # fmt: skip
+ARMS = {"sequential": SEQUENTIAL, "overlap": OFF, "overlap, priority": PRIORITY}
+ROUNDS = 3
+
+
+def cases(_: int) -> list[Case]:
+    """The paper's pairs and tiles; two of them are a part that takes less than nine minutes."""
+    return [case_of(pair) for pair in pairs(KERNELS)]
+
+
+def case_of(pair: Pair) -> Case:
+    """A pair, at all grids."""
+    return Case(pair.label, {"pair": pair.label, "gemm": pair.gemm, "kernel": pair.kernel,
+                             "collective": pair.collective})  # fmt: skip
+
+
+def rows_of(case: Case, bench: Bench) -> list[Row]:
+    """A row for each grid and arm; seconds are for all iterations."""
+    rows: list[Row] = []
+    for grid in GRIDS:
+        blocks = grid[0] * grid[1]
+        scale = 1 if blocks >= FULL else SMALLER
+        bench.say(f"{grid[0]} x {grid[1]} blocks")
+        pair = Pair(case["gemm"], case["kernel"], case["collective"], scale, grid)
+        way = Way(build(pair, bench), bench)
+        times = way.timed([*ARMS.values()], bench.rounds or ROUNDS)
+        sequential = times[SEQUENTIAL.spec]
+        facts: dict[str, Any] = {
+            "grid": list(grid), "blocks": blocks, "scale": scale, "iterations": NUM_ITERATIONS,
+            "mode": "graph" if bench.on_gpu else "eager",
+        }  # fmt: skip
+        for name, controls in ARMS.items():
+            found: Row = {"arm": name, "refused": way.refused.get(controls.spec, "")}
+            if controls.spec in times:
+                t = times[controls.spec]
+                found = {
+                    "arm": name, "controls": controls.spec, "median_s": t.median_s,
+                    "p20_s": t.quantile_s(2), "p80_s": t.quantile_s(8), "rounds": len(t.rounds_s),
+                    "time_ratio": 1 / t.ratio_of(sequential)[0],
+                }  # fmt: skip
+            rows.append(found | facts)
+        del way
+        bench.meet()  # no rank frees what another one still writes to
+        gc.collect()
+    return rows
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """The figure, of the most GPUs."""
+    rows = [r for r in next(iter(found.values())) if "time_ratio" in r and r["arm"] != "sequential"]
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        panel = panels.setdefault(f"{row['gemm']} + {row['collective'].replace('_', '-')}", {})
+        name = f"tile {row['kernel']}" + row["arm"].removeprefix("overlap")
+        panel.setdefault(name, []).append((row["blocks"], row["time_ratio"]))
+    axis = Axis("thread blocks of the matmul", "TimeRatio: overlapped / sequential",
+                y_text="{:.2f}".format, log_y=False, at_one=True)  # fmt: skip
+    curves(panels, images / "sharing-blocks.svg", axis,
+           title="Overlap over the thread blocks of the matmul",
+           source=f"{place(rows)}; below {FULL} blocks an eighth of the size")  # fmt: skip
+
+
+PAPER_THREAD_BLOCKS = Benchmark(
+    "paper_thread_blocks", cases, rows=rows_of, unit="ms", pictures=pictures,
+    short=lambda case: case.name == "cb Triton 64x64x32 + all-to-all",
+    moved=lambda *_: COLLECTIVE_BYTES,
+)  # fmt: skip

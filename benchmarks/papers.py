@@ -1,0 +1,122 @@
+"""The papers on this machine: every claim, what came out, and the rows that say so.
+
+Claims are declared; all numbers of what came out are read from committed rows or computed. A claim
+whose experiment has no rows yet is "not measured", with the command that measures it."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from benchmarks import ficco_scores
+from benchmarks import fused_findings as fused
+from benchmarks import paper_findings as found
+from benchmarks.paper_findings import ELSEWHERE, Found, never
+from benchmarks.rows import RESULTS, Row
+from benchmarks.tables import grid, source
+
+HEAD = ("claim", "what came out", "verdict", "rows", "command")
+
+
+class Claim(NamedTuple):
+    """A claim of a paper.
+
+    Args:
+        text: the claim, in the paper's own unit.
+        found: reads what came out.
+        benchmark: whose rows are read; "" for none.
+        command: what measures it, after `counterpoint `.
+    """
+
+    text: str
+    found: Callable[[], Found]
+    benchmark: str = ""
+    command: str = ""
+
+
+PAPER = "bench resources --paper"
+FUSED = "bench fused --paper"
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "A. Resource-aware overlap (arXiv 2606.09200)": (
+        Claim("shared memory per block and stream priority are controls over any kernel",
+              found.both_controls, "resources", "bench resources"),
+        Claim("up to 25.5 % less time than plain overlap (A40, cb + all-reduce)", found.up_to,
+              "resources", "bench resources"),
+        Claim("shaping lets blocks of both kernels be resident, and overlap", found.shaping_alone,
+              "resources", "bench resources"),
+        Claim("a communication block is resident beside compute blocks of an SM",
+              found.resident_together, "paper_resources", PAPER),
+        Claim("without priority, overlap decays to serial at high block counts", found.decays,
+              "resources", "bench resources"),
+        Claim("TimeRatio over a grid of 2..1024 x 2..1024 blocks (figure)", found.figure,
+              "paper_thread_blocks", "bench thread_blocks --paper"),
+        Claim("both kernels run in up to about 90 % of the time (overlap rate)", found.rates,
+              "paper_resources", PAPER),
+        Claim("a model of resident blocks picks with a regret of 3.22 % (arXiv 2609.07536)",
+              found.model, "resources", "bench resources"),
+        Claim("times on A40, A100, H100 and MI250X; MI250X can regress",
+              never(ELSEWHERE, "H200 only"), "", ""),
+        Claim("no automatic choice, no other control", found.other_controls, "resources",
+              "bench resources"),
+    ),
+    "C. Fused computation-collective operators (arXiv 2305.06942)": (
+        Claim("embedding + all-to-all: 20 % less time in the mean, 32 % at most", fused.pooled,
+              "embedding", "bench embedding"),
+        Claim("GEMV + all-reduce: 13 % less in the mean, 22 % at most", fused.one_token, "decode",
+              "bench decode"),
+        Claim("GEMM + all-to-all: 12 % less in the mean, 20 % at most", fused.combined, "experts",
+              "bench experts"),
+        Claim("always fused: there is no chooser", fused.always_fused, "decode",
+              "bench decode experts"),
+        Claim("31 % less between nodes", never(ELSEWHERE, "one node"), "", ""),
+        Claim("DLRM on 128 nodes, simulated: 21 % less", fused.dlrm, "",
+              "scale dlrm-paper --gpus 128"),
+        Claim("tasks for remote peers first: skew falls from about 7 % to 1 %",
+              fused.order_of_tasks, "paper_fused", FUSED),
+        Claim("fused kernels cost 12.5 % of occupancy, and still win", fused.occupancy_cost,
+              "paper_fused", FUSED),
+        Claim("the last block of a slice sends it: slices beat whole outputs", fused.slices,
+              "paper_fused", FUSED),
+    ),
+}  # fmt: skip
+FICCO = "B. FiCCO (arXiv 2512.10236)"
+
+
+def _file_of(benchmark: str) -> str:
+    """The file that rows of the most GPUs are in."""
+    if not benchmark:
+        return "-"
+    found = sorted(p.name for p in RESULTS.glob(f"{benchmark.replace('_', '-')}-*x-h200.jsonl"))
+    return f"`{found[-1]}`" if found else "-"
+
+
+def _command(text: str) -> str:
+    return f"`counterpoint {text}`" if text else "-"
+
+
+def lines_of(claims: Sequence[Claim]) -> tuple[list[list[str]], list[Row]]:
+    """Cells of a paper's claims, and the rows that they are of."""
+    lines: list[list[str]] = []
+    rows: list[Row] = []
+    for claim in claims:
+        out = claim.found()
+        lines.append([claim.text, out.text, f"**{out.verdict}**", _file_of(claim.benchmark),
+                      _command(claim.command)])  # fmt: skip
+        rows += out.rows
+    return lines, rows
+
+
+def text() -> str:
+    """All papers."""
+    parts: dict[str, str] = {}
+    for paper, claims in CLAIMS.items():
+        lines, rows = lines_of(claims)
+        parts[paper] = f"{grid(HEAD, lines)}\n\n{source(rows)}"
+    replay = found.most("ficco")
+    lines = [[*cells[:2], f"**{cells[2]}**", _file_of("ficco"), _command("bench ficco")]
+             for cells in ficco_scores.claim_lines(replay)]  # fmt: skip
+    parts[FICCO] = f"{grid(HEAD, lines)}\n\nCompute measured, links modelled: {source(replay)}"
+    return "\n\n".join(f"## {paper}\n\n{parts[paper]}" for paper in sorted(parts))
+
+
+def sections() -> dict[str, str]:
+    """Marked sections of docs/results/papers.md."""
+    return {"papers": text()}

@@ -1,0 +1,109 @@
+"""The page of the papers: each claim has a verdict, rows that exist and a command that exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fused_findings, paper_findings, papers
+from benchmarks.options import NAMES, PAPER
+from benchmarks.paper_findings import Found
+from benchmarks.papers import CLAIMS, Claim, lines_of
+from benchmarks.rows import RESULTS, Row
+from counterpoint.cli.main import COMMANDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "papers.md"
+EVERY = [claim for claims in CLAIMS.values() for claim in claims]
+VERDICTS = ("confirmed", "contradicted", "in part", "not testable here", "not measured", "added")
+
+
+def test_the_page_is_what_the_rows_say():
+    assert papers.text() in PAGE.read_text(), "run `make readme`"
+
+
+def test_each_line_has_a_verdict_and_rows_that_are_there():
+    lines = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    lines = [cells for cells in lines if cells[0] not in ("| claim", "| ---")]
+    assert len(lines) > 25
+    for _, _, verdict, rows, _ in lines:
+        assert verdict.strip("*").startswith(VERDICTS), verdict
+        assert rows == "-" or (RESULTS / rows.strip("`")).exists(), rows
+
+
+@pytest.mark.parametrize("claim", [c for c in EVERY if c.command], ids=lambda c: c.text[:40])
+def test_commands_exist(claim: Claim):
+    command, *words = claim.command.split()
+    assert command in {each.__name__ for each in COMMANDS}
+    if command == "bench":
+        names = [word for word in words if not word.startswith("-")]
+        assert set(names) <= set(PAPER if "--paper" in words else NAMES)
+
+
+def test_a_number_that_does_not_hold_is_contradicted():
+    """Verdicts follow the numbers: here of claims that nobody could meet, or miss."""
+    found = paper_findings.up_to()
+    assert found.verdict == "confirmed" and re.match(r"up to \d+\.\d%", found.text)
+    assert paper_findings.verdict_of(False) == "contradicted"
+    never = Claim("x", paper_findings.never("not measured"))
+    assert lines_of([never]) == ([["x", "-", "**not measured**", "-", "-"]], [])
+    assert Found("a", "b").rows == ()
+
+
+def test_what_was_not_measured_shows_no_number_of_ours():
+    for claim in EVERY:
+        if lines_of([claim])[0][0][2] == "**not measured**":
+            assert not lines_of([claim])[1], claim.text
+
+
+def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    some = {"pair": "p", "kernel": "64x64x32", "ranks": 2}
+    rows = [
+        some | {"arm": "priority", "time_ratio": ratio, "nccl_threads": threads,
+                "beside_blocks": blocks, "overlap_rate": rate}
+        for threads, blocks, ratio, rate in ((0, 0, 0.8, 0.6), (256, 5, 0.7, 0.9))
+    ]  # fmt: skip
+    grids = [
+        some | {"arm": arm, "blocks": blocks, "time_ratio": ratio}
+        for arm, ratios in {"overlap": (0.7, 1.0), "overlap, priority": (0.7, 0.8)}.items()
+        for blocks, ratio in zip((66, 4096), ratios, strict=True)
+    ]
+    files = {"paper_resources": {2: rows}, "paper_thread_blocks": {2: grids}}
+    monkeypatch.setattr(paper_findings, "results", lambda name: files.get(name, {}))
+    together = paper_findings.resident_together()
+    assert together.verdict == "confirmed" and "TimeRatio 0.70 and 0.80" in together.text
+    assert "5 blocks" in together.text
+    assert paper_findings.rates().text.startswith("up to 90% (p, priority), mean 75%")
+    assert paper_findings.figure() == Found(
+        "TimeRatio 0.70 up to 132 blocks, 1.00 at 4096; there 0.80 with priority", "confirmed",
+        grids,
+    )  # fmt: skip
+    files["paper_resources"][2] = rows[:1]
+    assert paper_findings.resident_together().verdict == "not measured"
+
+
+def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):
+    def rows(experiment: str, **arms: tuple[float, float]) -> list[Row]:
+        return [
+            {"experiment": experiment, "arm": arm.replace("_", " "), "mode": "graph",
+             "median_s": seconds, "skew_s": skew}
+            for arm, (seconds, skew) in arms.items()
+        ]  # fmt: skip
+
+    late = {f"{order}, {n} % late": (1.0, 0.01 * n * k) for n in (0, 10)
+            for order, k in (("own first", 0.7), ("remote first", 0.1))}  # fmt: skip
+    some = [*rows("order of remote tasks", **late),
+            *rows("programs", **{"lookup + all-to-all": (2.0, 0), "4 programs per SM": (1.6, 0),
+                                 "8 programs per SM": (1.0, 0)}),
+            *rows("slices", **{"1 slices": (1.1, 0), "4 slices": (1.0, 0)})]  # fmt: skip
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: some})
+    order = fused_findings.order_of_tasks()
+    assert order.verdict == "confirmed"
+    assert "one rank 10 % late: ranks end 7.0% apart with own tasks first, 1.0%" in order.text
+    assert "4: 1.25x, 8: 2.00x" in fused_findings.occupancy_cost().text
+    assert fused_findings.slices().text == "of 1, 4, 4 are fastest, 1.100x over one"
+    monkeypatch.setattr(paper_findings, "results", lambda _: {})
+    for read in (fused_findings.order_of_tasks, fused_findings.occupancy_cost,
+                 fused_findings.slices):  # fmt: skip
+        assert read() == Found("-", "not measured")

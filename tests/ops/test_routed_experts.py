@@ -1,0 +1,162 @@
+"""Experts by routes: right against fp64, and a token goes to another island once."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from island_bodies import everyone, near, on_islands, shards
+from on_ranks import on_ranks
+from rank_bodies import world
+from torch import Tensor
+
+import counterpoint as cp
+from counterpoint.runtime import wire
+
+K, N, HIDDEN, LOCAL, TOP = 6, 5, 8, 2, 3
+
+
+def chosen(name: str, rank: int, ranks: int, tokens: int) -> Tensor:
+    """Experts of each token, [tokens, TOP]."""
+    generator = torch.Generator().manual_seed(rank)
+    experts = ranks * LOCAL
+    if name == "uniform":
+        return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP]
+    if name == "skewed":  # some experts have most rows, and tokens the same one twice
+        draw = torch.rand(tokens, TOP, generator=generator) ** 4
+        return (draw * experts).long()
+    first = {"first island": 0, "last rank": experts - LOCAL}[name]
+    few = torch.randint(LOCAL, (tokens, TOP), generator=generator)
+    return first + few
+
+
+def layer(x: Tensor, up: Tensor, down: Tensor, routes: cp.Routes, plan: str) -> Tensor:
+    h = cp.all_to_all_matmul(x, up, counts=routes, plan=plan)
+    return cp.matmul_all_to_all(torch.tanh(h), down, counts=routes, plan=plan)
+
+
+def by_torch(x: Tensor, ups: Tensor, downs: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """The same of one rank's tokens, with the experts of all."""
+    each = torch.einsum("tk,tjkh->tjh", x, ups[experts]).tanh()
+    return (torch.einsum("tjh,tjhn->tjn", each, downs[experts]) * weights[..., None]).sum(1)
+
+
+def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
+    """Sums, and all gradients, against fp64 of all ranks' tokens."""
+    experts = chosen(name, rank, ranks, tokens)
+    weights = shards(rank, tokens, TOP).softmax(1)
+    x, up = shards(rank, tokens, K), shards(rank, LOCAL, K, HIDDEN)
+    down = shards(rank, LOCAL, HIDDEN, N)
+    dy = shards(rank + 7, tokens, N)
+    leaves = [t.requires_grad_() for t in (x, up, down, weights)]
+    routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+    y = layer(x, up, down, routes, plan)
+    got = torch.autograd.grad(y, leaves, dy)
+
+    every = [everyone(t.detach()) for t in (x, up, down, weights, dy)]
+    xs, ws = ([t.requires_grad_() for t in every[i]] for i in (0, 3))
+    ups, downs = (torch.cat(every[i]).requires_grad_() for i in (1, 2))
+    lists = [each.long() for each in everyone(experts)]
+    ys = [by_torch(a, ups, downs, e, b) for a, e, b in zip(xs, lists, ws, strict=True)]
+    near(y.detach(), ys[rank].detach())
+    torch.autograd.backward(ys, every[4])
+    own = slice(rank * LOCAL, (rank + 1) * LOCAL)
+    assert ups.grad is not None and downs.grad is not None
+    wanted = xs[rank].grad, ups.grad[own], downs.grad[own], ws[rank].grad
+    for mine, want in zip(got, wanted, strict=True):
+        assert want is not None
+        near(mine, want)
+
+
+@pytest.mark.parametrize("name", ["uniform", "skewed", "first island", "last rank"])
+@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 1), (4, 4)])
+@on_ranks()
+def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
+    with on_islands(rank, size):
+        for tokens in (9, 2 * rank, 0):
+            for plan in ("islands", "auto", "serial")[size == ranks :]:
+                compare(rank, ranks, name, tokens, plan)
+
+
+@pytest.mark.parametrize("name", ["uniform", "skewed", "first island"])
+@on_ranks(4)
+def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
+    """Rows on the wire are those of the rule, there and back, forward and backward."""
+    sent: list[tuple[int, int]] = []
+    exchange = wire._Gloo.exchange
+
+    def counting(self: Any, block: Tensor, to: int, *rest: Any) -> None:
+        sent.append((to, block.numel()))
+        exchange(self, block, to, *rest)
+
+    with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
+        tokens, wide = 11 + rank, 16
+        experts = chosen(name, rank, ranks, tokens)
+        weights = shards(rank, tokens, TOP).softmax(1)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+        x, w = shards(rank, tokens, wide).requires_grad_(), shards(rank, LOCAL, wide, wide)
+        patch.setattr(wire._Gloo, "exchange", counting)
+        y = layer(x, w, w, routes, "auto")
+        y.sum().backward()
+        lists = enumerate(everyone(experts))
+        far = [int((each.long() // LOCAL // 2 != r // 2).any(1).sum()) * wide for r, each in lists]
+        rail = (rank + 2) % 4
+        assert sent == [(rail, far[r]) for r in (rank, rail, rank, rail)]
+
+
+@on_ranks(2)
+def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
+    """opcheck of each operator, with gradients where it has them; and one graph of a layer."""
+    with on_islands(rank, 1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
+        ops: Any = torch.ops.counterpoint
+        where = world().group_name, ranks
+        experts, weights = chosen("uniform", rank, ranks, 7), shards(rank, 7, TOP).requires_grad_()
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+        counts, numbers, each, tokens = (t.detach() if isinstance(t, Tensor) else t for t in routes)
+        x, up = shards(rank, 7, K), shards(rank, LOCAL, K, HIDDEN)
+        rows, h = len(each), cp.all_to_all_matmul(x, up, counts=routes)
+        x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
+        down = shards(rank, LOCAL, HIDDEN, N).requires_grad_()
+        calls = [
+            (ops.exchange_routes, (experts, weights, ranks * LOCAL, *where)),
+            (ops.weights_back, (each.detach(), numbers, tokens, TOP, *where)),
+            (ops.all_to_all_matmul_routed, (x, up, counts, numbers, rows, True, "auto", *where)),
+            (ops.matmul_all_to_all_routed,
+             (h, down, counts, numbers, each, None, tokens, True, "serial", *where)),
+        ]  # fmt: skip
+        for op, given in calls:
+            assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}
+
+        def whole(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+            routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+            return layer(x, up, down, routes, "islands")
+
+        traced = torch.compile(whole, backend="aot_eager", fullgraph=True)
+        for tokens in (7, 5):
+            leaves = [t[:tokens].detach().requires_grad_() for t in (x, weights)]
+            given = (*leaves, chosen("skewed", rank, ranks, tokens))
+            got, want = (
+                (y := fn(*given), *torch.autograd.grad(y.square().sum(), (*leaves, up, down)))
+                for fn in (traced, whole)
+            )
+            torch.testing.assert_close(got, want)
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, ranks: int):
+    experts, weights = chosen("uniform", rank, ranks, 5), shards(rank, 5, TOP)
+    with on_islands(rank, 1):
+        wrong = experts + (rank == 1) * ranks * LOCAL
+        with pytest.raises(cp.InputError, match=r"experts must be 0 to 3, got 4 to \d on rank 1"):
+            cp.exchange_routes(wrong, weights, num_experts=ranks * LOCAL)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+        x, w = shards(rank, 5, K), shards(rank, LOCAL, K, N)
+        with pytest.raises(cp.InputError, match="plan must be for ranks of one island, got 'grou"):
+            cp.all_to_all_matmul(x, w, counts=routes, plan="grouped")
+        with pytest.raises(cp.InputError, match="counts must be routes of 4 experts on 2 CPU"):
+            cp.all_to_all_matmul(x, w[:1], counts=routes)
+        with pytest.raises(cp.InputError, match="max_rows must be left out with routes"):
+            cp.all_to_all_matmul(x, w, counts=routes, max_rows=3)
+        with pytest.raises(cp.InputError, match="sum_of must be left out with routes"):
+            cp.matmul_all_to_all(x, w, counts=routes, sum_of=(experts, weights))
