@@ -137,11 +137,12 @@ class _Binder:
         """What goes to one rank, and what another sends in return: a box each."""
         sender = self.plan.met(step, rank)[1]
         source, target = hull(sent), hull(kept)
-        if len(source) != 1 or len(target) != 1:
+        theirs = hull(self.cells(step.reads[0], sender))
+        if not len(source) == len(target) == len(theirs) == 1:
             self.fail("exchanges a box for a box: a part of a buffer is several")
-        (theirs,) = hull(self.cells(step.reads[0], sender))
-        if theirs.shape != target[0].shape:
-            self.fail(f"rank {sender} sends {theirs.shape}, there is room for {target[0].shape}")
+        shape = theirs[0].shape
+        if shape != target[0].shape:
+            self.fail(f"rank {sender} sends {shape}, there is room for {target[0].shape}")
         return Part((source[0],), target[0])
 
     def zipped(self, reads: list[list[Box]], write: list[Box]) -> list[Part]:
