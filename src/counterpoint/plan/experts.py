@@ -113,7 +113,9 @@ def operation(
 
 def wants_known_counts(p: Problem) -> str:
     """What a family wants whose steps the host lays out."""
-    return "" if p.counts in ("equal", "host") else "counts known to the host"
+    if p.counts == "routed":
+        return "a row for each expert of a token"
+    return "" if p.counts != "device" else "counts known to the host"
 
 
 def without_serial(p: Problem) -> tuple[str, str]:
