@@ -112,6 +112,10 @@ def _swept(found: Mapping[int, list[Row]]) -> list[Swept]:
             head = parts[-1]
             sharing = sharing_of(head["gemm"], head["kernel"], head["collective"], head["gemm_s"],
                                  head["comm_sm_s"])  # fmt: skip
+            if "comm_threads" in head:  # as NCCL's kernel was launched there
+                block = Kernel(head["comm_threads"], head["comm_registers"],
+                               head["comm_shared_bytes"])  # fmt: skip
+                sharing = replace(sharing, comm=block, num_comm_blocks=head["comm_blocks"])
             points = [
                 Point(Setting(None if r["unshaped"] else r["blocks_per_sm"], r["priority"]),
                       r["time_ratio"])
