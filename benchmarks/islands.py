@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -115,6 +115,7 @@ WAYS = {
 }  # the plan, and whether each rank is an island
 LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 FILE = RESULTS / "islands-cpu.jsonl"
+TABLES = {"speeds": "islands", "bags": island_bags.TABLE}  # parts that may be measured alone
 BOUND_S = 4.0
 FAULTS = ("kill", "stop", "cut")
 
@@ -225,11 +226,23 @@ def table(rows: Sequence[Row]) -> str:
     trials = [r for r in rows if r["table"] == "islands faults"]
     slowest = max(r["slowest_s"] or 0.0 for r in trials)
     left, ended, named = (sum(r[name] for r in trials) for name in ("left", "ended", "named"))
-    place = f"CPU ranks on 2 cores, commit {rows[0]['commit']} ({rows[0]['date']})."
+    first = next(iter(times.values()))
+    place = f"CPU ranks on 2 cores, commit {first['commit']} ({first['date']}).{estimated(times)}"
     return (
         f"{grid(head, lines)}\n\n{place} In {len(trials)} trials an island was killed, stopped or "
         f"cut off: of {left} ranks that were left {ended} ended with an error, {named} of them "
         f"naming an island, the slowest after {slowest:.1f} s at a bound of {BOUND_S:g} s."
+    )
+
+
+def estimated(times: Mapping[Any, Row]) -> str:
+    """How far the model is off, of plans: the constants are those of the ranks that were timed."""
+    plans = [row for row in times.values() if row["arm"] != "gloo" and "estimate_s" in row]
+    off = [abs(row["estimate_s"] / row["median_s"] - 1) for row in plans]
+    if not off:
+        return ""
+    return (
+        f" Estimates of plans are off by {median(off):.0%} in the median, {max(off):.0%} at most."
     )
 
 
@@ -247,7 +260,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--trials", type=int, default=60, help="of faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("bags",), help="of embedding bags; others are kept")
+    parser.add_argument("--only", choices=TABLES, help="of these rows; others are kept")
     given = parser.parse_args()
     if why := can_run():
         raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
@@ -256,8 +269,9 @@ def main() -> None:
     parts = [speeds(), island_bags.rows(), layers(), faults(given.trials, given.seed)]
     kept: list[Row] = []
     if given.only:
-        parts = parts[1:2]
-        kept = [row for row in rows_of(given.out) if row["table"] != island_bags.TABLE]
+        first = list(TABLES).index(given.only)
+        parts = parts[first : first + 1]
+        kept = [row for row in rows_of(given.out) if row["table"] != TABLES[given.only]]
     with given.out.open("w") as out:
         out.writelines(json.dumps(row) + "\n" for row in kept)
         for rows in parts:

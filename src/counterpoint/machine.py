@@ -111,10 +111,10 @@ class LinkSpec:
         name: Generation and form.
         bytes_per_s: Per GPU and per direction, over all its links to GPUs of the node, 1e6 to
             1e15. Datasheets often state the sum of both directions: pass half of it.
-        latency_s: From a store to its being visible at the peer, 0 to 1.
+        latency_s: From a store to its being visible at the peer, 0 to 0.1.
         topology: "switch": one pair may use all of `bytes_per_s`; "mesh": each pair has its own
             link, an equal part of it; "pcie": like switch, through the host.
-        copy_overhead_s: Cost of one copy-engine copy beside its bytes, on the GPU, 0 to 1.
+        copy_overhead_s: Cost of one copy-engine copy beside its bytes, on the GPU, 0 to 0.1.
         source: Where the numbers come from.
 
     Raises:

@@ -29,7 +29,8 @@ class Range(NamedTuple):
 
 COUNT, RANKS, BYTES = Range(0, MAX_COUNT), Range(1, MAX_RANKS), Range(0, MAX_BYTES)
 PEERS = Range(-MAX_RANKS, MAX_RANKS)
-SECONDS = Range(0, 1, "pass seconds, not us")
+SECONDS = Range(0, 0.1, "pass seconds, not us")
+COLLECTIVE_S = Range(0, 1, "pass seconds, not us")  # sockets are slow
 FACTOR = Range(1, 10)
 # no processor and no link in use is below these: a smaller number carries a prefix that must go
 RATE = Range(1e6, 1e18, "pass bytes/s, not GB/s")
@@ -76,9 +77,9 @@ RANGES: Mapping[str, Range] = {
     "Costs.gemm_flop_per_s": FLOP, "Costs.gemm_settled": FACTOR, "Costs.gemm_settling_s": SECONDS,
     "Costs.hbm_bytes_per_s": RATE, "Costs.kernel_s": SECONDS, "Costs.copy_bytes_per_s": RATE,
     "Costs.copy_overhead_s": SECONDS, "Costs.barrier_s": SECONDS,
-    "Costs.collective_bytes_per_s": RATE, "Costs.all_gather_s": SECONDS,
-    "Costs.reduce_scatter_s": SECONDS, "Costs.collective_small_s": SECONDS,
-    "Costs.direct_bytes_per_s": RATE, "Costs.direct_s": SECONDS,
+    "Costs.collective_bytes_per_s": RATE, "Costs.all_gather_s": COLLECTIVE_S,
+    "Costs.reduce_scatter_s": COLLECTIVE_S, "Costs.collective_small_s": COLLECTIVE_S,
+    "Costs.direct_bytes_per_s": RATE, "Costs.direct_s": COLLECTIVE_S,
     "Costs.matmul_beside_copy": FACTOR, "Costs.copy_beside_matmul": FACTOR,
     "Costs.host_call_s": SECONDS, "Costs.host_step_s": SECONDS,
     "Buffer.shape": COUNT, "Buffer.chunks": RANKS, "Region.at": PEERS, "Region.shards": PEERS,

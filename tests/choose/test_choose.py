@@ -106,7 +106,7 @@ CONTENTS = {
     "too deep": (b"[" * 100_000, f"{TEXT}no JSON"),
     "unit slip": (
         preset("h200-4").to_json().replace("450000000000.0", "450").encode(),
-        "LinkSpec NVLink 4, NVSwitch: bytes_per_s must be a number from 1e+09 to 1e+15, got 450",
+        "LinkSpec NVLink 4, NVSwitch: bytes_per_s must be a number from 1e+06 to 1e+15, got 450",
     ),
 }
 

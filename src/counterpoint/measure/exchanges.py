@@ -15,7 +15,8 @@ from counterpoint.runtime.workspace import Workspace
 
 MIB = 1 << 20
 LEAST_S = 0.05  # more than a core gives one rank before another has its turn
-SIZES = (MIB // 4, MIB // 2, MIB)  # of chunks of a plan
+# of chunks of a plan, by device
+SIZES = {"cpu": (MIB // 4, MIB // 2, MIB), "cuda": (8 * MIB, 32 * MIB, 64 * MIB)}
 STREAM = 8  # exchanges in a row, at least: by itself one takes longer than as one of many
 
 Row = dict[str, Any]
@@ -31,7 +32,7 @@ def exchanges(workspace: Workspace, rounds: int) -> list[Row]:
     return [
         {"question": "exchange", "num_bytes": size,
          "seconds": slowest_s(exchange(workspace, size), workspace, rounds, of)}
-        for size in SIZES * (far > 0)
+        for size in SIZES[workspace.device.type] * (far > 0)
     ]  # fmt: skip
 
 
