@@ -202,6 +202,8 @@ def table(rows: Sequence[Row]) -> str:
     slowest = max(r["slowest_s"] or 0.0 for r in trials)
     left, ended, named = (sum(r[name] for r in trials) for name in ("left", "ended", "named"))
     place = f"CPU ranks on 2 cores, commit {rows[0]['commit']} ({rows[0]['date']})."
+    if beside := sorted({f"`{r['op']}`" for r in rows if r.get("beside")}):
+        place += f" {' and '.join(beside)} ran beside other work, which took cores from it."
     return (
         f"{grid(head, lines)}\n\n{place} In {len(trials)} trials an island was killed, stopped or "
         f"cut off: of {left} ranks that were left {ended} ended with an error, {named} of them "
