@@ -1,13 +1,14 @@
 """Train a layer of experts over several ranks, beside the same in plain torch on one of them.
 
-    python examples/04_mixture_of_experts.py --ranks 4                              # CPU processes
+    python examples/04_mixture_of_experts.py --ranks 4 --islands 2   # CPU processes, as on 2 hosts
     torchrun --nproc-per-node 4 examples/04_mixture_of_experts.py --dtype bfloat16  # GPUs
 
-Each rank has some of the tokens and some of the experts. The router, which all ranks have, gives a
-token a logit for each expert. The token is sent to those of its largest logits, and comes back.
+Each rank has some of the tokens and of the experts. The router, on all ranks, gives a token a logit
+for each expert. To those of its largest logits it is sent, to another island once, and comes back.
 """
 
 import argparse
+import os
 from collections import namedtuple
 
 import torch
@@ -33,8 +34,7 @@ class Parallel(nn.Module):
         self.top_k = s.top_k
 
     def forward(self, x: Tensor) -> Tensor:
-        # the gradient of each rank is of its tokens: copy_to_group makes it the sum
-        router = cp.nn.copy_to_group(self.router.weight)
+        router = cp.nn.copy_to_group(self.router.weight)  # its gradients, of tokens, are summed
         with torch.autocast(x.device.type, enabled=False):  # so that rounding picks no expert
             logits = F.linear(x, router)
         return self.experts(x, logits=logits, top_k=self.top_k)
@@ -79,18 +79,18 @@ def batch_of(s: Sizes, tokens: int, seed: int, device: torch.device) -> tuple[Te
 def train(device: torch.device, args: argparse.Namespace) -> None:
     """What each rank does; the first one trains the plain layer as well."""
     rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, args.dtype)
+    if args.islands:  # as if on so many hosts, which ranks find out by themselves
+        os.environ["COUNTERPOINT_ISLAND"] = str(rank * args.islands // ranks)
     s = LARGE if device.type == "cuda" else SMALL
     torch.manual_seed(0)  # equal on all ranks: each keeps its own of the experts drawn
-    with device:
-        ours = Parallel(s, args.max_rows)
+    ours = Parallel(s, args.max_rows).to(device)
     plain = Plain(ours)
     adam = {m: torch.optim.Adam(m.parameters(), lr=s.learning_rate) for m in (ours, plain)}
 
     def step(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            y = model(x)
-        # their part of the mean over the tokens of all ranks
-        loss = (y.float() - target).square().sum() / (ranks * s.tokens * s.features)
+            parts = (model(x).float() - target).square().sum()
+        loss = parts / (ranks * s.tokens * s.features)  # of the mean over the tokens of all ranks
         loss.backward()
         adam[model].step()
         adam[model].zero_grad()
@@ -98,8 +98,7 @@ def train(device: torch.device, args: argparse.Namespace) -> None:
 
     for number in range(1, args.steps + 1):
         x, target = batch_of(s, ranks * s.tokens, number, device)
-        loss = step(ours, x.chunk(ranks)[rank], target.chunk(ranks)[rank])
-        dist.all_reduce(loss)  # the sum of the parts
+        dist.all_reduce(loss := step(ours, x.chunk(ranks)[rank], target.chunk(ranks)[rank]))
         want = step(plain, x, target) if rank == 0 else loss
         if rank == 0 and (number % 10 == 0 or number in (1, args.steps)):
             print(f"step {number:3} of {args.steps}   loss {loss:.5f}   plain torch {want:.5f}")
@@ -112,6 +111,7 @@ def train(device: torch.device, args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
+    parser.add_argument("--islands", type=int, help="that CPU processes are taken to be on")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--max-rows", type=int, help="that a rank may get; the host waits for none")
     parser.add_argument("--dtype", choices=ROUNDING, default="float32", help="of the activations")

@@ -22,29 +22,32 @@ def script(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "steps", "off", "learnt"),
+    ("name", "ranks", "options", "steps", "off", "learnt"),
     [
-        (LLAMA, "--steps 6 --plan graded", [1, 5, 6], 1e-4, 0.5),
-        (EXPERTS, "--steps 12", [1, 10, 12], 1e-3, 0.3),
-        (DLRM, "", [1, 5, 10, 15, 20, 25, 30], 1e-3, 0.8),
+        (LLAMA, 2, "--steps 6 --plan graded", [1, 5, 6], 1e-4, 0.5),
+        (EXPERTS, 2, "--steps 12", [1, 10, 12], 1e-3, 0.3),
+        (EXPERTS, 4, "--steps 10 --islands 2", [1, 10], 1e-3, 0.3),
+        (DLRM, 2, "", [1, 5, 10, 15, 20, 25, 30], 1e-3, 0.8),
     ],
 )
 def test_it_trains_as_plain_torch_does(
-    name: str, options: str, steps: list[int], off: float, learnt: float
+    name: str, ranks: int, options: str, steps: list[int], off: float, learnt: float
 ):
-    said = python("-W", "error", script(name), "--ranks", "2", *options.split())
+    said = python("-W", "error", script(name), "--ranks", str(ranks), *options.split())
     line = rf"^step +(\d+) of {steps[-1]}   loss ([\d.]+)   plain torch ([\d.]+)$"
     losses = re.findall(line, said, re.MULTILINE)
     assert [int(step) for step, *_ in losses] == steps
     for _, ours, plain in losses:
         assert float(ours) == pytest.approx(float(plain), rel=off)
     assert float(losses[-1][1]) < learnt * float(losses[0][1]), "it has learnt nothing"
-    assert "the losses on 2 ranks and in plain torch agree" in said
+    assert f"the losses on {ranks} ranks and in plain torch agree" in said
 
 
 def trained(rank: int, world_size: int, name: str, options: dict[str, Any]) -> str:
     example = runpy.run_path(script(name))
-    args = argparse.Namespace(**{"steps": 2, "dtype": "float32", "plan": "auto", **options})
+    args = argparse.Namespace(
+        **{"steps": 2, "dtype": "float32", "plan": "auto", "islands": None, **options}
+    )
     with contextlib.redirect_stdout(io.StringIO()) as said:
         example["train"](torch.device("cpu"), args)
     return said.getvalue()

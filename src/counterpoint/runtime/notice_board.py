@@ -22,6 +22,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import cache
 from itertools import cycle
+from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -510,8 +511,11 @@ class Late:
         self._start_s = self._look_s = 0.0
         self._said = False
 
-    def wait(self, r: int) -> None:
+    def wait(self, r: int, done: Event | None = None) -> None:
         """Give rank `r` a little time.
+
+        Args:
+            done: what is waited for says so by itself; None: its word is looked at soon again.
 
         Raises:
             PeerTimeoutError: somebody is dead, or too late.
@@ -519,12 +523,15 @@ class Late:
             Refused: somebody has refused this call.
         """
         self._polls += 1
-        if self._polls < YIELDS:
+        if self._polls < YIELDS and done is None:
             os.sched_yield()
             return
-        if self._polls == YIELDS:
+        if not self._start_s:
             self._start_s = self._look_s = time.monotonic()
-        time.sleep(SLEEP_S)
+        if done is None:
+            time.sleep(SLEEP_S)
+        elif done.wait(LOOK_EVERY_S):
+            return
         now_s = time.monotonic()
         if now_s - self._look_s > LOOK_EVERY_S:
             self._look_s = now_s

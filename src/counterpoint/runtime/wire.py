@@ -130,7 +130,7 @@ class Gloo:
         waited = _Waited(works, timedelta(seconds=board.timeout_s))
         late = Late(board, awaited)
         while not waited.done.is_set():
-            late.wait(source)
+            late.wait(source, waited.done)
         late.end()
         if waited.failed is not None:
             raise board.fail(self._broken(*waited.failed, awaited))
