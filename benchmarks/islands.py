@@ -11,12 +11,11 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from benchmarks.namespaces import Job, can_run, nic_bytes, run
 from benchmarks.rows import RESULTS, Row, rows_of
 from counterpoint.measure.characterize_cpu import characterize_cpu
 from counterpoint.measure.record import environment
+from counterpoint.model.calibrate_cpu import fit_cpu
 
 CALLS = 5
 
@@ -84,10 +84,22 @@ def operator(rank: int, ranks: int, op: str, m: int, n: int, k: int, how: str) -
     return {"seconds": seconds, "sent": sent}
 
 
-def characterized(rank: int, ranks: int) -> str:
-    """These ranks as a machine, by what its parts take: no operator runs."""
+def estimated(
+    rank: int, ranks: int, calls: Sequence[tuple[str, int, int, int]], spec: str
+) -> dict[str, Any]:
+    """Operators timed twice, and these ranks as a machine: what its parts take, before and after.
+
+    Its constants are of matmuls, copies and exchanges: no operator's time is among them.
+    """
     assert dist.group.WORLD is not None
-    return characterize_cpu(group=dist.group.WORLD, rounds=5)[0].to_json()
+    times: list[list[float]] = [[] for _ in calls]
+    machine, rows = characterize_cpu(group=dist.group.WORLD, rounds=3)
+    for _ in range(2):
+        for i, call in enumerate(calls):
+            times[i].append(operator(rank, ranks, *call, how=spec)["seconds"])
+        machine, more = characterize_cpu(group=dist.group.WORLD, rounds=2)
+        rows += more
+    return {"machine": fit_cpu(rows, machine).to_json(), "seconds": [*map(fmean, times)]}
 
 
 def until_a_fault(rank: int, ranks: int, op: str, m: int, n: int, k: int) -> dict[str, Any]:
@@ -108,49 +120,48 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ISLANDS = ((2, 2), (2, 3))  # how many, ranks of each
 RATES = ("400mbit", "1gbit")
 BLOCK = (512, 64, 2048)  # rows of a rank, and the shorter and the longer side of its matmul
-WAYS = {
-    "gloo": ("serial", False),
-    "flat": ("islands chunks=4", True),
-    "ours": ("islands chunks=4", False),
-}  # the plan, and whether each rank is an island
 LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 FILE = RESULTS / "islands-cpu.jsonl"
-TABLES = {"speeds": "islands", "bags": island_bags.TABLE}  # parts that may be measured alone
+SPEC, ESTIMATES = "islands chunks=4", "islands estimates"
+# parts that may be measured alone
+TABLES = {"speeds": "islands", "estimates": ESTIMATES, "bags": island_bags.TABLE}
 BOUND_S = 4.0
 FAULTS = ("kill", "stop", "cut")
 
 
 def speeds() -> Iterator[Row]:
-    """A row for each operator, way and network, with what the model says of ranks like these."""
-    for islands, size in ISLANDS:
-        for rate in RATES:
-            place = partial(Job, islands=islands, size=size, rate=rate)
-            machines = {
-                way: run(place("benchmarks.islands:characterized", flat=way == "flat"))[0]
-                for way in ("flat", "ours")
-            }
-            for op in OPERATORS:
-                problem = problem_of(op, islands, size)
-                m = problem.m if op != "all_gather_matmul" else BLOCK[0]
-                for way, (spec, flat) in WAYS.items():
-                    shape = m, problem.n, problem.k
-                    where = "gloo" if way == "gloo" else spec
-                    job = place("benchmarks.islands:operator", args=(op, *shape, where), flat=flat)
-                    found = run(job)[0]
-                    grid = replace(problem, islands=problem.ranks if flat else islands)
-                    machine = machines["flat" if flat else "ours"]
-                    yield {
-                        "table": "islands",
-                        "op": op,
-                        "arm": way,
-                        "islands": islands,
-                        "size": size,
-                        "rate": rate,
-                        "shape": [*shape],
-                        "median_s": found["seconds"],
-                        "sent": found["sent"],
-                        "estimate_s": cp.estimate(cp.build(grid, spec), machine).end_s,
-                    }
+    """A row for each operator, way and network."""
+    for (islands, size), rate, op in product(ISLANDS, RATES, OPERATORS):
+        shape = shape_of(problem_of(op, islands, size))
+        for way in ("gloo", "flat", "ours"):
+            spec = "gloo" if way == "gloo" else SPEC
+            job = Job("benchmarks.islands:operator", islands=islands, size=size, rate=rate,
+                      args=(op, *shape, spec), flat=way == "flat")  # fmt: skip
+            found = run(job)[0]
+            about = {"op": op, "arm": way, "islands": islands, "size": size, "rate": rate}
+            yield {"table": "islands", **about, "shape": [*shape],
+                   "median_s": found["seconds"], "sent": found["sent"]}  # fmt: skip
+
+
+def estimates() -> Iterator[Row]:
+    """A row for each operator, plan and network, with what the model says of ranks like these."""
+    for (islands, size), rate, way in product(ISLANDS, RATES, ("flat", "ours")):
+        problems = [problem_of(op, islands, size) for op in OPERATORS]
+        calls = [(p.op, *shape_of(p)) for p in problems]
+        job = Job("benchmarks.islands:estimated", islands=islands, size=size, rate=rate,
+                  args=(calls, SPEC), flat=way == "flat", timeout_s=400.0)  # fmt: skip
+        found = run(job)[0]
+        for p, seconds in zip(problems, found["seconds"], strict=True):
+            grid = replace(p, islands=p.ranks if way == "flat" else islands)
+            about = {"op": p.op, "arm": way, "islands": islands, "size": size, "rate": rate}
+            estimate_s = cp.estimate(cp.build(grid, SPEC), found["machine"]).end_s
+            yield {"table": ESTIMATES, **about, "shape": [*shape_of(p)],
+                   "median_s": seconds, "estimate_s": estimate_s}  # fmt: skip
+
+
+def shape_of(p: cp.Problem) -> tuple[int, int, int]:
+    """M, N and K of a call of one rank."""
+    return p.rows[0] if p.op == "all_gather_matmul" else p.m, p.n, p.k
 
 
 def problem_of(op: str, islands: int, size: int) -> cp.Problem:
@@ -227,7 +238,7 @@ def table(rows: Sequence[Row]) -> str:
     slowest = max(r["slowest_s"] or 0.0 for r in trials)
     left, ended, named = (sum(r[name] for r in trials) for name in ("left", "ended", "named"))
     first = next(iter(times.values()))
-    place = f"CPU ranks on 2 cores, commit {first['commit']} ({first['date']}).{estimated(times)}"
+    place = f"CPU ranks on 2 cores, commit {first['commit']} ({first['date']}).{off(rows)}"
     return (
         f"{grid(head, lines)}\n\n{place} In {len(trials)} trials an island was killed, stopped or "
         f"cut off: of {left} ranks that were left {ended} ended with an error, {named} of them "
@@ -235,15 +246,13 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def estimated(times: Mapping[Any, Row]) -> str:
-    """How far the model is off, of plans: the constants are those of the ranks that were timed."""
-    plans = [row for row in times.values() if row["arm"] != "gloo" and "estimate_s" in row]
-    off = [abs(row["estimate_s"] / row["median_s"] - 1) for row in plans]
-    if not off:
+def off(rows: Sequence[Row]) -> str:
+    """How far the model is off, of plans."""
+    found = [abs(r["estimate_s"] / r["median_s"] - 1) for r in rows if r["table"] == ESTIMATES]
+    if not found:
         return ""
-    return (
-        f" Estimates of plans are off by {median(off):.0%} in the median, {max(off):.0%} at most."
-    )
+    return (f" Estimates of plans are off by {median(found):.0%} in the median, "
+            f"{max(found):.0%} at most.")  # fmt: skip
 
 
 def sections() -> dict[str, str]:
@@ -266,7 +275,7 @@ def main() -> None:
         raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
     facts = environment()
     about = {name: facts[name] for name in ("commit", "date", "torch")}
-    parts = [speeds(), island_bags.rows(), layers(), faults(given.trials, given.seed)]
+    parts = [speeds(), estimates(), island_bags.rows(), layers(), faults(given.trials, given.seed)]
     kept: list[Row] = []
     if given.only:
         first = list(TABLES).index(given.only)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from statistics import median
 
 from counterpoint.machine import LinkSpec, Machine
-from counterpoint.model.calibrate import Row, beside, line, rows_of
+from counterpoint.model.calibrate import Row, beside, rows_of
 
 
 def nic_of(rows: Sequence[Row]) -> LinkSpec | None:
@@ -13,9 +14,21 @@ def nic_of(rows: Sequence[Row]) -> LinkSpec | None:
     found = [row for row in rows if row["question"] == "exchange"]
     if not found:
         return None
-    latency_s, rate = line(found)
+    latency_s, rate = steady(found)
     return LinkSpec(name="between islands", bytes_per_s=rate, latency_s=latency_s,
                     source="measured by exchanges of all ranks at once")  # fmt: skip
+
+
+def steady(rows: Sequence[Row]) -> tuple[float, float]:
+    """(seconds, bytes per second), as `calibrate.line`, by medians: busy cores have late moments.
+
+    Of times that do not grow with the bytes, all is rate.
+    """
+    pairs = combinations([(row["num_bytes"], row["seconds"]) for row in rows], 2)
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if a[0] != b[0]]
+    if not slopes or (slope := median(slopes)) <= 0:
+        return 0.0, median(row["num_bytes"] / row["seconds"] for row in rows)
+    return max(median(r["seconds"] - r["num_bytes"] * slope for r in rows), 0.0), 1 / slope
 
 
 def fit_cpu(rows: Sequence[Row], machine: Machine) -> Machine:
@@ -28,10 +41,10 @@ def fit_cpu(rows: Sequence[Row], machine: Machine) -> Machine:
     """
     matmuls = rows_of(rows, "matmul")
     flops = [{**row, "num_bytes": 2 * row["rows"] * row["n"] * row["k"]} for row in matmuls]
-    start_s, fp32_flop_per_s = line(flops)
-    copy_s, copy_rate = line(rows_of(rows, "copy"))
-    memory_s, memory_rate = line(rows_of(rows, "memory"))
-    gather_s, gather_rate = line(rows_of(rows, "collective", kind="all_gather"))
+    start_s, fp32_flop_per_s = steady(flops)
+    copy_s, copy_rate = steady(rows_of(rows, "copy"))
+    memory_s, memory_rate = steady(rows_of(rows, "memory"))
+    gather_s, gather_rate = steady(rows_of(rows, "collective", kind="all_gather"))
     scatters = rows_of(rows, "collective", kind="reduce_scatter")
     shares = [row for row in rows if row["question"] == "beside"]
 
