@@ -125,4 +125,10 @@ def table(rows: Sequence[Row]) -> str:
     speedup = f"speedup, {', '.join(map(str, CHUNKS))} chunks"
     head = ["islands x ranks, of a bag", "pooling + exchange", "gloo", speedup, "without rails, 4",
             "hidden"]  # fmt: skip
-    return grid(head, lines)
+    first = rows[0]
+    return (
+        f"{grid(head, lines)}\n\nCPU ranks on 2 cores, commit {first['commit']} "
+        f"({first['date']}); each has {TABLES} tables of {ROWS:,} rows of {COLUMNS} numbers of "
+        f"fp32, for {BAGS:,} bags in all. Hidden: of the shorter of pooling and exchange, by the "
+        "best number of chunks. Without rails: each rank an island of its own."
+    )

@@ -29,6 +29,7 @@ ROWS, COLUMNS = 512, 8192  # of a rank; of all that is gathered or scattered
 PLAIN = (  # columns of a rank's weight, so that matmuls take about as long as exchanges
     ("all_gather_matmul", 2048), ("matmul_reduce_scatter", 2048), ("matmul_all_reduce", 4096),
 )  # fmt: skip
+BAGS, TABLES, POOLED = 65536, (128,) * 4, 80  # of all ranks; columns, and indices of a bag
 
 Builds = Callable[[int], cp.Problem]
 
@@ -39,8 +40,20 @@ def _of_rows(op: str, inner: int, nodes: int) -> cp.Problem:
     return cp.Problem(op, m=ROWS * ranks, n=n, k=k, ranks=ranks, islands=nodes)
 
 
+def _of_bags(nodes: int) -> cp.Problem:
+    """One global batch, whatever the nodes; pooling takes about as long as the exchange."""
+    ranks = nodes * SIZE
+    return cp.Problem(
+        "embedding_bag_all_to_all", m=BAGS, ranks=ranks, tables=(TABLES,) * ranks, islands=nodes,
+        indices=(BAGS * len(TABLES) * POOLED,) * ranks,
+    )  # fmt: skip
+
+
 # the problem of so many nodes, by the name of its curve
-OPERATORS: Mapping[str, Builds] = {op: partial(_of_rows, op, inner) for op, inner in PLAIN}
+OPERATORS: Mapping[str, Builds] = {
+    **{op: partial(_of_rows, op, inner) for op, inner in PLAIN},
+    "embedding_bag_all_to_all": _of_bags,
+}
 
 
 @cache

@@ -1,6 +1,7 @@
 """What came out of the claims of three papers: each read from committed rows, or computed."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from benchmarks import residency, sharing
 from benchmarks.rows import Row, Timed, results
 from counterpoint import presets
 from counterpoint.runtime.limits import limits_of
-from counterpoint.runtime.occupancy import Kernel, beside
+from counterpoint.runtime.occupancy import beside, feasible, window
 
 CONFIRMED, CONTRADICTED, IN_PART = "confirmed", "contradicted", "in part"
 ELSEWHERE, NOT_YET, ADDED = "not testable here", "not measured", "added"
@@ -132,18 +133,22 @@ def resident_together() -> Found:
 
 
 def _room() -> Found:
+    """What an SM has room for, by arithmetic."""
     limits = limits_of(presets.H200.device)
     compute, _ = residency.block_of("64x64x32")
-    room = {
-        threads: beside(compute, Kernel(threads, comm.registers_per_thread,
-                                        comm.static_shared_bytes, comm.dynamic_shared_bytes),
-                        limits).blocks
-        for comm in (residency.NCCL["all_reduce"][0],) for threads in (256, 544, 640)
-    }  # fmt: skip
-    told = ", ".join(f"{blocks} at {threads}" for threads, blocks in room.items())
+    comm, _ = residency.NCCL["all_reduce"]
+    room: list[str] = []
+    padded: set[int] = set()
+    for threads in (256, 288, 544, 640):
+        other = replace(comm, threads=threads)
+        room.append(f"{beside(compute, other, limits).blocks} at {threads}")
+        found = {k: window(compute, other, limits, k) for k in feasible(compute, limits)}
+        padded |= {k for k, at in found.items() if at and not at.other_limit}
     return Found(
         "by arithmetic, blocks of a 64x64x32 matmul beside one of NCCL's, by NCCL's threads: "
-        f"{told}; it is launched with 544 or 640", NOT_YET,
+        f"{', '.join(room)}; it is launched with 544 or 640. Shared memory that limits the matmul "
+        f"to k blocks takes that room itself, but for k = {', '.join(map(str, sorted(padded)))}",
+        NOT_YET,
     )  # fmt: skip
 
 

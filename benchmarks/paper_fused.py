@@ -11,7 +11,7 @@ Source: arXiv 2305.06942.
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,12 +34,10 @@ BASELINE = "lookup + all-to-all"
 
 def cases(_: int) -> list[Case]:
     """Three operators, then three experiments with one of them."""
-    shapes = {
-        name: shape for name, *shape in (("GEMV", 1, 8192, 3584), ("small GEMV", 1, 8192, 1024))
-    }
     found = [
         _of("embedding + all-to-all", embedding.case_of(16, 256, 20, 16384)),
-        *(_of(f"{name} + all-reduce", decode.case_of(*shape)) for name, shape in shapes.items()),
+        _of("GEMV + all-reduce", decode.case_of(1, 8192, 3584)),
+        _of("small GEMV + all-reduce", decode.case_of(1, 8192, 1024)),
         *(_of(f"GEMM + all-to-all, {model.name}", experts.case_of(
             "matmul_all_to_all", model, 1024, "uniform")) for model in experts.MODELS),
     ]  # fmt: skip
@@ -98,11 +96,12 @@ def sliced_arms(case: Case, bench: Bench) -> Arms:
     want = torch.empty_like(own)
     dist.all_to_all_single(want, own, group=bench.group)
     wanted = want.permute(1, 0, 2).reshape(len(sample), -1)
-    made = [call for call in calls.values() if isinstance(call, Sliced)]
+    own_of = [call.call if isinstance(call, After) else call for call in calls.values()]
+    made = {id(call): call for call in own_of if isinstance(call, Sliced)}
     return Arms(
         {BASELINE: serial} | calls, lambda _, y: [relative_error(y[sample], wanted)],
-        baseline=BASELINE, floor=4e-3, outputs=[got, *(call.out for call in made)],
-        nan_bytes=1 << 20, about={n: {"slices": c.slices, "programs": c.work}
+        baseline=BASELINE, floor=4e-3, outputs=[got, *(call.out for call in made.values())],
+        nan_bytes=1 << 20, about={n: {"slices": c.slices, "programs_asked": c.work}
                                   for n, c in calls.items() if isinstance(c, Sliced)},
     )  # fmt: skip
 
@@ -120,6 +119,26 @@ def by_programs(make: Callable[..., Sliced], bench: Bench) -> dict[str, Call | s
     return {f"{n} programs per SM": make(programs=n * max(1, sms - 32)) for n in PER_SM}
 
 
+@dataclass(frozen=True)
+class After:
+    """A call that begins late.
+
+    Args:
+        call: what is late.
+        wait: lets its stream wait for seconds.
+        seconds: how late this rank is.
+    """
+
+    call: Sliced
+    wait: Callable[[float], None]
+    seconds: float
+
+    def __call__(self, i: int) -> Tensor:
+        """Wait, then launch."""
+        self.wait(self.seconds)
+        return self.call(i)
+
+
 def by_order(make: Callable[..., Sliced], bench: Bench) -> dict[str, Call | str]:
     """Each order, with the last rank late by a share of what the operator takes."""
     each = {order: make(order) for order in ORDERS}
@@ -127,16 +146,10 @@ def by_order(make: Callable[..., Sliced], bench: Bench) -> dict[str, Call | str]
     wait: Callable[[float], None] = Delay(bench.device) if bench.on_gpu else time.sleep
     late = bench.rank == bench.ranks - 1
 
-    def after(call: Sliced, percent: int) -> Call:
-        seconds = min(alone_s * percent / 100, MAX_DELAY_S) if late else 0.0
+    def seconds(percent: int) -> float:
+        return min(alone_s * percent / 100, MAX_DELAY_S) if late else 0.0
 
-        def run(i: int) -> Tensor:
-            wait(seconds)
-            return call(i)
-
-        return run
-
-    return {f"{order}, {percent} % late": after(call, percent)
+    return {f"{order}, {percent} % late": After(call, wait, seconds(percent))
             for percent in SKEWS for order, call in each.items()}  # fmt: skip
 
 

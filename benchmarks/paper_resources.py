@@ -216,5 +216,4 @@ def overlap_rate(found: Sequence[Activity]) -> float:
 PAPER_RESOURCES = Benchmark(
     "paper_resources", cases, rows=rows_of, unit="ms",
     short=lambda case: case.name == "cb Triton 64x64x32 + all-to-all",
-    moved=lambda *_: COLLECTIVE_BYTES,
 )  # fmt: skip

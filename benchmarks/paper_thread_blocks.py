@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.declare import Bench, Benchmark, Case
-from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Pair, build, pairs
+from benchmarks.loop import NUM_ITERATIONS, Pair, build, pairs
 from benchmarks.paper_resources import PRIORITY, Way
 from benchmarks.pictures import Axis, curves, place
 from benchmarks.rows import Row
@@ -22,7 +22,7 @@ KERNELS = ("64x64x32", "64x64x64")
 FULL = 66  # half of an H200's SMs
 SMALLER = 8  # of M and of the collective, below that
 GRIDS = ((2, 2), (4, 4), (4, 8), (6, 11), (11, 12), (16, 16), (23, 23), (32, 32), (64, 64),
-         (128, 128))  # fmt: skip
+         (128, 128), (128, 896))  # fmt: skip
 ARMS = {"sequential": SEQUENTIAL, "overlap": OFF, "overlap, priority": PRIORITY}
 ROUNDS = 3
 
@@ -87,5 +87,4 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
 PAPER_THREAD_BLOCKS = Benchmark(
     "paper_thread_blocks", cases, rows=rows_of, unit="ms", pictures=pictures,
     short=lambda case: case.name == "cb Triton 64x64x32 + all-to-all",
-    moved=lambda *_: COLLECTIVE_BYTES,
 )  # fmt: skip

@@ -10,6 +10,7 @@ from benchmarks import ficco_scores
 from benchmarks import fused_findings as fused
 from benchmarks import paper_findings as found
 from benchmarks.paper_findings import ELSEWHERE, Found, never
+from benchmarks.pictures import shown
 from benchmarks.rows import RESULTS, Row
 from benchmarks.tables import grid, source
 
@@ -110,6 +111,8 @@ def text() -> str:
     for paper, claims in CLAIMS.items():
         lines, rows = lines_of(claims)
         parts[paper] = f"{grid(HEAD, lines)}\n\n{source(rows)}"
+        if paper.startswith("A.") and found.measured_rows("paper_thread_blocks"):
+            parts[paper] += f"\n\n{shown('sharing-blocks', 'TimeRatio over thread blocks')}"
     replay = found.most("ficco")
     lines = [[*cells[:2], f"**{cells[2]}**", _file_of("ficco"), _command("bench ficco")]
              for cells in ficco_scores.claim_lines(replay)]  # fmt: skip

@@ -248,11 +248,11 @@ def variables() -> str:
 def main() -> None:
     """Write all of them."""
     from benchmarks import front, islands, islands_predicted, papers, scale_steps, support
-    from benchmarks.options import NAMES
+    from benchmarks.options import NAMES, PAPER
     from benchmarks.runner import declared
 
     IMAGES.mkdir(exist_ok=True)
-    for name in NAMES:
+    for name in (*NAMES, *PAPER.values()):
         benchmark, found = declared(name), results(name, RESULTS)
         write(benchmark.sections, found)
         if benchmark.pictures is not None and found:

@@ -1,12 +1,14 @@
 """The first paper's experiments on CPU ranks, at small sizes; and what its metrics mean."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from loop_rows import FACTS
 from rank_bodies import world
 from rankpool import RankPool
@@ -17,9 +19,16 @@ from benchmarks.loop import Pair
 from benchmarks.rows import Row
 from benchmarks.runner import declared, measured
 from counterpoint.errors import InputError
+from counterpoint.measure.timing import rotate
 from counterpoint.measure.trace import Activity
+from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
+from counterpoint.resources.pipeline import Pipeline
+from counterpoint.resources.run import Eager
 
 M, N, K = 128, 192, 64
+# the interpreter multiplies no bf16
+SMALL = {"SHAPES": {"cb": (M, N, K), "mb": (M, 2 * N, K)}, "COLLECTIVE_BYTES": 8 * M * N,
+         "DTYPE": torch.float32}  # fmt: skip
 CASES: dict[str, tuple[Benchmark, Case]] = {
     "cuBLAS": (paper_resources.PAPER_RESOURCES,
                paper_resources.case_of(Pair("cb", "cuBLAS", "all_reduce"))),
@@ -32,11 +41,8 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
 
 def rows_of(rank: int, ranks: int, name: str) -> list[Row]:
     """At sizes that an interpreter can do."""
-    # the interpreter multiplies no bf16
-    small = {"SHAPES": {"cb": (M, N, K), "mb": (M, 2 * N, K)}, "COLLECTIVE_BYTES": 8 * M * N,
-             "DTYPE": torch.float32}  # fmt: skip
     with ExitStack() as undo:
-        for where, value in small.items():
+        for where, value in SMALL.items():
             undo.enter_context(mock.patch.object(loop, where, value))
         some = {"GRIDS": ((1, 1), (2, 3), (1, 5)), "FULL": 2, "SMALLER": 1}
         for where, value in some.items():
@@ -64,6 +70,70 @@ def test_every_grid_computes_the_same(pool: RankPool):
         (blocks, arm) for blocks in (1, 6, 5) for arm in ("sequential", "overlap")
     ]
     assert len(rows) == 9 and all(row["median_s"] > 0 for row in timed)
+
+
+class Able:
+    """In the place of `settings.Bench`: graphs that run call by call, without any control."""
+
+    def __init__(self, pipeline: Pipeline, mode: str) -> None:
+        self.pipeline, self.refused = pipeline, {"overlap priority": "no such stream"}
+
+    def __enter__(self) -> "Able":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def able(self, controls: Controls) -> bool:
+        return controls.spec not in self.refused
+
+    def holding(self, spec: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def call(self, controls: Controls) -> Eager:
+        return Eager(self.pipeline, SEQUENTIAL if controls == SEQUENTIAL else OFF)
+
+
+def graph_rows(rank: int, ranks: int) -> list[Row]:
+    """What a node with GPUs would write, its graphs and its trace made up."""
+    shaped = Controls(blocks_per_sm=2)
+    tuned = SimpleNamespace(controls=Controls(delay_s=5e-6))
+    row = {"arm": "shapes", "controls": shaped.spec, "priority": False, "blocks_per_sm": 2,
+           "unshaped": False, "median_s": 1.0, "time_ratio": 0.9}  # fmt: skip
+    names = {"gemm": "matmul_kernel", "nccl": "ncclDevKernel"}
+    event = {"ph": "X", "cat": "kernel", "ts": 0}
+    trace = {"traceEvents": [event | {"name": names["gemm"], "dur": 10},
+                             event | {"name": names["nccl"], "dur": 4 + rank}]}  # fmt: skip
+    made: dict[str, Any] = {
+        "settings.Bench": Able,
+        "settings.space_of": lambda *_: SimpleNamespace(blocks_per_sm=(2,)),
+        "unshaped": lambda _: 8, "sweep": lambda *_: ([row], {"shaping": shaped}),
+        "tune": lambda *_, **__: nullcontext(tuned), "traced": lambda call: (call(), trace),
+        "resident": lambda _: {"comm_threads": 544, "beside_blocks": 0},
+        "rotate": lambda arms, **more: rotate(arms, **more | {"soak_s": 0.0}),
+    }  # fmt: skip
+    with ExitStack() as undo:
+        for name, value in made.items():
+            undo.enter_context(mock.patch(f"benchmarks.paper_resources.{name}", value))
+        for name, value in SMALL.items():
+            undo.enter_context(mock.patch.object(loop, name, value))
+        bench = Bench(world(), torch.device("cpu"), rounds=2)
+        bench.on_gpu = True
+        bench.meet = lambda: dist.barrier(bench.group)
+        case = paper_resources.case_of(Pair("cb", "cuBLAS", "all_to_all"))
+        return measured(paper_resources.PAPER_RESOURCES, case, bench)
+
+
+def test_rows_of_graphs(pool: RankPool):
+    rows, *_ = pool.run(graph_rows, 2, timeout_s=120)
+    arms = {row["arm"]: row for row in rows}
+    assert list(arms) == ["shapes", "sequential", "plain overlap", "priority", "shaping", "tuned"]
+    assert arms["priority"]["refused"] == "no such stream"
+    timed = [row for row in rows if "p20_s" in row]
+    assert len(timed) == 4 and all(row["time_ratio"] > 0 for row in timed)
+    assert {row["overlap_rate"] for row in timed} == {0.4}, "of the rank with the least"
+    assert {row["mode"] for row in rows} == {"graph"}
+    assert all(row["comm_threads"] == 544 for row in rows)
 
 
 def activity(name: str, start_us: float, end_us: float, category: str = "kernel") -> Activity:

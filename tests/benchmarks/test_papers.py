@@ -70,7 +70,7 @@ def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
         for blocks, ratio in zip((66, 4096), ratios, strict=True)
     ]
     files = {"paper_resources": {2: rows}, "paper_thread_blocks": {2: grids}}
-    monkeypatch.setattr(paper_findings, "results", lambda name: files.get(name, {}))
+    monkeypatch.setattr(paper_findings, "results", lambda name="": files.get(name, {}))
     together = paper_findings.resident_together()
     assert together.verdict == "confirmed" and "TimeRatio 0.70 and 0.80" in together.text
     assert "5 blocks" in together.text
@@ -97,13 +97,13 @@ def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):
             *rows("programs", **{"lookup + all-to-all": (2.0, 0), "4 programs per SM": (1.6, 0),
                                  "8 programs per SM": (1.0, 0)}),
             *rows("slices", **{"1 slices": (1.1, 0), "4 slices": (1.0, 0)})]  # fmt: skip
-    monkeypatch.setattr(paper_findings, "results", lambda _: {2: some})
+    monkeypatch.setattr(paper_findings, "results", lambda name="": {2: some})
     order = fused_findings.order_of_tasks()
     assert order.verdict == "confirmed"
     assert "one rank 10 % late: ranks end 7.0% apart with own tasks first, 1.0%" in order.text
     assert "4: 1.25x, 8: 2.00x" in fused_findings.occupancy_cost().text
     assert fused_findings.slices().text == "of 1, 4, 4 are fastest, 1.100x over one"
-    monkeypatch.setattr(paper_findings, "results", lambda _: {})
+    monkeypatch.setattr(paper_findings, "results", lambda name="": dict[int, list[Row]]())
     for read in (fused_findings.order_of_tasks, fused_findings.occupancy_cost,
                  fused_findings.slices):  # fmt: skip
         assert read() == Found("-", "not measured")

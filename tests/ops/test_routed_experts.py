@@ -78,6 +78,23 @@ def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
                 compare(rank, ranks, name, tokens, plan)
 
 
+@on_ranks(4)
+def test_sums_are_in_fp32(rank: int, ranks: int):
+    """Of bf16, a sum is rounded once on each of its three ways, and products once."""
+    with on_islands(rank, 2):
+        experts, tokens = chosen("skewed", rank, ranks, 12), 12
+        weights = shards(rank, tokens, TOP).softmax(1)
+        x, w = shards(rank, tokens, K).bfloat16(), shards(rank, LOCAL, K, N).bfloat16()
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+        y = cp.all_to_all_matmul(x, w.mT.contiguous().mT, counts=routes)
+        eye = torch.eye(N, dtype=torch.bfloat16).expand(LOCAL, N, N)
+        got = cp.matmul_all_to_all(y, eye, counts=routes, plan="islands").double()
+        ws = torch.cat(everyone(w))
+        each = torch.einsum("tk,tjkn->tjn", x.double(), ws[experts]) * weights.double()[..., None]
+        bound = 4 * torch.finfo(torch.bfloat16).eps * each.abs().sum(1)
+        assert ((got - each.sum(1)).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("name", ["uniform", "skewed", "first island"])
 @on_ranks(4)
 def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):

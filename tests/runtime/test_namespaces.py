@@ -35,6 +35,16 @@ def test_pooled_rows_go_to_another_island_once():
         assert rows < found["chunks=2"]["sent"] < HEADERS * rows
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_token_goes_to_another_island_once(size: int):
+    """With the list of its experts, and its sum comes back; flat, once to each rank."""
+    for flat in (False, True):
+        args = (size, (48, 2048, 2, 3), "islands", flat)
+        job = Job("benchmarks.islands_experts:layer", size=size, args=args, flat=flat)
+        for found in run(job):
+            assert found["rule"] < found["sent"] < HEADERS * found["rule"]
+
+
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
 def test_who_is_left_ends_in_time_and_names_a_rank_and_its_island(fault: str):
     job = Job(

@@ -139,6 +139,7 @@ def _run_back(
     each: Tensor, numbers: Tensor, tokens: int, top: int, group_name: str, group_size: int
 ) -> Tensor:
     workspace = workspace_of(group_of(group_name), each.device)
+    workspace.board.note_op(f"{OP} backward")
     return weights_back(workspace, routes_in(numbers, group_size), each)
 
 

@@ -19,6 +19,8 @@ its plan: `rows`, where to put the rows that come to this rank's experts; `add`,
 the products of a combine; `index`, `weights` and `sums`, see ops/matmul_all_to_all.py; and `clear`,
 if rows of the results that are none have to be zero.
 
+By routes, x is tokens, of which one may have several experts: routed_experts.py.
+
 Rows lie by owner or by expert. By owner: block d is of rank d, and in it part e of the e-th expert
 of that rank. By expert: part e of every block, one after the other, which is a buffer in chunks.
 """
@@ -111,7 +113,9 @@ def operation(
 
 def wants_known_counts(p: Problem) -> str:
     """What a family wants whose steps the host lays out."""
-    return "" if p.counts in ("equal", "host") else "counts known to the host, and no routes"
+    if p.counts == "routed":
+        return "a row for each expert of a token"
+    return "" if p.counts != "device" else "counts known to the host"
 
 
 def without_serial(p: Problem) -> tuple[str, str]:

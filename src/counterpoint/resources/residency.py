@@ -138,9 +138,9 @@ def residency(pair: Sharing, blocks_per_sm: int | None = None) -> Residency:
 def rate(blocks: float, step_bytes: int, constants: Constants) -> float:
     """Return the rate of an SM with so many resident blocks, as a share of what it could have.
 
-    k / n blocks beside those of a full SM, n = full_blocks + full_bytes / step_bytes, count as
-    ((k / n)^-q + 1)^(-1/q), q the sharpness: proportional while latency rules, constant once the
-    SM is full. Each 64 KiB under way then cost `crowding` of it.
+    With k resident blocks and n = full_blocks + full_bytes / step_bytes, that is
+    ((k / n)^-q + 1)^(-1/q), q the sharpness: proportional to k while latency rules, constant once
+    the SM is full. Each 64 KiB under way then cost `crowding` of it.
     """
     if blocks <= 0:
         return 0.0
