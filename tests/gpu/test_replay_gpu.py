@@ -1,5 +1,6 @@
 """Eager calls that repeat are replayed: right, in order, bounded, and the choice is one."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_bodies import world
@@ -152,6 +153,7 @@ def test_graphs_are_bounded(gpus, monkeypatch):
     cp.check()
 
 
+@pytest.mark.own_gpu
 def test_a_graph_takes_little_memory(gpus):
     w = torch.randn(256, 128, device=gpus).bfloat16()
     xs = [torch.randn(64, 256, device=gpus).bfloat16() for _ in range(64)]
