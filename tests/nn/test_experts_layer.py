@@ -178,7 +178,7 @@ def test_other_uses_and_what_is_refused(rank: int, ranks: int):
 
     assert made(plan="grouped 2/2", max_rows=3).plan == "grouped 2/2"
     experts[0, :2] = torch.tensor([0, EXPERTS - 1])
-    t, families = TOKENS + rank, "plan must be one of auto, serial, fused, grouped, got"
+    t, families = TOKENS + rank, "plan must be one of auto, serial, fused, grouped, islands, got"
     count = "max_rows must be a whole number from 1 to 2**40, got"
     for wrong, want in (
         (lambda: layer(x[:, 1:], experts, weights), f"x must be [..., 10], got ({t}, 9)"),

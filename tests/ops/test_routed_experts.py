@@ -100,7 +100,7 @@ def test_sums_are_in_fp32(rank: int, ranks: int):
 def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
     """Rows on the wire are those of the rule, there and back, forward and backward."""
     sent: list[tuple[int, int]] = []
-    exchange = wire._Gloo.exchange
+    exchange = wire.Gloo.exchange
 
     def counting(self: Any, block: Tensor, to: int, *rest: Any) -> None:
         sent.append((to, block.numel()))
@@ -112,7 +112,7 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
         weights = shards(rank, tokens, TOP).softmax(1)
         routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
         x, w = shards(rank, tokens, wide).requires_grad_(), shards(rank, LOCAL, wide, wide)
-        patch.setattr(wire._Gloo, "exchange", counting)
+        patch.setattr(wire.Gloo, "exchange", counting)
         y = layer(x, w, w, routes, "auto")
         y.sum().backward()
         lists = enumerate(everyone(experts))

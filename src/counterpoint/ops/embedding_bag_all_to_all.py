@@ -65,12 +65,12 @@ def embedding_bag_all_to_all(
 ) -> Tensor:  # fmt: skip
     """Pool the bags of own tables for all ranks, and get the own bags of all tables.
 
-    In place of a `torch.nn.EmbeddingBag` for each table, an all-to-all and a concat. On GPUs sums
-    are in fp32, to the same bits by all plans. The columns are those of rank 0's tables, then rank
-    1's, as of torchrec's pooled KeyedTensor. Captures in a CUDA graph after one eager call with the
-    same tables and as many bags. Differentiable in tables and weights, once, in the same order of
-    sums each time. Where gradients are enabled the output asks for one on all ranks, so that they
-    all take part in the backward, also with frozen tables: `torch.no_grad` where there is none.
+    In place of a `torch.nn.EmbeddingBag` for each table, all-to-all and concat. On GPUs sums are in
+    fp32, without weights to the same bits by all plans. The columns are those of rank 0's tables,
+    then rank 1's, as of torchrec's pooled KeyedTensor. Captures in a CUDA graph after an eager call
+    with the same tables and as many bags. Differentiable in tables and weights, once, in the same
+    order of sums each time. Where gradients are enabled the output asks for one on all ranks, so
+    that all take part in the backward, also with frozen tables: `torch.no_grad` if there is none.
 
     Indices that a table does not have are undefined on GPUs; COUNTERPOINT_CHECK=1 has all values
     checked at each call, as on CPU ranks always.
