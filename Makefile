@@ -16,7 +16,7 @@ demo: $(VENV)/.ready-run  ## every plan of two operators, checked, and a picture
 	@PYTHONPATH=src $(VENV)/bin/python -m counterpoint demo $(ARGS)
 
 test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded" for pytest)
-	@echo "make test takes about 10 minutes on 2 cores, 12 the first time: kernels are compiled"
+	@echo "make test takes about 14 minutes on 2 cores, 16 the first time: kernels are compiled"
 	@echo "[1/4] ruff check"
 	@$(VENV)/bin/ruff check --quiet .
 	@echo "[2/4] ruff format"
@@ -38,7 +38,7 @@ package:  ## the wheel, tried in an environment of its own without a checkout: s
 faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", or "--soak 30" for minutes in which groups are rebuilt)
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)
 
-islands: $(VENV)/.ready-dev  ## ranks on several islands, in network namespaces: bytes, times, 60 faults; 12 minutes, then docs/islands.md (ARGS="--trials 6")
+islands: $(VENV)/.ready-dev  ## ranks on several islands, in network namespaces: bytes, times, 60 faults; 25 minutes, then docs/islands.md (ARGS="--trials 6")
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.islands $(ARGS)
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 

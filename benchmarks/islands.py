@@ -1,6 +1,6 @@
 """Operators between islands of CPU ranks, in network namespaces: bytes on the NIC, times, faults.
 
-    make islands              # all, 12 minutes on 2 cores: rows, then docs/islands.md from them
+    make islands              # all, 25 minutes on 2 cores: rows, then docs/islands.md from them
 
 gloo   its all-gather, then a matmul; a matmul, then its reduce-scatter or all-reduce; of experts
        see islands_experts.py
