@@ -122,8 +122,10 @@ class Gloo:
         self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
     ) -> None:  # fmt: skip
         group, board = self._workspace.group, self._workspace.board
+        # receive first: gloo tells the other end that it may send, in the order of what is sent. Told
+        # behind a block of ours, it would send when that is through: one direction after the other
         try:
-            both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+            both = ((dist.irecv, kept, source), (dist.isend, sent, to))
             works = [(op(t, self._ranks[r], group), r) for op, t, r in both if t.numel()]
         except RuntimeError as error:
             raise board.fail(self._broken(error, source, awaited)) from None
