@@ -16,7 +16,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.choose.known import save_machine
-from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.machine import LinkSpec
 from counterpoint.ops.auto import choose_spec
 from counterpoint.ops.call import prepare
@@ -229,6 +229,19 @@ def test_auto_takes_what_the_model_says_once_the_nic_is_known(
             near(cp.all_gather_matmul(x, w), torch.cat(everyone(x)) @ w.double())
     want = cp.choose(problem, machine)
     assert want.plan.family == "islands" and specs == ["serial", want.spec, "serial"]
+
+
+@on_ranks(4)
+def test_who_does_not_come_to_a_meeting_is_named_with_its_island(rank: int, world_size: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_TIMEOUT_S", "1")
+        with on_islands(rank, 2):
+            workspace = workspace_of(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+            if rank in (0, 1):
+                late = r"rank 2 \(island 1\), rank 3 \(island 1\) did not come to a meeting"
+                with pytest.raises(PeerTimeoutError, match=late) as caught:
+                    workspace.gather(rank)
+                assert caught.value.rank == 2
 
 
 @on_ranks(2)
