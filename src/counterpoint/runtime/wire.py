@@ -122,8 +122,8 @@ class Gloo:
         self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
     ) -> None:  # fmt: skip
         group, board = self._workspace.group, self._workspace.board
-        # receive first: gloo tells the other end that it may send, in line with what is sent. Behind
-        # a block of ours that would be late: one direction after the other
+        # receive first: gloo tells the other end that it may send, in line with what is sent:
+        # behind a block of ours, one direction would go after the other
         try:
             both = ((dist.irecv, kept, source), (dist.isend, sent, to))
             works = [(op(t, self._ranks[r], group), r) for op, t, r in both if t.numel()]
