@@ -240,6 +240,22 @@ def test_auto_takes_what_the_model_says_once_the_nic_is_known(
     assert by_routes == ["islands", "serial", "islands"]
 
 
+@on_ranks(2)
+def test_a_block_may_come_before_one_is_sent(rank: int, world_size: int):
+    """Else gloo says so to the other end behind the block, and directions take turns."""
+    order: list[str] = []
+
+    def noting(name: str) -> Any:
+        op = getattr(dist, name)
+        return lambda *args: order.append(name) or op(*args)
+
+    with on_islands(rank, 1), pytest.MonkeyPatch.context() as patch:
+        for name in ("isend", "irecv"):
+            patch.setattr(dist, name, noting(name))
+        cp.all_gather_matmul(shards(rank, 8, 16), shards(rank, 16, 8), plan="islands chunks=2")
+    assert order == ["irecv", "isend"] * 2
+
+
 @on_ranks(4)
 def test_who_does_not_come_to_a_meeting_is_named_with_its_island(rank: int, world_size: int):
     with pytest.MonkeyPatch.context() as patch:

@@ -85,10 +85,7 @@ def gather_by_store(
         turn = (arrivals - 1) // ranks
     except RuntimeError as error:
         raise _gone(f"{error}") from error
-    count = 0
-
-    def named(r: int) -> str:
-        return names[r] if names else f"rank {r}"
+    count, called = 0, names or [f"rank {r}" for r in range(ranks)]
 
     def gather(value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
         nonlocal count
@@ -107,16 +104,15 @@ def gather_by_store(
                     check()
                     if time.monotonic() > deadline_s:
                         missing = [r for r in range(ranks) if not answer(store.check, [keys[r]])]
-                        if not missing:  # the last one has just come
-                            break
-                        raise _late(missing, timeout_s, [*map(named, missing)])
+                        if missing:  # else the last one has just come
+                            raise _late(missing, timeout_s, [called[r] for r in missing])
                     time.sleep(POLL_S)
             awaited = rank
             if count > 1:  # all have come to this one, so all have read the one before
                 answer(store.delete_key, f"{name}/{turn}/{count - 1}/{rank}")
             return [pickle.loads(answer(store.get, key)) for key in keys]
         except RuntimeError as error:
-            waited = f" while waiting for {named(awaited)}" if awaited != rank else ""
+            waited = f" while waiting for {called[awaited]}" if awaited != rank else ""
             raise _gone(f"{error}{waited}") from error
 
     return gather
@@ -131,7 +127,7 @@ def _late(missing: Sequence[int], timeout_s: float, names: Sequence[str]) -> Pee
         f"counterpoint: {', '.join(names)} did not come to a meeting of the group within "
         f"{timeout_s:g} s; the group is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the "
         "bound)",
-        rank=missing[0] if missing else None,
+        rank=missing[0],
         step="workspace",
     )
 
