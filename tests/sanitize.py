@@ -229,7 +229,7 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
                  ("matmul_all_reduce_kernel",)),
     "two shots": (lambda at: matmuls(at, "matmul_all_reduce", "fused two_shot"), ()),
     "scatter": (lambda at: matmuls(at, "matmul_reduce_scatter", "fused"), ()),
-    "norm": (normed, ("add_rms_norm_kernel",)),
+    "norm": (normed, ("add_norm_kernel",)),
     "dispatch": (lambda at: experts(at, "all_to_all_matmul", "host"),
                  ("routes_kernel", "all_to_all_matmul_kernel")),
     "combine": (lambda at: experts(at, "matmul_all_to_all", "host"),
