@@ -94,7 +94,8 @@ def all_reduce_norm_kernel(
     peers = (ranks < WORLD - 1)[:, None]
     others = (ranks != rank)[:, None]
     offs = tl.arange(0, BLOCK)[None, :]
-    live = works & (offs < part)
+    inside = offs < part  # of loads, which then need not wait for the state
+    live = works & inside
     # of one shot a row is one part, of two a part for each rank
     PARTS: tl.constexpr = WORLD if TWO_SHOT else 1
     row_words = part * PARTS
@@ -107,9 +108,9 @@ def all_reduce_norm_kernel(
     for row in range(program, M, programs):
         x = x_ptr + tl.cast(row, tl.int64) * row_words
         if TWO_SHOT:
-            words = tl.load(x + (to[:, None] * part + offs), mask=live & peers, other=0)
+            words = tl.load(x + (to[:, None] * part + offs), mask=inside & peers, other=0)
         else:
-            words = tl.broadcast_to(tl.load(x + offs, mask=live, other=0), (WORLD, BLOCK))
+            words = tl.broadcast_to(tl.load(x + offs, mask=inside, other=0), (WORLD, BLOCK))
         put_words(theirs + (tl.cast(row, tl.int64) * part + offs), words, live & peers)
 
     results = WORLD * slot
@@ -118,7 +119,9 @@ def all_reduce_norm_kernel(
             at = tl.cast(row, tl.int64) * part + offs
             words, slow = take_words(mine + (slots + at), stop_ptr, timeout_ns, live & others,
                                      NUM_WARPS)  # fmt: skip
-            own = own_words(x_ptr + (tl.cast(row, tl.int64) * row_words + rank * part + offs), live)
+            own = own_words(
+                x_ptr + (tl.cast(row, tl.int64) * row_words + rank * part + offs), inside
+            )
             late = late | tl.max(slow.to(tl.int32), 1)
             words = tl.where(others, words, tl.broadcast_to(own, (WORLD, BLOCK)))
             total = tl.broadcast_to(sum_of_words(words, DTYPE)[None, :], (WORLD, BLOCK))
@@ -152,7 +155,7 @@ def all_reduce_norm_kernel(
                                      NUM_WARPS)  # fmt: skip
         else:
             words, slow = take_words(at, stop_ptr, timeout_ns, live & others, NUM_WARPS)
-            own = own_words(x_ptr + (tl.cast(row, tl.int64) * row_words + offs), live)
+            own = own_words(x_ptr + (tl.cast(row, tl.int64) * row_words + offs), inside)
             words = tl.where(others, words, tl.broadcast_to(own, (WORLD, BLOCK)))
             total = sum_of_words(words, DTYPE)
         late = late | tl.where(heard, tl.max(slow.to(tl.int32), 1), 0)
