@@ -17,7 +17,7 @@ from counterpoint.runtime.workspace import workspace_of
 
 FP8 = torch.float8_e4m3fn
 PLANS = ("serial", "direct", "fused", "fused one_shot", "fused two_shot", "auto")
-ROWS = (1, 3, 8, 64, 512, 2048)
+ROWS = (1, 3, 64, 512, 2048)
 COLUMNS = (4096, 5120, 7168, 8192, 16384, 40, 1000, 1001, 40000)
 
 
@@ -49,18 +49,21 @@ def same_on_all(y):
     return torch.equal(first, y.view(torch.uint8))
 
 
-def check(found, tensors, layer, what):
-    """y against the norm of h in fp64, and h against the sum."""
-    (y, h), (x, residual, weight, bias) = found, tensors
+def summed(tensors):
+    """What h is, in fp64."""
+    x, residual, *_ = tensors
     want = x.double()
     dist.all_reduce(want)
-    want = want + residual.double() if residual is not None else want
+    return want if residual is None else want + residual.double()
+
+
+def check(found, tensors, want, layer, what):
+    """h against the sum, y against the norm of h in fp64."""
+    (y, h), (x, _, weight, bias) = found, tensors
     most = 2 * torch.finfo(x.dtype).eps
     assert relative_error(h, want) <= most, what
-    norm = normed(h, weight, bias, layer)
-    assert relative_error(y, norm) <= most, what
+    assert relative_error(y, normed(h, weight, bias, layer)) <= most, what
     assert same_on_all(y) and same_on_all(h), what
-    return norm
 
 
 def normed(h, weight, bias, layer):
@@ -82,23 +85,25 @@ def call(tensors, layer, **options):
 def test_the_result(gpus, n):
     """Every plan at every number of rows; x is as it was, memory is garbage before."""
     for rows in ROWS:
-        dtypes = (torch.bfloat16, torch.float16, torch.float32) if rows == 3 else (torch.bfloat16,)
-        for dtype in dtypes:
+        every = rows == 3 and n in (5120, 1000, 1001)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,):
             tensors = given(rows, n, dtype)
-            before = tensors[0].clone()
+            before, want = tensors[0].clone(), summed(tensors)
             for plan in plans_for(rows, n, dtype):
-                for layer in (False, True) if rows < 8 else (False,):
+                for layer in (False, True) if rows == 3 else (False,):
                     for _ in range(2):
                         torch.full((4 * rows * n,), torch.nan, device="cuda")  # what is reused
-                        check(call(tensors, layer, plan=plan), tensors, layer, (rows, plan, layer))
+                        found = call(tensors, layer, plan=plan)
+                        check(found, tensors, want, layer, (rows, dtype, plan, layer))
             assert torch.equal(tensors[0], before)
-    bare = (*given(3, n)[:1], None, *given(3, n)[2:])
-    check(call(bare, layer=False), bare, False, "no residual")
+    x, _, weight, bias = given(3, n)
+    bare = x, None, weight, bias
+    check(call(bare, layer=False), bare, summed(bare), False, "no residual")
     cp.check()
 
 
 @pytest.mark.shows("all_reduce_rms_norm all_reduce_layer_norm", "forward", "fp8")
-@pytest.mark.parametrize("n", [4096, 7168, 16384, 1001, 40000])
+@pytest.mark.parametrize("n", [4096, 7168, 1001, 40000])
 def test_results_in_fp8(gpus, n):
     """The nearest numbers there are, by a scale that is given and by one of each row."""
     for rows in (1, 16, 512):
@@ -133,7 +138,7 @@ def test_graphs_and_eager_calls_mix_while_ranks_are_late(gpus, plan):
     options = {"plan": plan}
     want = [call(case, layer=False, **options) for case in cases]
     for case, found in zip(cases, want, strict=True):
-        check(found, case, False, plan)
+        check(found, case, summed(case), False, plan)
     quantized = [call(case, layer=True, out_dtype=FP8, **options) for case in cases]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
@@ -170,7 +175,7 @@ def test_a_replayed_graph_sees_new_inputs(gpus):
         for old, new in zip(tensors, given(8, 8192, seed=seed), strict=True):
             old.copy_(new)
         graph.replay()
-        check(found, tensors, False, seed)
+        check(found, tensors, summed(tensors), False, seed)
 
 
 @pytest.mark.shows("all_reduce_rms_norm", "compiled forward", "bf16")

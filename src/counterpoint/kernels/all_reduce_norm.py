@@ -52,7 +52,7 @@ def own_words(ptrs, mask):
     return tl.where(words == EMPTY, 0, words)
 
 
-@triton.jit(do_not_specialize=["eps", "rank", "tag", "timeout_ns"])
+@triton.jit(do_not_specialize=["M", "eps", "rank", "tag", "timeout_ns"])
 def all_reduce_norm_kernel(
     x_ptr,  # int32: [M, words of a row]
     residual_ptr,  # [M, N]
