@@ -73,8 +73,8 @@ def near(got: Tensor, scales: Tensor, want: Tensor, interpreted: bool) -> bool:
     numbers: there is nothing to see of these.
     """
     want = (want / scales.double()).clamp(-448, 448)
-    # half of the distance of two values: a sixteenth of the lower one, at least that of subnormals
-    good = (got.double() - want).abs() <= want.abs() / 15.9 + 2**-10.1
+    # half the distance of two values, at least that of subnormal ones; and what fp32 rounds before
+    good = (got.double() - want).abs() <= (want.abs() / 16).clamp(min=2**-10) + 2**-13
     if interpreted:
         rounded = want.float().to(FP8)
         carried = (rounded.view(torch.uint8) & 7) == 0
@@ -295,6 +295,7 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
         ({"weight": None}, "weight must be a Tensor, got NoneType"),
         ({"weight": r}, "weight must be [N=4], got (2, 4)"),
         ({"eps": -1}, "eps must be a number >= 0, got -1"),
+        ({"eps": [1]}, "eps must be a number >= 0, got [1]"),
         ({"out_dtype": torch.float16},
          "out_dtype must be torch.float8_e4m3fn, or torch.float32 as x, got torch.float16"),
         ({"scale": one}, "scale must be None without out_dtype=torch.float8_e4m3fn, got Tensor"),

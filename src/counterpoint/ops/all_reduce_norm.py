@@ -117,7 +117,10 @@ def _summed(
     kind: Kind, eps: float, group: dist.ProcessGroup | None, plan: str | Path | Plan,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found, key, group = call.repeated(OP, given, group, plan, settings=(kind, eps, out_dtype))
+    # what is of another kind is refused below, and may not be hashed
+    good = type(eps) in (int, float) and isinstance(out_dtype, torch.dtype | None)
+    settings = (kind, eps, out_dtype) if good else (None,)
+    found, key, group = call.repeated(OP, given, group, plan, settings=settings)
     if found is not None:
         return tuple(found)
     x, residual, weight, bias, scale = given

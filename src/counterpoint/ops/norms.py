@@ -25,7 +25,6 @@ MAX_BLOCK = 1 << 14  # columns of a row that one program holds
 QUANTIZED = {"": 0, "tensor": add_norm.STATIC.value, "rows": add_norm.BY_ROW.value}
 
 Kind = Literal["rms", "layer"]
-Result = tuple[Tensor, ...]
 
 
 class Norm(NamedTuple):
