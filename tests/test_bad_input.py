@@ -173,10 +173,10 @@ class Area(NamedTuple):
 BAD: dict[str, Area] = {
     "Problem": Area(
         "problem", "all_gather_matmul", 0, [
-            ({"op": None}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
-            ({"op": "matmul_all_reduse"}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
-            ({"op": "families"}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
-            ({"op": ["a"]}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
+            ({"op": None}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_reduce_norm, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
+            ({"op": "matmul_all_reduse"}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_reduce_norm, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
+            ({"op": "families"}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_reduce_norm, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
+            ({"op": ["a"]}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_reduce_norm, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
             ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
             ({"dtype": None}, "dtype must be one of bfloat16, float16, float32, got None"),
             ({"dtype": float}, "dtype must be one of bfloat16, float16, float32, got <class 'float'>"),
@@ -386,8 +386,8 @@ BAD: dict[str, Area] = {
             ({"problem__m": True}, "all_gather_matmul: m must be a whole number from 0 to 2**40, got True"),
             ({"problem__m": -7}, "all_gather_matmul: m must be a whole number from 0 to 2**40, got -7"),
             ({"problem__m": 2 ** 70}, "all_gather_matmul: m must be a whole number from 0 to 2**40, got 1180591620717411303424"),
-            ({"problem__op": "eval"}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
-            ({"problem__op": ["a"]}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
+            ({"problem__op": "eval"}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_reduce_norm, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
+            ({"problem__op": ["a"]}, "Problem: op must be one of all_gather_attention, all_gather_attention_backward, all_gather_matmul, all_gather_matmul_backward, all_gather_matmul_wgrad, all_reduce_norm, all_to_all_matmul, embedding_bag_all_to_all, matmul..."),
             ({"problem__rows": [3, 5]}, "all_gather_matmul: rows must be 4 counts >= 0 that add up to 8, got (3, 5)"),
             ({"problem__splits": 5}, "all_gather_matmul: splits must be a tuple, got 5"),
             ({"steps0__kind": "exec"}, "plan.steps[0].kind must be one of copy, matmul, move, reduce, spread, fold, barrier, collective, exchange, fused, opaque, attention, attention_backward, got 'exec'"),
@@ -643,7 +643,6 @@ BAD: dict[str, Area] = {
             ({"w": None}, "w must be a Tensor, got NoneType"),
             ({"w": W[0, 0]}, "w must be [K, N] of 2 dims, got 0-D"),
             ({"x": CSR}, "x must be a dense tensor, got torch.sparse_csr"),
-            ({"residual": None}, "residual must be a Tensor, got NoneType"),
             ({"residual": BIAS}, "residual must be (6, 4), got (4,)"),
             ({"residual": RESIDUAL.double()}, "residual must be torch.float32 on cpu as x, got torch.float64 on cpu"),
             ({"residual": CSR}, "residual must be a dense tensor, got torch.sparse_csr"),
