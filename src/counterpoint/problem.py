@@ -131,6 +131,8 @@ class Problem:
         counts: of rows for each expert: all "equal", or an operand that differs from call to call,
             known to the "host" before a call, or to the "device" alone; or "routed", see `Routes`:
             known to the host, and a row of x is a token that may have several experts.
+        top_k: experts of a token, of "routed" counts: M rows by expert are then M / top_k tokens,
+            by which times are predicted; 0: not known.
         tables: columns of each rank's tables; empty for ops without.
         indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
         out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
@@ -162,6 +164,7 @@ class Problem:
     splits: tuple[int, ...] = ()
     experts: int = 0
     counts: Counts = "equal"
+    top_k: int = 0
     tables: tuple[tuple[int, ...], ...] = ()
     indices: tuple[int, ...] = ()
     out: bool = False
@@ -195,6 +198,10 @@ class Problem:
         if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
             want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
             raise InputError(self.op, "counts", want=want, got=repr(self.counts))
+        every = self.experts * self.ranks if self.counts == "routed" else 0
+        if self.top_k > every:
+            want = f"at most {every}, all experts" if every else "0 where counts are not routed"
+            raise InputError(self.op, "top_k", want=want, got=self.top_k)
         self.operation.check(self)
 
     def _rows(self) -> tuple[int, ...]:
@@ -267,6 +274,7 @@ class Problem:
         shape += f" experts {self.experts}" if self.experts else ""
         if self.counts != "equal":
             shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"
+            shape += f" top {self.top_k}" if self.top_k else ""
         shape += self.operation.described(self)
         where = f"{self.ranks} ranks" + (f" of {self.islands} islands" if self.islands > 1 else "")
         return f"{self.op} {shape} {self.dtype}{bias} on {where}{rows}"

@@ -12,6 +12,7 @@ from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.machine import Machine, kernels_refused
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import finer
+from counterpoint.plan.expected_rows import once
 from counterpoint.plan.families import build, parse
 from counterpoint.plan.launches import has_kernels
 from counterpoint.plan.steps import Plan
@@ -191,12 +192,13 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     if computed_s := problem.operation.computed_s:
         compute_s += computed_s(problem, machine)  # by memory, at any clock
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
-    comm_s = problem.link_bytes / rate
+    comm_s = problem.link_bytes * once(problem, 1) / rate
     if problem.islands > 1 and machine.nic is not None:
-        # what every rank sends of its own, once to each other island; pooled rows, to each rank
-        to = problem.islands - 1
-        to *= problem.ranks // problem.islands if problem.tables else 1
-        far = problem.link_bytes * to / (problem.ranks - 1)
+        # what every rank sends of its own, once to each other island; rows for experts and pooled
+        # ones, to each rank
+        size = problem.ranks // problem.islands
+        to = (problem.islands - 1) * (size if problem.tables or problem.experts else 1)
+        far = problem.link_bytes * once(problem, size) * to / (problem.ranks - 1)
         comm_s = max(comm_s, far / machine.nic.bytes_per_s)
     return compute_s, comm_s
 

@@ -94,9 +94,10 @@ def of_islands(problem: Problem, workspace: Workspace) -> Problem:
 def _fits(planned: Problem, problem: Problem) -> bool:
     """Whether a plan for `planned` is one for `problem`: what differs from call to call may differ.
 
-    That is how many indices there are, and of counts that differ how many rows, up to the planned.
+    That is how many indices there are, and experts of a token; of counts that differ how many rows,
+    up to the planned.
     """
-    wanted = replace(problem, indices=planned.indices)
+    wanted = replace(problem, indices=planned.indices, top_k=planned.top_k)
     if problem.counts != "equal" and planned.m >= problem.m:
         wanted = replace(wanted, m=planned.m, rows=())
     return planned == wanted

@@ -157,6 +157,7 @@ class Operation:
         gradient: the family that it takes as a gradient whose forward was asked for by name; "":
             that of the forward.
         without_serial: the spec that is taken whatever it costs, and why serial is not; or "", "".
+        untold: the spec that is taken where nothing is known of the machine.
         fused_s: seconds of a step of kind "fused" whose kernel has the operator's name.
         rule: the spec that static sizes say, where the shorter side is not worth overlapping;
             "" is serial.
@@ -178,6 +179,7 @@ class Operation:
     matmuls: Callable[[Problem], tuple[tuple[int, int, int], ...]] = lambda p: ((p.m, p.n, p.k),)
     gradient: str = "graded"
     without_serial: Callable[[Problem], tuple[str, str]] = lambda problem: ("", "")
+    untold: Callable[[Problem], str] = lambda problem: "serial"
     shares_rows: bool = True
     fused_s: Callable[[Problem, Step, Machine], float] | None = None
     rule: Callable[[Problem, Machine], str] = lambda problem, machine: ""
