@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from counterpoint.ops.all_gather_attention import all_gather_attention
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
     from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
+    from counterpoint.ops.batch_invariant import batch_invariant
     from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
     from counterpoint.ops.exchange_counts import exchange_counts
     from counterpoint.ops.exchange_routes import Routes, exchange_routes
@@ -71,6 +72,7 @@ _HOME = {
     "all_gather_attention": "ops.all_gather_attention",
     "all_gather_matmul": "ops.all_gather_matmul",
     "all_to_all_matmul": "ops.all_to_all_matmul",
+    "batch_invariant": "ops.batch_invariant",
     "bind": "plan.bind",
     "build": "plan.families",
     "check": "runtime.groups",
@@ -113,6 +115,7 @@ __all__ = [
     "all_gather_attention",
     "all_gather_matmul",
     "all_to_all_matmul",
+    "batch_invariant",
     "bind",
     "build",
     "check",

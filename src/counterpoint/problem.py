@@ -131,6 +131,8 @@ class Problem:
             N and K, up to 128, if it is 0.
         causal: whether rows attend to earlier ones only, of an attention.
         scale: of q k^T; 0 is head_dim^-0.5.
+        invariant: the bits of a row do not depend on M, on where the row stands, nor on the plan,
+            see `batch_invariant`.
 
     Raises:
         InputError: there is no such op, a field is of another kind or out of its range, `rows` does
@@ -157,6 +159,7 @@ class Problem:
     causal: bool = False
     scale: float = 0.0
     islands: int = 1
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -179,6 +182,10 @@ class Problem:
         if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
             want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
             raise InputError(self.op, "counts", want=want, got=repr(self.counts))
+        if self.invariant and not self.operation.invariant:
+            want = "False: the op has no batch-invariant plans"
+            fix = "call it outside of counterpoint.batch_invariant"
+            raise InputError(self.op, "invariant", want=want, got=True, fix=fix)
         self.operation.check(self)
 
     def _rows(self) -> tuple[int, ...]:
@@ -252,5 +259,6 @@ class Problem:
         if self.counts != "equal":
             shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"
         shape += self.operation.described(self)
+        shape += " batch-invariant" if self.invariant else ""
         where = f"{self.ranks} ranks" + (f" of {self.islands} islands" if self.islands > 1 else "")
         return f"{self.op} {shape} {self.dtype}{bias} on {where}{rows}"

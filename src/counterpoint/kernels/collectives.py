@@ -20,6 +20,7 @@ from counterpoint.kernels.peer import (
     take_words,
     unpack,
 )
+from counterpoint.kernels.reduce import sum_in_order
 
 
 @triton.jit
@@ -27,9 +28,9 @@ def sum_of_words(words, DTYPE: tl.constexpr):
     """The sum over dim 0 of words of DTYPE, in fp32 in that order, rounded once."""
     if DTYPE.primitive_bitwidth == 16:
         low, high = unpack(words, DTYPE)
-        total = pack(tl.sum(low, 0), tl.sum(high, 0), DTYPE)
+        total = pack(sum_in_order(low), sum_in_order(high), DTYPE)
     else:
-        total = tl.sum(words.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
+        total = sum_in_order(words.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     return total
 
 

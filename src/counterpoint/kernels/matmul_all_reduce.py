@@ -8,8 +8,8 @@ have arrived. Three protocols, all by low-latency words (see peer.py):
 - two shots: a tile's columns are divided among the ranks; each sums its part and gives it to all.
 - scatter: a tile's rows go to their owners, who sum them. One trip; the rest is as in one shot.
 
-Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order, and
-rounded once. All ranks hold the same bits.
+Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in the order of ranks,
+and rounded once. All ranks hold the same bits.
 
 Words of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
 tiles, rows, columns of a tile or chunk], then results by the rank that has summed them, likewise. A
@@ -28,6 +28,7 @@ from counterpoint.kernels.peer import (
     take_words,
     unpack,
 )
+from counterpoint.kernels.reduce import sum_in_order
 
 
 @triton.jit
@@ -85,10 +86,10 @@ def sum_of_ranks(
     """Sum of [WORLD, rows, COLS] words over the ranks, plus [1, COLS]: [ROWS, COLS] in fp32."""
     if PAIRS:
         low, high = unpack(words, OUT)
-        pairs = tl.join(tl.sum(low, 0) + bias, tl.sum(high, 0) + bias)
+        pairs = tl.join(sum_in_order(low) + bias, sum_in_order(high) + bias)
         total = tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, COLS))
     else:
-        total = tl.sum(words.to(tl.float32, bitcast=True), 0) + bias
+        total = sum_in_order(words.to(tl.float32, bitcast=True)) + bias
     return total
 
 

@@ -15,7 +15,7 @@ from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_tensors
-from counterpoint.ops.plans import plan_key
+from counterpoint.ops.plans import is_invariant, plan_key
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -77,6 +77,8 @@ def matmul_all_reduce(
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
+        return matmul_all_reduce(x, w, group=group, plan=plan) + bias
     if key is None:
         return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, group.group_name)
     return call.first(OPERATOR, (x, w, bias), spec, (), group, key)[0]

@@ -29,7 +29,7 @@ from counterpoint.ops.check import (
     check_tensors,
     is_last,
 )
-from counterpoint.ops.plans import plan_key
+from counterpoint.ops.plans import is_invariant, plan_key
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -102,6 +102,9 @@ def _anew(
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
+        where: Any = {"group": group, "plan": plan, "rows": rows, "scatter_dim": scatter_dim}
+        return matmul_reduce_scatter(x, w, **where) + bias
     if key is not None:
         y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
     else:
