@@ -1,4 +1,4 @@
-"""The batch-invariant matmul: interpreted against fp64, and compiled for Hopper tile by tile."""
+"""The batch-invariant matmul: interpreted against fp64, and compiled for an H200 tile by tile."""
 
 import re
 from functools import cache
@@ -8,14 +8,21 @@ import pytest
 import torch
 from rankpool import RankPool
 
-from counterpoint.kernels.invariant_matmul import invariant_matmul_kernel
+from counterpoint.kernels.invariant_matmul import few_rows_matmul_kernel, invariant_matmul_kernel
 from counterpoint.kernels.reduce import sum_in_order
 from counterpoint.runtime import invariant_matmul
-from counterpoint.runtime.invariant_matmul import Tile, by_kernel, by_torch, tile_of
+from counterpoint.runtime.invariant_matmul import (
+    FEW_ROWS,
+    LARGE,
+    Tile,
+    by_kernel,
+    by_torch,
+    tile_of,
+)
 from counterpoint.testing.ptx import Compiled, compiled
 
 SMS = 132
-ROWS = (1, 8, 64, 65, 256, 512, 1024, 4096, 8192)
+ROWS = (1, 17, 33, 64, 65, 256, 512, 1024, 4096, 8192)
 COLUMNS = (768, 3072, 8192, 28672)
 TILES = sorted({tile_of(m, n, SMS, torch.bfloat16) for m in ROWS for n in COLUMNS})
 WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(\d+)\.f32\.(\w+)\.(\w+)")
@@ -25,7 +32,6 @@ WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(\d+)\.f32\.(\w+)\
 def code(tile: Tile, dtype: str, *, described: bool, by_columns: bool, bias: bool) -> Compiled:
     """As a launch on operands that are multiples of 16 would compile it for an H200."""
     block_m, block_n, block_k, num_warps, num_stages, _, halves = tile
-    halves = halves and described
     w_block = (block_n, block_k) if by_columns else (block_k, block_n)
     blocks = {"x": (block_m, block_k), "w": w_block, "y": (block_m, block_n // (1 + halves))}
     types = dict.fromkeys(("x", "w", "bias_ptr", "y"), f"*{dtype}")
@@ -34,24 +40,28 @@ def code(tile: Tile, dtype: str, *, described: bool, by_columns: bool, bias: boo
     types |= dict.fromkeys(("M", "N", "K", "stride_xm", "stride_ym"), "i32")
     aligned = tuple(name for name, kind in types.items() if "[" not in kind)
     dense, pitch = ("stride_wk", "stride_wn") if by_columns else ("stride_wn", "stride_wk")
-    constants = {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8,
-        "DESCRIPTORS": described, "W_BY_COLUMNS": by_columns, "HAS_BIAS": bias, "HALVES": halves,
-        dense: 1,
-    }  # fmt: skip
+    constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias, dense: 1}
+    if few := block_m <= FEW_ROWS:
+        types = {f"{n}_ptr" if n in blocks else n: kind for n, kind in types.items()}
+        aligned = tuple(types)
+        constants |= {"ROWS": block_m, "EVEN_N": True, "EVEN_K": True, "STAGES": num_stages}
+    else:
+        constants |= {"BLOCK_M": block_m, "GROUP_M": 8, "DESCRIPTORS": described}
+        constants |= {"W_BY_COLUMNS": by_columns, "HALVES": halves}
     return compiled(
-        invariant_matmul_kernel, 90, types | {pitch: "i32"}, constants, num_warps=num_warps,
-        num_stages=num_stages, aligned=(*aligned, pitch),
+        few_rows_matmul_kernel if few else invariant_matmul_kernel, 90, types | {pitch: "i32"},
+        constants, num_warps=num_warps, num_stages=num_stages, aligned=(*aligned, pitch),
     )  # fmt: skip
 
 
-def test_several_tiles_are_in_use():
-    assert len(TILES) >= 4 and {tile.halves for tile in TILES} == {False, True}
+def test_all_tiles_are_in_use():
+    assert {*LARGE} < {*TILES} and len(TILES) == len(LARGE) + 4
 
 
-@pytest.mark.parametrize("described", [True, False], ids=["descriptors", "addresses"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_tile_multiplies_by_one_instruction(tile: Tile, described: bool):
+@pytest.mark.parametrize(
+    ("tile", "described"), [(t, d) for t in TILES for d in (False, True)[: 1 + (t[0] > FEW_ROWS)]]
+)
+def test_every_tile_multiplies_16_numbers_at_a_time(tile: Tile, described: bool):
     for dtype, by_columns in (("bf16", True), ("fp16", False)):
         found = code(tile, dtype, described=described, by_columns=by_columns, bias=True)
         steps = {match.groups() for match in WGMMA.finditer(found.ptx)}
@@ -61,13 +71,6 @@ def test_every_tile_multiplies_by_one_instruction(tile: Tile, described: bool):
         assert not found.spills
         assert found.shared_bytes + found.dynamic_bytes <= 227 * 1024
         assert ("cp.async.bulk.tensor" in found.ptx) == described
-
-
-def test_a_smaller_tile_would_not():
-    """Why none has less than 64 rows."""
-    tile = Tile(32, 64, 64, 4, 3)
-    found = code(tile, "bf16", described=False, by_columns=True, bias=False)
-    assert "mma.sync" in found.ptx and not WGMMA.search(found.ptx)
 
 
 def test_fp32_is_multiplied_on_ordinary_cores():
@@ -89,7 +92,7 @@ def launched(x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool) -> 
 def interpreted(rank: int, ranks: int) -> list[str]:
     """Sizes that no tile divides, of all layouts, with more tiles than programs."""
     found: list[str] = []
-    tiles = (Tile(64, 32, 64, 4, 3), Tile(64, 64, 32, 4, 2, halves=True), Tile(128, 32, 64, 4, 2))
+    tiles = (Tile(16, 32, 64, 4, 3), Tile(32, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2, halves=True))
     for n, k, dtype in ((88, 72, torch.float16), (37, 65, torch.float32), (200, 32, torch.float16)):
         x, bias = torch.randn(150, k).to(dtype), torch.randn(1, n).to(dtype)
         plain = torch.randn(k, n).to(dtype)
@@ -99,9 +102,10 @@ def interpreted(rank: int, ranks: int) -> list[str]:
         for (name, w), tile, described in (
             (layout, tile, d) for layout in layouts.items() for tile in tiles for d in (True, False)
         ):
-            for added in (None, bias):
-                want = exact if added is None else exact + added.double()
-                for m in (1, 64, 150):
+            for m in (1, 13, 32, 150):
+                if m <= tile.block_m or tile.block_m > FEW_ROWS:
+                    added = bias if m == 13 else None
+                    want = exact if added is None else exact + added.double()
                     y = launched(x, w, added, m, tile, described)
                     reference = torch.empty_like(y)
                     by_torch(x[:m], w, added, reference)

@@ -1,14 +1,47 @@
 """y = x w (+ bias) whose rows have the same bits however many rows there are.
 
 Each cell of y is one chain of sums over K, from its first number to its last, in fp32, rounded
-once: it is never split. So the tile may be chosen for M: all tiles multiply by the same
-instruction, and no tile is smaller than that takes (64 rows on Hopper, of which some may be 0).
-
-Tiles come by descriptors (TMA) where the operands are aligned, else by addresses: same bits.
+once: it is never split, and tensor cores take 16 numbers at a time. So the tile may be chosen for
+M; and the kernel, too, as few rows are multiplied by the code of matmul_all_reduce.py. All have the
+same bits: on an H200, by wgmma as by mma.sync, and with either operand as the long side.
 """
 
 import triton
 import triton.language as tl
+
+from counterpoint.kernels.matmul_all_reduce import partial_tile, store_tile
+
+
+@triton.jit
+def few_rows_matmul_kernel(
+    x_ptr,  # [M, K], the columns of a row without gaps
+    w_ptr,  # [K, N], any strides
+    bias_ptr,  # [N]
+    y_ptr,  # [M, N], the columns of a row without gaps
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wk,
+    stride_wn,
+    stride_ym,
+    ROWS: tl.constexpr,  # >= M, a power of 2
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    acc = partial_tile(
+        x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
+        ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
+    )  # fmt: skip
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    store_tile(y_ptr, acc, cols, M, N, stride_ym, ROWS)
 
 
 @triton.jit
@@ -31,7 +64,7 @@ def invariant_matmul_kernel(
     DESCRIPTORS: tl.constexpr,
     W_BY_COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HALVES: tl.constexpr,  # y is stored half by half: less shared memory, so one more stage
+    HALVES: tl.constexpr,  # by descriptors y is stored half by half: less memory, one more stage
 ):
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=DESCRIPTORS):

@@ -180,7 +180,7 @@ def matmul_all_reduce_kernel(
             bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         total = sum_of_ranks(chunks, bias, OWN, COLS, PAIRS, OUT)
         if SHOTS == 1:
-            store_tile(y_ptr, total, cols, M, N, OWN)
+            store_tile(y_ptr, total, cols, M, N, N, OWN)
         else:
             # the own chunk of the result, to everyone; not what was summed of too little
             good = tl.max(late, 0) == 0
@@ -202,14 +202,14 @@ def matmul_all_reduce_kernel(
             late = late | tl.where(heard, slow, 0)
             bias = tl.zeros((1, BLOCK_N), tl.float32)
             total = sum_of_ranks(sums[None, :, :], bias, OWN, BLOCK_N, PAIRS, OUT)
-            store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, OWN)
+            store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, N, OWN)
 
     end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
 
 
 @triton.jit
-def store_tile(y_ptr, total, cols, M, N, ROWS: tl.constexpr):
-    """Store [ROWS, ..] of fp32 at columns `cols`, [1, ..], of y."""
+def store_tile(y_ptr, total, cols, M, N, stride_ym, ROWS: tl.constexpr):
+    """Store [ROWS, ..] of fp32 at columns `cols`, [1, ..], of y [M, N]."""
     offs_m = tl.arange(0, ROWS)[:, None]
-    y_ptrs = y_ptr + offs_m.to(tl.int64) * N + cols
+    y_ptrs = y_ptr + offs_m.to(tl.int64) * stride_ym + cols
     tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(offs_m < M) & (cols < N))

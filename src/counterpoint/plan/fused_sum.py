@@ -24,9 +24,6 @@ KERNEL = "matmul_all_reduce"
 FEW_ROWS = 64  # more are the matmul library's
 TILE_BYTES = 100_000  # of the tiles on their way: two blocks are resident on an SM of 227 KiB
 MAX_STAGES = 8
-# a batch-invariant tile is multiplied by the instruction of the matmul that is one by itself, which
-# takes so many columns, and four warps
-LEAST_COLUMNS, LEAST_WARPS = 64, 4
 # of all SMs together against the memory's: what one SM takes in when the kernel feeds it its tile
 # of w and all of x; 2xH200 and 4xH200, Llama-3 70B at 64 tokens (56 GB/s an SM)
 INTAKE = 1.8
@@ -64,14 +61,11 @@ def settings_of(p: Problem, options: Options, num_sms: int, *, scatters: bool) -
     on their way as two blocks fit.
 
     Raises:
-        InputError: it scatters by two shots, the ranks do not divide a tile, or a size is wrong, or
-            too small for a batch-invariant problem.
+        InputError: it scatters by two shots, the ranks do not divide a tile, or a size is wrong.
     """
     rows = rows_of_tile(p, scatters=scatters)
     wide = -(-p.n // 64) > num_sms
     block_n = columns(rows, p.n, p.ranks, num_sms)
-    least_columns, least_warps = (LEAST_COLUMNS, LEAST_WARPS) if p.invariant else (16, 1)
-    block_n = max(block_n, least_columns)
     step_bytes = (block_n + max(rows, 16)) * 64 * p.item_bytes
     stages = max(2, min(MAX_STAGES, TILE_BYTES // step_bytes))
     tile = options.tile or (block_n, 64, stages)
@@ -81,8 +75,7 @@ def settings_of(p: Problem, options: Options, num_sms: int, *, scatters: bool) -
         raise InputError(p.op, "plan", want=want, got=repr(options.spec))
     warps = options.warps or (8 if rows > (16 if wide else 64) else 4)
     found = Settings(options.shots or shots, *tile, warps)
-    limits = (least_columns, 1024), (16, 1024), (least_warps, 32)
-    for name, (least, most) in zip(("block_n", "block_k", "num_warps"), limits, strict=True):
+    for name, least, most in (("block_n", 16, 1024), ("block_k", 16, 1024), ("num_warps", 1, 32)):
         size: int = getattr(found, name)
         if not least <= size <= most or size & (size - 1):
             want = f"{name} a power of 2 from {least} to {most}"

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from counterpoint.kernels.invariant_matmul import invariant_matmul_kernel
+from counterpoint.kernels.invariant_matmul import (
+    few_rows_matmul_kernel,
+    invariant_matmul_kernel,
+)
 from counterpoint.plan.bind import Part
 from counterpoint.runtime.workspace import Operands, Places
 
@@ -21,11 +24,11 @@ class Tile(NamedTuple):
     """What a program multiplies at a time. By all tiles the bits are the same.
 
     Args:
-        block_m: rows, 64 or more: fewer are multiplied by another instruction.
+        block_m: rows.
         block_n: columns.
         block_k: of K.
-        num_warps: an option of Triton, 4 or more.
-        num_stages: an option of Triton.
+        num_warps: an option of Triton.
+        num_stages: loads of K on their way.
         per_sm: programs that an SM has room for.
         halves: y is stored half by half.
     """
@@ -39,18 +42,27 @@ class Tile(NamedTuple):
     halves: bool = False
 
 
+FEW_ROWS = 32  # of more, a descriptor is the faster way
+# larger tiles have more reuse; each is taken where there are enough of them for the SMs
+LARGE = (
+    Tile(128, 256, 64, 8, 4, halves=True), Tile(128, 128, 64, 4, 4),
+    Tile(64, 128, 64, 4, 4, per_sm=2), Tile(64, 64, 128, 4, 3, per_sm=2),
+)  # fmt: skip
+ENOUGH = 0.8  # of the SMs
+
+
 def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
-    """The tile for y[m, n]."""
+    """The fastest tile for y[m, n] on an H200, of the layers of Llama-3 8B and 70B."""
     if dtype == torch.float32:  # no tensor cores
         return Tile(64, 64, 16, 8, 3)
+    if m <= FEW_ROWS:
+        return Tile(16 if m <= 16 else FEW_ROWS, 64, 128, 4, 5)
     if m <= 64:
-        wide = n >= 64 * num_sms
-        return Tile(64, 64, 128, 4, 5) if wide else Tile(64, 32, 128, 4, 6)
-    if -(-m // 128) * -(-n // 256) >= num_sms:
-        return Tile(128, 256, 64, 8, 4, halves=True)
-    if -(-m // 128) * -(-n // 128) >= num_sms:
-        return Tile(128, 128, 64, 8, 4)
-    return Tile(64, 64, 128, 4, 3, per_sm=2)
+        if -(-n // 32) <= num_sms:
+            return Tile(64, 32, 128, 4, 6)
+        return Tile(64, 64, 128, 4, 5) if -(-n // 64) <= num_sms else LARGE[-1]
+    enough = (t for t in LARGE if -(-m // t.block_m) * -(-n // t.block_n) >= ENOUGH * num_sms)
+    return next(enough, LARGE[-1])
 
 
 def action(part: Part, places: Places) -> Callable[[Operands], None]:
@@ -92,24 +104,31 @@ def by_kernel(
     """
     (m, k), n, sms = x.shape, w.shape[1], _num_sms(x.device)
     tile = tile or tile_of(m, n, sms, x.dtype)
+    block_m, block_n, block_k, num_warps, num_stages, per_sm, halves = tile
+    sizes = (m, n, k, x.stride(0), *w.stride(), y.stride(0))
+    added, has_bias = y if bias is None else bias, bias is not None
+    if block_m <= FEW_ROWS:
+        launch: Any = few_rows_matmul_kernel  # its constexpr arguments are plain values here
+        launch[(-(-n // block_n),)](
+            x, w, added, y, *sizes, ROWS=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, STAGES=num_stages, HAS_BIAS=has_bias,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+        return
     by_columns = w.stride(0) == 1
     given: tuple[Any, ...] = x, w, y
     stored = x, w.t() if by_columns else w, y
     described = all(map(_describable, stored))
-    halves = described and tile.halves
     if described:
-        block_m, block_n, block_k, *_ = tile
         w_block = [block_n, block_k] if by_columns else [block_k, block_n]
         blocks = [block_m, block_k], w_block, [block_m, block_n // (1 + halves)]
         given = tuple(map(TensorDescriptor.from_tensor, stored, blocks))
-    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
-    launch: Any = invariant_matmul_kernel  # its constexpr arguments are plain values for the caller
-    launch[(min(tiles, sms * tile.per_sm),)](
-        *given[:2], y if bias is None else bias, given[2], m, n, k,
-        x.stride(0), w.stride(0), w.stride(1), y.stride(0),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=GROUP_M,
-        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HAS_BIAS=bias is not None, HALVES=halves,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    launch = invariant_matmul_kernel
+    launch[(min(-(-m // block_m) * -(-n // block_n), sms * per_sm),)](
+        *given[:2], added, given[2], *sizes,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
+        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HAS_BIAS=has_bias, HALVES=halves,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
