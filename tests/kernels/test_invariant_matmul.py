@@ -9,7 +9,7 @@ import torch
 from rankpool import RankPool
 
 from counterpoint.kernels.invariant_matmul import few_rows_matmul_kernel, invariant_matmul_kernel
-from counterpoint.kernels.reduce import sum_in_order
+from counterpoint.kernels.reduce import sum_of_parts
 from counterpoint.runtime import invariant_matmul
 from counterpoint.runtime.invariant_matmul import (
     FEW_ROWS,
@@ -127,7 +127,7 @@ def sums(rank: int, ranks: int) -> list[str]:
     @triton.jit
     def kernel(x_ptr: Any, y_ptr: Any, WORLD: tl.constexpr, N: tl.constexpr):
         at, offs = tl.arange(0, WORLD)[:, None], tl.arange(0, N)
-        tl.store(y_ptr + offs, sum_in_order(tl.load(x_ptr + at * N + offs[None, :])))
+        tl.store(y_ptr + offs, sum_of_parts(tl.load(x_ptr + at * N + offs[None, :]), True))
 
     found, launch = list[str](), cast(Any, kernel)
     for world in (1, 2, 4, 8, 16):

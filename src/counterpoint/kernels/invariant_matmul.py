@@ -12,7 +12,7 @@ import triton.language as tl
 from counterpoint.kernels.matmul_all_reduce import partial_tile, store_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def few_rows_matmul_kernel(
     x_ptr,  # [M, K], the columns of a row without gaps
     w_ptr,  # [K, N], any strides
@@ -44,7 +44,7 @@ def few_rows_matmul_kernel(
     store_tile(y_ptr, acc, cols, M, N, stride_ym, ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def invariant_matmul_kernel(
     x,  # [M, K]: a descriptor of tiles, or an address; so are w and y
     w,  # [N, K] where W_BY_COLUMNS, else [K, N]

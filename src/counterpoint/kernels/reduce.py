@@ -8,14 +8,23 @@ import triton.language as tl
 
 
 @triton.jit
-def sum_in_order(parts):
-    """The sum of [WORLD, ..] of fp32 over dim 0, rank 0 first: tl.sum's order is its layout's."""
+def sum_of_parts(parts, IN_ORDER: tl.constexpr):
+    """The sum of [WORLD, ..] of fp32 over dim 0.
+
+    In order it is that of the numbers from 0 on, as in `reduce_kernel`; tl.sum's is its layout's,
+    which the number of rows decides.
+    """
     WORLD: tl.constexpr = parts.shape[0]
-    ranks = tl.arange(0, WORLD)
-    ranks = ranks[:, None] if len(parts.shape) == 2 else ranks[:, None, None]
-    total = tl.sum(tl.where(ranks == 0, parts, 0.0), 0)
-    for rank in tl.static_range(1, WORLD):
-        total += tl.sum(tl.where(ranks == rank, parts, 0.0), 0)
+    if not IN_ORDER:
+        total = tl.sum(parts, 0)
+    elif WORLD <= 2:
+        total = tl.sum(parts, 0) + 0.0  # from 0 on: not -0
+    else:
+        ranks = tl.arange(0, WORLD)
+        ranks = ranks[:, None] if len(parts.shape) == 2 else ranks[:, None, None]
+        total = tl.sum(tl.where(ranks == 0, parts, 0.0), 0)
+        for rank in tl.static_range(1, WORLD):
+            total += tl.sum(tl.where(ranks == rank, parts, 0.0), 0)
     return total
 
 

@@ -71,7 +71,8 @@ def arguments_of(site: Site) -> dict[str, Any]:
         "half_bytes": memory.words.half_bytes, "rank": workspace.rank, "tag": site.tag,
         "timeout_ns": int(workspace.timeout_s * 1e9), "WORLD": p.ranks,
         "SHOTS": SHOTS[settings.shots], "SCATTER": scatters, "HAS_BIAS": p.bias,
-        "OWN": own_rows(p, rows), "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k,
+        "IN_ORDER": p.invariant, "OWN": own_rows(p, rows), "BLOCK_N": settings.block_n,
+        "BLOCK_K": settings.block_k,
         "EVEN_N": p.n % settings.block_n == 0, "EVEN_K": p.k % settings.block_k == 0,
         "STAGES": settings.stages, "NUM_WARPS": settings.num_warps,
     }  # fmt: skip
