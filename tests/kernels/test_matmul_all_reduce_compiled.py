@@ -39,8 +39,8 @@ def kernel(
     constants = {
         one: 1, "WORLD": ranks, "SHOTS": SHOTS[settings.shots],
         "SCATTER": settings.shots == "scatter", "HAS_BIAS": False, "IN_ORDER": False,
-        "OWN": padded(m), "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k, "EVEN_N": True, "EVEN_K": True,
-        "STAGES": settings.stages, "NUM_WARPS": settings.num_warps,
+        "OWN": padded(m), "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k,
+        "EVEN_N": True, "EVEN_K": True, "STAGES": settings.stages, "NUM_WARPS": settings.num_warps,
     }  # fmt: skip
     return compiled(
         matmul_all_reduce_kernel, capability, types, constants, num_warps=settings.num_warps,

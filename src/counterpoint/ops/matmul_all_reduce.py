@@ -52,8 +52,9 @@ def matmul_all_reduce(
         plan: "auto": chosen by the model; "serial": the libraries' matmul and all-reduce;
             "direct": our all-reduce behind the library's matmul; "fused": all in one kernel;
             "shard_p2p": shares of rows by copies; or a spec such as "fused two_shot 64x64x8
-            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. Direct and
-            fused need a number of ranks that is a power of 2.
+            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. "invariant"
+            behind a spec is `batch_invariant` for this call. Direct and fused need a number of
+            ranks that is a power of 2.
 
     Returns:
         dtype of x, [M, ..., N], a new tensor.

@@ -62,7 +62,8 @@ def matmul_reduce_scatter(
         bias: dtype of x, [N]; each rank adds its own to its rows.
         plan: "auto", a family ("serial", "direct", "fused", "shard_p2p", "graded", or one finer
             than shards such as "uniform_fused_2d"), a spec such as "graded 1/2/1 ring chunks=2", a
-            Plan, which is validated once, or a JSON file of one.
+            Plan, which is validated once, or a JSON file of one. "invariant" behind a spec is
+            `batch_invariant` for this call.
         rows: how many of `scatter_dim` of x each rank gets, equal on all ranks; None means equal
             parts, and then the number of ranks must divide that dim.
         scatter_dim: the dim of x of which each rank gets a part. Where it is not 0, x is copied so
