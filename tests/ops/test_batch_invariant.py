@@ -111,6 +111,12 @@ def test_every_number_of_rows_up_to_70(rank: int, ranks: int) -> list[str]:
         return [text for m in range(1, 71) for text in layer.wrong(m, "auto")]
 
 
+@on_ranks(1)
+def test_one_rank_alone(rank: int, ranks: int) -> list[str]:
+    layers = [Layer(op, rank, ranks, torch.bfloat16) for op in OPS]
+    return [text for each in layers for m in FEW for text in each.wrong(m, "shard_p2p invariant")]
+
+
 @on_ranks(2)
 def test_torchs_own_order_is_another(rank: int, ranks: int):
     """Else the tests above would show nothing."""
@@ -171,16 +177,19 @@ def test_what_is_refused(rank: int, ranks: int):
         "all_gather_matmul: plan must be batch-invariant, got 'uniform_fused_2d'; "
         "it multiplies slices of K: bits depend on the rows beside"
     )
-    text = refused(lambda: total.call(4, "fused two_shot 32x64x2 invariant"))
-    assert "block_n a power of 2 from 64 to 1024, got 32" in text
     plain = build(Problem("matmul_all_reduce", 4, N, K, ranks, "float16"), "serial")
     with cp.batch_invariant():
         text = refused(lambda: total.call(4, plain))
         assert "must be a Plan for a problem with invariant=True" in text
-        text = refused(lambda: cp.all_gather_attention(*(x.view(1, 4, 1, K),) * 3))
-        assert "invariant must be False: the op has no batch-invariant plans" in text, text
-        text = refused(lambda: cp.all_gather_matmul(x[:, : K // 2], w, gather_dim=-1))
-        assert "invariant must be False: the op has no batch-invariant plans" in text, text
+        bags = torch.zeros(4, dtype=torch.int64), torch.arange(4)
+        for call in (
+            lambda: cp.all_gather_attention(*(x.view(1, 4, 1, K),) * 3),
+            lambda: cp.all_gather_matmul(x[:, : K // 2], w, gather_dim=-1),
+            lambda: cp.all_to_all_matmul(x, w[None], counts=torch.full((2, 2), 2)),
+            lambda: cp.embedding_bag_all_to_all([w], *bags),
+        ):
+            text = refused(call)
+            assert "invariant must be False: the op has no batch-invariant plans" in text, text
     total.call(4, plain)  # and not outside
 
 

@@ -9,6 +9,7 @@ from counterpoint import InputError, PlanError, Problem, build, choose, validate
 from counterpoint.choose.known import problem_key
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import families
+from counterpoint.plan.fused_sum import own_rows
 from counterpoint.plan.invariant import varies
 from counterpoint.plan.steps import Plan
 
@@ -98,17 +99,11 @@ def test_a_bias_is_not_the_plans(op: str):
         problem(op, 2, bias=True)
 
 
-def test_tiles_are_those_of_one_instruction():
-    """And a single row is two, which travel rounded."""
-    for m in (1, 2, 16, 64):
-        step = build(problem("matmul_all_reduce", 2, m), "fused").steps[0]
-        assert int(step.arg("block_n")) >= 64 and int(step.arg("num_warps")) >= 4
-    one, two = (build(problem("matmul_all_reduce", 2, m), "fused one_shot") for m in (1, 2))
-    assert one.buffer("slots") == two.buffer("slots")
-    for spec in ("fused one_shot 32x64x4", "fused one_shot 64x64x4 warps=2"):
-        with pytest.raises(InputError, match="a power of 2 from"):
-            build(problem("matmul_all_reduce", 2, 8), spec)
-        build(problem("matmul_all_reduce", 2, 8, invariant=False), spec)
+def test_a_single_row_travels_as_one_of_two_does():
+    """Rounded: else a row by itself would have other bits."""
+    single, plain = (problem("matmul_all_reduce", 2, 1, invariant=i) for i in (True, False))
+    assert [own_rows(single, m) for m in (1, 2, 3)] == [2, 2, 4]
+    assert [own_rows(plain, m) for m in (1, 2, 3)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("by", ["model", "rule"])

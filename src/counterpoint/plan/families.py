@@ -49,6 +49,7 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
     where = preset(f"h200-{min(problem.ranks, 8)}")
     if machine is not None:
         where = machine_of("build", machine)
+    instance(problem.op, "plan", spec, str, "text")
     problem, spec = said(problem, spec)
     family, options = parse(problem, spec)
     if problem.ranks == 1 and not family.alone:

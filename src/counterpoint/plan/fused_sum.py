@@ -100,7 +100,7 @@ def rows_of_tile(p: Problem, *, scatters: bool) -> int:
 
 
 def own_rows(p: Problem, rows: int) -> int:
-    """Rows of a tile that one rank has; of two, also a single one is rounded for the way."""
+    """Rows of a tile that one rank has: at least two where a single one, too, has to be rounded."""
     return max(padded(rows), 1 + p.invariant)
 
 
@@ -119,10 +119,10 @@ def columns(rows: int, n: int, ranks: int, num_sms: int) -> int:
 def word_counts(p: Problem, settings: Settings) -> tuple[int, int]:
     """Words that a rank stores to each rank: partial tiles, and results of two shots.
 
-    Two rows of a 16-bit dtype share a word, a single row travels in fp32: see `own_rows`.
+    Two rows of a 16-bit dtype share a word, a single row travels in fp32.
     """
     rows = max(p.rows) if settings.shots == "scatter" else p.m
-    live = ceil(rows / 2) if rows > 1 - p.invariant and p.item_bytes == 2 else rows
+    live = ceil(rows / 2) if rows > 1 and p.item_bytes == 2 else rows
     tile = -(-p.n // settings.block_n) * live * settings.block_n
     if settings.shots == "two_shot":
         return tile // p.ranks, tile // p.ranks
