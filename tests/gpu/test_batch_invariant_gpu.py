@@ -10,6 +10,7 @@ import torch.distributed as dist
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
 from counterpoint.plan.families import families
+from counterpoint.plan.fused_sum import FEW_ROWS
 from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.invariant_matmul import LARGE, Tile, by_kernel
 
@@ -64,7 +65,9 @@ class Layer:
         return found
 
     def takes(self, m, plan):
-        """Whether there is such a plan for so many rows."""
+        """Whether there is such a plan for so many rows; one kernel has room for a tile of few."""
+        if plan.startswith("fused") and m > FEW_ROWS:
+            return False
         rows = () if self.op == "matmul_all_reduce" else tuple(self.shares(m))
         (k, n), name = self.w.shape, str(self.w.dtype).removeprefix("torch.")
         p = cp.Problem(self.op, m, n, k, self.ranks, name, rows, invariant=True)
