@@ -324,7 +324,7 @@ def few_rows_table(rows: list[Row]) -> str:
         f"serial / auto, geometric mean of {len(shapes)} shapes: {geometric_mean(graph):.2f} in a "
         f"graph (least {min(graph):.2f}), {geometric_mean(eager):.2f} plain eager (least "
         f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
-        f"in rotation. {torch_note(shapes, PEER)}"
+        f"in rotation. {torch_note(shapes, PEER)}{price_note(shapes)}"
     )
     return table([*some, Column("serial / auto behind a backlog", behind), plain], shapes, note)
 

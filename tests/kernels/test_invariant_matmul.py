@@ -1,6 +1,7 @@
 """The batch-invariant matmul: interpreted against fp64, and compiled for an H200 tile by tile."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -81,9 +82,12 @@ def test_fp32_is_multiplied_on_ordinary_cores():
 
 
 def launched(x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool) -> torch.Tensor:
+    answers: dict[str, Callable[[object], int]] = {
+        "_num_sms": lambda _: 3, "_has_descriptors": lambda _: described
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(invariant_matmul, "_num_sms", lambda _: 3)
-        patch.setattr(invariant_matmul, "_has_descriptors", lambda _: described)
+        for name, answer in answers.items():
+            patch.setattr(invariant_matmul, name, answer)
         y = torch.full((m, w.shape[1]), float("nan"), dtype=x.dtype)
         by_kernel(x[:m], w, bias, y, tile)
     return y

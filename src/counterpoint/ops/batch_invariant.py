@@ -18,8 +18,9 @@ class batch_invariant:
     in `all_gather_matmul`; to a sum over ranks it is added once that has been rounded. Other
     operators of several ranks are refused.
 
-    Same bits need the same GPU, versions of Triton and of this library, number of ranks, weights,
-    and dtype. Gradients are computed as always: their bits may depend on the batch.
+    Same bits need the same kind of GPU, versions of Triton and of this library, number of ranks,
+    weights and dtype; a sum that rounds to zero may have either sign. Gradients are computed as
+    always: their bits may depend on the batch. On CPU ranks the mode is slow.
 
     It is a mode of the process, all its threads, and all ranks have to be in it alike. For one call
     or layer put the word behind its `plan`: `plan="auto invariant"`.

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     """What a program multiplies at a time. By all tiles the bits are the same.
 
     Args:
-        block_m: rows.
+        block_m: rows; FEW_ROWS or less have a kernel of their own.
         block_n: columns.
         block_k: of K.
         num_warps: an option of Triton.
