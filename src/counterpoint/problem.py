@@ -140,6 +140,8 @@ class Problem:
             N and K, up to 128, if it is 0.
         causal: whether rows attend to earlier ones only, of an attention.
         scale: of q k^T; 0 is head_dim^-0.5.
+        invariant: the bits of a row do not depend on M, on where the row stands, nor on the plan,
+            see `batch_invariant`.
         norm: of ops that have one; "rms" if it is not said.
         residual: whether one is added before the norm.
         quantized: whether y is fp8 (e4m3), by a scale that is given for the whole "tensor", or by
@@ -172,6 +174,7 @@ class Problem:
     causal: bool = False
     scale: float = 0.0
     islands: int = 1
+    invariant: bool = False
     norm: Norm = ""
     residual: bool = False
     quantized: Quantized = ""
@@ -202,6 +205,10 @@ class Problem:
         if self.top_k > every:
             want = f"at most {every}, all experts" if every else "0 where counts are not routed"
             raise InputError(self.op, "top_k", want=want, got=self.top_k)
+        if self.invariant and not self.operation.invariant:
+            want = "False: the op has no batch-invariant plans"
+            fix = "call it outside of counterpoint.batch_invariant"
+            raise InputError(self.op, "invariant", want=want, got=True, fix=fix)
         self.operation.check(self)
 
     def _rows(self) -> tuple[int, ...]:
@@ -276,5 +283,6 @@ class Problem:
             shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"
             shape += f" top {self.top_k}" if self.top_k else ""
         shape += self.operation.described(self)
+        shape += " batch-invariant" if self.invariant else ""
         where = f"{self.ranks} ranks" + (f" of {self.islands} islands" if self.islands > 1 else "")
         return f"{self.op} {shape} {self.dtype}{bias} on {where}{rows}"

@@ -14,6 +14,7 @@ from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import finer
 from counterpoint.plan.expected_rows import once
 from counterpoint.plan.families import build, parse
+from counterpoint.plan.invariant import varies
 from counterpoint.plan.launches import has_kernels
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -46,6 +47,7 @@ def by_model(
     """
     in_a_row, others = candidates(problem, machine)
     weighed = _Weighed(problem, machine, eager, tiles)
+    weighed.limits |= varying(problem, machine)
     serial_s = weighed.simulate("serial")
     for spec in (*weighed.closest(others), *in_a_row):
         plan = build(problem, spec, machine)
@@ -154,15 +156,30 @@ def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]
     operation = problem.operation
     in_a_row: list[str] = []
     others: list[str] = []
+    ruled_out = varying(problem, machine)
     for spec in operation.candidates(problem):
         family = operation.family(spec.split()[0])
         assert family is not None, "an operation names its own"
         # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and
         # smaller chunks cost: docs/results/losses.md
         finer_than_shards = family.name in finer.NAMES and machine.link.topology != "mesh"
-        if spec != "serial" and not family.refusal(problem) and not finer_than_shards:
+        if spec == "serial" or family.refusal(problem) or finer_than_shards:
+            continue
+        if spec not in ruled_out:
             (in_a_row if family.in_a_row else others).append(spec)
     return in_a_row, others
+
+
+def varying(problem: Problem, machine: Machine) -> dict[str, str]:
+    """Specs by which bits would depend on M, where the problem is batch-invariant, and why."""
+    found: dict[str, str] = {}
+    for spec in problem.operation.candidates(problem) if problem.invariant else ():
+        family, options = parse(problem, spec)
+        if family.refusal(problem):
+            continue
+        if why := varies(family.build(problem, options, machine)):
+            found[spec] = f"not batch-invariant: {why}"
+    return found
 
 
 def refusal(plan: Plan, machine: Machine) -> str:

@@ -15,7 +15,7 @@ from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import autocast, check_tensors
-from counterpoint.ops.plans import plan_key
+from counterpoint.ops.plans import is_invariant, plan_key
 from counterpoint.ops.register import once, register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -52,8 +52,9 @@ def matmul_all_reduce(
         plan: "auto": chosen by the model; "serial": the libraries' matmul and all-reduce;
             "direct": our all-reduce behind the library's matmul; "fused": all in one kernel;
             "shard_p2p": shares of rows by copies; or a spec such as "fused two_shot 64x64x8
-            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. Direct and
-            fused need a number of ranks that is a power of 2.
+            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. "invariant"
+            behind a spec is `batch_invariant` for this call. Direct and fused need a number of
+            ranks that is a power of 2.
 
     Returns:
         dtype of x, [M, ..., N], a new tensor.
@@ -77,6 +78,8 @@ def matmul_all_reduce(
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
+        return matmul_all_reduce(x, w, group=group, plan=plan) + bias
     if key is None:
         return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, group.group_name)
     return call.first(OPERATOR, (x, w, bias), spec, (), group, key)[0]

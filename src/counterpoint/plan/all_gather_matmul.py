@@ -185,5 +185,6 @@ OPERATION = Operation(
     check=check_splits,
     moved=lambda p: (p.k, 0),
     overlapped=_overlapped,
+    invariant=True,
     rule=lambda p, machine: "" if direct.refusal_of_gather(p) else "direct",
 )  # fmt: skip

@@ -219,5 +219,6 @@ OPERATION = Operation(
     check=check_products,
     moved=lambda p: (0, p.n),
     overlapped=_overlapped,
+    invariant=True,
     rule=_rule,
 )  # fmt: skip

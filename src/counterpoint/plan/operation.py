@@ -150,6 +150,7 @@ class Operation:
         check: refuses sizes that are not its own.
         moved: columns of what is gathered, and of what is scattered.
         matmuls: (rows, columns, contracted) of each matmul of one rank, in one piece.
+        invariant: whether it has plans by which no row's bits depend on M.
         shares_rows: whether M is shared out over the ranks.
         overlapped: the spec of the plan that overlaps which a rule takes; where none overlaps, what
             is faster than serial, or "". The second argument: a shard's copy takes longer than its
@@ -180,6 +181,7 @@ class Operation:
     gradient: str = "graded"
     without_serial: Callable[[Problem], tuple[str, str]] = lambda problem: ("", "")
     untold: Callable[[Problem], str] = lambda problem: "serial"
+    invariant: bool = False
     shares_rows: bool = True
     fused_s: Callable[[Problem, Step, Machine], float] | None = None
     rule: Callable[[Problem, Machine], str] = lambda problem, machine: ""

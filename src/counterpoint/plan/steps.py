@@ -154,6 +154,11 @@ class Step:
         return self.kind == "fused" and not self.spins and len(self.writes) == 1
 
     @property
+    def sums(self) -> bool:
+        """Whether the step is a collective that sums over ranks."""
+        return self.arg("collective") in ("all_reduce", "reduce_scatter")
+
+    @property
     def accumulates(self) -> bool:
         """Whether the step adds to what its target holds: the target is then read as well."""
         return self.kind.startswith(("matmul", "attention")) and self.writes[0] in self.reads

@@ -12,7 +12,7 @@ from torch import Tensor
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import counted, routed
+from counterpoint.runtime import counted, invariant_matmul, routed
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
@@ -24,6 +24,8 @@ Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their nam
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate) (+ bias); y may have any strides."""
+    if places.plan.problem.invariant:
+        return invariant_matmul.action(part, places)
     if plain := _plain_matmul(bound, part, places):
         return plain
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -136,10 +138,8 @@ def reduce(bound: BoundStep, part: Part, places: Places) -> Action:
     target = places.of(part.write)
 
     def run(operands: Operands) -> None:
-        total = sources[0](operands).float()
-        if total.data_ptr() == sources[0](operands).data_ptr():
-            total = total.clone()
-        for source in sources[1:]:
+        total = target(operands).new_zeros(part.write.shape, dtype=torch.float32)
+        for source in sources:
             total += source(operands)
         target(operands).copy_(total)
 
