@@ -8,37 +8,13 @@ import torch
 from island_bodies import everyone, near, on_islands, shards
 from on_ranks import on_ranks
 from rank_bodies import world
+from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer
 from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.runtime import wire
 
-K, N, HIDDEN, LOCAL, TOP = 6, 5, 8, 2, 3
-
-
-def chosen(name: str, rank: int, ranks: int, tokens: int) -> Tensor:
-    """Experts of each token, [tokens, TOP]."""
-    generator = torch.Generator().manual_seed(rank)
-    experts = ranks * LOCAL
-    if name == "uniform":
-        return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP]
-    if name == "skewed":  # some experts have most rows, and tokens the same one twice
-        draw = torch.rand(tokens, TOP, generator=generator) ** 4
-        return (draw * experts).long()
-    first = {"first island": 0, "last rank": experts - LOCAL}[name]
-    few = torch.randint(LOCAL, (tokens, TOP), generator=generator)
-    return first + few
-
-
-def layer(x: Tensor, up: Tensor, down: Tensor, routes: cp.Routes, plan: str) -> Tensor:
-    h = cp.all_to_all_matmul(x, up, counts=routes, plan=plan)
-    return cp.matmul_all_to_all(torch.tanh(h), down, counts=routes, plan=plan)
-
-
-def by_torch(x: Tensor, ups: Tensor, downs: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The same of one rank's tokens, with the experts of all."""
-    each = torch.einsum("tk,tjkh->tjh", x, ups[experts]).tanh()
-    return (torch.einsum("tjh,tjhn->tjn", each, downs[experts]) * weights[..., None]).sum(1)
+K, N, HIDDEN = 6, 5, 8
 
 
 def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
@@ -68,7 +44,7 @@ def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
         near(mine, want)
 
 
-@pytest.mark.parametrize("name", ["uniform", "skewed", "first island", "last rank"])
+@pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 1), (4, 4)])
 @on_ranks()
 def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
@@ -102,9 +78,9 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
     sent: list[tuple[int, int]] = []
     exchange = wire.Gloo.exchange
 
-    def counting(self: Any, block: Tensor, to: int, *rest: Any) -> None:
-        sent.append((to, block.numel()))
-        exchange(self, block, to, *rest)
+    def counting(self: Any, blocks: wire.Blocks, *rest: Any) -> None:
+        sent.extend((to, block.numel()) for block, to in blocks)
+        exchange(self, blocks, *rest)
 
     with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
         tokens, wide = 11 + rank, 16
@@ -130,17 +106,17 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
         where = world().group_name, ranks
         experts, weights = chosen("uniform", rank, ranks, 7), shards(rank, 7, TOP).requires_grad_()
         routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
-        counts, numbers, each, tokens = (t.detach() if isinstance(t, Tensor) else t for t in routes)
+        which, each, tokens = routes[:3], routes.weights.detach(), routes.tokens
         x, up = shards(rank, 7, K), shards(rank, LOCAL, K, HIDDEN)
         rows, h = len(each), cp.all_to_all_matmul(x, up, counts=routes)
         x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
         down = shards(rank, LOCAL, HIDDEN, N).requires_grad_()
         calls = [
             (ops.exchange_routes, (experts, weights, ranks * LOCAL, *where)),
-            (ops.weights_back, (each.detach(), numbers, tokens, TOP, *where)),
-            (ops.all_to_all_matmul_routed, (x, up, counts, numbers, rows, True, "auto", *where)),
+            (ops.weights_back, (each.detach(), *which[1:], tokens, TOP, *where)),
+            (ops.all_to_all_matmul_routed, (x, up, *which, rows, True, "auto", *where)),
             (ops.matmul_all_to_all_routed,
-             (h, down, counts, numbers, each, None, tokens, True, "serial", *where)),
+             (h, down, *which, each, None, tokens, "serial", *where)),
         ]  # fmt: skip
         for op, given in calls:
             assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}
@@ -171,7 +147,7 @@ def test_what_is_refused(rank: int, ranks: int):
         x, w = shards(rank, 5, K), shards(rank, LOCAL, K, N)
         with pytest.raises(cp.InputError, match="plan must be for ranks of one island, got 'grou"):
             cp.all_to_all_matmul(x, w, counts=routes, plan="grouped")
-        with pytest.raises(cp.InputError, match="counts must be routes of 4 experts on 2 CPU"):
+        with pytest.raises(cp.InputError, match="counts must be routes of 4 experts on 2 ran"):
             cp.all_to_all_matmul(x, w[:1], counts=routes)
         with pytest.raises(cp.InputError, match="max_rows must be left out with routes"):
             cp.all_to_all_matmul(x, w, counts=routes, max_rows=3)

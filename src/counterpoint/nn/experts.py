@@ -4,7 +4,7 @@ rows of tokens, sorted by expert
   --all_to_all_matmul-->  gate and up of the experts here
   --SwiGLU, matmul_all_to_all-->  each token's rows back, summed by their weights
 
-Between islands of CPU ranks tokens go themselves, by routes: once to each island.
+Between islands tokens go themselves, by routes: once to each island.
 """
 
 from typing import Any
@@ -62,9 +62,9 @@ def _chosen(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tens
 
 
 @torch.compiler.assume_constant_result
-def _num_islands(group_name: str) -> int:
-    """How many islands CPU ranks are on; collective at their first call."""
-    return workspace_of(group_of(group_name), torch.device("cpu")).islands.number
+def _num_islands(group_name: str, device: str) -> int:
+    """How many islands ranks are on; collective at their first call."""
+    return workspace_of(group_of(group_name), torch.device(device)).islands.number
 
 
 class ExpertParallelMLP(Grouped):
@@ -218,9 +218,9 @@ class ExpertParallelMLP(Grouped):
     def _by_routes(self, x: Tensor) -> bool:
         """Whether a token goes once to each island, where there are several."""
         asked = self.plan in ("auto", "islands") and self.max_rows is None
-        if not asked or not x.is_cpu or self.group.size() == 1:
+        if not asked or self.group.size() == 1:
             return False
-        return _num_islands(self.group.group_name) > 1
+        return _num_islands(self.group.group_name, str(x.device)) > 1
 
     def _routed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         every, group = self.num_experts, self.group
