@@ -126,9 +126,16 @@ def _words(tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
 def _run(
     op: str, tensors: Tensors, keep: bool, plan: str, group_name: str, ranks: int
 ) -> list[Tensor]:
-    """Run a call as torch's dispatcher has it."""
+    """Run a call as torch's dispatcher has it.
+
+    Raises:
+        InputError: x does not fit the routes, or a CUDA graph is being captured.
+    """
     x, _, counts, numbers, lists, *_ = present(tensors)
     routes = Found(blocks_in(numbers), lists)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():  # the host lays out each call
+        want = "a table on the GPU, beside max_rows, while a graph is captured"
+        raise InputError(op, "counts", want=want, got="routes")
     has, room = routes.blocks.tokens, len(routes.list("rows"))
     if op == COMBINE:
         has, room = room, has

@@ -70,9 +70,10 @@ def sum_by_kernel(out: Tensor, source: Source, more: Source | None = None) -> No
     again: Sequence[Any] = (rows, entries, 0, 0)
     if more is not None:
         again = more.rows, more.entries, more.first, len(more.rows)
+    top, added = entries.shape[1], 0 if more is None else more.entries.shape[1]
     kernel: Any = token_sum_kernel
     kernel[(min(PROGRAMS, tokens),)](
         rows, entries, first, len(rows), rows if weights is None else weights, *again,
-        out, tokens, n, entries.shape[1], 0 if more is None else more.entries.shape[1], weights is not None,
+        out, tokens, n, top, added, weights is not None,
         min(BLOCK_N, triton.next_power_of_2(n)), num_warps=NUM_WARPS,
     )  # fmt: skip
