@@ -12,7 +12,9 @@ from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.runtime import wire
+from counterpoint.plan.bind import BoundStep, Box
+from counterpoint.runtime import counted, wire
+from counterpoint.runtime.workspace import Operands, Places
 
 K, N, HIDDEN = 6, 5, 8
 
@@ -50,7 +52,8 @@ def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
 def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
     with on_islands(rank, size):
         for tokens in (9, 2 * rank, 0):
-            for plan in ("islands", "auto", "serial")[size == ranks :]:
+            within = ("routed 1/1 ring", "routed") if size == ranks else ("islands",)
+            for plan in (*within, "auto", "serial"):
                 compare(rank, ranks, name, tokens, plan)
 
 
@@ -95,6 +98,61 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
         far = [int((each.long() // LOCAL // 2 != r // 2).any(1).sum()) * wide for r, each in lists]
         rail = (rank + 2) % 4
         assert sent == [(rail, far[r]) for r in (rank, rail, rank, rail)]
+
+
+@pytest.mark.parametrize("name", ["uniform", "zipf"])
+@on_ranks(2, 4)
+def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str) -> list[str]:
+    """Rows copied to each peer are the tokens that have experts there; and they come back."""
+    local, sent, found = 4, dict[tuple[str, int], int](), list[str]()
+    boxes = counted.boxes
+
+    def counting(bound: BoundStep, places: Places) -> Any:
+        pairs_of = boxes(bound, places)
+
+        def pairs(operands: Operands) -> list[tuple[Box, Box]]:
+            pairs = pairs_of(operands)
+            for source, target in pairs:
+                key = source.buffer, target.rank
+                sent[key] = sent.get(key, 0) + source.r1 - source.r0
+            return pairs
+
+        return pairs
+
+    with on_islands(rank, ranks), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counted, "boxes", counting)
+        tokens = 19 + 3 * rank
+        experts = chosen(name, rank, ranks, tokens, local)
+        weights = shards(rank, tokens, TOP).softmax(1)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * local)
+        x, w = shards(rank, tokens, K), shards(rank, local, K, K)
+        once = [[int((each.long() // local == d).any(1).sum()) for d in range(ranks)]
+                for each in everyone(experts)]  # fmt: skip
+        gone = {("sent", d): n for d, n in enumerate(once[rank]) if n}
+        back = {("sums", s): row[rank] for s, row in enumerate(once) if row[rank]}
+        for plan in ("routed 1/2/1 ring", "routed 2/2 xor", "routed 4 ring"):
+            sent.clear()
+            layer(x, w, w, routes, plan)
+            if sent != gone | back:
+                found.append(f"{plan}: {sent}, and not {gone | back}")
+    return found
+
+
+@on_ranks(2)
+def test_bits_are_those_of_every_plan(rank: int, ranks: int):
+    """A fold has one order, whatever the plan: here products are exact, and sums are not."""
+    with on_islands(rank, ranks):
+        tokens, local = 40, 4
+        experts = chosen("zipf", rank, ranks, tokens, local)
+        weights = shards(rank, tokens, TOP)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * local)
+        x, w = shards(rank, tokens, K), torch.eye(K).expand(local, K, K)
+        one, *others = (
+            cp.matmul_all_to_all(cp.all_to_all_matmul(x, w, counts=routes, plan=plan), w,
+                                 counts=routes, plan=plan)
+            for plan in ("serial", "serial", "routed 1/2/1 ring", "routed 4 xor")
+        )  # fmt: skip
+        assert all(torch.equal(one, other) for other in others)
 
 
 @on_ranks(2)

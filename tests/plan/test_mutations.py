@@ -155,6 +155,8 @@ CASES = [
     Case(DISPATCH, "islands", (2, 2), experts=2, islands=2),
     Case(COMBINE, "islands", (1, 1, 1, 1), experts=1, islands=2),
     Case(COMBINE, "islands", (2, 2), experts=2, islands=2, counts="routed"),
+    Case(DISPATCH, "routed 1/1 ring", (4, 4, 4), experts=2, counts="routed"),
+    Case(COMBINE, "routed 1/1 xor", (4, 4), experts=2, counts="routed"),
     Case(COMBINE, "serial", (3, 3), experts=3),
     Case(COMBINE, "grouped 2/1 ring", (6, 6, 6), experts=3),
     Case(COMBINE, "grouped 1/1 xor", (4, 4), experts=2),
