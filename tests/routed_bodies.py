@@ -1,5 +1,7 @@
 """Experts of tokens, and what a layer of them is by definition: for tests of experts by routes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,9 @@ def chosen(name: str, rank: int, ranks: int, tokens: int, local: int = LOCAL) ->
     return first + few
 
 
-def layer(x: Tensor, up: Tensor, down: Tensor, routes: cp.Routes, plan: str, group=None) -> Tensor:
+def layer(
+    x: Tensor, up: Tensor, down: Tensor, routes: cp.Routes, plan: str, group: Any = None
+) -> Tensor:  # fmt: skip
     """Ours."""
     h = cp.all_to_all_matmul(x, up, counts=routes, plan=plan, group=group)
     return cp.matmul_all_to_all(torch.tanh(h), down, counts=routes, plan=plan, group=group)
