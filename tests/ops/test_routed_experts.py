@@ -81,7 +81,7 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
     sent: list[tuple[int, int]] = []
     exchange = wire.Gloo.exchange
 
-    def counting(self: Any, blocks: wire.Blocks, *rest: Any) -> None:
+    def counting(self: Any, blocks: wire.Messages, *rest: Any) -> None:
         sent.extend((to, block.numel()) for block, to in blocks)
         exchange(self, blocks, *rest)
 

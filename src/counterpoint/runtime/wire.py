@@ -26,13 +26,13 @@ from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.notice_board import Awaited, Late
 from counterpoint.runtime.workspace import Workspace
 
-Blocks = Sequence[tuple[Tensor, int]]  # each with a rank of the group
+Messages = Sequence[tuple[Tensor, int]]  # each with a rank of the group
 
 
 class Wire(Protocol):
     """A transport between islands."""
 
-    def exchange(self, sent: Blocks, kept: Blocks, awaited: Awaited) -> None:
+    def exchange(self, sent: Messages, kept: Messages, awaited: Awaited) -> None:
         """Send blocks and receive others, all at a time; tensors without gaps.
 
         Args:
@@ -87,7 +87,7 @@ class Nccl:
             sent, kept = (word[:1], (rank + d) % ranks), (word[1:], (rank - d) % ranks)
             self.exchange([sent], [kept], awaited)
 
-    def exchange(self, sent: Blocks, kept: Blocks, awaited: Awaited) -> None:
+    def exchange(self, sent: Messages, kept: Messages, awaited: Awaited) -> None:
         whom = (awaited, *(rank for _, rank in (*sent, *kept)))
         self._count[:1].add_(1)
         self._count[1:].fill_(self._known.setdefault(whom, len(self._known)))
@@ -117,7 +117,7 @@ class Gloo:
         self._workspace = workspace
         self._ranks = dist.get_process_group_ranks(workspace.group)
 
-    def exchange(self, sent: Blocks, kept: Blocks, awaited: Awaited) -> None:
+    def exchange(self, sent: Messages, kept: Messages, awaited: Awaited) -> None:
         group, board, works = self._workspace.group, self._workspace.board, list[_Work]()
         for op, block, rank in _works(sent, kept):
             try:
@@ -156,7 +156,7 @@ def not_exchanged(
 _Work = tuple[Any, int]  # of gloo, and whom it is with
 
 
-def _works(sent: Blocks, kept: Blocks) -> list[tuple[Callable[..., Any], Tensor, int]]:
+def _works(sent: Messages, kept: Messages) -> list[tuple[Callable[..., Any], Tensor, int]]:
     """What is sent and received, as torch.distributed has it: of nothing nothing."""
     both = ((dist.irecv, kept), (dist.isend, sent))
     return [(op, t, rank) for op, blocks in both for t, rank in blocks if t.numel()]
