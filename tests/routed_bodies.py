@@ -45,3 +45,20 @@ def by_torch(x: Tensor, ups: Tensor, downs: Tensor, experts: Tensor, weights: Te
     """The same of one rank's tokens, with the experts of all."""
     each = torch.einsum("tk,tjkh->tjh", x, ups[experts]).tanh()
     return (torch.einsum("tjh,tjhn->tjn", each, downs[experts]) * weights[..., None]).sum(1)
+
+
+def weights_by_row(
+    rank: int, ranks: int, lists: list[Tensor], weights: list[Tensor]
+) -> list[float]:  # fmt: skip
+    """Those of a rank's rows: by expert, then source, then first expert here, then token.
+
+    Args:
+        lists, weights: experts of all ranks' tokens, and their weights.
+    """
+    found: list[float] = []
+    for e in range(rank * LOCAL, (rank + 1) * LOCAL):
+        for experts, each in zip(lists, weights, strict=True):
+            here = torch.where(experts // LOCAL == rank, experts, ranks * LOCAL)
+            order = here.amin(1).sort(stable=True).indices
+            found += each[order][experts[order] == e].tolist()
+    return found

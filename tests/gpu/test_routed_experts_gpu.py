@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer
+from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer, weights_by_row
 from test_islands_gpu import on_islands
 
 import counterpoint as cp
@@ -99,10 +99,8 @@ def test_routes_are_those_of_cpu_ranks(gpus):
     lists = everyone(experts)
     want = torch.stack([torch.bincount(e.flatten(), minlength=ranks * LOCAL) for e in lists])
     assert torch.equal(routes.counts, want) and routes.numbers.is_cpu and routes.lists.is_cuda
-    own = [(e, w) for e in range(rank * LOCAL, (rank + 1) * LOCAL)
-           for list_, ws in zip(lists, everyone(weights.bfloat16()), strict=True)
-           for w in ws[list_ == e].tolist()]  # fmt: skip
-    assert routes.weights.tolist() == [w for _, w in own]
+    want = weights_by_row(rank, ranks, lists, everyone(weights.bfloat16()))
+    assert routes.weights.tolist() == want
 
 
 def test_the_layer_takes_routes_between_islands(gpus):

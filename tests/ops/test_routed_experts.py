@@ -8,7 +8,7 @@ import torch
 from island_bodies import everyone, near, on_islands, shards
 from on_ranks import on_ranks
 from rank_bodies import world
-from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer
+from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer, weights_by_row
 from torch import Tensor
 
 import counterpoint as cp
@@ -55,6 +55,19 @@ def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
             within = ("routed 1/1 ring", "routed") if size == ranks else ("islands",)
             for plan in (*within, "auto", "serial"):
                 compare(rank, ranks, name, tokens, plan)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(4)
+def test_weights_lie_as_rows_do(rank: int, ranks: int, size: int):
+    """In the same order whatever the islands are."""
+    with on_islands(rank, size):
+        for name in CHOICES:
+            experts, weights = chosen(name, rank, ranks, 31), shards(rank, 31, TOP)
+            routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+            lists = [each.long() for each in everyone(experts)]
+            want = weights_by_row(rank, ranks, lists, everyone(weights))
+            assert routes.weights.double().tolist() == want
 
 
 @on_ranks(4)

@@ -31,7 +31,8 @@ class Routes(NamedTuple):
         counts: int64 [ranks, E], on the host: rows of each rank for each expert.
         numbers: int64, on the host, for the operators: how many rows go where.
         lists: int32, on the tokens' device, for the operators: which ones.
-        weights: fp32 [R], of each row that comes to this rank's experts, by expert.
+        weights: fp32 [R], of each row that comes to this rank's experts: by expert, then by source
+            rank; of one source by the token's first expert here, then by token.
         tokens: of this rank.
     """
 
