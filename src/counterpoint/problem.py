@@ -21,8 +21,10 @@ if TYPE_CHECKING:  # plan/ is made of problems
 
 DType = Literal["bfloat16", "float16", "float32"]
 Counts = Literal["equal", "host", "device", "routed"]
+Norm = Literal["", "rms", "layer"]
+Quantized = Literal["", "tensor", "rows"]
 ITEM_BYTES: Mapping[str, int] = {
-    "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
+    "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8,
 }  # fmt: skip
 
 
@@ -102,6 +104,11 @@ class Problem:
                           attends to itself and those before it
     all_gather_attention_backward: its gradients dq, dk and dv, from dy and the log-sum-exp of rows
 
+    With rows that are normalised, by their RMS or as a LayerNorm:
+
+    all_reduce_norm: h[M, N] = the sum over ranks of x_s[M, N], plus residual[M, N], and y[M, N] =
+                     norm(h) * weight[N], plus bias[N] of a LayerNorm, on every rank
+
     A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
@@ -131,6 +138,11 @@ class Problem:
             N and K, up to 128, if it is 0.
         causal: whether rows attend to earlier ones only, of an attention.
         scale: of q k^T; 0 is head_dim^-0.5.
+        norm: of ops that have one; "rms" if it is not said.
+        residual: whether one is added before the norm.
+        quantized: whether y is fp8 (e4m3), by a scale that is given for the whole "tensor", or by
+            one of each row, which are a result.
+        eps: added to the mean square, of a norm.
 
     Raises:
         InputError: there is no such op, a field is of another kind or out of its range, `rows` does
@@ -157,6 +169,10 @@ class Problem:
     causal: bool = False
     scale: float = 0.0
     islands: int = 1
+    norm: Norm = ""
+    residual: bool = False
+    quantized: Quantized = ""
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -214,7 +230,7 @@ class Problem:
     @property
     def empty(self) -> bool:
         """Whether no result has a cell that anything is computed for."""
-        return not (self.m and self.n and (self.k or self.tables))
+        return not (self.m and self.n and (self.k or self.tables or self.norm))
 
     @property
     def equal_rows(self) -> bool:
@@ -247,7 +263,7 @@ class Problem:
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
         columns = "+".join(map(str, self.splits or (self.n,)))
-        shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not self.tables)
+        shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not (self.tables or self.norm))
         shape += f" experts {self.experts}" if self.experts else ""
         if self.counts != "equal":
             shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"
