@@ -360,7 +360,8 @@ def test_a_kernel_of_ours_stands_only_as_its_family_has_it():
     assert {(r.plan.problem.op, r.plan.family) for r in ours} == {
         (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
     } | {
-        (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"),
+        (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"), (DISPATCH, "routed"),
+        (COMBINE, "routed"),
         *product((DISPATCH, COMBINE), ("serial", "grouped")),
     }  # fmt: skip
     assert len(ours) > 1500
