@@ -9,6 +9,7 @@ from torch import Tensor
 
 from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
 from counterpoint.ops import token_sums
+from counterpoint.runtime.token_sums import Source, sum_by_kernel, sum_rows
 from counterpoint.testing.ptx import compiled
 
 # tokens, top, rows, N; more rows than are named, fewer, a row of two blocks
@@ -64,7 +65,7 @@ def wrong(rank: int, ranks: int) -> list[str]:
                         found.append(f"{case} {dtype} {kind}: gradient of rows alone")
                     if tokens and rows:
                         out = torch.full((tokens, n), torch.nan, dtype=dtype)
-                        token_sums.sum_into(out, y, index.to(kind))
+                        sum_by_kernel(out, Source(y, index.to(kind)))
                         if not near(out, y.double()[index].sum(1), dtype):
                             found.append(f"{case} {dtype} {kind}: sum")
     return found
@@ -72,6 +73,44 @@ def wrong(rank: int, ranks: int) -> list[str]:
 
 def test_kernels_sum_as_fp64_does(pool: RankPool):
     assert pool.run(wrong, 1, group=False) == [[]]
+
+
+def of_two(case: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Source, Source, Tensor]:
+    """Weighted rows and others, of entries that may name none of either; their sums in fp64."""
+    tokens, top, rows, n = case
+    sources: list[Source] = []
+    want = torch.zeros(tokens, n, dtype=torch.float64)
+    for first, width in ((5, top), (0, 1)):
+        index = torch.randint(first + rows + 3, (tokens, width), dtype=torch.int32)
+        index.masked_fill_(torch.rand(tokens, width) < 0.2, 2**31 - 1)
+        y, weights = torch.randn(rows, n).to(dtype), torch.randn(rows) if first else None
+        sources.append(Source(y, index, first, weights))
+        for j in range(width):
+            for t, at in enumerate((index[:, j] - first).tolist()):
+                if 0 <= at < rows:
+                    want[t] += y[at].double() * (1 if weights is None else weights[at].double())
+    return sources[0], sources[1], want
+
+
+def wrong_of_two(rank: int, ranks: int) -> list[str]:
+    found: list[str] = []
+    torch.manual_seed(2)
+    for dtype in (torch.float32, torch.float16):
+        for case in CASES[:-1]:
+            source, more, want = of_two(case, dtype)
+            for name, call in (("kernel", sum_by_kernel), ("torch", sum_rows)):
+                out = torch.full(want.shape, torch.nan, dtype=dtype)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    call(out, source, more)
+                bound = 1e-5 + torch.finfo(dtype).eps * want.abs()
+                if not ((out.double() - want).abs() <= bound).all():
+                    found.append(f"{case} {dtype}: {name}")
+    return found
+
+
+def test_rows_of_two_places_are_summed_and_entries_of_neither_left_out(pool: RankPool):
+    assert pool.run(wrong_of_two, 1, group=False) == [[]]
 
 
 def outside(rank: int, ranks: int) -> list[float]:
@@ -111,11 +150,18 @@ def test_the_cpu_computes_the_same(dtype: torch.dtype):
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_rows_are_moved_16_bytes_at_a_time(capability: int):
-    types = {"rows_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*bf16", "tokens": "i32",
+    types = {"rows_ptr": "*bf16", "index_ptr": "*i32", "first": "i32", "count": "i32",
+             "weights_ptr": "*fp32", "more_ptr": "*bf16", "more_index_ptr": "*i32",
+             "more_first": "i32", "more_count": "i32", "out_ptr": "*bf16", "tokens": "i32",
              "N": "i32"}  # fmt: skip
-    found = compiled(token_sum_kernel, capability, types, {"TOP": 8, "BLOCK_N": 2048},
-                     num_warps=4, aligned=("rows_ptr", "out_ptr", "N"))  # fmt: skip
-    assert "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx and not found.spills
+    for more, weighted in ((0, False), (0, True), (4, False)):
+        found = compiled(
+            token_sum_kernel, capability, types,
+            {"TOP": 8, "MORE": more, "WEIGHTED": weighted, "BLOCK_N": 2048}, num_warps=4,
+            aligned=("rows_ptr", "more_ptr", "out_ptr", "N"),
+        )  # fmt: skip
+        wide = "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx
+        assert wide and not found.spills
     types = {"dout_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*bf16", "order_ptr": "*i64",
              "starts_ptr": "*i64", "dy_ptr": "*bf16", "dweights_ptr": "*fp32", "rows": "i32",
              "N": "i32"}  # fmt: skip

@@ -74,6 +74,8 @@ def every_plan(ranks: int) -> Iterator[Plan]:
 def test_candidates_are_of_every_family(op: str, ranks: int):
     both = [make_problem(op, m, 8192, 3584, ranks) for m in (64, 8192)]
     both.append(make_problem(op, 8192, 8192, 3584, ranks, islands=2))
+    if op in EXPERTS:
+        both.append(make_problem(op, 8192, 8192, 3584, ranks, counts="routed"))
     found = {spec.split()[0] for p in both for spec in operation_of(op).candidates(p)}
     assert found == {family.name for family in operation_of(op).families}
 

@@ -75,10 +75,12 @@ def test_it_trains_as_plain_torch_does(
     return what_differs(rank, ranks, shape, plan, known)
 
 
-@pytest.mark.parametrize(("size", "plan"), [(2, "auto"), (1, "islands"), (2, "serial")])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(2, "auto"), (1, "islands"), (2, "serial"), (4, "routed 1/2 xor")]
+)
 @on_ranks(4)
 def test_it_trains_on_islands(rank: int, ranks: int, size: int, plan: str) -> list[str]:
-    """A token goes to an island once, where the plan is not the library's."""
+    """A token goes once to an island, or to a rank, where the plan is not the library's."""
     routed: list[int] = []
     with on_islands(rank, size), pytest.MonkeyPatch.context() as patch:
         exchange = nn_experts.exchange_routes
@@ -178,7 +180,8 @@ def test_other_uses_and_what_is_refused(rank: int, ranks: int):
 
     assert made(plan="grouped 2/2", max_rows=3).plan == "grouped 2/2"
     experts[0, :2] = torch.tensor([0, EXPERTS - 1])
-    t, families = TOKENS + rank, "plan must be one of auto, serial, fused, grouped, islands, got"
+    families = "plan must be one of auto, serial, fused, grouped, islands, routed, got"
+    t = TOKENS + rank
     count = "max_rows must be a whole number from 1 to 2**40, got"
     for wrong, want in (
         (lambda: layer(x[:, 1:], experts, weights), f"x must be [..., 10], got ({t}, 9)"),

@@ -138,7 +138,7 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
              "plan must be a spec of words that grouped knows; 'pull' is none, "
              "got 'grouped 3 pull'"),
             (counts, "graded",
-             "plan must be auto or one of serial, fused, grouped, islands, got 'graded'; "
+             "plan must be auto or one of serial, fused, grouped, islands, routed, got 'graded'; "
              "did you mean 'grouped'?"),
             (even(ranks, 3, 0), "grouped 4", sizes.format("'4'", "'grouped 4'")),
         ):  # fmt: skip

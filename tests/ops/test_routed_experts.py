@@ -8,37 +8,15 @@ import torch
 from island_bodies import everyone, near, on_islands, shards
 from on_ranks import on_ranks
 from rank_bodies import world
+from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer, weights_by_row
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.runtime import wire
+from counterpoint.plan.bind import BoundStep, Box
+from counterpoint.runtime import counted, wire
+from counterpoint.runtime.workspace import Operands, Places
 
-K, N, HIDDEN, LOCAL, TOP = 6, 5, 8, 2, 3
-
-
-def chosen(name: str, rank: int, ranks: int, tokens: int) -> Tensor:
-    """Experts of each token, [tokens, TOP]."""
-    generator = torch.Generator().manual_seed(rank)
-    experts = ranks * LOCAL
-    if name == "uniform":
-        return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP]
-    if name == "skewed":  # some experts have most rows, and tokens the same one twice
-        draw = torch.rand(tokens, TOP, generator=generator) ** 4
-        return (draw * experts).long()
-    first = {"first island": 0, "last rank": experts - LOCAL}[name]
-    few = torch.randint(LOCAL, (tokens, TOP), generator=generator)
-    return first + few
-
-
-def layer(x: Tensor, up: Tensor, down: Tensor, routes: cp.Routes, plan: str) -> Tensor:
-    h = cp.all_to_all_matmul(x, up, counts=routes, plan=plan)
-    return cp.matmul_all_to_all(torch.tanh(h), down, counts=routes, plan=plan)
-
-
-def by_torch(x: Tensor, ups: Tensor, downs: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The same of one rank's tokens, with the experts of all."""
-    each = torch.einsum("tk,tjkh->tjh", x, ups[experts]).tanh()
-    return (torch.einsum("tjh,tjhn->tjn", each, downs[experts]) * weights[..., None]).sum(1)
+K, N, HIDDEN = 6, 5, 8
 
 
 def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
@@ -68,14 +46,28 @@ def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
         near(mine, want)
 
 
-@pytest.mark.parametrize("name", ["uniform", "skewed", "first island", "last rank"])
+@pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 1), (4, 4)])
 @on_ranks()
 def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
     with on_islands(rank, size):
         for tokens in (9, 2 * rank, 0):
-            for plan in ("islands", "auto", "serial")[size == ranks :]:
+            within = ("routed 1/1 ring", "routed") if size == ranks else ("islands",)
+            for plan in (*within, "auto", "serial"):
                 compare(rank, ranks, name, tokens, plan)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(4)
+def test_weights_lie_as_rows_do(rank: int, ranks: int, size: int):
+    """In the same order whatever the islands are."""
+    with on_islands(rank, size):
+        for name in CHOICES:
+            experts, weights = chosen(name, rank, ranks, 31), shards(rank, 31, TOP)
+            routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+            lists = [each.long() for each in everyone(experts)]
+            want = weights_by_row(rank, ranks, lists, everyone(weights))
+            assert routes.weights.double().tolist() == want
 
 
 @on_ranks(4)
@@ -102,9 +94,9 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
     sent: list[tuple[int, int]] = []
     exchange = wire.Gloo.exchange
 
-    def counting(self: Any, block: Tensor, to: int, *rest: Any) -> None:
-        sent.append((to, block.numel()))
-        exchange(self, block, to, *rest)
+    def counting(self: Any, blocks: wire.Messages, *rest: Any) -> None:
+        sent.extend((to, block.numel()) for block, to in blocks)
+        exchange(self, blocks, *rest)
 
     with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
         tokens, wide = 11 + rank, 16
@@ -136,6 +128,61 @@ def test_a_plan_of_ones_own_is_for_tokens_of_any_number_of_experts(rank: int, ra
             assert torch.equal(cp.all_to_all_matmul(x, w, counts=routes, plan=plan), want)
 
 
+@pytest.mark.parametrize("name", ["uniform", "zipf"])
+@on_ranks(2, 4)
+def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str) -> list[str]:
+    """Rows copied to each peer are the tokens that have experts there; and they come back."""
+    local, sent, found = 4, dict[tuple[str, int], int](), list[str]()
+    boxes = counted.boxes
+
+    def counting(bound: BoundStep, places: Places) -> Any:
+        pairs_of = boxes(bound, places)
+
+        def pairs(operands: Operands) -> list[tuple[Box, Box]]:
+            pairs = pairs_of(operands)
+            for source, target in pairs:
+                key = source.buffer, target.rank
+                sent[key] = sent.get(key, 0) + source.r1 - source.r0
+            return pairs
+
+        return pairs
+
+    with on_islands(rank, ranks), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counted, "boxes", counting)
+        tokens = 19 + 3 * rank
+        experts = chosen(name, rank, ranks, tokens, local)
+        weights = shards(rank, tokens, TOP).softmax(1)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * local)
+        x, w = shards(rank, tokens, K), shards(rank, local, K, K)
+        once = [[int((each.long() // local == d).any(1).sum()) for d in range(ranks)]
+                for each in everyone(experts)]  # fmt: skip
+        gone = {("sent", d): n for d, n in enumerate(once[rank]) if n}
+        back = {("sums", s): row[rank] for s, row in enumerate(once) if row[rank]}
+        for plan in ("routed 1/2/1 ring", "routed 2/2 xor", "routed 4 ring"):
+            sent.clear()
+            layer(x, w, w, routes, plan)
+            if sent != gone | back:
+                found.append(f"{plan}: {sent}, and not {gone | back}")
+    return found
+
+
+@on_ranks(2)
+def test_bits_are_those_of_every_plan(rank: int, ranks: int):
+    """A fold has one order, whatever the plan: here products are exact, and sums are not."""
+    with on_islands(rank, ranks):
+        tokens, local = 40, 4
+        experts = chosen("zipf", rank, ranks, tokens, local)
+        weights = shards(rank, tokens, TOP)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * local)
+        x, w = shards(rank, tokens, K), torch.eye(K).expand(local, K, K)
+        one, *others = (
+            cp.matmul_all_to_all(cp.all_to_all_matmul(x, w, counts=routes, plan=plan), w,
+                                 counts=routes, plan=plan)
+            for plan in ("serial", "serial", "routed 1/2/1 ring", "routed 4 xor")
+        )  # fmt: skip
+        assert all(torch.equal(one, other) for other in others)
+
+
 @on_ranks(2)
 def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
     """opcheck of each operator, with gradients where it has them; and one graph of a layer."""
@@ -145,17 +192,17 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
         where = world().group_name, ranks
         experts, weights = chosen("uniform", rank, ranks, 7), shards(rank, 7, TOP).requires_grad_()
         routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
-        counts, numbers, each, tokens = (t.detach() if isinstance(t, Tensor) else t for t in routes)
+        which, each, tokens = routes[:3], routes.weights.detach(), routes.tokens
         x, up = shards(rank, 7, K), shards(rank, LOCAL, K, HIDDEN)
         rows, h = len(each), cp.all_to_all_matmul(x, up, counts=routes)
         x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
         down = shards(rank, LOCAL, HIDDEN, N).requires_grad_()
         calls = [
             (ops.exchange_routes, (experts, weights, ranks * LOCAL, *where)),
-            (ops.weights_back, (each.detach(), numbers, tokens, TOP, *where)),
-            (ops.all_to_all_matmul_routed, (x, up, counts, numbers, rows, True, "auto", *where)),
+            (ops.weights_back, (each.detach(), *which[1:], tokens, TOP, *where)),
+            (ops.all_to_all_matmul_routed, (x, up, *which, rows, True, "auto", *where)),
             (ops.matmul_all_to_all_routed,
-             (h, down, counts, numbers, each, None, tokens, True, "serial", *where)),
+             (h, down, *which, each, None, tokens, "serial", *where)),
         ]  # fmt: skip
         for op, given in calls:
             assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}
@@ -186,7 +233,7 @@ def test_what_is_refused(rank: int, ranks: int):
         x, w = shards(rank, 5, K), shards(rank, LOCAL, K, N)
         with pytest.raises(cp.InputError, match="plan must be for ranks of one island, got 'grou"):
             cp.all_to_all_matmul(x, w, counts=routes, plan="grouped")
-        with pytest.raises(cp.InputError, match="counts must be routes of 4 experts on 2 CPU"):
+        with pytest.raises(cp.InputError, match="counts must be routes of 4 experts on 2 ran"):
             cp.all_to_all_matmul(x, w[:1], counts=routes)
         with pytest.raises(cp.InputError, match="max_rows must be left out with routes"):
             cp.all_to_all_matmul(x, w, counts=routes, max_rows=3)

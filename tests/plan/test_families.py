@@ -72,6 +72,10 @@ def test_every_family_is_right(op: str, ranks: int, shape: str):
         case = problem_of(op, shape, ranks, bias=bias)
         for spec in specs(case):
             prove_or_refuse(case, spec)
+    if op in EXPERTS:
+        case = problem_of(op, shape, ranks, counts="routed")
+        for spec in specs(case):
+            prove_or_refuse(case, spec)
 
 
 @pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2), (6, 3), (6, 2)])
@@ -111,8 +115,9 @@ def test_each_family_takes_some_of_these_problems(op: str):
     taken = {
         family.name
         for islands, shape in product((1, 2), SHAPES)
+        for given in ({}, {"counts": "routed"})[: 1 + (op in EXPERTS)]
         for family in operation_of(op).families
-        if not family.refusal(problem_of(op, shape, 4, islands=islands))
+        if not family.refusal(problem_of(op, shape, 4, islands=islands, **given))
     }
     assert taken == set(families(op))
     assert families(op)[0] == "serial"
@@ -145,7 +150,9 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
         n, k = n // 8 * 8, k // 8 * 8
     bias = draw(st.booleans()) and op in BIASED
     own = (
-        {"experts": experts, "counts": draw(st.sampled_from(["equal", "host"]))} if experts else {}
+        {"experts": experts, "counts": draw(st.sampled_from(["equal", "host", "routed"]))}
+        if experts
+        else {}
     )
     if op in ATTENTION:
         n, own = draw(st.sampled_from([k, 3 * k])), {"causal": draw(st.booleans())}

@@ -155,6 +155,8 @@ CASES = [
     Case(DISPATCH, "islands", (2, 2), experts=2, islands=2),
     Case(COMBINE, "islands", (1, 1, 1, 1), experts=1, islands=2),
     Case(COMBINE, "islands", (2, 2), experts=2, islands=2, counts="routed"),
+    Case(DISPATCH, "routed 1/1 ring", (4, 4, 4), experts=2, counts="routed"),
+    Case(COMBINE, "routed 1/1 xor", (4, 4), experts=2, counts="routed"),
     Case(COMBINE, "serial", (3, 3), experts=3),
     Case(COMBINE, "grouped 2/1 ring", (6, 6, 6), experts=3),
     Case(COMBINE, "grouped 1/1 xor", (4, 4), experts=2),
@@ -358,7 +360,8 @@ def test_a_kernel_of_ours_stands_only_as_its_family_has_it():
     assert {(r.plan.problem.op, r.plan.family) for r in ours} == {
         (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
     } | {
-        (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"),
+        (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"), (DISPATCH, "routed"),
+        (COMBINE, "routed"),
         *product((DISPATCH, COMBINE), ("serial", "grouped")),
     }  # fmt: skip
     assert len(ours) > 1500

@@ -5,6 +5,7 @@ batch by the library's batched one. And the serial plan, which operators do with
 """
 
 import ctypes
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_bodies import by_expert, by_owner, multiplied, tables, whole, wrong_products
+from island_bodies import on_islands, shards
 from on_ranks import on_ranks
+from routed_bodies import CHOICES, LOCAL, TOP, chosen, layer
 
+import counterpoint as cp
 from counterpoint.plan.bind import Program, bind
 from counterpoint.plan.families import build
 from counterpoint.plan.launches import batches, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import compute, copy_engine, driver, execute_cpu
+from counterpoint.runtime import compute, copy_engine, driver, execute_cpu, routed
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.execute import compile_plan
+from counterpoint.runtime.token_sums import sum_by_kernel
 from counterpoint.runtime.workspace import Operands, Places, Workspace, workspace_of
 
 EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
@@ -92,6 +97,36 @@ def test_chunks_and_counts_that_differ_as_launched(rank: int, ranks: int, local:
                 found += [f"{spec}, {name}: {text}" for text in wrong]
                 assert copied or name != "even"
     return found
+
+
+@pytest.mark.parametrize(
+    ("size", "plan"), [(4, "routed 1/1 ring"), (4, "routed 2 xor"), (2, "islands")]
+)
+@on_ranks(4)
+def test_routes_as_launched(rank: int, ranks: int, size: int, plan: str):
+    """By copies as the copy engine gets them and sums by the kernel: the bits of CPU ranks."""
+    tokens = 13 + rank
+    x, w = shards(rank, tokens, K), shards(rank, LOCAL, K, K)
+    weights = shards(rank, tokens, TOP).softmax(1)
+
+    def layers() -> list[torch.Tensor]:
+        copied.clear()
+        found: list[torch.Tensor] = []
+        with on_islands(rank, size):
+            for name in CHOICES:
+                experts = chosen(name, rank, ranks, tokens)
+                routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+                found.append(layer(x, w, w, routes, plan))
+        return found
+
+    want = layers()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Triton's interpreter warns
+        patch.setattr(driver, "copies_async", by_hand)
+        patch.setattr(execute_cpu, "CpuCode", AsLaunched)
+        patch.setattr(routed, "sum_rows", sum_by_kernel)
+        got = layers()
+    assert copied and all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("experts", [1, 2])

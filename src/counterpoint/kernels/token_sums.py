@@ -9,26 +9,45 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["first", "count", "more_first", "more_count", "tokens"])
 def token_sum_kernel(
-    rows_ptr,  # [rows, N]
-    index_ptr,  # [tokens, TOP]: which rows make a token
+    rows_ptr,  # [count, N]
+    index_ptr,  # [tokens, TOP]: which rows make a token; others than these rows are left out
+    first,  # what an entry says of the first row
+    count,
+    weights_ptr,  # [count] fp32, of rows; of WEIGHTED
+    more_ptr,  # [more_count, N], rows that follow; of MORE
+    more_index_ptr,  # [tokens, MORE]
+    more_first,
+    more_count,
     out_ptr,  # [tokens, N]
     tokens,
     N,
     TOP: tl.constexpr,
+    MORE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Each token the sum of its rows, in fp32 and in order."""
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
-        for first in tl.range(0, N, BLOCK_N):
-            cols = first + tl.arange(0, BLOCK_N)
+        own = tl.cast(token, tl.int64)
+        for start in tl.range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
             total = tl.zeros((BLOCK_N,), tl.float32)
             for j in tl.static_range(TOP):
-                row = tl.load(index_ptr + token * TOP + j).to(tl.int64)
-                total += tl.load(rows_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-            place = out_ptr + tl.cast(token, tl.int64) * N + cols
-            tl.store(place, total.to(out_ptr.dtype.element_ty), mask=cols < N)
+                row = tl.load(index_ptr + own * TOP + j).to(tl.int64) - first
+                known = (row >= 0) & (row < count)
+                place = rows_ptr + row * N + cols
+                each = tl.load(place, mask=(cols < N) & known, other=0.0).to(tl.float32)
+                if WEIGHTED:
+                    each *= tl.load(weights_ptr + row, mask=known, other=0.0)
+                total += each
+            for j in tl.static_range(MORE):
+                row = tl.load(more_index_ptr + own * MORE + j).to(tl.int64) - more_first
+                known = (row >= 0) & (row < more_count)
+                place = more_ptr + row * N + cols
+                total += tl.load(place, mask=(cols < N) & known, other=0.0).to(tl.float32)
+            tl.store(out_ptr + own * N + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["rows"])

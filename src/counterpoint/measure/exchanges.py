@@ -57,7 +57,8 @@ def exchange(workspace: Workspace, num_bytes: int) -> Callable[[], object]:
         away = (1 + turn[0] % (islands.number - 1)) * islands.size
         turn[0] += 1
         rank = workspace.rank
-        wire.exchange(sent, (rank + away) % ranks, kept, (rank - away) % ranks, awaited)
+        to, source = (rank + away) % ranks, (rank - away) % ranks
+        wire.exchange([(sent, to)], [(kept, source)], awaited)
 
     return call
 

@@ -4,7 +4,7 @@ rows of tokens, sorted by expert
   --all_to_all_matmul-->  gate and up of the experts here
   --SwiGLU, matmul_all_to_all-->  each token's rows back, summed by their weights
 
-Between islands of CPU ranks tokens go themselves, by routes: once to each island.
+Between islands, or by plan "routed", tokens go themselves, by routes: once to each island or rank.
 """
 
 from typing import Any
@@ -62,9 +62,9 @@ def _chosen(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tens
 
 
 @torch.compiler.assume_constant_result
-def _num_islands(group_name: str) -> int:
-    """How many islands CPU ranks are on; collective at their first call."""
-    return workspace_of(group_of(group_name), torch.device("cpu")).islands.number
+def _num_islands(group_name: str, device: str) -> int:
+    """How many islands ranks are on; collective at their first call."""
+    return workspace_of(group_of(group_name), torch.device(device)).islands.number
 
 
 class ExpertParallelMLP(Grouped):
@@ -87,7 +87,7 @@ class ExpertParallelMLP(Grouped):
             to the host at each call, which on a GPU waits for them, and memory is as large as
             needed. Given: on a GPU the host does not wait, and results have room for so many; all
             ranks then have as many tokens.
-        plan: see `all_to_all_matmul`.
+        plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, and wants no max_rows.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
 
@@ -216,11 +216,13 @@ class ExpertParallelMLP(Grouped):
         return y.view(x.shape)
 
     def _by_routes(self, x: Tensor) -> bool:
-        """Whether a token goes once to each island, where there are several."""
-        asked = self.plan in ("auto", "islands") and self.max_rows is None
-        if not asked or not x.is_cpu or self.group.size() == 1:
+        """Whether a token goes itself, by routes: asked for, or where there are several islands."""
+        family = self.plan.split()[0]
+        if self.max_rows is not None or self.group.size() == 1:
             return False
-        return _num_islands(self.group.group_name) > 1
+        if family not in ("auto", "islands"):
+            return family == "routed"
+        return _num_islands(self.group.group_name, str(x.device)) > 1
 
     def _routed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         every, group = self.num_experts, self.group

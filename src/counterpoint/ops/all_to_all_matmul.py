@@ -56,8 +56,9 @@ def all_to_all_matmul(
             8, a number of ranks that is a power of 2, and, with device-known counts, equally many
             rows of x on all ranks; "grouped", or with sizes of groups of experts "grouped 8/8/16
             ring": copy engines, where counts are host-known; with "chunks=4" each group in four
-            chunks, where experts are few; "islands": tokens go once to each of several; a Plan;
-            or a JSON file of one. The backward takes the same family.
+            chunks, where experts are few; "islands": tokens go once to each of several; "routed
+            8/8/16": of tokens, as "grouped", and each goes once to a rank; a Plan; or a JSON file
+            of one. The backward takes the same family.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:

@@ -17,7 +17,8 @@ from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
 from counterpoint.runtime.find_routes import find_routes, weights_back
 from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.routes import routes_in
+from counterpoint.runtime.routes import Routes as Found
+from counterpoint.runtime.routes import blocks_in
 from counterpoint.runtime.workspace import workspace_of
 
 OP = "exchange_routes"
@@ -27,14 +28,17 @@ class Routes(NamedTuple):
     """Where the tokens of all ranks go, as far as this rank takes part: of `exchange_routes`.
 
     Attributes:
-        counts: int64 [ranks, E], rows of each rank for each expert.
-        numbers: which of them, for the operators.
-        weights: fp32 [R], of each row that comes to this rank's experts, by expert.
+        counts: int64 [ranks, E], on the host: rows of each rank for each expert.
+        numbers: int64, on the host, for the operators: how many rows go where.
+        lists: int32, on the tokens' device, for the operators: which ones.
+        weights: fp32 [R], of each row that comes to this rank's experts: by expert, then by source
+            rank; of one source by the token's first expert here, then by token.
         tokens: of this rank.
     """
 
     counts: Tensor
     numbers: Tensor
+    lists: Tensor
     weights: Tensor
     tokens: int
 
@@ -45,12 +49,14 @@ def exchange_routes(
     """Tell all ranks which experts its tokens go to: `counts=` of both operators of experts.
 
     Then x of `all_to_all_matmul` is tokens, not a row for each of their experts, and a token goes
-    once to each island that has some of them; `matmul_all_to_all` returns their weighted sums. On
-    CPU ranks so far. Differentiable in weights.
+    once to each island that has some of them, and there once to each rank that has;
+    `matmul_all_to_all` returns their weighted sums, which come back likewise. Differentiable in
+    weights. On GPUs the host waits for all earlier work, to learn how many rows go where.
 
     Args:
-        experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank.
-        weights: floating point [tokens, top_k].
+        experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank. On
+            the CPU or a GPU as the group serves.
+        weights: floating point [tokens, top_k], there, too.
         num_experts: on all ranks together; a multiple of the ranks.
         group: whose ranks take part, 2 or more; the default group if None.
 
@@ -58,7 +64,7 @@ def exchange_routes(
         Where rows go; weights as fp32, of the rows as they come to this rank.
 
     Raises:
-        InputError: an argument is wrong; nothing was launched.
+        InputError: an argument is wrong; nothing was launched. Or a CUDA graph is being captured.
         PeerTimeoutError: a rank did not come.
 
     Example:
@@ -70,10 +76,10 @@ def exchange_routes(
         group = _checked(experts, weights, num_experts, group)
     except CounterpointError as error:
         raise refused(error, group, experts) from None
-    each, counts, numbers = torch.ops.counterpoint.exchange_routes(
+    each, counts, numbers, lists = torch.ops.counterpoint.exchange_routes(
         experts, weights.float(), num_experts, group.group_name, group.size()
     )
-    return Routes(counts, numbers, each, experts.shape[0])
+    return Routes(counts, numbers, lists, each, experts.shape[0])
 
 
 def _checked(
@@ -89,10 +95,10 @@ def _checked(
         got = f"{weights.dtype} {list(weights.shape)}"
         want = f"floating point {list(experts.shape)} as experts"
         raise InputError(OP, "weights", want=want, got=got)
-    for name, tensor in (("experts", experts), ("weights", weights)):
-        if tensor.device.type != "cpu":
-            raise InputError(OP, name, want="on the CPU, as its ranks", got=tensor.device)
-    check_place(OP, weights=weights)
+    check_place(OP, experts=experts)
+    if weights.device != experts.device:
+        want = f"on {experts.device} as experts"
+        raise InputError(OP, "weights", want=want, got=weights.device)
     whole(OP, "num_experts", num_experts, 1)
     if group.size() == 1 or num_experts % group.size():
         want = f"a multiple of the {group.size()} ranks, which are 2 or more"
@@ -102,7 +108,10 @@ def _checked(
 
 def _run(
     experts: Tensor, weights: Tensor, num_experts: int, group_name: str, group_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+        want, got = "of a call that waits for the host", "a CUDA graph in capture, which cannot"
+        raise InputError(OP, "experts", want=want, got=got)
     workspace = workspace_of(group_of(group_name), experts.device)
     facts = {"op": OP, "num_experts": str(num_experts), "top_k": str(experts.shape[1])}
     key = (OP, *facts.values())
@@ -114,48 +123,51 @@ def _run(
 
 def _fake(
     experts: Tensor, weights: Tensor, num_experts: int, group_name: str, group_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    numbers, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
-    counts = experts.new_empty(group_size, num_experts, dtype=torch.int64)
-    return weights.new_empty(rows), counts, experts.new_empty(numbers, dtype=torch.int64)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numbers, lists, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
+    counts = torch.empty(group_size, num_experts, dtype=torch.int64)
+    table = torch.empty(numbers, dtype=torch.int64)
+    return weights.new_empty(rows), counts, table, weights.new_empty(lists, dtype=torch.int32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, weights, _, *ctx.where = inputs
-    _, counts, numbers = output
-    ctx.save_for_backward(numbers)
+    _, counts, numbers, lists = output
+    ctx.save_for_backward(numbers, lists)
     ctx.shape = weights.shape
-    ctx.mark_non_differentiable(counts, numbers)
+    ctx.mark_non_differentiable(counts, numbers, lists)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    (numbers,), (tokens, top) = ctx.saved_tensors, ctx.shape
-    each = grads[0].contiguous()
-    each = torch.ops.counterpoint.weights_back(each, numbers, tokens, top, *ctx.where)
+    each = torch.ops.counterpoint.weights_back(
+        grads[0].contiguous(), *ctx.saved_tensors, *ctx.shape, *ctx.where
+    )
     return None, each, None, None, None
 
 
 def _run_back(
-    each: Tensor, numbers: Tensor, tokens: int, top: int, group_name: str, group_size: int
-) -> Tensor:
+    each: Tensor, numbers: Tensor, lists: Tensor, tokens: int, top: int, group_name: str,
+    group_size: int,
+) -> Tensor:  # fmt: skip
     workspace = workspace_of(group_of(group_name), each.device)
     workspace.board.note_op(f"{OP} backward")
-    return weights_back(workspace, routes_in(numbers, group_size), each)
+    return weights_back(workspace, Found(blocks_in(numbers), lists), each)
 
 
 def _fake_back(
-    each: Tensor, numbers: Tensor, tokens: int, top: int, group_name: str, group_size: int
-) -> Tensor:
+    each: Tensor, numbers: Tensor, lists: Tensor, tokens: int, top: int, group_name: str,
+    group_size: int,
+) -> Tensor:  # fmt: skip
     return each.new_empty(tokens, top)
 
 
 register(
     f"{OP}(Tensor experts, Tensor weights, int num_experts, str group_name, int group_size) -> "
-    "(Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor)",
     _run, _fake, _backward, _save,
 )  # fmt: skip
 register(
-    "weights_back(Tensor each, Tensor numbers, SymInt tokens, SymInt top, str group_name, "
-    "int group_size) -> Tensor",
+    "weights_back(Tensor each, Tensor numbers, Tensor lists, SymInt tokens, SymInt top, "
+    "str group_name, int group_size) -> Tensor",
     _run_back, _fake_back, refuse_double,
 )  # fmt: skip

@@ -27,7 +27,8 @@ from counterpoint.ops.plans import backward_plan, plan_key
 from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime.routes import most_rows, routes_in
+from counterpoint.runtime.routes import Routes as Found
+from counterpoint.runtime.routes import blocks_in, most_rows
 
 OPS: Any = torch.ops.counterpoint
 
@@ -47,8 +48,10 @@ def dispatch(
     x, w, spec = _checked(DISPATCH, x, w, routes, asked, group)
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
     where = spec, group.group_name, group.size()
-    counts, numbers, rows = routes.counts, routes.numbers, routes.weights.shape[0]
-    both = OPS.all_to_all_matmul_routed(x, w, counts, numbers, rows, keep, *where)
+    counts, numbers, lists, weights, _ = routes
+    both = OPS.all_to_all_matmul_routed(
+        x, w, counts, numbers, lists, weights.shape[0], keep, *where
+    )
     return both if return_rows else both[0]
 
 
@@ -63,11 +66,9 @@ def combine(
     """
     given = {"sum_of": None if sum_of is None else "some"}
     x, w, spec = _checked(COMBINE, x, w, routes, asked, group, **given)
-    counts, numbers, weights, tokens = routes
-    keep = torch.is_grad_enabled() and weights.requires_grad
+    *operands, tokens = routes
     where = spec, group.group_name, group.size()
-    operands = (x, w, counts, numbers, weights, None)
-    return OPS.matmul_all_to_all_routed(*operands, tokens, keep, *where)[0]
+    return OPS.matmul_all_to_all_routed(x, w, *operands, None, tokens, *where)
 
 
 def _checked(
@@ -82,8 +83,9 @@ def _checked(
         x, w = autocast(x, w)  # type: ignore[assignment]
         check_operands(op, x, w)
         ranks, every = routes.counts.shape
-        if (ranks, every) != (group.size(), group.size() * w.shape[0]) or x.is_cuda:
-            want = f"routes of {every} experts on {ranks} CPU ranks"
+        here = ranks, every, routes.lists.device
+        if here != (group.size(), group.size() * w.shape[0], x.device):
+            want = f"routes of {every} experts on {ranks} ranks, on {routes.lists.device}"
             got = f"w of {w.shape[0]} on each of {group.size()}, on {x.device}"
             raise InputError(op, "counts", want=want, got=got)
         return x, w, plan_key(op, plan)
@@ -97,10 +99,10 @@ def _operator(op: str, keep: bool) -> Operator:
     aside = (("weights", "plain"), ("add", "rows")) if op == COMBINE else ()
     inputs = (
         Input("x", "rows", fact="columns"), Input("w", "given"), Input("counts", "plain", fact=""),
-        Input("routes", "plain", fact=""),
+        Input("routes", "plain", fact=""), Input("lists", "plain", fact=""),
         *(Input(name, form, fact="") for name, form in aside),  # type: ignore[arg-type]
     )  # fmt: skip
-    return Operator(op, inputs, partial(_problem, op), partial(_outputs, op, keep), _words)
+    return Operator(op, inputs, partial(_problem, op), partial(_outputs, keep), _words)
 
 
 def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
@@ -113,13 +115,10 @@ def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Prob
 
 
 def _outputs(
-    op: str, keep: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
+    keep: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
 ) -> tuple[Output, ...]:
-    x, w, *_ = present(tensors)
-    k, n = w.shape[1:]
-    if op == DISPATCH:
-        return (Output("y", (-1, n)), *([Output("rows", (-1, k))] if keep else []))
-    return (*([Output("product", (x.shape[0], n))] if keep else []), Output("y", (-1, n)))
+    k, n = present(tensors)[1].shape[1:]
+    return (Output("y", (-1, n)), *([Output("rows", (-1, k))] if keep else []))
 
 
 def _words(tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
@@ -131,37 +130,44 @@ def _words(tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
 def _run(
     op: str, tensors: Tensors, keep: bool, plan: str, group_name: str, ranks: int
 ) -> list[Tensor]:
-    """Run a call as torch's dispatcher has it."""
-    x, _, counts, numbers, *_ = present(tensors)
-    routes = routes_in(numbers, ranks)
-    has, room = routes.tokens, len(routes.pairs)
+    """Run a call as torch's dispatcher has it.
+
+    Raises:
+        InputError: x does not fit the routes, or a CUDA graph is being captured.
+    """
+    x, _, counts, numbers, lists, *_ = present(tensors)
+    routes = Found(blocks_in(numbers), lists)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():  # the host lays out each call
+        want = "a table on the GPU, beside max_rows, while a graph is captured"
+        raise InputError(op, "counts", want=want, got="routes")
+    has, room = routes.blocks.tokens, len(routes.list("rows"))
     if op == COMBINE:
         has, room = room, has
     wrong = None
     if x.shape[0] != has:
-        want = f"[{has}, K], as the routes of rank {routes.rank} say"
+        want = f"[{has}, K], as the routes of rank {routes.blocks.rank} say"
         wrong = InputError(op, "x", want=want, got=tuple(x.shape))
-    rows = experts.most(most_rows(routes, counts), counts.shape[1])
+    rows = experts.most(most_rows(routes.blocks, counts), counts.shape[1])
     given = call.Given(room, wrong)
-    return call.run(_operator(op, keep), tensors, plan, (rows, routes.top), group_name, given)
+    return call.run(_operator(op, keep), tensors, plan, (rows, routes.blocks.top), group_name, given)
 
 
-def _dispatch(
-    x: Tensor, w: Tensor, counts: Tensor, routes: Tensor, rows: int, keep: bool, *where: Any
-) -> tuple[Tensor, Tensor]:
-    y, *kept = _run(DISPATCH, (x, w, counts, routes), keep, *where)
-    return y, kept[0] if keep else x.new_empty(0, x.shape[1])
+def _dispatch(*given: Any) -> tuple[Tensor, Tensor]:
+    *tensors, _, keep, plan, group_name, ranks = given
+    y, *kept = _run(DISPATCH, tuple(tensors), keep, plan, group_name, ranks)
+    return y, kept[0] if keep else y.new_empty(0, tensors[0].shape[1])
 
 
 def _fake_dispatch(
-    x: Tensor, w: Tensor, counts: Tensor, routes: Tensor, rows: int, keep: bool, *_: Any
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w: Tensor, counts: Tensor, routes: Tensor, lists: Tensor, rows: int, keep: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(rows, w.shape[2]), x.new_empty(rows if keep else 0, x.shape[1])
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, routes, _, keep, *ctx.where = inputs
-    ctx.save_for_backward(w, counts, routes, output[1] if keep else None)
+    x, w, counts, routes, lists, _, keep, *ctx.where = inputs
+    ctx.save_for_backward(w, counts, routes, lists, output[1] if keep else None)
     ctx.tokens = x.shape[0]
     if not keep:
         ctx.mark_non_differentiable(output[1])
@@ -172,9 +178,9 @@ def _backward_dispatch(
     ctx: Any, dy: Tensor | None, drows: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """dx: the sums of the gradients of a token's rows; dw: of the rows that came here."""
-    w, counts, routes, rows = ctx.saved_tensors
+    w, counts, routes, lists, rows = ctx.saved_tensors
     plan, *group = ctx.where
-    none = (None,) * 7
+    none = (None,) * 8
     if dy is None and drows is None:
         return None, None, *none
     if dy is None:
@@ -182,67 +188,64 @@ def _backward_dispatch(
         dy = drows.new_zeros(drows.shape[0], w.shape[2])
     dy, dx, dw = dy.contiguous(), None, None
     if ctx.needs_input_grad[0]:
-        operands = (dy, w.transpose(1, 2), counts, routes, None, drows)
+        operands = (dy, w.transpose(1, 2), counts, routes, lists, None, drows)
         where = backward_plan(DISPATCH, plan), *group
-        dx = OPS.matmul_all_to_all_routed(*operands, ctx.tokens, False, *where)[0]
+        dx = OPS.matmul_all_to_all_routed(*operands, ctx.tokens, *where)
     if ctx.needs_input_grad[1]:
         dw = weight_gradient(rows, dy, counts, w, *group)
     return dx, dw, *none
 
 
-def _combine(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    counts, routes, weights, add, _, keep, *where = rest
-    *kept, y = _run(COMBINE, (x, w, counts, routes, weights, add), keep, *where)
-    return y, kept[0] if keep else x.new_empty(0, w.shape[2])
+def _combine(*given: Any) -> Tensor:
+    *tensors, _, plan, group_name, ranks = given
+    return _run(COMBINE, tuple(tensors), False, plan, group_name, ranks)[0]
 
 
-def _fake_combine(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, tokens, keep, _, _, _ = rest
-    n = w.shape[2]
-    return x.new_empty(tokens, n), x.new_empty(x.shape[0] if keep else 0, n)
+def _fake_combine(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    *_, tokens, _, _, _ = rest
+    return x.new_empty(tokens, w.shape[2])
 
 
-def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, routes, weights, _, _, keep, *ctx.where = inputs
-    ctx.save_for_backward(x, w, counts, routes, weights, output[1] if keep else None)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *saved, _, _, plan, group_name, ranks = inputs
+    ctx.save_for_backward(*saved)
+    ctx.where = plan, group_name, ranks
 
 
-def _backward_combine(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of rows, weights of experts and of rows: a token's gradient goes to all of its rows."""
-    x, w, counts, routes, weights, product = ctx.saved_tensors
+def _backward_combine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Of rows, weights of experts and of rows: a token's gradient goes to all of its rows.
+
+    That of a row's weight is its product times dy, which is x times what the row gets.
+    """
+    x, w, counts, routes, lists, weights = ctx.saved_tensors
     plan, *group = ctx.where
-    need_x, need_w, need_weights = (ctx.needs_input_grad[i] for i in (0, 1, 4))
-    none, dx, dw, dweights = (None,) * 6, None, None, None
-    if dy is None or not (need_x or need_w or need_weights):
-        return (None,) * 11
-    operands = (dy.contiguous(), w.transpose(1, 2), counts, routes, x.shape[0])
+    need_x, need_w, need_weights = (ctx.needs_input_grad[i] for i in (0, 1, 5))
+    dw, dweights = None, None
+    operands = (dy.contiguous(), w.transpose(1, 2), counts, routes, lists, x.shape[0])
     where = backward_plan(COMBINE, plan), *group
-    dx, rows = OPS.all_to_all_matmul_routed(*operands, need_w or need_weights, *where)
+    dx, rows = OPS.all_to_all_matmul_routed(*operands, need_w, *where)
     if need_weights:
-        dweights = (rows.float() * product.float()).sum(1)
+        dweights = (dx.float() * x.float()).sum(1)
     if need_w:
         dw = weight_gradient(x, _weighted(rows, weights), counts, w, *group)
     dx = _weighted(dx, weights) if need_x else None
-    return dx, dw, None, None, dweights, *none
+    return dx, dw, None, None, None, dweights, None, None, None, None, None
 
 
 def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
     return rows if weights is None else (rows.float() * weights[:, None]).to(rows.dtype)
 
 
+_GIVEN = "Tensor x, Tensor w, Tensor counts, Tensor routes, Tensor lists"
 _WHERE = "str plan, str group_name, int group_size"
 # rows: of y. keep: the rows that came here are the second result
 register(
-    "all_to_all_matmul_routed(Tensor x, Tensor w, Tensor counts, Tensor routes, SymInt rows, "
-    f"bool keep, {_WHERE}) -> (Tensor, Tensor)",
+    f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, {_WHERE}) -> (Tensor, Tensor)",
     _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch,
 )  # fmt: skip
-# weights: of rows; None is 1. add: to the products, row by row. tokens: rows of y. keep: the
-# products are the second result
+# weights: of rows; None is 1. add: to the products, row by row. tokens: rows of y
 register(
-    "matmul_all_to_all_routed(Tensor x, Tensor w, Tensor counts, Tensor routes, Tensor? weights, "
-    f"Tensor? add, SymInt tokens, bool keep, {_WHERE}) -> (Tensor, Tensor)",
+    f"matmul_all_to_all_routed({_GIVEN}, Tensor? weights, Tensor? add, SymInt tokens, {_WHERE}) -> "
+    "Tensor",
     _combine, _fake_combine, _backward_combine, _save_combine,
 )  # fmt: skip

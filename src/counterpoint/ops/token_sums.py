@@ -6,13 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
-from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
+from counterpoint.kernels.token_sums import token_sum_gradient_kernel
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.runtime.device_limits import refused_on
-
-BLOCK_N = 2048  # columns at a time
-NUM_WARPS = 4
-PROGRAMS = 1 << 12
+from counterpoint.runtime.token_sums import BLOCK_N, NUM_WARPS, PROGRAMS, Source, sum_rows
 
 
 def sum_of_tokens(rows: Tensor, index: Tensor) -> Tensor:
@@ -43,12 +40,8 @@ def gradients(
 
 
 def _sum(rows: Tensor, index: Tensor) -> Tensor:
-    if not rows.is_cuda or refused_on(rows.device):
-        each = rows.index_select(0, index.flatten()).view(*index.shape, rows.shape[1])
-        return each.sum(1, dtype=torch.float32).to(rows.dtype)
     out = rows.new_empty(index.shape[0], rows.shape[1])
-    if out.numel():
-        sum_into(out, rows.contiguous(), index.contiguous())
+    sum_rows(out, Source(rows.contiguous(), index.contiguous()))
     return out
 
 
@@ -72,16 +65,6 @@ def _gradient(
     if y is not None and not columns:
         dweights = weights.clone()
     return dy.to(dout.dtype), dweights.to(weights.dtype)
-
-
-def sum_into(out: Tensor, rows: Tensor, index: Tensor) -> None:
-    """`sum_of_tokens` by the kernel, into `out`; tensors without gaps."""
-    tokens, n = out.shape
-    kernel: Any = token_sum_kernel
-    kernel[(min(PROGRAMS, tokens),)](
-        rows, index, out, tokens, n, index.shape[1], min(BLOCK_N, triton.next_power_of_2(n)),
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
 
 
 def gradient_into(

@@ -19,7 +19,8 @@ its plan: `rows`, where to put the rows that come to this rank's experts; `add`,
 the products of a combine; `index`, `weights` and `sums`, see ops/matmul_all_to_all.py; and `clear`,
 if rows of the results that are none have to be zero.
 
-By routes, x is tokens, of which one may have several experts: routed_experts.py.
+By routes, x is tokens, of which one may have several experts: routed_experts.py, and inside an
+island routed_groups.py.
 
 Rows lie by owner or by expert. By owner: block d is of rank d, and in it part e of the e-th expert
 of that rank. By expert: part e of every block, one after the other, which is a buffer in chunks.
@@ -34,7 +35,7 @@ from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan import fused_experts, grading
 from counterpoint.plan.bind import Box
-from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, collective, counts_of
+from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, collective, counts_of, rows_said
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Chunk, Order, orders
 from counterpoint.plan.sizes import check_experts
@@ -74,19 +75,15 @@ def operation(
     serial: Callable[[Problem], Plan],
     grouped: Callable[[Problem, Options, Machine], Plan],
     predict: grading.ExpertsMakespan,
-    between: Family,
+    others: tuple[Family, ...],
     *,
     dispatches: bool,
 ) -> Operation:
     """One of the two operators of experts: rows go to them, or what they have made goes back.
 
     Args:
-        between: its family for ranks of several islands.
+        others: its families for ranks of several islands, and for routes.
     """
-
-    def guess_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
-        _, spans, chunks = spans_of(p, options, machine, predict)
-        return predict(p, tuple(map(len, spans)), chunks, machine)
 
     return Operation(
         operands=operands,
@@ -96,8 +93,8 @@ def operation(
             in_a_row("serial", serial),
             fused_experts.family(operands),
             Family(name="grouped", takes=("peers", "sizes", "chunks"), build=grouped,
-                   wants=wants_known_counts, guess_s=guess_s),
-            between,
+                   wants=wants_known_counts, guess_s=guess_of(predict)),
+            *others,
         ),
         candidates=candidates,
         collectives=("all_to_all",),
@@ -110,6 +107,18 @@ def operation(
         fused_s=fused_experts.seconds,
         rule=lambda p, machine: fused_experts.or_serial(p),
     )  # fmt: skip
+
+
+def guess_of(
+    predict: grading.ExpertsMakespan,
+) -> Callable[[Problem, Options, Machine, Tiles], float]:
+    """Seconds of a family of groups of experts, by its closed form."""
+
+    def guess_s(p: Problem, options: Options, machine: Machine, tiles: Tiles) -> float:
+        _, spans, chunks = spans_of(p, options, machine, predict)
+        return predict(p, tuple(map(len, spans)), chunks, machine)
+
+    return guess_s
 
 
 def wants_known_counts(p: Problem) -> str:
@@ -156,7 +165,7 @@ class Exchange:
         writes = (Region(target, peer, OWN, chunk) for peer, chunk in each)
         slot = (self.i + 1) * self.p.ranks
         posts = tuple(self.order.post(slot + d, d) for d in self.order.distances)
-        return Step(f"push_{self.i}", "copy", "copy", (*reads, *counts_of(self.p)),
+        return Step(f"push_{self.i}", "copy", "copy", (*reads, *rows_said(self.p)),
                     tuple(writes), after, posts=posts)  # fmt: skip
 
     def keep(
@@ -187,7 +196,7 @@ class Exchange:
         each = [(shards, part) for shards in sources for part in self._parts()]
         reads = (Region(source, shards=shards, chunk=chunk) for shards, chunk in each)
         writes = (Region(target, shards=shards, chunk=chunk, cols=cols) for shards, chunk in each)
-        return Step(name, "local", "copy", (*reads, *counts_of(self.p)), tuple(writes), after)
+        return Step(name, "local", "copy", (*reads, *rows_said(self.p)), tuple(writes), after)
 
     def _parts(self) -> list[Chunk]:
         """What is exchanged of each block."""
@@ -265,8 +274,10 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first; chunks where experts alone make few exchanges."""
-    if p.islands > 1 or p.counts == "routed":
+    if p.islands > 1:
         return "serial", "islands"
+    if p.counts == "routed":
+        return ("serial", *(f"routed {peers}" for peers in orders(p.ranks)))
     chunks = [n for n in (2, 4, 8) if n * p.experts <= EXCHANGES]
     found = ("serial", "fused", *(f"grouped {peers}" for peers in orders(p.ranks)))
     return *found, *(f"grouped ring chunks={n}" for n in chunks)

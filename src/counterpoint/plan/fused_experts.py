@@ -114,7 +114,8 @@ def or_serial(p: Problem) -> str:
 
 def overlapped(p: Problem, copy_longer: bool) -> str:
     """The family that a rule takes where both sides are long enough."""
-    return "grouped" if p.counts == "equal" else or_serial(p)
+    families = {"equal": "grouped", "routed": "routed"}
+    return families.get(p.counts) or or_serial(p)
 
 
 def without_serial(p: Problem) -> tuple[str, str]:

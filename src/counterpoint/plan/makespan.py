@@ -183,7 +183,7 @@ def _host_s(p: Problem, exchanges: int, others: int, machine: Machine) -> float:
     lanes = p.ranks - 1 if machine.link.topology == "mesh" else 1
     steps = 1 + exchanges * (lanes + others)
     costs = machine.costs
-    return costs.host_call_s + costs.host_step_s * steps if p.counts == "host" else 0.0
+    return costs.host_call_s + costs.host_step_s * steps if p.counts != "equal" else 0.0
 
 
 def _exchange_s(p: Problem, experts: int, row_bytes: int, machine: Machine) -> float:

@@ -1,7 +1,7 @@
 """matmul_all_to_all: experts multiply, and rows go back to their owners; its families of plans."""
 
 from counterpoint.machine import Machine
-from counterpoint.plan import experts, routed_experts
+from counterpoint.plan import experts, routed_experts, routed_groups
 from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
 from counterpoint.plan.finer import slices
 from counterpoint.plan.makespan import combine_s
@@ -80,5 +80,8 @@ def _steps(
     return *steps, *unpacked
 
 
-BETWEEN = routed_experts.family(routed_experts.combine, operands)
-OPERATION = experts.operation(operands, serial, grouped, combine_s, BETWEEN, dispatches=False)
+OTHERS = (
+    routed_experts.family(routed_experts.combine, operands),
+    routed_groups.family(routed_groups.combine, operands, combine_s),
+)
+OPERATION = experts.operation(operands, serial, grouped, combine_s, OTHERS, dispatches=False)

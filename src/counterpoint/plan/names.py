@@ -37,6 +37,11 @@ def routes_of(p: Problem) -> tuple[Region, ...]:
     return (Region(ROUTES),) if p.counts == "routed" else ()
 
 
+def rows_said(p: Problem) -> tuple[Region, ...]:
+    """What a copy reads whose rows an operand says."""
+    return routes_of(p) or counts_of(p)
+
+
 def collective(name: str, which: str, reads: tuple[Region, ...], target: Region) -> Step:
     """A step of the library's collective."""
     args = (("collective", which),)

@@ -4,8 +4,8 @@ A token with several experts is a row for each of them where rows are multiplied
 To another island it goes once, along the rail, to the rank of its owner's place there; inside an
 island once to each rank that has one of its experts. The way back is the mirror: a rank sums what
 its experts have made of a token, by the token's weights; the rank of the owner's place sums that
-over its island, and sends one row. Rows are summed in fp32, in the order of experts, then of ranks,
-then of islands, and rounded to their dtype wherever they travel.
+over its island, and sends one row. Rows are summed in fp32, in the order of a token's experts, then
+of ranks, then of islands, and rounded to their dtype wherever they travel.
 
     x --spread--> out     by island   --exchange--> came      by island
     x, came --spread--> passing  by island and place  --copies--> received  by source

@@ -129,7 +129,7 @@ def exchange(bound: BoundStep, places: Places) -> Action:
     sent, kept = place(part.reads[0]), place(part.write)
     deed = f"take part in exchange {step.name!r} of plan {plan.spec} with rank {rank}"
     awaited = Awaited(plan.problem.op, deed, step.name)
-    return lambda o: wire.exchange(sent(o).contiguous(), to, kept(o), source, awaited)
+    return lambda o: wire.exchange([(sent(o).contiguous(), to)], [(kept(o), source)], awaited)
 
 
 def reduce(bound: BoundStep, part: Part, places: Places) -> Action:

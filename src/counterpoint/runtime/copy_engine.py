@@ -6,11 +6,10 @@ from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.launches import Run, runs
-from counterpoint.plan.steps import COUNTS
 from counterpoint.problem import ITEM_BYTES
 from counterpoint.runtime import driver
+from counterpoint.runtime.counted import boxes
 from counterpoint.runtime.driver import Copy
-from counterpoint.runtime.rows_of_experts import boxes
 from counterpoint.runtime.workspace import Operands, Places
 
 Address = Callable[[Operands], int]
@@ -42,23 +41,26 @@ def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
 
 
 def _counted(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
-    """The copies of a step whose rows the counts of a call say."""
-    found = boxes(bound, places)
-    buffers = {r.buffer: places.plan.buffer(r.buffer).shape
-               for r in (*bound.step.reads, *bound.step.writes)}  # fmt: skip
-    wholes = {(r, name): places.fixed(Box(r, name, 0, 0, shape[0], 0, shape[1]))
-              for name, shape in buffers.items() if name != COUNTS
-              for r in range(places.plan.problem.ranks)}  # fmt: skip
-    bases = {key: whole.data_ptr() for key, whole in wholes.items() if whole is not None}
-    item_bytes = places.plan.problem.item_bytes
+    """The copies of a step whose rows an operand of a call says."""
+    found, item_bytes = boxes(bound, places), places.plan.problem.item_bytes
+    bases: dict[tuple[int, str], int] = {}
+
+    def base(box: Box) -> int:
+        """Where a buffer of the workspace begins."""
+        key, (rows, cols) = (box.rank, box.buffer), places.plan.buffer(box.buffer).shape
+        if key not in bases:
+            whole = places.fixed(Box(box.rank, box.buffer, 0, 0, rows, 0, cols))
+            assert whole is not None, "an operand that a call lacks"
+            bases[key] = whole.data_ptr()
+        return bases[key]
 
     def enqueue(operands: Operands, stream: int, capturing: bool) -> None:
         def address(box: Box) -> tuple[int, int]:
             """Where a box begins, and the bytes of a row there; operands have no gaps."""
             own = operands.get(box.buffer)
-            base = bases[box.rank, box.buffer] if own is None else own.data_ptr()
-            width = buffers[box.buffer][1]
-            return base + (box.r0 * width + box.c0) * item_bytes, width * item_bytes
+            start = base(box) if own is None else own.data_ptr()
+            width = places.plan.buffer(box.buffer).shape[1]
+            return start + (box.r0 * width + box.c0) * item_bytes, width * item_bytes
 
         ready: list[Copy] = []
         for source, target in found(operands):

@@ -15,7 +15,9 @@ from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.peers import Chunk
 from counterpoint.plan.steps import COUNTS
 from counterpoint.runtime.library import Library
-from counterpoint.runtime.rows_of_experts import DISPATCH, Rows, boxes, expert_of, rows_in
+from counterpoint.runtime.routed import boxes as routed_boxes
+from counterpoint.runtime.rows_of_experts import DISPATCH, Rows, expert_of, rows_in
+from counterpoint.runtime.rows_of_experts import boxes as counted_boxes
 from counterpoint.runtime.workspace import Operands, Places
 
 # public since torch 2.10
@@ -51,6 +53,11 @@ def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
         calls.all_to_all(y[: sum(owned)], x, owned, sources)
 
     return run
+
+
+def boxes(bound: BoundStep, places: Places) -> Callable[[Operands], list[tuple[Box, Box]]]:
+    """What a copy step copies in a call, and where it goes; none empty."""
+    return (routed_boxes if bound.step.routed else counted_boxes)(bound, places)
 
 
 def copies(bound: BoundStep, places: Places) -> Action:

@@ -26,12 +26,6 @@ COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {
     "spread": compute.move,  # where there are no routes
     "fold": compute.move,
 }
-ROUTED: dict[str, Callable[[BoundStep, Places], Action]] = {
-    "copy": routed.copy,
-    "exchange": routed.exchange,
-    "spread": routed.spread,
-    "fold": routed.fold,
-}
 
 # where it is noted what ran when; None: nowhere. On GPUs the profiler sees it
 recording: list[Span] | None = None
@@ -67,8 +61,8 @@ class CpuCode:
         self, bound: BoundStep, places: Places, index: int, like: Operands | None
     ) -> list[Action]:
         match bound.step.kind:
-            case kind if bound.step.routed and kind in ROUTED:
-                return [ROUTED[kind](bound, places)]
+            case kind if bound.step.routed and kind in routed.ACTIONS:
+                return [routed.ACTIONS[kind](bound, places)]
             case "barrier":
                 return []
             case "opaque":

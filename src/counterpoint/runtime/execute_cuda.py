@@ -23,6 +23,7 @@ from counterpoint.runtime import (
     driver,
     launch_collective,
     launch_cuda,
+    routed,
 )
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
@@ -229,6 +230,8 @@ def _no_mark(_: str) -> AbstractContextManager[object]:
 def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list[Action]:
     lanes = code.lanes
     match bound.step.kind:
+        case kind if bound.step.routed and kind in routed.ACTIONS:
+            return [routed.ACTIONS[kind](bound, places)]
         case "fused":
             return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
@@ -239,7 +242,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
             return attention.attention_backward(bound, places, code.like)
         case "opaque":
             return [compute.opaque(bound, code.calls)]
-        case "move" | "spread" | "fold":  # routes are refused before
+        case "move" | "spread" | "fold":  # without routes, rows as they are
             return [compute.move(bound, part, places) for part in bound.parts]
         case "collective" if bound.step.arg("transport"):
             return [launch_collective.action(bound, places, tag)]

@@ -1,9 +1,12 @@
-"""Steps that read the operand "routes": rows of tokens, picked, sent and summed. On CPU ranks.
+"""Steps that read the operand "routes": rows of tokens, picked, sent and summed.
 
-Where blocks lie: routes.py. What is picked is a list of rows; what travels has no gaps.
+Where blocks lie, and which rows are in them: routes.py. What travels has no gaps. A spread is one
+gather, a fold one sum, of neighbouring rows at a time; tables are on the host, lists beside x.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,67 +15,128 @@ from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.steps import COUNTS, Region
 from counterpoint.runtime.library import Library
 from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.routes import Routes, routes_of
+from counterpoint.runtime.routes import Blocks, routes_of
 from counterpoint.runtime.rows_of_experts import rows_in
+from counterpoint.runtime.token_sums import Source, sum_rows
 from counterpoint.runtime.wire import wire_of
 from counterpoint.runtime.workspace import Operands, Places
 
 Action = Callable[[Operands], object]
+BY_EXPERT = ("rows", "product")
+
+
+class _Side(NamedTuple):
+    """Blocks that a step reads or writes: neighbouring ones, whole or the same parts of each.
+
+    Args:
+        holder: whose memory it is.
+        ranks: whose blocks.
+        parts: first and last, by first experts, or by experts; None: all.
+    """
+
+    buffer: str
+    holder: int
+    ranks: range
+    parts: tuple[int, int] | None
+
+    def slices(self, blocks: Blocks, operands: Operands) -> list[slice]:
+        """The rows of a call."""
+        if self.buffer in BY_EXPERT:
+            edges, ranks = rows_in(operands[COUNTS]).by_expert[self.holder], blocks.ranks
+            first, last = self.parts or (0, blocks.local)
+            starts = range(first * ranks, last * ranks, ranks)
+            each = [(start + self.ranks.start, start + self.ranks.stop) for start in starts]
+            return _joined([slice(edges[start], edges[stop]) for start, stop in each])
+        if self.parts is None:
+            return [blocks.span(self.buffer, self.holder, self.ranks)]
+        each = (range(rank, rank + 1) for rank in self.ranks)
+        return _joined([blocks.span(self.buffer, self.holder, r, self.parts) for r in each])
+
+    def box(self, blocks: Blocks, operands: Operands, cols: int) -> Box:
+        """The one box that they are."""
+        (rows,) = self.slices(blocks, operands)
+        return Box(self.holder, self.buffer, 0, rows.start, rows.stop, 0, cols)
+
+
+def _joined(slices: list[slice]) -> list[slice]:
+    """Neighbours as one."""
+    found = slices[:1]
+    for rows in slices[1:]:
+        if found[-1].stop == rows.start:
+            found[-1] = slice(found[-1].start, rows.stop)
+        else:
+            found.append(rows)
+    return found
 
 
 class _Step:
-    """A step bound to memory: its blocks, and whole buffers as a call has them."""
+    """A step bound to memory: what it reads and writes, and whole buffers as a call has them."""
 
     def __init__(self, bound: BoundStep, places: Places) -> None:
         self.places, self.step = places, bound.step
         self.p, self.rank = places.plan.problem, places.workspace.rank
-        self.reads = [r for r in bound.step.reads if places.plan.buffer(r.buffer).split]
-        self.pairs = list(zip(self.reads, bound.step.writes, strict=True))
+        reads = [r for r in bound.step.reads if places.plan.buffer(r.buffer).split]
+        self.pairs = [*self._joined_pairs(reads, bound.step.writes)]
 
-    def holder(self, region: Region) -> int:
-        """Whose memory it is."""
-        return self.places.plan.resolve(region.at, self.rank)
+    def _joined_pairs(
+        self, reads: list[Region], writes: tuple[Region, ...]
+    ) -> Iterator[tuple[_Side, _Side]]:
+        """Parts of the same blocks, one behind the other, are one."""
+        each = [(self._side(r), self._side(w)) for r, w in zip(reads, writes, strict=True)]
+        for _, same in groupby(each, lambda pair: [side._replace(parts=None) for side in pair]):
+            first, last = (pair := [*same])[0], pair[-1]
+            sides = [
+                a._replace(parts=_whole(a.parts, b.parts, self.p.experts))
+                for a, b in zip(first, last, strict=True)
+            ]
+            yield sides[0], sides[1]
 
-    def units(self, region: Region, routes: Routes) -> list[int]:
-        """Its blocks."""
-        shards = [self.places.plan.resolve(s, self.rank) for s in region.shards]
-        return routes.units(region.buffer, shards or range(self.p.ranks))
+    def _side(self, region: Region) -> _Side:
+        plan, (i, of) = self.places.plan, region.chunk
+        shards = [plan.resolve(s, self.rank) for s in region.shards] or [0, self.p.ranks - 1]
+        assert of in (1, self.p.experts), "parts of blocks are by expert"
+        parts = (i, i + 1) if of > 1 else None
+        holder = plan.resolve(region.at, self.rank)
+        return _Side(region.buffer, holder, range(min(shards), max(shards) + 1), parts)
 
-    def whole(self, region: Region, operands: Operands) -> Tensor:
-        """All rows of a buffer."""
-        holder = self.holder(region)
-        if holder == self.rank and region.buffer in operands:
-            return operands[region.buffer]
-        buffer = self.places.plan.buffer(region.buffer)
-        rows, cols = buffer.shape
-        memory = self.places.fixed(Box(holder, buffer.name, 0, 0, rows, 0, cols))
+    def whole(self, buffer: str, operands: Operands) -> Tensor:
+        """All rows of a buffer of this rank."""
+        if buffer in operands:
+            return operands[buffer]
+        rows, cols = self.places.plan.buffer(buffer).shape
+        memory = self.places.fixed(Box(self.rank, buffer, 0, 0, rows, 0, cols))
         assert memory is not None, "an operand that a call lacks"
         return memory
 
-    def part(self, region: Region, operands: Operands, routes: Routes) -> Tensor:
+    def part(self, side: _Side, operands: Operands, blocks: Blocks) -> Tensor:
         """The rows of its blocks."""
-        span = routes.span(region.buffer, self.holder(region), self.units(region, routes))
-        return self.whole(region, operands)[span]
-
-    def by_expert(self, region: Region, operands: Operands) -> list[slice]:
-        """The rows of each expert, of the ranks that it names."""
-        edges = rows_in(operands[COUNTS]).by_expert[self.rank]
-        shards = [self.places.plan.resolve(s, self.rank) for s in region.shards]
-        first, last = min(shards), max(shards) + 1
-        starts = range(0, self.p.experts * self.p.ranks, self.p.ranks)
-        return [slice(edges[start + first], edges[start + last]) for start in starts]
+        (rows,) = side.slices(blocks, operands)
+        return self.whole(side.buffer, operands)[rows]
 
 
-def copy(bound: BoundStep, places: Places) -> Action:
-    """Blocks to a neighbour."""
+def _whole(
+    first: tuple[int, int] | None, last: tuple[int, int] | None, experts: int
+) -> tuple[int, int] | None:
+    """Parts from one to another; None: all of them."""
+    if first is None or last is None or (first[0], last[1]) == (0, experts):
+        return None
+    return first[0], last[1]
+
+
+def boxes(bound: BoundStep, places: Places) -> Callable[[Operands], list[tuple[Box, Box]]]:
+    """What a copy step copies in a call, and where it goes; none empty."""
     step = _Step(bound, places)
+    cols = [places.plan.buffer(source.buffer).shape[1] for source, _ in step.pairs]
 
-    def run(operands: Operands) -> None:
-        routes = routes_of(operands, step.p.ranks)
-        for source, target in step.pairs:
-            step.part(target, operands, routes).copy_(step.part(source, operands, routes))
+    def found(operands: Operands) -> list[tuple[Box, Box]]:
+        blocks = routes_of(operands).blocks
+        pairs = [
+            (source.box(blocks, operands, n), target.box(blocks, operands, n))
+            for (source, target), n in zip(step.pairs, cols, strict=True)
+        ]
+        return [(source, target) for source, target in pairs if source.r0 < source.r1]
 
-    return run
+    return found
 
 
 def exchange(bound: BoundStep, places: Places) -> Action:
@@ -84,9 +148,9 @@ def exchange(bound: BoundStep, places: Places) -> Action:
     awaited = Awaited(plan.problem.op, deed, bound.step.name)
 
     def run(operands: Operands) -> None:
-        routes = routes_of(operands, step.p.ranks)
-        sent, kept = (step.part(region, operands, routes) for region in (source, target))
-        wire.exchange(sent, to, kept, sender, awaited)
+        blocks = routes_of(operands).blocks
+        sent, kept = (step.part(side, operands, blocks) for side in (source, target))
+        wire.exchange([(sent, to)], [(kept, sender)], awaited)
 
     return run
 
@@ -97,10 +161,9 @@ def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
     ((source, target),) = step.pairs
 
     def run(operands: Operands) -> None:
-        routes = routes_of(operands, step.p.ranks)
-        gives, gets = (routes.sizes(r.buffer, step.rank) for r in (source, target))
-        sent, kept = (step.part(region, operands, routes) for region in (source, target))
-        calls.all_to_all(kept, sent, gets, gives)
+        blocks = routes_of(operands).blocks
+        sent, kept = (step.part(side, operands, blocks) for side in (source, target))
+        calls.all_to_all(kept, sent, blocks.rows(target.buffer), blocks.rows(source.buffer))
 
     return run
 
@@ -108,19 +171,14 @@ def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
 def spread(bound: BoundStep, places: Places) -> Action:
     """Rows again for each place that they go to."""
     step = _Step(bound, places)
-    source, target = step.pairs[0]
 
     def run(operands: Operands) -> None:
-        routes = routes_of(operands, step.p.ranks)
-        x, y = (step.whole(region, operands) for region in (source, target))
-        if target.buffer == "rows":
-            slots = routes.slots
-            for rows in step.by_expert(target, operands):
-                torch.index_select(x, 0, slots[rows], out=y[rows])
-            return
-        for unit in step.units(target, routes):
-            rows = routes.span(target.buffer, step.rank, [unit])
-            torch.index_select(x, 0, routes.picked(target.buffer, unit), out=y[rows])
+        routes = routes_of(operands)
+        for source, target in step.pairs:
+            x, y = (step.whole(side.buffer, operands) for side in (source, target))
+            picked = routes.list(target.buffer)
+            for rows in target.slices(routes.blocks, operands):
+                torch.index_select(x, 0, picked[rows], out=y[rows])
 
     return run
 
@@ -131,30 +189,26 @@ def fold(bound: BoundStep, places: Places) -> Action:
     first, target = step.pairs[0]
 
     def run(operands: Operands) -> None:
-        routes = routes_of(operands, step.p.ranks)
-        y, start = step.whole(target, operands), 0
-        if target.buffer != "y":
-            span = routes.span(target.buffer, step.rank, step.units(target, routes))
-            y, start = y[span], span.start
-        total = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
-        for source, index, weights in _summed(step, first, operands, routes):
-            rows = source.float() if weights is None else source.float() * weights[:, None]
-            total.index_add_(0, index - start, rows)
-        y.copy_(total)
+        blocks, _ = routes = routes_of(operands)
+        y, source = step.whole(target.buffer, operands), step.whole(first.buffer, operands)
+        index, start, more = routes.list(target.buffer), 0, None
+        if target.buffer == "y":
+            if first.buffer == "parts":  # of this island, beside what others have summed
+                source, start = source[blocks.mine("parts")], blocks.mine("back").start
+                more = Source(step.whole("got", operands), routes.list("far"))
+            sum_rows(y, Source(source, index, start), more)
+            return
+        weights = None
+        if target.buffer == "sums":
+            source, weights = source[: len(routes.list("rows"))], operands.get("weights")
+        for rows in target.slices(blocks, operands):
+            sum_rows(y[rows], Source(source, index[rows], 0, weights))
 
     return run
 
 
-def _summed(
-    step: _Step, first: Region, operands: Operands, routes: Routes
-) -> Sequence[tuple[Tensor, Tensor, Tensor | None]]:
-    """What a fold adds, in order: rows, where they go, and their weights."""
-    if first.buffer == "product":
-        x, slots, weights = step.whole(first, operands), routes.slots, operands.get("weights")
-        return [(x[rows], slots[rows], None if weights is None else weights[rows])
-                for rows in step.by_expert(first, operands)]  # fmt: skip
-    return [
-        (step.whole(region, operands)[routes.span(region.buffer, step.rank, [unit])],
-         routes.picked(region.buffer, unit), None)
-        for region in step.reads for unit in step.units(region, routes)
-    ]  # fmt: skip
+ACTIONS: dict[str, Callable[[BoundStep, Places], Action]] = {
+    "exchange": exchange,
+    "spread": spread,
+    "fold": fold,
+}

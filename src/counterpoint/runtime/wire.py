@@ -1,4 +1,4 @@
-"""What goes between islands: a block to one rank, and a block from another, in one exchange.
+"""What goes between islands: blocks to some ranks, and blocks from some, in one exchange.
 
 A transport of its own has to do no more than `Wire.exchange`. It is called by one lane of each
 rank, in the same order on all of them, and has to
@@ -13,7 +13,7 @@ of the user's comes between; on CPU ranks gloo's.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,18 +26,18 @@ from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited, Late
 from counterpoint.runtime.workspace import Workspace
 
+Messages = Sequence[tuple[Tensor, int]]  # each with a rank of the group
+
 
 class Wire(Protocol):
     """A transport between islands."""
 
-    def exchange(
-        self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
-    ) -> None:  # fmt: skip
-        """Send one block and receive another; tensors without gaps.
+    def exchange(self, sent: Messages, kept: Messages, awaited: Awaited) -> None:
+        """Send blocks and receive others, all at a time; tensors without gaps.
 
         Args:
-            sent: for rank `to` of the group; where it is empty nothing goes there.
-            kept: what rank `source` sends, of as many bytes.
+            sent: with whom each is for; where it is empty nothing goes there.
+            kept: with who sends it, as many bytes.
             awaited: for errors.
 
         Raises:
@@ -64,7 +64,7 @@ class Nccl:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._ranks = dist.get_process_group_ranks(workspace.group)
-        self._known: dict[tuple[Awaited, int, int], int] = {}
+        self._known: dict[tuple[Awaited, *tuple[int, ...]], int] = {}
         # how many exchanges there were, and which one is the last; of those begun, of those ended
         self._count = torch.zeros(2, dtype=torch.int64, device=workspace.device)
         self._words = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
@@ -84,16 +84,15 @@ class Nccl:
         word = torch.zeros(2, device=self._workspace.device)
         awaited = Awaited("counterpoint", "connect islands", "wire")
         for d in range(size, ranks, size):
-            self.exchange(word[:1], (rank + d) % ranks, word[1:], (rank - d) % ranks, awaited)
+            sent, kept = (word[:1], (rank + d) % ranks), (word[1:], (rank - d) % ranks)
+            self.exchange([sent], [kept], awaited)
 
-    def exchange(
-        self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
-    ) -> None:  # fmt: skip
+    def exchange(self, sent: Messages, kept: Messages, awaited: Awaited) -> None:
+        whom = (awaited, *(rank for _, rank in (*sent, *kept)))
         self._count[:1].add_(1)
-        self._count[1:].fill_(self._known.setdefault((awaited, to, source), len(self._known)))
+        self._count[1:].fill_(self._known.setdefault(whom, len(self._known)))
         self._words[0].copy_(self._count, non_blocking=True)
-        both = ((dist.isend, sent, to), (dist.irecv, kept, source))
-        ops = [dist.P2POp(op, t, self._ranks[r], self._group) for op, t, r in both if t.numel()]
+        ops = [dist.P2POp(op, t, self._ranks[r], self._group) for op, t, r in _works(sent, kept)]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
         self._words[1].copy_(self._count, non_blocking=True)
@@ -118,22 +117,18 @@ class Gloo:
         self._workspace = workspace
         self._ranks = dist.get_process_group_ranks(workspace.group)
 
-    def exchange(
-        self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
-    ) -> None:  # fmt: skip
-        group, board = self._workspace.group, self._workspace.board
-        # receive first: gloo tells the other end that it may send, in line with what is sent:
-        # behind a block of ours, one direction would go after the other
-        try:
-            both = ((dist.irecv, kept, source), (dist.isend, sent, to))
-            works = [(op(t, self._ranks[r], group), r) for op, t, r in both if t.numel()]
-        except RuntimeError as error:
-            raise board.fail(self._broken(error, source, awaited)) from None
+    def exchange(self, sent: Messages, kept: Messages, awaited: Awaited) -> None:
+        group, board, works = self._workspace.group, self._workspace.board, list[_Work]()
+        for op, block, rank in _works(sent, kept):
+            try:
+                works.append((op(block, self._ranks[rank], group), rank))
+            except RuntimeError as error:
+                raise board.fail(self._broken(error, rank, awaited)) from None
         # a little longer than the wait below, which can say more
         waited = _Waited(works, timedelta(seconds=board.timeout_s + 1))
         late = Late(board, awaited)
         while not waited.done.is_set():
-            late.wait(source, waited.done)
+            late.wait(waited.rank, waited.done)
         late.end()
         if waited.failed is not None:
             raise board.fail(self._broken(*waited.failed, awaited))
@@ -161,16 +156,34 @@ def not_exchanged(
     )
 
 
-class _Waited:
-    """Works of gloo that a thread waits for: done, or the first that failed and whom it is with."""
+_Work = tuple[Any, int]  # of gloo, and whom it is with
 
-    def __init__(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> None:
-        self.done, self.failed = threading.Event(), None
+
+def _works(sent: Messages, kept: Messages) -> list[tuple[Callable[..., Any], Tensor, int]]:
+    """What is received and sent, as torch.distributed has it: of nothing nothing.
+
+    Receives first: gloo tells the other end that it may send, in line with what is sent; behind a
+    block of ours, one direction would go after the other.
+    """
+    both = ((dist.irecv, kept), (dist.isend, sent))
+    return [(op, t, rank) for op, blocks in both for t, rank in blocks if t.numel()]
+
+
+class _Waited:
+    """Works of gloo that a thread waits for: done, or the first that failed and whom it is with.
+
+    Attributes:
+        rank: whose is waited for.
+    """
+
+    def __init__(self, works: Sequence[_Work], timeout: timedelta) -> None:
+        self.done, self.failed, self.rank = threading.Event(), None, works[0][1] if works else 0
         self._works, self._timeout = works, timeout
         threading.Thread(target=self._wait, name="counterpoint-wire", daemon=True).start()
 
     def _wait(self) -> None:
         for work, rank in self._works:
+            self.rank = rank
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:

@@ -1,0 +1,64 @@
+"""Experts of tokens, and what a layer of them is by definition: for tests of experts by routes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import counterpoint as cp
+
+LOCAL, TOP = 2, 3  # experts of a rank, and of a token
+CHOICES = ("uniform", "skewed", "first island", "last rank")
+
+
+def chosen(name: str, rank: int, ranks: int, tokens: int, local: int = LOCAL) -> Tensor:
+    """Experts of each token, [tokens, TOP].
+
+    Args:
+        name: one of CHOICES, or "zipf".
+        local: experts of a rank.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    experts = ranks * local
+    if name == "uniform":
+        return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP]
+    if name == "zipf":
+        share = (1 / torch.arange(1, experts + 1)).expand(max(tokens, 1), -1)
+        return torch.multinomial(share, TOP, generator=generator)[:tokens]
+    if name == "skewed":  # some experts have most rows, and tokens the same one twice
+        draw = torch.rand(tokens, TOP, generator=generator) ** 4
+        return (draw * experts).long()
+    first = {"first island": 0, "last rank": experts - local}[name]
+    few = torch.randint(local, (tokens, TOP), generator=generator)
+    return first + few
+
+
+def layer(
+    x: Tensor, up: Tensor, down: Tensor, routes: cp.Routes, plan: str, group: Any = None
+) -> Tensor:  # fmt: skip
+    """Ours."""
+    h = cp.all_to_all_matmul(x, up, counts=routes, plan=plan, group=group)
+    return cp.matmul_all_to_all(torch.tanh(h), down, counts=routes, plan=plan, group=group)
+
+
+def by_torch(x: Tensor, ups: Tensor, downs: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """The same of one rank's tokens, with the experts of all."""
+    each = torch.einsum("tk,tjkh->tjh", x, ups[experts]).tanh()
+    return (torch.einsum("tjh,tjhn->tjn", each, downs[experts]) * weights[..., None]).sum(1)
+
+
+def weights_by_row(
+    rank: int, ranks: int, lists: list[Tensor], weights: list[Tensor]
+) -> list[float]:  # fmt: skip
+    """Those of a rank's rows: by expert, then source, then first expert here, then token.
+
+    Args:
+        lists, weights: experts of all ranks' tokens, and their weights.
+    """
+    found: list[float] = []
+    for e in range(rank * LOCAL, (rank + 1) * LOCAL):
+        for experts, each in zip(lists, weights, strict=True):
+            here = torch.where(experts // LOCAL == rank, experts, ranks * LOCAL)
+            order = here.amin(1).sort(stable=True).indices
+            found += each[order][experts[order] == e].tolist()
+    return found
