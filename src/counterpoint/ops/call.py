@@ -27,6 +27,7 @@ from counterpoint.runtime.attention import made_whole
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.scaled import FP8
 from counterpoint.runtime.workspace import Operands, Workspace, workspace_of, workspaces
 
 # both private, and asked at each call: a feature test holds them
@@ -62,12 +63,14 @@ class Output:
         shape: -1 rows are as many as a call says, see `Ready`; such results are the last ones.
         transposed: whether it is stored so.
         spare: a fused step may leave it out; it has no columns then.
+        dtype: None: of the first tensor.
     """
 
     name: str
     shape: Shape
     transposed: bool = False
     spare: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,12 @@ class Ready:
         made = _made(code)
         fused = code is not None and any(s.kind == "fused" for s in code.program.plan.steps)
         self.outputs = [
-            (out.name, (*out.shape[:-1], 0) if fused and out.spare else out.shape, out.transposed)
+            (
+                out.name,
+                (*out.shape[:-1], 0) if fused and out.spare else out.shape,
+                out.transposed,
+                out.dtype,
+            )
             for out in outputs
             if out.name not in made
         ]
@@ -175,11 +183,13 @@ class Ready:
             operands[name] = form(tensor) if form else tensor
         like: Any = tensors[self.inputs[0][0]]
         results: list[Tensor] = []
-        for name, shape, transposed in self.outputs:
+        for name, shape, transposed, dtype in self.outputs:
             if shape[0] < 0:  # a step may put another tensor in its place
                 operands[name] = like.new_empty(room, shape[1])
                 continue
-            y: Tensor = like.new_empty(shape[::-1]).t() if transposed else like.new_empty(shape)
+            stored = shape[::-1] if transposed else shape
+            y: Tensor = like.new_empty(stored, dtype=dtype)
+            y = y.t() if transposed else y
             operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
             results.append(y)
         if self.code is not None:
@@ -440,10 +450,14 @@ def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
         return lambda t: t.contiguous().view(1, -1)
     if given.form == "heads":
         return lambda t: t.contiguous().flatten(1)
+    if tensor.dim() == 1:  # the one scale of a tensor
+        return lambda t: t.view(1, 1)
     if given.form == "rows":
         if not tensor.is_contiguous():
             return lambda t: t.contiguous().flatten(0, -2)
         return None if tensor.dim() == 2 else lambda t: t.flatten(0, -2)
+    if tensor.dtype in FP8:
+        return None if tensor.t().is_contiguous() else lambda t: t.t().contiguous().t()
     # as the matmul library takes it: one of the two dims without gaps
     row_stride, col_stride = tensor.stride()
     plain = (col_stride == 1 and row_stride >= tensor.shape[1]) or (

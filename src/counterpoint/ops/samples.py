@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.ops.call import Operator, prepare
+from counterpoint.plan.scaled import operands_of
 from counterpoint.problem import Problem
 
 L2_ROTATIONS = 4  # of weights, between two uses of one
@@ -74,7 +75,7 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
 
     Weights are the transposed views that a torch.nn.Linear gives.
     """
-    buffers = {b.name: b for b in problem.operation.operands(problem)}
+    buffers = {b.name: b for b in operands_of(problem)}
     found: list[Tensor | None] = []
     for given in operator_of(problem.op).inputs:
         buffer = buffers.get(given.name)

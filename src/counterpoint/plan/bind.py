@@ -131,6 +131,8 @@ class _Binder:
             return tuple(merged(parts, set()))  # also a rank without tables
         # the weight of a matmul and the bias serve every part; all other boxes go on with it
         shared = {1} if step.kind == "matmul" else set[int]()
+        if scales := step.arg("scales"):
+            shared |= {3} if scales != "tensor" else {2, 3}
         if step.arg("bias"):
             shared.add(len(reads) - 1)
         return tuple(merged([p for p in parts if not p.write.empty], shared))
@@ -176,6 +178,9 @@ class _Binder:
                         x = x[::-1]
                     ok = (x[0], w[1]) == want and x[1] == w[0]
                     rest = shapes[2:]
+                    if scales := step.arg("scales"):
+                        ok = ok and rest[0][0] == (1 if scales == "tensor" else x[0])
+                        rest = rest[2:]
                 case _:
                     ok, rest = True, shapes
             if step.arg("bias"):

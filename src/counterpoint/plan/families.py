@@ -15,6 +15,7 @@ from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.names import COMPUTE
 from counterpoint.plan.operation import Family, Options, operation_of
+from counterpoint.plan.scaled import scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
@@ -55,7 +56,7 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
         raise InputError(problem.op, "plan", want=want, got=repr(spec), fix="use ring")
     if want := family.refusal(problem):
         raise InputError(problem.op, "plan", want=f"for {want}", got=repr(spec))
-    plan = family.build(problem, options, where)
+    plan = scaled(family.build(problem, options, where))
     return lane_for_each_peer(plan) if where.link.topology == "mesh" else plan
 
 
@@ -87,7 +88,7 @@ def alone(problem: Problem) -> Plan:
     """A group of one rank: plain matmuls, whatever family was asked for."""
     operation = problem.operation
     operands, steps = operation.operands(problem), operation.alone(problem)
-    return Plan(problem, "serial", "", "ring", operands, (COMPUTE,), steps)
+    return scaled(Plan(problem, "serial", "", "ring", operands, (COMPUTE,), steps))
 
 
 def _is_number(text: str) -> bool:

@@ -168,4 +168,5 @@ OPERATION = Operation(
     shares_rows=False,
     fused_s=fused_sum.seconds,
     rule=_rule,
+    scales=True,
 )  # fmt: skip

@@ -220,4 +220,5 @@ OPERATION = Operation(
     moved=lambda p: (0, p.n),
     overlapped=_overlapped,
     rule=_rule,
+    scales=True,
 )  # fmt: skip
