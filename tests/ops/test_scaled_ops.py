@@ -171,7 +171,7 @@ def wrong_calls(x: cp.Scaled, w: cp.Scaled) -> list[tuple[str, Any, Any, dict[st
          cp.Scaled(x.data.to(E5M2), x.scale.expand(4, 2)),
          cp.Scaled(w.data, w.scale[:, :1].expand(2, 1)), {}),
         ("x must be without requires_grad: fp8 operands have no gradient, got a tensor that "
-         "requires one; take fp8= of the layers of counterpoint.nn, or detach it",
+         "requires one; take the layers of counterpoint.nn and to_fp8, or detach it",
          cp.Scaled(x.data.clone().requires_grad_(), x.scale), w, {}),
         ("w.scale must be without requires_grad",
          x, cp.Scaled(w.data, w.scale.clone().requires_grad_()), {}),

@@ -29,7 +29,7 @@ class Scaled(NamedTuple):
 
     Scales of a gathered x travel with its rows. Results are bf16, accumulated in fp32; partial
     results of a sum over ranks travel in bf16, are summed in fp32 and rounded once. Has no
-    gradient: see `fp8=` of the layers in `counterpoint.nn`. On CPU ranks x and w are multiplied in
+    gradient: see `counterpoint.nn.to_fp8`. On CPU ranks x and w are multiplied in
     fp32.
 
     Args:
@@ -138,7 +138,7 @@ def _check(
     given = (("x", x), ("w", w), ("bias", bias), ("x.scale", x_scale), ("w.scale", w_scale))
     for name, tensor in given if torch.is_grad_enabled() else ():
         if tensor is not None and tensor.requires_grad:
-            fix = "take fp8= of the layers of counterpoint.nn, or detach it"
+            fix = "take the layers of counterpoint.nn and to_fp8, or detach it"
             want = "without requires_grad: fp8 operands have no gradient"
             raise InputError(op, name, want=want, got="a tensor that requires one", fix=fix)
 
