@@ -26,9 +26,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import counterpoint as cp
+from counterpoint.ops.samples import sample_of
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
+from counterpoint.runtime import scaled
 
 # all of opcheck but "test_schema": torch compares no two fp8 tensors
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -223,3 +225,38 @@ def test_what_stands_there_is_each_number_times_its_scale():
     scale = torch.tensor([[2.0, 3.0]])
     want = data.double() * torch.cat([torch.full((128,), 2.0), torch.full((128,), 3.0)])
     assert torch.equal(exact(cp.Scaled(data, scale)), want)
+
+
+@on_ranks(2)
+def test_random_calls_by_a_problem_alone(rank: int, ranks: int):
+    """What is tuned and compared: operands that the problem says, called by a plan."""
+    for op in (AG, RS, AR):
+        for kind in KINDS:
+            problem = Problem(op, 8, 48, 256, ranks, scales=kind, x_dtype="float8_e4m3fn")
+            sample = sample_of(problem, world(), device())
+            (y,) = sample.call("shard_p2p")(0)  # type: ignore[misc]
+            assert y.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "said"),
+    [
+        ((8, 0), "row", "op: fp8 needs an NVIDIA GPU of compute capability 8.9 or later, this one "
+         "is 8.0; use bf16"),
+        ((10, 0), "block", "op: scales of blocks need a GPU of compute capability 9.0, this one is "
+         "10.0; use scales of rows"),
+        ((9, 0), "block", ""),
+        ((8, 9), "tensor", ""),
+    ],
+)  # fmt: skip
+def test_a_gpu_without_fp8_is_refused_when_a_plan_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str, said: str
+):
+    name = "{}.{}".format(*capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(scaled, "capability_of", lambda _: name)
+    if not said:
+        assert callable(scaled.multiply_of("op", kind, torch.device("cuda")))
+        return
+    with pytest.raises(cp.UnsupportedError, match=re.escape(said)):
+        scaled.multiply_of("op", kind, torch.device("cuda"))

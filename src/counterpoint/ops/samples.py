@@ -15,6 +15,7 @@ from torch import Tensor
 
 from counterpoint.ops.call import Operator, prepare
 from counterpoint.plan.scaled import operands_of
+from counterpoint.plan.steps import SCALE
 from counterpoint.problem import Problem
 
 L2_ROTATIONS = 4  # of weights, between two uses of one
@@ -87,7 +88,8 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
         is_weight = given.name == "w"
         tensor = torch.randn(shape[::-1] if is_weight else shape, device=device).to(dtype)
         tensor = tensor.t() if is_weight else tensor
-        found.append(tensor.view(-1) if given.form == "row" else tensor)
+        one = problem.scales == "tensor" and given.name.endswith(SCALE)
+        found.append(tensor.view(-1) if given.form == "row" or one else tensor)
     return found
 
 
