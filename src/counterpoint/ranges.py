@@ -4,9 +4,9 @@ A class of facts says by its annotations what kind its fields are; RANGES says h
 may be. What is wrong with a value is so found in one way, whether it was passed or read in a file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import cache
+from functools import cache, partial
 from operator import index
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -160,58 +160,93 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 
 def misfit(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | None:
     """What is wrong with a value of that annotation and range; None: nothing."""
+    found = _checker(hint, limits)(value)
+    return found and found._replace(where=f"{where}{found.where}".removeprefix("."))
+
+
+Checker = Callable[[Any], Misfit | None]  # whose `where` goes on from that of the value
+
+
+def _checker(hint: Any, limits: Range | None) -> Checker:
+    """What finds a misfit. No cache: compilers trace this, and warn of one."""
     if hint is int or hint is float:
-        number = isinstance(value, int if hint is int else int | float)
-        good = number and not isinstance(value, bool)
-        if not good or (limits and not limits.low <= value <= limits.high):  # NaN is neither
-            fix = limits.fix if good and limits else ""
-            return _wrong(where, hint, limits, value)._replace(fix=fix)
-        return None
-    # no cache: compilers trace this, and warn of one
+        return partial(_number_misfit, hint, limits)
     origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        found: list[Misfit] = []
-        for choice in args:
-            wrong = misfit(value, choice, limits, where)
-            if wrong is None:
-                return None
-            found.append(wrong)
-        # of a tuple that is one but for an element, that element
-        inner = next((f for f in found if f.where != where), None)
-        return inner or Misfit(where, " or ".join(f.want for f in found), _shown(value))
     if origin is Literal:
-        good = any(type(value) is type(choice) and value == choice for choice in args)
-        return None if good else _wrong(where, hint, limits, value)
+        return partial(_literal_misfit, hint)
+    if origin in (Union, UnionType):
+        each = [_checker(kind, limits) for kind in args]
+        return partial(_union_misfit, each, NoneType in args)
     if origin in (tuple, Sequence):
-        return _misfit_of_tuple(value, hint, limits, where)
-    if is_dataclass(hint):
-        if type(value) is not hint:
-            return _wrong(where, hint, limits, value)
-        dot = f"{where}." if where else ""
-        for name, kind in hints_of(hint).items():
-            of = RANGES.get(f"{type(value).__name__}.{name}")
-            if wrong := misfit(getattr(value, name), kind, of, dot + name):
-                return wrong
+        several = args[-1:] == (Ellipsis,)
+        each = [_checker(kind, limits) for kind in args[: len(args) - several]]
+        return partial(_tuple_misfit, hint, each, several)
+    kind: Any = hint
+    return partial(_facts_misfit if is_dataclass(hint) else _other_misfit, kind)
+
+
+def _number_misfit(hint: type, limits: Range | None, value: Any) -> Misfit | None:
+    number = isinstance(value, int if hint is int else int | float)
+    good = number and not isinstance(value, bool)
+    if good and (limits is None or limits.low <= value <= limits.high):  # NaN is neither
         return None
-    return None if isinstance(value, hint) else _wrong(where, hint, limits, value)
+    fix = limits.fix if good and limits else ""
+    return Misfit("", _wanted(hint, limits), _shown(value), fix)
 
 
-def _misfit_of_tuple(value: Any, hint: Any, limits: Range | None, where: str) -> Misfit | None:
-    args = get_args(hint)
+def _literal_misfit(hint: Any, value: Any) -> Misfit | None:
+    good = any(type(value) is type(choice) and value == choice for choice in get_args(hint))
+    return None if good else _wrong(hint, value)
+
+
+def _union_misfit(choices: Sequence[Checker], optional: bool, value: Any) -> Misfit | None:
+    if optional and value is None:
+        return None
+    found: list[Misfit] = []
+    for choice in choices:
+        wrong = choice(value)
+        if wrong is None:
+            return None
+        found.append(wrong)
+    # of a tuple that is one but for an element, that element
+    inner = next((f for f in found if f.where), None)
+    return inner or Misfit("", " or ".join(f.want for f in found), _shown(value))
+
+
+def _tuple_misfit(hint: Any, each: Sequence[Checker], several: bool, value: Any) -> Misfit | None:
     if not isinstance(value, tuple):
-        return _wrong(where, hint, limits, value)
+        return _wrong(hint, value)
     items: tuple[Any, ...] = value
-    kinds = args[:1] * len(items) if args[-1:] == (Ellipsis,) else args
-    if len(kinds) != len(items):
-        return _wrong(where, hint, limits, items)
-    for i, (item, kind) in enumerate(zip(items, kinds, strict=True)):
-        if wrong := misfit(item, kind, limits, f"{where}[{i}]"):
-            return wrong
+    if not several and len(items) != len(each):
+        return _wrong(hint, items)
+    for i, item in enumerate(items):
+        if wrong := each[0 if several else i](item):
+            return wrong._replace(where=f"[{i}]{wrong.where}")
     return None
 
 
-def _wrong(where: str, hint: Any, limits: Range | None, value: object) -> Misfit:
-    return Misfit(where, _wanted(hint, limits), _shown(value))
+def _facts_misfit(hint: type, value: object) -> Misfit | None:
+    if type(value) is not hint:
+        return _wrong(hint, value)
+    for name, checker in _fields(hint):
+        if wrong := checker(getattr(value, name)):
+            return wrong._replace(where=f".{name}{wrong.where}")
+    return None
+
+
+@cache
+def _fields(kind: type) -> tuple[tuple[str, Checker], ...]:
+    """Of a class of facts."""
+    ranges = ((name, RANGES.get(f"{kind.__name__}.{name}")) for name in hints_of(kind))
+    return tuple((name, _checker(hints_of(kind)[name], limits)) for name, limits in ranges)
+
+
+def _other_misfit(hint: type, value: object) -> Misfit | None:
+    return None if isinstance(value, hint) else _wrong(hint, value)
+
+
+def _wrong(hint: Any, value: object) -> Misfit:
+    return Misfit("", _wanted(hint, None), _shown(value))
 
 
 def _wanted(hint: Any, limits: Range | None) -> str:

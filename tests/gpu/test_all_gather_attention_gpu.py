@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_bodies import mine, whole, wrong
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
@@ -166,6 +168,36 @@ def test_the_library_takes_the_log_sum_exp_of_more_keys(gpus, library, causal, k
     grads = zip(library.backward(half, causal, scale), plain.backward(half, causal, scale),
                 strict=True)  # fmt: skip
     assert max(relative_error(got, each) for got, each in grads) < 2e-2
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_gradients_are_right_beside_those_of_torch_s_own_attention(gpus, ours_first):
+    """Which has a dy of other strides for the same q, k and v, and one cache of cuDNN's graphs."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("cuDNN's attention is for Hopper and later")
+    draw = torch.Generator("cuda").manual_seed(3)
+    heads, rows, dim, scale = 4, 384 if ours_first else 256, 128, 128**-0.5
+    q, k, v, dy = (
+        torch.randn(rows, heads, dim, device="cuda", generator=draw)
+        .bfloat16()
+        .transpose(0, 1)[None]
+        for _ in range(4)
+    )
+    y, lse = CuDNN().forward(q, k, v, True, scale)
+    want = Formula().backward(Given(q, k, v, dy, y, lse), True, scale)
+
+    def by_ours():
+        return CuDNN().backward(Given(q, k, v, dy, y, lse), True, scale)
+
+    def by_torch():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = scaled_dot_product_attention(*leaves, is_causal=True, scale=scale)
+            return torch.autograd.grad(out, leaves, dy.contiguous())
+
+    for way in (by_ours, by_torch) if ours_first else (by_torch, by_ours):
+        for got, each in zip(way(), want, strict=True):
+            assert relative_error(got, each) < 2e-2, way
 
 
 def test_hopper_takes_cudnn(gpus):

@@ -1,5 +1,7 @@
 """What the library relies on beyond torch's public API: one test each, first in `make gpu`."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 import triton
@@ -25,6 +27,20 @@ def test_symmetric_memory_reaches_every_peer(gpus):
     want = torch.arange(1, world + 1, device=gpus, dtype=torch.uint8)
     assert torch.equal(memory.local().view(world, 4096).amin(1), want)
     assert torch.equal(memory.local().view(world, 4096).amax(1), want)
+
+
+def test_a_tensor_keeps_its_memory_alive(gpus):
+    """As outputs that peers have written do, whoever still holds what allocated them."""
+    memory = allocate(1 << 25, dist.group.WORLD, gpus)
+    mine = memory.local().view(torch.int32)[:1000]
+    mine.fill_(7)
+    dist.barrier()  # no peer opens it any more
+    del memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.full((1 << 25,), 1, dtype=torch.int32, device=gpus)
+    torch.cuda.synchronize()
+    assert (mine == 7).all() and (others == 1).all()
 
 
 def test_matmul_accumulates_bf16_products_in_fp32(gpus):

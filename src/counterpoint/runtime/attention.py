@@ -22,6 +22,7 @@ MERGED_ROWS = 32  # of one program
 ROWS_APART = 128  # queries at a time are a multiple of it: tiles of the library's kernels are
 # at least so many, two tiles for each SM at 32 heads; and so many elements of a result
 LEAST_ROWS, MOST_ELEMENTS = 1024, 1 << 23
+BATCH_STRIDE = 8 * 1_000_003  # that no tensor of a user's has: see CuDNN.backward
 
 
 class Library(Protocol):
@@ -62,8 +63,15 @@ class CuDNN:
         return y, lse.view(q.shape[1:3])
 
     def backward(self, given: Given, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Library`."""
+        """See `Library`.
+
+        Torch 2.11 keeps cuDNN's gradient graph by the shapes and strides of q, k and v alone, and
+        uses it again for a dy of other strides, whose gradient is then wrong. All of ours have the
+        same strides for the same q; of the user's own attention a batch stride keeps ours apart,
+        which addresses nothing in a batch of one.
+        """
         q, k, v, dy, y, lse = given
+        q = q.as_strided(q.shape, (BATCH_STRIDE, *q.stride()[1:]))
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that is none
         return aten._scaled_dot_product_cudnn_attention_backward(
             dy, q, k, v, y, lse[None, :, :, None], seed, seed, None, None, None,

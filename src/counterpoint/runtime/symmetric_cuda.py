@@ -54,12 +54,14 @@ def allocate_cuda(
                 )
 
         handle: Any = None
-        buffers = [NOT_HERE] * len(reports)
+        buffers: list[Any] = [NOT_HERE] * len(reports)
         problem = ""
         try:
             handle = symmetric_memory.rendezvous(buffer, _group_of(group, mates).group_name)
             for i, rank in enumerate(mates):
                 buffers[rank] = handle.get_buffer(i, (num_bytes,), torch.uint8)
+            # a tensor of the handle does not keep memory alive, as the one that made it does
+            buffers[dist.get_rank(group)] = buffer
         except RuntimeError as error:
             problem = str(error)
         # also the barrier that tells each rank that its peers' buffers are open
