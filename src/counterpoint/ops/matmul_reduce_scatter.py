@@ -216,9 +216,9 @@ def operator_of_sum(count: int) -> Operator:
 
 def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
-    *scales: Tensor | None,
+    plan: str, rows: list[int], group_name: str, *rest: Any,
 ) -> Tensor:  # fmt: skip
+    _, _, *scales = rest  # behind size and rank
     (y,) = call.run(OPERATOR, (x, w, bias, *(scales or NO_SCALES)), plan, rows, group_name)
     return y
 
@@ -226,9 +226,9 @@ def _run(
 # size and rank are arguments: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
-    *scales: Tensor | None,
+    plan: str, rows: list[int], group_name: str, *rest: Any,
 ) -> Tensor:  # fmt: skip
+    group_size, rank, *_ = rest
     return x.new_empty(_kept(x, rows, group_size, rank, w.shape[1]), dtype=scaled.result_of(x))
 
 

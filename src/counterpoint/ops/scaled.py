@@ -32,7 +32,7 @@ class Scaled(NamedTuple):
     gradient: see `counterpoint.nn.to_fp8`. On CPU ranks x and w are multiplied in
     fp32.
 
-    Args:
+    Attributes:
         data: x: float8_e4m3fn, or, not with scales of blocks, float8_e5m2. w: float8_e4m3fn
             [K, N], stored column by column, as `weight.t()` is; else it is copied first. K and N
             are multiples of 16.

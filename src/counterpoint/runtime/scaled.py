@@ -53,13 +53,13 @@ def multiply_of(op: str, scales: str, device: torch.device) -> Multiply:
         return by_reference
     if torch.version.hip or torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         what = f"{op}: fp8 needs an NVIDIA GPU of compute capability 8.9 or later"
-        raise UnsupportedError(f"{what}, this one is {capability_of(device)}; use bf16")
+        raise UnsupportedError(f"{what}, this one is {capability_of(device)}")
     if scales != "block":
         return _whole
     if capability_of(device) not in BLOCK_CAPABILITIES:
         known = ", ".join(BLOCK_CAPABILITIES)
         what = f"{op}: scales of blocks need a GPU of compute capability {known}"
-        raise UnsupportedError(f"{what}, this one is {capability_of(device)}; use scales of rows")
+        raise UnsupportedError(f"{what}, this one is {capability_of(device)}")
     return _blocks
 
 
