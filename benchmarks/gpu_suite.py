@@ -27,7 +27,7 @@ from typing import IO, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 TESTS, CHARACTERIZE, SANITIZE = "tests", "characterize", "sanitize"
 # of the tests, LANES files at a time where they may share the GPUs; of one file; of what is in full
-TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 315, 300, 40, 560
+TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 310, 300, 40, 560
 SANITIZE_S = 480
 START_S = 15  # of the processes of all tables
 END_S = 10  # to end by itself
@@ -43,7 +43,8 @@ LOG_LINES = 120  # of what a part printed, where it failed
 SHORT_S = {
     "overlap": 20, "few_rows": 10, "decode": 10, "experts": 15, "embedding": 15, "steps": 20,
     "training": 10, "resources": 20, "copies": 10, "transports": 10, "losses": 10, "ficco": 5,
-    "evaluate": 10, "compile": 45, "soak": 5, "attention": 5, "fp8": 10,
+    "evaluate": 10, "compile": 45, "soak": 5, "attention": 5,
+    "norms": 5, "fp8": 10,
 }  # fmt: skip
 
 

@@ -21,7 +21,8 @@ EXPERTS = (DISPATCH, COMBINE)
 BAGS = "embedding_bag_all_to_all"
 ATTENTION = ("all_gather_attention", "all_gather_attention_backward")
 BIASED = (AG, RS, AR)
-PLAIN = tuple(op for op in OPS if op not in (*EXPERTS, BAGS, *ATTENTION))
+NORM = "all_reduce_norm"
+PLAIN = tuple(op for op in OPS if op not in (*EXPERTS, BAGS, *ATTENTION, NORM))
 BY_ROWS = tuple(op for op in PLAIN if operation_of(op).shares_rows)
 
 
@@ -29,8 +30,10 @@ def make_problem(op: str, m: int, n: int, k: int, ranks: int, **options: object)
     """A problem of any operator; of experts, four on each rank unless it says how many.
 
     Of an attention, n is the next multiple of k. Of embedding bags, ranks have one table of n
-    columns and two of half as many and 3, in turn.
+    columns and two of half as many and 3, in turn. A norm contracts nothing.
     """
+    if op == NORM:
+        k = 0
     if op in EXPERTS:
         options.setdefault("experts", 4)
     if op in ATTENTION:
@@ -64,9 +67,11 @@ def specs(problem: Problem) -> list[str]:
         elif "chunks" in family.takes:
             tails += ["chunks=3"]
         if "shots" in family.takes:
-            tile = f"{max(16, problem.ranks)}x16x3"
-            tails += [f"{first} {tile} warps=2"]
-            tails += ["two_shot"] if first != "scatter" else []
+            tile = f"{max(16, problem.ranks)}x16x3 " * ("tile" in family.takes)
+            tails += [f"{first} {tile}warps=2"]
+            # ranks share a row of 4-byte words evenly
+            shared = problem.op != NORM or problem.n * problem.item_bytes % (4 * problem.ranks) == 0
+            tails += ["two_shot"] if first != "scatter" and shared else []
         peers = peers_of(problem.ranks) if "peers" in family.takes else ("",)
         found += [" ".join(f"{family.name} {p} {tail}".split()) for p in peers for tail in tails]
     return found

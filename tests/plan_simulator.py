@@ -192,6 +192,11 @@ class _Simulation:
                 return {"y": scattered("x", "w") + bias}
             case "matmul_all_reduce":
                 return {"y": np.sum([each["x"] @ each["w"] for each in inputs], axis=0) + bias}
+            case "all_reduce_norm":
+                total = np.sum([each["x"] for each in inputs if "x" in each], axis=0)
+                h = mine.get("total", total) + mine.get("residual", 0)
+                y = h / np.sqrt(np.square(h).mean(1, keepdims=True) + 1) * mine["weight"]
+                return {"y": y, "h": h}
             case "all_to_all_matmul":
                 return {"y": self.to_experts(inputs)[rank]}
             case "matmul_all_to_all":
@@ -277,7 +282,7 @@ class _Simulation:
                 yield from self.collective(call, rank, bound)
             elif step.kind == "exchange":
                 yield from self.exchange(call, rank, bound)
-            elif step.kind == "fused" and step.spins:
+            elif step.kind == "fused" and not step.looks_up:
                 yield from self.fused(call, rank, bound)
             elif step.kind != "barrier":
                 seen = [[self.at(box).tobytes() for box in part.reads] for part in bound.parts]
@@ -315,15 +320,19 @@ class _Simulation:
             self.at(part.write)[:] = sum(reads) if same else np.nan
 
     def fused(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
-        """The op on what the step reads, into the outputs that it writes; else it has no effect."""
+        """The op on what the step reads, into the outputs that it writes; else it has no effect.
+
+        What does not spin knows what its own rank reads.
+        """
         name = bound.step.name
         self.read[call, rank, name] = {
             region.buffer: self.memory[region.buffer, rank][0].copy() for region in bound.step.reads
         }
         yield True
-        while not all((call, r, name) in self.read for r in self.ranks):
+        known = self.ranks if bound.step.spins else [rank] * len(self.ranks)
+        while not all((call, r, name) in self.read for r in known):
             yield False
-        values = self.wanted([self.read[call, r, name] for r in self.ranks], rank)
+        values = self.wanted([self.read[call, r, name] for r in known], rank)
         for region in bound.step.writes:
             if region.buffer in values:
                 self.memory[region.buffer, rank][0] = values[region.buffer]

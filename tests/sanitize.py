@@ -107,6 +107,24 @@ def normed(at: At) -> None:
     check("its norm", y, want * scale * weight.double())
 
 
+def normed_rows(at: At, plan: str) -> None:
+    """On a GPU more rows than programs are there at once; wide ones are of several blocks."""
+    rows = 256 if at.device.type == "cuda" else 3
+    n = 1024 if plan.startswith("fused") else 20000
+    draw = torch.Generator().manual_seed(3)
+    xs, residual, weight = (
+        torch.randn(shape, generator=draw).half().to(at.device)
+        for shape in ((RANKS, rows, n), (rows, n), (n,))
+    )
+    y, h = cp.all_reduce_layer_norm(
+        xs[at.rank], residual, weight, weight, group=at.group, plan=plan
+    )
+    check("the sum", h, xs.double().sum(0) + residual.double())
+    wide = weight.double()
+    norm = torch.nn.functional.layer_norm(h.double(), (n,), wide, wide, 1e-5)
+    check("its norm", y, norm)
+
+
 BAGS = 8
 COUNTS = [[8] * (2 * RANKS)] * RANKS  # rows of each rank for each expert
 ROWS = sum(COUNTS[0])
@@ -229,7 +247,11 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
                  ("matmul_all_reduce_kernel",)),
     "two shots": (lambda at: matmuls(at, "matmul_all_reduce", "fused two_shot"), ()),
     "scatter": (lambda at: matmuls(at, "matmul_reduce_scatter", "fused"), ()),
-    "norm": (normed, ("add_rms_norm_kernel",)),
+    "norm": (normed, ("add_norm_kernel",)),
+    "norm of one shot": (lambda at: normed_rows(at, "fused one_shot"),
+                         ("all_reduce_norm_kernel",)),
+    "norm of two shots": (lambda at: normed_rows(at, "fused two_shot"), ()),
+    "norm of wide rows": (lambda at: normed_rows(at, "direct"), ()),
     "dispatch": (lambda at: experts(at, "all_to_all_matmul", "host"),
                  ("routes_kernel", "all_to_all_matmul_kernel")),
     "combine": (lambda at: experts(at, "matmul_all_to_all", "host"),

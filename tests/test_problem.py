@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from plan_cases import AG, AG_BACKWARD, AG_WGRAD, AR, BIASED, OPS, RS, make_problem
+from plan_cases import AG, AG_BACKWARD, AG_WGRAD, AR, BIASED, NORM, OPS, RS, make_problem
 
 from counterpoint.errors import InputError
 from counterpoint.problem import ITEM_BYTES, DType, Problem, declaration, op_names
@@ -23,7 +23,7 @@ def test_a_dtype_of_torch_is_that_of_its_name(name: Any):
 @pytest.mark.parametrize("op", OPS)
 def test_only_some_ops_have_a_bias_or_several_weights(op: Any):
     if op not in BIASED:
-        why = "the op adds none"
+        why = "a norm by RMS adds none" if op == NORM else "the op adds none"
         with pytest.raises(InputError, match=f"^{op}: bias must be False: {why}"):
             make_problem(op, 16, 3, 5, 4, bias=True)
     if op in (AG, RS, AG_WGRAD, AG_BACKWARD):

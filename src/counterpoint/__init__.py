@@ -27,14 +27,18 @@ if TYPE_CHECKING:
     from counterpoint.measure.profile import profile
     from counterpoint.measure.tune import tune
     from counterpoint.model.estimate import estimate
-    from counterpoint.ops.add_rms_norm import matmul_all_reduce_rms_norm
     from counterpoint.ops.all_gather_attention import all_gather_attention
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
+    from counterpoint.ops.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
     from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
     from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
     from counterpoint.ops.exchange_counts import exchange_counts
     from counterpoint.ops.exchange_routes import Routes, exchange_routes
     from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
+    from counterpoint.ops.matmul_all_reduce_norm import (
+        matmul_all_reduce_layer_norm,
+        matmul_all_reduce_rms_norm,
+    )
     from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from counterpoint.ops.pooled_outputs import PooledOutputs
@@ -72,6 +76,8 @@ _HOME = {
     "UnsupportedError": "errors",
     "all_gather_attention": "ops.all_gather_attention",
     "all_gather_matmul": "ops.all_gather_matmul",
+    "all_reduce_layer_norm": "ops.all_reduce_norm",
+    "all_reduce_rms_norm": "ops.all_reduce_norm",
     "all_to_all_matmul": "ops.all_to_all_matmul",
     "bind": "plan.bind",
     "build": "plan.families",
@@ -84,7 +90,8 @@ _HOME = {
     "exchange_routes": "ops.exchange_routes",
     "explain": "adapters.explain",
     "matmul_all_reduce": "ops.matmul_all_reduce",
-    "matmul_all_reduce_rms_norm": "ops.add_rms_norm",
+    "matmul_all_reduce_layer_norm": "ops.matmul_all_reduce_norm",
+    "matmul_all_reduce_rms_norm": "ops.matmul_all_reduce_norm",
     "matmul_all_to_all": "ops.matmul_all_to_all",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
     "preset": "presets",
@@ -115,6 +122,8 @@ __all__ = [
     "UnsupportedError",
     "all_gather_attention",
     "all_gather_matmul",
+    "all_reduce_layer_norm",
+    "all_reduce_rms_norm",
     "all_to_all_matmul",
     "bind",
     "build",
@@ -127,6 +136,7 @@ __all__ = [
     "exchange_routes",
     "explain",
     "matmul_all_reduce",
+    "matmul_all_reduce_layer_norm",
     "matmul_all_reduce_rms_norm",
     "matmul_all_to_all",
     "matmul_reduce_scatter",

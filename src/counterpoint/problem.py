@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # plan/ is made of problems
 
 DType = Literal["bfloat16", "float16", "float32"]
 Counts = Literal["equal", "host", "device", "routed"]
+Norm = Literal["", "rms", "layer"]
+Quantized = Literal["", "tensor", "rows"]
 Scales = Literal["", "tensor", "row", "block"]
 Float8 = Literal["", "float8_e4m3fn", "float8_e5m2"]
 W_DTYPE: Float8 = "float8_e4m3fn"  # of a w with scales: tensor cores multiply no two float8_e5m2
@@ -107,6 +109,11 @@ class Problem:
                           attends to itself and those before it
     all_gather_attention_backward: its gradients dq, dk and dv, from dy and the log-sum-exp of rows
 
+    With rows that are normalised, by their RMS or as a LayerNorm:
+
+    all_reduce_norm: h[M, N] = the sum over ranks of x_s[M, N], plus residual[M, N], and y[M, N] =
+                     norm(h) * weight[N], plus bias[N] of a LayerNorm, on every rank
+
     A "pipeline" is stages of the user's own, of which nothing is known here but the ranks.
 
     Args:
@@ -137,6 +144,11 @@ class Problem:
             N and K, up to 128, if it is 0.
         causal: whether rows attend to earlier ones only, of an attention.
         scale: of q k^T; 0 is head_dim^-0.5.
+        norm: of ops that have one; "rms" if it is not said.
+        residual: whether one is added before the norm.
+        quantized: whether y is fp8 (e4m3), by a scale that is given for the whole "tensor", or by
+            one of each row, which are a result.
+        eps: added to the mean square, of a norm.
         scales: x and w are fp8, and so many of their numbers share an fp32 scale: those of a whole
             "tensor", x's the same on all ranks; of a "row" of x and of a column of w; or of a
             "block": 128 numbers of a row of x, 128x128 of w. "": they have none.
@@ -167,6 +179,10 @@ class Problem:
     causal: bool = False
     scale: float = 0.0
     islands: int = 1
+    norm: Norm = ""
+    residual: bool = False
+    quantized: Quantized = ""
+    eps: float = 0.0
     scales: Scales = ""
     x_dtype: Float8 = ""
 
@@ -250,7 +266,7 @@ class Problem:
     @property
     def empty(self) -> bool:
         """Whether no result has a cell that anything is computed for."""
-        return not (self.m and self.n and (self.k or self.tables))
+        return not (self.m and self.n and (self.k or self.tables or self.norm))
 
     @property
     def equal_rows(self) -> bool:
@@ -294,7 +310,7 @@ class Problem:
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
         columns = "+".join(map(str, self.splits or (self.n,)))
-        shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not self.tables)
+        shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not (self.tables or self.norm))
         shape += f" experts {self.experts}" if self.experts else ""
         if self.counts != "equal":
             shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"

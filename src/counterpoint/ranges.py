@@ -59,6 +59,7 @@ RANGES: Mapping[str, Range] = {
     "Problem.rows": COUNT, "Problem.scratch_bytes_limit": BYTES, "Problem.splits": COUNT,
     "Problem.experts": Range(0, 2**20), "Problem.tables": COUNT, "Problem.indices": BYTES,
     "Problem.head_dim": Range(0, 2**16), "Problem.scale": Range(0, 1e6),
+    "Problem.eps": Range(0, 1e6),
     "DeviceSpec.num_sms": Range(1, 2**12), "DeviceSpec.max_threads_per_sm": Range(1, 2**16),
     "DeviceSpec.max_warps_per_sm": Range(1, 2**12), "DeviceSpec.max_blocks_per_sm": Range(1, 2**12),
     "DeviceSpec.registers_per_sm": Range(2**10, 2**24, "pass registers, not Ki"),

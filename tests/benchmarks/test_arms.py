@@ -15,6 +15,7 @@ from benchmarks import (
     evaluate,
     experts,
     fp8,
+    norms,
     overlap,
     soak,
     steps,
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "attention": (attention.ATTENTION, attention.case_of(4, 2, 64, 16, False, attention.BOTH)),
     "attention, causal": (attention.ATTENTION,
                           attention.case_of(4, 4, 64, 16, True, attention.BOTH)),
+    "norms": (norms.NORMS, norms.case_of(4, 32)),
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
 }  # fmt: skip
 ARMS = {
@@ -57,6 +59,7 @@ ARMS = {
     "embedding": {"bags cat", "bags permute", "ours serial", "fused", "fused copy", "auto"},
     "attention": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "attention, causal": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
+    "norms": {"serial", "norm", *norms.PLANS},
     "evaluate": {"compute", "communication", "serial", "auto"},
 }  # fmt: skip
 

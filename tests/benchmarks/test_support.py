@@ -29,7 +29,7 @@ def test_the_page_says_what_the_rows_say():
 def test_marks_are_of_words_that_the_page_has():
     whats = {"forward", "backward", "double backward", "compiled for"}
     whats |= {f"{way} {each}" for way in support.WAYS.values() for each in ("forward", "backward")}
-    values = {"bf16", "fp16", "fp32", "refused", *support.GPUS}
+    values = {"bf16", "fp16", "fp32", "fp8", "refused", *support.GPUS}
     for name, shows in support.declared().items():
         found = support.cells([{"shows": shows}])
         assert {op for op, _ in found} <= set(support.OPERATORS), name

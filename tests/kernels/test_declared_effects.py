@@ -20,8 +20,8 @@ from rank_bodies import world
 from rankpool import RankPool
 
 import counterpoint.ops.fused_sum  # noqa: F401  (it registers its kernels)
-from counterpoint.kernels import matmul_all_reduce
-from counterpoint.ops import fused_experts  # noqa: F401
+from counterpoint.kernels import all_reduce_norm, matmul_all_reduce
+from counterpoint.ops import fused_experts, fused_norm  # noqa: F401
 from counterpoint.plan import fused_experts as experts
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
@@ -54,6 +54,11 @@ def of_sum(op: str, m: int, n: int, ranks: int) -> dict[str, Any]:
     return {"op": op, "m": m, "n": n, "k": 32, "ranks": ranks, "dtype": "float16"}
 
 
+def of_norm(m: int, n: int, ranks: int, **options: str | bool) -> dict[str, Any]:
+    facts = {"op": "all_reduce_norm", "m": m, "n": n, "ranks": ranks, "dtype": "float16"}
+    return {**facts, "residual": True, **options}
+
+
 def of_experts(op: str, ranks: int, local: int, counts: str = "equal") -> dict[str, Any]:
     return {
         "op": op, "m": 6 * ranks * local, "n": 16, "k": 24, "ranks": ranks, "dtype": "float16",
@@ -68,6 +73,8 @@ CASES = [
     Case(of_sum("matmul_all_reduce", 1, 32, 4), "fused two_shot 16x16x1"),
     Case(of_sum("matmul_reduce_scatter", 6, 32, 2), "fused scatter 16x16x1"),
     Case(of_sum("matmul_reduce_scatter", 8, 32, 4), "fused scatter 16x16x1"),
+    Case(of_norm(1, 16, 2), "fused one_shot"),
+    Case(of_norm(3, 24, 4, norm="layer", bias=True), "fused two_shot"),
     Case(of_experts("all_to_all_matmul", 2, 3), "fused"),
     Case(of_experts("all_to_all_matmul", 4, 2, "host"), "fused"),
     Case(of_experts("matmul_all_to_all", 2, 3), "fused"),
@@ -129,7 +136,8 @@ def run_once(rank: int, ranks: int, case: Case) -> tuple[Changed, int]:
     workspace, plan = workspace_of(world(), torch.device("cpu")), plan_of(case)
     with pytest.MonkeyPatch.context() as patch:
         # words that have been taken are emptied: left as they are, they show
-        patch.setattr(matmul_all_reduce, "take_words", take_and_leave)
+        for kernels in (matmul_all_reduce, all_reduce_norm):
+            patch.setattr(kernels, "take_words", take_and_leave)
         code = compile_plan(plan, workspace)
         memory, views = fused_memory(workspace), dict[str, torch.Tensor]()
         memory.state[0] = ODD
@@ -235,7 +243,7 @@ def test_a_kernel_writes_what_its_step_declares(pool: RankPool, case: Case):
 
 def test_regions_are_as_their_buffers_lie():
     """What the comparison rests on: the words of each sender one after the other, flags by part."""
-    plan = plan_of(CASES[6])
+    plan = plan_of(CASES[8])
     for rank in range(2):
         boxes = [part.write for part in bind(plan, rank).steps[0].parts]
         flags = [box[3:5] for box in boxes if box.buffer == "arrived" and box.rank == 1 - rank]

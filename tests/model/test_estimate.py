@@ -5,7 +5,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from plan_cases import AG, ATTENTION, BAGS, BY_ROWS, EXPERTS, OPS, PLAIN, RS, make_problem
+from plan_cases import AG, ATTENTION, BAGS, BY_ROWS, EXPERTS, NORM, OPS, PLAIN, RS, make_problem
 
 from counterpoint.choose.by_model import parts_s
 from counterpoint.choose.choose import choose
@@ -372,7 +372,12 @@ def test_one_rank_multiplies_and_no_more(op: str):
     p = make_problem(op, 4096, 1024, 2048, 1)
     plan = build(p, "serial")
     timeline = estimate(plan, machine)
-    kinds = {BAGS: "fused", ATTENTION[0]: "attention", ATTENTION[1]: "attention_backward"}
+    kinds = {
+        BAGS: "fused",
+        NORM: "fused",
+        ATTENTION[0]: "attention",
+        ATTENTION[1]: "attention_backward",
+    }
     assert {s.kind for s in timeline.spans} == {kinds.get(op, "matmul")}
     compute_s, comm_s = parts_s(p, machine)
     assert comm_s == 0

@@ -39,10 +39,7 @@ def test_the_residual_and_the_norm_that_follow(rank: int, ranks: int, dtype: tor
         want_total = residual + cp.matmul_all_reduce(x, w, plan="fused")
     want = torch.nn.functional.rms_norm(want_total.double(), (20,), weight.double(), 1e-5)
     error = ((got.double() - want).norm() / want.norm()).item()
-    op = torch.ops.counterpoint.add_rms_norm
-    results: dict[str, str] = torch.library.opcheck(op, (want_total, residual, weight, 1e-5))
-    assert all([error <= 2 * torch.finfo(dtype).eps, torch.equal(total, want_total),
-            set(results.values()) == {"SUCCESS"}])  # fmt: skip
+    assert error <= 2 * torch.finfo(dtype).eps and torch.equal(total, want_total)
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from plan_cases import (
     BIASED,
     BY_ROWS,
     EXPERTS,
+    NORM,
     OPS,
     PLAIN,
     RS,
@@ -270,7 +271,7 @@ def test_a_group_of_one_rank_is_plain_matmuls(op: str):
     for family in (f.name for f in operation_of(op).families if not f.alone):
         plan = build(problem_of(op, "primes", 1), family)
         matmuls = {AG_BACKWARD: 2, RS_BACKWARD: 2}.get(op, 3 if op in EXPERTS else 1)
-        kinds = ["fused"] if op == BAGS else ["matmul"] * matmuls
+        kinds = ["fused"] if op in (BAGS, NORM) else ["matmul"] * matmuls
         if op in ATTENTION:
             kinds = ["attention_backward" if op.endswith("_backward") else "attention"]
         assert [step.kind for step in plan.steps] == kinds

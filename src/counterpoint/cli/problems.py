@@ -16,7 +16,7 @@ from counterpoint.ranges import MAX_COUNT
 
 Shape = tuple[int, int, int]  # M, N, K
 M_N_K = "M over all ranks, N and K of one rank"
-BAGS = "embedding_bag_all_to_all"
+BAGS, NORM = "embedding_bag_all_to_all", "all_reduce_norm"
 MAX_TABLES = 4096
 
 
@@ -83,6 +83,8 @@ def sizes_of(command: str, op: str, shape: str) -> list[int]:
         InputError: these are not as many numbers above 0.
     """
     want, count = ("TABLES,D,POOLING,BATCH", 4) if op == BAGS else ("M,N,K", 3)
+    if op == NORM:
+        want, count = "M,N", 2
     return numbers(command, "--shape", shape, f"{want} of numbers", count=count)
 
 
@@ -119,8 +121,8 @@ def problem_of(
     """The problem of a shape on `ranks` ranks, with equal rows where they are shared out.
 
     Args:
-        shape: M,N,K; of embedding bags tables of each GPU, their columns, indices of a bag, all
-            bags.
+        shape: M,N,K; of a norm M,N; of embedding bags tables of each GPU, their columns, indices of
+            a bag, all bags.
         out: of embedding bags, peers write to outputs that the caller keeps.
 
     Raises:
@@ -138,7 +140,8 @@ def problem_of(
             BAGS, batch, ranks=ranks, dtype=dtype, tables=((columns,) * tables,) * ranks,
             indices=(tables * batch * pooling,) * ranks, out=out, experts=experts,
         )  # fmt: skip
-    m, n, k = sizes_of(command, op, shape)
+    m, n, *contracted = sizes_of(command, op, shape)
+    k = contracted[0] if contracted else 0
     parts = ranks * (experts or 1)
     problem = Problem(op, parts, n, k, ranks, dtype, experts=experts)  # refuses experts, not rows
     if problem.operation.shares_rows:

@@ -51,7 +51,9 @@ def words_of(
     for given, tensor in zip(inputs, tensors, strict=True):
         if given.form == "row":
             here[f"{given.name} is None"] = str(tensor is None)
-        elif tensor is not None:
+        elif tensor is None:
+            here[f"{given.name}.shape"] = "None"
+        else:
             free = given.own and rows  # a shard then has a dim 0 of its own on each rank
             here[f"{given.name}.shape"] = str(tuple(tensor.shape[1 if free else 0 :]))
     first = next(t for t in tensors if t is not None)

@@ -63,7 +63,7 @@ class Output:
         shape: -1 rows are as many as a call says, see `Ready`; such results are the last ones.
         transposed: whether it is stored so.
         spare: a fused step may leave it out; it has no columns then.
-        dtype: None: of the first tensor.
+        dtype: None: that of the first tensor.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Operator:
     words: Callable[[Tensors, Sequence[int], int], Words] | None = None
     ends: Callable[[Code | None], Action | None] | None = None
     clears: bool = False
-    settings: tuple[tuple[str, bool | float], ...] = ()
+    settings: tuple[tuple[str, bool | float | str], ...] = ()
 
     def __post_init__(self) -> None:
         self.known.setdefault(self.op, self)
@@ -152,15 +152,11 @@ class Ready:
         made = _made(code)
         fused = code is not None and any(s.kind == "fused" for s in code.program.plan.steps)
         self.outputs = [
-            (
-                out.name,
-                (*out.shape[:-1], 0) if fused and out.spare else out.shape,
-                out.transposed,
-                out.dtype,
-            )
+            (out.name, (*out.shape[:-1], 0) if fused and out.spare else out.shape,
+             out.transposed, out.dtype)
             for out in outputs
             if out.name not in made
-        ]
+        ]  # fmt: skip
         self.made = [out.name for out in outputs if out.name in made]
         self.counted = [out.name for out in outputs if out.shape[0] < 0]
         self.ends = operator.ends(code) if operator.ends else None
@@ -187,8 +183,7 @@ class Ready:
             if shape[0] < 0:  # a step may put another tensor in its place
                 operands[name] = like.new_empty(room, shape[1])
                 continue
-            stored = shape[::-1] if transposed else shape
-            y: Tensor = like.new_empty(stored, dtype=dtype)
+            y: Tensor = like.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
             y = y.t() if transposed else y
             operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
             results.append(y)
@@ -202,7 +197,8 @@ class Ready:
         bias = operands.get("bias")
         results += [operands[name] for name in self.counted]
         for y in results:
-            y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+            if y.numel():
+                y.zero_() if bias is None else y.copy_(bias.expand_as(y))
         return results
 
 
@@ -268,15 +264,17 @@ def key_of(
 def repeated(
     op: str, tensors: tuple[Tensor, *tuple[Tensor | None, ...]], group: dist.ProcessGroup | None,
     plan: object, rows: object = None, dim: int = 0, room: int | None = None,
+    settings: tuple[object, ...] = (),
 ) -> tuple[Any, tuple[object, ...] | None, dist.ProcessGroup]:  # fmt: skip
     """Run a call whose facts are known: its result, or else None and what to remember it by.
 
     Args:
         dim: of the first tensor and of the result, which is first in the plan.
         room: rows of the results, where counts say them and those of the first tensor.
+        settings: facts that are not seen by the tensors.
 
     Returns:
-        The result, or with `room` the list of all; the key; and the group.
+        The result, or with `room` or `settings` the list of all; the key; and the group.
 
     Raises:
         InputError: there is no group, or this rank is not in it.
@@ -289,6 +287,7 @@ def repeated(
     key = key_of(op, tensors, group, plan, rows, dim, room is not None)
     if key is None:
         return None, None, group
+    key += settings
     x, *rest = tensors
     # as `workspace_if_any`, without its call
     workspace = workspaces.get((group.group_name, x.device))
@@ -299,6 +298,8 @@ def repeated(
         return None, key, group
     if room is not None:
         return ready(tensors, room), key, group
+    if settings:
+        return ready(tensors), key, group
     if not dim:
         return ready(tensors)[0], key, group
     dim %= x.dim()

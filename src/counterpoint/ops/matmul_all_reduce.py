@@ -14,7 +14,7 @@ from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.plans import plan_key
-from counterpoint.ops.register import refuse_double_matmul, register
+from counterpoint.ops.register import once, register
 from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -126,21 +126,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.has_bias = bias is not None
 
 
-class _Once(torch.autograd.Function):
-    """The gradient, whose own would be a sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy.view_as(dy)
-
-    backward = refuse_double_matmul
-
-
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of this rank's own x and w: dy is the same on all ranks."""
     x, w = ctx.saved_tensors
-    if torch.is_grad_enabled() and dy.requires_grad:
-        dy = _Once.apply(dy)  # pyright: ignore[reportAssignmentType]
+    dy = once(dy)
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dy @ w.t() if need_x else None
     dw = x.flatten(0, -2).t() @ dy.flatten(0, -2) if need_w else None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from counterpoint.errors import UnsupportedError
@@ -57,6 +58,24 @@ def refuse_double(ctx: object, *grads: object) -> NoReturn:
         UnsupportedError: always.
     """
     raise UnsupportedError(DOUBLE)
+
+
+class Once(torch.autograd.Function):
+    """A gradient, whose own would be a sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.view_as(dy)
+
+    @staticmethod
+    def backward(ctx: object, *grads: object) -> NoReturn:
+        refuse_double_matmul(ctx)
+
+
+def once(dy: Tensor) -> Tensor:
+    """A gradient that refuses its own, where one may be asked for."""
+    watched = torch.is_grad_enabled() and dy.requires_grad
+    return Once.apply(dy) if watched else dy  # pyright: ignore[reportReturnType]
 
 
 def refuse_double_matmul(ctx: object, *grads: object) -> NoReturn:

@@ -20,6 +20,7 @@ from counterpoint.plan.operation import (
     Operation,
     Options,
     in_a_row,
+    refuse_norm,
     refuse_tables,
 )
 from counterpoint.plan.peers import Order, orders
@@ -265,6 +266,7 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 def filled(p: Problem) -> Mapping[str, object]:
     """The head dim, where none is given."""
     refuse_tables(p)
+    refuse_norm(p)
     both = gcd(p.n, p.k)
     return {} if p.head_dim else {
         "head_dim": max(d for d in range(1, MAX_HEAD_DIM + 1) if both % d == 0)

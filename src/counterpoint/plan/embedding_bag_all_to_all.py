@@ -14,7 +14,7 @@ from counterpoint.plan import embedding_islands, islands
 from counterpoint.plan.bind import Box
 from counterpoint.plan.embedding_seconds import lookups_s, mean_bag, seconds
 from counterpoint.plan.names import OWN, Y, collective, in_one_lane
-from counterpoint.plan.operation import Operation, in_a_row, refuse_heads
+from counterpoint.plan.operation import Operation, in_a_row, refuse_heads, refuse_norm
 from counterpoint.plan.sizes import check_gradient
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Cell, Value
@@ -97,6 +97,7 @@ def filled(p: Problem) -> Mapping[str, object]:
         InputError: there are no tables, or no count of indices for each rank.
     """
     refuse_heads(p)
+    refuse_norm(p)
     tables, indices = p.tables, p.indices
     if not any(tables) or min(min(each, default=1) for each in tables) < 1:
         want = "columns >= 1 of the tables of each rank, some at least"

@@ -112,14 +112,26 @@ def refuse_heads(problem: Problem) -> None:
             raise InputError(problem.op, name, want="left out: the op has no heads", got=given)
 
 
+def refuse_norm(problem: Problem) -> None:
+    """Refuse fields of a norm.
+
+    Raises:
+        InputError: the problem has one.
+    """
+    for name in ("norm", "residual", "quantized", "eps"):
+        if given := getattr(problem, name):
+            raise InputError(problem.op, name, want="left out: the op has no norm", got=given)
+
+
 def nothing(problem: Problem) -> Mapping[str, object]:
-    """Of most operators nothing is filled in, and they have neither tables nor heads.
+    """Of most operators nothing is filled in, and they have no tables, no heads and no norm.
 
     Raises:
         InputError: the problem has some.
     """
     refuse_tables(problem)
     refuse_heads(problem)
+    refuse_norm(problem)
     return {}
 
 

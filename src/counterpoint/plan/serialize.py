@@ -12,7 +12,7 @@ from counterpoint.ranges import Misfit, hints_of, misfit
 if TYPE_CHECKING:
     from counterpoint.plan.steps import Plan
 
-FORMAT = "counterpoint-plan-5"
+FORMAT = "counterpoint-plan-6"
 
 
 def to_json(plan: "Plan") -> str:

@@ -105,7 +105,8 @@ class Step:
         barrier     posts, then waits; moves no data
         fused       one kernel of ours that computes and communicates, args "kernel" and its
                     settings: what it reads and writes is declared, and tests compare that with
-                    the bytes that it writes; one that does not spin is a lookup, and as a move
+                    the bytes that it writes; one that does not spin and writes one region is a
+                    lookup, and as a move
         attention, attention_backward    q, k, v, ... -> y, lse, or dq, dk, dv: see attended.py
         opaque      a call of the user's own, by the step's name: what it reads and writes is known,
                     and not what it computes; any number of regions, of a "pipeline" only
@@ -152,8 +153,8 @@ class Step:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the step is a kernel of ours that has no peers: what it does is seen in it."""
-        return self.kind == "fused" and not self.spins
+        """Whether the step is a kernel of ours that has no peers and one result: a lookup."""
+        return self.kind == "fused" and not self.spins and len(self.writes) == 1
 
     @property
     def accumulates(self) -> bool:
