@@ -160,7 +160,8 @@ def wrong_calls(x: cp.Scaled, w: cp.Scaled) -> list[tuple[str, Any, Any, dict[st
         ("x.scale must be float32, got torch.bfloat16",
          cp.Scaled(x.data, x.scale.bfloat16()), w, {}),
         ("w.scale must be float32, got torch.float8_e8m0fnu; mxfp8 and nvfp4 need a GPU of compute "
-         "capability 10.0, and are not supported", x, cp.Scaled(w.data, w.scale.to(wide)), {}),
+         "capability 10.0, and are not supported",
+         x, cp.Scaled(w.data, torch.ones(8, 48).to(wide)), {}),
         ("x.scale must be on cpu as x, got meta", cp.Scaled(x.data, x.scale.to("meta")), w, {}),
         ("k must be a multiple of 16 with row scales, got 24",
          cp.Scaled(x.data[:, :24], x.scale), cp.Scaled(w.data[:24], w.scale), {}),

@@ -120,6 +120,12 @@ def _check(
         want = "float8_e4m3fn or float8_e5m2, where it has scales"
         raise InputError(op, "x", want=want, got=x.dtype, fix=fix)
     check_tensors(op, x, w, bias, dtypes=(torch.float8_e4m3fn, RESULT))
+    for name, scale in (("x.scale", x_scale), ("w.scale", w_scale)):
+        if scale.dtype != torch.float32:
+            fix = MICRO if scale.dtype.itemsize == 1 else ""
+            raise InputError(op, name, want="float32", got=scale.dtype, fix=fix)
+        if scale.device != x.device:
+            raise InputError(op, name, want=f"on {x.device} as x", got=scale.device)
     (k, n), kind = w.shape, kind_of(w, w_scale)
     if not kind:
         want = f"[1], [1, N={n}], or [K/128={ceil(k / SCALE_BLOCK)}, N/128={ceil(n / SCALE_BLOCK)}]"
@@ -129,12 +135,6 @@ def _check(
     if x_scale.shape != wanted:
         want = f"{wanted}, as w has scales per {kind}"
         raise InputError(op, "x.scale", want=want, got=tuple(x_scale.shape))
-    for name, scale in (("x.scale", x_scale), ("w.scale", w_scale)):
-        if scale.dtype != torch.float32:
-            fix = MICRO if scale.dtype.itemsize == 1 else ""
-            raise InputError(op, name, want="float32", got=scale.dtype, fix=fix)
-        if scale.device != x.device:
-            raise InputError(op, name, want=f"on {x.device} as x", got=scale.device)
     given = (("x", x), ("w", w), ("bias", bias), ("x.scale", x_scale), ("w.scale", w_scale))
     for name, tensor in given if torch.is_grad_enabled() else ():
         if tensor is not None and tensor.requires_grad:
