@@ -63,7 +63,8 @@ def check_tensors(
     if bias is not None:
         check_dense(op, bias=bias)
     if dtypes is None and x.dtype not in DTYPES:
-        fix = "pass a counterpoint.Scaled of it and its scale" if x.dtype.itemsize == 1 else ""
+        narrow = x.dtype.is_floating_point and x.dtype.itemsize == 1
+        fix = "pass a counterpoint.Scaled of it and its scale" if narrow else ""
         raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype, fix=fix)
     check_place(op, x=x)
     if x.dim() < 2:

@@ -11,6 +11,7 @@ from counterpoint.plan.attended import ATTENTION, attended
 from counterpoint.plan.boxes import Box as Box
 from counterpoint.plan.boxes import Part as Part
 from counterpoint.plan.boxes import hull, merged
+from counterpoint.plan.scaled import shapes_of
 from counterpoint.plan.steps import VARYING, Buffer, Plan, Region, Step
 from counterpoint.ranges import instance, whole
 
@@ -179,7 +180,7 @@ class _Binder:
                     ok = (x[0], w[1]) == want and x[1] == w[0]
                     rest = shapes[2:]
                     if scales := step.arg("scales"):
-                        ok = ok and rest[0][0] == (1 if scales == "tensor" else x[0])
+                        ok = ok and tuple(rest[:2]) == shapes_of(scales, x, w)
                         rest = rest[2:]
                 case _:
                     ok, rest = True, shapes

@@ -45,14 +45,24 @@ def _with_scales(p: Problem, b: Buffer, holders: set[str]) -> Iterator[Buffer]:
         return
     is_w = b.name == "w"
     yield replace(b, dtype=W_DTYPE if is_w else p.x_dtype)
-    scales = replace(b, name=b.name + SCALE, dtype="float32")
-    (rows, cols), blocks = b.shape, p.k // SCALE_BLOCK
+    shape = shapes_of(p.scales, b.shape, b.shape)[is_w]
+    scales = replace(b, name=b.name + SCALE, shape=shape, dtype="float32")
     if p.scales != "tensor":
-        of_w = {"row": (1, cols), "block": (blocks, ceil(cols / SCALE_BLOCK))}[p.scales]
-        of_x = rows, blocks if p.scales == "block" else 1
-        yield replace(scales, shape=of_w if is_w else of_x)
+        yield scales
     elif b.space == "input":
-        yield replace(scales, shape=(1, 1), split=False, holds="all")
+        yield replace(scales, split=False, holds="all")
+
+
+def shapes_of(
+    scales: object, x: tuple[int, int], w: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the scales of x[M, K], and of those of w[K, N], by their kind."""
+    if scales == "tensor":
+        return (1, 1), (1, 1)
+    if scales == "row":
+        return (x[0], 1), (1, w[1])
+    columns, blocks = (ceil(each[1] / SCALE_BLOCK) for each in (x, w))
+    return (x[0], columns), (ceil(w[0] / SCALE_BLOCK), blocks)
 
 
 def _scaled_step(p: Problem, step: Step, holders: set[str]) -> Iterator[Step]:
