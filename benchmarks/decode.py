@@ -16,11 +16,13 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import bars, place, shown
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import (
+    INVARIANT,
     Column,
     arm,
     both_modes,
     by_machine,
     measured,
+    price_note,
     sizes,
     table,
     torch_note,
@@ -70,7 +72,8 @@ def arms(case: Case, bench: Bench) -> Arms:
 
     calls: dict[str, Call | str] = {"serial": serial, "matmul": multiply}
     calls |= _torch(x, weights, bench)
-    calls |= {"auto": ours("auto"), "direct": ours("direct"), "fused": ours("fused")}
+    calls |= {"auto": ours("auto"), "direct": ours("direct"), "fused": ours("fused"),
+              INVARIANT: ours(INVARIANT)}  # fmt: skip
     if m > FUSED_ROWS:
         calls["fused"] = f"one kernel takes {FUSED_ROWS} rows at most"
     want = bench.summed(x.double() @ weights[0].double())
@@ -159,7 +162,7 @@ def summary(rows: list[Row]) -> str:
         f"Geometric means of {len(few)} shapes of 1 to 64 rows: serial / auto "
         f"{geometric_mean(serial):.2f} ({min(serial):.2f} to {max(serial):.2f}), the better of "
         f"torch's / auto {geometric_mean(peer):.2f} ({min(peer):.2f} to {max(peer):.2f}). "
-        f"{torch_note(few, *TORCH)}"
+        f"{torch_note(few, *TORCH)}{price_note(shapes_of(rows))}"
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from benchmarks import island_bags
-from benchmarks.namespaces import Job, can_run, nic_bytes, run
+from benchmarks.namespaces import Job, begin, can_run, nic_bytes, run
 from benchmarks.rows import RESULTS, Row, rows_of
 from counterpoint.measure.characterize_cpu import characterize_cpu
 from counterpoint.measure.record import environment
@@ -103,14 +103,26 @@ def estimated(
 
 
 def until_a_fault(rank: int, ranks: int, op: str, m: int, n: int, k: int) -> dict[str, Any]:
-    """Calls one operator again and again: the error that ends it, and how long its call took."""
+    """Calls one operator again and again: the error that ends it, and how long its call took.
+
+    Its rank begins when a first call has been made, where that is left to it.
+
+    Args:
+        op: or "experts", a layer of m tokens of k features.
+    """
+    from benchmarks.islands_experts import Layer
+
     x, w = torch.randn(m, k), torch.randn(k, n)
-    calls = 0
+    layer, calls = Layer(rank, ranks, m, k, 2, 2), 0
     while True:
         start_s = time.perf_counter()
         try:
-            getattr(cp, op)(x, w, plan="islands chunks=2")
+            if op == "experts":
+                layer.by_routes("islands")
+            else:
+                getattr(cp, op)(x, w, plan="islands chunks=2")
             calls += 1
+            begin()
         except cp.CounterpointError as error:
             took_s = time.perf_counter() - start_s
             return {"error": f"{type(error).__name__}: {error}", "seconds": took_s, "calls": calls}
@@ -189,7 +201,7 @@ def faults(trials: int, seed: int) -> Iterator[Row]:
     """A row for each trial: an island is killed, stopped or cut off at a random moment."""
     draw = random.Random(seed)
     for trial in range(trials):
-        fault, op = FAULTS[trial % len(FAULTS)], draw.choice(OPERATORS)
+        fault, op = FAULTS[trial % len(FAULTS)], draw.choice((*OPERATORS, "experts"))
         after_s = draw.uniform(0.0, 2.0)
         job = Job(
             "benchmarks.islands:until_a_fault",

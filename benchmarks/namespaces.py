@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 NIC, PORT = "nic", 29511
+BEGUN = "COUNTERPOINT_BEGUN"  # the file that says that a rank has
 ROOT = Path(__file__).resolve().parent.parent
 QUEUE = ("burst", "256kb", "latency", "50ms")
 
@@ -45,6 +46,7 @@ class Job:
         fault: "kill", "stop" or "cut": what happens to the last island, `after_s` from when all
             ranks have begun; "": nothing.
         after_s: see `fault`.
+        begins: ranks begin when the function says so, by `begin`; else before it is called.
     """
 
     body: str
@@ -57,6 +59,7 @@ class Job:
     timeout_s: float = 120.0
     fault: str = ""
     after_s: float = 0.0
+    begins: bool = False
 
 
 @cache
@@ -146,6 +149,7 @@ def _host(path: Path) -> None:
                     "COUNTERPOINT_ISLAND": f"rank{r}" if job.flat else f"island{island}",
                     "GLOO_SOCKET_IFNAME": NIC,
                     "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
+                    BEGUN: str(path.with_name(f"begun{r}")),
                 } | dict(job.env)  # fmt: skip
                 command = ["nsenter", "-t", str(pids[island]), "-n", sys.executable, "-m",
                            "benchmarks.namespaces", str(path), str(r)]  # fmt: skip
@@ -183,12 +187,18 @@ def _rank(path: Path, rank: int) -> None:
     body = getattr(import_module(module), name)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     dist.barrier()
-    path.with_name(f"begun{rank}").touch()
+    if not job.begins:
+        begin()
     result = path.with_name(f"rank{rank}.json")
     result.with_suffix(".tmp").write_text(json.dumps(body(rank, ranks, *job.args)))
     result.with_suffix(".tmp").rename(result)
     sys.stdout.flush()
     os._exit(0)  # a group whose peers are gone ends no better
+
+
+def begin() -> None:
+    """This rank has begun: see `Job`."""
+    Path(os.environ[BEGUN]).touch()
 
 
 def nic_bytes() -> int:

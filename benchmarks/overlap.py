@@ -22,6 +22,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_
 from benchmarks.pictures import Point, bars, in_both, layer_name, place
 from benchmarks.rows import RESULTS, Row, Timed, plan_word, taken
 from benchmarks.tables import (
+    INVARIANT,
     Column,
     arm,
     both_modes,
@@ -29,6 +30,7 @@ from benchmarks.tables import (
     measured,
     ms,
     of_most,
+    price_note,
     sizes,
     table,
     torch_note,
@@ -51,7 +53,7 @@ from counterpoint.timeline import Timeline
 PARTS = ("compute", "communication", "copy_engine")
 PEER = "torch_symm_mem"
 # arms that are not one of the plans compared
-FIXED = (*PARTS, "serial", PEER, "auto", "plan serial")
+FIXED = (*PARTS, "serial", PEER, "auto", INVARIANT, "plan serial")
 TOKENS = (64, 128, 256, 512, 1024)  # of few rows
 LAYERS = {"all_gather_matmul": {"70B qkv": (1280, 8192), "70B gate+up": (7168, 8192)},
           "matmul_reduce_scatter": {"70B o": (8192, 1024), "70B down": (8192, 3584)}}  # fmt: skip
@@ -125,7 +127,7 @@ def arms(case: Case, bench: Bench) -> Arms:
         "copy_engine": bench.pushes(x if gathers else y), "serial": serial,
         PEER: _torch_fused(gathers, x, weights, bench), "plan serial": ours("serial"),
     }  # fmt: skip
-    calls |= {plan: ours(plan) for plan in ("auto", *specs)}
+    calls |= {plan: ours(plan) for plan in ("auto", INVARIANT, *specs)}
     about: dict[str, Row] = {}
     if choice is not None:
         about = {c.spec: {"predicted_s": c.seconds} for c in choice.table if c.spec in calls}
@@ -223,6 +225,7 @@ def main_table(rows: list[Row], some: Sequence[Column]) -> str:
         f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz. M over all ranks, N and K of one rank. "
         "Milliseconds, medians of the slowest rank, graphs of several calls with weights in "
         f"rotation, all arms in one randomised rotation. {torch_note(shapes, PEER)}"
+        f"{price_note(shapes)}"
     )
     return table(some, shapes, note)
 
@@ -321,7 +324,7 @@ def few_rows_table(rows: list[Row]) -> str:
         f"serial / auto, geometric mean of {len(shapes)} shapes: {geometric_mean(graph):.2f} in a "
         f"graph (least {min(graph):.2f}), {geometric_mean(eager):.2f} plain eager (least "
         f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
-        f"in rotation. {torch_note(shapes, PEER)}"
+        f"in rotation. {torch_note(shapes, PEER)}{price_note(shapes)}"
     )
     return table([*some, Column("serial / auto behind a backlog", behind), plain], shapes, note)
 

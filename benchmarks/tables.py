@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from benchmarks.declare import Section
 from benchmarks.rows import RESULTS, Row, Timed, results
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 PAGES = ROOT / "docs" / "results"
 MARK = "†"  # of a line by older code
+INVARIANT = "auto invariant"  # the arm whose rows have the same bits in any batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,15 @@ def both_modes(
         return f"**{times[0]}**{''.join(f', {t}' for t in times[1:])}" if bold else ", ".join(times)
 
     return Column(f"**{head or name}**" if bold else head or name, cell)
+
+
+def price_note(cases: Sequence[Timed]) -> str:
+    """What batch-invariance takes, where it was timed."""
+    ratios = [case.s(INVARIANT) / case.s("auto") for case in cases if INVARIANT in case]
+    if not ratios:
+        return ""
+    mean, least, most = geometric_mean(ratios), min(ratios), max(ratios)
+    return f" Batch-invariant auto takes {mean:.2f}x the time of auto ({least:.2f} to {most:.2f})."
 
 
 def torch_note(cases: Sequence[Timed], *peers: str) -> str:

@@ -98,6 +98,20 @@ class _Maker:
             for plan in plans
         ]
 
+    def routed(self) -> list[MixedCall]:
+        """Tokens by routes, there and back; on CPU ranks."""
+        every, top_k = LOCAL * self.ranks, 2
+        x, up, down = (self.integers(*s) for s in ((ROWS, K), (LOCAL, K, N), (LOCAL, N, K)))
+        experts = torch.randint(every, (ROWS, top_k), generator=self._own)
+
+        def run() -> Tensor:
+            weights = torch.ones(ROWS, top_k)
+            routes = cp.exchange_routes(experts, weights, num_experts=every, group=self.group)
+            rows = cp.all_to_all_matmul(x, up, counts=routes, group=self.group)
+            return cp.matmul_all_to_all(rows, down, counts=routes, group=self.group)
+
+        return [self.call("experts by routes", "auto", run)] if self.device.type == "cpu" else []
+
     def bags(self, plans: tuple[str, ...]) -> list[MixedCall]:
         """One table on each rank; a bag of each row, and its two neighbours."""
         num_bags = ROWS * self.ranks
@@ -161,7 +175,7 @@ def mixed_calls(
             *made.matmuls("matmul_reduce_scatter", ("graded", "shard_p2p", *direct, "serial")),
             *made.matmuls("matmul_all_reduce", (*fused, "serial", "auto")),
             made.gradients(), *made.norms((*fused, "serial")),
-            *made.experts((*fused, "grouped", "serial")),
+            *made.experts((*fused, "grouped", "serial")), *made.routed(),
             *made.bags(("fused", "serial")),
             *made.small(),
         ]  # fmt: skip

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Box, bind
-from counterpoint.plan.steps import SCALE, Plan
+from counterpoint.plan.scaled import SCALE
+from counterpoint.plan.steps import Plan
 
 Array = NDArray[np.float64]
 CALLS = 2

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from counterpoint.ops.all_gather_matmul import all_gather_matmul
     from counterpoint.ops.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
     from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
+    from counterpoint.ops.batch_invariant import batch_invariant
     from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
     from counterpoint.ops.exchange_counts import exchange_counts
     from counterpoint.ops.exchange_routes import Routes, exchange_routes
@@ -79,6 +80,7 @@ _HOME = {
     "all_reduce_layer_norm": "ops.all_reduce_norm",
     "all_reduce_rms_norm": "ops.all_reduce_norm",
     "all_to_all_matmul": "ops.all_to_all_matmul",
+    "batch_invariant": "ops.batch_invariant",
     "bind": "plan.bind",
     "build": "plan.families",
     "check": "runtime.groups",
@@ -125,6 +127,7 @@ __all__ = [
     "all_reduce_layer_norm",
     "all_reduce_rms_norm",
     "all_to_all_matmul",
+    "batch_invariant",
     "bind",
     "build",
     "check",

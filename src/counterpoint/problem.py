@@ -137,6 +137,8 @@ class Problem:
         counts: of rows for each expert: all "equal", or an operand that differs from call to call,
             known to the "host" before a call, or to the "device" alone; or "routed", see `Routes`:
             known to the host, and a row of x is a token that may have several experts.
+        top_k: experts of a token, of "routed" counts: M rows by expert are then M / top_k tokens,
+            by which times are predicted; 0: not known.
         tables: columns of each rank's tables; empty for ops without.
         indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
         out: whether y is memory that peers write to (`PooledOutputs`), of ops with tables.
@@ -144,6 +146,8 @@ class Problem:
             N and K, up to 128, if it is 0.
         causal: whether rows attend to earlier ones only, of an attention.
         scale: of q k^T; 0 is head_dim^-0.5.
+        invariant: the bits of a row do not depend on M, on where the row stands, nor on the plan,
+            see `batch_invariant`.
         norm: of ops that have one; "rms" if it is not said.
         residual: whether one is added before the norm.
         quantized: whether y is fp8 (e4m3), by a scale that is given for the whole "tensor", or by
@@ -172,6 +176,7 @@ class Problem:
     splits: tuple[int, ...] = ()
     experts: int = 0
     counts: Counts = "equal"
+    top_k: int = 0
     tables: tuple[tuple[int, ...], ...] = ()
     indices: tuple[int, ...] = ()
     out: bool = False
@@ -179,6 +184,7 @@ class Problem:
     causal: bool = False
     scale: float = 0.0
     islands: int = 1
+    invariant: bool = False
     norm: Norm = ""
     residual: bool = False
     quantized: Quantized = ""
@@ -207,6 +213,14 @@ class Problem:
         if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
             want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
             raise InputError(self.op, "counts", want=want, got=repr(self.counts))
+        every = self.experts * self.ranks if self.counts == "routed" else 0
+        if self.top_k > every:
+            want = f"at most {every}, all experts" if every else "0 where counts are not routed"
+            raise InputError(self.op, "top_k", want=want, got=self.top_k)
+        if self.invariant and not self.operation.invariant:
+            want = "False: the op has no batch-invariant plans"
+            fix = "call it outside of counterpoint.batch_invariant"
+            raise InputError(self.op, "invariant", want=want, got=True, fix=fix)
         self.operation.check(self)
         self._check_scales()
 
@@ -228,6 +242,8 @@ class Problem:
             refuse("dtype", "bfloat16, of y, where x and w have scales")
         if self.splits:
             refuse("splits", "empty: with scales there is one weight")
+        if self.invariant:
+            refuse("scales", "left out of batch-invariant plans")
         # as tensor cores take them
         for name, of in (("n", 16), ("k", SCALE_BLOCK if self.scales == "block" else 16)):
             if getattr(self, name) % of:
@@ -314,7 +330,9 @@ class Problem:
         shape += f" experts {self.experts}" if self.experts else ""
         if self.counts != "equal":
             shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"
+            shape += f" top {self.top_k}" if self.top_k else ""
         shape += self.operation.described(self)
         shape += f" {self.x_dtype} with {self.scales} scales to" if self.scales else ""
+        shape += " batch-invariant" if self.invariant else ""
         where = f"{self.ranks} ranks" + (f" of {self.islands} islands" if self.islands > 1 else "")
         return f"{self.op} {shape} {self.dtype}{bias} on {where}{rows}"

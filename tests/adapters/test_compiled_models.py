@@ -392,7 +392,7 @@ def test_a_rank_that_is_compiled_otherwise_is_an_error(pool: RankPool, tmp_path:
     told = pool.run(one_rank_is_not_compiled, 2, str(tmp_path / "said"), expect_dead=[1])
     assert told[0]
     said = (tmp_path / "said").read_text()
-    assert "[0] did not come to a meeting of the group within 2 s" in said
+    assert "rank 0 did not come to a meeting of the group within 2 s" in said
 
 
 @on_ranks(2)

@@ -85,6 +85,7 @@ def test_compiled(gpus, kind):
         mine = operands(case, ranks, 3, gpus)[rank]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # inductor's own imports warn
+            torch.compiler.reset()  # one function for all cases would recompile too often
             y = torch.compile(call, fullgraph=True)(case, mine)
         assert torch.equal(y, call(case, mine))
     cp.check()

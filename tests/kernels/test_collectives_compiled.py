@@ -19,7 +19,8 @@ def kernel(
     capability: int, ranks: int, wide: int, *, scatter: bool, gather: bool, dtype: tl.dtype
 ) -> Compiled:
     constants = {"WORLD": ranks, "SCATTER": scatter, "GATHER": gather, "DTYPE": dtype,
-                 "BLOCK": block_of(wide, ranks), "NUM_WARPS": NUM_WARPS}  # fmt: skip
+                 "IN_ORDER": False, "BLOCK": block_of(wide, ranks),
+                 "NUM_WARPS": NUM_WARPS}  # fmt: skip
     types = POINTERS | NUMBERS
     return compiled(
         collective_kernel, capability, types, constants, num_warps=NUM_WARPS,

@@ -79,7 +79,7 @@ def test_signals_compile_where_kernels_are_said_to_run(capability: str):
 
 REDUCE_TYPES = {
     "slots_ptr": "*{}", "own_ptr": "*{}", "bias_ptr": "*{}", "out_ptr": "*{}",
-    "order_ptr": "*i64", "num_slots": "i32", "rows": "i32", "cols": "i32", "stride_slot": "i32",
+    "order_ptr": "*i64", "num_sources": "i32", "rows": "i32", "cols": "i32", "stride_slot": "i32",
     "stride_slots": "i32", "stride_own": "i32", "stride_out": "i32",
 }  # fmt: skip
 
@@ -88,8 +88,8 @@ REDUCE_TYPES = {
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_reduce_loads_16_bytes_at_a_time(capability: int, dtype: str):
     types = {name: kind.format(dtype) for name, kind in REDUCE_TYPES.items()}
-    constants = {"HAS_OWN": True, "HAS_BIAS": True, "BLOCK": 1024}
-    aligned = tuple(name for name in types if name not in ("num_slots", "rows"))
+    constants = {"HAS_BIAS": True, "BLOCK": 1024}
+    aligned = tuple(name for name in types if name not in ("num_sources", "rows"))
     found = compiled(reduce_kernel, capability, types, constants, num_warps=4, aligned=aligned)
 
     accesses = re.findall(r"\b(ld|st)\.global\.(\S+)", found.ptx)
@@ -106,7 +106,7 @@ def test_reduce_loads_16_bytes_at_a_time(capability: int, dtype: str):
 def test_reduce_of_any_width_compiles(capability: int):
     """The last column of an odd width: nothing is a multiple of anything."""
     types = {name: kind.format("bf16") for name, kind in REDUCE_TYPES.items()}
-    constants = {"HAS_OWN": True, "HAS_BIAS": False, "BLOCK": 1024}
+    constants = {"HAS_BIAS": False, "BLOCK": 1024}
     found = compiled(reduce_kernel, capability, types, constants, num_warps=4)
     assert not found.spills
 

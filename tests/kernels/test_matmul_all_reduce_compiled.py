@@ -38,9 +38,9 @@ def kernel(
     types = tensors | POINTERS | {n: t for n, t in NUMBERS.items() if n != one} | last
     constants = {
         one: 1, "WORLD": ranks, "SHOTS": SHOTS[settings.shots],
-        "SCATTER": settings.shots == "scatter", "HAS_BIAS": False, "OWN": padded(m),
-        "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k, "EVEN_N": True, "EVEN_K": True,
-        "STAGES": settings.stages, "NUM_WARPS": settings.num_warps,
+        "SCATTER": settings.shots == "scatter", "HAS_BIAS": False, "IN_ORDER": False,
+        "OWN": padded(m), "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k,
+        "EVEN_N": True, "EVEN_K": True, "STAGES": settings.stages, "NUM_WARPS": settings.num_warps,
     }  # fmt: skip
     return compiled(
         matmul_all_reduce_kernel, capability, types, constants, num_warps=settings.num_warps,

@@ -121,6 +121,21 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
         assert sent == [(rail, far[r]) for r in (rank, rail, rank, rail)]
 
 
+@on_ranks(4)
+def test_a_plan_of_ones_own_is_for_tokens_of_any_number_of_experts(rank: int, ranks: int):
+    with on_islands(rank, 2):
+        experts, weights = chosen("uniform", rank, ranks, 9), torch.ones(9, TOP)
+        x, w = shards(rank, 9, K), shards(rank, LOCAL, K, N)
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
+        want = cp.all_to_all_matmul(x, w, counts=routes, plan="islands")
+        for top_k in (0, TOP - 1):
+            p = cp.Problem("all_to_all_matmul", 4096, N, K, ranks, "float32", experts=LOCAL,
+                           counts="routed", top_k=top_k, islands=2)  # fmt: skip
+            plan = cp.build(p, "islands")
+            assert cp.Plan.from_json(plan.to_json()) == plan
+            assert torch.equal(cp.all_to_all_matmul(x, w, counts=routes, plan=plan), want)
+
+
 @on_ranks(2)
 def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
     """opcheck of each operator, with gradients where it has them; and one graph of a layer."""

@@ -9,8 +9,8 @@ from counterpoint.choose.choose import choose
 from counterpoint.errors import InputError, PlanError
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build
-from counterpoint.plan.scaled import operands_of
-from counterpoint.plan.steps import SCALE, Plan, Region
+from counterpoint.plan.scaled import SCALE, operands_of
+from counterpoint.plan.steps import Plan, Region
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
 from counterpoint.problem import Problem, Scales
@@ -123,6 +123,7 @@ def test_wrong_plans_are_refused(what: str, said: str):
          "x_dtype must be float8_e4m3fn with block scales, got 'float8_e5m2'"),
         ({"scales": "row", "dtype": "float16"}, "dtype must be bfloat16, of y, where x and w have"),
         ({"scales": "row", "splits": (16, 32)}, "splits must be empty: with scales there is one"),
+        ({"scales": "row", "invariant": True}, "scales must be left out of batch-invariant plans"),
         ({"scales": "row", "k": 136}, "k must be a multiple of 16 with row scales, got 136"),
         ({"scales": "tensor", "n": 40}, "n must be a multiple of 16 with tensor scales, got 40"),
         ({"scales": "block", "k": 192}, "k must be a multiple of 128 with block scales, got 192"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.choose.known import save_machine
-from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.machine import LinkSpec
 from counterpoint.ops.auto import choose_spec
 from counterpoint.ops.call import prepare
@@ -211,24 +211,62 @@ def test_bags_that_islands_cannot_exchange_are_refused_on_all_ranks(rank: int, w
 def test_auto_takes_what_the_model_says_once_the_nic_is_known(
     rank: int, world_size: int, tmp_path: Path
 ):
-    """Without a machine it is the library's way, whatever there is in the cache for one island."""
+    """Without a machine it is the library's way, whatever there is in the cache for one island.
+
+    Of tokens by routes the way of the fewest bytes: of few tokens it is serial that is predicted.
+    """
     folder = gather_object(str(tmp_path), dist.group.WORLD)[0]  # type: ignore[arg-type]
     nic = LinkSpec(name="NIC", bytes_per_s=45e9, latency_s=5e-6)
     inside = preset("h200-2")
     machine = replace(inside, measured=inside.costs, nic=nic)
     problem = Problem("all_gather_matmul", 65536, 8192, 8192, world_size, islands=2)
+    routed = Problem("all_to_all_matmul", 64, 64, 64, world_size, experts=2, counts="routed",
+                     top_k=2, islands=2)  # fmt: skip
     specs: list[str] = []
+    by_routes: list[str] = []
     for known in (None, machine, replace(machine, nic=None)):
         with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
             patch.setenv("COUNTERPOINT_CACHE", folder)
             if known is not None and rank == 0:
                 save_machine(known, CPU.type, world_size)
             dist.barrier()
-            specs.append(choose_spec(problem, workspace_of(dist.group.WORLD, CPU), ()))  # type: ignore[arg-type]
+            workspace = workspace_of(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+            specs.append(choose_spec(problem, workspace, ()))
+            by_routes.append(choose_spec(routed, workspace, ()))
             x, w = shards(rank, 8, 16), shards(rank, 16, 8)
             near(cp.all_gather_matmul(x, w), torch.cat(everyone(x)) @ w.double())
     want = cp.choose(problem, machine)
     assert want.plan.family == "islands" and specs == ["serial", want.spec, "serial"]
+    assert by_routes == ["islands", "serial", "islands"]
+
+
+@on_ranks(2)
+def test_a_block_may_come_before_one_is_sent(rank: int, world_size: int):
+    """Else gloo says so to the other end behind the block, and directions take turns."""
+    order: list[str] = []
+
+    def noting(name: str) -> Any:
+        op = getattr(dist, name)
+        return lambda *args: order.append(name) or op(*args)
+
+    with on_islands(rank, 1), pytest.MonkeyPatch.context() as patch:
+        for name in ("isend", "irecv"):
+            patch.setattr(dist, name, noting(name))
+        cp.all_gather_matmul(shards(rank, 8, 16), shards(rank, 16, 8), plan="islands chunks=2")
+    assert order == ["irecv", "isend"] * 2
+
+
+@on_ranks(4)
+def test_who_does_not_come_to_a_meeting_is_named_with_its_island(rank: int, world_size: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTERPOINT_TIMEOUT_S", "1")
+        with on_islands(rank, 2):
+            workspace = workspace_of(dist.group.WORLD, CPU)  # type: ignore[arg-type]
+            if rank in (0, 1):
+                late = r"rank 2 \(island 1\), rank 3 \(island 1\) did not come to a meeting"
+                with pytest.raises(PeerTimeoutError, match=late) as caught:
+                    workspace.gather(rank)
+                assert caught.value.rank == 2
 
 
 @on_ranks(2)

@@ -335,7 +335,8 @@ def test_a_fused_sum_passes_all_arguments_and_compiles_for_both_layouts_of_w(
     expected = {
         "M": 4, "N": 64, "K": 64, "stride_xm": 64, "stride_wk": 1, "stride_wn": 64,
         "half_bytes": 4096, "rank": 1, "tag": 7, "timeout_ns": 2_000_000_000, "WORLD": 2,
-        "SHOTS": 2, "SCATTER": False, "HAS_BIAS": False, "OWN": 4, "BLOCK_N": 16, "BLOCK_K": 32,
+        "SHOTS": 2, "SCATTER": False, "HAS_BIAS": False, "IN_ORDER": False, "OWN": 4,
+        "BLOCK_N": 16, "BLOCK_K": 32,
         "EVEN_N": True, "EVEN_K": True, "STAGES": 3, "NUM_WARPS": 4,
     }  # fmt: skip
     assert {name: given[name] for name in expected} == expected

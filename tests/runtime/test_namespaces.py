@@ -46,10 +46,11 @@ def test_a_token_goes_to_another_island_once(size: int):
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
-def test_who_is_left_ends_in_time_and_names_a_rank_and_its_island(fault: str):
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "experts"])
+def test_who_is_left_ends_in_time_and_names_a_rank_and_its_island(op: str, fault: str):
     job = Job(
-        "benchmarks.islands:until_a_fault", args=("matmul_all_reduce", 64, 32, 256),
-        env={"COUNTERPOINT_TIMEOUT_S": str(BOUND_S)}, fault=fault, after_s=1.5,
+        "benchmarks.islands:until_a_fault", args=(op, 64, 32, 256),
+        env={"COUNTERPOINT_TIMEOUT_S": str(BOUND_S)}, fault=fault, after_s=0.5, begins=True,
     )  # fmt: skip
     found: list[Any] = run(job)
     assert all(found[:2]) and all(found[2:]) == (fault == "cut")

@@ -12,7 +12,9 @@ from counterpoint.costs import NO_TILES, Costs, Tiles
 from counterpoint.machine import Machine, kernels_refused
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import finer
+from counterpoint.plan.expected_rows import once
 from counterpoint.plan.families import build, parse
+from counterpoint.plan.invariant import varies
 from counterpoint.plan.launches import has_kernels
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -45,6 +47,7 @@ def by_model(
     """
     in_a_row, others = candidates(problem, machine)
     weighed = _Weighed(problem, machine, eager, tiles)
+    weighed.limits |= varying(problem, machine)
     serial_s = weighed.simulate("serial")
     for spec in (*weighed.closest(others), *in_a_row):
         plan = build(problem, spec, machine)
@@ -153,15 +156,30 @@ def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]
     operation = problem.operation
     in_a_row: list[str] = []
     others: list[str] = []
+    ruled_out = varying(problem, machine)
     for spec in operation.candidates(problem):
         family = operation.family(spec.split()[0])
         assert family is not None, "an operation names its own"
         # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and
         # smaller chunks cost: docs/results/losses.md
         finer_than_shards = family.name in finer.NAMES and machine.link.topology != "mesh"
-        if spec != "serial" and not family.refusal(problem) and not finer_than_shards:
+        if spec == "serial" or family.refusal(problem) or finer_than_shards:
+            continue
+        if spec not in ruled_out:
             (in_a_row if family.in_a_row else others).append(spec)
     return in_a_row, others
+
+
+def varying(problem: Problem, machine: Machine) -> dict[str, str]:
+    """Specs by which bits would depend on M, where the problem is batch-invariant, and why."""
+    found: dict[str, str] = {}
+    for spec in problem.operation.candidates(problem) if problem.invariant else ():
+        family, options = parse(problem, spec)
+        if family.refusal(problem):
+            continue
+        if why := varies(family.build(problem, options, machine)):
+            found[spec] = f"not batch-invariant: {why}"
+    return found
 
 
 def refusal(plan: Plan, machine: Machine) -> str:
@@ -191,12 +209,13 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     if computed_s := problem.operation.computed_s:
         compute_s += computed_s(problem, machine)  # by memory, at any clock
     rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
-    comm_s = problem.link_bytes / rate
+    comm_s = problem.link_bytes * once(problem, 1) / rate
     if problem.islands > 1 and machine.nic is not None:
-        # what every rank sends of its own, once to each other island; pooled rows, to each rank
-        to = problem.islands - 1
-        to *= problem.ranks // problem.islands if problem.tables else 1
-        far = problem.link_bytes * to / (problem.ranks - 1)
+        # what every rank sends of its own, once to each other island; rows for experts and pooled
+        # ones, to each rank
+        size = problem.ranks // problem.islands
+        to = (problem.islands - 1) * (size if problem.tables or problem.experts else 1)
+        far = problem.link_bytes * once(problem, size) * to / (problem.ranks - 1)
         comm_s = max(comm_s, far / machine.nic.bytes_per_s)
     return compute_s, comm_s
 

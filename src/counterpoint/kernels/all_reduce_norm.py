@@ -124,7 +124,7 @@ def all_reduce_norm_kernel(
             )
             late = late | tl.max(slow.to(tl.int32), 1)
             words = tl.where(others, words, tl.broadcast_to(own, (WORLD, BLOCK)))
-            total = tl.broadcast_to(sum_of_words(words, DTYPE)[None, :], (WORLD, BLOCK))
+            total = tl.broadcast_to(sum_of_words(words, DTYPE, False)[None, :], (WORLD, BLOCK))
             good = tl.max(late, 0) == 0  # not what was summed of too little
             put_words(theirs + (results + at), total, live & good & (ranks >= 0)[:, None])
     heard = tl.max(late, 0) == 0
@@ -157,7 +157,7 @@ def all_reduce_norm_kernel(
             words, slow = take_words(at, stop_ptr, timeout_ns, live & others, NUM_WARPS)
             own = own_words(x_ptr + (tl.cast(row, tl.int64) * row_words + offs), inside)
             words = tl.where(others, words, tl.broadcast_to(own, (WORLD, BLOCK)))
-            total = sum_of_words(words, DTYPE)
+            total = sum_of_words(words, DTYPE, False)
         late = late | tl.where(heard, tl.max(slow.to(tl.int32), 1), 0)
         h = elements(total, DTYPE)
         if HAS_RESIDUAL:

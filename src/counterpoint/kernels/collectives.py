@@ -20,16 +20,18 @@ from counterpoint.kernels.peer import (
     take_words,
     unpack,
 )
+from counterpoint.kernels.reduce import sum_of_parts
 
 
 @triton.jit
-def sum_of_words(words, DTYPE: tl.constexpr):
-    """The sum over dim 0 of words of DTYPE, in fp32 in that order, rounded once."""
+def sum_of_words(words, DTYPE: tl.constexpr, IN_ORDER: tl.constexpr):
+    """The sum over dim 0 of words of DTYPE, in fp32, rounded once."""
     if DTYPE.primitive_bitwidth == 16:
         low, high = unpack(words, DTYPE)
-        total = pack(tl.sum(low, 0), tl.sum(high, 0), DTYPE)
+        total = pack(sum_of_parts(low, IN_ORDER), sum_of_parts(high, IN_ORDER), DTYPE)
     else:
-        total = tl.sum(words.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
+        total = sum_of_parts(words.to(tl.float32, bitcast=True), IN_ORDER)
+        total = total.to(tl.int32, bitcast=True)
     return total
 
 
@@ -49,6 +51,7 @@ def collective_kernel(
     SCATTER: tl.constexpr,
     GATHER: tl.constexpr,
     DTYPE: tl.constexpr,  # that is summed
+    IN_ORDER: tl.constexpr,  # of ranks
     BLOCK: tl.constexpr,
     NUM_WARPS: tl.constexpr,  # of the launch
 ):
@@ -89,7 +92,7 @@ def collective_kernel(
             at = mine + (slots + offs)
             words, slow = take_words(at, stop_ptr, timeout_ns, live, NUM_WARPS)
             late = late | tl.max(slow.to(tl.int32), 1)
-            total = sum_of_words(words, DTYPE)[None, :]
+            total = sum_of_words(words, DTYPE, IN_ORDER)[None, :]
             if GATHER:
                 good = tl.max(late, 0) == 0  # not what was summed of too little
                 total = tl.broadcast_to(total, (WORLD, BLOCK))

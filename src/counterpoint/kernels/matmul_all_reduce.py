@@ -8,8 +8,8 @@ have arrived. Three protocols, all by low-latency words (see peer.py):
 - two shots: a tile's columns are divided among the ranks; each sums its part and gives it to all.
 - scatter: a tile's rows go to their owners, who sum them. One trip; the rest is as in one shot.
 
-Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order, and
-rounded once. All ranks hold the same bits.
+Partials travel in the dtype of y (a single row in fp32), are summed in fp32 in a fixed order,
+and rounded once. All ranks hold the same bits.
 
 Words of each rank, one half for even and one for odd epochs: slots of partials by sender, [ranks,
 tiles, rows, columns of a tile or chunk], then results by the rank that has summed them, likewise. A
@@ -28,6 +28,7 @@ from counterpoint.kernels.peer import (
     take_words,
     unpack,
 )
+from counterpoint.kernels.reduce import sum_of_parts
 
 
 @triton.jit
@@ -80,15 +81,17 @@ def to_words(acc, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, O
 
 @triton.jit
 def sum_of_ranks(
-    words, bias, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, OUT: tl.constexpr
+    words, bias, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, OUT: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Sum of [WORLD, rows, COLS] words over the ranks, plus [1, COLS]: [ROWS, COLS] in fp32."""
     if PAIRS:
         low, high = unpack(words, OUT)
-        pairs = tl.join(tl.sum(low, 0) + bias, tl.sum(high, 0) + bias)
+        low, high = sum_of_parts(low, IN_ORDER) + bias, sum_of_parts(high, IN_ORDER) + bias
+        pairs = tl.join(low, high)
         total = tl.reshape(tl.permute(pairs, (0, 2, 1)), (ROWS, COLS))
     else:
-        total = tl.sum(words.to(tl.float32, bitcast=True), 0) + bias
+        total = sum_of_parts(words.to(tl.float32, bitcast=True), IN_ORDER) + bias
     return total
 
 
@@ -118,6 +121,7 @@ def matmul_all_reduce_kernel(
     SHOTS: tl.constexpr,
     SCATTER: tl.constexpr,  # with one shot
     HAS_BIAS: tl.constexpr,
+    IN_ORDER: tl.constexpr,  # of ranks is summed
     OWN: tl.constexpr,  # rows of y, >= M, a power of 2
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -177,9 +181,9 @@ def matmul_all_reduce_kernel(
         bias = tl.zeros((1, COLS), tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        total = sum_of_ranks(chunks, bias, OWN, COLS, PAIRS, OUT)
+        total = sum_of_ranks(chunks, bias, OWN, COLS, PAIRS, OUT, IN_ORDER)
         if SHOTS == 1:
-            store_tile(y_ptr, total, cols, M, N, OWN)
+            store_tile(y_ptr, total, cols, M, N, N, OWN)
         else:
             # the own chunk of the result, to everyone; not what was summed of too little
             good = tl.max(late, 0) == 0
@@ -200,15 +204,15 @@ def matmul_all_reduce_kernel(
             slow = tl.max(tl.max(tl.reshape(slow.to(tl.int32), (HIGH, WORLD, CHUNK)), 2), 0)
             late = late | tl.where(heard, slow, 0)
             bias = tl.zeros((1, BLOCK_N), tl.float32)
-            total = sum_of_ranks(sums[None, :, :], bias, OWN, BLOCK_N, PAIRS, OUT)
-            store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, OWN)
+            total = sum_of_ranks(sums[None, :, :], bias, OWN, BLOCK_N, PAIRS, OUT, IN_ORDER)
+            store_tile(y_ptr, total, tile * BLOCK_N + offs_n[None, :], M, N, N, OWN)
 
     end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag)
 
 
 @triton.jit
-def store_tile(y_ptr, total, cols, M, N, ROWS: tl.constexpr):
-    """Store [ROWS, ..] of fp32 at columns `cols`, [1, ..], of y."""
+def store_tile(y_ptr, total, cols, M, N, stride_ym, ROWS: tl.constexpr):
+    """Store [ROWS, ..] of fp32 at columns `cols`, [1, ..], of y [M, N]."""
     offs_m = tl.arange(0, ROWS)[:, None]
-    y_ptrs = y_ptr + offs_m.to(tl.int64) * N + cols
+    y_ptrs = y_ptr + offs_m.to(tl.int64) * stride_ym + cols
     tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(offs_m < M) & (cols < N))

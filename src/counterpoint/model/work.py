@@ -7,6 +7,7 @@ from counterpoint.errors import PlanError
 from counterpoint.machine import LinkSpec, Machine
 from counterpoint.plan.all_gather_attention import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
+from counterpoint.plan.expected_rows import once, share
 from counterpoint.plan.launches import Run, batches, runs
 from counterpoint.plan.makespan import LOCAL_COPY, PIECE_S
 from counterpoint.plan.operation import operation_of
@@ -65,6 +66,8 @@ def work_s(bound: BoundStep, plan: Plan, machine: Machine, tiles: Tiles, batch: 
             return nic.latency_s + longer / nic.bytes_per_s
         case "collective":
             return _collective_s(bound, plan, machine)
+        case "spread" | "fold" if bound.step.routed:
+            return costs.memory_s(_routed_bytes(bound, plan))
         case "fused":
             return _fused_s(bound, plan, machine)
         case _:
@@ -143,7 +146,7 @@ def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     whole = (bound.step.writes if gathers else bound.step.reads)[0].buffer
     whole_bytes = plan.buffer_bytes(plan.buffer(whole))
     rows = p.m - min(p.rows) if gathers else (p.ranks - 1) * max(p.rows)
-    received = whole_bytes * rows // max(p.m, 1)
+    received = int(whole_bytes * share(p, whole)) * rows // max(p.m, 1)
     if name == "all_reduce":  # scattered and gathered
         received = 2 * whole_bytes * (p.ranks - 1) // p.ranks
     if p.islands > 1:
@@ -152,7 +155,8 @@ def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
         return costs.direct_s + received / costs.direct_bytes_per_s
     if name == "all_to_all":
         # as much comes as in an all-gather; of several experts, rows are put in order
-        pass_s = costs.memory_s(2 * whole_bytes) if p.experts > 1 else 0.0
+        in_order = p.experts == 1 or p.counts == "routed"  # of routes it is a step of its own
+        pass_s = 0.0 if in_order else costs.memory_s(2 * whole_bytes)
         return costs.collective_s("all_gather", received) + pass_s
     kind: Collective = "all_gather" if gathers else "reduce_scatter"
     return costs.collective_s(kind, received)
@@ -206,4 +210,18 @@ def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
 
 def _num_bytes(plan: Plan, box: Box) -> int:
     rows, cols = box.shape
-    return rows * cols * ITEM_BYTES[plan.buffer(box.buffer).dtype]
+    num_bytes = rows * cols * ITEM_BYTES[plan.buffer(box.buffer).dtype]
+    p = plan.problem
+    return round(num_bytes * share(p, box.buffer)) if p.top_k else num_bytes
+
+
+def _routed_bytes(bound: BoundStep, plan: Plan) -> int:
+    """What a spread reads and writes again for each place, or a fold reads and sums."""
+    p = plan.problem
+    read = sum(_num_bytes(plan, box) for part in bound.parts for box in part.reads)
+    written = sum(_num_bytes(plan, part.write) for part in bound.parts)
+    if bound.step.kind == "spread":
+        return 2 * written
+    if plan.buffer(bound.step.writes[0].buffer).space == "output":  # a row of each token
+        written = round(written * once(p, p.ranks))
+    return read + written

@@ -70,7 +70,8 @@ def all_gather_matmul(
         plan: "auto", a family ("serial", "direct", "shard_p2p", "graded", or one finer than shards
             such as "uniform_fused_1d"), a spec such as "graded 1/1/2 ring", a Plan, which is
             validated once, or a JSON file of one. The backward of "auto" and "serial" is chosen in
-            the same way, that of all others overlaps.
+            the same way, that of all others overlaps. "invariant" behind a spec is
+            `batch_invariant` for this call.
         rows: `gather_dim` of x on each rank, equal on all ranks; None means that all are equal.
         gather_dim: the dim of x that the ranks have parts of. Where it is not 0, x is copied so
             that it comes first, and y is a view with that dim back in its place. Where it is the

@@ -27,7 +27,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     if problem.ranks == 1 or refused_in(workspace):
         return "serial"
     if problem.islands > 1 and (known.machine is None or known.machine.nic is None):
-        return problem.operation.without_serial(problem)[0] or "serial"
+        return problem.operation.untold(problem)
     tuned = known.tuned.get(problem_key(problem))
     if tuned is not None:
         try:
@@ -37,7 +37,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
             what = f"the plan tuned for {problem} is ignored: {error}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
     if known.machine is None:
-        return problem.operation.without_serial(problem)[0] or "serial"
+        return problem.operation.untold(problem)
     if not any(candidates(problem, known.machine)):
         return "serial"
     on_gpu = workspace.device.type == "cuda"

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops.agreement import Input, agree, checking, words_of
+from counterpoint.ops.batch_invariant import in_mode
 from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import KEYS, of_islands, plan_of
 from counterpoint.plan.families import build
@@ -235,7 +236,7 @@ def key_of(
         if own is None or own[0] is not plan:
             return None
         plan = own[1]
-    key: list[object] = [op, plan, dim]
+    key: list[object] = [(op, in_mode()), plan, dim]
     first: Any = tensors[0]
     try:
         for t in tensors:
@@ -414,7 +415,7 @@ def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None
         # of a plan that waits in a kernel all ranks are here then, see CudaCode; in a capture each
         # would be by itself
         waits = any(step.spins for step in plan.steps)
-        if asked != "auto" or not waits or torch.cuda.is_current_stream_capturing():
+        if asked.split()[0] != "auto" or not waits or torch.cuda.is_current_stream_capturing():
             raise
     return compile_plan(build(plan.problem, "serial"), workspace, like=like)
 

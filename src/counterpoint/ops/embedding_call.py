@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from counterpoint.ops.batch_invariant import in_mode
 from counterpoint.ops.call import compiled
 from counterpoint.ops.embedding_facts import Asked, agreed
 from counterpoint.ops.embedding_kernels import OP, Bags, Chunks
@@ -123,10 +124,11 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
         ):  # fmt: skip
             # of every table: in C, not in a loop. An address says on which device it is
             key = (
-                OP, *map(SHAPE, tables), *map(Tensor.stride, tables), *map(DTYPE, tables),
-                *map(Tensor.data_ptr, tables), indices.dtype, offsets.shape, offsets.stride(),
-                offsets.dtype, offsets.device, weights is None or (weights.dtype, weights.device),
-                mode, last, batch and tuple(batch), dims and tuple(map(tuple, dims)), dtype,
+                OP, in_mode(), *map(SHAPE, tables), *map(Tensor.stride, tables),
+                *map(DTYPE, tables), *map(Tensor.data_ptr, tables), indices.dtype,
+                offsets.shape, offsets.stride(), offsets.dtype, offsets.device,
+                weights is None or (weights.dtype, weights.device), mode, last,
+                batch and tuple(batch), dims and tuple(map(tuple, dims)), dtype,
                 out and out.facts, plan if isinstance(plan, str | Path) else KEYS[id(plan)][1],
             )  # fmt: skip
             # as `workspace_if_any`, without its call

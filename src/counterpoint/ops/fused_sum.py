@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.plan.fused_sum import KERNEL, padded, settings_in
+from counterpoint.plan.fused_sum import KERNEL, own_rows, settings_in
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.invariant_matmul import in_one_chain
 from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, aligned, register
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
@@ -70,7 +71,8 @@ def arguments_of(site: Site) -> dict[str, Any]:
         "half_bytes": memory.words.half_bytes, "rank": workspace.rank, "tag": site.tag,
         "timeout_ns": int(workspace.timeout_s * 1e9), "WORLD": p.ranks,
         "SHOTS": SHOTS[settings.shots], "SCATTER": scatters, "HAS_BIAS": p.bias,
-        "OWN": padded(rows), "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k,
+        "IN_ORDER": p.invariant, "OWN": own_rows(p, rows), "BLOCK_N": settings.block_n,
+        "BLOCK_K": settings.block_k,
         "EVEN_N": p.n % settings.block_n == 0, "EVEN_K": p.k % settings.block_k == 0,
         "STAGES": settings.stages, "NUM_WARPS": settings.num_warps,
     }  # fmt: skip
@@ -81,14 +83,17 @@ def reference(site: Site) -> Action:
     p, workspace = site.places.plan.problem, site.places.workspace
     scatters = settings_in(site.bound.step).shots == "scatter"
     # a single row travels in fp32
-    wire = torch.float32 if (max(p.rows) if scatters else p.m) == 1 else getattr(torch, p.dtype)
+    alone = (max(p.rows) if scatters else p.m) == 1 and not p.invariant
+    wire = torch.float32 if alone else getattr(torch, p.dtype)
     calls = library_of(workspace, Awaited(p.op, f"take part in {site.bound.step.name!r}", KERNEL))
 
     def run(operands: Operands) -> None:
-        own = (operands["x"].float() @ operands["w"].float()).to(wire)
+        x, w = operands["x"], operands["w"]
+        own = (in_one_chain(x, w) if p.invariant else x.float() @ w.float()).to(wire)
         parts = own.new_empty(p.ranks, *own.shape)
         calls.all_gather(parts, own)
-        total = parts.float().sum(0)
+        # in the order of ranks
+        total = sum(parts.float(), torch.zeros_like(own, dtype=torch.float32))
         if scatters:
             total = total[p.row_starts[workspace.rank] : p.row_starts[workspace.rank + 1]]
         bias: Tensor | None = operands.get("bias")

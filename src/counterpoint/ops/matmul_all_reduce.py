@@ -13,7 +13,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.call import Operator, Output, Tensors, present
-from counterpoint.ops.plans import plan_key
+from counterpoint.ops.plans import is_invariant, plan_key
 from counterpoint.ops.register import once, register
 from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
@@ -44,16 +44,16 @@ def matmul_all_reduce(
     communication.
 
     Args:
-        x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA, K the part of this rank. Or fp8 numbers
-            with scales, as w then: see `Scaled`.
+        x: bf16, fp16, fp32, or as w `Scaled` fp8, [M, ..., K], on CPU or CUDA, K of this rank.
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; None: the default group.
         bias: dtype of x, or bf16 with `Scaled`, [N], equal on all ranks; added once.
         plan: "auto": chosen by the model; "serial": the libraries' matmul and all-reduce;
             "direct": our all-reduce behind the library's matmul; "fused": all in one kernel;
             "shard_p2p": shares of rows by copies; or a spec such as "fused two_shot 64x64x8
-            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. Direct and
-            fused need a number of ranks that is a power of 2.
+            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. "invariant"
+            behind a spec is `batch_invariant` for this call. Direct and fused need a number of
+            ranks that is a power of 2.
 
     Returns:
         dtype of x, or bf16 with `Scaled`, [M, ..., N], a new tensor.
@@ -78,9 +78,11 @@ def matmul_all_reduce(
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
+        return matmul_all_reduce(x, w, group=group, plan=plan) + bias
     if key is None:
-        op = torch.ops.counterpoint.matmul_all_reduce
-        return op(x, w, bias, spec, group.group_name, *scales)
+        where = group.group_name
+        return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, where, *scales)
     return call.first(OPERATOR, (x, w, bias, *scales), spec, (), group, key)[0]
 
 

@@ -29,7 +29,7 @@ from counterpoint.ops.check import (
     check_tensors,
     is_last,
 )
-from counterpoint.ops.plans import plan_key
+from counterpoint.ops.plans import is_invariant, plan_key
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
@@ -64,7 +64,8 @@ def matmul_reduce_scatter(
         bias: dtype of x, or bf16 with `Scaled`, [N]; each rank adds its own to its rows.
         plan: "auto", a family ("serial", "direct", "fused", "shard_p2p", "graded", or one finer
             than shards such as "uniform_fused_2d"), a spec such as "graded 1/2/1 ring chunks=2", a
-            Plan, which is validated once, or a JSON file of one.
+            Plan, which is validated once, or a JSON file of one. "invariant" behind a spec is
+            `batch_invariant` for this call.
         rows: how many of `scatter_dim` of x each rank gets, equal on all ranks; None means equal
             parts, and then the number of ranks must divide that dim.
         scatter_dim: the dim of x of which each rank gets a part. Where it is not 0, x is copied so
@@ -114,6 +115,9 @@ def _anew(
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
+        where: Any = {"group": group, "plan": plan, "rows": rows, "scatter_dim": scatter_dim}
+        return matmul_reduce_scatter(x, w, **where) + bias
     if key is not None:
         y = call.first(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:

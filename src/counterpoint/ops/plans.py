@@ -10,7 +10,9 @@ from torch import Tensor
 
 from counterpoint.errors import InputError, PlanError
 from counterpoint.ops.auto import choose_spec, knowledge_of
+from counterpoint.ops.batch_invariant import in_mode
 from counterpoint.plan.families import build
+from counterpoint.plan.invariant import WORD, said, says
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
@@ -30,20 +32,25 @@ MAX_KEYS = 256
 def plan_key(op: str, plan: str | Path | Plan) -> str:
     """A plan as an operator's string argument; a user's own Plan is proved first.
 
+    In `batch_invariant` text ends by saying so, and a Plan has to be for such a problem.
+
     Args:
         plan: text, a Plan, or a file that has one as JSON: a Path, or text that ends in ".json".
             A call of known facts does not read it again.
 
     Raises:
-        InputError: something else, or a file that cannot be read.
+        InputError: something else, a file that cannot be read, or in that mode another Plan.
         PlanError: the plan is wrong.
     """
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         plan = _read(op, Path(plan))
     if isinstance(plan, str):
-        return plan
+        return f"{plan} {WORD}" if in_mode() and not says(plan) else plan
     if not isinstance(plan, Plan):
         raise InputError(op, "plan", want="a family's name or a Plan", got=type(plan).__name__)
+    if in_mode() and not plan.problem.invariant:
+        want = "a Plan for a problem with invariant=True in counterpoint.batch_invariant"
+        raise InputError(op, "plan", want=want, got=f"for {plan.problem}")
     known, key = KEYS.get(id(plan), (None, ""))
     if known is not plan:
         key = PLAN_KEY + hashlib.sha256(to_json(plan).encode()).hexdigest()[:32]
@@ -78,9 +85,11 @@ def plan_of(
         if own is None:
             fix = "pass the Plan itself to the function"
             raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
+        problem = replace(problem, invariant=own.problem.invariant)
         if not _fits(own.problem, problem):
             raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
         return own
+    problem, plan = said(problem, plan)
     if plan == "auto":
         plan = choose_spec(problem, workspace, tensors)
     return build(problem, plan, knowledge_of(workspace).machine)
@@ -95,12 +104,19 @@ def of_islands(problem: Problem, workspace: Workspace) -> Problem:
 def _fits(planned: Problem, problem: Problem) -> bool:
     """Whether a plan for `planned` is one for `problem`: what differs from call to call may differ.
 
-    That is how many indices there are, and of counts that differ how many rows, up to the planned.
+    That is how many indices there are, and experts of a token; of counts that differ how many rows,
+    up to the planned.
     """
-    wanted = replace(problem, indices=planned.indices)
+    wanted = replace(problem, indices=planned.indices, top_k=planned.top_k)
     if problem.counts != "equal" and planned.m >= problem.m:
         wanted = replace(wanted, m=planned.m, rows=())
     return planned == wanted
+
+
+def is_invariant(plan: str) -> bool:
+    """Whether a plan as an operator's string argument is batch-invariant."""
+    own = _plans.get(plan)
+    return own.problem.invariant if own else says(plan)
 
 
 def family_of(plan: str) -> str:
@@ -116,6 +132,7 @@ def backward_plan(op: str, plan: str, rows: Sequence[int] = ()) -> str:
     Args:
         rows: of each rank; empty: equal, or of no account.
     """
+    plan = plan.removesuffix(f" {WORD}")
     if plan in ("auto", "serial"):
         return plan
     family = family_of(plan)

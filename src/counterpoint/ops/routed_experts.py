@@ -106,7 +106,10 @@ def _operator(op: str, keep: bool) -> Operator:
 def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
     x, w, *_ = present(tensors)
     local, k, n = w.shape
-    return Problem(op, rows[0], n, k, ranks, dtype_of(x), experts=local, counts="routed")
+    m, top_k = rows
+    top_k = min(top_k, local * ranks)  # of more, some are equal
+    dtype = dtype_of(x)
+    return Problem(op, m, n, k, ranks, dtype, experts=local, counts="routed", top_k=top_k)
 
 
 def _outputs(
@@ -121,7 +124,8 @@ def _outputs(
 
 def _words(tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
     x, w, *_ = present(tensors)
-    return {"w.shape": str(tuple(w.shape)), "x.dtype": str(x.dtype), "rows": str(rows[0])}, None
+    facts = {"w.shape": str(tuple(w.shape)), "x.dtype": str(x.dtype), "rows": str(rows[0])}
+    return facts | {"top_k": str(rows[1])}, None
 
 
 def _run(
@@ -139,7 +143,7 @@ def _run(
         wrong = InputError(op, "x", want=want, got=tuple(x.shape))
     rows = experts.most(most_rows(routes, counts), counts.shape[1])
     given = call.Given(room, wrong)
-    return call.run(_operator(op, keep), tensors, plan, (rows,), group_name, given)
+    return call.run(_operator(op, keep), tensors, plan, (rows, routes.top), group_name, given)
 
 
 def _dispatch(

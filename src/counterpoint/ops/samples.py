@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.ops.call import Operator, prepare
-from counterpoint.plan.scaled import operands_of
-from counterpoint.plan.steps import SCALE
+from counterpoint.plan.scaled import SCALE, operands_of
 from counterpoint.problem import Problem
 
 L2_ROTATIONS = 4  # of weights, between two uses of one

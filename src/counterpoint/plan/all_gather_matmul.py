@@ -185,6 +185,7 @@ OPERATION = Operation(
     check=check_splits,
     moved=lambda p: (p.x_row_bytes // p.item_bytes, 0),
     overlapped=_overlapped,
+    invariant=True,
     rule=lambda p, machine: "" if direct.refusal_of_gather(p) else "direct",
     scales=True,
 )  # fmt: skip

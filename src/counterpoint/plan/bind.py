@@ -96,6 +96,8 @@ class _Binder:
             if region.buffer not in VARYING or step.kind == "fused"
         ]
         writes = [self.cells(region, rank, whole=whole) for region in step.writes]
+        if step.kind == "reduce" and self.plan.problem.invariant:
+            reads.sort(key=lambda cells: self.sender(cells[0]))
         if step.kind in ATTENTION:
             boxes = [[self.one(cells) for cells in each] for each in (reads, writes)]
             owner = self.plan.resolve((int(step.arg("peer")),), rank)
@@ -157,6 +159,10 @@ class _Binder:
             self.fail(f"pairs regions of {sorted(lengths)} blocks")
         wide = [cells if len(cells) == len(write) else cells * len(write) for cells in reads]
         return [Part(boxes[:-1], boxes[-1]) for boxes in zip(*wide, write, strict=True)]
+
+    def sender(self, box: Box) -> int:
+        """The rank whose partial sum a box has."""
+        return box.slot if self.plan.buffer(box.buffer).holds == "slots" else box.rank
 
     def one(self, cells: list[Box]) -> Box:
         """The cells of a region that has to be one box; blocks without rows are none."""

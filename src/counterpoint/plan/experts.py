@@ -26,7 +26,7 @@ of that rank. By expert: part e of every block, one after the other, which is a 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -106,6 +106,7 @@ def operation(
         overlapped=fused_experts.overlapped,
         gradient="",
         without_serial=without_serial,
+        untold=untold,
         fused_s=fused_experts.seconds,
         rule=lambda p, machine: fused_experts.or_serial(p),
     )  # fmt: skip
@@ -122,9 +123,14 @@ def without_serial(p: Problem) -> tuple[str, str]:
     """What is taken whatever it costs, and why serial is not."""
     if p.islands == 1:
         return fused_experts.without_serial(p)
-    if p.counts != "routed":
+    if p.counts != "routed" or p.top_k:
         return "", ""
     return "islands", "sends a row once to each rank of another island, not once to the island"
+
+
+def untold(p: Problem) -> str:
+    """What is taken where nothing is known of the machine: the fewest bytes between islands."""
+    return without_serial(replace(p, top_k=0))[0] or "serial"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
+from counterpoint.plan.invariant import said, varies
 from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.names import COMPUTE
 from counterpoint.plan.operation import Family, Options, operation_of
@@ -42,12 +43,15 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
 
     Raises:
         InputError: the op has no such family, the spec does not fit the problem, or there is no
-            such machine.
+            such machine; or bits depend on M by that plan, and the problem, or "invariant" behind
+            the spec, wants one by which they do not.
     """
     instance("build", "problem", problem, Problem)
     where = preset(f"h200-{min(problem.ranks, 8)}")
     if machine is not None:
         where = machine_of("build", machine)
+    instance(problem.op, "plan", spec, str, "text")
+    problem, spec = said(problem, spec)
     family, options = parse(problem, spec)
     if problem.ranks == 1 and not family.alone:
         return alone(problem)
@@ -57,6 +61,9 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
     if want := family.refusal(problem):
         raise InputError(problem.op, "plan", want=f"for {want}", got=repr(spec))
     plan = scaled(family.build(problem, options, where))
+    if problem.invariant and (why := varies(plan)):
+        fix = f"{why}: bits depend on the rows beside"
+        raise InputError(problem.op, "plan", want="batch-invariant", got=repr(spec), fix=fix)
     return lane_for_each_peer(plan) if where.link.topology == "mesh" else plan
 
 

@@ -3,6 +3,7 @@
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.families import build
+from counterpoint.plan.invariant import varies
 from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.scaled import operands_of
 from counterpoint.plan.steps import (
@@ -66,6 +67,8 @@ def check_form(plan: Plan) -> None:
         seen.add(step.name)
         if problem := _misuse(plan, step):
             fail(problem, step.name)
+    if plan.problem.invariant and (why := varies(plan)):
+        fail(f"is not batch-invariant: {why}")
     for lane in plan.lanes:
         _check_batches(plan, [step for step in plan.steps if step.lane == lane.name])
     ours = [s.name for s in plan.steps

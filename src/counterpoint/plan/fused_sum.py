@@ -97,7 +97,12 @@ def settings_in(step: Step) -> Settings:
 
 def rows_of_tile(p: Problem, *, scatters: bool) -> int:
     """Rows of a tile: the next power of two, of each owner where it scatters."""
-    return p.ranks * padded(max(p.rows)) if scatters else padded(p.m)
+    return p.ranks * own_rows(p, max(p.rows)) if scatters else own_rows(p, p.m)
+
+
+def own_rows(p: Problem, rows: int) -> int:
+    """Rows of a tile that one rank has: at least two where a single one, too, has to be rounded."""
+    return max(padded(rows), 1 + p.invariant)
 
 
 def padded(rows: int) -> int:

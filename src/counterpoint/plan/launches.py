@@ -115,7 +115,7 @@ def in_no_graph(plan: Plan) -> bool:
 
 def has_kernels(plan: Plan) -> bool:
     """Whether a GPU runs kernels of this library for a plan: signals, sums, merges, fused steps."""
-    return any(
+    return plan.problem.invariant or any(
         s.kind in ("fused", "reduce", "barrier")
         or s.waits
         or s.posts

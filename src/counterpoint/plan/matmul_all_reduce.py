@@ -24,7 +24,7 @@ from counterpoint.plan.names import (
 )
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order, cuts, orders
-from counterpoint.plan.sizes import check_plain
+from counterpoint.plan.sizes import check_plain, check_sum
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
@@ -119,6 +119,11 @@ def refusal_of_direct(p: Problem) -> str:
     return direct.refusal(p, whole // p.ranks) if whole % p.ranks == 0 else "equal shares of y"
 
 
+def _check(p: Problem) -> None:
+    check_plain(p)
+    check_sum(p)
+
+
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
     if p.islands > 1:
@@ -161,12 +166,13 @@ OPERATION = Operation(
     ),
     candidates=candidates,
     collectives=("all_reduce",),
-    check=check_plain,
+    check=_check,
     moved=lambda p: (p.n, p.n),
     overlapped=_overlapped,
     gradient="serial",
     shares_rows=False,
     fused_s=fused_sum.seconds,
+    invariant=True,
     rule=_rule,
     scales=True,
 )  # fmt: skip

@@ -219,6 +219,7 @@ OPERATION = Operation(
     check=check_products,
     moved=lambda p: (0, p.n),
     overlapped=_overlapped,
+    invariant=True,
     rule=_rule,
     scales=True,
 )  # fmt: skip

@@ -150,6 +150,7 @@ class Operation:
         check: refuses sizes that are not its own.
         moved: columns of what is gathered, and of what is scattered.
         matmuls: (rows, columns, contracted) of each matmul of one rank, in one piece.
+        invariant: whether it has plans by which no row's bits depend on M.
         shares_rows: whether M is shared out over the ranks.
         overlapped: the spec of the plan that overlaps which a rule takes; where none overlaps, what
             is faster than serial, or "". The second argument: a shard's copy takes longer than its
@@ -157,6 +158,7 @@ class Operation:
         gradient: the family that it takes as a gradient whose forward was asked for by name; "":
             that of the forward.
         without_serial: the spec that is taken whatever it costs, and why serial is not; or "", "".
+        untold: the spec that is taken where nothing is known of the machine.
         fused_s: seconds of a step of kind "fused" whose kernel has the operator's name.
         rule: the spec that static sizes say, where the shorter side is not worth overlapping;
             "" is serial.
@@ -179,6 +181,8 @@ class Operation:
     matmuls: Callable[[Problem], tuple[tuple[int, int, int], ...]] = lambda p: ((p.m, p.n, p.k),)
     gradient: str = "graded"
     without_serial: Callable[[Problem], tuple[str, str]] = lambda problem: ("", "")
+    untold: Callable[[Problem], str] = lambda problem: "serial"
+    invariant: bool = False
     shares_rows: bool = True
     fused_s: Callable[[Problem, Step, Machine], float] | None = None
     rule: Callable[[Problem, Machine], str] = lambda problem, machine: ""

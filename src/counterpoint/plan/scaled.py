@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
-from counterpoint.plan.steps import SCALE, Buffer, Plan, Region, Step
+from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import SCALE_BLOCK, W_DTYPE, Problem
 
+SCALE = "_scale"  # behind the name of a buffer of fp8 numbers: that of their scales
 REFUSAL = "operands without scales"  # of families that have no kernel or no sum for them
 
 

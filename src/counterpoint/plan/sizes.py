@@ -40,6 +40,13 @@ def check_splits(p: Problem) -> None:
 def check_products(p: Problem) -> None:
     """Refuse several products that are not of all that is summed over, or have a bias."""
     _check_parts(p, p.k)
+    check_sum(p)
+
+
+def check_sum(p: Problem) -> None:
+    """Refuse what a batch-invariant sum over ranks has none of."""
+    if p.invariant:  # plans round a sum before or after they add the bias
+        check_none(p, "experts", "splits", "bias")
 
 
 def _check_parts(p: Problem, whole: int) -> None:

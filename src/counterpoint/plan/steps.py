@@ -20,7 +20,6 @@ Space = Literal["input", "output", "scratch", "symmetric", "words", "flags", "tu
 OWN_PROTOCOL: tuple[Space, ...] = ("words", "flags", "turns")
 COUNTS = "counts"  # the operand that says how many rows there are
 ROUTES = "routes"  # the one that says which rows of tokens go where
-SCALE = "_scale"  # behind the name of a buffer of fp8 numbers: the buffer of their scales
 VARYING = (COUNTS, ROUTES)  # operands of which steps have no boxes
 
 
@@ -92,9 +91,8 @@ class Step:
     Kinds, with what they read and write, paired in order:
         copy        reads[i] -> writes[i], bytes as they are; the only kind that may reach a peer
         move        reads[0] -> writes[0] on an SM, changing dtype where they differ; + bias
-        matmul      reads x, w (+ the target, to accumulate) (+ bias) -> writes y = x w; where it
-                    contracts over rows, y = x^T w, of regions that are one box each; with scales
-                    it reads x, w, the scales of x, those of w (+ bias)
+        matmul      reads x, w (, the scales of both) (+ the target, to accumulate) (+ bias) ->
+                    writes y = x w; where it contracts over rows, y = x^T w, of one box each
         spread      reads[i] -> writes[i] on an SM: by routes, a row for each place that it goes to
         fold        its transpose: by routes, the sum of these rows in fp32, rounded once
         reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
@@ -116,13 +114,12 @@ class Step:
 
     Args:
         after: names of earlier steps of this rank that must have ended.
-        args: "bias": 1, the last read is a [1, N] row that is added; "scales": of which kind, of a
-            matmul, see `Problem.scales`; "to": islands, of an
-            exchange; "contract": "rows", of a
-            matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
-            of a fused step, the operator whose kernel it is; "batch": a number that matmuls one
-            after the other on a lane share where they may be one launch; of an attention, see
-            attended.py, of an opaque step `resources.rewrites`.
+        args: "bias": 1, the last read is a [1, N] row that is added; "scales": their kind, of a
+            matmul; "to": islands, of an exchange; "contract": "rows", of a matmul; "collective":
+            its name; "transport": "words", by a kernel of our own; "kernel": of a fused step, the
+            operator whose kernel it is; "batch": a number that matmuls one after the other on a
+            lane share where they may be one launch; of an attention, see attended.py, of an opaque
+            step `resources.rewrites`.
         spins: it waits for its peers in a kernel, which then has to be resident on every rank.
     """
 
@@ -155,6 +152,11 @@ class Step:
     def looks_up(self) -> bool:
         """Whether the step is a kernel of ours that has no peers and one result: a lookup."""
         return self.kind == "fused" and not self.spins and len(self.writes) == 1
+
+    @property
+    def sums(self) -> bool:
+        """Whether the step is a collective that sums over ranks."""
+        return self.arg("collective") in ("all_reduce", "reduce_scatter")
 
     @property
     def accumulates(self) -> bool:

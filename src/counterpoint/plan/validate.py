@@ -273,8 +273,7 @@ def _collective(
         inside = ((values.intersect(box, source), value) for box, value in pieces)
         kept = [(box, value) for box, value in inside if box is not None]
         arrived += values.moved(kept, source, target)
-    sums = bound.step.arg("collective") in ("all_reduce", "reduce_scatter")
-    return values.total(bound.parts[0].write, arrived) if sums else arrived
+    return values.total(bound.parts[0].write, arrived) if bound.step.sums else arrived
 
 
 def _routes(plan: Plan, bound: BoundStep, rank: int) -> Iterator[tuple[int, Box, Box]]:

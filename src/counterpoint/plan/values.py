@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from counterpoint.plan.bind import Box, Part
-from counterpoint.plan.steps import SCALE
+from counterpoint.plan.scaled import SCALE
 
 
 class Cell(NamedTuple):

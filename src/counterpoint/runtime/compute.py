@@ -12,7 +12,7 @@ from torch import Tensor
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import counted, routed, scaled
+from counterpoint.runtime import counted, invariant_matmul, routed, scaled
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
@@ -26,6 +26,8 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate) (+ bias); y may have any strides."""
     if bound.step.arg("scales"):
         return scaled.matmul(bound, part, places)
+    if places.plan.problem.invariant:
+        return invariant_matmul.action(part, places)
     if plain := _plain_matmul(bound, part, places):
         return plain
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -138,10 +140,8 @@ def reduce(bound: BoundStep, part: Part, places: Places) -> Action:
     target = places.of(part.write)
 
     def run(operands: Operands) -> None:
-        total = sources[0](operands).float()
-        if total.data_ptr() == sources[0](operands).data_ptr():
-            total = total.clone()
-        for source in sources[1:]:
+        total = target(operands).new_zeros(part.write.shape, dtype=torch.float32)
+        for source in sources:
             total += source(operands)
         target(operands).copy_(total)
 

@@ -243,6 +243,8 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
             return [compute.move(bound, part, places) for part in bound.parts]
         case "collective" if bound.step.arg("transport"):
             return [launch_collective.action(bound, places, tag)]
+        case "collective" if places.plan.problem.invariant and bound.step.sums:
+            return [launch_cuda.sum_in_order(lanes, bound, places)]
         case "collective":
             return [compute.collective(bound, bound.parts[0], places)]
         case "exchange":

@@ -63,7 +63,7 @@ def arguments_of(bound: BoundStep, places: Places, tag: int) -> dict[str, Any]:
         "rank": workspace.rank, "tag": tag, "timeout_ns": int(workspace.timeout_s * 1e9),
         "WORLD": plan.problem.ranks, "SCATTER": name != "all_gather",
         "GATHER": name != "reduce_scatter", "DTYPE": DTYPES[plan.problem.dtype],
-        "NUM_WARPS": NUM_WARPS,
+        "IN_ORDER": plan.problem.invariant, "NUM_WARPS": NUM_WARPS,
     }  # fmt: skip
 
 

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
 from counterpoint.plan.bind import Arrival, BoundStep, Part
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.lanes_cuda import CudaLanes
+from counterpoint.runtime.library import library_of
+from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.workspace import Operands, Places
 
 MIN_LANES = 32
@@ -45,43 +49,72 @@ def compile_signals(lanes: CudaLanes) -> None:
 
 
 def reduce(lanes: CudaLanes, bound: BoundStep, part: Part, places: Places) -> Action:
-    """The sum kernel. Reads, in order: slots, own partial, bias; each optional.
+    """The sum kernel. Reads slots and an own partial, in any order, then the bias; each optional.
 
     Tables hold slot numbers, not addresses: they depend on the plan's form, not on its sizes.
     """
     plan = places.plan
     reads = list(part.reads)
     bias = places.of(reads.pop()) if bound.step.arg("bias") else None
-    holds = [plan.buffer(box.buffer).holds for box in reads]
-    own = places.fixed(reads.pop()) if reads and holds[-1] != "slots" else None
-    slots = [box for box in reads if plan.buffer(box.buffer).holds == "slots"]
+    own_boxes = [box for box in reads if plan.buffer(box.buffer).holds != "slots"]
+    own = places.fixed(own_boxes[0]) if own_boxes else None
+    slots = [box for box in reads if box not in own_boxes]
     one_buffer = len({box._replace(slot=0) for box in slots}) <= 1
-    if len(slots) < len(reads) or not one_buffer:
-        form = "slots of one buffer, an own partial and a bias, in this order"
+    if len(own_boxes) > 1 or not one_buffer:
+        form = "slots of one buffer, an own partial and, last, a bias"
         raise UnsupportedError(f"plan {plan.spec}: on a GPU a reduce reads {form}")
     base = places.fixed(slots[0]._replace(slot=0)) if slots else None
     second = places.fixed(slots[0]._replace(slot=1)) if slots and plan.problem.ranks > 1 else None
     slot_stride = 0
     if base is not None and second is not None:
         slot_stride = (second.data_ptr() - base.data_ptr()) // base.element_size()
-    order = lanes.tables.of([box.slot for box in slots])
-    rows, cols = part.write.shape
+    order = lanes.tables.of([-1 if box in own_boxes else box.slot for box in reads])
     target = places.of(part.write)
-    grid = (rows, -(-cols // REDUCE_BLOCK))
-
-    launch: Any = reduce_kernel  # its constexpr arguments are plain values for the caller
 
     def run(operands: Operands) -> None:
-        out = target(operands)
-        launch[grid](
-            base if base is not None else out,
-            own if own is not None else out,
-            bias(operands) if bias else out,
-            out, order, len(slots), rows, cols, slot_stride,
-            base.stride(0) if base is not None else 0,
-            own.stride(0) if own is not None else 0,
-            out.stride(0), HAS_OWN=own is not None,
-            HAS_BIAS=bias is not None, BLOCK=REDUCE_BLOCK,
-        )  # fmt: skip
+        given = bias(operands) if bias else None
+        _sum(base, own, slot_stride, order, len(reads), given, target(operands))
 
     return run
+
+
+def sum_in_order(lanes: CudaLanes, bound: BoundStep, places: Places) -> Action:
+    """A reduce-scatter or an all-reduce by the library's all-to-all and the sum kernel.
+
+    The library itself sums in an order that depends on the size. Of an all-reduce each rank sums
+    its share of the rows, and the library gathers the sums.
+    """
+    p, workspace, (part, *_) = places.plan.problem, places.workspace, bound.parts
+    source, target = places.of(part.reads[0]), places.of(part.write)
+    calls = library_of(workspace, Awaited(p.op, "take part in a sum", bound.step.name))
+    rows, order = p.rows[workspace.rank], lanes.tables.of(range(p.ranks))
+    gathers = bound.step.arg("collective") == "all_reduce"
+
+    def run(operands: Operands) -> None:
+        x, y = source(operands), target(operands)
+        slots = x.new_empty(p.ranks * rows, x.shape[1])
+        calls.all_to_all(slots, x, (rows,) * p.ranks, p.rows)
+        total = x.new_empty(rows, x.shape[1]) if gathers else y
+        if rows:
+            _sum(slots[:rows], None, slots[:rows].numel(), order, p.ranks, None, total)
+        if gathers and p.equal_rows:
+            calls.all_gather(y, total)
+        elif gathers:
+            calls.gather_rows(y, total, p.row_starts)
+
+    return run
+
+
+def _sum(
+    slots: Tensor | None, own: Tensor | None, stride_slot: int, order: Tensor, num_sources: int,
+    bias: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Launch the sum kernel; the first slot stands for all."""
+    rows, cols = out.shape
+    launch: Any = reduce_kernel  # its constexpr arguments are plain values for the caller
+    launch[(rows, -(-cols // REDUCE_BLOCK))](
+        out if slots is None else slots, out if own is None else own, out if bias is None else bias,
+        out, order, num_sources, rows, cols, stride_slot,
+        0 if slots is None else slots.stride(0), 0 if own is None else own.stride(0), out.stride(0),
+        HAS_BIAS=bias is not None, BLOCK=REDUCE_BLOCK,
+    )  # fmt: skip

@@ -99,7 +99,7 @@ class NoticeBoard:
         self.fault: CounterpointError | None = None
         self.facts: dict[int, Facts] = {}
         self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
-        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s)
+        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s, self.names)
         memory: SymmetricMemory | None = None
         on_gpu = device == "cuda"
         # x86 keeps the order of stores; elsewhere a digest may be seen after the call's number

@@ -84,12 +84,12 @@ def _signal() -> Callable[[], object]:
 def _reduce(slots: Tensor, out: Tensor, ranks: int) -> Callable[[], object]:
     """The slots of all peers and an own partial, as after the matmul of `ranks` ranks."""
     rows, cols = out.shape
-    order = torch.arange(ranks - 1, device=out.device)
+    order = torch.arange(-1, ranks - 1, device=out.device)
     launch: Any = reduce_kernel
     grid = (rows, -(-cols // REDUCE_BLOCK))
     return lambda: launch[grid](
-        slots, slots, out, out, order, ranks - 1, rows, cols, rows * cols, cols, cols, cols,
-        HAS_OWN=True, HAS_BIAS=False, BLOCK=REDUCE_BLOCK,
+        slots, slots, out, out, order, ranks, rows, cols, rows * cols, cols, cols, cols,
+        HAS_BIAS=False, BLOCK=REDUCE_BLOCK,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ wait is bounded, and names who has not come. Also the way between hosts.
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -59,7 +59,7 @@ def answer_of(call: Callable[..., T], *args: Any, within_s: float) -> T:
 
 
 def gather_by_store(
-    group: dist.ProcessGroup, name: str, timeout_s: float
+    group: dist.ProcessGroup, name: str, timeout_s: float, names: Sequence[str] = ()
 ) -> Callable[..., list[Any]]:
     """A function that all-gathers a picklable value, each time it is called, by all ranks alike.
 
@@ -67,6 +67,7 @@ def gather_by_store(
         group: whose ranks.
         name: of keys; a group may have several.
         timeout_s: of each wait.
+        names: of ranks, for errors: as they are then; their numbers where there are none.
 
     Returns:
         Its second argument may be a function that raises where nobody will come any more.
@@ -83,32 +84,36 @@ def gather_by_store(
         arrivals = answer_of(store.add, f"{name}/arrivals", 1, within_s=timeout_s)
         turn = (arrivals - 1) // ranks
     except RuntimeError as error:
-        raise _gone(error) from error
-    count = 0
+        raise _gone(f"{error}") from error
+    count, called = 0, names or [f"rank {r}" for r in range(ranks)]
 
     def gather(value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
         nonlocal count
         count += 1
         keys = [f"{name}/{turn}/{count}/{r}" for r in range(ranks)]
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s, awaited = time.monotonic() + timeout_s, rank
 
         def answer(call: Callable[..., Any], *args: Any) -> Any:
             return answer_of(call, *args, within_s=max(deadline_s - time.monotonic(), ANSWER_S))
 
         try:
             answer(store.set, keys[rank], pickle.dumps(value))
-            for key in keys:
+            for r, key in enumerate(keys):
+                awaited = r
                 while not answer(store.check, [key]):
                     check()
                     if time.monotonic() > deadline_s:
                         missing = [r for r in range(ranks) if not answer(store.check, [keys[r]])]
-                        raise _late(missing, timeout_s)
+                        if missing:  # else the last one has just come
+                            raise _late(missing, timeout_s, [called[r] for r in missing])
                     time.sleep(POLL_S)
+            awaited = rank
             if count > 1:  # all have come to this one, so all have read the one before
                 answer(store.delete_key, f"{name}/{turn}/{count - 1}/{rank}")
             return [pickle.loads(answer(store.get, key)) for key in keys]
         except RuntimeError as error:
-            raise _gone(error) from error
+            waited = f" while waiting for {called[awaited]}" if awaited != rank else ""
+            raise _gone(f"{error}{waited}") from error
 
     return gather
 
@@ -117,16 +122,16 @@ def _alone(value: Any, check: object = None) -> list[Any]:
     return [value]
 
 
-def _late(missing: list[int], timeout_s: float) -> PeerTimeoutError:
+def _late(missing: Sequence[int], timeout_s: float, names: Sequence[str]) -> PeerTimeoutError:
     return PeerTimeoutError(
-        f"counterpoint: ranks {missing} did not come to a meeting of the group within "
+        f"counterpoint: {', '.join(names)} did not come to a meeting of the group within "
         f"{timeout_s:g} s; the group is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the "
         "bound)",
-        rank=missing[0] if missing else None,
+        rank=missing[0],
         step="workspace",
     )
 
 
-def _gone(error: RuntimeError) -> PeerTimeoutError:
-    text = f"the store of the group is gone ({error}); the group is unusable, restart its ranks"
+def _gone(why: str) -> PeerTimeoutError:
+    text = f"the store of the group is gone ({why}); the group is unusable, restart its ranks"
     return PeerTimeoutError(f"counterpoint: {text}", step="workspace")

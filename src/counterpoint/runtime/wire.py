@@ -23,7 +23,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, PeerTimeoutError
 from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.notice_board import Awaited, Late
+from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited, Late
 from counterpoint.runtime.workspace import Workspace
 
 
@@ -122,12 +122,15 @@ class Gloo:
         self, sent: Tensor, to: int, kept: Tensor, source: int, awaited: Awaited
     ) -> None:  # fmt: skip
         group, board = self._workspace.group, self._workspace.board
+        # receive first: gloo tells the other end that it may send, in line with what is sent:
+        # behind a block of ours, one direction would go after the other
         try:
-            both = ((dist.isend, sent, to), (dist.irecv, kept, source))
+            both = ((dist.irecv, kept, source), (dist.isend, sent, to))
             works = [(op(t, self._ranks[r], group), r) for op, t, r in both if t.numel()]
         except RuntimeError as error:
             raise board.fail(self._broken(error, source, awaited)) from None
-        waited = _Waited(works, timedelta(seconds=board.timeout_s))
+        # a little longer than the wait below, which can say more
+        waited = _Waited(works, timedelta(seconds=board.timeout_s + 1))
         late = Late(board, awaited)
         while not waited.done.is_set():
             late.wait(source, waited.done)
@@ -139,8 +142,10 @@ class Gloo:
         """What gloo's error says; or why the other end went, where it has said so."""
         if (verdict := self._workspace.board.heard()) is not None:
             return verdict
-        text = str(error).partition(". Original reason")[0].splitlines()[0]
-        return not_exchanged(self._workspace, awaited.op, [rank], awaited.step, text)
+        time.sleep(LOOK_EVERY_S)  # a process that ends is not dead yet when its connections are
+        text = str(error).partition(". ")[0].splitlines()[0]
+        why = f"{self._workspace.board.state(rank)}: {text}"
+        return not_exchanged(self._workspace, awaited.op, [rank], awaited.step, why)
 
 
 def not_exchanged(

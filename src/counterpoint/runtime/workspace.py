@@ -71,7 +71,7 @@ class Workspace:
         self.rank = dist.get_rank(group)
         self.board = NoticeBoard(group, device.type, default_timeout_s())
         self.islands = islands_of(self.gather(name_of_mine()), self.rank)
-        self.board.names = [self.islands.named(r) for r in range(self.board.ranks)]
+        self.board.names[:] = [self.islands.named(r) for r in range(self.board.ranks)]
         self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None

@@ -1,0 +1,149 @@
+"""The matmul of a batch-invariant plan: its tile and its launch; on CPU ranks, by torch."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from counterpoint.kernels.invariant_matmul import (
+    few_rows_matmul_kernel,
+    invariant_matmul_kernel,
+)
+from counterpoint.plan.bind import Part
+from counterpoint.runtime.workspace import Operands, Places
+
+GROUP_M = 8
+ALIGN = 16  # bytes: addresses and rows of what has a descriptor are multiples of it
+HAS_DESCRIPTORS = (9, 0)  # the first GPUs
+
+
+class Tile(NamedTuple):
+    """What a program multiplies at a time. By all tiles the bits are the same.
+
+    Args:
+        block_m: rows; FEW_ROWS or less have a kernel of their own.
+        block_n: columns.
+        block_k: of K.
+        num_warps: an option of Triton.
+        num_stages: loads of K on their way.
+        per_sm: programs that an SM has room for.
+        halves: y is stored half by half.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = 1
+    halves: bool = False
+
+
+FEW_ROWS = 32  # of more, a descriptor is the faster way
+# larger tiles have more reuse; each is taken where there are enough of them for the SMs
+LARGE = (
+    Tile(128, 256, 64, 8, 4, halves=True), Tile(128, 128, 64, 4, 4),
+    Tile(64, 128, 64, 4, 4, per_sm=2), Tile(64, 64, 128, 4, 3, per_sm=2),
+)  # fmt: skip
+ENOUGH = 0.8  # of the SMs
+
+
+def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
+    """The fastest tile for y[m, n] on an H200, of the layers of Llama-3 8B and 70B."""
+    if dtype == torch.float32:  # no tensor cores
+        return Tile(64, 64, 16, 8, 3)
+    if m <= FEW_ROWS:
+        return Tile(16 if m <= 16 else FEW_ROWS, 64, 128, 4, 5)
+    if m <= 64:
+        if -(-n // 32) <= num_sms:
+            return Tile(64, 32, 128, 4, 6)
+        return Tile(64, 64, 128, 4, 5) if -(-n // 64) <= num_sms else LARGE[-1]
+    enough = (t for t in LARGE if -(-m // t.block_m) * -(-n // t.block_n) >= ENOUGH * num_sms)
+    return next(enough, LARGE[-1])
+
+
+def action(part: Part, places: Places) -> Callable[[Operands], None]:
+    """y = x w (+ bias) of one part of a step."""
+    x, w, *rest = (places.of(box) for box in part.reads)
+    y, bias = places.of(part.write), rest[0] if rest else None
+    into = by_kernel if places.workspace.device.type == "cuda" else by_torch
+    return lambda o: into(x(o), w(o), bias(o) if bias else None, y(o))
+
+
+def by_torch(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y = x w (+ bias), as `by_kernel`."""
+    product = in_one_chain(x, w)
+    y.copy_(product if bias is None else product + bias)
+
+
+def in_one_chain(x: Tensor, w: Tensor) -> Tensor:
+    """x w in fp64, cell by cell summed over K from its first number to its last.
+
+    The order in which torch's matmul sums on a CPU is as the number of rows has it.
+    """
+    total = x.new_zeros(x.shape[0], w.shape[1], dtype=torch.float64)
+    for column, row in zip(x.double().t(), w.double(), strict=True):
+        total += column[:, None] * row
+    return total
+
+
+def by_kernel(
+    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, tile: Tile | None = None
+) -> None:
+    """y = x w (+ bias) on a GPU, on the current stream.
+
+    Args:
+        x: [M, K], the columns of a row without gaps.
+        w: [K, N] of any strides.
+        bias: [1, N].
+        y: [M, N], the columns of a row without gaps.
+        tile: None: by the sizes.
+    """
+    (m, k), n, sms = x.shape, w.shape[1], _num_sms(x.device)
+    tile = tile or tile_of(m, n, sms, x.dtype)
+    block_m, block_n, block_k, num_warps, num_stages, per_sm, halves = tile
+    sizes = (m, n, k, x.stride(0), *w.stride(), y.stride(0))
+    added, has_bias = y if bias is None else bias, bias is not None
+    if block_m <= FEW_ROWS:
+        launch: Any = few_rows_matmul_kernel  # its constexpr arguments are plain values here
+        launch[(-(-n // block_n),)](
+            x, w, added, y, *sizes, ROWS=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, STAGES=num_stages, HAS_BIAS=has_bias,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+        return
+    by_columns = w.stride(0) == 1
+    given: tuple[Any, ...] = x, w, y
+    stored = x, w.t() if by_columns else w, y
+    described = all(map(_describable, stored))
+    if described:
+        w_block = [block_n, block_k] if by_columns else [block_k, block_n]
+        blocks = [block_m, block_k], w_block, [block_m, block_n // (1 + halves)]
+        given = tuple(map(TensorDescriptor.from_tensor, stored, blocks))
+    launch = invariant_matmul_kernel
+    launch[(min(-(-m // block_m) * -(-n // block_n), sms * per_sm),)](
+        *given[:2], added, given[2], *sizes,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
+        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HAS_BIAS=has_bias, HALVES=halves,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _has_descriptors(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= HAS_DESCRIPTORS
+
+
+def _describable(tensor: Tensor) -> bool:
+    """Whether a descriptor can be made of rows that lie so."""
+    pitch = tensor.stride(0) * tensor.element_size()
+    aligned = not (tensor.data_ptr() % ALIGN or pitch % ALIGN)
+    return aligned and tensor.stride(1) == 1 and _has_descriptors(tensor.device)

@@ -1,0 +1,147 @@
+"""The batch-invariant matmul: interpreted against fp64, and compiled for an H200 tile by tile."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+from rankpool import RankPool
+
+from counterpoint.kernels.invariant_matmul import few_rows_matmul_kernel, invariant_matmul_kernel
+from counterpoint.kernels.reduce import sum_of_parts
+from counterpoint.runtime import invariant_matmul
+from counterpoint.runtime.invariant_matmul import (
+    FEW_ROWS,
+    LARGE,
+    Tile,
+    by_kernel,
+    by_torch,
+    tile_of,
+)
+from counterpoint.testing.ptx import Compiled, compiled
+
+SMS = 132
+ROWS = (1, 17, 33, 64, 65, 256, 512, 1024, 4096, 8192)
+COLUMNS = (768, 3072, 8192, 28672)
+TILES = sorted({tile_of(m, n, SMS, torch.bfloat16) for m in ROWS for n in COLUMNS})
+WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(\d+)\.f32\.(\w+)\.(\w+)")
+
+
+@cache
+def code(tile: Tile, dtype: str, *, described: bool, by_columns: bool, bias: bool) -> Compiled:
+    """As a launch on operands that are multiples of 16 would compile it for an H200."""
+    block_m, block_n, block_k, num_warps, num_stages, _, halves = tile
+    w_block = (block_n, block_k) if by_columns else (block_k, block_n)
+    blocks = {"x": (block_m, block_k), "w": w_block, "y": (block_m, block_n // (1 + halves))}
+    types = dict.fromkeys(("x", "w", "bias_ptr", "y"), f"*{dtype}")
+    if described:
+        types |= {name: f"tensordesc<{dtype}[{a}, {b}]>" for name, (a, b) in blocks.items()}
+    types |= dict.fromkeys(("M", "N", "K", "stride_xm", "stride_ym"), "i32")
+    aligned = tuple(name for name, kind in types.items() if "[" not in kind)
+    dense, pitch = ("stride_wk", "stride_wn") if by_columns else ("stride_wn", "stride_wk")
+    constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias, dense: 1}
+    if few := block_m <= FEW_ROWS:
+        types = {f"{n}_ptr" if n in blocks else n: kind for n, kind in types.items()}
+        aligned = tuple(types)
+        constants |= {"ROWS": block_m, "EVEN_N": True, "EVEN_K": True, "STAGES": num_stages}
+    else:
+        constants |= {"BLOCK_M": block_m, "GROUP_M": 8, "DESCRIPTORS": described}
+        constants |= {"W_BY_COLUMNS": by_columns, "HALVES": halves}
+    return compiled(
+        few_rows_matmul_kernel if few else invariant_matmul_kernel, 90, types | {pitch: "i32"},
+        constants, num_warps=num_warps, num_stages=num_stages, aligned=(*aligned, pitch),
+    )  # fmt: skip
+
+
+def test_all_tiles_are_in_use():
+    assert {*LARGE} < {*TILES} and len(TILES) == len(LARGE) + 4
+
+
+@pytest.mark.parametrize(
+    ("tile", "described"), [(t, d) for t in TILES for d in (False, True)[: 1 + (t[0] > FEW_ROWS)]]
+)
+def test_every_tile_multiplies_16_numbers_at_a_time(tile: Tile, described: bool):
+    for dtype, by_columns in (("bf16", True), ("fp16", False)):
+        found = code(tile, dtype, described=described, by_columns=by_columns, bias=True)
+        steps = {match.groups() for match in WGMMA.finditer(found.ptx)}
+        name = {"bf16": "bf16", "fp16": "f16"}[dtype]
+        assert steps == {("16", name, name)}
+        assert not re.search(r"mma\.sync|fma\.rn\.f32", found.ptx)
+        assert not found.spills
+        assert found.shared_bytes + found.dynamic_bytes <= 227 * 1024
+        assert ("cp.async.bulk.tensor" in found.ptx) == described
+
+
+def test_fp32_is_multiplied_on_ordinary_cores():
+    tile = tile_of(64, 512, SMS, torch.float32)
+    found = code(tile, "fp32", described=True, by_columns=True, bias=False)
+    assert "fma.rn.f32" in found.ptx and "mma" not in found.ptx
+    assert not found.spills
+
+
+def launched(x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool) -> torch.Tensor:
+    answers: dict[str, Callable[[object], int]] = {
+        "_num_sms": lambda _: 3, "_has_descriptors": lambda _: described
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, answer in answers.items():
+            patch.setattr(invariant_matmul, name, answer)
+        y = torch.full((m, w.shape[1]), float("nan"), dtype=x.dtype)
+        by_kernel(x[:m], w, bias, y, tile)
+    return y
+
+
+def interpreted(rank: int, ranks: int) -> list[str]:
+    """Sizes that no tile divides, of all layouts, with more tiles than programs."""
+    found: list[str] = []
+    tiles = (Tile(16, 32, 64, 4, 3), Tile(32, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2, halves=True))
+    for n, k, dtype in ((88, 72, torch.float16), (37, 65, torch.float32), (200, 32, torch.float16)):
+        x, bias = torch.randn(150, k).to(dtype), torch.randn(1, n).to(dtype)
+        plain = torch.randn(k, n).to(dtype)
+        layouts = {"rows": plain, "columns": plain.t().contiguous().t(),
+                   "gaps": torch.stack([plain, plain], 2)[:, :, 0]}  # fmt: skip
+        exact = x.double() @ plain.double()
+        for (name, w), tile, described in (
+            (layout, tile, d) for layout in layouts.items() for tile in tiles for d in (True, False)
+        ):
+            for m in (1, 13, 32, 150):
+                if m <= tile.block_m or tile.block_m > FEW_ROWS:
+                    added = bias if m == 13 else None
+                    want = exact if added is None else exact + added.double()
+                    y = launched(x, w, added, m, tile, described)
+                    reference = torch.empty_like(y)
+                    by_torch(x[:m], w, added, reference)
+                    own, least = ((t.double() - want[:m]).norm() for t in (y, reference))
+                    if not own <= 1.1 * least + 1e-6 * want.norm():
+                        found.append(f"{name} {tile} {described} M{m}: {own:.3g}, {least:.3g}")
+    return found
+
+
+def test_it_multiplies(pool: RankPool):
+    assert pool.run(interpreted, 1, group=False) == [[]]
+
+
+def sums(rank: int, ranks: int) -> list[str]:
+    """Numbers whose sum depends on the order."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x_ptr: Any, y_ptr: Any, WORLD: tl.constexpr, N: tl.constexpr):
+        at, offs = tl.arange(0, WORLD)[:, None], tl.arange(0, N)
+        tl.store(y_ptr + offs, sum_of_parts(tl.load(x_ptr + at * N + offs[None, :]), True))
+
+    found, launch = list[str](), cast(Any, kernel)
+    for world in (1, 2, 4, 8, 16):
+        x = torch.randn(world, 64) * 10.0 ** torch.randint(-3, 4, (world, 64))
+        y = torch.empty(64)
+        launch[(1,)](x, y, world, 64)
+        if not torch.equal(y, sum(x, torch.zeros(64))):
+            found.append(f"{world} ranks")
+    return found
+
+
+def test_ranks_are_summed_in_order(pool: RankPool):
+    assert pool.run(sums, 1, group=False) == [[]]
