@@ -23,13 +23,9 @@ OP = fused_sum.KERNEL  # the kernel has its name
 
 
 def matmul_all_reduce(
-    x: Tensor | Scaled,
-    w: Tensor | Scaled,
-    *,
-    group: dist.ProcessGroup | None = None,
-    bias: Tensor | None = None,
-    plan: str | Path | Plan = "auto",
-) -> Tensor:
+    x: Tensor | Scaled, w: Tensor | Scaled, *, group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None, plan: str | Path | Plan = "auto",
+) -> Tensor:  # fmt: skip
     """Sum the products of all ranks: y = x_0 w_0 + ... + x_{n-1} w_{n-1}, on every rank.
 
     In place of `matmul` and `all_reduce`. For the few rows of decoding one kernel, which sends each
@@ -75,14 +71,13 @@ def matmul_all_reduce(
         return y
     try:
         x, w, bias, scales = scaled.checked(OP, x, w, (bias, *scales))
-        spec = plan_key(OP, plan)
+        spec, name = plan_key(OP, plan), group.group_name
     except CounterpointError as error:
         raise refused(error, group, x) from None
     if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
         return matmul_all_reduce(x, w, group=group, plan=plan) + bias
     if key is None:
-        where = group.group_name
-        return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, where, *scales)
+        return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, name, *scales)
     return call.first(OPERATOR, (x, w, bias, *scales), spec, (), group, key)[0]
 
 
