@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Box, bind
+from counterpoint.plan.scaled import SCALE
 from counterpoint.plan.steps import Plan
 
 Array = NDArray[np.float64]
@@ -163,6 +164,10 @@ class _Simulation:
         """The outputs of `rank` as the op defines them."""
         if self.plan.problem.head_dim:
             inputs = [{**each, "heads": self.memory["lse", 0][0]} for each in inputs]
+        if self.plan.problem.scales:
+            whole = [{name: each[name] * each[name + SCALE] for name in "xw"} for each in inputs]
+            biases = [{"bias": each["bias"]} if "bias" in each else {} for each in inputs]
+            inputs = [{**one, **bias} for one, bias in zip(whole, biases, strict=True)]
         mine = inputs[rank]
         own = slice(self.starts[rank], self.starts[rank + 1])
 
@@ -308,6 +313,9 @@ class _Simulation:
                 made = [r.buffer for r in bound.step.writes].index(part.write.buffer)
                 reads = attended(bound.step.kind, made, reads, self.at(part.write), part.diagonal)
             if bound.step.kind == "matmul":
+                if bound.step.arg("scales"):
+                    x, w, x_scale, w_scale, *rest = reads
+                    reads = [x * x_scale, w * w_scale, *rest]
                 x = reads[0].T if bound.step.arg("contract") else reads[0]
                 reads = [x @ reads[1], *reads[2:]]
             self.at(part.write)[:] = sum(reads) if same else np.nan

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
     from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from counterpoint.ops.pooled_outputs import PooledOutputs
+    from counterpoint.ops.scaled import Scaled
     from counterpoint.plan.bind import bind
     from counterpoint.plan.families import build
     from counterpoint.plan.steps import Plan
@@ -71,6 +72,7 @@ _HOME = {
     "PooledOutputs": "ops.pooled_outputs",
     "Problem": "problem",
     "Routes": "ops.exchange_routes",
+    "Scaled": "ops.scaled",
     "Timeline": "timeline",
     "UnsupportedError": "errors",
     "all_gather_attention": "ops.all_gather_attention",
@@ -117,6 +119,7 @@ __all__ = [
     "PooledOutputs",
     "Problem",
     "Routes",
+    "Scaled",
     "Timeline",
     "UnsupportedError",
     "all_gather_attention",

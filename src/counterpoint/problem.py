@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from counterpoint.errors import InputError
 from counterpoint.ranges import check, plain
@@ -23,8 +23,13 @@ DType = Literal["bfloat16", "float16", "float32"]
 Counts = Literal["equal", "host", "device", "routed"]
 Norm = Literal["", "rms", "layer"]
 Quantized = Literal["", "tensor", "rows"]
+Scales = Literal["", "tensor", "row", "block"]
+Float8 = Literal["", "float8_e4m3fn", "float8_e5m2"]
+W_DTYPE: Float8 = "float8_e4m3fn"  # of a w with scales: tensor cores multiply no two float8_e5m2
+SCALE_BLOCK = 128  # numbers of K, and columns of w, that share a scale where scales are of blocks
 ITEM_BYTES: Mapping[str, int] = {
-    "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
 }  # fmt: skip
 
 
@@ -120,7 +125,8 @@ class Problem:
         ranks: number of ranks of the group.
         islands: groups of equally many neighbouring ranks that reach each other's memory; between
             them there are NICs alone. It divides `ranks`.
-        dtype: of x, w and y, or torch's of that name; products are accumulated in fp32.
+        dtype: of x, w and y, or torch's of that name; products are accumulated in fp32. With
+            `scales` it is that of y alone, bfloat16.
         rows: rows of each rank; empty means equal, and then `ranks` must divide `m`.
         bias: whether a bias row is added; of forward ops.
         scratch_bytes_limit: most bytes of scratch and symmetric memory that a plan may use on a
@@ -147,11 +153,15 @@ class Problem:
         quantized: whether y is fp8 (e4m3), by a scale that is given for the whole "tensor", or by
             one of each row, which are a result.
         eps: added to the mean square, of a norm.
+        scales: x and w are fp8, and so many of their numbers share an fp32 scale: those of a whole
+            "tensor", x's the same on all ranks; of a "row" of x and of a column of w; or of a
+            "block": 128 numbers of a row of x, 128x128 of w. "": they have none.
+        x_dtype: of x with scales: float8_e4m3fn, as w, or float8_e5m2; filled in.
 
     Raises:
         InputError: there is no such op, a field is of another kind or out of its range, `rows` does
             not add up to `m` or `splits` to `n`, or the op has no bias, no experts, one weight
-            only, or equal rows.
+            only, equal rows, or no scales.
     """
 
     op: str
@@ -179,6 +189,8 @@ class Problem:
     residual: bool = False
     quantized: Quantized = ""
     eps: float = 0.0
+    scales: Scales = ""
+    x_dtype: Float8 = ""
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -210,6 +222,32 @@ class Problem:
             fix = "call it outside of counterpoint.batch_invariant"
             raise InputError(self.op, "invariant", want=want, got=True, fix=fix)
         self.operation.check(self)
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        def refuse(name: str, want: str) -> NoReturn:
+            raise InputError(self.op, name, want=want, got=repr(getattr(self, name)))
+
+        if not self.scales:
+            if self.x_dtype:
+                refuse("x_dtype", "left out: x has no scales")
+            return
+        if not self.operation.scales:
+            refuse("scales", "left out: the op has none")
+        if not self.x_dtype:
+            object.__setattr__(self, "x_dtype", W_DTYPE)
+        if self.scales == "block" and self.x_dtype != W_DTYPE:
+            refuse("x_dtype", f"{W_DTYPE} with block scales")
+        if self.dtype != "bfloat16":
+            refuse("dtype", "bfloat16, of y, where x and w have scales")
+        if self.splits:
+            refuse("splits", "empty: with scales there is one weight")
+        if self.invariant:
+            refuse("scales", "left out of batch-invariant plans")
+        # as tensor cores take them
+        for name, of in (("n", 16), ("k", SCALE_BLOCK if self.scales == "block" else 16)):
+            if getattr(self, name) % of:
+                refuse(name, f"a multiple of {of} with {self.scales} scales")
 
     def _rows(self) -> tuple[int, ...]:
         rows = self.rows
@@ -253,8 +291,19 @@ class Problem:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element of every operand."""
+        """Bytes of one element of every operand; with scales, of the results."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of one element of x and of w."""
+        return ITEM_BYTES[self.x_dtype or self.dtype]
+
+    @property
+    def x_row_bytes(self) -> int:
+        """Bytes of a row of x, its scales included."""
+        scales = {"row": 1, "block": self.k // SCALE_BLOCK}.get(self.scales, 0)
+        return self.k * self.operand_bytes + scales * ITEM_BYTES["float32"]
 
     @property
     def flop(self) -> int:
@@ -283,6 +332,7 @@ class Problem:
             shape += " routed" if self.counts == "routed" else f" counts of the {self.counts}"
             shape += f" top {self.top_k}" if self.top_k else ""
         shape += self.operation.described(self)
+        shape += f" {self.x_dtype} with {self.scales} scales to" if self.scales else ""
         shape += " batch-invariant" if self.invariant else ""
         where = f"{self.ranks} ranks" + (f" of {self.islands} islands" if self.islands > 1 else "")
         return f"{self.op} {shape} {self.dtype}{bias} on {where}{rows}"

@@ -257,7 +257,7 @@ def _wanted(hint: Any, limits: Range | None) -> str:
         kind = "a whole number" if hint is int else "a number"
         return f"{kind} from {_number(limits.low)} to {_number(limits.high)}" if limits else kind
     if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, args))}"
+        return f"one of {', '.join(str(arg) or repr('') for arg in args)}"
     if get_origin(hint) is tuple:
         several = args[-1] is Ellipsis or not args
         return "a tuple" if several else f"a tuple of {len(args)}"

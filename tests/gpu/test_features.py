@@ -153,3 +153,25 @@ def test_what_every_eager_call_asks_torch(gpus):
     summed = torch.empty_like(own)
     calls.scatter_rows(summed, every, rows)
     assert torch.equal(summed, own * world)
+
+
+def test_matmuls_of_fp8_with_scales_and_out(gpus):
+    """Scales of rows, and of blocks whose number along K is padded to a multiple of 4."""
+    if torch.cuda.get_device_capability(gpus) != (9, 0):
+        return
+    fp8, m, n, k = torch.float8_e4m3fn, 20, 272, 640
+    x, w = torch.randn(m, k, device=gpus).to(fp8), torch.randn(n, k, device=gpus).to(fp8)
+    rows, columns = torch.rand(m, 1, device=gpus) + 1, torch.rand(1, n, device=gpus) + 1
+    y = torch.full((m, n), torch.nan, device=gpus, dtype=torch.bfloat16)
+    torch._scaled_mm(x, w.t(), rows, columns, out_dtype=y.dtype, out=y)
+    want = (x.double() * rows.double()) @ (w.double().t() * columns.double())
+    assert (y.double() - want).norm() / want.norm() < 2e-3
+    of_x, of_w = torch.rand(k // 128, m, device=gpus) + 1, torch.rand(3, k // 128, device=gpus) + 1
+    padded = torch.nn.functional.pad(of_w, (0, 3)).t()
+    torch._scaled_mm_v2(
+        x, w.t(), [of_x.t()], [4], [], [padded], [5], [], None, y.dtype, out=y.fill_(torch.nan)
+    )
+    whole = of_w.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    left = x.double() * of_x.t().double().repeat_interleave(128, 1)
+    want = left @ (w.double() * whole).t()
+    assert (y.double() - want).norm() / want.norm() < 2e-3

@@ -56,6 +56,7 @@ class Case(NamedTuple):
     out: bool = False
     causal: bool = False
     islands: int = 1
+    scales: str = ""
 
     def __str__(self) -> str:
         return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
@@ -89,6 +90,13 @@ CASES = [
     Case(RS, "hetero_unfused_1d ring", (3, 4, 2)),
     Case(RS, "uniform_fused_2d ring", (2, 2, 2), bias=True),
     Case(RS, "hetero_fused_2d xor", (2, 2)),
+    Case(AG, "serial", (3, 0, 2), n=16, k=16, scales="row", bias=True),
+    Case(AG, "graded 2/1 ring", (2, 2, 2), n=16, k=16, scales="row", bias=True),
+    Case(AG, "shard_p2p ring chunks=2", (2, 3), n=16, k=16, scales="row"),
+    Case(AG, "uniform_fused_1d xor", (2, 2), n=16, k=16, scales="row"),
+    Case(AG, "islands chunks=2", (2, 2), n=16, k=16, scales="row", islands=2),
+    Case(RS, "hetero_fused_1d xor", (4, 4), n=16, k=16, scales="row"),
+    Case(AR, "serial", (2, 2), n=16, k=16, scales="tensor"),
     Case(AG, "islands chunks=1", (3, 2, 1, 2), bias=True, islands=2),
     Case(AG, "islands chunks=2", (4, 4), islands=2),
     Case(AG, "islands chunks=2", (4, 4, 4, 4), islands=2, splits=(2, 3)),
@@ -219,7 +227,7 @@ def plan_of(case: Case) -> Plan:
     options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
                                "experts": case.experts, "counts": case.counts,
                                "out": case.out, "causal": case.causal,
-                               "islands": case.islands}  # fmt: skip
+                               "islands": case.islands, "scales": case.scales}  # fmt: skip
     n = sum(case.splits) if case.splits and case.op != RS else case.n
     problem = make_problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options)
     return build(problem, case.spec)
@@ -285,7 +293,7 @@ def class_of(plan: Plan, what: str, mutant: Plan) -> str:
     if kind == "buffer":
         # between islands of experts, a block lies in each buffer that it comes through
         passed = plan.family == "islands" and bool(plan.problem.experts) and names[1] == "reads"
-        packed = names[1:] == ["reads", "packed", "x"]
+        packed = names[1:] in (["reads", "packed", "x"], ["reads", "packed_scale", "x_scale"])
         return "rows where they lie" if packed or passed else ""
     if kind == "lane":
         to_compute = names[2] == "compute" and lane[names[0]] == "signal"

@@ -203,7 +203,7 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     for rows, n, k in problem.operation.matmuls(problem):
         tile = tiles.get((rows // count, n, k))
         compute_s += costs.matmul_s(
-            rows // count, n, k, problem.item_bytes, machine.sms, tile, count=count
+            rows // count, n, k, problem.operand_bytes, machine.sms, tile, count=count
         )
     compute_s *= costs.settling(compute_s)
     if computed_s := problem.operation.computed_s:

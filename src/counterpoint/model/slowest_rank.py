@@ -35,7 +35,7 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
         for run in set(chain.from_iterable(all_runs)):
             rows = run * p.rows[0] // region.chunk[1]
             tile = tiles.get((rows, n, k))
-            time_s[run] = machine.costs.matmul_s(rows, n, k, p.item_bytes, machine.sms, tile)
+            time_s[run] = machine.costs.matmul_s(rows, n, k, p.operand_bytes, machine.sms, tile)
         for of_rank, each in zip(times_s, all_runs, strict=True):
             of_rank.append(sum(time_s[run] for run in each))
     gathered, _ = p.operation.moved(p)

@@ -99,7 +99,7 @@ def _matmul_s(
         rows,
         n,
         k,
-        plan.problem.item_bytes,
+        plan.problem.operand_bytes,
         machine.sms,
         tile,
         again=_again(bound, part, plan) or run.times > 1,
@@ -189,9 +189,8 @@ def _copies_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     for run in runs(bound, plan):
         source, target = run.part.reads[0], run.part.write
         cols = source.c1 - source.c0
-        row_bytes = (
-            cols * plan.problem.item_bytes if cols < plan.buffer(source.buffer).shape[1] else 0
-        )
+        buffer = plan.buffer(source.buffer)
+        row_bytes = cols * ITEM_BYTES[buffer.dtype] if cols < buffer.shape[1] else 0
         num_bytes = _num_bytes(plan, target) * run.times
         if run.times > 1:
             row_bytes = _num_bytes(plan, target)

@@ -3,7 +3,7 @@
 from counterpoint.nn.embedding import ShardedEmbeddingBags
 from counterpoint.nn.experts import ExpertParallelMLP
 from counterpoint.nn.fully_sharded import FullyShardedLinear
-from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gather_once
+from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gather_once, to_fp8
 from counterpoint.nn.replicated import copy_to_group
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "ShardedEmbeddingBags",
     "copy_to_group",
     "gather_once",
+    "to_fp8",
 ]

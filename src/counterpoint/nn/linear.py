@@ -9,7 +9,7 @@ A rank's weight is its slice of the whole layer's, in the layout of torch.nn.Lin
 "row" are those of W^T, by which x is multiplied.
 """
 
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,18 @@ from torch import Tensor, nn
 
 from counterpoint import ranges
 from counterpoint.errors import InputError
+from counterpoint.nn import rowwise
 from counterpoint.nn.grouped import Grouped
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
-from counterpoint.ops.check import check_dense, check_group, check_layer, check_plan
+from counterpoint.ops.check import check_dense, check_dim, check_group, check_layer, check_plan
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import instance
+
+RECIPES = ("rowwise",)
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class SlicedLinear(Grouped):
@@ -33,6 +38,7 @@ class SlicedLinear(Grouped):
     has its part of the bias.
     """
 
+    fp8: str = ""  # the recipe by which it multiplies in fp8, see `to_fp8`
     OP: ClassVar[str] = "all_gather_matmul"
     SHARD_DIM: ClassVar[int]
     SLICES_BIAS: ClassVar[bool]
@@ -134,9 +140,10 @@ class SlicedLinear(Grouped):
     def extra_repr(self) -> str:
         """Sizes of the whole layer, and how many ranks have it."""
         plan = self.plan if isinstance(self.plan, str) else self.plan.spec
+        fp8 = f", fp8={self.fp8!r}" if self.fp8 else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, ranks={self.group.size()}, plan={plan!r}"
+            f"bias={self.bias is not None}, ranks={self.group.size()}, plan={plan!r}{fp8}"
         )
 
 
@@ -204,10 +211,18 @@ class ColumnParallelLinear(SlicedLinear):
             InputError: x does not fit; nothing was launched.
         """
         self._check(x)
+        if self.fp8:
+            return self._in_fp8(x, self.weight, self.bias)
         return all_gather_matmul(
             x, self.weight.t(), group=self.group, bias=self.bias, plan=self.plan,
             gather_dim=self.gather_dim,
         )  # fmt: skip
+
+    def _in_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        check_dim(self._get_name(), "gather_dim", self.gather_dim, x[..., 0])
+        front, plan = x.movedim(self.gather_dim, 0), plan_key(self.OP, self.plan)
+        y = rowwise.gathered(front, weight, bias, self.group, plan)
+        return y.movedim(0, self.gather_dim).to(rowwise.result_of(x))
 
     def extra_repr(self) -> str:
         """As that of a torch.nn.Linear, with what is more here."""
@@ -279,6 +294,11 @@ class RowParallelLinear(SlicedLinear):
         """
         self._check(x)
         bias = None if self.bias is None else copy_to_group(self.bias, group=self.group)
+        if self.fp8:
+            check_dim(self._get_name(), "scatter_dim", self.scatter_dim, x[..., 0])
+            front, plan = x.movedim(self.scatter_dim, 0), plan_key(self.OP, self.plan)
+            y = rowwise.scattered(front, self.weight, bias, self.group, plan)
+            return y.movedim(0, self.scatter_dim).to(rowwise.result_of(x))
         return matmul_reduce_scatter(
             x, self.weight.t(), group=self.group, bias=bias, plan=self.plan,
             scatter_dim=self.scatter_dim,
@@ -297,7 +317,7 @@ def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
 
     Args:
         x: as for each of the layers.
-        layers: of equal in_features, group, gather_dim and plan.
+        layers: of equal in_features, group, gather_dim, plan and recipe of `to_fp8`.
 
     Returns:
         One result for each layer.
@@ -314,14 +334,62 @@ def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
     for layer in layers:
         instance("gather_once", "layers", layer, ColumnParallelLinear, "ColumnParallelLinear")
         layer._check(x)  # pyright: ignore[reportPrivateUsage]
-        for name in ("group", "gather_dim", "plan"):
+        for name in ("group", "gather_dim", "plan", "fp8"):
             ours, theirs = getattr(first, name), getattr(layer, name)
             if ours is not theirs and ours != theirs:
                 want, got = f"of one {name}", f"{ours} and {theirs}"
                 raise InputError("gather_once", "layers", want=want, got=got)
-    ys = all_gather_matmul(
-        x, [layer.weight.t() for layer in layers], group=first.group, plan=first.plan,
-        gather_dim=first.gather_dim,
-    )  # fmt: skip
+    if first.fp8:  # one weight
+        whole = torch.cat([layer.weight for layer in layers])
+        y = first._in_fp8(x, whole, None)  # pyright: ignore[reportPrivateUsage]
+        ys = y.split([len(layer.weight) for layer in layers], -1)
+    else:
+        ys = all_gather_matmul(
+            x, [layer.weight.t() for layer in layers], group=first.group, plan=first.plan,
+            gather_dim=first.gather_dim,
+        )  # fmt: skip
     biases = [layer.bias for layer in layers]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(ys, biases, strict=True)]
+
+
+def to_fp8(module: Module, recipe: str = "rowwise") -> Module:
+    """Let the ColumnParallelLinear and RowParallelLinear in a module multiply in fp8.
+
+    By torchao's rowwise recipe: x and the weight are quantised in each forward to float8_e4m3fn,
+    with a scale, a power of 2, for each row of x and each feature of the result. What is gathered
+    is half as many bytes; partial results are bf16, as the result is before it takes the dtype of
+    x. The backward is that of the layers in bf16, with x and the weight as they were: it is no
+    faster. Parameters, what is saved of them, and the other layers stay as they are. A plan that
+    has no fp8 matmuls is refused in the forward: see `Scaled`.
+
+    Args:
+        module: of such layers, or one of them; changed in place. Their in_features and out_features
+            on a rank are multiples of 16.
+        recipe: "rowwise", or "" for none: as they were.
+
+    Returns:
+        The module.
+
+    Raises:
+        InputError: there is no such recipe or layer, or a size is no multiple of 16.
+
+    Example:
+        >>> cnn.to_fp8(model)  # doctest: +SKIP
+    """
+    instance("to_fp8", "module", module, nn.Module, "a torch.nn.Module")
+    if recipe not in ("", *RECIPES):
+        want = f"one of '', {', '.join(RECIPES)}"
+        raise InputError("to_fp8", "recipe", want=want, got=repr(recipe))
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    layers = [each for each in module.modules() if isinstance(each, kinds)]
+    if not layers:
+        want = "a module with a ColumnParallelLinear or RowParallelLinear"
+        raise InputError("to_fp8", "module", want=want, got=type(module).__name__)
+    for layer in layers:
+        if recipe and (layer.weight.shape[0] % 16 or layer.weight.shape[1] % 16):
+            want = "of layers whose features on a rank are multiples of 16"
+            got = f"a weight {tuple(layer.weight.shape)}"
+            raise InputError("to_fp8", "module", want=want, got=got)
+    for layer in layers:
+        layer.fp8 = recipe
+    return module

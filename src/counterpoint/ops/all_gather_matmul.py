@@ -1,7 +1,7 @@
 """Gather the rows of all ranks and multiply: the first linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, overload
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops import call
+from counterpoint.ops import call, scaled
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of, flat_rows, gradients_of_gather, splits_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
@@ -26,6 +26,7 @@ from counterpoint.ops.check import (
 )
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
+from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import group_of
@@ -36,7 +37,8 @@ SEVERAL = f"{OP}_list"  # of several weights
 
 @overload
 def all_gather_matmul(
-    x: Tensor, w: Tensor, *, group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
+    x: Tensor | Scaled, w: Tensor | Scaled, *,
+    group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
     plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -45,9 +47,9 @@ def all_gather_matmul(
     plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> list[Tensor]: ...  # fmt: skip
 def all_gather_matmul(
-    x: Tensor, w: Tensor | Sequence[Tensor], *, group: dist.ProcessGroup | None = None,
-    bias: Tensor | None = None, plan: str | Path | Plan = "auto",
-    rows: Sequence[int] | None = None, gather_dim: int = 0,
+    x: Tensor | Scaled, w: Tensor | Scaled | Sequence[Tensor], *,
+    group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
+    plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
 ) -> Tensor | list[Tensor]:  # fmt: skip
     """Multiply the gathered x: y = concat(x_0, ..., x_{n-1}) w + bias.
 
@@ -58,12 +60,13 @@ def all_gather_matmul(
 
     Args:
         x: bf16, fp16 or fp32 [rows of this rank, ..., K], on CPU or CUDA; the dims between are
-            those of a 3-D activation. Where it is not contiguous it is copied first.
+            those of a 3-D activation. Where it is not contiguous it is copied first. Or fp8
+            numbers with scales, as w then: see `Scaled`.
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear. Or several
             of them, of one K: x is gathered once for all.
         group: whose ranks take part, all with the same arguments; the default group if None. CPU
             tensors take a gloo group of one host, CUDA tensors an NCCL group of one node.
-        bias: dtype of x, [N], added once; not with several weights.
+        bias: dtype of x, or bf16 with `Scaled`, [N], added once; not with several weights.
         plan: "auto", a family ("serial", "direct", "shard_p2p", "graded", or one finer than shards
             such as "uniform_fused_1d"), a spec such as "graded 1/1/2 ring", a Plan, which is
             validated once, or a JSON file of one. The backward of "auto" and "serial" is chosen in
@@ -76,7 +79,8 @@ def all_gather_matmul(
             one of `all_gather_matmul_wgrad`, which then computes it.
 
     Returns:
-        dtype of x, [sum of rows, ..., N], a new tensor; of several weights a list.
+        dtype of x, or bf16 with `Scaled`, [sum of rows, ..., N], a new tensor; of several weights a
+        list.
 
     Raises:
         InputError: an argument is wrong; nothing was launched.
@@ -88,32 +92,42 @@ def all_gather_matmul(
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
     """
+    scales = NO_SCALES
+    if isinstance(x, Scaled) or isinstance(w, Scaled):
+        if gather_dim:
+            again = partial(all_gather_matmul, group=group, bias=bias, plan=plan, rows=rows)
+            return scaled.along(OP, "gather_dim", gather_dim, x, w, again)
+        x, w, scales = scaled.apart(OP, x, w)
     if gather_dim and is_last(gather_dim, x):
         return _contracted(x, w, group, bias, plan, rows)
     if isinstance(w, list | tuple):
         return _several(x, w, group, bias, plan, rows, gather_dim)
-    y, key, group = call.repeated(OP, (x, w, bias), group, plan, rows, gather_dim)  # type: ignore[arg-type]
+    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan, rows, gather_dim)  # type: ignore[arg-type]
     if y is not None:
         return y
-    return _anew(x, w, group, bias, plan, rows, gather_dim, key)  # type: ignore[arg-type]
+    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key)  # type: ignore[arg-type]
 
 
 def _anew(
-    x: Tensor, w: Tensor, group: dist.ProcessGroup, bias: Tensor | None, plan: str | Path | Plan,
-    rows: Sequence[int] | None, gather_dim: int, key: tuple[object, ...] | None,
+    x: Tensor, w: Tensor, group: dist.ProcessGroup, added: tuple[Tensor | None, ...],
+    plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
+    key: tuple[object, ...] | None,
 ) -> Tensor:  # fmt: skip
-    """The first call like this one, or one that goes through the dispatcher."""
+    """The first call like this one, or one that goes through the dispatcher.
+
+    Args:
+        added: bias, and the scales of x and of w.
+    """
     try:
-        x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
-        check_tensors(OP, x, w, bias)
+        x, w, bias, scales = scaled.checked(OP, x, w, added)
         front, dim, counts = _shards(x, rows, gather_dim, group)
         spec, where = plan_key(OP, plan), (group.group_name, group.size())
     except CounterpointError as error:
         raise refused(error, group, x) from None
     if key is not None:
-        y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
+        y = call.first(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
-        y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where)
+        y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where, *scales)
     return y.movedim(0, dim) if dim else y
 
 
@@ -208,11 +222,12 @@ def _several(
 
 
 def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    x, w, *bias = present(tensors)
+    x, w, bias, *scales = tensors
+    assert x is not None and w is not None
     gathered = prod(_gathered(x, rows, ranks, 1))
     return Problem(
-        OP, gathered, w.shape[1], w.shape[0], ranks, dtype_of(x),
-        flat_rows(x, rows), bool(bias),
+        OP, gathered, w.shape[1], w.shape[0], ranks, rows=flat_rows(x, rows),
+        bias=bias is not None, **scaled.of_problem(x, w, scales),
     )  # fmt: skip
 
 
@@ -232,7 +247,7 @@ def _gathered(x: Tensor, rows: Sequence[int], group_size: int, n: int) -> tuple[
 
 def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
     x, w, *_ = present(tensors)
-    return (Output("y", _gathered(x, rows, ranks, w.shape[1])),)
+    return (Output("y", _gathered(x, rows, ranks, w.shape[1]), dtype=scaled.result_of(x)),)
 
 
 def _outputs_of_several(
@@ -245,10 +260,13 @@ def _outputs_of_several(
 
 OPERATOR: Operator = Operator(
     OP,
-    (Input("x", "rows", own=True), Input("w", "matrix"), Input("bias", "row")),
+    (
+        Input("x", "rows", own=True), Input("w", "matrix"), Input("bias", "row"),
+        Input("x_scale", "rows", own=True), Input("w_scale", "matrix"),
+    ),
     _problem,
     _outputs,
-)
+)  # fmt: skip
 
 
 @cache
@@ -260,9 +278,9 @@ def operator_of_several(count: int) -> Operator:
 
 def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int,
+    plan: str, rows: list[int], group_name: str, group_size: int, *scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    (y,) = call.run(OPERATOR, (x, w, bias), plan, rows, group_name)
+    (y,) = call.run(OPERATOR, (x, w, bias, *(scales or NO_SCALES)), plan, rows, group_name)
     return y
 
 
@@ -275,9 +293,9 @@ def _run_several(
 # the size is an argument: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int,
+    plan: str, rows: list[int], group_name: str, group_size: int, *scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return x.new_empty(_gathered(x, rows, group_size, w.shape[1]))
+    return x.new_empty(_gathered(x, rows, group_size, w.shape[1]), dtype=scaled.result_of(x))
 
 
 def _fake_several(
@@ -287,7 +305,7 @@ def _fake_several(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, bias, ctx.plan, ctx.rows, ctx.group_name, ctx.group_size = inputs
+    x, w, bias, ctx.plan, ctx.rows, ctx.group_name, ctx.group_size, *_ = inputs
     ctx.save_for_backward(x, w)
     ctx.has_bias = bias is not None
 
@@ -300,7 +318,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx, dws = gradients_of_gather([dy], x, [w], needs, ctx.plan, ctx.rows, where)
     dw = dws[0] if dws else None
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
-    return dx, dw, db, None, None, None, None
+    return dx, dw, db, None, None, None, None, None, None
 
 
 def _save_several(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -323,8 +341,9 @@ def _rank(group_name: str) -> int:
 
 _WHERE = "str plan, int[] rows, str group_name, int group_size"
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}) -> Tensor", _run, _fake, _backward, _save
-)
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}) -> Tensor",
+    _run, _fake, _backward, _save,
+)  # fmt: skip
 register(
     f"{SEVERAL}(Tensor x, Tensor[] w, {_WHERE}) -> Tensor[]",
     _run_several, _fake_several, _backward_of_several, _save_several,

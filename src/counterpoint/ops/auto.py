@@ -80,7 +80,7 @@ def known_tiles(
     """
     found: dict[tuple[int, int, int], tuple[int, int]] = {}
     shared = ((problem.m, problem.n, problem.k),)
-    if problem.experts or problem.operation.matmuls(problem) != shared:
+    if problem.experts or problem.scales or problem.operation.matmuls(problem) != shared:
         return found  # plans of gradients differ little in how they cut matmuls
     dtype = getattr(torch, problem.dtype)
     for rows in part_rows(problem):

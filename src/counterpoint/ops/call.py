@@ -28,6 +28,7 @@ from counterpoint.runtime.attention import made_whole
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
+from counterpoint.runtime.scaled import FP8
 from counterpoint.runtime.workspace import Operands, Workspace, workspace_of, workspaces
 
 # both private, and asked at each call: a feature test holds them
@@ -451,10 +452,14 @@ def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
         return lambda t: t.contiguous().view(1, -1)
     if given.form == "heads":
         return lambda t: t.contiguous().flatten(1)
+    if tensor.dim() == 1:  # the one scale of a tensor
+        return lambda t: t.view(1, 1)
     if given.form == "rows":
         if not tensor.is_contiguous():
             return lambda t: t.contiguous().flatten(0, -2)
         return None if tensor.dim() == 2 else lambda t: t.flatten(0, -2)
+    if tensor.dtype in FP8:
+        return None if tensor.t().is_contiguous() else lambda t: t.t().contiguous().t()
     # as the matmul library takes it: one of the two dims without gaps
     row_stride, col_stride = tensor.stride()
     plain = (col_stride == 1 and row_stride >= tensor.shape[1]) or (

@@ -47,12 +47,14 @@ def is_last(dim: object, x: object) -> bool:
 
 
 def check_tensors(
-    op: str, x: Tensor, w: Tensor, bias: Tensor | None, columns: int | None = None
-) -> None:
+    op: str, x: Tensor, w: Tensor, bias: Tensor | None, columns: int | None = None, *,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+) -> None:  # fmt: skip
     """Refuse operands that do not fit one another.
 
     Args:
         columns: K, where that is not the last dim of x.
+        dtypes: of w and of bias, where x has scales.
 
     Raises:
         InputError: names the argument, what it must be, and what it is.
@@ -60,8 +62,10 @@ def check_tensors(
     check_dense(op, x=x, w=w)
     if bias is not None:
         check_dense(op, bias=bias)
-    if x.dtype not in DTYPES:
-        raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype)
+    if dtypes is None and x.dtype not in DTYPES:
+        narrow = x.dtype.is_floating_point and x.dtype.itemsize == 1
+        fix = "pass a counterpoint.Scaled of it and its scale" if narrow else ""
+        raise InputError(op, "x", want="bf16, fp16 or fp32", got=x.dtype, fix=fix)
     check_place(op, x=x)
     if x.dim() < 2:
         raise InputError(op, "x", want="[rows, ..., K] of 2 or more dims", got=f"{x.dim()}-D")
@@ -74,11 +78,12 @@ def check_tensors(
         raise InputError(op, "w", want=f"[K={columns}, N]", got=f"{shape}", fix=fix)
     if bias is not None and tuple(bias.shape) != (w.shape[1],):
         raise InputError(op, "bias", want=f"[N={w.shape[1]}]", got=f"{tuple(bias.shape)}")
-    for name, tensor in (("w", w), ("bias", bias)):
+    for i, (name, tensor) in enumerate((("w", w), ("bias", bias))):
         if tensor is None:
             continue
-        if tensor.dtype != x.dtype:
-            raise InputError(op, name, want=f"{x.dtype} as x", got=tensor.dtype)
+        if tensor.dtype != (dtypes[i] if dtypes else x.dtype):
+            want = f"{dtypes[i]}, where x has scales" if dtypes else f"{x.dtype} as x"
+            raise InputError(op, name, want=want, got=tensor.dtype)
         if tensor.device != x.device:
             raise InputError(op, name, want=f"on {x.device} as x", got=tensor.device)
 

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError
-from counterpoint.ops import call, fused_sum
+from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, refused
-from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
-from counterpoint.ops.check import autocast, check_tensors
 from counterpoint.ops.plans import is_invariant, plan_key
 from counterpoint.ops.register import once, register
+from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -24,13 +23,9 @@ OP = fused_sum.KERNEL  # the kernel has its name
 
 
 def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    *,
-    group: dist.ProcessGroup | None = None,
-    bias: Tensor | None = None,
-    plan: str | Path | Plan = "auto",
-) -> Tensor:
+    x: Tensor | Scaled, w: Tensor | Scaled, *, group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None, plan: str | Path | Plan = "auto",
+) -> Tensor:  # fmt: skip
     """Sum the products of all ranks: y = x_0 w_0 + ... + x_{n-1} w_{n-1}, on every rank.
 
     In place of `matmul` and `all_reduce`. For the few rows of decoding one kernel, which sends each
@@ -45,10 +40,10 @@ def matmul_all_reduce(
     communication.
 
     Args:
-        x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA, K the part of this rank.
+        x: bf16, fp16, fp32, or as w `Scaled` fp8, [M, ..., K], on CPU or CUDA, K of this rank.
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; None: the default group.
-        bias: dtype of x, [N], equal on all ranks; added once.
+        bias: dtype of x, or bf16 with `Scaled`, [N], equal on all ranks; added once.
         plan: "auto": chosen by the model; "serial": the libraries' matmul and all-reduce;
             "direct": our all-reduce behind the library's matmul; "fused": all in one kernel;
             "shard_p2p": shares of rows by copies; or a spec such as "fused two_shot 64x64x8
@@ -57,7 +52,7 @@ def matmul_all_reduce(
             ranks that is a power of 2.
 
     Returns:
-        dtype of x, [M, ..., N], a new tensor.
+        dtype of x, or bf16 with `Scaled`, [M, ..., N], a new tensor.
 
     Raises:
         InputError: an argument is wrong, or ranks differ; nothing was launched.
@@ -68,46 +63,58 @@ def matmul_all_reduce(
     Example:
         >>> y = counterpoint.matmul_all_reduce(x, w, group=tp)  # doctest: +SKIP
     """
-    tensors = (x, w, bias)
-    y, key, group = call.repeated(OP, tensors, group, plan)
+    scales = NO_SCALES
+    if isinstance(x, Scaled) or isinstance(w, Scaled):
+        x, w, scales = scaled.apart(OP, x, w)
+    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan)
     if y is not None:
         return y
     try:
-        x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
-        check_tensors(OP, x, w, bias)
-        spec = plan_key(OP, plan)
+        x, w, bias, scales = scaled.checked(OP, x, w, (bias, *scales))
+        spec, name = plan_key(OP, plan), group.group_name
     except CounterpointError as error:
         raise refused(error, group, x) from None
     if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
         return matmul_all_reduce(x, w, group=group, plan=plan) + bias
     if key is None:
-        return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, group.group_name)
-    return call.first(OPERATOR, (x, w, bias), spec, (), group, key)[0]
+        return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, name, *scales)
+    return call.first(OPERATOR, (x, w, bias, *scales), spec, (), group, key)[0]
 
 
 def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    x, w, *bias = present(tensors)
+    x, w, bias, *scales = tensors
+    assert x is not None and w is not None
     (k, n), m = w.shape, prod(x.shape[:-1])
-    return Problem(OP, m, n, k, ranks, dtype_of(x), bias=bool(bias))
+    return Problem(OP, m, n, k, ranks, bias=bias is not None, **scaled.of_problem(x, w, scales))
 
 
 def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
     x, w, *_ = present(tensors)
-    return (Output("y", (*x.shape[:-1], w.shape[1])),)
+    return (Output("y", (*x.shape[:-1], w.shape[1]), dtype=scaled.result_of(x)),)
 
 
 OPERATOR = Operator(
-    OP, (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row")), _problem, _outputs
-)
+    OP,
+    (
+        Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"),
+        Input("x_scale", "rows"), Input("w_scale", "matrix"),
+    ),
+    _problem,
+    _outputs,
+)  # fmt: skip
 
 
-def _run(x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str) -> Tensor:
-    (y,) = call.run(OPERATOR, (x, w, bias), plan, (), group_name)
+def _run(
+    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str, *scales: Tensor | None
+) -> Tensor:
+    (y,) = call.run(OPERATOR, (x, w, bias, *(scales or NO_SCALES)), plan, (), group_name)
     return y
 
 
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[1])
+def _fake(
+    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str, *scales: Tensor | None
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[1]), dtype=scaled.result_of(x))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -124,10 +131,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = dy @ w.t() if need_x else None
     dw = x.flatten(0, -2).t() @ dy.flatten(0, -2) if need_w else None
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
-    return dx, dw, db, None, None
+    return dx, dw, db, None, None, None, None
 
 
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name) -> Tensor",
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name, {OF_SCALES}) -> Tensor",
     _run, _fake, _backward, _save,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Multiply, sum over ranks, keep own rows: the second linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops import call, fused_sum
+from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import (
     dtype_of,
@@ -31,6 +31,7 @@ from counterpoint.ops.check import (
 )
 from counterpoint.ops.plans import is_invariant, plan_key
 from counterpoint.ops.register import refuse_double_matmul, register
+from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -39,8 +40,8 @@ assert fused_sum.KERNEL  # imported: its kernel scatters, too, and is known from
 
 
 def matmul_reduce_scatter(
-    x: Tensor,
-    w: Tensor,
+    x: Tensor | Scaled,
+    w: Tensor | Scaled,
     *,
     group: dist.ProcessGroup | None = None,
     bias: Tensor | None = None,
@@ -56,10 +57,11 @@ def matmul_reduce_scatter(
     Differentiable: x and w are what is saved.
 
     Args:
-        x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA: all rows, K the part of this rank.
+        x: bf16, fp16 or fp32 [M, ..., K], on CPU or CUDA: all rows, K the part of this rank. Or fp8
+            numbers with scales, as w then: see `Scaled`.
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; see `all_gather_matmul`.
-        bias: dtype of x, [N]; each rank adds its own to its rows.
+        bias: dtype of x, or bf16 with `Scaled`, [N]; each rank adds its own to its rows.
         plan: "auto", a family ("serial", "direct", "fused", "shard_p2p", "graded", or one finer
             than shards such as "uniform_fused_2d"), a spec such as "graded 1/2/1 ring chunks=2", a
             Plan, which is validated once, or a JSON file of one. "invariant" behind a spec is
@@ -71,7 +73,7 @@ def matmul_reduce_scatter(
             last one, a rank gets columns of y, a copy without gaps; `rows` are then those of N.
 
     Returns:
-        dtype of x, [rows of this rank, ..., N], a new tensor.
+        dtype of x, or bf16 with `Scaled`, [rows of this rank, ..., N], a new tensor.
 
     Raises:
         InputError: an argument is wrong; nothing was launched.
@@ -82,23 +84,33 @@ def matmul_reduce_scatter(
     Example:
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
+    scales = NO_SCALES
+    if isinstance(x, Scaled) or isinstance(w, Scaled):
+        if scatter_dim:
+            again = partial(matmul_reduce_scatter, group=group, bias=bias, plan=plan, rows=rows)
+            return scaled.along(OP, "scatter_dim", scatter_dim, x, w, again)
+        x, w, scales = scaled.apart(OP, x, w)
     if scatter_dim and is_last(scatter_dim, x):
         return _columns(x, w, group, bias, plan, rows)
-    tensors = (x, w, bias)
+    tensors = (x, w, bias, *scales)
     y, key, group = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
     if y is not None:
         return y
-    return _anew(x, w, group, bias, plan, rows, scatter_dim, key)
+    return _anew(x, w, group, (bias, *scales), plan, rows, scatter_dim, key)
 
 
 def _anew(
-    x: Tensor, w: Tensor, group: dist.ProcessGroup, bias: Tensor | None, plan: str | Path | Plan,
-    rows: Sequence[int] | None, scatter_dim: int, key: tuple[object, ...] | None,
+    x: Tensor, w: Tensor, group: dist.ProcessGroup, added: tuple[Tensor | None, ...],
+    plan: str | Path | Plan, rows: Sequence[int] | None, scatter_dim: int,
+    key: tuple[object, ...] | None,
 ) -> Tensor:  # fmt: skip
-    """The first call like this one, or one that goes through the dispatcher."""
+    """The first call like this one, or one that goes through the dispatcher.
+
+    Args:
+        added: bias, and the scales of x and of w.
+    """
     try:
-        x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
-        check_tensors(OP, x, w, bias)
+        x, w, bias, scales = scaled.checked(OP, x, w, added)
         front, dim, counts = _parts(x, rows, scatter_dim, group)
         spec = plan_key(OP, plan)
     except CounterpointError as error:
@@ -107,10 +119,10 @@ def _anew(
         where: Any = {"group": group, "plan": plan, "rows": rows, "scatter_dim": scatter_dim}
         return matmul_reduce_scatter(x, w, **where) + bias
     if key is not None:
-        y = call.first(OPERATOR, (front, w, bias), spec, counts, group, key)[0]
+        y = call.first(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
-        op = torch.ops.counterpoint.matmul_reduce_scatter
-        y = op(front, w, bias, spec, counts, group.group_name, group.size(), group.rank())
+        op, where = torch.ops.counterpoint.matmul_reduce_scatter, (group.size(), group.rank())
+        y = op(front, w, bias, spec, counts, group.group_name, *where, *scales)
     return y.movedim(0, dim) if dim else y
 
 
@@ -157,11 +169,11 @@ def _parts(
 
 
 def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-    x, w, *bias = present(tensors)
-    m = prod(x.shape[:-1])
+    x, w, bias, *scales = tensors
+    assert x is not None and w is not None
     return Problem(
-        OP, m, w.shape[1], w.shape[0], ranks, dtype_of(x),
-        flat_rows(x, rows), bool(bias),
+        OP, prod(x.shape[:-1]), w.shape[1], w.shape[0], ranks, rows=flat_rows(x, rows),
+        bias=bias is not None, **scaled.of_problem(x, w, scales),
     )  # fmt: skip
 
 
@@ -171,12 +183,18 @@ def _kept(x: Tensor, rows: Sequence[int], ranks: int, rank: int, n: int) -> tupl
 
 def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
     x, w, *_ = present(tensors)
-    return (Output("y", _kept(x, rows, ranks, rank, w.shape[1])),)
+    return (Output("y", _kept(x, rows, ranks, rank, w.shape[1]), dtype=scaled.result_of(x)),)
 
 
 OPERATOR: Operator = Operator(
-    OP, (Input("x", "rows"), Input("w", "matrix"), Input("bias", "row")), _problem, _outputs
-)
+    OP,
+    (
+        Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"),
+        Input("x_scale", "rows"), Input("w_scale", "matrix"),
+    ),
+    _problem,
+    _outputs,
+)  # fmt: skip
 
 
 @cache
@@ -202,18 +220,20 @@ def operator_of_sum(count: int) -> Operator:
 
 def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
+    plan: str, rows: list[int], group_name: str, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    (y,) = call.run(OPERATOR, (x, w, bias), plan, rows, group_name)
+    _, _, *scales = rest  # behind size and rank
+    (y,) = call.run(OPERATOR, (x, w, bias, *(scales or NO_SCALES)), plan, rows, group_name)
     return y
 
 
 # size and rank are arguments: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
+    plan: str, rows: list[int], group_name: str, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    return x.new_empty(_kept(x, rows, group_size, rank, w.shape[1]))
+    group_size, rank, *_ = rest
+    return x.new_empty(_kept(x, rows, group_size, rank, w.shape[1]), dtype=scaled.result_of(x))
 
 
 def _run_sum(
@@ -231,7 +251,7 @@ def _fake_sum(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, bias, ctx.plan, ctx.rows, *ctx.where = inputs
+    x, w, bias, ctx.plan, ctx.rows, *ctx.where, _, _ = inputs
     ctx.save_for_backward(x, w)
     ctx.has_bias = bias is not None
 
@@ -243,13 +263,14 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = need_x, need_w
     dx, dw = gradients_of_scatter(dy, x, w, needs, ctx.plan, ctx.rows, where)
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
-    return dx, dw, db, None, None, None, None, None
+    return dx, dw, db, None, None, None, None, None, None, None
 
 
 _WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}) -> Tensor", _run, _fake, _backward, _save
-)
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}) -> Tensor",
+    _run, _fake, _backward, _save,
+)  # fmt: skip
 register(
     f"{OP}_sum(Tensor[] x, Tensor[] w, {_WHERE}) -> Tensor",
     _run_sum, _fake_sum, refuse_double_matmul,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError, PlanError
@@ -124,6 +125,7 @@ def family_of(plan: str) -> str:
     return own.family if own else (plan.split() or [""])[0]
 
 
+@torch.compiler.assume_constant_result  # of a layer's own backward, which a compiler traces
 def backward_plan(op: str, plan: str, rows: Sequence[int] = ()) -> str:
     """The plan of a backward operator whose forward was asked for with `plan`.
 

@@ -149,7 +149,9 @@ def _run(
         wrong = InputError(op, "x", want=want, got=tuple(x.shape))
     rows = experts.most(most_rows(routes.blocks, counts), counts.shape[1])
     given = call.Given(room, wrong)
-    return call.run(_operator(op, keep), tensors, plan, (rows, routes.blocks.top), group_name, given)
+    return call.run(
+        _operator(op, keep), tensors, plan, (rows, routes.blocks.top), group_name, given
+    )
 
 
 def _dispatch(*given: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.ops.call import Operator, prepare
+from counterpoint.plan.scaled import SCALE, operands_of
 from counterpoint.problem import Problem
 
 L2_ROTATIONS = 4  # of weights, between two uses of one
@@ -74,7 +75,7 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
 
     Weights are the transposed views that a torch.nn.Linear gives.
     """
-    buffers = {b.name: b for b in problem.operation.operands(problem)}
+    buffers = {b.name: b for b in operands_of(problem)}
     found: list[Tensor | None] = []
     for given in operator_of(problem.op).inputs:
         buffer = buffers.get(given.name)
@@ -86,7 +87,8 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
         is_weight = given.name == "w"
         tensor = torch.randn(shape[::-1] if is_weight else shape, device=device).to(dtype)
         tensor = tensor.t() if is_weight else tensor
-        found.append(tensor.view(-1) if given.form == "row" else tensor)
+        one = problem.scales == "tensor" and given.name.endswith(SCALE)
+        found.append(tensor.view(-1) if given.form == "row" or one else tensor)
     return found
 
 

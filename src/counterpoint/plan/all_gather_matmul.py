@@ -165,7 +165,7 @@ def candidates(p: Problem) -> tuple[str, ...]:
 
 
 def _overlapped(p: Problem, copy_longer: bool) -> str:
-    large = max(p.rows) * p.k * p.item_bytes >= LARGE_COPY
+    large = max(p.rows) * p.x_row_bytes >= LARGE_COPY
     return "shard_p2p ring chunks=2" if copy_longer and large else "shard_p2p ring"
 
 
@@ -183,8 +183,9 @@ OPERATION = Operation(
     candidates=candidates,
     collectives=("all_gather",),
     check=check_splits,
-    moved=lambda p: (p.k, 0),
+    moved=lambda p: (p.x_row_bytes // p.item_bytes, 0),
     overlapped=_overlapped,
     invariant=True,
     rule=lambda p, machine: "" if direct.refusal_of_gather(p) else "direct",
+    scales=True,
 )  # fmt: skip

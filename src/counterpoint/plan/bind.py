@@ -11,6 +11,7 @@ from counterpoint.plan.attended import ATTENTION, attended
 from counterpoint.plan.boxes import Box as Box
 from counterpoint.plan.boxes import Part as Part
 from counterpoint.plan.boxes import hull, merged
+from counterpoint.plan.scaled import shapes_of
 from counterpoint.plan.steps import VARYING, Buffer, Plan, Region, Step
 from counterpoint.ranges import instance, whole
 
@@ -133,6 +134,8 @@ class _Binder:
             return tuple(merged(parts, set()))  # also a rank without tables
         # the weight of a matmul and the bias serve every part; all other boxes go on with it
         shared = {1} if step.kind == "matmul" else set[int]()
+        if scales := step.arg("scales"):
+            shared |= {3} if scales != "tensor" else {2, 3}
         if step.arg("bias"):
             shared.add(len(reads) - 1)
         return tuple(merged([p for p in parts if not p.write.empty], shared))
@@ -179,9 +182,12 @@ class _Binder:
                 case "matmul":
                     x, w = shapes[:2]
                     if step.arg("contract"):
-                        x = x[::-1]
+                        x = x[1], x[0]
                     ok = (x[0], w[1]) == want and x[1] == w[0]
                     rest = shapes[2:]
+                    if scales := step.arg("scales"):
+                        ok = ok and tuple(rest[:2]) == shapes_of(scales, x, w)
+                        rest = rest[2:]
                 case _:
                     ok, rest = True, shapes
             if step.arg("bias"):

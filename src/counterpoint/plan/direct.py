@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from counterpoint.plan.names import OWN
 from counterpoint.plan.operation import Family, in_a_row
+from counterpoint.plan.scaled import REFUSAL
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import ITEM_BYTES, Problem
 
@@ -34,6 +35,8 @@ def refusal(p: Problem, part_bytes: int) -> str:
 
 def refusal_of_gather(p: Problem) -> str:
     """Of an all-gather of x."""
+    if p.scales:  # a second collective would cost what this one saves
+        return REFUSAL
     return _of_equal(p) or refusal(p, p.rows[0] * p.k * p.item_bytes)
 
 

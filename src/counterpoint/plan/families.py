@@ -16,6 +16,7 @@ from counterpoint.plan.invariant import said, varies
 from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.names import COMPUTE
 from counterpoint.plan.operation import Family, Options, operation_of
+from counterpoint.plan.scaled import scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
@@ -59,7 +60,7 @@ def build(problem: Problem, spec: str, machine: MachineLike | None = None) -> Pl
         raise InputError(problem.op, "plan", want=want, got=repr(spec), fix="use ring")
     if want := family.refusal(problem):
         raise InputError(problem.op, "plan", want=f"for {want}", got=repr(spec))
-    plan = family.build(problem, options, where)
+    plan = scaled(family.build(problem, options, where))
     if problem.invariant and (why := varies(plan)):
         fix = f"{why}: bits depend on the rows beside"
         raise InputError(problem.op, "plan", want="batch-invariant", got=repr(spec), fix=fix)
@@ -94,7 +95,7 @@ def alone(problem: Problem) -> Plan:
     """A group of one rank: plain matmuls, whatever family was asked for."""
     operation = problem.operation
     operands, steps = operation.operands(problem), operation.alone(problem)
-    return Plan(problem, "serial", "", "ring", operands, (COMPUTE,), steps)
+    return scaled(Plan(problem, "serial", "", "ring", operands, (COMPUTE,), steps))
 
 
 def _is_number(text: str) -> bool:

@@ -24,6 +24,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan.names import LANES, OWN, W, X, Y, with_bias
 from counterpoint.plan.operation import Family, Options, takes_all
 from counterpoint.plan.peers import Order
+from counterpoint.plan.scaled import REFUSAL
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.problem import Problem
 
@@ -88,7 +89,11 @@ def families(
         ) -> float:
             return seconds(p, Kind.of(name), machine, tiles)
 
-        yield Family(name=name, takes=("peers",), build=build, wants=refusal, guess_s=guess_s)
+        def wants(p: Problem, name: str = name) -> str:
+            # slices of K would be summed in y, and those of N cut blocks of scales
+            return REFUSAL if p.scales and Kind.of(name).dims == 2 else refusal(p)
+
+        yield Family(name=name, takes=("peers",), build=build, wants=wants, guess_s=guess_s)
 
 
 def _gather_1d(p: Problem, kind: Kind, order: Order) -> Parts:

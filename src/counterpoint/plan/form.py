@@ -5,6 +5,7 @@ from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.families import build
 from counterpoint.plan.invariant import varies
 from counterpoint.plan.mesh import lane_for_each_peer
+from counterpoint.plan.scaled import operands_of
 from counterpoint.plan.steps import (
     OWN_PROTOCOL,
     VARYING,
@@ -15,7 +16,7 @@ from counterpoint.plan.steps import (
     Step,
     same_batch,
 )
-from counterpoint.problem import ITEM_BYTES, Problem
+from counterpoint.problem import ITEM_BYTES, W_DTYPE, Problem
 from counterpoint.ranges import misfit
 
 # kinds whose rows counts or routes may say
@@ -41,13 +42,13 @@ def check_form(plan: Plan) -> None:
         if len(set(names)) < len(names):
             fail(f"two {name}s have one name: {', '.join(names)}")
     operation = plan.problem.operation
-    operands = {b.name: b for b in operation.operands(plan.problem)}
+    operands = {b.name: b for b in operands_of(plan.problem)}
     users = {b.name: b for b in plan.buffers if b.space in ("input", "output")}
     if operation.families and users != operands:
         fail(f"inputs and outputs must be {list(operands.values())}, got {list(users.values())}")
     for buffer in plan.buffers:
         own = buffer.space in OWN_PROTOCOL or buffer.name in operands
-        dtypes = ITEM_BYTES if own else (plan.problem.dtype, "float32")
+        dtypes = ITEM_BYTES if own else (plan.problem.dtype, plan.problem.x_dtype, "float32")
         if operation.families and buffer.dtype not in dtypes:
             fail(
                 f"buffer {buffer.name!r} is {buffer.dtype}: neither float32 nor the problem's dtype"
@@ -207,11 +208,15 @@ def _misfit(plan: Plan, step: Step) -> str:
     if step.arg("contract", "rows") != "rows" or (step.arg("contract") and step.kind != "matmul"):
         return f"a {step.kind} contracts over {step.arg('contract')!r}: a matmul may, over 'rows'"
     operands = reads[:-1] if bias else reads
-    dtypes = {b.dtype for b in operands}
+    dtypes = [(a.dtype, b.dtype) for a, b in zip(operands, writes, strict=False)]
     own = plan.problem.dtype
+    if plan.problem.scales and step.kind == "matmul":
+        return _misuse_of_scales(plan, step, operands, writes[0].dtype)
     match step.kind:
-        case "copy" | "spread" | "fold" if {b.dtype for b in writes} != dtypes or len(dtypes) != 1:
+        case "copy" | "spread" | "fold" if any(a != b for a, b in dtypes):
             return f"a {step.kind} keeps the dtype"
+        case _ if step.arg("scales"):
+            return f"a {step.kind} of {own} has no scales"
         case "matmul" if len(operands) != 2 + step.accumulates:
             return "a matmul reads x, w and, to accumulate, its target"
         case "matmul" if {b.dtype for b in operands[:2]} != {own}:
@@ -236,6 +241,17 @@ def _misfit(plan: Plan, step: Step) -> str:
             return _misuse_of_attention(plan, step, reads, writes)
         case _:
             return ""
+
+
+def _misuse_of_scales(plan: Plan, step: Step, operands: list[Buffer], target: str) -> str:
+    p, dtypes = plan.problem, [b.dtype for b in operands]
+    if step.arg("scales") != p.scales or dtypes != [p.x_dtype, W_DTYPE, "float32", "float32"]:
+        return f"a matmul with {p.scales} scales reads x, w, and the scales of both"
+    # slices of K would be rounded one by one, and a block's scale is not cut
+    cut = step.arg("contract") or any(r.cols or r.rows for r in step.reads[:4])
+    if cut or step.accumulates or target != p.dtype:
+        return f"a matmul with scales takes all of K and of w, and rounds once, to {p.dtype}"
+    return ""
 
 
 def _is_cut(step: Step) -> bool:

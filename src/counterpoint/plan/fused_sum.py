@@ -17,6 +17,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan.direct import to_everyone, wants_ranks, words
 from counterpoint.plan.names import BIAS, W, X, Y, in_one_lane
 from counterpoint.plan.operation import Family, Options
+from counterpoint.plan.scaled import REFUSAL
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.problem import Problem
 
@@ -148,7 +149,7 @@ def build(
 
 def refusal(p: Problem) -> str:
     """What the kernel wants of a problem that it does not have, or ""."""
-    return wants_ranks(p.ranks)
+    return REFUSAL if p.scales else wants_ranks(p.ranks)
 
 
 def refusal_of_scatter(p: Problem) -> str:

@@ -31,7 +31,7 @@ def gather_s(
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     costs, rows = machine.costs, max(problem.rows)
-    row_bytes, mean = problem.k * problem.item_bytes, problem.m // problem.ranks
+    row_bytes, mean = problem.x_row_bytes, problem.m // problem.ranks
     end_s = 0.0
     arrived_s = costs.barrier_s
     for i, size in enumerate(groups):
@@ -55,9 +55,9 @@ def finer_s(
     p, costs = problem, machine.costs
     steps, shard, item_bytes = p.ranks, max(p.rows), p.item_bytes
     mean = p.m // p.ranks
-    cols = p.k if gathers else p.n
-    row_bytes = cols * item_bytes // steps if gathers and kind.dims == 2 else 0
-    block_s = _copy_s(shard * cols * item_bytes // steps, machine, row_bytes)
+    moved_bytes = p.x_row_bytes if gathers else p.n * item_bytes
+    row_bytes = moved_bytes // steps if gathers and kind.dims == 2 else 0
+    block_s = _copy_s(shard * moved_bytes // steps, machine, row_bytes)
     exchange_s = block_s if machine.link.topology == "mesh" else (p.ranks - 1) * block_s
     owners = p.ranks - kind.hetero
     wait_s, round_s = costs.kernel_s if gathers else 0.0, 0.0
@@ -74,8 +74,8 @@ def finer_s(
     elif kind.fused:
         step_s = _matmul_s(p, owners * mean // steps, machine, tiles, again=True)
         # rows of each owner are a copy of their own
-        moved = 2 * owners * mean * (p.n if gathers else p.k) // steps
-        step_s += owners * costs.kernel_s + moved * item_bytes / costs.hbm_bytes_per_s
+        packed_bytes = 2 * owners * mean * (p.n * item_bytes if gathers else p.x_row_bytes) // steps
+        step_s += owners * costs.kernel_s + packed_bytes / costs.hbm_bytes_per_s
     else:
         step_s = owners * _matmul_s(p, mean // steps, machine, tiles, again=True)
     step_s += wait_s
@@ -221,7 +221,7 @@ def _matmul_s(
 ) -> float:  # fmt: skip
     costs, p = machine.costs, problem
     whole_s, part_s = (
-        costs.matmul_s(*size, p.item_bytes, machine.sms, tiles.get(size), again=more)
+        costs.matmul_s(*size, p.operand_bytes, machine.sms, tiles.get(size), again=more)
         for size, more in (((p.m, p.n, p.k), False), ((rows, n or p.n, k or p.k), again))
     )
     return part_s * costs.settling(whole_s)

@@ -174,4 +174,5 @@ OPERATION = Operation(
     fused_s=fused_sum.seconds,
     invariant=True,
     rule=_rule,
+    scales=True,
 )  # fmt: skip

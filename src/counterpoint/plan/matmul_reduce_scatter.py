@@ -221,4 +221,5 @@ OPERATION = Operation(
     overlapped=_overlapped,
     invariant=True,
     rule=_rule,
+    scales=True,
 )  # fmt: skip

@@ -166,6 +166,7 @@ class Operation:
         described: what text says of a problem beside its sizes.
         exchange_s: seconds of its library's all-to-all, where that is not of equal blocks.
         computed_s: seconds of what is computed and is no matmul.
+        scales: its x and w may have scales, see plan/scaled.py.
     """
 
     operands: Callable[[Problem], tuple[Buffer, ...]]
@@ -189,6 +190,7 @@ class Operation:
     described: Callable[[Problem], str] = lambda problem: ""
     exchange_s: Callable[[Problem, Machine], float] | None = None
     computed_s: Callable[[Problem, Machine], float] | None = None
+    scales: bool = False
 
     def family(self, name: str) -> Family | None:
         """The family of that name, if it has one."""

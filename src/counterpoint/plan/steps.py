@@ -91,8 +91,8 @@ class Step:
     Kinds, with what they read and write, paired in order:
         copy        reads[i] -> writes[i], bytes as they are; the only kind that may reach a peer
         move        reads[0] -> writes[0] on an SM, changing dtype where they differ; + bias
-        matmul      reads x, w (+ the target, to accumulate) (+ bias) -> writes y = x w; where it
-                    contracts over rows, y = x^T w, of regions that are one box each
+        matmul      reads x, w (, the scales of both) (+ the target, to accumulate) (+ bias) ->
+                    writes y = x w; where it contracts over rows, y = x^T w, of one box each
         spread      reads[i] -> writes[i] on an SM: by routes, a row for each place that it goes to
         fold        its transpose: by routes, the sum of these rows in fp32, rounded once
         reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
@@ -114,12 +114,12 @@ class Step:
 
     Args:
         after: names of earlier steps of this rank that must have ended.
-        args: "bias": 1, the last read is a [1, N] row that is added; "to": islands, of an
-            exchange; "contract": "rows", of a
-            matmul; "collective": its name; "transport": "words", by a kernel of our own; "kernel":
-            of a fused step, the operator whose kernel it is; "batch": a number that matmuls one
-            after the other on a lane share where they may be one launch; of an attention, see
-            attended.py, of an opaque step `resources.rewrites`.
+        args: "bias": 1, the last read is a [1, N] row that is added; "scales": their kind, of a
+            matmul; "to": islands, of an exchange; "contract": "rows", of a matmul; "collective":
+            its name; "transport": "words", by a kernel of our own; "kernel": of a fused step, the
+            operator whose kernel it is; "batch": a number that matmuls one after the other on a
+            lane share where they may be one launch; of an attention, see attended.py, of an opaque
+            step `resources.rewrites`.
         spins: it waits for its peers in a kernel, which then has to be resident on every rank.
     """
 

@@ -251,6 +251,10 @@ def _result(bound: BoundStep, part: Part, memory: Memory, stacked: bool) -> list
     added: list[Piece] = []
     if step.kind == "matmul":
         x, w, *reads = reads
+        if step.arg("scales"):
+            x_scale, w_scale, *reads = reads
+            values.check_scaled(memory, x, x_scale, by_row=step.arg("scales") != "tensor")
+            values.check_scaled(memory, w, w_scale, by_row=False)
         added = values.product(memory.read(x), memory.read(w), x, w, target,
                                transposed=bool(step.arg("contract")), stacked=stacked)  # fmt: skip
     for box in reads:

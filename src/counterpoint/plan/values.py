@@ -10,9 +10,10 @@ A value is a multiset of terms, the same formula for all cells (i, j) of a box:
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from counterpoint.plan.bind import Box, Part
+from counterpoint.plan.scaled import SCALE
 
 
 class Cell(NamedTuple):
@@ -188,6 +189,31 @@ def product(
             )
             result.append((place, (term,)))
     return result
+
+
+def check_scaled(memory: Memory, box: Box, scale: Box, *, by_row: bool) -> None:
+    """Refuse scales that are not those of the operand; `by_row`: of the same rows of the same rank.
+
+    Raises:
+        Contradiction: they are not.
+    """
+
+    def origins(of: Box, suffix: str) -> list[tuple[int, ...] | str]:
+        """Of rows here: the first and the last, and the rank, input and first row there."""
+        found: list[Any] = []
+        for piece, value in sorted(memory.read(of)):
+            cell, first = _operand(value, of), piece.r0 - of.r0
+            last, row, name = piece.r1 - of.r0, piece.r0 + cell.dr, cell.buffer + suffix
+            before = found[-1] if found else None
+            follows = (first, cell.rank, name, row - first)
+            if before and (before[1], *before[2:4], before[4] - before[0]) == follows:
+                found[-1] = (before[0], last, *before[2:])
+            else:
+                found.append((first, last, cell.rank, name, row))
+        return found if by_row else sorted({each[3] for each in found})
+
+    if origins(box, SCALE) != origins(scale, ""):
+        raise Contradiction(f"{scale.buffer} does not hold the scales of {box.buffer}")
 
 
 def attended(of: str, part: Part, memory: Memory) -> list[Piece]:

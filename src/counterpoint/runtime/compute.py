@@ -12,7 +12,7 @@ from torch import Tensor
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import counted, invariant_matmul, routed
+from counterpoint.runtime import counted, invariant_matmul, routed, scaled
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
@@ -24,6 +24,8 @@ Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their nam
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate) (+ bias); y may have any strides."""
+    if bound.step.arg("scales"):
+        return scaled.matmul(bound, part, places)
     if places.plan.problem.invariant:
         return invariant_matmul.action(part, places)
     if plain := _plain_matmul(bound, part, places):

@@ -173,7 +173,7 @@ class _OnCpu:
         return total.view(like.shape)
 
     def all_gather(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(torch.cat(self._shown(source, even=True)).view(target.shape))
+        target.copy_(_joined(self._shown(source, even=True)).view(target.shape))
 
     def reduce_scatter(self, target: Tensor, source: Tensor, *, average: bool = False) -> None:
         shape, me = (self._board.ranks, -1), self._board.rank
@@ -206,7 +206,7 @@ class _OnCpu:
         raise self._board.fail(InputError(self._awaited.op, arg, want=want, got=got, fix=fix))
 
     def gather_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
-        target.copy_(torch.cat(self._shown(source)).view(target.shape))
+        target.copy_(_joined(self._shown(source)).view(target.shape))
 
     def scatter_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
         me = self._board.rank
@@ -215,3 +215,8 @@ class _OnCpu:
             for each in self._shown(source)
         ]
         target.copy_(self._sum(parts, target))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Flat tensors one behind the other, as bytes: autocast would look at their dtype."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

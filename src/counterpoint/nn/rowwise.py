@@ -1,0 +1,111 @@
+"""Linear layers that multiply in fp8: torchao's rowwise recipe, over the ranks of a group.
+
+x and the weight are quantised anew in each forward, to float8_e4m3fn, with a scale for each row of
+x and for each feature of the result, a power of 2. What is gathered is fp8, with its scales. The
+backward is that of the bf16 operators, in bf16: what is saved is x and the weight as they were.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.ops.all_gather_matmul import all_gather_matmul
+from counterpoint.ops.backward import gradients_of_gather, gradients_of_scatter
+from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.ops.scaled import Scaled
+
+DTYPE, RESULT = torch.float8_e4m3fn, torch.bfloat16
+LARGEST = torch.finfo(DTYPE).max
+LEAST = 1e-12  # of a row, so that one of zeros has a scale
+
+
+def quantised(t: Tensor) -> Scaled:
+    """t [..., K] in fp8, with a scale for each row [..., 1], a power of 2."""
+    largest = t.detach().abs().amax(-1, keepdim=True).float().clamp(min=LEAST)
+    _, exponent = torch.frexp(largest / LARGEST)  # of a mantissa below 1: nothing overflows
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    return Scaled((t.detach().float() / scale).to(DTYPE), scale)
+
+
+def by_columns(weight: Tensor) -> Scaled:
+    """The transpose of a weight [N, K] in fp8, with a scale for each column [1, N]."""
+    data, scale = quantised(weight)
+    return Scaled(data.t(), scale.t())
+
+
+def result_of(x: Tensor) -> torch.dtype:
+    """The dtype of a layer's result: that of autocast where it is on, else of x."""
+    on = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if on else x.dtype
+
+
+def gathered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, plan: str
+) -> Tensor:
+    """gather(x) W^T + b, of x [S / n, ..., in] and W [out / n, in]; bf16 [S, ..., out / n]."""
+    return _Gathered.apply(*_in_bf16(x, weight, bias), group, plan)  # pyright: ignore
+
+
+def scattered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, plan: str
+) -> Tensor:
+    """Own rows of the sum over ranks of x W^T, plus b; bf16 [S / n, ..., out]."""
+    return _Scattered.apply(*_in_bf16(x, weight, bias), group, plan)  # pyright: ignore
+
+
+def _in_bf16(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(t if t is None else t.to(RESULT) for t in tensors)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+        plan: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.plan = group, plan
+        x8, w8 = quantised(x), by_columns(weight)
+        return all_gather_matmul(x8, w8, group=group, bias=bias, plan=plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (dy,) = ctx.saved_tensors, grads
+        needs = ctx.needs_input_grad[:2]
+        where = ctx.group.group_name, ctx.group.size(), ctx.group.rank()
+        dx, dws = gradients_of_gather([dy], x, [weight.t()], needs, ctx.plan, [], where)
+        return dx, dws[0].t() if dws else None, _of_bias(ctx, dy), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+        plan: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.plan = group, plan
+        x8, w8 = quantised(x), by_columns(weight)
+        return matmul_reduce_scatter(x8, w8, group=group, bias=bias, plan=plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (dy,) = ctx.saved_tensors, grads
+        needs = ctx.needs_input_grad[:2]
+        where = ctx.group.group_name, ctx.group.size(), ctx.group.rank()
+        dx, dw = gradients_of_scatter(dy, x, weight.t(), needs, ctx.plan, [], where)
+        return dx, None if dw is None else dw.t(), _of_bias(ctx, dy), None, None
+
+
+def _of_bias(ctx: Any, dy: Tensor) -> Tensor | None:
+    return dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
