@@ -135,8 +135,6 @@ BLOCK = (512, 64, 2048)  # rows of a rank, and the shorter and the longer side o
 LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 FILE = RESULTS / "islands-cpu.jsonl"
 SPEC, ESTIMATES = "islands chunks=4", "islands estimates"
-# parts that may be measured alone
-TABLES = {"speeds": "islands", "estimates": ESTIMATES, "bags": island_bags.TABLE}
 BOUND_S = 4.0
 FAULTS = ("kill", "stop", "cut")
 
@@ -249,8 +247,8 @@ def table(rows: Sequence[Row]) -> str:
     trials = [r for r in rows if r["table"] == "islands faults"]
     slowest = max(r["slowest_s"] or 0.0 for r in trials)
     left, ended, named = (sum(r[name] for r in trials) for name in ("left", "ended", "named"))
-    first = next(iter(times.values()))
-    place = f"CPU ranks on 2 cores, commit {first['commit']} ({first['date']}).{off(rows)}"
+    when = dict.fromkeys(f"{r['commit']} ({r['date']})" for r in (*times.values(), *trials))
+    place = f"CPU ranks on 2 cores, commit {', '.join(when)}.{off(rows)}"
     return (
         f"{grid(head, lines)}\n\n{place} In {len(trials)} trials an island was killed, stopped or "
         f"cut off: of {left} ranks that were left {ended} ended with an error, {named} of them "
@@ -267,6 +265,17 @@ def off(rows: Sequence[Row]) -> str:
             f"{max(found):.0%} at most.")  # fmt: skip
 
 
+# of what is measured, in this order; each may be measured alone
+PARTS = ("speeds", "estimates", "bags", "experts", "faults")
+
+
+def part_of(row: Row) -> str:
+    """Which of PARTS it is of."""
+    if row["table"] == "islands":
+        return "experts" if row["op"] == "experts" else "speeds"
+    return {ESTIMATES: "estimates", island_bags.TABLE: "bags"}.get(row["table"], "faults")
+
+
 def sections() -> dict[str, str]:
     """The marked sections of docs/islands.md, where there are rows."""
     rows = rows_of(FILE) if FILE.exists() else []
@@ -281,21 +290,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--trials", type=int, default=60, help="of faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=TABLES, help="of these rows; others are kept")
+    parser.add_argument("--only", choices=PARTS, help="of these rows; others are kept")
     given = parser.parse_args()
     if why := can_run():
         raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
     facts = environment()
     about = {name: facts[name] for name in ("commit", "date", "torch")}
-    parts = [speeds(), estimates(), island_bags.rows(), layers(), faults(given.trials, given.seed)]
+    made = (speeds(), estimates(), island_bags.rows(), layers(), faults(given.trials, given.seed))
+    parts = dict(zip(PARTS, made, strict=True))
     kept: list[Row] = []
     if given.only:
-        first = list(TABLES).index(given.only)
-        parts = parts[first : first + 1]
-        kept = [row for row in rows_of(given.out) if row["table"] != TABLES[given.only]]
+        parts = {given.only: parts[given.only]}
+        kept = [row for row in rows_of(given.out) if part_of(row) != given.only]
     with given.out.open("w") as out:
         out.writelines(json.dumps(row) + "\n" for row in kept)
-        for rows in parts:
+        for rows in parts.values():
             for row in rows:
                 print({k: v for k, v in row.items() if k != "errors"}, flush=True)
                 out.write(json.dumps(row | about) + "\n")
