@@ -90,6 +90,16 @@ def matmuls(at: At, op: str, plan: str) -> None:
     check(f"{op} by {plan}", got, exact(case, at.rank, everyone))
 
 
+def invariant_rows(at: At) -> None:
+    """More rows than the kernel for a few takes, and a part of a tile."""
+    draw = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(shape, generator=draw).half() for shape in ((70, 64), (64, 80)))
+    with cp.batch_invariant():
+        y = cp.all_gather_matmul(x.to(at.device), w.to(at.device), group=at.group, plan="serial")
+    want = x.double().repeat(dist.get_world_size(at.group), 1) @ w.double()
+    check("batch-invariant product", y, want)
+
+
 def normed(at: At) -> None:
     # "auto" looks at the library's kernels in a capture, which the sanitizer does not bear
     everyone, case = of_matmuls(at, "matmul_all_reduce", "fused")
@@ -252,6 +262,9 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
                          ("all_reduce_norm_kernel",)),
     "norm of two shots": (lambda at: normed_rows(at, "fused two_shot"), ()),
     "norm of wide rows": (lambda at: normed_rows(at, "direct"), ()),
+    "batch-invariant, few rows": (lambda at: matmuls(at, "matmul_all_reduce", "serial invariant"),
+                                  ("few_rows_matmul_kernel",)),
+    "batch-invariant": (invariant_rows, ("invariant_matmul_kernel",)),
     "dispatch": (lambda at: experts(at, "all_to_all_matmul", "host"),
                  ("routes_kernel", "all_to_all_matmul_kernel")),
     "combine": (lambda at: experts(at, "matmul_all_to_all", "host"),

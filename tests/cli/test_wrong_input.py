@@ -126,7 +126,7 @@ WORDS: list[tuple[str, str]] = [
     ("tune", "tune: GPUs of this machine must be 2 or more, got none (`counterpoint doctor` says "
      "why); `counterpoint tune ... --ranks 2` tries the command on CPU ranks"),
     ("tune --op all_reduce", "tune: --op must be one of all_gather_attention, ..., got "
-     "'all_reduce'; did you mean 'matmul_all_reduce'?"),
+     "'all_reduce'; did you mean 'all_reduce_norm'?"),
     ("tune --shape 8,8,8", "tune: --op must be one of ... with --shape, got none"),
     (f"{TUNE} 8,8,8 --layer 70B", "tune: --layer must be left out where --shape is given, got "
      "'70B'"),

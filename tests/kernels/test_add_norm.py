@@ -70,6 +70,32 @@ def test_a_row_has_a_scale_whatever_it_holds(pool: RankPool, most_columns: int):
     pool.run(scaled, 1, most_columns, group=False)
 
 
+def spoilt(rank: int, ranks: int) -> None:
+    """A row with a number that is none has no scale, and spoils no other's."""
+    x = torch.randn(3, 24)
+    x[:2, 5] = torch.nan
+    y, h, scales = torch.zeros(3, 24, dtype=FP8), x.clone(), torch.zeros(3, 1)
+    norms.run(Norm("rms", 1e-3, fp8=True), {"x": x, "weight": torch.ones(24)}, [y, h, scales])
+    assert scales[:2].isnan().all() and scales[2].isfinite().all()
+
+
+def test_what_is_no_number_is_seen(pool: RankPool):
+    pool.run(spoilt, 1, group=False)
+
+
+@pytest.mark.parametrize("quantized", [1, 2])
+def test_what_is_no_number_is_not_clamped(quantized: int):
+    """On a GPU a plain maximum leaves NaN out."""
+    types = dict.fromkeys(TENSORS, "*bf16") | {
+        "y_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "scales_ptr": "*fp32", "N": "i32", "eps": "fp32",
+    }  # fmt: skip
+    constants = {"LAYER": False, "HAS_RESIDUAL": True, "HAS_BIAS": False, "FP8": quantized,
+                 "WHOLE": True, "BLOCK": 1024}  # fmt: skip
+    ptx = compiled(add_norm_kernel, 90, types, constants, num_warps=4).ptx
+    assert lines_with(ptx, r"max\.NaN\.f32") and lines_with(ptx, r"min\.NaN\.f32")
+    assert bool(lines_with(ptx, r"setp\.(nan|neu?|num)\.f32")) == (quantized == 2)
+
+
 @pytest.mark.shows("matmul_all_reduce_rms_norm", "compiled for", "sm_80 sm_90 sm_100")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("n", [4096, 16384])

@@ -355,6 +355,10 @@ def test_a_norm_behind_a_matmul(rank: int, ranks: int) -> None:
         torch.testing.assert_close((y.float(), h), (want.float(), total))
     y, h = cp.matmul_all_reduce_rms_norm(x, w, bias=bias, eps=case.eps, **norm)
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = cp.matmul_all_reduce_rms_norm(x, w, bias=bias, eps=case.eps, **norm)
+    assert all(t.dtype == torch.bfloat16 for t in half)
+    torch.testing.assert_close([t.float() for t in half], [y, h], atol=0.1, rtol=0.02)
     plain = case._replace(layer=False, bias=None, x=h.detach().requires_grad_())
     (dh,) = torch.autograd.grad(norm_of(plain, plain.x).sum(), plain.x)
     torch.testing.assert_close((dx, dw), (dh @ w.t(), x.t() @ dh))

@@ -221,6 +221,17 @@ def test_ranks_that_differ_in_their_scales_hear_of_it(rank: int, ranks: int):
         call(case, mine)
 
 
+@on_ranks(2)
+def test_a_rank_whose_operands_do_not_belong_together_is_heard_of(rank: int, ranks: int):
+    for op in (AR, AG, RS):
+        case = Case(op, "row", "serial", (4, 4))
+        mine = operands(case, ranks, 19, device())[rank]
+        call(case, mine)
+        w = mine.w if rank == 0 else mine.w.data
+        with pytest.raises(cp.InputError, match=r"w must be one counterpoint\.Scaled, as x is"):
+            getattr(cp, op)(mine.x, w)
+
+
 def test_what_stands_there_is_each_number_times_its_scale():
     data = torch.arange(1, 257).float().view(1, 256).to(E4M3)
     scale = torch.tensor([[2.0, 3.0]])

@@ -21,6 +21,7 @@ from plan_cases import (
     BAGS,
     COMBINE,
     DISPATCH,
+    NORM,
     OPS,
     RS,
     RS_BACKWARD,
@@ -179,6 +180,10 @@ CASES = [
     Case(BAGS, "islands chunks=1", (2, 2), islands=2),
     Case(BAGS, "islands chunks=2", (3, 2, 2, 4), islands=2),
     Case(COMBINE, "fused", (2, 2, 2, 2), experts=2, n=8, k=8),
+    Case(NORM, "serial", (2, 2)),
+    Case(NORM, "direct", (2, 2), n=4),
+    Case(NORM, "fused one_shot", (1, 1), n=4),
+    Case(NORM, "fused two_shot", (1, 1), n=4),
     Case(ATTENTION[0], "serial", (2, 2, 2), n=4, k=2, causal=True),
     Case(ATTENTION[0], "serial", (3, 3), n=4, k=2),
     Case(ATTENTION[0], "shard_p2p ring", (2, 2, 2), n=4, k=2, causal=True),
@@ -369,6 +374,7 @@ def test_a_kernel_of_ours_stands_only_as_its_family_has_it():
         (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
     } | {
         (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"), (DISPATCH, "routed"),
+        (NORM, "serial"),
         (COMBINE, "routed"),
         *product((DISPATCH, COMBINE), ("serial", "grouped")),
     }  # fmt: skip

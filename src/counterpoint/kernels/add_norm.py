@@ -36,16 +36,24 @@ def normed(h, mean, scale, weight, bias, LAYER: tl.constexpr, HAS_BIAS: tl.const
 
 
 @triton.jit
+def largest_of(y, mask):
+    """The largest absolute value of a tile; NaN if one is."""
+    worst = tl.sum(tl.where(mask & (y != y), y, 0.0))  # 0 else: tl.max leaves NaN out
+    return tl.max(tl.where(mask, tl.abs(y), 0.0)) + worst
+
+
+@triton.jit
 def scale_of(largest):
     """The scale of a row in fp8: its largest value becomes the largest that there is."""
-    return tl.maximum(largest, LEAST) / FP8_MAX
+    return tl.maximum(largest, LEAST, propagate_nan=tl.PropagateNan.ALL) / FP8_MAX
 
 
 @triton.jit
 def store_normed(y_ptrs, y, mask, scale, FP8: tl.constexpr):
     """Store a tile in the dtype of the result; fp8 divided by its scale, and not above FP8_MAX."""
     if FP8:
-        y = tl.minimum(tl.maximum(tl.div_rn(y, scale), -FP8_MAX), FP8_MAX)
+        y = tl.maximum(tl.div_rn(y, scale), -FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        y = tl.minimum(y, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     tl.store(y_ptrs, y.to(y_ptrs.dtype.element_ty), mask=mask)
 
 
@@ -111,7 +119,8 @@ def add_norm_kernel(
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + cols, mask=mask, other=0.0)
             y = normed(h, mean, scale, weight, bias, LAYER, HAS_BIAS)
-            largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(y), 0.0)))
+            found = largest_of(y, mask)
+            largest = tl.maximum(largest, found, propagate_nan=tl.PropagateNan.ALL)
         given = scale_of(largest)
         tl.store(scales_ptr + program, given)
     for start in range(0, limit, BLOCK):

@@ -17,6 +17,7 @@ import triton.language as tl
 from counterpoint.kernels.add_norm import (
     BY_ROW,
     STATIC,
+    largest_of,
     moments,
     normed,
     scale_of,
@@ -169,7 +170,7 @@ def all_reduce_norm_kernel(
         mean, squares = moments(h, mask, N, LAYER)
         y = normed(h, mean, tl.rsqrt(squares / N + eps), weight, bias, LAYER, HAS_BIAS)
         if FP8 == BY_ROW:
-            scale = scale_of(tl.max(tl.where(mask, tl.abs(y), 0.0)))
+            scale = scale_of(largest_of(y, mask))
             tl.store(scales_ptr + row, scale)
         store_normed(y_ptr + cells, y, mask, scale, FP8 != 0)
 

@@ -28,6 +28,7 @@ from counterpoint.ops.check import (
 from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.exchange_routes import exchange_routes
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
+from counterpoint.ops.plans import family_of, plan_key
 from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.ranges import instance, whole
 from counterpoint.runtime.ranks import group_of
@@ -217,7 +218,7 @@ class ExpertParallelMLP(Grouped):
 
     def _by_routes(self, x: Tensor) -> bool:
         """Whether a token goes itself, by routes: asked for, or where there are several islands."""
-        family = self.plan.split()[0]
+        family = family_of(plan_key("all_to_all_matmul", self.plan))
         if self.max_rows is not None or self.group.size() == 1:
             return False
         if family not in ("auto", "islands"):

@@ -96,8 +96,8 @@ def all_gather_matmul(
     if isinstance(x, Scaled) or isinstance(w, Scaled):
         if gather_dim:
             again = partial(all_gather_matmul, group=group, bias=bias, plan=plan, rows=rows)
-            return scaled.along(OP, "gather_dim", gather_dim, x, w, again)
-        x, w, scales = scaled.apart(OP, x, w)
+            return scaled.along(OP, ("gather_dim", gather_dim), x, w, group, again)
+        x, w, scales = scaled.apart(OP, x, w, group)
     if gather_dim and is_last(gather_dim, x):
         return _contracted(x, w, group, bias, plan, rows)
     if isinstance(w, list | tuple):

@@ -3,8 +3,8 @@
 from types import TracebackType
 
 # how many contexts are open, of the process, as torch's own modes that change bits: compilers guard
-# on it
-_depth = 0
+# on it, and each call looks at it
+depth = 0
 
 
 class batch_invariant:
@@ -23,7 +23,8 @@ class batch_invariant:
     always: their bits may depend on the batch. On CPU ranks the mode is slow.
 
     It is a mode of the process, all its threads, and all ranks have to be in it alike. For one call
-    or layer put the word behind its `plan`: `plan="auto invariant"`.
+    or layer put the word behind its `plan`: `plan="auto invariant"`. What `compile_options()` puts
+    into a model is not in it.
 
     Example:
         >>> with counterpoint.batch_invariant():
@@ -31,17 +32,17 @@ class batch_invariant:
     """
 
     def __enter__(self) -> None:
-        global _depth
-        _depth += 1
+        global depth
+        depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        global _depth
-        _depth -= 1
+        global depth
+        depth -= 1
 
 
 def in_mode() -> bool:
     """Whether the context is on."""
-    return _depth > 0
+    return depth > 0

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.ops import batch_invariant
 from counterpoint.ops.agreement import Input, agree, checking, words_of
-from counterpoint.ops.batch_invariant import in_mode
 from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import KEYS, of_islands, plan_of
 from counterpoint.plan.families import build
@@ -236,7 +236,7 @@ def key_of(
         if own is None or own[0] is not plan:
             return None
         plan = own[1]
-    key: list[object] = [(op, in_mode()), plan, dim]
+    key: list[object] = [(op, batch_invariant.depth > 0), plan, dim]
     first: Any = tensors[0]
     try:
         for t in tensors:

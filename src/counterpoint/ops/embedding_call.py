@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from counterpoint.ops.batch_invariant import in_mode
+from counterpoint.ops import batch_invariant
 from counterpoint.ops.call import compiled
 from counterpoint.ops.embedding_facts import Asked, agreed
 from counterpoint.ops.embedding_kernels import OP, Bags, Chunks
@@ -124,7 +124,7 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
         ):  # fmt: skip
             # of every table: in C, not in a loop. An address says on which device it is
             key = (
-                OP, in_mode(), *map(SHAPE, tables), *map(Tensor.stride, tables),
+                OP, batch_invariant.depth > 0, *map(SHAPE, tables), *map(Tensor.stride, tables),
                 *map(DTYPE, tables), *map(Tensor.data_ptr, tables), indices.dtype,
                 offsets.shape, offsets.stride(), offsets.dtype, offsets.device,
                 weights is None or (weights.dtype, weights.device), mode, last,

@@ -65,7 +65,7 @@ def matmul_all_reduce(
     """
     scales = NO_SCALES
     if isinstance(x, Scaled) or isinstance(w, Scaled):
-        x, w, scales = scaled.apart(OP, x, w)
+        x, w, scales = scaled.apart(OP, x, w, group)
     y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan)
     if y is not None:
         return y

@@ -1,10 +1,14 @@
 """A norm behind a matmul_all_reduce: what a decoder layer needs next."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.ops.check import check_tensors
+from counterpoint.errors import CounterpointError
+from counterpoint.ops.agreement import refused
+from counterpoint.ops.check import autocast, check_tensors
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
 from counterpoint.ops.norms import Kind, check_like, norm_of
 
@@ -28,7 +32,8 @@ def matmul_all_reduce_rms_norm(
     decoder layer. Same bits on all ranks. Differentiable unless the result is fp8.
 
     Args:
-        x: as for `matmul_all_reduce`; so are `w`, `group`, `bias` and `plan`.
+        x: a tensor, as for `matmul_all_reduce`; so are `w`, `group`, `bias` and `plan`. Under
+            autocast all tensors but `scale` are cast.
         residual: dtype of x, [M, ..., N], equal on all ranks; None: h is the sum.
         norm_weight: dtype of x, [N], equal on all ranks.
         eps: added to the mean square.
@@ -47,10 +52,9 @@ def matmul_all_reduce_rms_norm(
         ...     x, w, residual=residual, norm_weight=norm.weight, group=tp
         ... )
     """
-    op, more = "matmul_all_reduce_rms_norm", {"residual": residual, "norm_weight": norm_weight}
-    arguments = _checked(op, (x, w, bias), "rms", eps, out_dtype, scale, more)
-    y = matmul_all_reduce(x, w, group=group, bias=bias, plan=plan)
-    return tuple(torch.ops.counterpoint.add_norm(y, residual, norm_weight, None, *arguments))
+    given = x, w, bias, residual, norm_weight, None
+    settings = "rms", eps, out_dtype, scale
+    return _normed("matmul_all_reduce_rms_norm", given, settings, group, plan)
 
 
 def matmul_all_reduce_layer_norm(
@@ -86,24 +90,29 @@ def matmul_all_reduce_layer_norm(
         ...     x, w, residual=h, norm_weight=norm.weight, norm_bias=norm.bias, group=tp
         ... )
     """
-    op, more = "matmul_all_reduce_layer_norm", {"residual": residual, "norm_weight": norm_weight}
-    more |= {"norm_bias": norm_bias}
-    arguments = _checked(op, (x, w, bias), "layer", eps, out_dtype, scale, more)
-    y = matmul_all_reduce(x, w, group=group, bias=bias, plan=plan)
-    return tuple(torch.ops.counterpoint.add_norm(y, residual, norm_weight, norm_bias, *arguments))
+    given = x, w, bias, residual, norm_weight, norm_bias
+    settings = "layer", eps, out_dtype, scale
+    return _normed("matmul_all_reduce_layer_norm", given, settings, group, plan)
 
 
-def _checked(
-    op: str, tensors: tuple[Tensor, Tensor, Tensor | None], kind: Kind, eps: float,
-    out_dtype: torch.dtype | None, scale: Tensor | None, more: dict[str, Tensor | None],
-) -> tuple[Tensor | None, str, float, bool]:  # fmt: skip
-    """What add_norm takes behind its tensors, where all of them fit.
+def _normed(
+    op: str, given: tuple[Any, ...], settings: tuple[Kind, float, torch.dtype | None, Any],
+    group: dist.ProcessGroup | None, plan: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The product, summed and normalised, in the dtype of autocast.
 
     Raises:
-        InputError, UnsupportedError: they do not.
+        InputError, UnsupportedError: tensors do not fit one another, or this GPU; on all ranks.
     """
-    x, w, _ = tensors
-    check_tensors(op, *tensors)
-    check_like(op, x, (*x.shape[:-1], w.shape[-1]), **more)
-    norm = norm_of(op, kind, eps, x, out_dtype, scale)
-    return scale, norm.kind, norm.eps, norm.fp8
+    kind, eps, out_dtype, scale = settings
+    try:
+        x, w, bias, residual, weight, norm_bias = autocast(*given)
+        check_tensors(op, x, w, bias)  # type: ignore[arg-type]
+        assert x is not None and w is not None
+        more = {"residual": residual, "norm_weight": weight, "norm_bias": norm_bias}
+        check_like(op, x, (*x.shape[:-1], w.shape[-1]), **more)
+        norm = norm_of(op, kind, eps, x, out_dtype, scale)
+    except CounterpointError as error:
+        raise refused(error, group, given[0]) from None
+    y = matmul_all_reduce(x, w, group=group, bias=bias, plan=plan)
+    return tuple(torch.ops.counterpoint.add_norm(y, residual, weight, norm_bias, scale, *norm))

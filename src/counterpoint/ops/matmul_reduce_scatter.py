@@ -88,8 +88,8 @@ def matmul_reduce_scatter(
     if isinstance(x, Scaled) or isinstance(w, Scaled):
         if scatter_dim:
             again = partial(matmul_reduce_scatter, group=group, bias=bias, plan=plan, rows=rows)
-            return scaled.along(OP, "scatter_dim", scatter_dim, x, w, again)
-        x, w, scales = scaled.apart(OP, x, w)
+            return scaled.along(OP, ("scatter_dim", scatter_dim), x, w, group, again)
+        x, w, scales = scaled.apart(OP, x, w, group)
     if scatter_dim and is_last(scatter_dim, x):
         return _columns(x, w, group, bias, plan, rows)
     tensors = (x, w, bias, *scales)

@@ -1,6 +1,7 @@
 """Norms of rows that are there: what is asked for, checked; by torch, by a kernel, and backward."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from math import inf
 from typing import Any, Literal, NamedTuple
@@ -238,7 +239,8 @@ def _run(*arguments: Any) -> list[Tensor]:
         call = run if x.is_cuda else run_by_torch
         rows = {name: None if t is None else t.contiguous().flatten(0, -2) if t.dim() > 1 else t
                 for name, t in given.items()}  # fmt: skip
-        call(norm, rows, [t.flatten(0, -2) for t in results])
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            call(norm, rows, [t.flatten(0, -2) for t in results])
     return results
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.ops.agreement import refused
 from counterpoint.ops.check import autocast, check_dense, check_dim, check_tensors, is_last
 from counterpoint.problem import SCALE_BLOCK
 from counterpoint.runtime.scaled import FP8
@@ -52,16 +53,17 @@ NO_SCALES: Scales = (None, None)
 OF_SCALES = "Tensor? x_scale=None, Tensor? w_scale=None"  # in the schemas of operators
 
 
-def apart(op: str, x: object, w: object) -> tuple[Tensor, Tensor, Scales]:
+def apart(op: str, x: Any, w: Any, group: Any) -> tuple[Tensor, Tensor, Scales]:
     """x, w, and the scales of both.
 
     Raises:
-        InputError: one has scales, the other has none, or w is several.
+        InputError: one has scales, the other has none, or w is several; the ranks of `group` hear.
     """
     for name, one, other in (("w", w, "x"), ("x", x, "w")):
         if not isinstance(one, Scaled):
             got = type(one).__name__
-            raise InputError(op, name, want=f"one counterpoint.Scaled, as {other} is", got=got)
+            error = InputError(op, name, want=f"one counterpoint.Scaled, as {other} is", got=got)
+            raise refused(error, group, x.data if isinstance(x, Scaled) else x)
     left, right = cast(Scaled, x), cast(Scaled, w)
     return left.data, right.data, (_flat(left.scale), _flat(right.scale))
 
@@ -71,19 +73,27 @@ def _flat(scale: Any) -> Any:
 
 
 def along(
-    op: str, name: str, dim: int, x: object, w: object, call: Callable[..., Tensor]
+    op: str, place: tuple[str, int], x: Any, w: Any, group: Any, call: Callable[..., Tensor]
 ) -> Tensor:
-    """The call of x and w with `dim` of x moved to the front, and back in the result.
+    """The call of x and w with a dim of x moved to the front, and back in the result.
+
+    Args:
+        place: the name of the argument, and the dim.
 
     Raises:
-        InputError: it is the last one, or x has no such dim.
+        InputError: it is the last one, or x has no such dim; the ranks of `group` hear it.
     """
-    data, _, scales = apart(op, x, w)
+    data, _, scales = apart(op, x, w, group)
     scale: Any = scales[0]
-    check_dense(op, **{"x": data, "x.scale": scale})
-    if is_last(dim, data):
-        raise InputError(op, name, want="another dim than the last, where x has scales", got=dim)
-    dim = check_dim(op, name, dim, data)
+    name, dim = place
+    try:
+        check_dense(op, **{"x": data, "x.scale": scale})
+        if is_last(dim, data):
+            want = "another dim than the last, where x has scales"
+            raise InputError(op, name, want=want, got=dim)
+        dim = check_dim(op, name, dim, data)
+    except CounterpointError as error:
+        raise refused(error, group, data) from None
     if scale.dim() == data.dim():
         scale = scale.movedim(dim, 0)
     return call(Scaled(data.movedim(dim, 0), scale), w).movedim(0, dim)
@@ -105,7 +115,6 @@ def checked(
         x, w, bias = autocast(x, w, bias)  # type: ignore[assignment]
         check_tensors(op, x, w, bias)
         return x, w, bias, NO_SCALES
-    (bias,) = autocast(bias)
     _check(op, x, w, bias, x_scale, w_scale)
     return x, w, bias, (x_scale, w_scale)
 

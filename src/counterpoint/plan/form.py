@@ -213,7 +213,7 @@ def _misfit(plan: Plan, step: Step) -> str:
     if plan.problem.scales and step.kind == "matmul":
         return _misuse_of_scales(plan, step, operands, writes[0].dtype)
     match step.kind:
-        case "copy" | "spread" | "fold" if any(a != b for a, b in dtypes):
+        case "copy" | "spread" | "fold" if not dtypes or any(a != b for a, b in dtypes):
             return f"a {step.kind} keeps the dtype"
         case _ if step.arg("scales"):
             return f"a {step.kind} of {own} has no scales"

@@ -129,13 +129,14 @@ class CudaCode:
                 key = (self.tag, *map(Tensor.data_ptr, given), *map(Tensor.stride, given))
                 if self.lanes.replays.run(key, partial(self._enqueue, operands, capturing=True)):
                     return
-        if self.plain is not None and not traced:
-            operands.update(self.constants)
-            for action in self.plain:
-                action(operands)
-            return
-        with nullcontext() if self.ran else self._loading():
-            self._enqueue(operands, torch.cuda.current_stream(), capturing=capturing)
+        # in a capture always: a tile that fits these sizes may not be loaded yet
+        with self._loading() if capturing or not self.ran else nullcontext():
+            if self.plain is not None and not traced:
+                operands.update(self.constants)
+                for action in self.plain:
+                    action(operands)
+            else:
+                self._enqueue(operands, torch.cuda.current_stream(), capturing=capturing)
         self.ran = True
 
     def _loading(self) -> AbstractContextManager[object]:
