@@ -44,7 +44,8 @@ def matmul_all_reduce_rms_norm(
         `all_reduce_rms_norm`; new tensors.
 
     Raises:
-        InputError: an argument is wrong, or ranks differ; nothing was launched.
+        InputError: an argument is wrong, or ranks differ in what `matmul_all_reduce` takes; nothing
+            was launched. What else is given has to be equal on all ranks, and is not compared.
         UnsupportedError, PeerTimeoutError: as for `matmul_all_reduce`; or the GPU has no fp8.
 
     Example:
