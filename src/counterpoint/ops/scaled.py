@@ -33,6 +33,9 @@ class Scaled(NamedTuple):
     gradient: see `counterpoint.nn.to_fp8`. On CPU ranks x and w are multiplied in
     fp32.
 
+    Refused are the batch-invariant mode, lists of weights, and plans that cut K or N, "fused", and
+    of a gather "direct".
+
     Attributes:
         data: x: float8_e4m3fn, or, not with scales of blocks, float8_e5m2. w: float8_e4m3fn
             [K, N], stored column by column, as `weight.t()` is; else it is copied first. K and N
