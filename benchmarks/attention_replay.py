@@ -8,7 +8,7 @@ both on the lanes of a plan. Compute measured, links modelled.
     serial packed  one all-gather of both side by side
     serial cudnn   as serial, by cuDNN's attention, where nothing is causal
     plan serial    ours: the all-gathers, and cuDNN's attention of blocks, merged
-    auto, ...      ours
+    auto, ...      ours; by heads in the backward alone
 
 The arms are those of attention.py, which checks their results, and needs two GPUs.
 """
@@ -45,6 +45,7 @@ from counterpoint.runtime.workspace import Operands
 RANKS = 2
 FORWARD, BACKWARD = "all_gather_attention", "all_gather_attention_backward"
 LINKS = f"h200-{RANKS}"  # the machine whose links are taken, as measured
+BY_HEADS = ("by_heads ring", "by_heads ring chunks=4")  # plans of the backward alone
 SOAK_S = 0.3
 Times = Mapping[str, tuple[float, float]]  # of steps: alone, and beside copies
 
@@ -63,6 +64,8 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     picks = {op: cp.choose(problem_of(case, RANKS, op), machine).spec for op in ops}
     wanted = {"plan serial": dict.fromkeys(ops, "serial"), "auto": picks}
     wanted |= {spec: {FORWARD: spec, BACKWARD: SPECS[0]} for spec in SPECS}
+    if case["what"] == BOTH and not case["causal"]:
+        wanted |= {spec: {FORWARD: SPECS[0], BACKWARD: spec} for spec in BY_HEADS}
     programs = {
         f"{op} {specs[op]}": program_of(build(problem_of(case, RANKS, op), specs[op]), machine)
         for specs in wanted.values() for op in ops
@@ -185,7 +188,7 @@ COLUMNS = (
     Column("fastest serial", lambda c: f"{ms(c.s(fastest_serial(c)))} {fastest_serial(c)}"),
     arm("plan serial", ms), arm("auto", ms, bold=True),
     Column("its plans", lambda c: " / ".join(c.main["auto"]["plans"])),
-    *(arm(spec, ms) for spec in SPECS),
+    *(arm(spec, ms) for spec in (*SPECS, *BY_HEADS)),
     Column("serial / auto", lambda c: f"{c.s('serial') / c.s('auto'):.2f}"),
     Column("fastest serial / auto", lambda c: f"**{c.s(fastest_serial(c)) / c.s('auto'):.2f}**"),
     Column("MiB: workspace, gathered k and v", _memory),

@@ -190,6 +190,8 @@ CASES = [
     Case(ATTENTION[0], "shard_p2p xor chunks=2", (4, 4), n=4, k=2, causal=True),
     Case(ATTENTION[1], "serial", (2, 2), n=4, k=2, causal=True),
     Case(ATTENTION[1], "shard_p2p ring", (2, 2), n=4, k=2, causal=True),
+    Case(ATTENTION[1], "by_heads ring chunks=3", (2, 2), n=6, k=3),
+    Case(ATTENTION[1], "by_heads xor", (1, 1, 1, 1), n=4, k=2),
 ]
 
 STILL_RIGHT = {

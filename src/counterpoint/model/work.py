@@ -118,7 +118,9 @@ def _attention_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     for part in bound.parts:
         if part.write.buffer != first:
             continue
-        cells = part.reads[0].shape[0] * part.reads[1].shape[0] / (1 + part.diagonal)
+        (queries, cols), keys = part.reads[0].shape, part.reads[1].shape[0]
+        # of some heads alone, a share of the pairs of all
+        cells = queries * keys / (1 + part.diagonal) * cols / plan.problem.n
         backward = bound.step.kind == "attention_backward"
         seconds += attention_s(plan.problem, machine, cells, backward=backward)
         if bound.step.accumulates:
