@@ -45,7 +45,7 @@ from counterpoint.runtime.workspace import Operands
 RANKS = 2
 FORWARD, BACKWARD = "all_gather_attention", "all_gather_attention_backward"
 LINKS = f"h200-{RANKS}"  # the machine whose links are taken, as measured
-BY_HEADS = ("by_heads ring", "by_heads ring chunks=4")  # plans of the backward alone
+BY_HEADS = ("by_heads ring chunks=2", "by_heads ring chunks=8")  # of the backward alone
 SOAK_S = 0.3
 Times = Mapping[str, tuple[float, float]]  # of steps: alone, and beside copies
 

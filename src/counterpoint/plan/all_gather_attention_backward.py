@@ -176,7 +176,7 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    by_heads = () if p.causal else (f"by_heads {peers}" for peers in orders(p.ranks))
+    by_heads = () if p.causal else ("by_heads ring chunks=2", "by_heads ring chunks=8")
     return "serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks)), *by_heads
 
 
