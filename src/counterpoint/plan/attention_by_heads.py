@@ -101,8 +101,8 @@ def _gather(heads: Heads, part: int) -> Iterator[Step]:
     """My keys and values into my own slot and those of all peers."""
     sources = tuple(heads.own(x, part) for x in "kv")
     again = part >= IN_FLIGHT
-    # what comes behind in the lane comes after, too
-    after = (f"gradient_{part - IN_FLIGHT}",) if again else ("open",) if not part else ()
+    # the lane gave back what the heads before in the same slots had made: they have been used
+    after = () if part else ("open",)
     for d in (0, *heads.order.distances):
         targets = tuple(heads.slot(f"{x}_slot", part, heads.order.to(d) if d else ME, OWN)
                         for x in "kv")  # fmt: skip
@@ -113,18 +113,18 @@ def _gather(heads: Heads, part: int) -> Iterator[Step]:
 
 
 def _gradient(heads: Heads, part: int) -> Step:
-    """By the keys of all ranks, once they are there."""
+    """By the keys of all ranks, once they are there.
+
+    My own came on the lane behind what was given back before: that place is free, too.
+    """
     given = (heads.slot(f"{x}_slot", part) for x in "kv")
     reads = heads.own("q", part), *given, *(heads.own(x, part) for x in ("dy", "y", "lse"))
     made = (heads.slot(f"d{x}_part", part) for x in "kv")
     distances, later = heads.order.distances, part + IN_FLIGHT
-    after = (f"push_{part}_0",)
-    if part >= IN_FLIGHT:  # what it gave before has gone
-        after += tuple(f"return_{part - IN_FLIGHT}_{d}" for d in distances)
     posts = (heads.source(FREE, later, d) for d in distances if later < heads.count)
     return Step(
         f"gradient_{part}", "compute", "attention_backward", reads,
-        (heads.own("dq", part), *made), after,
+        (heads.own("dq", part), *made), (f"push_{part}_0",),
         tuple(heads.source(ARRIVED, part, d) for d in distances), tuple(posts),
     )  # fmt: skip
 
@@ -135,9 +135,10 @@ def _give_back(heads: Heads, part: int) -> Iterator[Step]:
         peer = heads.order.source(d)
         given = tuple(heads.slot(f"d{x}_part", part, shards=(peer,)) for x in "kv")
         kept = tuple(heads.slot(f"d{x}_back", part, peer, OWN) for x in "kv")
+        after = (f"gradient_{part}",) if d == 1 else ()  # the lane orders those behind
         waits = (heads.source(SUMMED, part, d),) if part >= IN_FLIGHT else ()
-        yield Step(f"return_{part}_{d}", "copy", "copy", given, kept, (f"gradient_{part}",), waits,
-                   (heads.source(BACK, part, d),))  # fmt: skip
+        posts = (heads.source(BACK, part, d),)
+        yield Step(f"return_{part}_{d}", "copy", "copy", given, kept, after, waits, posts)
 
 
 def _sum(heads: Heads, part: int) -> Iterator[Step]:
