@@ -1,6 +1,9 @@
-"""y = x w (+ bias) whose rows have the same bits however many rows there are.
+"""y = x w (+ bias), and an activation of it, whose rows have the same bits at any number of rows.
 
-Each cell of y is one chain of sums over K, from its first number to its last, in fp32, rounded
+Or gated: y = activation(x w) (x up), of two weights that share the tiles of x. Products are rounded
+to the dtype of y before the activation, as they are where they are stored between the two.
+
+Each cell of a product is one chain of sums over K, from its first number to its last, in fp32, rounded
 once: it is never split, and tensor cores take 16 numbers at a time. So the tile may be chosen for
 M; and the kernel, too, as few rows are multiplied by the code of matmul_all_reduce.py. All have the
 same bits: on an H200, by wgmma as by mma.sync, and with either operand as the long side.
@@ -9,13 +12,25 @@ same bits: on an H200, by wgmma as by mma.sync, and with either operand as the l
 import triton
 import triton.language as tl
 
+from counterpoint.kernels.activation import activated
 from counterpoint.kernels.matmul_all_reduce import partial_tile, store_tile
+
+
+@triton.jit
+def finished(acc, acc_up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """What is stored of products: their activation, in fp32."""
+    if ACTIVATION != "":
+        acc = activated(acc.to(DTYPE).to(tl.float32), ACTIVATION)
+        if GATED:
+            acc *= acc_up.to(DTYPE).to(tl.float32)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
 def few_rows_matmul_kernel(
     x_ptr,  # [M, K], the columns of a row without gaps
     w_ptr,  # [K, N], any strides
+    up_ptr,  # as w, where GATED
     bias_ptr,  # [N]
     y_ptr,  # [M, N], the columns of a row without gaps
     M,
@@ -32,22 +47,32 @@ def few_rows_matmul_kernel(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # a name, or ""
+    GATED: tl.constexpr,
 ):
     tile = tl.program_id(0)
     acc = partial_tile(
         x_ptr, w_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
         ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
     )  # fmt: skip
+    acc_up = acc
+    if GATED:
+        acc_up = partial_tile(
+            x_ptr, up_ptr, tile, M, N, K, stride_xm, stride_wk, stride_wn,
+            ROWS, ROWS, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, STAGES,
+        )  # fmt: skip
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    acc = finished(acc, acc_up, y_ptr.dtype.element_ty, ACTIVATION, GATED)
     store_tile(y_ptr, acc, cols, M, N, stride_ym, ROWS)
 
 
 @triton.jit(do_not_specialize=["M"])
 def invariant_matmul_kernel(
-    x,  # [M, K]: a descriptor of tiles, or an address; so are w and y
+    x,  # [M, K]: a descriptor of tiles, or an address; so are the others but bias
     w,  # [N, K] where W_BY_COLUMNS, else [K, N]
+    up,  # as w, of the same strides, where GATED
     bias_ptr,  # [N]
     y,  # [M, N]
     M,
@@ -65,7 +90,10 @@ def invariant_matmul_kernel(
     W_BY_COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HALVES: tl.constexpr,  # by descriptors y is stored half by half: less memory, one more stage
+    ACTIVATION: tl.constexpr,  # a name, or ""
+    GATED: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = y.dtype if DESCRIPTORS else y.dtype.element_ty
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=DESCRIPTORS):
         first_m = tile // (GROUP_M * num_n) * GROUP_M
@@ -76,19 +104,28 @@ def invariant_matmul_kernel(
         offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)
         in_m, in_n = offs_m[:, None] < M, offs_n[None, :] < N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc_up = acc
         for k in range(0, K, BLOCK_K):
             if DESCRIPTORS:
                 x_tile = x.load([start_m, k])
                 w_tile = w.load([start_n, k]).T if W_BY_COLUMNS else w.load([k, start_n])
+                if GATED:
+                    up_tile = up.load([start_n, k]).T if W_BY_COLUMNS else up.load([k, start_n])
             else:
                 offs_k = (k + tl.arange(0, BLOCK_K)).to(tl.int64)
                 x_ptrs = x + offs_m[:, None] * stride_xm + offs_k[None, :]
-                w_ptrs = w + offs_k[:, None] * stride_wk + offs_n[None, :] * stride_wn
+                w_offs = offs_k[:, None] * stride_wk + offs_n[None, :] * stride_wn
+                in_w = in_n & (offs_k[:, None] < K)
                 x_tile = tl.load(x_ptrs, mask=in_m & (offs_k[None, :] < K), other=0.0)
-                w_tile = tl.load(w_ptrs, mask=in_n & (offs_k[:, None] < K), other=0.0)
+                w_tile = tl.load(w + w_offs, mask=in_w, other=0.0)
+                if GATED:
+                    up_tile = tl.load(up + w_offs, mask=in_w, other=0.0)
             acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+            if GATED:
+                acc_up = tl.dot(x_tile, up_tile, acc_up, input_precision="ieee")
         if HAS_BIAS:
             acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        acc = finished(acc, acc_up, DTYPE, ACTIVATION, GATED)
         if DESCRIPTORS:
             if HALVES:
                 left, right = tl.split(

@@ -1,4 +1,7 @@
-"""The matmul of a batch-invariant plan: its tile and its launch; on CPU ranks, by torch."""
+"""The matmul of a batch-invariant plan, and one with an activation: its tile and its launch.
+
+On CPU ranks, by torch.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -65,6 +68,12 @@ def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
     return next(enough, LARGE[-1])
 
 
+def gated_tile(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
+    """The tile of two products [m, n] of one x: half the columns of each."""
+    tile = tile_of(m, 2 * n, num_sms, dtype)
+    return tile._replace(block_n=tile.block_n // 2, halves=False)
+
+
 def action(part: Part, places: Places) -> Callable[[Operands], None]:
     """y = x w (+ bias) of one part of a step."""
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -91,9 +100,10 @@ def in_one_chain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def by_kernel(
-    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, tile: Tile | None = None
-) -> None:
-    """y = x w (+ bias) on a GPU, on the current stream.
+    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, tile: Tile | None = None,
+    activation: str = "", up: Tensor | None = None,
+) -> None:  # fmt: skip
+    """y = x w (+ bias) on a GPU, on the current stream; or the activation of it (times x up).
 
     Args:
         x: [M, K], the columns of a row without gaps.
@@ -101,33 +111,37 @@ def by_kernel(
         bias: [1, N].
         y: [M, N], the columns of a row without gaps.
         tile: None: by the sizes.
+        activation: of those in kernels/activation.py; "": none.
+        up: as w, of the same strides; None: not gated.
     """
     (m, k), n, sms = x.shape, w.shape[1], _num_sms(x.device)
-    tile = tile or tile_of(m, n, sms, x.dtype)
+    gated = up is not None
+    tile = tile or (gated_tile if gated else tile_of)(m, n, sms, x.dtype)
     block_m, block_n, block_k, num_warps, num_stages, per_sm, halves = tile
     sizes = (m, n, k, x.stride(0), *w.stride(), y.stride(0))
-    added, has_bias = y if bias is None else bias, bias is not None
+    added, second = y if bias is None else bias, w if up is None else up
+    flags = {"HAS_BIAS": bias is not None, "ACTIVATION": activation, "GATED": gated}
     if block_m <= FEW_ROWS:
         launch: Any = few_rows_matmul_kernel  # its constexpr arguments are plain values here
         launch[(-(-n // block_n),)](
-            x, w, added, y, *sizes, ROWS=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, STAGES=num_stages, HAS_BIAS=has_bias,
+            x, w, second, added, y, *sizes, ROWS=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, STAGES=num_stages, **flags,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         return
     by_columns = w.stride(0) == 1
-    given: tuple[Any, ...] = x, w, y
-    stored = x, w.t() if by_columns else w, y
+    given: tuple[Any, ...] = x, w, second, y
+    stored = x, *(each.t() if by_columns else each for each in (w, second)), y
     described = all(map(_describable, stored))
     if described:
         w_block = [block_n, block_k] if by_columns else [block_k, block_n]
-        blocks = [block_m, block_k], w_block, [block_m, block_n // (1 + halves)]
+        blocks = [block_m, block_k], w_block, w_block, [block_m, block_n // (1 + halves)]
         given = tuple(map(TensorDescriptor.from_tensor, stored, blocks))
     launch = invariant_matmul_kernel
     launch[(min(-(-m // block_m) * -(-n // block_n), sms * per_sm),)](
-        *given[:2], added, given[2], *sizes,
+        *given[:3], added, given[3], *sizes,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
-        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HAS_BIAS=has_bias, HALVES=halves,
+        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HALVES=halves, **flags,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
