@@ -18,6 +18,7 @@ from counterpoint.runtime.invariant_matmul import (
     Tile,
     by_kernel,
     by_torch,
+    gated_tile,
     tile_of,
 )
 from counterpoint.testing.ptx import Compiled, compiled
@@ -26,22 +27,28 @@ SMS = 132
 ROWS = (1, 17, 33, 64, 65, 256, 512, 1024, 4096, 8192)
 COLUMNS = (768, 3072, 8192, 28672)
 TILES = sorted({tile_of(m, n, SMS, torch.bfloat16) for m in ROWS for n in COLUMNS})
+GATED = sorted({gated_tile(m, n, SMS, torch.bfloat16) for m in ROWS for n in COLUMNS})
 WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(\d+)\.f32\.(\w+)\.(\w+)")
 
 
 @cache
-def code(tile: Tile, dtype: str, *, described: bool, by_columns: bool, bias: bool) -> Compiled:
+def code(
+    tile: Tile, dtype: str, *, described: bool, by_columns: bool, bias: bool, activation: str = "",
+    gated: bool = False,
+) -> Compiled:  # fmt: skip
     """As a launch on operands that are multiples of 16 would compile it for an H200."""
     block_m, block_n, block_k, num_warps, num_stages, _, halves = tile
     w_block = (block_n, block_k) if by_columns else (block_k, block_n)
-    blocks = {"x": (block_m, block_k), "w": w_block, "y": (block_m, block_n // (1 + halves))}
-    types = dict.fromkeys(("x", "w", "bias_ptr", "y"), f"*{dtype}")
+    blocks = {"x": (block_m, block_k), "w": w_block, "up": w_block,
+              "y": (block_m, block_n // (1 + halves))}  # fmt: skip
+    types = dict.fromkeys(("x", "w", "up", "bias_ptr", "y"), f"*{dtype}")
     if described:
         types |= {name: f"tensordesc<{dtype}[{a}, {b}]>" for name, (a, b) in blocks.items()}
     types |= dict.fromkeys(("M", "N", "K", "stride_xm", "stride_ym"), "i32")
     aligned = tuple(name for name, kind in types.items() if "[" not in kind)
     dense, pitch = ("stride_wk", "stride_wn") if by_columns else ("stride_wn", "stride_wk")
     constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias, dense: 1}
+    constants |= {"ACTIVATION": activation, "GATED": gated}
     if few := block_m <= FEW_ROWS:
         types = {f"{n}_ptr" if n in blocks else n: kind for n, kind in types.items()}
         aligned = tuple(types)
@@ -74,6 +81,28 @@ def test_every_tile_multiplies_16_numbers_at_a_time(tile: Tile, described: bool)
         assert ("cp.async.bulk.tensor" in found.ptx) == described
 
 
+@pytest.mark.parametrize("tile", GATED)
+def test_gate_and_up_share_the_tiles_of_x(tile: Tile):
+    described = tile.block_m > FEW_ROWS
+    for by_columns in (True, False):
+        found = code(tile, "bf16", described=described, by_columns=by_columns, bias=False,
+                     activation="silu", gated=True)  # fmt: skip
+        assert not found.spills
+        assert found.shared_bytes + found.dynamic_bytes <= 227 * 1024
+        if described:
+            assert {match[1] for match in WGMMA.finditer(found.ptx)} == {"16"}
+            assert "cp.async.bulk.tensor" in found.ptx
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_an_activation_spills_nothing(name: str):
+    for tile in TILES:
+        found = code(tile, "bf16", described=tile.block_m > FEW_ROWS, by_columns=True, bias=True,
+                     activation=name)  # fmt: skip
+        assert not found.spills
+        assert found.shared_bytes + found.dynamic_bytes <= 227 * 1024
+
+
 def test_fp32_is_multiplied_on_ordinary_cores():
     tile = tile_of(64, 512, SMS, torch.float32)
     found = code(tile, "fp32", described=True, by_columns=True, bias=False)
@@ -81,7 +110,9 @@ def test_fp32_is_multiplied_on_ordinary_cores():
     assert not found.spills
 
 
-def launched(x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool) -> torch.Tensor:
+def launched(
+    x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool, *more: Any
+) -> torch.Tensor:
     answers: dict[str, Callable[[object], int]] = {
         "_num_sms": lambda _: 3, "_has_descriptors": lambda _: described
     }  # fmt: skip
@@ -89,7 +120,7 @@ def launched(x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool) -> 
         for name, answer in answers.items():
             patch.setattr(invariant_matmul, name, answer)
         y = torch.full((m, w.shape[1]), float("nan"), dtype=x.dtype)
-        by_kernel(x[:m], w, bias, y, tile)
+        by_kernel(x[:m], w, bias, y, tile, *more)
     return y
 
 
@@ -117,6 +148,40 @@ def interpreted(rank: int, ranks: int) -> list[str]:
                     if not own <= 1.1 * least + 1e-6 * want.norm():
                         found.append(f"{name} {tile} {described} M{m}: {own:.3g}, {least:.3g}")
     return found
+
+
+def activated(rank: int, ranks: int) -> list[str]:
+    """As `interpreted`, of products that are rounded."""
+    found, functional = list[str](), torch.nn.functional
+    tiles = (Tile(16, 16, 64, 4, 3), Tile(32, 32, 32, 4, 2), Tile(64, 32, 32, 4, 2))
+    for n, k, dtype in ((88, 72, torch.float16), (37, 65, torch.float32)):
+        x, bias = torch.randn(150, k).to(dtype), torch.randn(1, n).to(dtype)
+        gate, up = torch.randn(k, n).to(dtype), torch.randn(k, n).to(dtype)
+        by_columns = [w.t().contiguous().t() for w in (gate, up)]
+        for weights, tile, described in (
+            (w, t, d) for w in ((gate, up), by_columns) for t in tiles for d in (True, False)
+        ):
+            for m in (1, 32, 150):
+                if m > tile.block_m and tile.block_m <= FEW_ROWS:
+                    continue
+                given = bias, m, tile, described
+                products = [launched(x, w, b, *given[1:]).float()
+                            for w, b in zip(weights, (bias, None), strict=True)]  # fmt: skip
+                y = launched(x, weights[0], bias, *given[1:], "gelu")
+                if not torch.allclose(
+                    y.float(), functional.gelu(products[0]), rtol=2e-3, atol=1e-5
+                ):
+                    found.append(f"gelu {tile} {described} M{m}")
+                products[0] = launched(x, weights[0], None, *given[1:]).float()
+                y = launched(x, weights[0], None, *given[1:], "silu", weights[1])
+                want = functional.silu(products[0]) * products[1]
+                if not torch.allclose(y.float(), want, rtol=2e-3, atol=1e-5):
+                    found.append(f"silu_mul {tile} {described} M{m}")
+    return found
+
+
+def test_it_ends_in_an_activation(pool: RankPool):
+    assert pool.run(activated, 1, group=False) == [[]]
 
 
 def test_it_multiplies(pool: RankPool):

@@ -3,10 +3,11 @@
 Or gated: y = activation(x w) (x up), of two weights that share the tiles of x. Products are rounded
 to the dtype of y before the activation, as they are where they are stored between the two.
 
-Each cell of a product is one chain of sums over K, from its first number to its last, in fp32, rounded
-once: it is never split, and tensor cores take 16 numbers at a time. So the tile may be chosen for
-M; and the kernel, too, as few rows are multiplied by the code of matmul_all_reduce.py. All have the
-same bits: on an H200, by wgmma as by mma.sync, and with either operand as the long side.
+Each cell of a product is one chain of sums over K, from its first number to its last, in fp32,
+rounded once: it is never split, and tensor cores take 16 numbers at a time. So the tile may be
+chosen for M; and the kernel, too, as few rows are multiplied by the code of matmul_all_reduce.py.
+All have the same bits: on an H200, by wgmma as by mma.sync, and with either operand as the long
+side.
 """
 
 import triton

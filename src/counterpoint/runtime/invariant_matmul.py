@@ -3,7 +3,7 @@
 On CPU ranks, by torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -132,8 +132,8 @@ def by_kernel(
     by_columns = w.stride(0) == 1
     given: tuple[Any, ...] = x, w, second, y
     stored = x, *(each.t() if by_columns else each for each in (w, second)), y
-    described = all(map(_describable, stored))
-    if described:
+    by_descriptors = described((x, w, second, y))
+    if by_descriptors:
         w_block = [block_n, block_k] if by_columns else [block_k, block_n]
         blocks = [block_m, block_k], w_block, w_block, [block_m, block_n // (1 + halves)]
         given = tuple(map(TensorDescriptor.from_tensor, stored, blocks))
@@ -141,9 +141,14 @@ def by_kernel(
     launch[(min(-(-m // block_m) * -(-n // block_n), sms * per_sm),)](
         *given[:3], added, given[3], *sizes,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
-        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HALVES=halves, **flags,
+        DESCRIPTORS=by_descriptors, W_BY_COLUMNS=by_columns, HALVES=halves, **flags,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
+
+
+def described(matrices: Sequence[Tensor]) -> bool:
+    """Whether tiles of all of them, stored by rows or by columns, are loaded by descriptors."""
+    return all(_describable(t.t() if t.stride(0) == 1 else t) for t in matrices)
 
 
 @cache

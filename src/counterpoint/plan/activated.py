@@ -1,0 +1,51 @@
+"""Activations behind the matmuls of an operator: where a plan may have one, and what cells hold.
+
+A matmul with the argument "activation", or a move behind partial sums, applies it to what it would
+write else. The proof wants it once, of whole sums, with the bias in them. A gated one has two
+weights in one step, so that a family has one matmul of x wherever it has one for one weight.
+
+Each product is rounded to the dtype of y as without an activation, which is computed in fp32 and
+rounded once: so it does not matter to the result whether one kernel does all of that.
+"""
+
+from collections.abc import Sequence
+
+from counterpoint.plan.boxes import Box
+from counterpoint.plan.steps import Plan, Step
+from counterpoint.plan.values import Activated, Piece, Value, intersect
+from counterpoint.problem import Problem
+
+KINDS = ("matmul", "move")  # of steps that may have one
+
+
+def one_kernel(p: Problem, rows: int, n: int, k: int) -> bool:
+    """Whether x[rows, k] w[k, n] and its activation are one kernel on a GPU, if it can be."""
+    return p.invariant or (p.item_bytes == 2 and p.gated)
+
+
+def misuse_of_activation(plan: Plan, step: Step) -> str:
+    """Why a step with an activation cannot run, or ""."""
+    name, p = step.arg("activation"), plan.problem
+    if not name:
+        return ""
+    if name != p.activation or step.kind not in KINDS or (p.gated and step.kind != "matmul"):
+        which = f"{p.activation!r}, of a {' or '.join(KINDS[: 1 if p.gated else 2])}"
+        return f"has the activation {name!r} in a {step.kind}: the problem's is {which}"
+    whole = not (step.accumulates or step.arg("contract"))
+    if not whole or plan.buffer(step.writes[0].buffer).dtype != p.dtype:
+        return f"has an activation of a sum that is not whole, and rounded to {p.dtype}"
+    return ""
+
+
+def activated(name: str, sums: Sequence[list[Piece]]) -> list[Piece]:
+    """What a step with an activation writes.
+
+    Args:
+        sums: what it would write without it, by each of its weights.
+    """
+    first, *others = sums
+    found: list[tuple[Box, tuple[Value, ...]]] = [(box, (value,)) for box, value in first]
+    for other in others:
+        both = ((intersect(box, there), of, value) for box, of in found for there, value in other)
+        found = [(inside, (*of, value)) for inside, of, value in both if inside is not None]
+    return [(box, (Activated(name, of),)) for box, of in found]
