@@ -106,7 +106,7 @@ CASES = [
     Case(AG, "uniform_fused_1d xor", (4, 4), splits=(3, 3), activation="silu_mul"),
     Case(AG, "hetero_unfused_1d ring", (4, 4), bias=True, activation="silu"),
     Case(AG, "uniform_fused_2d ring", (2, 2, 2), bias=True, activation="gelu_tanh"),
-    Case(AG, "hetero_fused_2d xor", (2, 2), activation="relu"),
+    Case(AG, "hetero_fused_2d ring", (2, 2, 2), activation="relu"),
     Case(AG, "islands chunks=1", (2, 2), islands=2, splits=(3, 3), activation="silu_mul"),
     Case(AG, "islands chunks=1", (3, 2, 1, 2), bias=True, islands=2),
     Case(AG, "islands chunks=2", (4, 4), islands=2),
