@@ -23,7 +23,7 @@ from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.problem import DType, Problem, op_names
+from counterpoint.problem import Activation, DType, Problem, op_names
 from counterpoint.timeline import PICTURE_SUFFIXES
 
 AUTO = "auto"
@@ -84,6 +84,9 @@ def plan(
     into: Annotated[
         bool, typer.Option("--into", help="Of embedding bags: into PooledOutputs, without a copy.")
     ] = False,
+    activation: Annotated[
+        Activation, typer.Option(help="Of all_gather_matmul; N of gate and up together.")
+    ] = "",
 ) -> None:
     """Predict which plan is fastest on a machine, and say why. Needs no GPU.
 
@@ -102,6 +105,7 @@ def plan(
     where = machine_at("plan", machine)
     check_ranks("plan", ranks, where)
     problem = problem_of("plan", op, shape, ranks or where.num_devices, dtype, experts, out=into)
+    problem = replace(problem, activation=activation) if activation else problem
     if spec != AUTO:
         build(problem, spec, where)  # before any time is spent: it refuses what is none
     _print(Asked(problem, where, spec, by, eager, show, out, as_json))

@@ -38,9 +38,8 @@ def weights_of(op: str, activation: object, x: object, w: Any, bias: object) -> 
         got = f"{len(found)} weights" if several else type(w).__name__
         raise InputError(op, "w", want=want, got=got)
     if gated and bias is not None:
-        fix = "call it without an activation, and add them"
         want = f"None with activation={activation!r}"
-        raise InputError(op, "bias", want=want, got="a Tensor", fix=fix)
+        raise InputError(op, "bias", want=want, got="a Tensor")
     return found
 
 
