@@ -14,7 +14,7 @@ from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 from counterpoint.runtime.activated import FUNCTIONS, multiplied
 from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.invariant_matmul import by_kernel, gated_tile
+from counterpoint.runtime.invariant_matmul import by_kernel, tile_of
 
 AG = "all_gather_matmul"
 SIZES = ((64, 1024, 512), (13, 640, 272), (130, 1000, 100), (2, 72, 40), (520, 2048, 1024))
@@ -85,31 +85,38 @@ def test_other_dtypes(gpus, dtype):
 @pytest.mark.parametrize("activation", ["silu_mul", "gelu_tanh_mul", "gelu", "relu", "silu"])
 def test_one_kernel_has_the_bits_of_three(gpus, activation):
     """Of the invariant matmul's products: fused or stored between, at all numbers of rows."""
-    gated, name = activation.endswith("_mul"), activation.removesuffix("_mul")
+    gated = activation.endswith("_mul")
     for k, n in ((1024, 512), (1000, 104)):
         for columns in (True, False):
             _, whole, ws = operands(1024, k, n, columns=columns)
+            p = Problem(AG, len(whole), n * (1 + gated), k, 1, activation=activation,
+                        invariant=True)  # fmt: skip
             products = [torch.empty(len(whole), n, device=gpus, dtype=whole.dtype) for _ in ws]
             for w, product in zip(ws, products, strict=True):
                 by_kernel(whole, w, None, product)
             want = activate(products[: 1 + gated], activation)
             for m in (1, 2, 16, 17, 32, 33, 64, 65, 200, 256, 512, len(whole)):
                 y = torch.full((m, n), float("nan"), device=gpus, dtype=whole.dtype)
-                by_kernel(whole[-m:], ws[0], None, y, None, name, ws[1] if gated else None)
+                multiplied(p, whole[-m:], ws[0], None, y, ws[1] if gated else None)
                 assert torch.equal(y, want[-m:]), (k, n, columns, m)
 
 
 def test_gated_tiles_have_the_same_bits(gpus):
+    """All of them, with gate before up in memory and behind it."""
     sms = torch.cuda.get_device_properties(gpus).multi_processor_count
     _, whole, ws = operands(600, 2048, 1024)
-    want = torch.empty(len(whole), 1024, device=gpus, dtype=whole.dtype)
-    by_kernel(whole, ws[0], None, want, None, "silu", ws[1])
-    tiles = {gated_tile(m, n, sms, whole.dtype) for m in (64, 256, 512, 2048, 8192)
-             for n in (768, 1792, 7168)}  # fmt: skip
+    products = [torch.empty(len(whole), 1024, device=gpus, dtype=whole.dtype) for _ in ws]
+    for w, product in zip(ws, products, strict=True):
+        by_kernel(whole, w, None, product)
+    tiles = {tile_of(m, n, sms, whole.dtype) for m in (64, 256, 512, 2048, 8192)
+             for n in (1536, 3584, 14336)}  # fmt: skip
+    assert len(tiles) > 3
     for tile in tiles:
-        y = torch.full_like(want, float("nan"))
-        by_kernel(whole, ws[0], None, y, tile, "silu", ws[1])
-        assert torch.equal(y, want), tile
+        for gate, up in ((0, 1), (1, 0)):
+            want = activate([products[gate], products[up]], "silu_mul")
+            y = torch.full_like(want, float("nan"))
+            by_kernel(whole, ws[gate], None, y, tile, "silu", ws[up])
+            assert torch.equal(y, want), (tile, gate)
 
 
 def test_bits_of_rows_in_the_invariant_mode(gpus):

@@ -16,11 +16,16 @@ from counterpoint.plan.values import Activated, Piece, Value, intersect
 from counterpoint.problem import Problem
 
 KINDS = ("matmul", "move")  # of steps that may have one
+FEW_ROWS = 32  # as fast with a kernel behind the library's matmuls
 
 
 def one_kernel(p: Problem, rows: int, n: int, k: int) -> bool:
-    """Whether x[rows, k] w[k, n] and its activation are one kernel on a GPU, if it can be."""
-    return p.invariant or (p.item_bytes == 2 and p.gated)
+    """Whether x[rows, k] w[k, n] and its activation are one kernel on a GPU.
+
+    Of two weights, where they lie as `invariant_matmul.pairs` says. Of one weight the library's
+    matmul and a kernel behind it are as fast.
+    """
+    return p.invariant or (p.gated and p.item_bytes == 2 and rows > FEW_ROWS)
 
 
 def misuse_of_activation(plan: Plan, step: Step) -> str:

@@ -58,7 +58,11 @@ def multiplied(
         up: [K, N], of a gated activation.
     """
     kernels = x.is_cuda and not refused_on(x.device)
-    if kernels and _fits_one_kernel(p, x, w, y, up) and one_kernel(p, *x.shape[:1], *w.shape[::-1]):
+    if (
+        kernels
+        and one_kernel(p, *x.shape[:1], *w.shape[::-1])
+        and (up is None or invariant_matmul.pairs(x, w, up, y))
+    ):
         name = p.activation.removesuffix(GATED)
         invariant_matmul.by_kernel(x, w, bias, y, activation=name, up=up)
         return
@@ -71,14 +75,6 @@ def multiplied(
         product = torch.empty_like(y)
         multiply(x, up, None, product)
     into(p.activation, y, product, y)
-
-
-def _fits_one_kernel(p: Problem, x: Tensor, w: Tensor, y: Tensor, up: Tensor | None) -> bool:
-    """Whether weights lie alike; and so that the kernel is as fast as the library, or has to be."""
-    alike = up is None or up.stride() == w.stride()
-    return alike and (
-        p.invariant or invariant_matmul.described((x, w, y, *(() if up is None else (up,))))
-    )
 
 
 def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
@@ -138,7 +134,8 @@ def launch_of(
 
 def by_torch(activation: str, h: Tensor, up: Tensor | None) -> Tensor:
     """As `into`."""
-    return _wide(activation, *(t if t is None else t.to(_dtype(t)) for t in (h, up))).to(h.dtype)
+    wide = _dtype(h)
+    return _wide(activation, h.to(wide), None if up is None else up.to(wide)).to(h.dtype)
 
 
 def _dtype(t: Tensor) -> torch.dtype:

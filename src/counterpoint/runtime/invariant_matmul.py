@@ -3,7 +3,7 @@
 On CPU ranks, by torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -68,12 +68,6 @@ def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
     return next(enough, LARGE[-1])
 
 
-def gated_tile(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
-    """The tile of two products [m, n] of one x: half the columns of each."""
-    tile = tile_of(m, 2 * n, num_sms, dtype)
-    return tile._replace(block_n=tile.block_n // 2, halves=False)
-
-
 def action(part: Part, places: Places) -> Callable[[Operands], None]:
     """y = x w (+ bias) of one part of a step."""
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -103,7 +97,7 @@ def by_kernel(
     x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, tile: Tile | None = None,
     activation: str = "", up: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """y = x w (+ bias) on a GPU, on the current stream; or the activation of it (times x up).
+    """y = x w (+ bias) on a GPU, on the current stream; or an activation of it (times x up).
 
     Args:
         x: [M, K], the columns of a row without gaps.
@@ -112,43 +106,61 @@ def by_kernel(
         y: [M, N], the columns of a row without gaps.
         tile: None: by the sizes.
         activation: of those in kernels/activation.py; "": none.
-        up: as w, of the same strides; None: not gated.
+        up: of more than FEW_ROWS rows, and as `pairs` says; None: not gated.
     """
     (m, k), n, sms = x.shape, w.shape[1], _num_sms(x.device)
-    gated = up is not None
-    tile = tile or (gated_tile if gated else tile_of)(m, n, sms, x.dtype)
+    tile = tile or tile_of(m, n if up is None else 2 * n, sms, x.dtype)
     block_m, block_n, block_k, num_warps, num_stages, per_sm, halves = tile
     sizes = (m, n, k, x.stride(0), *w.stride(), y.stride(0))
-    added, second = y if bias is None else bias, w if up is None else up
-    flags = {"HAS_BIAS": bias is not None, "ACTIVATION": activation, "GATED": gated}
+    added, flags = y if bias is None else bias, {"ACTIVATION": activation}
+    flags["HAS_BIAS"] = bias is not None
     if block_m <= FEW_ROWS:
         launch: Any = few_rows_matmul_kernel  # its constexpr arguments are plain values here
         launch[(-(-n // block_n),)](
-            x, w, second, added, y, *sizes, ROWS=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            x, w, added, y, *sizes, ROWS=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, STAGES=num_stages, **flags,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         return
-    by_columns = w.stride(0) == 1
-    given: tuple[Any, ...] = x, w, second, y
-    stored = x, *(each.t() if by_columns else each for each in (w, second)), y
-    by_descriptors = described((x, w, second, y))
-    if by_descriptors:
+    by_columns, gated = w.stride(0) == 1, up is not None
+    halves, width = halves and not gated, block_n // (1 + gated)
+    given: tuple[Any, ...] = x, w, y
+    stored = x, w.t() if by_columns else w, y
+    described = all(map(_describable, stored))
+    if described:
         w_block = [block_n, block_k] if by_columns else [block_k, block_n]
-        blocks = [block_m, block_k], w_block, w_block, [block_m, block_n // (1 + halves)]
+        blocks = [block_m, block_k], w_block, [block_m, width // (1 + halves)]
         given = tuple(map(TensorDescriptor.from_tensor, stored, blocks))
+    up_first = up is not None and up.data_ptr() < w.data_ptr()
+    if up is not None:
+        given = given[0], _of_both(w, up, [2, width, block_k]), given[2]
     launch = invariant_matmul_kernel
-    launch[(min(-(-m // block_m) * -(-n // block_n), sms * per_sm),)](
-        *given[:3], added, given[3], *sizes,
+    launch[(min(-(-m // block_m) * -(-n // width), sms * per_sm),)](
+        *given[:2], added, given[2], *sizes, int(up_first),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
-        DESCRIPTORS=by_descriptors, W_BY_COLUMNS=by_columns, HALVES=halves, **flags,
+        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HALVES=halves, GATED=gated, **flags,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
-def described(matrices: Sequence[Tensor]) -> bool:
-    """Whether tiles of all of them, stored by rows or by columns, are loaded by descriptors."""
-    return all(_describable(t.t() if t.stride(0) == 1 else t) for t in matrices)
+def pairs(x: Tensor, w: Tensor, up: Tensor, y: Tensor) -> bool:
+    """Whether one kernel multiplies by both: stored alike, as torch.nn.Linear does."""
+    rows = w.t(), up.t()
+    alike = w.stride() == up.stride() and x.shape[0] > FEW_ROWS
+    apart = abs(up.data_ptr() - w.data_ptr())
+    return alike and apart % ALIGN == 0 and apart > 0 and all(map(_describable, (x, *rows, y)))
+
+
+def _of_both(w: Tensor, up: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of [2, N, K], the one that comes first in memory first.
+
+    It makes no difference to it what lies between the two: as far as it is from one row to the next
+    one of a matrix, it is from one matrix to the other.
+    """
+    first, second = sorted((w, up), key=Tensor.data_ptr)
+    apart = (second.data_ptr() - first.data_ptr()) // w.element_size()
+    k, n = w.shape
+    return TensorDescriptor(first, [2, n, k], [apart, w.stride(1), 1], block)
 
 
 @cache
