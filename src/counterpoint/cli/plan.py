@@ -47,10 +47,7 @@ class Asked(NamedTuple):
 
 
 def plan(
-    op: Annotated[
-        str,
-        typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}."),
-    ],
+    op: Annotated[str, typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}.")],
     shape: Annotated[
         str,
         typer.Option(
@@ -58,8 +55,7 @@ def plan(
         ),
     ],
     machine: Annotated[
-        str,
-        typer.Option(help="A kind of GPU and how many, or a JSON file of a machine."),
+        str, typer.Option(help="A kind of GPU and how many, or a JSON file of a machine.")
     ] = "h200-8",
     ranks: Annotated[int, typer.Option(min=0, help="GPUs that take part; 0: all of them.")] = 0,
     experts: Annotated[
@@ -77,8 +73,7 @@ def plan(
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="The plan's steps too.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Draw what runs when: .png, .svg or .pdf; .json for ui.perfetto.dev."),
+        Path | None, typer.Option(help="Draw what runs when: .png, .svg, .pdf; .json for Perfetto.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
     into: Annotated[
@@ -105,7 +100,7 @@ def plan(
     where = machine_at("plan", machine)
     check_ranks("plan", ranks, where)
     problem = problem_of("plan", op, shape, ranks or where.num_devices, dtype, experts, out=into)
-    problem = replace(problem, activation=activation) if activation else problem
+    problem = replace(problem, activation=activation)
     if spec != AUTO:
         build(problem, spec, where)  # before any time is spent: it refuses what is none
     _print(Asked(problem, where, spec, by, eager, show, out, as_json))

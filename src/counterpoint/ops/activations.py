@@ -40,18 +40,10 @@ def weights_of(op: str, activation: object, x: object, w: Any, bias: object) -> 
     if gated and bias is not None:
         want = f"None with activation={activation!r}"
         raise InputError(op, "bias", want=want, got="a Tensor")
-    return found
-
-
-def check_alike(op: str, weights: Sequence[Any]) -> None:
-    """Refuse gate and up of different shapes.
-
-    Raises:
-        InputError: they are.
-    """
-    shapes = [tuple(getattr(w, "shape", ())) for w in weights]
-    if len({*shapes}) > 1:
+    shapes = [tuple(getattr(each, "shape", ())) for each in found]
+    if shapes[0] != shapes[-1]:
         raise InputError(op, "w", want="of one shape, gate and up", got=shapes)
+    return found
 
 
 def activate(products: Sequence[Tensor], activation: str) -> Tensor:

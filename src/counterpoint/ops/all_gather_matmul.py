@@ -97,13 +97,12 @@ def all_gather_matmul(
         activation: of y: "relu", "silu", "gelu", or "gelu_tanh", its approximation by tanh. Or of
             w = (gate, up), two of one shape, y = activation(gather(x) gate) * (gather(x) up):
             "silu_mul", "gelu_tanh_mul", "gelu_mul", "relu_mul". In fp32, of products that are
-            rounded as without it. Where a gradient is asked for, they are results of their own
-            that are saved: M N elements of one weight, 2 M N of two, as without it; the activation
-            is then one kernel behind them, and so is its gradient. Not with `Scaled`.
+            rounded as without it. For a gradient they are saved, [M, N] of each weight, as without
+            it; the activation is then a kernel behind them. Not with `Scaled`.
 
     Returns:
-        dtype of x, or bf16 with `Scaled`, [sum of rows, ..., N], a new tensor; of several weights a
-        list, unless they are gate and up of an activation.
+        dtype of x, or bf16 with `Scaled`, [sum of rows, ..., N], a new tensor; of several weights,
+        gate and up of an activation aside, a list.
 
     Raises:
         InputError: an argument is wrong; nothing was launched.
@@ -114,12 +113,18 @@ def all_gather_matmul(
 
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
-        >>> h = counterpoint.all_gather_matmul(  # doctest: +SKIP
-        ...     x_shard, (w_gate, w_up), activation="silu_mul", group=tp
-        ... )
+        >>> h = cp.all_gather_matmul(x, (gate, up), activation="silu_mul")  # doctest: +SKIP
     """
     if activation is not None:
         return _activated(x, w, bias, activation, group, plan, rows, gather_dim)  # type: ignore[arg-type]
+    return _plain(x, w, bias, group, plan, rows, gather_dim)
+
+
+def _plain(
+    x: Any, w: Any, bias: Tensor | None, group: Any, plan: str | Path | Plan,
+    rows: Sequence[int] | None, gather_dim: int,
+) -> Any:  # fmt: skip
+    """Without an activation."""
     scales = NO_SCALES
     if isinstance(x, Scaled) or isinstance(w, Scaled):
         if gather_dim:
@@ -130,10 +135,10 @@ def all_gather_matmul(
         return _contracted(x, w, group, bias, plan, rows)
     if isinstance(w, list | tuple):
         return _several(x, w, group, bias, plan, rows, gather_dim)
-    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan, rows, gather_dim)  # type: ignore[arg-type]
+    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan, rows, gather_dim)
     if y is not None:
         return y
-    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key)  # type: ignore[arg-type]
+    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key)
 
 
 def _anew(
@@ -165,37 +170,49 @@ def _activated(
     gather_dim: int,
 ) -> Tensor:  # fmt: skip
     """The activation of y, or gated, of the first of two times the second."""
-    given = (x, *w, bias) if isinstance(w, list | tuple) else (x, w, bias)
-    key = None
+    given: Any = (x, *w, bias) if isinstance(w, list | tuple) else (x, w, bias)
+    key: tuple[object, ...] | None = None
     if not gather_dim and isinstance(activation, str):
-        found, key, group = call.repeated(
-            OP, given, group, plan, rows, gather_dim, settings=(activation,)  # type: ignore[arg-type]
-        )  # fmt: skip
+        settings = (activation,)
+        found, key, group = call.repeated(OP, given, group, plan, rows, settings=settings)
         if found is not None:
             return found[0]
     try:
         weights = activations.weights_of(OP, activation, x, w, bias)
-        grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given)
-        apart = grad or (gather_dim and is_last(gather_dim, x))
-        if not apart:
-            x, *weights, bias = autocast(x, *weights, bias)  # type: ignore[assignment]
-            for each in weights:
-                check_tensors(OP, x, each, bias)
-            group = check_group(OP, group)
-            front, dim, counts = _shards(x, rows, gather_dim, group)
-            spec, where = plan_key(OP, plan), (group.group_name, group.size())
-        activations.check_alike(OP, weights)
     except CounterpointError as error:
         raise refused(error, group, x) from None
-    if apart:
-        of: Any = weights[0] if len(weights) == 1 else weights
-        y = all_gather_matmul(
-            x, of, group=group, bias=bias, plan=plan, rows=rows, gather_dim=gather_dim
-        )
-        return activations.activate(y if isinstance(y, list) else [y], activation)
+    grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given)
+    if not grad and not (gather_dim and is_last(gather_dim, x)):
+        operands = x, weights, bias
+        return _activated_anew(operands, activation, group, plan, rows, gather_dim, key)
+    # the products are results of their own, which a backward needs
+    of: Any = weights[0] if len(weights) == 1 else weights
+    y: Any = all_gather_matmul(
+        x, of, group=group, bias=bias, plan=plan, rows=rows, gather_dim=gather_dim
+    )
+    return activations.activate(y if isinstance(y, list) else [y], activation)
+
+
+def _activated_anew(
+    given: tuple[Tensor, list[Tensor], Tensor | None], activation: str,
+    group: dist.ProcessGroup | None, plan: str | Path | Plan, rows: Sequence[int] | None,
+    gather_dim: int, key: tuple[object, ...] | None,
+) -> Tensor:  # fmt: skip
+    """As `_anew`, of x, the weights and a bias."""
+    x: Any = given[0]
+    try:
+        found: list[Any] = [*autocast(x, given[2], *given[1])]
+        x, bias, *weights = found
+        for each in weights:
+            check_tensors(OP, x, each, bias)
+        group = check_group(OP, group)
+        front, dim, counts = _shards(x, rows, gather_dim, group)
+        spec, where = plan_key(OP, plan), (group.group_name, group.size())
+    except CounterpointError as error:
+        raise refused(error, group, x) from None
     if key is not None:
-        operator = operator_of_activated(activation, len(weights))
-        (y,) = call.first(operator, (front, *weights, bias), spec, counts, group, key)
+        operator, tensors = operator_of_activated(activation, len(weights)), (front, *weights, bias)
+        y = call.first(operator, tensors, spec, counts, group, key)[0]
     else:
         op = torch.ops.counterpoint.all_gather_matmul_activated
         y = op(front, weights, bias, activation, spec, counts, *where)

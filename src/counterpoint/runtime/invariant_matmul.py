@@ -112,8 +112,8 @@ def by_kernel(
     tile = tile or tile_of(m, n if up is None else 2 * n, sms, x.dtype)
     block_m, block_n, block_k, num_warps, num_stages, per_sm, halves = tile
     sizes = (m, n, k, x.stride(0), *w.stride(), y.stride(0))
-    added, flags = y if bias is None else bias, {"ACTIVATION": activation}
-    flags["HAS_BIAS"] = bias is not None
+    added = y if bias is None else bias
+    flags: dict[str, Any] = {"HAS_BIAS": bias is not None, "ACTIVATION": activation}
     if block_m <= FEW_ROWS:
         launch: Any = few_rows_matmul_kernel  # its constexpr arguments are plain values here
         launch[(-(-n // block_n),)](
