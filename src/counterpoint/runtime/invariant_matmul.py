@@ -21,6 +21,7 @@ from counterpoint.runtime.workspace import Operands, Places
 GROUP_M = 8
 ALIGN = 16  # bytes: addresses and rows of what has a descriptor are multiples of it
 HAS_DESCRIPTORS = (9, 0)  # the first GPUs
+MAX_STRIDE = 2**40  # bytes, of a descriptor
 
 
 class Tile(NamedTuple):
@@ -145,10 +146,9 @@ def by_kernel(
 
 def pairs(x: Tensor, w: Tensor, up: Tensor, y: Tensor) -> bool:
     """Whether one kernel multiplies by both: stored alike, as torch.nn.Linear does."""
-    rows = w.t(), up.t()
     alike = w.stride() == up.stride() and x.shape[0] > FEW_ROWS
-    apart = abs(up.data_ptr() - w.data_ptr())
-    return alike and apart % ALIGN == 0 and apart > 0 and all(map(_describable, (x, *rows, y)))
+    in_reach = 0 < abs(up.data_ptr() - w.data_ptr()) < MAX_STRIDE
+    return alike and in_reach and all(map(_describable, (x, w.t(), up.t(), y)))
 
 
 def _of_both(w: Tensor, up: Tensor, block: list[int]) -> TensorDescriptor:
