@@ -10,6 +10,7 @@ from counterpoint.choose.choose import choose
 from counterpoint.choose.known import problem_key
 from counterpoint.errors import InputError, PlanError
 from counterpoint.model.estimate import predicted_s
+from counterpoint.plan.activated import one_kernel
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan, Region, Step
 from counterpoint.plan.validate import validate
@@ -140,6 +141,27 @@ def test_other_operators_have_none(op: str):
         make_problem(op, 16, 48, 64, 2, activation="relu")
 
 
+@pytest.mark.parametrize(
+    ("n", "taken", "not_taken"),  # of gate and of up, and rows: Llama-3 at TP8 and TP2
+    [
+        (1792, (48, 64, 128, 256, 512, 1024, 8192), (32, 2048)),
+        (3584, (48, 64, 128, 256, 512, 8192), (8, 32, 1024, 2048)),
+        (6656, (48, 64, 128, 8192), (32, 256, 512, 1024, 2048)),
+        (7168, (48, 64, 128, 256, 2048, 8192), (32, 512, 1024)),
+        (14336, (48, 64, 128, 1024, 2048, 8192), (32, 256, 512)),
+        (26624, (48, 64, 1024, 2048, 8192), (32, 128, 256, 512)),
+    ],
+)
+def test_one_kernel_is_taken_where_it_is_as_fast(
+    n: int, taken: tuple[int, ...], not_taken: tuple[int, ...]
+):
+    p = Problem(AG, 8, 2 * n, 64, 2, activation="silu_mul")
+    assert [m for m in (*taken, *not_taken) if one_kernel(p, m, n, 132)] == [*taken]
+    assert all(one_kernel(replace(p, invariant=True), m, n, 132) for m in not_taken)
+    for other in (replace(p, dtype="float32"), Problem(AG, 8, n, 64, 2, activation="gelu")):
+        assert not any(one_kernel(other, m, n, 132) for m in taken)
+
+
 def test_its_price():
     """Gate and up cost no more than as two results, and the elementwise pass behind them."""
     machine = preset("h200-8")
@@ -149,7 +171,7 @@ def test_its_price():
         for spec in ("serial", "graded 1/1/2/4 xor"):
             with_it, without = (predicted_s(build(p, spec), machine) for p in (gated, apart))
             passes = machine.costs.memory_s(3 * m * 3584 * 2)
-            assert 0.8 * without < with_it <= 1.01 * (without + passes)
+            assert 0.8 * without < with_it <= 1.05 * (without + passes)
     choice = choose(Problem(AG, 8192, 7168, 8192, 8, activation="silu_mul"), machine)
     assert choice.spec != "serial" and "silu_mul" in choice.explain()
     plain = Problem(AG, 8192, 7168, 8192, 8)

@@ -97,7 +97,7 @@ def _matmul_s(
     k = part.reads[0].shape[0 if step.arg("contract") == "rows" else 1]
     costs, weights = machine.costs, step.weights
     # two products of one kernel share its tiles as one of all their columns does
-    together = bool(step.arg("activation")) and one_kernel(p, rows, n, k)
+    together = bool(step.arg("activation")) and one_kernel(p, rows, n, machine.sms.count)
     columns, times = (n * weights, 1) if together else (n, weights)
     seconds = times * costs.matmul_s(
         rows,

@@ -58,11 +58,7 @@ def multiplied(
         up: [K, N], of a gated activation.
     """
     kernels = x.is_cuda and not refused_on(x.device)
-    if (
-        kernels
-        and one_kernel(p, *x.shape[:1], *w.shape[::-1])
-        and (up is None or invariant_matmul.pairs(x, w, up, y))
-    ):
+    if kernels and _in_one_kernel(p, x, w, y, up):
         name = p.activation.removesuffix(GATED)
         invariant_matmul.by_kernel(x, w, bias, y, activation=name, up=up)
         return
@@ -75,6 +71,13 @@ def multiplied(
         product = torch.empty_like(y)
         multiply(x, up, None, product)
     into(p.activation, y, product, y)
+
+
+def _in_one_kernel(p: Problem, x: Tensor, w: Tensor, y: Tensor, up: Tensor | None) -> bool:
+    rows, n = y.shape
+    if not one_kernel(p, rows, n, invariant_matmul.num_sms(x.device)):
+        return False
+    return up is None or invariant_matmul.pairs(x, w, up, y)
 
 
 def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:

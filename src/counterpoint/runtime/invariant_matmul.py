@@ -69,6 +69,22 @@ def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
     return next(enough, LARGE[-1])
 
 
+def gated_tile(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
+    """As `tile_of`, where the columns of y[m, n] are those of two weights."""
+    if dtype == torch.float32:
+        return tile_of(m, n, num_sms, dtype)
+    if m <= 64 and n <= 64 * num_sms:
+        return Tile(64, 32, 128, 4, 6) if n <= 32 * num_sms else Tile(64, 64, 128, 4, 5)
+    rows = -(-m // 64)
+    if rows * -(-n // 64) <= num_sms:
+        return Tile(64, 64, 128, 4, 4)
+    if rows * -(-n // 128) <= num_sms:
+        return Tile(64, 128, 128, 4, 4)
+    if m <= 64 or rows * -(-n // 128) <= 2 * num_sms:
+        return Tile(64, 128, 64, 4, 4, per_sm=2)
+    return tile_of(m, n, num_sms, dtype)
+
+
 def action(part: Part, places: Places) -> Callable[[Operands], None]:
     """y = x w (+ bias) of one part of a step."""
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -109,8 +125,9 @@ def by_kernel(
         activation: of those in kernels/activation.py; "": none.
         up: of more than FEW_ROWS rows, and as `pairs` says; None: not gated.
     """
-    (m, k), n, sms = x.shape, w.shape[1], _num_sms(x.device)
-    tile = tile or tile_of(m, n if up is None else 2 * n, sms, x.dtype)
+    (m, k), n, sms = x.shape, w.shape[1], num_sms(x.device)
+    if tile is None:
+        tile = tile_of(m, n, sms, x.dtype) if up is None else gated_tile(m, 2 * n, sms, x.dtype)
     block_m, block_n, block_k, num_warps, num_stages, per_sm, halves = tile
     sizes = (m, n, k, x.stride(0), *w.stride(), y.stride(0))
     added = y if bias is None else bias
@@ -164,7 +181,8 @@ def _of_both(w: Tensor, up: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
