@@ -98,6 +98,6 @@ def moved(case: Case, ranks: int) -> int:
 
 EPILOGUE = Benchmark(
     "epilogue", cases, arms, rounds=9, moved=moved, least=1,
-    short=lambda case: case["layer"] == "70B TP8" and case["m"] in (64, 512, 8192),
+    short=lambda case: case["layer"] == "70B TP8" and case["m"] in (512, 8192),
     own=lambda shape, _: [case_of(*shape)],
 )  # fmt: skip
