@@ -13,6 +13,7 @@ from benchmarks import (
     dlrm,
     embedding,
     evaluate,
+    expert_layer,
     experts,
     fp8,
     norms,
@@ -43,6 +44,8 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "attention, causal": (attention.ATTENTION,
                           attention.case_of(4, 4, 64, 16, True, attention.BOTH)),
     "norms": (norms.NORMS, norms.case_of(4, 32)),
+    "swiglu": (expert_layer.EXPERT_LAYER, expert_layer.case_of("swiglu", SMALL, 48, 2, "most")),
+    "routing": (expert_layer.EXPERT_LAYER, expert_layer.case_of("routing", SMALL, 48)),
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
 }  # fmt: skip
 ARMS = {
@@ -60,6 +63,8 @@ ARMS = {
     "attention": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "attention, causal": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "norms": {"serial", "norm", *norms.PLANS},
+    "swiglu": {"torch", "ours", "torch, forward + backward", "ours, forward + backward"},
+    "routing": {"torch", "ours", "torch, forward + backward", "ours, forward + backward"},
     "evaluate": {"compute", "communication", "serial", "auto"},
 }  # fmt: skip
 
