@@ -5,7 +5,7 @@ SwiGLU: torch's own over all rows that there is room for, ours over those that t
 experts and weights, the rows of each expert, and where each row lies; torch's topk, softmax and
 sort, as many layers have them, and ours. Kernels are counted by torch's profiler."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from statistics import geometric_mean
@@ -72,7 +72,10 @@ def _swiglu(case: Case, bench: Bench) -> Arms:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    ways = {"torch": by_torch, "ours": lambda x: swiglu(x, counts, 0)}
+    def ours(x: Tensor) -> Tensor:
+        return swiglu(x, counts, 0)
+
+    ways = {"torch": by_torch, "ours": ours}
 
     @torch.no_grad()
     def forward(_: int, way: Callable[[Tensor], Tensor]) -> Tensor:
@@ -156,8 +159,7 @@ def _kernels(calls: Mapping[str, Call | str], bench: Bench) -> dict[str, Row]:
                 call(0)
                 torch.cuda.synchronize(bench.device)
             events: Any = profiler.events()
-            on_gpu = torch.autograd.DeviceType.CUDA
-            found[name] = {"kernels": sum(event.device_type == on_gpu for event in events)}
+            found[name] = {"kernels": sum(event.device_type.name == "CUDA" for event in events)}
     return found
 
 
@@ -193,16 +195,11 @@ def _counted(case: Timed, way: str) -> str:
     return ", ".join(str(case.graph[f"{way}{b}"]["kernels"]) for b in ("", f", {BOTH}"))
 
 
-def section(kind: str) -> Callable[[Mapping[int, Sequence[Row]]], str]:
-    """A table of one kind."""
-    return partial(table_of, kind)
-
-
 EXPERT_LAYER = Benchmark(
     "expert_layer", cases, arms, ranks=1, calls=8, soak_s=0.05,
     short=lambda case: case["model"] == "Qwen3-235B" and case["tokens"] == 256 and case["of"] < 4,
     sections=tuple(
-        Section("docs/results/experts.md", f"expert-layer-{kind}", section(kind))
+        Section("docs/results/experts.md", f"expert-layer-{kind}", partial(table_of, kind))
         for kind in ("swiglu", "routing")
     ),
 )  # fmt: skip

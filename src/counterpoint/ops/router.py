@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from counterpoint.kernels import router
@@ -114,7 +113,7 @@ def _each_token(
     some = max(1, min(TOKENS, LOGITS // wide))
     fixed = (("E", every), ("TOP", top_k), ("RENORMALIZE", renormalize), ("TOKENS", some),
              ("EXPERTS", wide), ("CHOICES", padded(top_k)))  # fmt: skip
-    _run(kernel, tensors, (tokens,), fixed, triton.cdiv(tokens, some))
+    _run(kernel, tensors, (tokens,), fixed, -(-tokens // some))
 
 
 def _order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,9 +134,8 @@ def _order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 def order_into(counts: Tensor, places: Tensor, tokens: Tensor, experts: Tensor) -> None:
     """By the kernels."""
     entries, every = experts.numel(), len(counts)
-    blocks = triton.cdiv(entries, BLOCK)
-    share = max(1, triton.cdiv(blocks, PROGRAMS)) * BLOCK
-    programs = max(1, triton.cdiv(entries, share))
+    share = max(1, -(-entries // (BLOCK * PROGRAMS))) * BLOCK
+    programs = max(1, -(-entries // share))
     found, begin = (counts.new_empty(programs, every) for _ in range(2))
     fixed = (("E", every), ("EXPERTS", max(32, padded(every))), ("BLOCK", BLOCK))
     sizes = (entries, share)
