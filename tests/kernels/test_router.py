@@ -159,7 +159,7 @@ def test_all_stays_in_registers(capability: int):
         (kernels.choose_experts_kernel, of_tokens),
         (kernels.choose_experts_gradient_kernel, of_tokens),
         (kernels.count_experts_kernel, order),
-        (kernels.place_rows_kernel, order | {"BLOCKS": max(1, router.COUNTS // experts)}),
+        (kernels.place_rows_kernel, order | {"BLOCKS": router.COUNTS // experts}),
     ):
         floats = ("logits_ptr", "dlogits_ptr", "weights_ptr", "dweights_ptr")
         types = {

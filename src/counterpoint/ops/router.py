@@ -137,10 +137,11 @@ def order_into(counts: Tensor, places: Tensor, tokens: Tensor, experts: Tensor) 
     share = max(1, -(-entries // (BLOCK * PROGRAMS))) * BLOCK
     programs = max(1, -(-entries // share))
     found, begin = (counts.new_empty(programs, every) for _ in range(2))
-    fixed = (("E", every), ("EXPERTS", max(32, padded(every))), ("BLOCK", BLOCK))
+    wide = max(32, padded(every))
+    fixed = (("E", every), ("EXPERTS", wide), ("BLOCK", BLOCK))
     sizes = (entries, share)
     _run(router.count_experts_kernel, (experts, found), sizes, fixed, programs)
-    fixed += (("TOP", experts.shape[1]), ("BLOCKS", max(1, COUNTS // padded(every))))
+    fixed += (("TOP", experts.shape[1]), ("BLOCKS", max(1, min(PROGRAMS, COUNTS // wide))))
     tensors = (experts, found, begin, counts, places, tokens)
     _run(router.place_rows_kernel, tensors, sizes, fixed, programs)
 
