@@ -141,7 +141,7 @@ def order_into(counts: Tensor, places: Tensor, tokens: Tensor, experts: Tensor) 
     fixed = (("E", every), ("EXPERTS", wide), ("BLOCK", BLOCK))
     sizes = (entries, share)
     _run(router.count_experts_kernel, (experts, found), sizes, fixed, programs)
-    fixed += (("TOP", experts.shape[1]), ("BLOCKS", max(1, min(PROGRAMS, COUNTS // wide))))
+    fixed += (("TOP", experts.shape[1]), ("BLOCKS", max(1, min(padded(PROGRAMS), COUNTS // wide))))
     tensors = (experts, found, begin, counts, places, tokens)
     _run(router.place_rows_kernel, tensors, sizes, fixed, programs)
 
