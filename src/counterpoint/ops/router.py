@@ -194,10 +194,13 @@ def _fake_order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, _, ctx.renormalize = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, logits)
 
 
-def _backward(ctx: Any, dweights: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dweights: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+    if dweights is None:
+        return None, None, None
     dlogits = OPS.choose_experts_gradient(dweights, *ctx.saved_tensors, ctx.renormalize)
     return dlogits, None, None
 
