@@ -193,15 +193,14 @@ class ExpertParallelMLP(Grouped):
         if self.max_rows is None:
             counts = counts.cpu()
         rows: Tensor = _Spread.apply(tokens, token, places)  # type: ignore[assignment]
-        host = experts_check.host_known(counts)
         gate_up = all_to_all_matmul(
             rows, self.gate_up.transpose(1, 2), counts=counts, group=self.group,
             max_rows=self.max_rows, plan=self.plan,
         )  # fmt: skip
-        hidden = swiglu(gate_up, None if host else counts, self.group.rank())
+        hidden = swiglu(gate_up, counts, self.group.rank())
         y = matmul_all_to_all(
             hidden, self.down.transpose(1, 2), counts=counts, group=self.group,
-            max_rows=None if host else len(rows), plan=self.plan,
+            max_rows=None if experts_check.host_known(counts) else len(rows), plan=self.plan,
             sum_of=(places, weights),
         )  # fmt: skip
         return y.view(x.shape)
@@ -221,7 +220,7 @@ class ExpertParallelMLP(Grouped):
         gate_up = all_to_all_matmul(
             tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=self.plan
         )
-        hidden, down = swiglu(gate_up, None, group.rank()), self.down.transpose(1, 2)
+        hidden, down = swiglu(gate_up, routes.counts, group.rank()), self.down.transpose(1, 2)
         return matmul_all_to_all(hidden, down, counts=routes, group=group, plan=self.plan)
 
     def _check(self, x: Tensor, experts: Any, weights: Any) -> None:

@@ -23,14 +23,16 @@ def swiglu(gate_up: Tensor, counts: Tensor | None, rank: int) -> Tensor:
 
     Args:
         gate_up: bf16, fp16 or fp32 [room, 2 N], gate before up.
-        counts: int32 or int64 [ranks, E], rows of each rank for each expert, on the device; None:
-            there are as many rows as there is room.
+        counts: int32 or int64 [ranks, E], rows of each rank for each expert. None, or elsewhere
+            than gate_up: there are as many rows as there is room.
         rank: this one, whose experts have these rows.
 
     Returns:
         dtype of gate_up, [room, N]; on a GPU rows beyond those of `counts` are not written, and
         those of gate_up and of the gradient neither read nor written.
     """
+    if counts is not None and counts.device != gate_up.device:  # the host has sized gate_up by it
+        counts = None
     return torch.ops.counterpoint.swiglu(gate_up, counts, rank)
 
 
