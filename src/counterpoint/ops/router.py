@@ -15,12 +15,13 @@ from counterpoint.runtime.launch import Grid, Launch, aligned
 
 OPS: Any = torch.ops.counterpoint
 MOST_EXPERTS = 1 << 12  # that a program holds
-LOGITS = 1 << 11  # that a program holds where a token has fewer
+LOGITS = 1 << 8  # that a program holds where a token has fewer
 TOKENS = 16  # of a program, at most
+WARP = 1 << 9  # logits that a warp holds at most
 BLOCK = 128  # entries that are compared with one another
 PROGRAMS = 128  # that share all entries: each reads the counts of all
 COUNTS = 1 << 13  # that a program reads at a time
-OPTIONS = {"num_warps": 4}
+NUM_WARPS = 4  # of what counts and orders
 
 
 def choose_experts(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,7 @@ def _each_token(
     some = max(1, min(TOKENS, LOGITS // wide))
     fixed = (("E", every), ("TOP", top_k), ("RENORMALIZE", renormalize), ("TOKENS", some),
              ("EXPERTS", wide), ("CHOICES", padded(top_k)))  # fmt: skip
-    _run(kernel, tensors, (tokens,), fixed, -(-tokens // some))
+    _run(kernel, tensors, (tokens,), fixed, (-(-tokens // some), max(1, wide // WARP)))
 
 
 def _order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,23 +140,23 @@ def order_into(counts: Tensor, places: Tensor, tokens: Tensor, experts: Tensor) 
     found, begin = (counts.new_empty(programs, every) for _ in range(2))
     wide = max(32, padded(every))
     fixed = (("E", every), ("EXPERTS", wide), ("BLOCK", BLOCK))
-    sizes = (entries, share)
-    _run(router.count_experts_kernel, (experts, found), sizes, fixed, programs)
+    sizes, launched = (entries, share), (programs, NUM_WARPS)
+    _run(router.count_experts_kernel, (experts, found), sizes, fixed, launched)
     fixed += (("TOP", experts.shape[1]), ("BLOCKS", max(1, min(padded(PROGRAMS), COUNTS // wide))))
     tensors = (experts, found, begin, counts, places, tokens)
-    _run(router.place_rows_kernel, tensors, sizes, fixed, programs)
+    _run(router.place_rows_kernel, tensors, sizes, fixed, launched)
 
 
 def _run(
     kernel: Any, tensors: tuple[Tensor, ...], sizes: tuple[int, ...],
-    fixed: tuple[tuple[str, int], ...], programs: int,
+    fixed: tuple[tuple[str, int], ...], launched: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Launch; tensors that are written have no gaps, and begin at a multiple of 16 bytes."""
+    """Launch so many programs of so many warps; what is written has no gaps, and is aligned."""
     given = [t.contiguous() for t in tensors]
     given = [t if aligned(t) else t.clone() for t in given]
     device = given[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        _launch(kernel, tuple(t.dtype for t in given), len(sizes), fixed, programs, device)(
+        _launch(kernel, tuple(t.dtype for t in given), len(sizes), fixed, launched, device)(
             *given, *sizes
         )
 
@@ -163,13 +164,14 @@ def _run(
 @lru_cache(maxsize=1024)
 def _launch(
     kernel: Any, dtypes: tuple[torch.dtype, ...], sizes: int, fixed: tuple[tuple[str, int], ...],
-    programs: int, device: torch.device,
+    launched: tuple[int, int], device: torch.device,
 ) -> Launch:  # fmt: skip
     """The kernel, compiled for tensors like these."""
+    programs, num_warps = launched
     known = dict(fixed)
     given = tuple(name for name in kernel.arg_names if name not in known)
     grid = Grid(programs, reserve=False, each=True)
-    launch = Launch(kernel, given, known, grid, device, "router", OPTIONS)
+    launch = Launch(kernel, given, known, grid, device, "router", {"num_warps": num_warps})
     return launch.compile(*dtypes, *(0,) * sizes)
 
 
