@@ -9,6 +9,7 @@ import torch.distributed as dist
 import counterpoint as cp
 from counterpoint.errors import InputError
 from counterpoint.measure.timing import relative_error
+from counterpoint.ops import norms
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.resources.order import Delay
@@ -223,7 +224,9 @@ def test_a_missing_rank_is_named(gpus, plan):
     dist.barrier()
 
 
-@pytest.mark.shows("matmul_all_reduce_rms_norm", "forward, backward", "bf16 fp8")
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "forward", "bf16 fp8")
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "backward", "bf16")
+@pytest.mark.shows("matmul_all_reduce_layer_norm", "forward", "bf16")
 def test_a_norm_behind_a_matmul(gpus):
     _, residual, weight, bias = given(16, 4096)
     w = given(2048, 4096, seed=7)[0].mul_(2048**-0.5).requires_grad_()
@@ -237,5 +240,19 @@ def test_a_norm_behind_a_matmul(gpus):
     assert relative_error(dw, a.double().t() @ dh) < 2e-2
     y, h = cp.matmul_all_reduce_layer_norm(a, w, norm_bias=bias, **options)
     assert relative_error(y, normed(h, weight, bias, True)) < 1e-2
-    y, h, scales = cp.matmul_all_reduce_rms_norm(a, w, out_dtype=FP8, **options)
+    with torch.no_grad():
+        y, h, scales = cp.matmul_all_reduce_rms_norm(a, w, out_dtype=FP8, **options)
     assert relative_error(y.double() * scales, normed(h, weight, None, False)) < 4e-2
+
+
+def test_a_server_has_ever_other_numbers_of_rows(gpus):
+    """The kernel is compiled once for all of them, and what is kept of it is bounded."""
+    norms.launch_of.cache_clear()
+    norms.compiled.cache_clear()
+    weight = torch.randn(512, device="cuda").bfloat16()
+    for m in (*range(1, 200, 7), 3, 64, 5000):
+        x = torch.randn(m, 512, device="cuda").bfloat16()
+        (y, h) = torch.ops.counterpoint.add_norm(x, None, weight, None, None, "rms", 1e-5, False)
+        assert torch.equal(h, x)
+        assert relative_error(y, normed(x, weight, None, False)) < 1e-2
+    assert norms.compiled.cache_info().currsize == 1

@@ -43,6 +43,7 @@ from counterpoint.adapters.find import (
 )
 from counterpoint.adapters.rewriter import Rewriter, in_order
 from counterpoint.ops import all_gather_matmul, backward, matmul_all_reduce, matmul_reduce_scatter
+from counterpoint.ops.plans import BY_MODE
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -121,6 +122,11 @@ def _where(one: Collective) -> tuple[Any, ...]:
     return (PLAN, [], one.group, one.ranks)
 
 
+def _plan(to: Rewriter, node: fx.Node) -> str:
+    """Of an operator in the place of `node`: gradients are computed as always in any mode."""
+    return PLAN if node in to.backward else BY_MODE
+
+
 def _rank(to: Rewriter, one: Collective) -> int:
     return to.groups[one.group].rank()
 
@@ -168,15 +174,16 @@ def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
     with to.before(nodes):
         x = _own(to, one, first.rows, first.inner)
         weights = [_operand(to, use) for use in uses]
+        where = (_plan(to, first.node), *_where(one)[1:])
         if len(uses) == 1:
             bias = None if first.turned else first.bias
             if bias is not None and value(bias).dim() != 1:
                 bias = None
-            made = [to.emit(ops.all_gather_matmul.default, x, weights[0], bias, *_where(one))]
+            made = [to.emit(ops.all_gather_matmul.default, x, weights[0], bias, *where)]
             one.note(all_gather_matmul.OPERATOR, x, weights[0], bias)
             added = [bias is not None]
         else:
-            several = to.emit(ops.all_gather_matmul_list.default, x, weights, *_where(one))
+            several = to.emit(ops.all_gather_matmul_list.default, x, weights, *where)
             one.note(all_gather_matmul.operator_of_several(len(uses)), x, *weights)
             made = [to.emit(operator.getitem, several, i) for i in range(len(uses))]
             added = [False] * len(uses)
@@ -391,7 +398,7 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
             bias = to.emit(aten.add.Tensor, bias, more)
         if one.kind == "all-reduce":
             op, (x,), (w,) = "matmul_all_reduce", xs, ws
-            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, PLAN, one.group)
+            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, _plan(to, one.node), one.group)
             one.note(matmul_all_reduce.OPERATOR, x, w, bias)
             now = [*rows, *columns]
         else:
@@ -420,7 +427,7 @@ def _scattered(
     to: Rewriter, one: Reduction, xs: list[fx.Node], ws: list[fx.Node], bias: fx.Node | None
 ) -> fx.Node:
     """This rank's rows of the sum of all products, plus a bias."""
-    where = *_where(one), _rank(to, one)
+    where = _plan(to, one.node), *_where(one)[1:], _rank(to, one)
     if len(xs) == 1:
         one.note(matmul_reduce_scatter.OPERATOR, *xs, *ws, bias)
         return to.emit(ops.matmul_reduce_scatter.default, *xs, *ws, bias, *where)
