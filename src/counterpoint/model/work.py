@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from counterpoint.costs import Collective, Tiles
+from counterpoint.costs import Collective, Tiles, own_matmul
 from counterpoint.errors import PlanError
 from counterpoint.machine import LinkSpec, Machine
 from counterpoint.plan.all_gather_attention import attention_s
@@ -105,6 +105,8 @@ def _matmul_s(
         again=_again(bound, part, plan) or run.times > 1,
         count=batch * run.times,
     )
+    if plan.problem.invariant:
+        seconds *= own_matmul(rows)
     # a sum in fp32, which every pass reads and writes once its products are there
     passes = 2 if bound.step.accumulates else 0
     if not passes and plan.buffer(part.write.buffer).dtype != plan.problem.dtype:
