@@ -1,6 +1,5 @@
 """A norm behind a matmul_all_reduce: what a decoder layer needs next."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -125,7 +124,6 @@ def _normed(
     return tuple(torch.ops.counterpoint.add_norm(y, residual, weight, norm_bias, scale, *norm))
 
 
-@cache
 def _facts(norm: Norm, residual: bool, norm_bias: bool, scale: bool) -> str:
     """What ranks have to do alike with the sum."""
     there = f"residual={residual} norm_bias={norm_bias} scale={scale}"
