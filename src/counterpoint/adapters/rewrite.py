@@ -8,6 +8,8 @@
     wgrads alone                                all_gather_matmul_wgrad
     matmuls + reduce-scatter                    matmul_reduce_scatter, or of the sum of several
     matmuls + all-reduce                        matmul_all_reduce
+    all-reduce + residual + norm by RMS,
+    in inference, without a matmul              all_reduce_rms_norm
 
 What is gathered or scattered along another dim than the first is moved there by views and copies,
 which a compiler joins with what stands around them.
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from counterpoint.adapters import axes, find, rewriter, simplify
+from counterpoint.adapters import axes, find, norms, rewriter, simplify
 from counterpoint.adapters.axes import (
     CONVERT,
     VIEWS,
@@ -42,7 +44,14 @@ from counterpoint.adapters.find import (
     collectives,
 )
 from counterpoint.adapters.rewriter import Rewriter, in_order
-from counterpoint.ops import all_gather_matmul, backward, matmul_all_reduce, matmul_reduce_scatter
+from counterpoint.ops import (
+    all_gather_matmul,
+    all_reduce_norm,
+    backward,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from counterpoint.ops.norms import Norm
 from counterpoint.ops.plans import BY_MODE
 
 aten: Any = torch.ops.aten
@@ -50,7 +59,7 @@ c10d: Any = torch.ops._c10d_functional
 ops: Any = torch.ops.counterpoint
 PLAN = "auto"  # serial among them: a match costs nothing
 # by which caches of compiled graphs know this pass
-FILES = (__file__, *(cast(str, each.__file__) for each in (axes, find, rewriter, simplify)))
+FILES = (__file__, *(cast(str, each.__file__) for each in (axes, find, norms, rewriter, simplify)))
 
 
 def rewrite(
@@ -79,6 +88,9 @@ def rewrite(
     for one in found:
         if isinstance(one, Reduction) and not one.reason and not one.operator:
             rewriter.attempt(one, lambda one=one: _reduce(rewriter, one))
+    for one in found if not rewriter.backward else ():
+        if one.kind == "all-reduce" and one.followed and not one.operator:
+            rewriter.attempt(one, lambda one=one, before=one.reason: _norm(rewriter, one, before))
     rewriter.erase()
     rewriter.save_no_copies()
     in_order(graph)
@@ -434,6 +446,26 @@ def _scattered(
     one.note(matmul_reduce_scatter.operator_of_sum(len(xs)), *xs, *ws)
     y = to.emit(ops.matmul_reduce_scatter_sum.default, xs, ws, *where)
     return y if bias is None else to.emit(aten.add.Tensor, y, bias)
+
+
+def _norm(to: Rewriter, one: Collective, reason: str) -> None:
+    """The sum of what no matmul makes, and its norm; where there is none, `reason` stays."""
+    if one.node.args[1] != "sum":
+        raise NotFollowedError(reason)
+    try:
+        behind = norms.normed(one.wait)
+    except NotFollowedError:
+        raise NotFollowedError(reason) from None
+    norm = Norm("rms", behind.eps)
+    tensors = one.given, behind.residual, behind.weight, None, None
+    with to.before([one.node, one.wait, behind.total, behind.result]):
+        made = to.emit(ops.all_reduce_norm.default, *tensors, *norm, PLAN, one.group)
+        one.note(all_reduce_norm.operator_of(norm), *tensors)
+        y, h = (to.emit(operator.getitem, made, i) for i in (0, 1))
+        to.replace(behind.result, y)
+        to.replace(behind.total, h)
+    to.check()
+    one.operator, one.reason = "all_reduce_rms_norm", ""
 
 
 def _with_shares(to: Rewriter, one: Reduction, y: fx.Node) -> fx.Node:
