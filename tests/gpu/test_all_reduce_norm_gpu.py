@@ -1,10 +1,13 @@
 """All-reduce and norm on GPUs: results, fp8, graphs, late ranks, a rank that is missing."""
 
 import random
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
 
 import counterpoint as cp
 from counterpoint.errors import InputError
@@ -256,3 +259,24 @@ def test_a_server_has_ever_other_numbers_of_rows(gpus):
         assert torch.equal(h, x)
         assert relative_error(y, normed(x, weight, None, False)) < 1e-2
     assert norms.compiled.cache_info().currsize == 1
+
+
+def test_compiled_inference_has_it_for_an_all_reduce_and_a_norm(gpus):
+    """In the place of torch's three operators, by inductor."""
+    x, residual, weight, _ = given(16, 4096)
+    group, options = dist.group.WORLD, cp.compile_options()
+
+    def layer(x, residual):
+        h = collectives.all_reduce(torch.relu(x), "sum", group) + residual
+        return F.rms_norm(h, (4096,), weight, 1e-5), h
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # inductor's own imports warn
+        y, h = torch.compile(layer, options=options, dynamic=False)(x, residual)
+    (report,) = options["joint_custom_post_pass"].reports
+    assert [one.operator for one in report.found] == ["all_reduce_rms_norm"]
+    total = torch.relu(x).double()
+    dist.all_reduce(total)
+    assert relative_error(h, total + residual.double()) < 1e-2
+    assert relative_error(y, normed(h, weight, None, False)) < 1e-2
+    cp.check()
