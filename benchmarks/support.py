@@ -22,8 +22,8 @@ from counterpoint.measure.record import append, environment
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = (
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
-    "matmul_all_reduce_rms_norm", "all_reduce_rms_norm", "all_reduce_layer_norm",
-    "all_to_all_matmul", "matmul_all_to_all",
+    "matmul_all_reduce_rms_norm", "matmul_all_reduce_layer_norm", "all_reduce_rms_norm",
+    "all_reduce_layer_norm", "all_to_all_matmul", "matmul_all_to_all", "exchange_routes",
     "embedding_bag_all_to_all", "all_gather_attention",
 )  # fmt: skip
 WAYS = {"torch.compile": "compiled", "CUDA graph": "captured"}

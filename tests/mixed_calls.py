@@ -81,8 +81,17 @@ class _Maker:
                 )
             )
 
-        op = "matmul_all_reduce_rms_norm"
-        return [self.call(op, plan, lambda plan=plan: run(plan)) for plan in plans]
+        def summed(plan: str) -> Tensor:
+            given = residual, weight, bias
+            return torch.cat(cp.all_reduce_layer_norm(y, *given, plan=plan, group=self.group))
+
+        y, bias = self.integers(ROWS, N), self.integers(N, common=True)
+        calls = {"matmul_all_reduce_rms_norm": run, "all_reduce_layer_norm": summed}
+        return [
+            self.call(op, plan, lambda call=call, plan=plan: call(plan))
+            for op, call in calls.items()
+            for plan in plans
+        ]
 
     def experts(self, plans: tuple[str, ...]) -> list[MixedCall]:
         rows = ROWS * LOCAL * self.ranks

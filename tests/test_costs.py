@@ -7,14 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.costs import (
+    NO_TILES,
+    OWN_MATMUL,
     ROW_BYTES,
     TILE_POWER,
     TILE_REUSE,
     Costs,
     Sms,
+    own_matmul,
 )
 from counterpoint.errors import InputError
+from counterpoint.model.work import work_s
+from counterpoint.plan.bind import bind
+from counterpoint.plan.families import build
 from counterpoint.presets import preset
+from counterpoint.problem import Problem
 
 COSTS = preset("h200-8").costs
 SMS = preset("h200-8").sms
@@ -213,3 +220,22 @@ def test_a_datasheet_is_not_reached(name: str):
     assert costs.copy_overhead_s == machine.link.copy_overhead_s
     measured = replace(machine, measured=replace(costs, kernel_s=9e-6))
     assert measured.costs.kernel_s == 9e-6
+
+
+def test_our_own_matmul_is_as_measured_and_between():
+    for (rows, factor), most in zip(OWN_MATMUL, (1.05, 1.29, 1.05), strict=True):
+        assert own_matmul(rows) == pytest.approx(factor) and factor < most
+    assert own_matmul(1) == own_matmul(64) and own_matmul(10**6) == own_matmul(8192)
+    assert own_matmul(64) < own_matmul(128) < own_matmul(256) > own_matmul(1024) > own_matmul(8192)
+
+
+def test_batch_invariant_plans_are_priced_so():
+    machine = preset("h200-8")
+    for m in (256, 8192):
+        plain = Problem("matmul_all_reduce", m, 8192, 3584, 8)
+        seconds, own = (
+            sum(work_s(step, plan, machine, NO_TILES)
+                for step in bind(plan, 0).steps if step.step.kind == "matmul")
+            for plan in (build(replace(plain, invariant=each), "serial") for each in (False, True))
+        )  # fmt: skip
+        assert own == pytest.approx(seconds * own_matmul(m))

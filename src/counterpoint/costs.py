@@ -7,8 +7,8 @@ Everything that predicts a time reads these: the sizes of graded groups, the cho
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from math import ceil
+from itertools import pairwise, product
+from math import ceil, log
 from types import MappingProxyType
 from typing import Literal
 
@@ -26,6 +26,9 @@ SMALL_RATE = 0.4
 # of fp8 products against 16-bit ones; of scales of rows or tensors, of blocks 1.55. H200, torch
 # 2.11, cuBLAS 13.0, M 1024 to 8192, N 7168, K 8192, 2026-11
 FP8_RATE = 1.8
+# time of our own matmul, of batch-invariant plans, against the library's: the middle of what
+# Llama-3's layers take at so many rows, 0.87 to 1.05, 1.01 to 1.29 and 0.98 to 1.05; H200, 2026-11
+OWN_MATMUL = ((64, 0.96), (256, 1.15), (8192, 1.01))
 ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -143,6 +146,16 @@ class Costs:
     def flagged_s(self, received_bytes: int) -> float:
         """Seconds of the bytes of the library's collective alone, a flag beside each word."""
         return received_bytes / (SMALL_RATE * self.collective_bytes_per_s)
+
+
+def own_matmul(rows: int) -> float:
+    """The factor on the time of a matmul of so many rows that is our own, not the library's."""
+    if rows <= OWN_MATMUL[0][0]:
+        return OWN_MATMUL[0][1]
+    for (low, first), (high, last) in pairwise(OWN_MATMUL):
+        if rows <= high:
+            return first + (last - first) * log(rows / low) / log(high / low)
+    return OWN_MATMUL[-1][1]
 
 
 @dataclass(frozen=True, slots=True)

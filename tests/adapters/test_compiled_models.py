@@ -1,5 +1,6 @@
 """Unmodified models under torch.compile: what is matched, and that results stay what they are."""
 
+import contextlib
 import os
 import re
 import warnings
@@ -332,6 +333,45 @@ def test_an_error_of_the_pass_is_said_and_ends_nothing(rank: int, world_size: in
     (report,) = overlap.reports
     assert report.found[0].operator == "all_gather_matmul"
     assert report.found[1].reason == "an error of the pass, ValueError: not so"
+
+
+@on_ranks(2)
+def test_a_compiled_model_is_in_the_mode_that_it_runs_in(rank: int, world_size: int):
+    """Compiled outside of batch_invariant; what was matched in its forward keeps to it."""
+    torch.manual_seed(rank)
+    w, x = torch.randn(72, 40), torch.randn(6, 72)
+    group = dist.group.WORLD
+    assert group is not None
+
+    def layer(x: Tensor) -> Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(x @ w, "sum", group)) + 0
+
+    overlap = overlap_pass()
+    with torch.no_grad(), by_reference(), quick(overlap) as backend:
+        compiled = torch.compile(layer, backend=backend)
+        plain = compiled(x)
+        assert overlap.reports[0].found[0].operator == "matmul_all_reduce"
+        assert torch.equal(plain, cp.matmul_all_reduce(x, w))
+        with cp.batch_invariant():
+            inside, want = compiled(x), cp.matmul_all_reduce(x, w)
+        assert torch.equal(inside, want) and not torch.equal(inside, plain)
+        assert torch.equal(compiled(x), plain)
+    assert set(overlap.reports[0].found[0].plans) == {"serial", "serial invariant"}
+
+
+@on_ranks(2)
+def test_gradients_of_a_compiled_model_are_computed_in_the_mode_too(rank: int, world_size: int):
+    model, x = mlp(1, world_size, torch.float32)
+    found: list[Tensor] = []
+    with by_reference(), quick(overlap_pass()) as backend:
+        compiled = torch.compile(model, backend=backend)
+        for mode in (contextlib.nullcontext(), cp.batch_invariant()):
+            given = x.clone().requires_grad_()
+            with mode:
+                compiled(given).square().sum().backward()
+            assert given.grad is not None
+            found.append(given.grad)
+    torch.testing.assert_close(*found)
 
 
 def test_what_checkpointing_saves_is_saved_as_an_operator():

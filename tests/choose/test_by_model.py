@@ -431,7 +431,7 @@ def test_the_rule_overlaps_where_both_sides_are_long():
             elif choice.spec == "serial":
                 assert [c.verdict for c in choice.table] == ["chosen", "not faster than serial"]
             else:
-                shorter = "matmuls" if choice.compute_s < choice.comm_s else "communication"
+                shorter = choice.computed if choice.compute_s < choice.comm_s else "communication"
                 why = f" for {shorter} of {shorter_s * 1e6:.0f} us"
                 verdicts = [c.verdict for c in choice.table]
                 assert verdicts[0] == "chosen" and verdicts[1].endswith(why)

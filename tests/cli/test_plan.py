@@ -13,6 +13,7 @@ from processes import python
 
 import counterpoint as cp
 from counterpoint.choose.known import save_machine
+from counterpoint.machine_of import machine_of
 from counterpoint.model.estimate import predicted_s
 from counterpoint.presets import preset
 
@@ -114,6 +115,65 @@ def test_embedding_bags_are_problems_too():
     assert "lookup " in text and "pooled own cols -> y" in text
     assert "experts must be 0" in run(*given, "--experts", "8", code=2).stderr
     assert "TABLES,D,POOLING,BATCH of numbers" in run(BAGS, "--shape", "8,8,8", code=2).stderr
+
+
+@pytest.mark.parametrize("scales", ["row", "tensor", "block"])
+def test_operands_in_fp8(scales: str):
+    facts = json.loads(run(*GATHER, "--fp8", scales, "--json").stdout, parse_constant=strict)
+    problem = cp.Problem("all_gather_matmul", 8192, 7168, 8192, 8, scales=scales)  # type: ignore[arg-type]
+    choice = cp.choose(problem, "h200-8")
+    assert (facts["plan"], facts["seconds"]) == (choice.spec, choice.seconds)
+    assert facts["compute_s"] < cp.choose(replace(problem, scales="", x_dtype="")).compute_s
+    words = " ".join(run(*GATHER, "--fp8", scales).stdout.split())
+    assert f"float8_e4m3fn with {scales} scales to bfloat16 on 8 ranks" in words
+
+
+def test_a_norm_and_what_it_has():
+    given = (NORM, "--shape", "64,8192", "--machine", "h200-4")
+    text = run(*given, "--norm", "layer", "--residual", "--bias", "--fp8", "row").stdout
+    words = " ".join(text.split())
+    assert f"problem {NORM} M64 N8192 layer +residual, fp8 by rows bfloat16 +bias on 4" in words
+    assert "alone norm " in words and "matmuls" not in words
+    problem = cp.Problem(NORM, 64, 8192, ranks=4, norm="layer", residual=True, bias=True,
+                         quantized="rows")  # fmt: skip
+    choice = cp.choose(problem, "h200-4")
+    assert f"by model {choice.spec}: {choice.seconds * 1e6:.0f} us" in words
+    assert "norm alone" in choice.explain() and "matmuls" not in choice.explain()
+    said = run(*given, "--fp8", "block", code=2).stderr
+    assert "--fp8 must be row or tensor, of a result, got block" in said
+    assert "bias must be False: a norm by RMS adds none" in run(*given, "--bias", code=2).stderr
+
+
+@pytest.mark.parametrize("op", EXPERTS)
+def test_experts_by_routes_and_islands(op: str):
+    given = (op, "--shape", "32768,4096,7168", "--experts", "8", "--top-k", "8")
+    words = " ".join(run(*given).stdout.split())
+    assert "experts 8 routed top 8 bfloat16 on 8 ranks" in words
+    far = (*given, "--islands", "2")
+    assert "a machine with a nic" in run(*far, code=2).stderr
+    facts = json.loads(run(*far, "--nic", "50", "--json").stdout, parse_constant=strict)
+    problem = cp.Problem(op, 32768, 4096, 7168, 16, experts=8, counts="routed", top_k=8, islands=2)
+    nic = cp.LinkSpec(name="NIC", bytes_per_s=50e9)
+    choice = cp.choose(problem, replace(machine_of("test", "h200-8"), nic=nic))
+    assert (facts["plan"], facts["seconds"]) == (choice.spec, choice.seconds)
+    assert "--top-k must be 0" in run(*GATHER, "--top-k", "2", code=2).stderr
+
+
+@pytest.mark.parametrize("by", ["model", "rule"])
+def test_a_batch_invariant_plan_is_one_among_such(by: str):
+    """Serial beside it is so, too; and it costs what our own matmul costs."""
+    words = " ".join(run(*GATHER, "--plan", "auto invariant", "--by", by).stdout.split())
+    assert "batch-invariant bfloat16 on 8 ranks" in words
+    problem = cp.Problem("all_gather_matmul", 8192, 7168, 8192, 8, invariant=True)
+    choice = cp.choose(problem, "h200-8", by=by)  # type: ignore[arg-type]
+    assert f"by {by} {choice.spec}: {choice.seconds * 1e6:.0f} us" in words
+    text = run(*GATHER, "--plan", "shard_p2p ring invariant").stdout
+    assert set(rows_of(text)) == {"serial", "shard_p2p ring"}
+    assert "batch-invariant bfloat16" in " ".join(text.split())
+    serial = predicted_s(cp.build(problem, "serial"), machine_of("test", "h200-8"))
+    assert rows_of(text)["serial"][0] == f"{serial * 1e6:.1f}"
+    plain = cp.choose(replace(problem, invariant=False), "h200-8")
+    assert 1 < cp.choose(problem, "h200-8").compute_s / plain.compute_s < 1.05
 
 
 def test_it_fits_80_columns():

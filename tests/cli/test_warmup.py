@@ -1,8 +1,12 @@
 """`counterpoint warmup`: what it takes, and what it says without GPUs."""
 
+from itertools import cycle
+
 import pytest
 import torch
 from commands import as_rank_0, example, invoke
+from on_ranks import on_ranks
+from rank_bodies import world
 from typer.testing import CliRunner
 
 from counterpoint.cli import warmup
@@ -39,8 +43,21 @@ def test_without_gpus_it_says_so():
 
 def test_it_prints_what_help_shows(monkeypatch: pytest.MonkeyPatch):
     as_rank_0(warmup, None, monkeypatch)
-    monkeypatch.setattr(warmup, "_calls", lambda *_: (0.9, 1e-5))
+    times = cycle((0.9, 1e-5))
+    monkeypatch.setattr(warmup, "call_of", lambda *_: None)
+    monkeypatch.setattr(warmup, "_seconds", lambda *_: next(times))
     (name, *words), lines = example("warmup")
     shown = " ".join(invoke(name, *words, columns=100).stdout.split())
     assert [line for line in lines if " ".join(line.split()) not in shown] == []
     assert "matmul_all_reduce 64, 8192, 3584 900.0 0.0" in shown
+
+
+@on_ranks(2)
+def test_every_operator_is_called_at_its_size(rank: int, ranks: int):
+    for name in warmup.OPS:
+        sizes = warmup.Sizes(6, 16, 8)
+        found = warmup.call_of(name, sizes, torch.float32, world(), torch.device("cpu"))()
+        y, *_ = found if isinstance(found, tuple) else (found,)
+        rows = 3 if name == "matmul_reduce_scatter" else 6
+        assert y.shape == (rows, 16) and y.isfinite().all(), name
+        assert isinstance(found, tuple) == name.endswith("norm")

@@ -1,14 +1,18 @@
 """All-reduce and norm on GPUs: results, fp8, graphs, late ranks, a rank that is missing."""
 
 import random
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
 
 import counterpoint as cp
 from counterpoint.errors import InputError
 from counterpoint.measure.timing import relative_error
+from counterpoint.ops import norms
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.resources.order import Delay
@@ -223,7 +227,9 @@ def test_a_missing_rank_is_named(gpus, plan):
     dist.barrier()
 
 
-@pytest.mark.shows("matmul_all_reduce_rms_norm", "forward, backward", "bf16 fp8")
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "forward", "bf16 fp8")
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "backward", "bf16")
+@pytest.mark.shows("matmul_all_reduce_layer_norm", "forward", "bf16")
 def test_a_norm_behind_a_matmul(gpus):
     _, residual, weight, bias = given(16, 4096)
     w = given(2048, 4096, seed=7)[0].mul_(2048**-0.5).requires_grad_()
@@ -237,5 +243,40 @@ def test_a_norm_behind_a_matmul(gpus):
     assert relative_error(dw, a.double().t() @ dh) < 2e-2
     y, h = cp.matmul_all_reduce_layer_norm(a, w, norm_bias=bias, **options)
     assert relative_error(y, normed(h, weight, bias, True)) < 1e-2
-    y, h, scales = cp.matmul_all_reduce_rms_norm(a, w, out_dtype=FP8, **options)
+    with torch.no_grad():
+        y, h, scales = cp.matmul_all_reduce_rms_norm(a, w, out_dtype=FP8, **options)
     assert relative_error(y.double() * scales, normed(h, weight, None, False)) < 4e-2
+
+
+def test_a_server_has_ever_other_numbers_of_rows(gpus):
+    """The kernel is compiled once for all of them, and what is kept of it is bounded."""
+    norms.launch_of.cache_clear()
+    norms.compiled.cache_clear()
+    weight = torch.randn(512, device="cuda").bfloat16()
+    for m in (*range(1, 200, 7), 3, 64, 5000):
+        x = torch.randn(m, 512, device="cuda").bfloat16()
+        (y, h) = torch.ops.counterpoint.add_norm(x, None, weight, None, None, "rms", 1e-5, False)
+        assert torch.equal(h, x)
+        assert relative_error(y, normed(x, weight, None, False)) < 1e-2
+    assert norms.compiled.cache_info().currsize == 1
+
+
+def test_compiled_inference_has_it_for_an_all_reduce_and_a_norm(gpus):
+    """In the place of torch's three operators, by inductor."""
+    x, residual, weight, _ = given(16, 4096)
+    group, options = dist.group.WORLD, cp.compile_options()
+
+    def layer(x, residual):
+        h = collectives.all_reduce(torch.relu(x), "sum", group) + residual
+        return F.rms_norm(h, (4096,), weight, 1e-5), h
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # inductor's own imports warn
+        y, h = torch.compile(layer, options=options, dynamic=False)(x, residual)
+    (report,) = options["joint_custom_post_pass"].reports
+    assert [one.operator for one in report.found] == ["all_reduce_rms_norm"]
+    total = torch.relu(x).double()
+    dist.all_reduce(total)
+    assert relative_error(h, total + residual.double()) < 1e-2
+    assert relative_error(y, normed(h, weight, None, False)) < 1e-2
+    cp.check()

@@ -3,9 +3,12 @@
 Legend: M rows in all; shares of them are about equal, so that who owns a row changes with M.
 """
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
@@ -191,3 +194,40 @@ def test_compiled_and_the_norm(gpus):
         for m in (1, 7, 64, 130):
             y, h = compiled(layer.x[:m])
             assert torch.equal(y, whole[:m]) and torch.equal(h, total[:m])
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_bias_is_added_to_the_rounded_sum(gpus, op):
+    """Eagerly, replayed, and in a graph of the user's own."""
+    layer = Layer(op, 1024, 1536)
+    bias = torch.randn(1024, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    call, bias = getattr(cp, op), bias.bfloat16()
+    for m in (2, 64, 512):
+        x, options = layer.x[:m], {"bias": bias, "plan": "auto invariant"}
+        want = layer.call(m, "auto") + bias
+        for _ in range(4):  # the third is a graph
+            assert torch.equal(call(x, layer.w, **options), want)
+        graph = torch.cuda.CUDAGraph()
+        with no_collector(), torch.cuda.graph(graph):
+            y = call(x, layer.w, **options)
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, want)
+    cp.check()
+
+
+def test_what_a_compiled_model_has_keeps_to_the_mode(gpus):
+    """Compiled outside of it, by inductor."""
+    layer, group = Layer("matmul_all_reduce", 1024, 1536), dist.group.WORLD
+
+    def summed(x):
+        return collectives.wait_tensor(collectives.all_reduce(x @ layer.w, "sum", group)) + 0
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # inductor's own imports warn
+        compiled = torch.compile(summed, options=cp.compile_options(), dynamic=False)
+        for m in (1, 64):
+            compiled(layer.x[:m])
+            with cp.batch_invariant():
+                assert torch.equal(compiled(layer.x[:m]), layer.want[:m])
+    cp.check()

@@ -32,6 +32,7 @@ def specs(op):
     return ["auto", *found, "shard_p2p ring chunks=3"]
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "forward", "fp8")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", [AG, RS, AR])
 def test_every_family_against_fp64(gpus, op, kind):
@@ -51,6 +52,9 @@ def test_every_family_against_fp64(gpus, op, kind):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "captured forward", "fp8"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_of_the_users_own_and_replayed_calls(gpus, kind):
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -77,6 +81,9 @@ def test_graphs_of_the_users_own_and_replayed_calls(gpus, kind):
     cp.check()
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "compiled forward", "fp8"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled(gpus, kind):
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -69,6 +69,7 @@ def near(got, want, dtype, what):
     assert error <= 8 * torch.finfo(dtype).eps, (what, error)
 
 
+@pytest.mark.shows("exchange_routes", "forward, backward", "fp32")
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_layer_and_its_gradients_against_fp64(gpus, name):
     rank, ranks = dist.get_rank(), dist.get_world_size()

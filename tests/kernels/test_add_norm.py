@@ -16,12 +16,18 @@ SHAPES = [(1, 16), (3, 20), (2, 1), (2, 33)]
 TENSORS = ("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "h_ptr")
 
 
+def forget() -> None:
+    """Compile anew."""
+    norms.launch_of.cache_clear()
+    norms.compiled.cache_clear()
+
+
 def errors(rank: int, ranks: int, most_columns: int) -> list[float]:
     """Of y, where rows have as many blocks as it takes; h is to the bit."""
     found: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norms, "MAX_BLOCK", most_columns)
-        norms.launch_of.cache_clear()
+        forget()
         for (rows, n), kind, given in product(SHAPES, ("rms", "layer"), (True, False)):
             x, residual, weight, bias = (torch.randn(rows, n) for _ in range(4))
             # far from 0: a variance by squares alone would lose its digits
@@ -38,7 +44,7 @@ def errors(rank: int, ranks: int, most_columns: int) -> list[float]:
             else:
                 want = torch.nn.functional.rms_norm(h, (n,), weight.double(), 1e-3)
             found.append(((y - want).norm() / want.norm().clamp(min=1e-3)).item())
-    norms.launch_of.cache_clear()
+    forget()
     return found
 
 
@@ -52,7 +58,7 @@ def scaled(rank: int, ranks: int, most_columns: int) -> None:
     """Rows of zeros and of tiny values have a scale, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norms, "MAX_BLOCK", most_columns)
-        norms.launch_of.cache_clear()
+        forget()
         x = torch.randn(4, 24)
         x[1], x[2] = 0, 1e-36
         y, h = torch.zeros(4, 24, dtype=FP8), torch.full_like(x, torch.nan)
@@ -62,7 +68,7 @@ def scaled(rank: int, ranks: int, most_columns: int) -> None:
         assert torch.allclose(scales * 448, norm.abs().amax(1, keepdim=True), atol=1e-29)
         assert (y[1].float() == 0).all() and y.float().isfinite().all()
         assert (y[[0, 3]].float().abs().amax(1) == 448).all()
-    norms.launch_of.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("most_columns", [1 << 14, 8])

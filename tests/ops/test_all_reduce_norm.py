@@ -227,9 +227,12 @@ def test_gradients_that_are_refused(rank: int, ranks: int) -> None:
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(cp.UnsupportedError, match="double backward"):
         dx.sum().backward()
-    y, h = case.call(out_dtype=FP8, scale=torch.tensor(1.0))
-    with pytest.raises(cp.UnsupportedError, match="whose result is fp8 is not differentiable"):
-        h.sum().backward()
+    want = "x must be without requires_grad: an fp8 result has no gradient"
+    with pytest.raises(cp.InputError, match=want):
+        case.call(out_dtype=FP8, scale=torch.tensor(1.0))
+    with torch.no_grad():
+        y, _ = case.call(out_dtype=FP8, scale=torch.tensor(1.0))
+    assert not y.requires_grad
 
 
 @pytest.mark.shows(
@@ -336,7 +339,8 @@ def test_plans_are_tuned_on_random_calls(rank: int, ranks: int) -> None:
         assert torch.equal(got.float(), want.float())
 
 
-@pytest.mark.shows("matmul_all_reduce_rms_norm", "backward", "fp32")
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "forward, backward", "fp32")
+@pytest.mark.shows("matmul_all_reduce_layer_norm", "forward", "fp32 fp8")
 @on_ranks(2)
 def test_a_norm_behind_a_matmul(rank: int, ranks: int) -> None:
     """The same as of its product, gradients included; its bias, fp8, and a LayerNorm, too."""
@@ -347,9 +351,10 @@ def test_a_norm_behind_a_matmul(rank: int, ranks: int) -> None:
     options: list[dict[str, Any]] = [{}, {"out_dtype": FP8, "scale": torch.tensor(0.1)}]
     for option in options:
         given: dict[str, Any] = {"eps": case.eps, **option}
-        y, h = cp.matmul_all_reduce_layer_norm(
-            x, w, bias=bias, norm_bias=case.bias, **norm, **given
-        )
+        with torch.no_grad():
+            y, h = cp.matmul_all_reduce_layer_norm(
+                x, w, bias=bias, norm_bias=case.bias, **norm, **given
+            )
         both = case._replace(x=(x @ w).detach() + bias / 2)
         want, total = both.call(**option)
         torch.testing.assert_close((y.float(), h), (want.float(), total))

@@ -202,6 +202,18 @@ def test_ranks_that_are_not_in_the_mode_alike_are_told(rank: int, ranks: int):
 
 
 @on_ranks(2)
+def test_a_bias_of_one_rank_alone_is_told(rank: int, ranks: int):
+    """Though it is added behind what they do together."""
+    for op in OPS:
+        layer = Layer(op, rank, ranks, torch.float16)
+        bias = torch.ones(N, dtype=torch.float16)
+        text = refused(lambda layer=layer, bias=bias: layer.call(  # type: ignore[misc]
+            4, "serial invariant", bias=bias if rank else None
+        ))  # fmt: skip
+        assert "bias is None must be equal on all ranks, True as on rank 0, got False" in text, text
+
+
+@on_ranks(2)
 def test_a_bias_is_added_to_the_rounded_sum(rank: int, ranks: int):
     for op in OPS:
         layer = Layer(op, rank, ranks, torch.bfloat16)
@@ -274,6 +286,7 @@ def test_layers_and_the_norm_obey_the_mode(rank: int, ranks: int):
             assert torch.equal(torch.cat(parts[:2]), torch.cat(parts[2:])[:m])
 
 
+@pytest.mark.shows("matmul_all_reduce", "compiled forward", "bf16")
 @on_ranks(2)
 def test_compiled_code_has_the_mode_that_it_is_called_in(rank: int, ranks: int):
     layer = Layer("matmul_all_reduce", rank, ranks, torch.bfloat16)

@@ -1,7 +1,8 @@
 """The ops as torch's own: opcheck, fake tensors, torch.compile, groups of every kind."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import counterpoint as cp
 from counterpoint import Problem, all_gather_matmul, build, matmul_reduce_scatter
+from counterpoint.ops.register import (
+    _where_tensors_are,  # pyright: ignore[reportPrivateUsage]
+)
 from counterpoint.runtime.workspace import workspace_of
 
 GATHER = Case("all_gather_matmul", "graded", (3, 3), 5, 4, bias=True)
@@ -40,7 +44,8 @@ def test_opcheck(rank: int, ranks: int, case: Case):
         if case.op == "all_gather_matmul":
             args = args[:-1]
         if case.op == "matmul_all_reduce":
-            args = [*args[:4], world().group_name]
+            behind = [None, None, "eps=1e-06"] if given.inner else []
+            args = [*args[:4], world().group_name, *behind]
         assert callable(getattr(cp, case.op)), "an operator is defined where it is looked up"
         op = getattr(torch.ops.counterpoint, case.op).default
         assert set(torch.library.opcheck(op, tuple(args)).values()) == {"SUCCESS"}
@@ -176,3 +181,30 @@ def test_a_group_made_again_with_the_same_name(
     assert workspace is not kept
     assert workspace.rank == 1 - rank
     return problems
+
+
+class OnGpu3(Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+    device = torch.device("cuda", 3)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("current", [0, 3])
+def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch, current: int):
+    """Whatever the current one is, also where the first tensors are in a list."""
+    entered = list[torch.device]()
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        entered.append(where)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    run = _where_tensors_are(lambda *given: len(given))
+    there = torch.ones(2).as_subclass(OnGpu3)
+    for given in ((there, 1), (None, [there], "plan"), (torch.ones(2), there)):
+        assert run(*given) == len(given)
+    assert run(torch.ones(2), None, []) == 3
+    assert entered == [torch.device("cuda", 3)] * 3 * (current != 3)

@@ -46,6 +46,7 @@ def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
         near(mine, want)
 
 
+@pytest.mark.shows("exchange_routes", "forward, backward", "fp32")
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 1), (4, 4)])
 @on_ranks()
@@ -183,6 +184,7 @@ def test_bits_are_those_of_every_plan(rank: int, ranks: int):
         assert all(torch.equal(one, other) for other in others)
 
 
+@pytest.mark.shows("exchange_routes", "compiled forward, compiled backward", "fp32")
 @on_ranks(2)
 def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
     """opcheck of each operator, with gradients where it has them; and one graph of a layer."""

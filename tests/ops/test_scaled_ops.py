@@ -62,6 +62,7 @@ def cases(op: str, ranks: int) -> list[Case]:
     return found
 
 
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "forward", "fp8")
 @pytest.mark.parametrize("op", [AG, RS, AR])
 @on_ranks(1, 2, 3)
 def test_every_family_with_every_kind_of_scale(rank: int, ranks: int, op: str) -> list[str]:
@@ -109,6 +110,9 @@ def test_operands_of_any_strides_and_nothing_to_do(rank: int, ranks: int):
     assert torch.equal(cp.matmul_reduce_scatter(*none), torch.zeros_like(want))
 
 
+@pytest.mark.shows(
+    "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "compiled forward", "fp8"
+)
 @pytest.mark.parametrize("op", [AG, RS, AR])
 @on_ranks(2)
 def test_fp8_is_torchs_own(rank: int, ranks: int, op: str):
@@ -219,6 +223,18 @@ def test_ranks_that_differ_in_their_scales_hear_of_it(rank: int, ranks: int):
     mine = operands(case, ranks, 19, device())[rank]
     with pytest.raises(cp.InputError, match=r"x_scale.shape must be equal on all ranks"):
         call(case, mine)
+
+
+@on_ranks(2)
+def test_ranks_that_gather_by_scales_that_differ_hear_of_it(rank: int, ranks: int) -> list[str]:
+    """What is gathered is multiplied by each rank's own; partial sums may each have their own."""
+    case = Case(AG, "tensor", "serial", (4, 4))
+    mine = operands(case, ranks, 23, device())[rank]
+    wrong = mine._replace(x=mine.x._replace(scale=mine.x.scale * (1 + rank)))
+    with pytest.raises(cp.InputError, match=r"x_scale must be equal on all ranks, .* on rank 1"):
+        call(case, wrong)
+    summed = Case(AR, "tensor", "serial", (2, 2))
+    return off(case) + off(summed)
 
 
 @on_ranks(2)

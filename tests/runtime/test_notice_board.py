@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,39 @@ def test_new_calls_that_differ_leave_a_group_as_it_was(rank: int, ranks: int):
         assert "x.shape must be equal on all ranks, (5, 4) as on rank 0" in error, error
         gather()
     assert not told(cp.check)
+
+
+@pytest.mark.parametrize("again", [1, 3])
+@on_ranks(2, 3)
+def test_a_rank_that_refuses_the_first_call_of_a_group(rank: int, ranks: int, again: int):
+    """The others are about to make what they will share: they hear of it, and can begin anew."""
+    rows = [2] * ranks
+    x = torch.ones(3 if rank == 1 else 2, 4)
+    groups: list[Any] = [None, dist.new_group(range(ranks))]
+    for group in groups:
+        for _ in range(again):
+            error = told(lambda group=group: cp.all_gather_matmul(
+                x, torch.ones(4, 3), rows=rows, plan="shard_p2p", group=group
+            ))  # fmt: skip
+            assert error.startswith("InputError: all_gather_matmul: x must be [2"), error
+            assert ("rank 1 has refused the call" in error) == (rank != 1), error
+        y = cp.all_gather_matmul(
+            torch.ones(2, 4) * (rank + 1), torch.ones(4, 3), rows=rows, group=group
+        )
+        assert y[:, 0].tolist() == [4.0 * (r + 1) for r in range(ranks) for _ in range(2)]
+
+
+@on_ranks(2, 3)
+def test_what_all_ranks_refuse_at_first_is_nothing(rank: int, ranks: int):
+    """Each at its own pace, with some that one rank alone has refused among them."""
+    x, w = torch.ones(2, 4), torch.ones(4, 3)
+    for turn in range(4):
+        if rank == turn % ranks:
+            time.sleep(0.05)
+        assert told(lambda: cp.all_gather_matmul(x[0], w))
+        if turn % 2:
+            assert told(lambda: cp.all_gather_matmul(x if rank else x[0], w))
+    assert not told(lambda: cp.all_gather_matmul(x, w))
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])

@@ -80,9 +80,9 @@ def compile_options(
     """Options for torch.compile, by which a model's collectives overlap with their matmuls.
 
     The model is torch's own, sharded by `parallelize_module`. Its all-gathers, reduce-scatters and
-    all-reduces that stand beside matmuls, forward and backward, become operators of this library;
-    the others stay torch's. Results change by the order of summation only. `explain` says what was
-    done with each.
+    all-reduces that stand beside matmuls, forward and backward, become operators of this library,
+    and in inference other all-reduces before an rms_norm; the rest stays torch's. Results change by
+    the order of summation only. `explain` says what was done with each.
 
     Args:
         options: further options of torch.compile. A pass of yours at "joint_custom_post_pass",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -10,6 +10,8 @@ from torch._inductor import config as inductor
 
 from counterpoint.adapters.find import Collective
 from counterpoint.errors import InputError
+from counterpoint.plan.invariant import WORD
+from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspaces
 
@@ -52,11 +54,11 @@ class Explained:
     def plans(self) -> tuple[str, ...]:
         """The plans that the operators have run by; none before their first call."""
         return tuple(
-            compiled.code.program.plan.spec
+            f"{plan.spec} {WORD}" if plan.problem.invariant else plan.spec
             for problem in self.problems
             for (name, _), workspace in workspaces.items() if name == self.group
-            for compiled in workspace.code.values()
-            if compiled.code is not None and compiled.code.program.plan.problem == problem
+            for compiled in workspace.code.values() if compiled.code is not None
+            if _is_for(plan := compiled.code.program.plan, problem)
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -108,6 +110,14 @@ NOTHING = (
     "from its cache, where what was done with each is not kept "
     "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew)"
 )
+
+
+def _is_for(plan: Plan, problem: Problem) -> bool:
+    """Whether a plan has that problem, or in `batch_invariant` what is left of it."""
+    own = plan.problem
+    return (
+        replace(own, invariant=False, bias=problem.bias if own.invariant else own.bias) == problem
+    )
 
 
 def _plans() -> Iterator[str]:

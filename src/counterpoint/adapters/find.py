@@ -95,6 +95,7 @@ class Collective:
         matmuls: beside it, that are parts of the operator.
         problems: of the operators that have replaced it, where their sizes are known.
         backward: it depends on a gradient.
+        followed: nothing but what stands around it speaks against an operator.
     """
 
     node: fx.Node
@@ -108,6 +109,7 @@ class Collective:
     matmuls: list[fx.Node] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     backward: bool = False
+    followed: bool = False
 
     def note(self, operator: Operator, *tensors: fx.Node | None) -> None:
         """Keep what an operator computes in its place, where all sizes are known."""
@@ -180,7 +182,8 @@ def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
                          size_of.get(group, 0), group)  # fmt: skip
         try:
             one.reason = _refused(one, waits)
-            if not one.reason:
+            one.followed = not one.reason
+            if one.followed:
                 one = _gather(one) if kind == "all-gather" else _reduction(one)
         except Exception as error:  # no match may end a user's compile
             one.reason = why(error)

@@ -8,6 +8,8 @@
     wgrads alone                                all_gather_matmul_wgrad
     matmuls + reduce-scatter                    matmul_reduce_scatter, or of the sum of several
     matmuls + all-reduce                        matmul_all_reduce
+    all-reduce + residual + norm by RMS,
+    in inference, without a matmul              all_reduce_rms_norm
 
 What is gathered or scattered along another dim than the first is moved there by views and copies,
 which a compiler joins with what stands around them.
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from counterpoint.adapters import axes, find, rewriter, simplify
+from counterpoint.adapters import axes, find, norms, rewriter, simplify
 from counterpoint.adapters.axes import (
     CONVERT,
     VIEWS,
@@ -42,14 +44,22 @@ from counterpoint.adapters.find import (
     collectives,
 )
 from counterpoint.adapters.rewriter import Rewriter, in_order
-from counterpoint.ops import all_gather_matmul, backward, matmul_all_reduce, matmul_reduce_scatter
+from counterpoint.ops import (
+    all_gather_matmul,
+    all_reduce_norm,
+    backward,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from counterpoint.ops.norms import Norm
+from counterpoint.ops.plans import BY_MODE
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 ops: Any = torch.ops.counterpoint
 PLAN = "auto"  # serial among them: a match costs nothing
 # by which caches of compiled graphs know this pass
-FILES = (__file__, *(cast(str, each.__file__) for each in (axes, find, rewriter, simplify)))
+FILES = (__file__, *(cast(str, each.__file__) for each in (axes, find, norms, rewriter, simplify)))
 
 
 def rewrite(
@@ -78,6 +88,9 @@ def rewrite(
     for one in found:
         if isinstance(one, Reduction) and not one.reason and not one.operator:
             rewriter.attempt(one, lambda one=one: _reduce(rewriter, one))
+    for one in found if not rewriter.backward else ():
+        if one.kind == "all-reduce" and one.followed and not one.operator:
+            rewriter.attempt(one, lambda one=one, before=one.reason: _norm(rewriter, one, before))
     rewriter.erase()
     rewriter.save_no_copies()
     in_order(graph)
@@ -119,6 +132,11 @@ def _gather(to: Rewriter, one: Gather, scatters: Sequence[Reduction]) -> None:
 
 def _where(one: Collective) -> tuple[Any, ...]:
     return (PLAN, [], one.group, one.ranks)
+
+
+def _plan(to: Rewriter, node: fx.Node) -> str:
+    """Of an operator in the place of `node`: gradients are computed as always in any mode."""
+    return PLAN if node in to.backward else BY_MODE
 
 
 def _rank(to: Rewriter, one: Collective) -> int:
@@ -168,15 +186,16 @@ def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
     with to.before(nodes):
         x = _own(to, one, first.rows, first.inner)
         weights = [_operand(to, use) for use in uses]
+        where = (_plan(to, first.node), *_where(one)[1:])
         if len(uses) == 1:
             bias = None if first.turned else first.bias
             if bias is not None and value(bias).dim() != 1:
                 bias = None
-            made = [to.emit(ops.all_gather_matmul.default, x, weights[0], bias, *_where(one))]
+            made = [to.emit(ops.all_gather_matmul.default, x, weights[0], bias, *where)]
             one.note(all_gather_matmul.OPERATOR, x, weights[0], bias)
             added = [bias is not None]
         else:
-            several = to.emit(ops.all_gather_matmul_list.default, x, weights, *_where(one))
+            several = to.emit(ops.all_gather_matmul_list.default, x, weights, *where)
             one.note(all_gather_matmul.operator_of_several(len(uses)), x, *weights)
             made = [to.emit(operator.getitem, several, i) for i in range(len(uses))]
             added = [False] * len(uses)
@@ -391,7 +410,7 @@ def _reduce(to: Rewriter, one: Reduction) -> None:
             bias = to.emit(aten.add.Tensor, bias, more)
         if one.kind == "all-reduce":
             op, (x,), (w,) = "matmul_all_reduce", xs, ws
-            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, PLAN, one.group)
+            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, _plan(to, one.node), one.group)
             one.note(matmul_all_reduce.OPERATOR, x, w, bias)
             now = [*rows, *columns]
         else:
@@ -420,13 +439,33 @@ def _scattered(
     to: Rewriter, one: Reduction, xs: list[fx.Node], ws: list[fx.Node], bias: fx.Node | None
 ) -> fx.Node:
     """This rank's rows of the sum of all products, plus a bias."""
-    where = *_where(one), _rank(to, one)
+    where = _plan(to, one.node), *_where(one)[1:], _rank(to, one)
     if len(xs) == 1:
         one.note(matmul_reduce_scatter.OPERATOR, *xs, *ws, bias)
         return to.emit(ops.matmul_reduce_scatter.default, *xs, *ws, bias, *where)
     one.note(matmul_reduce_scatter.operator_of_sum(len(xs)), *xs, *ws)
     y = to.emit(ops.matmul_reduce_scatter_sum.default, xs, ws, *where)
     return y if bias is None else to.emit(aten.add.Tensor, y, bias)
+
+
+def _norm(to: Rewriter, one: Collective, reason: str) -> None:
+    """The sum of what no matmul makes, and its norm; where there is none, `reason` stays."""
+    if one.node.args[1] != "sum":
+        raise NotFollowedError(reason)
+    try:
+        behind = norms.normed(one.wait)
+    except NotFollowedError:
+        raise NotFollowedError(reason) from None
+    norm = Norm("rms", behind.eps)
+    tensors = one.given, behind.residual, behind.weight, None, None
+    with to.before([one.node, one.wait, behind.total, behind.result]):
+        made = to.emit(ops.all_reduce_norm.default, *tensors, *norm, PLAN, one.group)
+        one.note(all_reduce_norm.operator_of(norm), *tensors)
+        y, h = (to.emit(operator.getitem, made, i) for i in (0, 1))
+        to.replace(behind.result, y)
+        to.replace(behind.total, h)
+    to.check()
+    one.operator, one.reason = "all_reduce_rms_norm", ""
 
 
 def _with_shares(to: Rewriter, one: Reduction, y: fx.Node) -> fx.Node:

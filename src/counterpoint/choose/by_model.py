@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import inf, nan
 
 from counterpoint.choose.choice import Candidate, Choice
-from counterpoint.costs import NO_TILES, Costs, Tiles
+from counterpoint.costs import NO_TILES, Costs, Tiles, own_matmul
 from counterpoint.machine import Machine, kernels_refused
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan import finer
@@ -202,7 +202,8 @@ def parts_s(problem: Problem, machine: Machine, tiles: Tiles = NO_TILES) -> tupl
     count = max(problem.experts, 1)
     for rows, n, k in problem.operation.matmuls(problem):
         tile = tiles.get((rows // count, n, k))
-        compute_s += costs.matmul_s(
+        factor = own_matmul(rows) if problem.invariant else 1.0
+        compute_s += factor * costs.matmul_s(
             rows // count, n, k, problem.operand_bytes, machine.sms, tile, count=count
         )
     compute_s *= costs.settling(compute_s)

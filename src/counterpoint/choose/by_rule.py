@@ -8,7 +8,7 @@ comparisons, which `RULE` says.
 from dataclasses import replace
 
 from counterpoint.choose.by_model import candidates, parts_s, refusal
-from counterpoint.choose.choice import Candidate, Choice
+from counterpoint.choose.choice import Candidate, Choice, computed_of
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
@@ -44,7 +44,7 @@ def by_rule(
         tiles: the matmul library's tile for (rows, n, k), where it is known.
     """
     compute_s, comm_s = parts_s(problem, machine, tiles)
-    shorter = "matmuls" if compute_s < comm_s else "communication"
+    shorter = computed_of(problem) if compute_s < comm_s else "communication"
     shorter_s = min(compute_s, comm_s)
     serial_s = predicted_s(build(problem, "serial", machine), machine, eager=eager, tiles=tiles)
     chosen = Candidate("serial", serial_s, "simulated", "chosen")

@@ -32,6 +32,11 @@ class Candidate:
     verdict: str
 
 
+def computed_of(problem: Problem) -> str:
+    """What a problem computes, in a word."""
+    return "lookup" if problem.tables else "norm" if problem.norm else "matmuls"
+
+
 @dataclass(frozen=True)
 class Choice:
     """The plan chosen for a problem, every candidate, and the timeline of the one chosen.
@@ -43,7 +48,7 @@ class Choice:
         table: all candidates, the fastest first.
         eager: whether host time counted.
         basis: how it was chosen: "rule", "model" or "measurement".
-        compute_s: of the matmuls alone, in one piece.
+        compute_s: of the matmuls alone, in one piece; of tables the lookup, of a norm that.
         comm_s: of the communication alone, by its fastest transport.
         tiles: the matmul library's tiles that were known.
     """
@@ -81,11 +86,11 @@ class Choice:
     @property
     def computed(self) -> str:
         """What `compute_s` is the time of."""
-        return "lookup" if self.problem.tables else "matmuls"
+        return computed_of(self.problem)
 
     @property
     def longer_s(self) -> float:
-        """The longer of matmuls and communication, each alone."""
+        """The longer of what is computed and communication, each alone."""
         return max(self.compute_s, self.comm_s)
 
     @property

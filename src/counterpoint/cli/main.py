@@ -116,7 +116,8 @@ def warmup(
         str,
         typer.Option(
             help="Operators, with commas: matmul_all_reduce, all_gather_matmul, "
-            "matmul_reduce_scatter."
+            "matmul_reduce_scatter, matmul_all_reduce_rms_norm, all_reduce_rms_norm (of N), "
+            "or the layer_norm of either."
         ),
     ] = "matmul_all_reduce",
     dtype: Annotated[DType, typer.Option(help="Of the operands.")] = "bfloat16",

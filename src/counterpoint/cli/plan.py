@@ -17,13 +17,23 @@ from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose
 from counterpoint.cli.files import check_written
-from counterpoint.cli.problems import M_N_K, check_ranks, machine_at, op_of, problem_of
+from counterpoint.cli.problems import (
+    M_N_K,
+    NORM,
+    Beside,
+    Fp8,
+    check_ranks,
+    machine_at,
+    op_of,
+    problem_of,
+)
 from counterpoint.cli.show import candidates
 from counterpoint.costs import NO_TILES
-from counterpoint.machine import MIB, Machine
+from counterpoint.machine import MIB, LinkSpec, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.problem import Activation, DType, Problem, op_names
+from counterpoint.plan.invariant import said
+from counterpoint.problem import Activation, DType, Norm, Problem, op_names
 from counterpoint.timeline import PICTURE_SUFFIXES
 
 AUTO = "auto"
@@ -31,6 +41,44 @@ TABLES = "tables of a GPU, their columns, indices of a bag, bags of all GPUs"
 ASKED = "asked for"
 HIDDEN = "hidden: of what serial takes beyond the longer part alone"
 CLOSED = "closed form: a first guess, by which those to simulate are sorted out"
+
+Shape = Annotated[
+    str,
+    typer.Option(
+        metavar="M,N,K", show_default=False,
+        help=f"{M_N_K}; of a norm M,N; of embedding bags {TABLES}.",
+    ),
+]  # fmt: skip
+TopK = Annotated[
+    int, typer.Option(min=0, help="Experts of a token, by routes; M: a row for each of them.")
+]
+Islands = Annotated[
+    int, typer.Option(min=1, help="Machines like this one, between which there are NICs.")
+]
+Nic = Annotated[float, typer.Option(min=0, help="GB/s of a GPU's NIC; 0: as the machine has it.")]
+InFp8 = Annotated[
+    Fp8, typer.Option(help="What shares a scale of fp8 operands; of a norm, of its result.")
+]
+ByNorm = Annotated[Norm, typer.Option(help=f"Of {NORM}; by RMS if it is not said.")]
+Residual = Annotated[bool, typer.Option("--residual", help=f"Of {NORM}: one is added.")]
+Spec = Annotated[
+    str,
+    typer.Option(
+        "--plan",
+        help='A plan, such as "graded 1/1/2", to see beside serial; "invariant" behind it or '
+        '"auto": batch-invariant.',
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Draw what runs when: .png, .svg or .pdf; .json for ui.perfetto.dev."),
+]
+Into = Annotated[
+    bool, typer.Option("--into", help="Of embedding bags: into PooledOutputs, without a copy.")
+]
+Activated = Annotated[
+    Activation, typer.Option(help="Of all_gather_matmul; N of gate and up together.")
+]
 
 
 class Asked(NamedTuple):
@@ -47,13 +95,11 @@ class Asked(NamedTuple):
 
 
 def plan(
-    op: Annotated[str, typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}.")],
-    shape: Annotated[
+    op: Annotated[
         str,
-        typer.Option(
-            metavar="M,N,K", show_default=False, help=f"{M_N_K}; of embedding bags {TABLES}."
-        ),
+        typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}."),
     ],
+    shape: Shape,
     machine: Annotated[
         str, typer.Option(help="A kind of GPU and how many, or a JSON file of a machine.")
     ] = "h200-8",
@@ -61,10 +107,15 @@ def plan(
     experts: Annotated[
         int, typer.Option(min=0, help="Of one GPU, of all-to-alls; M: rows that each GPU sends.")
     ] = 0,
-    dtype: Annotated[DType, typer.Option(help="Of the operands.")] = "bfloat16",
-    spec: Annotated[
-        str, typer.Option("--plan", help='A plan, such as "graded 1/1/2", to see beside serial.')
-    ] = "auto",
+    top_k: TopK = 0,
+    islands: Islands = 1,
+    nic: Nic = 0.0,
+    dtype: Annotated[DType, typer.Option(help="Of the operands; with --fp8 of y.")] = "bfloat16",
+    fp8: InFp8 = "",
+    bias: Annotated[bool, typer.Option("--bias", help="One is added.")] = False,
+    norm: ByNorm = "",
+    residual: Residual = False,
+    spec: Spec = "auto",
     by: Annotated[
         Level, typer.Option(help="Choose by simulating plans, or by comparing two sizes.")
     ] = "model",
@@ -72,16 +123,10 @@ def plan(
         bool, typer.Option("--eager", help="Count host time, as outside of a CUDA graph.")
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="The plan's steps too.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Draw what runs when: .png, .svg, .pdf; .json for Perfetto.")
-    ] = None,
+    out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
-    into: Annotated[
-        bool, typer.Option("--into", help="Of embedding bags: into PooledOutputs, without a copy.")
-    ] = False,
-    activation: Annotated[
-        Activation, typer.Option(help="Of all_gather_matmul; N of gate and up together.")
-    ] = "",
+    into: Into = False,
+    activation: Activated = "",
 ) -> None:
     """Predict which plan is fastest on a machine, and say why. Needs no GPU.
 
@@ -98,9 +143,14 @@ def plan(
     check_written("plan", "--out", out, (*PICTURE_SUFFIXES, ".json"))
     op_of("plan", "OP", op, op_names())
     where = machine_at("plan", machine)
-    check_ranks("plan", ranks, where)
-    problem = problem_of("plan", op, shape, ranks or where.num_devices, dtype, experts, out=into)
-    problem = replace(problem, activation=activation)
+    check_ranks("plan", -(-ranks // islands), where)
+    beside = Beside(into, bias, fp8, norm, residual, top_k, islands)
+    number = ranks or where.num_devices * islands
+    problem = problem_of("plan", op, shape, number, dtype, experts, beside)
+    problem, spec = said(replace(problem, activation=activation), spec)
+    if nic:
+        link = LinkSpec(name="NIC", bytes_per_s=nic * 1e9, source="--nic")
+        where = replace(where, nic=link)
     if spec != AUTO:
         build(problem, spec, where)  # before any time is spent: it refuses what is none
     _print(Asked(problem, where, spec, by, eager, show, out, as_json))

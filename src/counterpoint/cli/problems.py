@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from counterpoint.cli.files import text_of
 from counterpoint.cli.usage import meant
@@ -11,13 +12,57 @@ from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.measure.shapes import SHAPES
 from counterpoint.presets import PRESETS, named
-from counterpoint.problem import DType, Problem, op_names
+from counterpoint.problem import DType, Norm, Problem, op_names
 from counterpoint.ranges import MAX_COUNT
 
 Shape = tuple[int, int, int]  # M, N, K
 M_N_K = "M over all ranks, N and K of one rank"
 BAGS, NORM = "embedding_bag_all_to_all", "all_reduce_norm"
 MAX_TABLES = 4096
+Fp8 = Literal["", "row", "tensor", "block"]
+
+
+class Beside(NamedTuple):
+    """What a problem may have beside its sizes.
+
+    Args:
+        out: of embedding bags, peers write to outputs that the caller keeps.
+        bias: a row of it is added.
+        fp8: what shares a scale of fp8 operands; of a norm, of its result.
+        norm: which one.
+        residual: one is added before the norm.
+        top_k: experts of a token, by routes; a token is then so many rows of the shape.
+        islands: groups of ranks between which there are NICs.
+    """
+
+    out: bool = False
+    bias: bool = False
+    fp8: Fp8 = ""
+    norm: Norm = ""
+    residual: bool = False
+    top_k: int = 0
+    islands: int = 1
+
+    def fields(self, op: str, experts: int) -> dict[str, Any]:
+        """Those of a problem that are not as they are by default; it refuses what it has none of.
+
+        Raises:
+            InputError: a norm gives no fp8 by blocks.
+        """
+        found: dict[str, Any] = {
+            "out": self.out, "bias": self.bias, "residual": self.residual, "norm": self.norm,
+            "islands": self.islands, "top_k": self.top_k,
+            "counts": "routed" if self.top_k and experts else "",
+            "quantized" if op == NORM else "scales": self.fp8,
+        }  # fmt: skip
+        if op == NORM and self.fp8:
+            if self.fp8 == "block":
+                raise InputError(op, "--fp8", want="row or tensor, of a result", got=self.fp8)
+            found["quantized"] = "rows" if self.fp8 == "row" else self.fp8
+        return {name: value for name, value in found.items() if value}
+
+
+PLAIN = Beside()
 
 
 def op_of(command: str, option: str, text: str, among: Sequence[str]) -> str:
@@ -115,21 +160,21 @@ def wanted(command: str, op: str, shapes: str, layer: str) -> list[tuple[str, st
 
 
 def problem_of(
-    command: str, op: str, shape: str, ranks: int, dtype: DType, experts: int = 0, *,
-    out: bool = False,
+    command: str, op: str, shape: str, ranks: int, dtype: DType, experts: int = 0,
+    beside: Beside = PLAIN,
 ) -> Problem:  # fmt: skip
     """The problem of a shape on `ranks` ranks, with equal rows where they are shared out.
 
     Args:
         shape: M,N,K; of a norm M,N; of embedding bags tables of each GPU, their columns, indices of
             a bag, all bags.
-        out: of embedding bags, peers write to outputs that the caller keeps.
 
     Raises:
         InputError: there is no such op, `shape` is none, the rows cannot be equal, or the sizes are
             not those of the operator.
     """
     op_of(command, "OP", op, op_names())
+    more = beside.fields(op, experts)
     if op == BAGS:
         tables, columns, pooling, batch = sizes_of(command, op, shape)
         if tables > MAX_TABLES:
@@ -138,12 +183,13 @@ def problem_of(
         _shared_evenly(command, shape, 3, ranks, f"a BATCH that {ranks} ranks share")
         return Problem(
             BAGS, batch, ranks=ranks, dtype=dtype, tables=((columns,) * tables,) * ranks,
-            indices=(tables * batch * pooling,) * ranks, out=out, experts=experts,
+            indices=(tables * batch * pooling,) * ranks, experts=experts, **more,
         )  # fmt: skip
     m, n, *contracted = sizes_of(command, op, shape)
     k = contracted[0] if contracted else 0
     parts = ranks * (experts or 1)
-    problem = Problem(op, parts, n, k, ranks, dtype, experts=experts)  # refuses experts, not rows
+    # refuses experts, not rows
+    problem = Problem(op, parts, n, k, ranks, dtype, experts=experts, **more)
     if problem.operation.shares_rows:
         who = f"{experts} experts on each of {ranks} ranks" if experts else f"{ranks} ranks"
         _shared_evenly(command, shape, 0, parts, f"an M that {who} share")

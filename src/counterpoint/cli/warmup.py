@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,37 @@ from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_to
 from counterpoint.cli.problems import numbers, op_of
 from counterpoint.cli.show import progress, table
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
+from counterpoint.ops.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
 from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
+from counterpoint.ops.matmul_all_reduce_norm import (
+    matmul_all_reduce_layer_norm,
+    matmul_all_reduce_rms_norm,
+)
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from counterpoint.plan.operation import operation_of
 
-OPS: dict[str, Callable[..., Any]] = {
+MATMULS: dict[str, Callable[..., Tensor]] = {
     "matmul_all_reduce": matmul_all_reduce,
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
 }
+NORMED: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "matmul_all_reduce_rms_norm": matmul_all_reduce_rms_norm,
+    "matmul_all_reduce_layer_norm": matmul_all_reduce_layer_norm,
+}
+NORMS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "all_reduce_rms_norm": all_reduce_rms_norm,
+    "all_reduce_layer_norm": all_reduce_layer_norm,
+}
+OPS = (*MATMULS, *NORMED, *NORMS)
+SHARED = ("all_gather_matmul", "matmul_reduce_scatter")  # their rows, over the ranks
+
+
+class Sizes(NamedTuple):
+    """M over all ranks, N and K of one; of a norm without a matmul no K."""
+
+    m: int
+    n: int
+    k: int
 
 
 def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
@@ -31,7 +53,7 @@ def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
     Raises:
         InputError: there is no such operator, a size is none, or there are too few GPUs.
     """
-    names = [op_of("warmup", "--op", name.strip(), tuple(OPS)) for name in ops.split(",")]
+    names = [op_of("warmup", "--op", name.strip(), OPS) for name in ops.split(",")]
     shapes, counts = layers_of(layers), numbers("warmup", "--rows", rows, "numbers with commas")
     if not under_torchrun():
         ranks = ranks or torch.cuda.device_count()
@@ -41,17 +63,19 @@ def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
     with nccl_group() as (group, device):
         world = group.size()
         cases = [
-            (name, m, n, k)
+            (name, Sizes(m, n, k))
             for name, (n, k), m in product(names, shapes, sorted(counts, reverse=True))
-            if m % world == 0 or not operation_of(name).shares_rows
+            if m % world == 0 or name not in SHARED
         ]
         made = table("operator", ">M, N, K", ">first call, ms", ">then, ms")
         first, console = group.rank() == 0, Console()
         with progress(console, shown=first) as bar:
             task = bar.add_task("compiling", total=len(cases))
-            for name, m, n, k in cases:
+            for name, sizes in cases:
+                m, n, k = sizes
                 bar.update(task, description=f"{name} {m},{n},{k}")
-                times = _calls(name, m, n, k, getattr(torch, dtype), group, device)
+                call = call_of(name, sizes, getattr(torch, dtype), group, device)
+                times = [_seconds(call, group, device) for _ in range(2)]
                 made.add_row(name, f"{m}, {n}, {k}", *(f"{t * 1e3:.1f}" for t in times))
                 bar.advance(task)
         if first:
@@ -64,24 +88,38 @@ def warmup(*, ops: str, layers: str, rows: str, dtype: str, ranks: int) -> int:
     return 0
 
 
-def _calls(
-    name: str, m: int, n: int, k: int, dtype: torch.dtype, group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[float, float]:  # fmt: skip
-    """Seconds of the first call and of the one after it."""
-    x = torch.randn(m // (group.size() if name == "all_gather_matmul" else 1), k, device=device)
-    x, w = x.to(dtype), torch.randn(n, k, device=device).to(dtype).t()
+def call_of(
+    name: str, sizes: Sizes, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], Any]:
+    """A call of an operator on random tensors; norms have a residual, and a LayerNorm a bias."""
 
-    def seconds() -> float:
-        torch.cuda.synchronize(device)
-        dist.barrier(group)
-        start_s = time.perf_counter()
-        y: Tensor = OPS[name](x, w, group=group)
-        torch.cuda.synchronize(device)
-        assert y.isfinite().all()
-        return time.perf_counter() - start_s
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
 
-    return seconds(), seconds()
+    m, n, k = sizes
+    residual, weight = normal(m, n), normal(n)
+    biases = [normal(n)] if "layer" in name else []
+    if name in NORMS:
+        x = normal(m, n)
+        return lambda: NORMS[name](x, residual, weight, *biases, group=group)
+    x = normal(m // (group.size() if name == "all_gather_matmul" else 1), k)
+    w = normal(n, k).t()
+    if name in MATMULS:
+        return lambda: MATMULS[name](x, w, group=group)
+    given: dict[str, Any] = {"residual": residual, "norm_weight": weight, "group": group}
+    given |= dict(zip(["norm_bias"], biases, strict=False))
+    return lambda: NORMED[name](x, w, **given)
+
+
+def _seconds(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Of one call."""
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    start_s = time.perf_counter()
+    found = call()
+    torch.cuda.synchronize(device)
+    assert all(y.isfinite().all() for y in (found if isinstance(found, tuple) else (found,)))
+    return time.perf_counter() - start_s
 
 
 def layers_of(text: str) -> list[tuple[int, int]]:

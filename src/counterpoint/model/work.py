@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from counterpoint.costs import Collective, Tiles
+from counterpoint.costs import Collective, Tiles, own_matmul
 from counterpoint.errors import PlanError
 from counterpoint.machine import LinkSpec, Machine
 from counterpoint.plan.activated import one_kernel
@@ -109,6 +109,8 @@ def _matmul_s(
         again=_again(bound, part, plan) or run.times > 1,
         count=batch * run.times,
     )
+    if plan.problem.invariant:
+        seconds *= own_matmul(rows)
     if step.arg("activation") and not together:
         seconds += costs.memory_s((1 + weights) * _num_bytes(plan, part.write))
     # a sum in fp32, which every pass reads and writes once its products are there

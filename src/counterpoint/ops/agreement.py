@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.runtime.notice_board import Awaited, Facts, digest_of
+from counterpoint.runtime.notice_board import Awaited, Facts, digest_of, refuse_first
 from counterpoint.runtime.workspace import Workspace, workspace_if_any
 
 COMPARE = "compare"  # the step at which ranks meet
@@ -29,12 +29,14 @@ class Input:
         own: a shard, so its dim 0 may differ between ranks where `rows=` is given.
         fact: what all ranks must have alike: its "shape", or but its rows, its "columns"; "" is
             nothing, not even whether it is there.
+        alike: where it is 1-D, of one number, that is a fact when ranks compare in words.
     """
 
     name: str
     form: Literal["rows", "heads", "matrix", "row", "plain", "given"]
     own: bool = False
     fact: Literal["shape", "columns", ""] = "shape"
+    alike: bool = False
 
 
 def checking() -> bool:
@@ -56,6 +58,8 @@ def words_of(
         else:
             free = given.own and rows  # a shard then has a dim 0 of its own on each rank
             here[f"{given.name}.shape"] = str(tuple(tensor.shape[1 if free else 0 :]))
+            if given.alike and tensor.dim() == 1 and not _captures(tensor.device):
+                here[given.name] = str(tensor.item())
     first = next(t for t in tensors if t is not None)
     here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
     here["rows"] = str(tuple(rows))
@@ -80,16 +84,17 @@ def agree(
         InputError: `refused` of the first rank that has one, or the first fact that differs.
         PeerTimeoutError: a rank did not come.
     """
-    if workspace.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _captures(workspace.device):
         if refused is not None:
             raise refused
         return digest_of(here)
     answers = meet(op, (here, refused), workspace, here)
     everyone = [facts for facts, _ in answers]
     # in the words of rank 0: all ranks say the same
-    for name, want in everyone[0].items():
+    for name in dict.fromkeys(name for facts in everyone for name in facts):
+        want = everyone[0].get(name, "none")
         for rank, theirs in enumerate(everyone):
-            got = theirs.get(name, f"op {theirs['op']}")
+            got = theirs.get(name, "none")
             if got != want:
                 fix = "pass rows= where shards differ" if name == "x.shape" else ""
                 raise InputError(
@@ -103,6 +108,11 @@ def agree(
         if wrong is not None:
             raise wrong
     return digest_of(here)
+
+
+def _captures(device: torch.device) -> bool:
+    """Whether a graph is being captured there: ranks cannot talk then, nor the host read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def meet(op: str, here: T, workspace: Workspace, facts: Facts) -> list[T]:
@@ -136,4 +146,6 @@ def refused(
             workspace = workspace_if_any(group, x.device)
             if workspace is not None:
                 workspace.board.refuse(error)
+            else:
+                refuse_first(error, group, x.device.type)
     return error

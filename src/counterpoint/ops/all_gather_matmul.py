@@ -350,7 +350,7 @@ OPERATOR: Operator = Operator(
     OP,
     (
         Input("x", "rows", own=True), Input("w", "matrix"), Input("bias", "row"),
-        Input("x_scale", "rows", own=True), Input("w_scale", "matrix"),
+        Input("x_scale", "rows", own=True, alike=True), Input("w_scale", "matrix"),
     ),
     _problem,
     _outputs,

@@ -27,6 +27,7 @@ from counterpoint.ops.norms import (
     check_rows_of,
     empty_results,
     norm_of,
+    refuse_gradient,
     save,
 )
 from counterpoint.ops.plans import plan_key
@@ -49,8 +50,8 @@ def all_reduce_rms_norm(
     in registers and normalises there; for many an all-reduce and one kernel behind it. x is summed
     in fp32 in one order and rounded to its dtype, as by an all-reduce; so is h. All ranks get the
     same bits, and the same call gives them in every run. Runs on the current stream, and captures
-    in a CUDA graph after one eager call of the same or a larger size. Differentiable unless the
-    result is fp8: the gradient of x is that of the sum, and its backward needs no communication.
+    in a CUDA graph after one eager call of the same or a larger size. Differentiable, except that
+    an fp8 result wants no gradients: that of x is that of the sum, without communication.
 
     Args:
         x: bf16, fp16 or fp32 [M, ..., N], on CPU or CUDA; it is not changed.
@@ -128,6 +129,7 @@ def _summed(
         check_rows_of(name, x)
         check_like(name, x, x.shape, residual=residual, weight=weight, bias=bias)
         norm = norm_of(name, kind, eps, x, out_dtype, scale)
+        refuse_gradient(name, norm, x=x, residual=residual, weight=weight, bias=bias)
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None

@@ -2,6 +2,10 @@
 
 from types import TracebackType
 
+from counterpoint.runtime.compute import Action
+from counterpoint.runtime.execute import Code
+from counterpoint.runtime.workspace import Operands
+
 # how many contexts are open, of the process, as torch's own modes that change bits: compilers guard
 # on it, and each call looks at it
 depth = 0
@@ -24,7 +28,8 @@ class batch_invariant:
 
     It is a mode of the process, all its threads, and all ranks have to be in it alike. For one call
     or layer put the word behind its `plan`: `plan="auto invariant"`. What `compile_options()` puts
-    into a model is not in it.
+    into a model's forward is in it where the model is called in it; matmuls that it leaves are
+    torch's, and their bits may depend on the batch.
 
     Example:
         >>> with counterpoint.batch_invariant():
@@ -46,3 +51,18 @@ class batch_invariant:
 def in_mode() -> bool:
     """Whether the context is on."""
     return depth > 0
+
+
+def add_bias(code: Code | None) -> Action | None:
+    """What remains of a sum over ranks: plans round it before or after they add a bias.
+
+    So in this mode none has one, and it is added to what has been rounded.
+    """
+    if code is None or not code.program.plan.problem.invariant:
+        return None
+
+    def add(operands: Operands) -> None:
+        if (bias := operands.get("bias")) is not None:
+            operands["y"] += bias
+
+    return add

@@ -20,7 +20,7 @@ from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops import batch_invariant
 from counterpoint.ops.agreement import Input, agree, checking, words_of
 from counterpoint.ops.check import check_group
-from counterpoint.ops.plans import KEYS, of_islands, plan_of
+from counterpoint.ops.plans import KEYS, in_force, of_islands, plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -438,11 +438,8 @@ def run(
         InputError: see `prepare`.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
-    first = next(t for t in tensors if t is not None)
-    if first.is_cuda and first.device.index != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            return run(operator, tensors, plan, rows, group_name, given)
-    ready = prepare(operator, tensors, plan, rows, group_of(group_name), given.refused)
+    group = group_of(group_name)
+    ready = prepare(operator, tensors, in_force(plan), rows, group, given.refused)
     return ready(tensors, given.room)
 
 

@@ -1,6 +1,7 @@
 """Multiply and sum over ranks, everyone gets the sum: a row-parallel linear layer of decoding."""
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.batch_invariant import add_bias
 from counterpoint.ops.call import Operator, Output, Tensors, present
-from counterpoint.ops.plans import is_invariant, plan_key
+from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import once, register
 from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
@@ -69,16 +71,28 @@ def matmul_all_reduce(
     y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan)
     if y is not None:
         return y
+    return anew(x, w, (bias, *scales), group, plan, key)
+
+
+def anew(
+    x: Tensor, w: Tensor, added: tuple[Tensor | None, ...], group: dist.ProcessGroup,
+    plan: str | Path | Plan, key: tuple[object, ...] | None, behind: str = "",
+) -> Tensor:  # fmt: skip
+    """The first call like this one, or one that goes through the dispatcher.
+
+    Args:
+        added: bias, and the scales of x and of w.
+        behind: what the caller does with the sum: see `operator_of`.
+    """
     try:
-        x, w, bias, scales = scaled.checked(OP, x, w, (bias, *scales))
+        x, w, bias, scales = scaled.checked(OP, x, w, added)
         spec, name = plan_key(OP, plan), group.group_name
     except CounterpointError as error:
         raise refused(error, group, x) from None
-    if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
-        return matmul_all_reduce(x, w, group=group, plan=plan) + bias
     if key is None:
-        return torch.ops.counterpoint.matmul_all_reduce(x, w, bias, spec, name, *scales)
-    return call.first(OPERATOR, (x, w, bias, *scales), spec, (), group, key)[0]
+        op = torch.ops.counterpoint.matmul_all_reduce
+        return op(x, w, bias, spec, name, *scales, behind)
+    return call.first(operator_of(behind), (x, w, bias, *scales), spec, (), group, key)[0]
 
 
 def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
@@ -93,26 +107,34 @@ def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tu
     return (Output("y", (*x.shape[:-1], w.shape[1]), dtype=scaled.result_of(x)),)
 
 
-OPERATOR = Operator(
-    OP,
-    (
+@cache
+def operator_of(behind: str) -> Operator:
+    """The operator, for a caller who goes on with the sum.
+
+    Args:
+        behind: facts of what comes next, which ranks compare as well: "eps=1e-06 residual=True".
+    """
+    inputs = (
         Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"),
         Input("x_scale", "rows"), Input("w_scale", "matrix"),
-    ),
-    _problem,
-    _outputs,
-)  # fmt: skip
+    )  # fmt: skip
+    settings = tuple((name, value) for name, _, value in (f.partition("=") for f in behind.split()))
+    return Operator(OP, inputs, _problem, _outputs, ends=add_bias, settings=settings)
+
+
+OPERATOR = operator_of("")
 
 
 def _run(
-    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str, *scales: Tensor | None
-) -> Tensor:
-    (y,) = call.run(OPERATOR, (x, w, bias, *(scales or NO_SCALES)), plan, (), group_name)
+    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None, behind: str = "",
+) -> Tensor:  # fmt: skip
+    (y,) = call.run(operator_of(behind), (x, w, bias, x_scale, w_scale), plan, (), group_name)
     return y
 
 
 def _fake(
-    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str, *scales: Tensor | None
+    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str, *_: object
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[1]), dtype=scaled.result_of(x))
 
@@ -131,10 +153,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = dy @ w.t() if need_x else None
     dw = x.flatten(0, -2).t() @ dy.flatten(0, -2) if need_w else None
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
-    return dx, dw, db, None, None, None, None
+    return dx, dw, db, None, None, None, None, None
 
 
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name, {OF_SCALES}) -> Tensor",
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name, {OF_SCALES}, "
+    'str behind="") -> Tensor',
     _run, _fake, _backward, _save,
 )  # fmt: skip

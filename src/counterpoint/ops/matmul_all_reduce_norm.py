@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError
+from counterpoint.ops import call
 from counterpoint.ops.agreement import refused
 from counterpoint.ops.check import autocast, check_tensors
-from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
-from counterpoint.ops.norms import Kind, check_like, norm_of
+from counterpoint.ops.matmul_all_reduce import OP, anew
+from counterpoint.ops.norms import Kind, Norm, check_like, norm_of, refuse_gradient
+from counterpoint.ops.scaled import NO_SCALES
 
 
 def matmul_all_reduce_rms_norm(
@@ -29,7 +31,7 @@ def matmul_all_reduce_rms_norm(
     """h = residual + sum of x_r w_r over the ranks, and h / rms(h) * norm_weight.
 
     `matmul_all_reduce`, and one more kernel for all that stands between it and the next matmul of a
-    decoder layer. Same bits on all ranks. Differentiable unless the result is fp8.
+    decoder layer. Same bits on all ranks. Differentiable; an fp8 result wants no gradients.
 
     Args:
         x: a tensor, as for `matmul_all_reduce`; so are `w`, `group`, `bias` and `plan`. Under
@@ -44,8 +46,7 @@ def matmul_all_reduce_rms_norm(
         `all_reduce_rms_norm`; new tensors.
 
     Raises:
-        InputError: an argument is wrong, or ranks differ in what `matmul_all_reduce` takes; nothing
-            was launched. What else is given has to be equal on all ranks, and is not compared.
+        InputError: an argument is wrong, or ranks differ; nothing was launched.
         UnsupportedError, PeerTimeoutError: as for `matmul_all_reduce`; or the GPU has no fp8.
 
     Example:
@@ -113,7 +114,17 @@ def _normed(
         more = {"residual": residual, "norm_weight": weight, "norm_bias": norm_bias}
         check_like(op, x, (*x.shape[:-1], w.shape[-1]), **more)
         norm = norm_of(op, kind, eps, x, out_dtype, scale)
+        refuse_gradient(op, norm, x=x, w=w, bias=bias, **more)
     except CounterpointError as error:
         raise refused(error, group, given[0]) from None
-    y = matmul_all_reduce(x, w, group=group, bias=bias, plan=plan)
+    behind = _facts(norm, residual is not None, norm_bias is not None, scale is not None)
+    tensors = x, w, bias, *NO_SCALES
+    found, key, group = call.repeated(OP, tensors, group, plan, settings=(behind,))
+    y = found[0] if found else anew(x, w, tensors[2:], group, plan, key, behind)
     return tuple(torch.ops.counterpoint.add_norm(y, residual, weight, norm_bias, scale, *norm))
+
+
+def _facts(norm: Norm, residual: bool, norm_bias: bool, scale: bool) -> str:
+    """What ranks have to do alike with the sum."""
+    there = f"residual={residual} norm_bias={norm_bias} scale={scale}"
+    return f"norm={norm.kind} eps={norm.eps} fp8={norm.fp8} {there}"

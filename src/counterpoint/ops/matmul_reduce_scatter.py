@@ -20,6 +20,7 @@ from counterpoint.ops.backward import (
     numbered,
     splits_of,
 )
+from counterpoint.ops.batch_invariant import add_bias
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
     autocast,
@@ -29,7 +30,7 @@ from counterpoint.ops.check import (
     check_tensors,
     is_last,
 )
-from counterpoint.ops.plans import is_invariant, plan_key
+from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
 from counterpoint.plan.steps import Plan
@@ -115,9 +116,6 @@ def _anew(
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
-    if bias is not None and is_invariant(spec):  # plans round a sum before or after they add it
-        where: Any = {"group": group, "plan": plan, "rows": rows, "scatter_dim": scatter_dim}
-        return matmul_reduce_scatter(x, w, **where) + bias
     if key is not None:
         y = call.first(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
@@ -194,6 +192,7 @@ OPERATOR: Operator = Operator(
     ),
     _problem,
     _outputs,
+    ends=add_bias,
 )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Norms of rows that are there: what is asked for, checked; by torch, by a kernel, and backward."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from math import inf
 from typing import Any, Literal, NamedTuple
@@ -77,6 +76,19 @@ def norm_of(op: str, kind: Kind, eps: object, x: Tensor, out_dtype: object, scal
     return Norm(kind, float(eps), fp8)  # type: ignore[arg-type]
 
 
+def refuse_gradient(op: str, norm: Norm, **tensors: Tensor | None) -> None:
+    """Refuse a gradient of an fp8 result: it has none.
+
+    Raises:
+        InputError: names a tensor that requires one.
+    """
+    for name, tensor in tensors.items() if norm.fp8 and torch.is_grad_enabled() else ():
+        if tensor is not None and tensor.requires_grad:
+            want = "without requires_grad: an fp8 result has no gradient"
+            fix = "call it in torch.no_grad()"
+            raise InputError(op, name, want=want, got="a tensor that requires one", fix=fix)
+
+
 def check_like(op: str, x: Tensor, shape: Sequence[int], **tensors: Tensor | None) -> None:
     """Refuse what is not of the dtype and device of x: a residual of `shape`, rows of its columns.
 
@@ -143,13 +155,7 @@ def _centred(norm: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
 def gradients(
     norm: Norm, h: Tensor, weight: Tensor, dy: Tensor | None, dh: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of what was added up to h, of the weight and of a bias; in fp32, rounded once.
-
-    Raises:
-        UnsupportedError: the result is fp8.
-    """
-    if norm.fp8:
-        raise UnsupportedError("counterpoint: a norm whose result is fp8 is not differentiable")
+    """Of what was added up to h, of the weight and of a bias; in fp32, rounded once."""
     if dy is None:
         return dh, None, None
     dy, h = once(dy), once(h)
@@ -217,11 +223,20 @@ def launch_of(
     norm: Norm, there: tuple[str, ...], shape: tuple[int, int], dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> Launch:  # fmt: skip
-    """The kernel, compiled: a program for each row."""
+    """The kernel, with a program for each row: a server has ever other numbers of them."""
     rows, n = shape
+    return compiled(norm, there, n, dtypes, device).over(rows)
+
+
+@lru_cache(maxsize=256)
+def compiled(
+    norm: Norm, there: tuple[str, ...], n: int, dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """The kernel for rows of that many columns, compiled."""
     block = min(1 << (n - 1).bit_length(), MAX_BLOCK)
     fixed = flags_of(norm, there) | {"N": n, "WHOLE": n <= block, "BLOCK": block}
-    grid = Grid(rows, reserve=False, each=True)
+    grid = Grid(1, reserve=False, each=True)
     options = {"num_warps": max(1, min(16, block // 512))}
     launch = Launch(add_norm.add_norm_kernel, GIVEN, fixed, grid, device, "add_norm", options)
     return launch.compile(*dtypes)
@@ -239,8 +254,7 @@ def _run(*arguments: Any) -> list[Tensor]:
         call = run if x.is_cuda else run_by_torch
         rows = {name: None if t is None else t.contiguous().flatten(0, -2) if t.dim() > 1 else t
                 for name, t in given.items()}  # fmt: skip
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-            call(norm, rows, [t.flatten(0, -2) for t in results])
+        call(norm, rows, [t.flatten(0, -2) for t in results])
     return results
 
 

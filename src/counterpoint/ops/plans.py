@@ -21,6 +21,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import Workspace
 
 PLAN_KEY = "plan:"
+BY_MODE = "auto by mode"  # in a compiled graph: "auto", as `batch_invariant` is when it runs
 
 _plans: dict[str, Plan] = {}  # users' own plans by digest: an operator takes strings only
 # the same by identity, as the hash of a plan walks all of it. What has gone is looked up anew: an
@@ -63,6 +64,11 @@ def plan_key(op: str, plan: str | Path | Plan) -> str:
     return key
 
 
+def in_force(plan: str) -> str:
+    """A plan as an operator's string argument, where it may say `BY_MODE`."""
+    return plan if plan != BY_MODE else f"auto {WORD}" if in_mode() else "auto"
+
+
 def _read(op: str, path: Path) -> Plan:
     try:
         return Plan.from_json(path.read_text())
@@ -85,14 +91,21 @@ def plan_of(
         if own is None:
             fix = "pass the Plan itself to the function"
             raise InputError(problem.op, "plan", want="a known plan", got=plan, fix=fix)
-        problem = replace(problem, invariant=own.problem.invariant)
+        if own.problem.invariant:
+            problem = replace(_without_bias(problem), invariant=True)
         if not _fits(own.problem, problem):
             raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
         return own
-    problem, plan = said(problem, plan)
+    problem, plan = said(_without_bias(problem) if says(plan) else problem, plan)
     if plan == "auto":
         plan = choose_spec(problem, workspace, tensors)
     return build(problem, plan, knowledge_of(workspace).machine)
+
+
+def _without_bias(problem: Problem) -> Problem:
+    """Of a sum over ranks, to which a batch-invariant call adds its bias: see `add_bias`."""
+    _, summed = problem.operation.moved(problem)
+    return replace(problem, bias=False) if problem.bias and summed else problem
 
 
 def of_islands(problem: Problem, workspace: Workspace) -> Problem:
@@ -111,12 +124,6 @@ def _fits(planned: Problem, problem: Problem) -> bool:
     if problem.counts != "equal" and planned.m >= problem.m:
         wanted = replace(wanted, m=planned.m, rows=())
     return planned == wanted
-
-
-def is_invariant(plan: str) -> bool:
-    """Whether a plan as an operator's string argument is batch-invariant."""
-    own = _plans.get(plan)
-    return own.problem.invariant if own else says(plan)
 
 
 def family_of(plan: str) -> str:

@@ -1,6 +1,7 @@
 """Our operators as torch has them: what the dispatcher, compilers and autograd call."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,7 @@ def register(
 
     Args:
         schema: its name, arguments and results, as torch writes them.
-        run: what it does, on any device.
+        run: what it does, on any device; the GPU of its first tensor is then the current one.
         fake: results of the same shapes, of tensors without values.
         backward: its gradients, from a context and those of the results; None: it has none.
         save: puts into the context what `backward` needs.
@@ -41,7 +42,7 @@ def register(
 
     op = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(op, run, "CompositeExplicitAutograd")
+    LIBRARY.impl(op, _where_tensors_are(run), "CompositeExplicitAutograd")
     name = f"counterpoint::{op}"
     torch.library.register_fake(name, fake, lib=LIBRARY)
     torch.library.register_vmap(name, refuse_vmap, lib=LIBRARY)
@@ -49,6 +50,23 @@ def register(
         has_side_effect(getattr(torch.ops.counterpoint, op).default)
     if backward is not None:
         torch.library.register_autograd(name, backward, setup_context=save, lib=LIBRARY)
+
+
+def _where_tensors_are(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, on the GPU of its first tensor that is on one: streams and kernels are of that."""
+
+    @wraps(run)
+    def there(*given: Any) -> Any:
+        for each in given:
+            for t in each if isinstance(each, list) else (each,):
+                if isinstance(t, Tensor) and t.is_cuda:
+                    if t.device.index == torch.cuda.current_device():
+                        return run(*given)
+                    with torch.cuda.device(t.device):
+                        return run(*given)
+        return run(*given)
+
+    return there
 
 
 def refuse_double(ctx: object, *grads: object) -> NoReturn:

@@ -88,6 +88,8 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
         tensor = torch.randn(shape[::-1] if is_weight else shape, device=device).to(dtype)
         tensor = tensor.t() if is_weight else tensor
         one = problem.scales == "tensor" and given.name.endswith(SCALE)
+        if one and given.alike:
+            tensor.fill_(0.5)
         found.append(tensor.view(-1) if given.form == "row" or one else tensor)
     return found
 

@@ -23,7 +23,8 @@ class Scaled(NamedTuple):
     As x and w of `all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`, both with
     scales of one kind:
 
-    - per tensor: a scale [] or [1] each. That of a gathered x is the same on all ranks.
+    - per tensor: a scale [] or [1] each. That of a gathered x is the same on all ranks, which
+      compare it at the first call of a size.
     - per row of x and column of w: [rows, ..., 1] and [1, N].
     - per block: 128 numbers of a row of x, [rows, ..., K/128]; 128x128 of w, [K/128, N/128], the
       latter rounded up. K is a multiple of 128. On GPUs of compute capability 9.0.

@@ -221,7 +221,8 @@ def check(p: Problem) -> None:
 def described(p: Problem) -> str:
     """Its norm, and its result where that is in fp8."""
     scaled = {"tensor": ", fp8 by one scale", "rows": ", fp8 by rows"}.get(p.quantized, "")
-    return f" {p.norm} eps {p.eps:g}" + " +residual" * p.residual + scaled
+    eps = f" eps {p.eps:g}" if p.eps else ""
+    return f" {p.norm}{eps}" + " +residual" * p.residual + scaled
 
 
 OPERATION = Operation(

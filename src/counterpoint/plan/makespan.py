@@ -6,7 +6,7 @@ candidates; `model.estimate` knows the rest. Where rows are uneven, copies and s
 longest shard, and matmuls of shards of the mean: a rank multiplies all of them.
 """
 
-from counterpoint.costs import NO_TILES, Tiles
+from counterpoint.costs import NO_TILES, Tiles, own_matmul
 from counterpoint.machine import Machine
 from counterpoint.plan.finer import Kind
 from counterpoint.problem import Problem
@@ -224,4 +224,5 @@ def _matmul_s(
         costs.matmul_s(*size, p.operand_bytes, machine.sms, tiles.get(size), again=more)
         for size, more in (((p.m, p.n, p.k), False), ((rows, n or p.n, k or p.k), again))
     )
-    return part_s * costs.settling(whole_s)
+    factor = own_matmul(rows) if p.invariant else 1.0
+    return part_s * costs.settling(whole_s) * factor

@@ -4,8 +4,7 @@ A persistent matmul takes every SM and keeps them to its end; a collective launc
 waits for all of that. So a short delay stands before a compute stage that follows a collective.
 The delay is a guess, bounded and calibrated: CUDA tells nobody when the blocks of another library's
 kernel have started. Its launch-order edges between graph nodes would, but act as full dependencies
-behind kernels that are launched in clusters, as NCCL's are (4xH200, driver 580, 2026-11:
-`benchmarks/ask_sharing.py`, question E).
+behind kernels that are launched in clusters, as NCCL's are (4xH200, driver 580, 2026-11).
 """
 
 import math

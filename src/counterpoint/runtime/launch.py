@@ -7,6 +7,7 @@ and SMs are left for a collective of another group, which may have been launched
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,6 +91,7 @@ class Launch:
         self._places = [names.index(each) for each in given]
         self._template = [fixed.get(each) for each in names]
         self._fixed = fixed  # once compiled, the template has no more than addresses
+        self._compiled: Any = None
         self._run: Callable[..., None] | None = None
         self.programs = grid.programs(INTERPRETED_BLOCKS)
 
@@ -110,10 +112,20 @@ class Launch:
             except (OutOfResources, CompilationError, PTXASError) as error:
                 raise UnsupportedError(f"{self._name}: its kernel does not fit: {error}") from error
         self.programs = self._grid.programs(resident)
-        self._run = compiled[(self.programs, 1, 1)]
+        self._compiled, self._run = compiled, compiled[(self.programs, 1, 1)]
         # the binder asks the driver about each tensor, at each launch
         self._template = [v.data_ptr() if isinstance(v, Tensor) else v for v in self._template]
         return self
+
+    def over(self, work: int) -> "Launch":
+        """The same kernel for so many items, where each has a program: not compiled again."""
+        assert self._grid.each
+        found = copy(self)
+        found._grid = Grid(work, reserve=self._grid.reserve, each=True)
+        found.programs = found._grid.programs(0)
+        if self._compiled is not None:
+            found._run = self._compiled[(found.programs, 1, 1)]
+        return found
 
     def __call__(self, *given: object) -> None:
         """Launch on the current stream; tensors lie as those that it was compiled for."""

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.runtime.far_lines import PERIOD_S, FarLines
 from counterpoint.runtime.ranks import describe_process
-from counterpoint.runtime.store import gather_by_store
+from counterpoint.runtime.store import gather_by_store, refuse_by_store
 from counterpoint.runtime.symmetric_cpu import allocate_cpu
 from counterpoint.runtime.symmetric_memory import SymmetricMemory
 
@@ -99,7 +99,7 @@ class NoticeBoard:
         self.fault: CounterpointError | None = None
         self.facts: dict[int, Facts] = {}
         self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
-        self._by_store = gather_by_store(group, f"counterpoint/{device}", timeout_s, self.names)
+        self._by_store = gather_by_store(group, _place(device), timeout_s, self.names)
         memory: SymmetricMemory | None = None
         on_gpu = device == "cuda"
         # x86 keeps the order of stores; elsewhere a digest may be seen after the call's number
@@ -135,7 +135,7 @@ class NoticeBoard:
         self._copied = own[:-PAGE_BYTES], other[:-PAGE_BYTES]
         if self.ranks > 1:
             (turn, *_) = self._by_store(time.time_ns())
-            self._far = FarLines(group, f"counterpoint/{device}/{turn}", self.timeout_s)
+            self._far = FarLines(group, f"{_place(device)}/{turn}", self.timeout_s)
             self._peers = [(self.rank + 1) % self.ranks]
         return [own if r == self.rank else other for r in range(self.ranks)]
 
@@ -607,6 +607,17 @@ class HeldUp:
                 rank=by[0],
                 step="check",
             ))  # fmt: skip
+
+
+def refuse_first(error: CounterpointError, group: dist.ProcessGroup, device: str) -> None:
+    """Say that this rank has refused the first call of a group, which has no board by then."""
+    text = f"{error} (rank {dist.get_rank(group)} has refused the call)"
+    refuse_by_store(group, _place(device), _told(error, text))
+
+
+def _place(device: str) -> str:
+    """Where ranks that make a board meet, in the store of their group."""
+    return f"counterpoint/{device}"
 
 
 def digest_of(facts: object) -> int:

@@ -8,16 +8,18 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import PeerTimeoutError, UnsupportedError
+from counterpoint.errors import CounterpointError, PeerTimeoutError, UnsupportedError
 
 POLL_S = 2e-3
 ANSWER_S = 1.5  # a store that takes longer is cut off
+REFUSED = "refused"  # behind the name of a meeting: why a rank does not come to it
 T = TypeVar("T")
 
 
@@ -74,15 +76,14 @@ def gather_by_store(
 
     Raises:
         PeerTimeoutError: the store is gone. Its function: or a rank did not come.
+        CounterpointError: its function, at its first call: a rank has refused to come, and why.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks == 1:
         return _alone
     try:
         store = store_of(group)
-        # a group may come to it anew, after what it had was released
-        arrivals = answer_of(store.add, f"{name}/arrivals", 1, within_s=timeout_s)
-        turn = (arrivals - 1) // ranks
+        turn = answer_of(_turn, store, name, rank, within_s=timeout_s)
     except RuntimeError as error:
         raise _gone(f"{error}") from error
     count, called = 0, names or [f"rank {r}" for r in range(ranks)]
@@ -102,6 +103,8 @@ def gather_by_store(
                 awaited = r
                 while not answer(store.check, [key]):
                     check()
+                    if count == 1 and answer(store.check, [f"{name}/{turn}/{REFUSED}"]):
+                        raise pickle.loads(answer(store.get, f"{name}/{turn}/{REFUSED}"))
                     if time.monotonic() > deadline_s:
                         missing = [r for r in range(ranks) if not answer(store.check, [keys[r]])]
                         if missing:  # else the last one has just come
@@ -116,6 +119,29 @@ def gather_by_store(
             raise _gone(f"{error}{waited}") from error
 
     return gather
+
+
+def refuse_by_store(group: dist.ProcessGroup, name: str, error: CounterpointError) -> None:
+    """Tell the ranks that come to their first `gather_by_store` that this one will not.
+
+    It counts as having come: whoever hears of it is in step with this rank again.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if ranks == 1:
+        return
+
+    def tell() -> None:
+        store = store_of(group)
+        turn = _turn(store, name, rank)
+        store.set(f"{name}/{turn}/{REFUSED}", pickle.dumps(error))
+
+    with suppress(RuntimeError, UnsupportedError):  # the store is gone, and the others hear of that
+        answer_of(tell, within_s=ANSWER_S)
+
+
+def _turn(store: Any, name: str, rank: int) -> int:
+    """How often this rank has come to the first meeting: again, after what it had was released."""
+    return store.add(f"{name}/arrivals/{rank}", 1)
 
 
 def _alone(value: Any, check: object = None) -> list[Any]:

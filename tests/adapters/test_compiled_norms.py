@@ -1,0 +1,119 @@
+"""Norms behind all-reduces in compiled models: which become one operator, and which are left."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from compiled import overlap_pass, quick
+from on_ranks import on_ranks
+from rank_bodies import by_reference, world
+from torch import Tensor
+
+N = 24
+Layer = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def summed(x: Tensor) -> Tensor:
+    """Of what no matmul makes."""
+    return collectives.all_reduce(torch.relu(x), "sum", world())
+
+
+def with_residual(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    h = residual + summed(x)
+    return F.rms_norm(h, (N,), weight, 1e-5), h
+
+
+def alone(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    h = summed(x)
+    return F.rms_norm(h, (N,), weight, 1e-5), h * residual
+
+
+def rounded_before(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    """As of transformers."""
+    h = summed(x) + residual
+    wide = h.float()
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    return weight * unit.to(h.dtype), h
+
+
+def of_columns(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    h = summed(x) + residual
+    wide = h.float()
+    unit = wide * torch.rsqrt(wide.square().mean(0, keepdim=True) + 1e-5)
+    return (unit * weight).to(h.dtype), h
+
+
+def read_between(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    h = summed(x) + residual
+    mean = h.float().pow(2).mean(-1, keepdim=True)
+    return (h.float() * torch.rsqrt(mean + 1e-5) * weight).to(h.dtype), mean
+
+
+def no_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return summed(x) + residual, weight
+
+
+def operands(rank: int, rows: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """x of this rank; a residual and a weight of all."""
+    own, alike = (torch.Generator().manual_seed(seed) for seed in (rank + 1, 99))
+    x = torch.randn(*rows, N, generator=own)
+    shared = [torch.randn(*shape, N, generator=alike) for shape in (rows, ())]
+    return [t.to(dtype) for t in (x, *shared)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layer", [with_residual, alone])
+@on_ranks(2)
+def test_a_norm_behind_an_all_reduce(rank: int, ranks: int, layer: Layer, dynamic: bool):
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.compiler.reset()
+        overlap = overlap_pass()
+        with torch.no_grad(), by_reference(), quick(overlap) as backend:
+            compiled = torch.compile(layer, backend=backend, dynamic=dynamic)
+            for rows in ((5,), (2, 3)):
+                given = operands(rank, rows, dtype)
+                y, h = compiled(*given)
+                x, residual, weight = (t.double() for t in given)
+                total = torch.relu(x)
+                dist.all_reduce(total)
+                exact = total + residual if layer is with_residual else total
+                most = 2 * torch.finfo(dtype).eps
+                want = F.rms_norm(h.double() if layer is with_residual else exact, (N,), weight,
+                                  1e-5)  # fmt: skip
+                other = exact if layer is with_residual else exact * residual
+                for got, right in ((y, want), (h, other)):
+                    assert got.dtype == dtype
+                    assert (got.double() - right).norm() <= 2 * most * right.norm()
+        for report in overlap.reports:
+            assert [one.operator for one in report.found] == ["all_reduce_rms_norm"], str(report)
+
+
+@pytest.mark.parametrize("layer", [rounded_before, of_columns, read_between, no_norm])
+@on_ranks(2)
+def test_what_is_left_is_as_it_was(rank: int, ranks: int, layer: Layer):
+    given = operands(rank, (5,), torch.bfloat16)
+    overlap = overlap_pass()
+    with torch.no_grad(), by_reference(), quick(overlap) as backend:
+        with pytest.warns(Warning, match="no matmul, but relu stands before it"):
+            got = torch.compile(layer, backend=backend)(*given)
+        for one, want in zip(got, layer(*given), strict=True):
+            torch.testing.assert_close(one, want)
+    (one,) = overlap.reports[0].found
+    assert not one.operator and one.reason == "no matmul, but relu stands before it"
+
+
+@on_ranks(2)
+def test_in_training_it_is_left(rank: int, ranks: int):
+    """Its backward reads what stands between."""
+    x, residual, weight = operands(rank, (5,), torch.float32)
+    overlap = overlap_pass()
+    with by_reference(), quick(overlap) as backend:
+        compiled = torch.compile(with_residual, backend=backend)
+        with pytest.warns(Warning, match="no matmul, but relu stands before it"):
+            y, h = compiled(x, residual, weight.requires_grad_())
+        (y.sum() + h.sum()).backward()
+    assert weight.grad is not None and not overlap.reports[0].found[0].operator
