@@ -157,7 +157,7 @@ def test_the_dispatcher(rank: int, ranks: int, plan: str):
     anchor = torch.empty(0, requires_grad=True)
     arguments = (bags.tables, bags.indices, bags.offsets, bags.weights, anchor, False, True, False,
                  dims, list(p.rows), torch.float32, rank, plan,
-                 world().group_name)  # fmt: skip
+                 world().group_name, "", None, [])  # fmt: skip
     op = torch.ops.counterpoint.embedding_bag_all_to_all
     results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
     compiled = torch.compile(lambda *a: op(*a), backend="aot_eager", fullgraph=True)

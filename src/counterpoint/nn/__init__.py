@@ -5,12 +5,15 @@ from counterpoint.nn.experts import ExpertParallelMLP
 from counterpoint.nn.fully_sharded import FullyShardedLinear
 from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gather_once, to_fp8
 from counterpoint.nn.replicated import copy_to_group
+from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad
 
 __all__ = [
+    "SGD",
     "ColumnParallelLinear",
     "ExpertParallelMLP",
     "FullyShardedLinear",
     "RowParallelLinear",
+    "RowWiseAdagrad",
     "ShardedEmbeddingBags",
     "copy_to_group",
     "gather_once",
