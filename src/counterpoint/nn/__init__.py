@@ -7,13 +7,13 @@ from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gath
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad
 
-__all__ = [
-    "SGD",
+__all__ = [  # noqa: RUF022  (as sorted() has them)
     "ColumnParallelLinear",
     "ExpertParallelMLP",
     "FullyShardedLinear",
     "RowParallelLinear",
     "RowWiseAdagrad",
+    "SGD",
     "ShardedEmbeddingBags",
     "copy_to_group",
     "gather_once",

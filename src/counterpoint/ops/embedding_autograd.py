@@ -224,10 +224,10 @@ def _updated(
     """
     steps = update.steps
     if steps.count != step:
-        raise InputError(
-            OP, "backward", want="one for each forward, before the next one", fix=STALE,
-            got=f"tables that {steps.count - step} updates have changed since the forward",
-        )  # fmt: skip
+        got = f"tables that {steps.count - step} updates have changed since the forward"
+        fix = "a fused optimizer cannot add up gradients of several calls"
+        raise InputError(OP, "backward", want="one for each forward, before the next one", got=got,
+                         fix=fix)  # fmt: skip
     steps.count += 1
     dims, batch, rank, group_name = sent
     if needed.weights:
@@ -237,6 +237,3 @@ def _updated(
     p = problem_from(dims, batch, dy.dtype)
     update_beside(update, dy.detach(), pooled, lambda dy: exchange(dy, p, rank, group_name))
     return None
-
-
-STALE = "a fused optimizer updates tables in each backward, and cannot add up gradients of several"
