@@ -176,14 +176,21 @@ def table_gradient_kernel(
                 for first in range(0, dim.to(tl.int32), BLOCK_D):
                     there = first + cols < dim
                     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-                    for entry in range(begin, end, ROWS):
-                        live = entry + lanes < end
-                        bag = tl.load(bags_ptr + (entry + lanes), mask=live, other=0).to(tl.int64)
-                        term_ptrs = dy_ptr + (bag * stride + column) * VEC + first + cols
-                        term = tl.load(term_ptrs, mask=live & there, other=0.0).to(tl.float32)
-                        if SCALED:
-                            term *= tl.load(scales_ptr + (entry + lanes), mask=live, other=0.0)
-                        acc += term
+                    for low_entry in range(begin, end, ROWS * UNROLL):
+                        terms = ()
+                        for u in tl.static_range(UNROLL):
+                            entry = low_entry + u * ROWS + lanes
+                            live = entry < end
+                            bag = tl.load(bags_ptr + entry, mask=live, other=0).to(tl.int64)
+                            term_ptrs = dy_ptr + (bag * stride + column) * VEC + first + cols
+                            term = tl.load(term_ptrs, mask=live & there, other=0.0)
+                            terms = terms + (term,)  # noqa: RUF005
+                        for u in tl.static_range(UNROLL):
+                            term = terms[u].to(tl.float32)
+                            if SCALED:
+                                entry = low_entry + u * ROWS + lanes
+                                term *= tl.load(scales_ptr + entry, mask=entry < end, other=0.0)
+                            acc += term
                     partial_ptr = partials_ptr + tl.cast(slot, tl.int64) * width + first
                     tl.store(partial_ptr + cols, tl.sum(acc, 0)[None, :], mask=there)
 

@@ -24,7 +24,7 @@ from counterpoint.runtime.embedding_layout import (
 PROGRAMS = 1 << 12
 TILE = 1024  # elements of dy at a time: of several rows, or of several entries of a long one
 NUM_WARPS = 2
-UNROLL = 4
+UNROLL = 2
 SEGMENT = 128  # entries of a row that one program adds up
 LONG_PROGRAMS, LONG_TILE, LONG_WARPS = 1 << 9, 1 << 13, 8
 BLOCK = 1024  # entries, of what is said of each
