@@ -215,6 +215,7 @@ class ShardedEmbeddingBags(Grouped):
                 fix = "give it to no other optimizer"
                 got = "one that asks for it" if weight.grad is None else "one that has it"
                 raise InputError(name, f"table_{t}", want=want, got=got, fix=fix)
+        self._steps.join()  # one is under way if something else in its backward has raised
         kind = "sgd" if isinstance(optimizer, SGD) else "rowwise_adagrad"
         return Update(kind, self._rates, self._sums(), self._steps)
 

@@ -166,7 +166,6 @@ class Eager(torch.autograd.Function):
         tables, indices, offsets, _, _, last, _, _, _, out, _ = given
         if how.update is not None:
             ctx.step = how.update.steps.count
-            how.update.steps.join()
         y = ready(tables, indices, offsets, weights, last, placed, out)
         saved = tables if weights is not None and how.update is None else ()
         ctx.save_for_backward(indices, offsets, weights, anchor, *saved)

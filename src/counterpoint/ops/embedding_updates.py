@@ -26,6 +26,7 @@ from counterpoint.ops.embedding_gradients import (
 )
 from counterpoint.ops.register import register
 from counterpoint.runtime.launch_embedding_gradient import Tables, sum_rows, tables_of
+from counterpoint.runtime.workspace import refuse_capture
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,16 @@ class Steps:
             self.beside = None
 
     def placed(self, tables: Sequence[Tensor], sums: Sequence[Tensor]) -> Tables:
-        """The tables as kernels take them; copied to the GPU where they have not lain before."""
+        """The tables as kernels take them; copied to the GPU when they lie elsewhere than before.
+
+        Raises:
+            InputError: they have to be copied while a graph is captured.
+        """
         key = (*map(Tensor.data_ptr, tables), *map(Tensor.data_ptr, sums))
         found = self.tables.get(key)
         if found is None:
+            if tables[0].is_cuda:
+                refuse_capture("tables that lie where none did in an earlier backward")
             found = tables_of(tables, first_rows(tables)[:-1], tables[0], sums)
             self.tables = {key: found}
         return found
