@@ -278,10 +278,10 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
     text = "self must be a module with dense gradients, got one that has an optimizer"
     found += wrongly_refused(plain.fuse_optimizer, sgd, [({}, text)])
     rates: list[Refusal] = [
-        ({"lr": -1.0}, "lr must be a number >= 0, got -1.0"),
-        ({"lr": float("nan")}, "lr must be a number >= 0, got nan"),
-        ({"lr": "1"}, "lr must be a number >= 0, got '1'"),
-        ({"eps": True}, "eps must be a number >= 0, got True"),
+        ({"lr": -1.0}, "lr must be a number from 0 to 1e+06, got -1.0"),
+        ({"lr": float("nan")}, "lr must be a number from 0 to 1e+06, got nan"),
+        ({"lr": "1"}, "lr must be a number from 0 to 1e+06, got '1'"),
+        ({"eps": True}, "eps must be a number from 0 to 1e+06, got True"),
     ]
     found += wrongly_refused(cnn.RowWiseAdagrad, {"lr": 1.0}, rates)
     batch = batch_of(ranks, 1)

@@ -20,7 +20,6 @@ from counterpoint.ops.embedding_updates import (
     RowWiseAdagrad,
     Steps,
     Update,
-    check_rates,
 )
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.steps import Plan
@@ -182,12 +181,11 @@ class ShardedEmbeddingBags(Grouped):
         """The fused optimizer's from now on, also in captured graphs and compiled models.
 
         Raises:
-            InputError: it is no number >= 0, or there is no fused optimizer.
+            InputError: it is no number from 0 to 1e6, or there is no fused optimizer.
         """
-        name = "set_learning_rate"
         if self.fused_optimizer is None:
-            raise InputError(name, "fused_optimizer", want="SGD or RowWiseAdagrad", got=None)
-        check_rates(name, lr=lr)
+            want = "SGD or RowWiseAdagrad"
+            raise InputError("set_learning_rate", "fused_optimizer", want=want, got=None)
         self.fused_optimizer = replace(self.fused_optimizer, lr=lr)
         self._rates[:1].fill_(lr)
 

@@ -9,7 +9,6 @@ beside them.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
-from counterpoint.errors import InputError
 from counterpoint.ops.embedding_gradients import (
     Lookups,
     first_rows,
@@ -25,6 +23,7 @@ from counterpoint.ops.embedding_gradients import (
     sums_on_cpu,
 )
 from counterpoint.ops.register import register
+from counterpoint.ranges import check
 from counterpoint.runtime.launch_embedding_gradient import Tables, sum_rows, tables_of
 from counterpoint.runtime.workspace import refuse_capture
 
@@ -36,7 +35,7 @@ class SGD:
     row -= lr * scale * gradient, in fp32, rounded once to the dtype of the table.
 
     Args:
-        lr: learning rate, >= 0, at first: see `ShardedEmbeddingBags.set_learning_rate`.
+        lr: learning rate, 0 to 1e6, at first: see `ShardedEmbeddingBags.set_learning_rate`.
         scale: factor of gradients, which are sums over the samples of all ranks. Beside
             DistributedDataParallel, which averages, pass one over the number of ranks.
 
@@ -48,7 +47,7 @@ class SGD:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_rates("SGD", lr=self.lr, scale=self.scale)
+        check("SGD", self)
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -66,7 +65,7 @@ class RowWiseAdagrad:
 
     Args:
         lr, scale: see `SGD`.
-        eps: epsilon, >= 0.
+        eps: epsilon, 0 to 1e6.
 
     Raises:
         InputError: a number is none, or out of its range.
@@ -77,7 +76,7 @@ class RowWiseAdagrad:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_rates("RowWiseAdagrad", lr=self.lr, eps=self.eps, scale=self.scale)
+        check("RowWiseAdagrad", self)
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -86,18 +85,6 @@ class RowWiseAdagrad:
 
 
 FusedOptimizer = SGD | RowWiseAdagrad
-
-
-def check_rates(op: str, **rates: float) -> None:
-    """Refuse what is no number >= 0.
-
-    Raises:
-        InputError: names it.
-    """
-    for name, rate in rates.items():
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not number or not isfinite(rate) or rate < 0:
-            raise InputError(op, name, want="a number >= 0", got=repr(rate))
 
 
 class Steps:
