@@ -3,6 +3,7 @@
 import random
 import tempfile
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,38 @@ def test_what_is_saved_of_an_output(rank: int, ranks: int, turns: int):
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 squares.backward()
+
+
+@on_ranks(2)
+def test_outputs_in_a_compiled_model(rank: int, ranks: int):
+    """The call runs between two graphs, in turns, and gradients come through it."""
+    out = cp.PooledOutputs(24, torch.float32, 6)
+    table = random_bags((4, 8), 6, seed=rank).tables[1].requires_grad_()
+    scale = torch.tensor(2.0)
+
+    def both(indices: torch.Tensor, offsets: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        y = cp.embedding_bag_all_to_all(
+            [first, table], indices, offsets, include_last_offset=True, out=out
+        )
+        return (y * scale).square()
+
+    # torch's compiler looks for .grad of what comes out of the call
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    compiled = torch.compile(both, backend="aot_eager")
+    for seed in range(4):
+        bags = random_bags((4, 8), 6, seed=9 * rank + seed)
+        first = bags.tables[0].requires_grad_()
+        found: list[tuple[torch.Tensor, ...]] = []
+        for call in (both, compiled):
+            table.grad = first.grad = None
+            squares = call(bags.indices % 17, bags.offsets, first)
+            squares.sum().backward()
+            assert table.grad is not None and first.grad is not None
+            found.append((squares.detach().clone(), table.grad, first.grad))
+        assert all(map(torch.equal, *found)) and bool(found[0][1].any())
+    whole = torch.compile(lambda *given: both(*given), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="PooledOutputs take turns"):
+        whole(bags.indices, bags.offsets, first)
 
 
 @on_ranks(2)

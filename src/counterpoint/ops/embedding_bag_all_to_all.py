@@ -72,7 +72,8 @@ def embedding_bag_all_to_all(
         dtype: of the tables, where there are none.
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
-        out: where peers write to; else there, and one more copy.
+        out: where peers write to; else there, and one more copy. Where torch compiles, such a call
+            runs between two graphs.
         plan: "fused": one kernel, which stores rows where they belong in their owner's output;
             "serial": a lookup, the library's all-to-all and a concat; "islands", of ranks on
             several: chunks of what another island owns are exchanged while the next is pooled;
@@ -114,6 +115,8 @@ def called(
         raise InputError(OP, "sparse", want="True or False", got=repr(sparse))
     tables, indices, offsets, weights, _, last, _, _, _, out, _ = given
     if torch.compiler.is_compiling():
+        if out is not None:
+            return _between_graphs(given, sparse, group, update)
         asked = Asked._make(given)
         return _operator(asked, described(asked, sparse, group), group, update)
     if type(indices) is Tensor and indices.is_cuda and (
@@ -135,6 +138,12 @@ def called(
     return Eager.apply(ready, placed, given, how, weights, ANCHOR, *filter(TRAINED, tables))  # pyright: ignore[reportReturnType]
 
 
+@torch.compiler.disable(reason="outputs of counterpoint.PooledOutputs take turns")
+def _between_graphs(*given: Any) -> Tensor:
+    """A call that a compiler leaves out: no graph may return the same memory each other time."""
+    return called(*given)
+
+
 def _operator(
     asked: Asked, flat: tuple[Any, ...], group: dist.ProcessGroup, update: Update | None
 ) -> Tensor:
@@ -154,8 +163,6 @@ def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any
         InputError: an argument is wrong, or it cannot be known from the arguments alone.
     """
     check_bags(*asked[:6])
-    if asked.out is not None:
-        raise InputError(OP, "out", want="None while compiling", got=type(asked.out).__name__)
     if asked.dims is None:
         raise InputError(OP, "dims", want="given while compiling", got=None)
     tables, batch, ranks = asked.tables, asked.batch, group.size()
