@@ -72,8 +72,7 @@ def embedding_bag_all_to_all(
         dtype: of the tables, where there are none.
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
-        out: where peers write to; else there, and one more copy. Where torch compiles, such a call
-            runs between two graphs.
+        out: where peers write to, also in compiled models, between two graphs; else one more copy.
         plan: "fused": one kernel, which stores rows where they belong in their owner's output;
             "serial": a lookup, the library's all-to-all and a concat; "islands", of ranks on
             several: chunks of what another island owns are exchanged while the next is pooled;

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from counterpoint.ops.embedding_gradients import (
     Lookups,
+    at_once,
     first_rows,
     sorted_by_row,
     sums_on_cpu,
@@ -64,8 +65,9 @@ class RowWiseAdagrad:
     rule of FBGEMM's and torchrec's row-wise Adagrad.
 
     Args:
-        lr, scale: see `SGD`.
+        lr: see `SGD`.
         eps: epsilon, 0 to 1e6.
+        scale: see `SGD`.
 
     Raises:
         InputError: a number is none, or out of its range.
@@ -145,7 +147,7 @@ class Update(NamedTuple):
 
 
 def apply_update(
-    update: Update, dy: Tensor, pooled: Lookups, wait: Callable[[], object] | None = None
+    update: Update, dy: Tensor, pooled: Lookups, wait: Callable[[], object] = at_once
 ) -> None:
     """Update all rows that were named, each once.
 
@@ -156,17 +158,15 @@ def apply_update(
     kind, rates, sums, steps = update
     tables = pooled.tables
     runs = bool(tables) and pooled.indices.numel() > 0
-    if not (runs and dy.is_cuda):
-        if wait is not None:
-            wait()
-        if runs:
-            _update_on_cpu(update, dy, pooled)
-    else:
+    if runs and dy.is_cuda:
         placed = steps.placed(tables, sums)
         entries = sorted_by_row(pooled, placed, len(dy))
-        if wait is not None:
-            wait()
+        wait()
         sum_rows(placed, dy, entries, kind, rates)
+    else:
+        wait()
+        if runs:
+            _update_on_cpu(update, dy, pooled)
     increment_version([*tables, *sums])  # what autograd has saved of them is another now
 
 
