@@ -156,7 +156,7 @@ def test_other_layers_run_beside_the_update(gpus):
             assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-5)
         for one, other in zip(bags.weights, plain.weights, strict=True):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-            one.copy_(other)  # no difference of rounding goes on
+            one.data.copy_(other.data)  # no difference of rounding goes on
     torch.cuda.synchronize()
     cp.check()
 

@@ -192,7 +192,8 @@ TYPES = {"dy_ptr": "*bf16", "bags_ptr": "*i32", "scales_ptr": "*fp32", "rows_ptr
 
 @pytest.mark.parametrize("writes", ["rows", "named", "sgd", "rowwise_adagrad"])
 def test_gradients_are_loaded_16_bytes_at_a_time(writes: str):
-    constants = {"DTYPE": tl.bfloat16, "WRITES": writes, "SCALED": True, "SEGMENT": 128, "ROWS": 8,
+    constants = {"DTYPE": tl.bfloat16, "WRITES": writes, "SCALED": True,
+                 "SEGMENT": launches.SEGMENT, "ROWS": launches.TILE // 128,
                  "UNROLL": launches.UNROLL, "BLOCK_D": 128, "VEC": 8}  # fmt: skip
     found = compiled(table_gradient_kernel, 90, TYPES, constants,
                      num_warps=launches.NUM_WARPS,
@@ -205,8 +206,8 @@ def test_gradients_are_loaded_16_bytes_at_a_time(writes: str):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_what_is_beside_it_compiles(capability: int):
     types = {k: v for k, v in TYPES.items() if k in long_rows_kernel.arg_names}
-    constants = {"DTYPE": tl.bfloat16, "WRITES": "rows", "SEGMENT": 128, "STEP": 64,
-                 "BLOCK_D": 128, "VEC": 8}  # fmt: skip
+    constants = {"DTYPE": tl.bfloat16, "WRITES": "rows", "SEGMENT": launches.SEGMENT,
+                 "STEP": launches.LONG_TILE // 128, "BLOCK_D": 128, "VEC": 8}  # fmt: skip
     assert not compiled(long_rows_kernel, capability, types, constants, num_warps=8).spills
     types = {"indices_ptr": "*i64", "bags_ptr": "*i64", "tables_ptr": "*i64", "names_ptr": "*i32",
              "n": "i32", "num_bags": "i32"}  # fmt: skip
@@ -215,7 +216,7 @@ def test_what_is_beside_it_compiles(capability: int):
              "starts_ptr": "*i32", "tables_ptr": "*i32", "sorted_bags_ptr": "*i32",
              "sorted_scales_ptr": "*fp32", "marks_ptr": "*i32", "n": "i32",
              "num_bags": "i32"}  # fmt: skip
-    constants = {"SCALED": True, "SEGMENT": 128, "BLOCK": 1024}
+    constants = {"SCALED": True, "SEGMENT": launches.SEGMENT, "BLOCK": launches.BLOCK}
     assert not compiled(mark_rows_kernel, capability, types, constants, num_warps=4).spills
 
 
