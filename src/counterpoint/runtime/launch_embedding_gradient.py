@@ -21,7 +21,7 @@ from counterpoint.runtime.embedding_layout import (
     vector_of,
 )
 
-# H200, 2026-11, a million rows of 128 columns in bf16, of 13 settings: the best where bags are long,
+# H200, 2026-11, a million rows of 128 columns in bf16: of 13 settings the best where bags are long,
 # at most 20 us from it where they have one index
 PROGRAMS = 1 << 14
 TILE = 512  # elements of dy at a time: of several rows, or of several entries of a long one
