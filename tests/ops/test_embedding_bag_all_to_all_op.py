@@ -468,8 +468,8 @@ def test_outputs_in_a_compiled_model(rank: int, ranks: int):
     # torch's compiler looks for .grad of what comes out of the call
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     compiled = torch.compile(both, backend="aot_eager")
-    for seed in range(4):
-        bags = random_bags((4, 8), 6, seed=9 * rank + seed)
+    several = [random_bags((4, 8), 6, seed=9 * rank + seed) for seed in range(4)]
+    for bags in several:
         first = bags.tables[0].requires_grad_()
         found: list[tuple[torch.Tensor, ...]] = []
         for call in (both, compiled):
@@ -481,7 +481,7 @@ def test_outputs_in_a_compiled_model(rank: int, ranks: int):
         assert all(map(torch.equal, *found)) and bool(found[0][1].any())
     whole = torch.compile(lambda *given: both(*given), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="PooledOutputs take turns"):
-        whole(bags.indices, bags.offsets, first)
+        whole(several[0].indices, several[0].offsets, several[0].tables[0])
 
 
 @on_ranks(2)
