@@ -479,7 +479,11 @@ def test_outputs_in_a_compiled_model(rank: int, ranks: int):
             assert table.grad is not None and first.grad is not None
             found.append((squares.detach().clone(), table.grad, first.grad))
         assert all(map(torch.equal, *found)) and bool(found[0][1].any())
-    whole = torch.compile(lambda *g: both(g[0], g[1], g[2]), backend="aot_eager", fullgraph=True)
+
+    def afresh(*given: Any) -> torch.Tensor:
+        return both(*given)
+
+    whole = torch.compile(afresh, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="PooledOutputs take turns"):
         whole(several[0].indices, several[0].offsets, several[0].tables[0])
 
