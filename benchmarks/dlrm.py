@@ -3,9 +3,10 @@
 26 embedding tables, each whole on one rank; on all ranks a bottom MLP, a low-rank cross network of
 its output and all pooled rows, and a top MLP. A rank pools its tables for all samples, and gets the
 rows of all tables for its own: in one call, or by an EmbeddingBag a table, an all-to-all and a
-concat. Tables are cut to `Sizes.rows` and have dense gradients.
+concat. Tables are cut to `Sizes.rows` and have dense gradients, or a fused optimizer.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -76,8 +77,10 @@ class Dense(nn.Module):
         self.up = nn.ModuleList(nn.Linear(rank, columns) for _ in range(layers))
         self.top = mlp(columns, *s.top)
 
-    def forward(self, features: Tensor, pooled: Tensor) -> Tensor:
-        first = torch.cat([self.bottom(features).to(pooled.dtype), pooled], 1)
+    def forward(self, features: Tensor, pool: Callable[[], Tensor]) -> Tensor:
+        # before the tables: its backward then comes after theirs, beside a fused update
+        own, pooled = self.bottom(features), pool()
+        first = torch.cat([own.to(pooled.dtype), pooled], 1)
         x = first
         for down, up in zip(self.down, self.up, strict=True):  # the cross network
             x = first * up(down(x)) + x
@@ -150,13 +153,13 @@ class Training:
         self.dense = nn.parallel.DistributedDataParallel(dense)  # averages gradients over ranks
         # tables' are a sum: longer by a factor, of which Adagrad makes little. eps: a gradient
         # that is nothing but rounding moves nothing
-        parameters = [*dense.parameters(), *tables.parameters()]
+        parameters = [p for m in (dense, tables) for p in m.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adagrad(parameters, lr=s.lr, eps=1e-4)
 
     def forward(self, batch: Batch) -> Tensor:
         """The mean loss of own samples."""
         with torch.autocast(batch.clicked.device.type, self.dtype, self.dtype != torch.float32):
-            logits = self.dense(batch.features, self.tables(batch.indices))
+            logits = self.dense(batch.features, lambda: self.tables(batch.indices))
         return F.binary_cross_entropy_with_logits(logits.float(), batch.clicked)
 
     def forward_backward(self, batch: Batch) -> Tensor:
@@ -165,6 +168,12 @@ class Training:
         loss = self.forward(batch)
         loss.backward()
         return loss.detach()
+
+    def step(self, batch: Batch) -> Tensor:
+        """The same, and the optimizer's step."""
+        loss = self.forward_backward(batch)
+        self.optimizer.step()
+        return loss
 
 
 def batch_of(s: Sizes, own: tuple[int, ...], seed: int, device: torch.device) -> Batch:

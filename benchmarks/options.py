@@ -11,9 +11,9 @@ from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
 
 NAMES = (
-    "overlap", "few_rows", "decode", "experts", "embedding", "attention", "steps", "training",
-    "resources", "copies", "transports", "losses", "ficco", "evaluate", "compile", "soak",
-    "norms", "fp8", "attention_replay", "epilogue", "expert_layer",
+    "overlap", "few_rows", "decode", "experts", "embedding", "embedding_gradient",
+    "attention", "steps", "training", "resources", "copies", "transports", "losses", "ficco",
+    "evaluate", "compile", "soak", "norms", "fp8", "attention_replay", "epilogue", "expert_layer",
 )  # fmt: skip
 # with --paper: a paper's own experiments, at its sizes
 PAPER = {name: f"paper_{name}" for name in ("resources", "thread_blocks", "fused")}

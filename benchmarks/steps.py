@@ -1,6 +1,7 @@
 """Whole steps, forward and backward: a DLRM and layers of experts, fused and unfused.
 
-DLRM, the model of benchmarks/dlrm.py (all but its tables is the same code; no optimizer):
+DLRM, the model of benchmarks/dlrm.py (all but its tables is the same code), without an optimizer,
+and "step" with Adagrad: of dense gradients, or fused, row-wise, of the tables of "fused":
 
     fused    bags and their all-to-all in one kernel, into outputs of their own
     torch    a torch.nn.EmbeddingBag for each table, all_to_all_single, cat
@@ -37,7 +38,7 @@ from benchmarks.steps_experts import experts_arms
 from benchmarks.tables import measured, ms
 from counterpoint.measure.timing import relative_error
 
-DLRM, BOTH = "DLRM-DCNv2", "forward + backward"
+DLRM, BOTH, STEP = "DLRM-DCNv2", "forward + backward", "step"
 SETS = 3  # batches in rotation
 EXACT = 2**-9  # a relative error as small as that is of rounding to bf16 alone
 # in the order of columns; those that are not ours
@@ -96,6 +97,7 @@ def dlrm_arms(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench) -> Arms:
     bags, tables = dlrm_tables(s, dtype, bench)
     dense = dlrm.Dense(s).to(bench.device)
     ways = {n: dlrm.Training(s, t, copy.deepcopy(dense), dtype) for n, t in tables.items()}
+    steps = stepping(s, dense, dtype, bench)
     batches = [dlrm.batch_of(s, bags.own, seed, bench.device) for seed in range(SETS)]
     first, torch_s = batches[0], dlrm.InThree(s, bags, bench.device)
     exact = dlrm.Training(s, copy.deepcopy(torch_s).double(), copy.deepcopy(dense).double(),
@@ -117,6 +119,7 @@ def dlrm_arms(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench) -> Arms:
             f"tables, by {name}": alone(lambda b, way=way: way.tables(b.indices)),
             f"forward, by {name}": alone(way.forward),
             f"{BOTH}, by {name}": lambda i, way=way: way.forward_backward(batches[i % SETS]),
+            f"{STEP}, by {name}": lambda i, way=steps[name]: way.step(batches[i % SETS]),
         }
 
     def check(name: str, _: Tensor) -> list[float]:
@@ -131,6 +134,16 @@ def dlrm_arms(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench) -> Arms:
                 parts=[name for name in calls if not name.startswith(BOTH)])  # fmt: skip
 
 
+def stepping(
+    s: dlrm.Sizes, dense: dlrm.Dense, dtype: torch.dtype, bench: Bench
+) -> dict[str, dlrm.Training]:
+    """The ways once more, with tables that change."""
+    bags, tables = dlrm_tables(s, dtype, bench)
+    bags.fuse_optimizer(cnn.RowWiseAdagrad(s.lr, eps=1e-4, scale=1 / bench.ranks))
+    each = tables.items()
+    return {n: dlrm.Training(s, t, copy.deepcopy(dense), dtype) for n, t in each}
+
+
 def gradients(training: Any) -> list[Tensor]:
     """Of each table, as many on all ranks, and of all else as one vector."""
     dense = torch.cat([p.grad.flatten() for p in training.dense.parameters()])
@@ -143,6 +156,7 @@ MOST_TABLES = 26
 NOTE = (
     "Milliseconds of the slowest rank, eager calls, all ways of a size in one randomised rotation."
 )
+STEP_NOTE = " A step of *fused* has row-wise Adagrad in the tables' backward, the others torch's."
 
 
 # ---- what is said of the rows
@@ -157,7 +171,7 @@ class Step:
         split = {arm: arm.partition(", by ")[::2] for arm in case.main}
         self.seconds = {way: case.s(arm) for arm, (w, way) in split.items() if w == what}
         if self.kind == DLRM:
-            # the backward's all-to-all is not hidden: the bound is that of the forward
+            # the bound is that of the forward
             pooling = case.fastest(arm for arm, (w, _) in split.items() if w == "pooling")
             sides = case.s(pooling), case.s("exchange")
         else:
@@ -178,7 +192,7 @@ def steps_of(rows: Sequence[Row]) -> list[Step]:
     return [
         Step(case, what)
         for case in taken(rows, "model", "size")
-        for what in ("tables", "forward", BOTH)
+        for what in ("tables", "forward", BOTH, STEP)
         if f"{what}, by fused" in case
     ]
 
@@ -217,7 +231,8 @@ def step_table(steps: Sequence[Step], kind: str) -> str:
             f"{what}: torch / fused {_than(some, 'torch')}, the fastest that is not fused / fused "
             f"{_than(some)} (least {worst:.2f})"
         )
-    return measured(head, lines, f"{NOTE} Geometric means: {'; '.join(texts)}.")
+    note = NOTE + STEP_NOTE * any(s.what == STEP for s in steps)
+    return measured(head, lines, f"{note} Geometric means: {'; '.join(texts)}.")
 
 
 def section(found: Mapping[int, list[Row]]) -> str:

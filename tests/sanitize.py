@@ -234,9 +234,9 @@ def gated(at: At) -> None:
 
 
 def embedding(at: At, plan: str) -> None:
-    """2 tables a rank, 8 bags in all; and gradients of tables and weights."""
-    every = [random_bags((8, 16), BAGS, dtype=torch.float16, weighted=True, seed=rank)
-             for rank in range(RANKS)]  # fmt: skip
+    """2 tables a rank, one of them of a single row, 8 bags in all; gradients of tables, weights."""
+    every = [random_bags((8, 16), BAGS, dtype=torch.float16, weighted=True, seed=rank, rows=1,
+                         longest=160) for rank in range(RANKS)]  # fmt: skip
     mine = every[at.rank]
     assert mine.weights is not None
     leaves = [t.to(at.device, copy=True).requires_grad_() for t in mine.tables]
@@ -315,8 +315,8 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
                         "count_experts_kernel", "place_rows_kernel")),
     "SwiGLU": (gated, ("swiglu_kernel", "swiglu_gradient_kernel")),
     "bags": (lambda at: embedding(at, "fused"),
-             ("embedding_all_to_all_kernel", "copy_out_kernel", "table_gradient_kernel",
-              "weight_gradient_kernel")),
+             ("embedding_all_to_all_kernel", "copy_out_kernel", "names_kernel", "mark_rows_kernel",
+              "table_gradient_kernel", "long_rows_kernel", "weight_gradient_kernel")),
     "lookup": (lambda at: embedding(at, "serial"), ("lookup_kernel",)),
     "exchange": (exchanged, ("exchange_kernel",)),
     "attention": (merged, ("merge_attention_kernel",)),

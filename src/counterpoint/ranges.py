@@ -89,6 +89,8 @@ RANGES: Mapping[str, Range] = {
     "Signal.slot": Range(0, 2**30), "Signal.at": PEERS, "Step.args": Range(-(2**63), 2**63),
     "Lane.priority": Range(-1000, 1000), "Lane.num_sms": Range(1, 2**12),
     "Lane.blocks_per_sm": Range(1, 2**12),
+    **{name: Range(0, 1e6) for name in (
+        "SGD.lr", "SGD.scale", "RowWiseAdagrad.lr", "RowWiseAdagrad.eps", "RowWiseAdagrad.scale")},
     # of a measurement that `counterpoint characterize` wrote
     "row.seconds": Range(1e-12, 1e3), "row.alone_s": Range(1e-12, 1e3),
     "row.other_s": Range(1e-12, 1e3), "row.part": Range(1e-6, 10), "row.num_bytes": COUNT,

@@ -13,6 +13,7 @@ from benchmarks import (
     dlrm,
     embedding,
     epilogue,
+    embedding_gradient,
     evaluate,
     expert_layer,
     experts,
@@ -41,6 +42,8 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
                          experts.case_of("all_to_all_matmul", SMALL, 48, "skewed")),
     "combine": (experts.EXPERTS, experts.case_of("matmul_all_to_all", SMALL, 48, "skewed")),
     "embedding": (embedding.EMBEDDING, embedding.case_of(3, 8, 5, 32)),
+    "embedding gradient": (embedding_gradient.EMBEDDING_GRADIENT,
+                           embedding_gradient.case_of("zipf", 16, 3, "float32", 50)),
     "attention": (attention.ATTENTION, attention.case_of(4, 2, 64, 16, False, attention.BOTH)),
     "attention, causal": (attention.ATTENTION,
                           attention.case_of(4, 4, 64, 16, True, attention.BOTH)),
@@ -62,6 +65,7 @@ ARMS = {
     "combine": {"matmul looped", "pair looped", "in place looped", "in place looped, sum",
                 "communication"},
     "embedding": {"bags cat", "bags permute", "ours serial", "fused", "fused copy", "auto"},
+    "embedding gradient": {"torch", "torch sparse", "torch, sgd", *embedding_gradient.OURS},
     "attention": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "attention, causal": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "norms": {"serial", "norm", *norms.PLANS},
@@ -119,6 +123,7 @@ def test_steps(pool: RankPool, which: str, ranks: int):
     for way in ways:
         assert 0 <= found[f"forward + backward, by {way}"]["error"] < 1e-5
         assert f"forward, by {way}" in found
+        assert which != "dlrm" or f"step, by {way}" in found
     sides = ("pooling, by torch", "exchange") if which == "dlrm" else (
         "matmuls, by forward", "exchanges, by forward + backward")  # fmt: skip
     assert set(sides) <= set(found)

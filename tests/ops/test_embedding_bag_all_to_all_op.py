@@ -3,6 +3,7 @@
 import random
 import tempfile
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_the_dispatcher(rank: int, ranks: int, plan: str):
     anchor = torch.empty(0, requires_grad=True)
     arguments = (bags.tables, bags.indices, bags.offsets, bags.weights, anchor, False, True, False,
                  dims, list(p.rows), torch.float32, rank, plan,
-                 world().group_name)  # fmt: skip
+                 world().group_name, "", None, [])  # fmt: skip
     op = torch.ops.counterpoint.embedding_bag_all_to_all
     results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
     compiled = torch.compile(lambda *a: op(*a), backend="aot_eager", fullgraph=True)
@@ -449,6 +450,42 @@ def test_what_is_saved_of_an_output(rank: int, ranks: int, turns: int):
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 squares.backward()
+
+
+@on_ranks(2)
+def test_outputs_in_a_compiled_model(rank: int, ranks: int):
+    """The call runs between two graphs, in turns, and gradients come through it."""
+    out = cp.PooledOutputs(24, torch.float32, 6)
+    table = random_bags((4, 8), 6, seed=rank).tables[1].requires_grad_()
+    scale = torch.tensor(2.0)
+
+    def both(indices: torch.Tensor, offsets: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        y = cp.embedding_bag_all_to_all(
+            [first, table], indices, offsets, include_last_offset=True, out=out
+        )
+        return (y * scale).square()
+
+    # torch's compiler looks for .grad of what comes out of the call
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    compiled = torch.compile(both, backend="aot_eager")
+    several = [random_bags((4, 8), 6, seed=9 * rank + seed) for seed in range(4)]
+    for bags in several:
+        first = bags.tables[0].requires_grad_()
+        found: list[tuple[torch.Tensor, ...]] = []
+        for call in (both, compiled):
+            table.grad = first.grad = None
+            squares = call(bags.indices % 17, bags.offsets, first)
+            squares.sum().backward()
+            assert table.grad is not None and first.grad is not None
+            found.append((squares.detach().clone(), table.grad, first.grad))
+        assert all(map(torch.equal, *found)) and bool(found[0][1].any())
+
+    def afresh(*given: Any) -> torch.Tensor:
+        return both(*given)
+
+    whole = torch.compile(afresh, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="PooledOutputs take turns"):
+        whole(several[0].indices, several[0].offsets, several[0].tables[0])
 
 
 @on_ranks(2)

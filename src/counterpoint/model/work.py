@@ -6,7 +6,7 @@ from counterpoint.costs import Collective, Tiles, own_matmul
 from counterpoint.errors import PlanError
 from counterpoint.machine import LinkSpec, Machine
 from counterpoint.plan.activated import one_kernel
-from counterpoint.plan.all_gather_attention import attention_s
+from counterpoint.plan.attention_seconds import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
 from counterpoint.plan.expected_rows import once, share
 from counterpoint.plan.launches import Run, batches, runs

@@ -11,12 +11,15 @@ from counterpoint.nn.linear import (
     to_fp8,
 )
 from counterpoint.nn.replicated import copy_to_group
+from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad
 
-__all__ = [
+__all__ = [  # noqa: RUF022  (as sorted() has them)
     "ColumnParallelLinear",
     "ExpertParallelMLP",
     "FullyShardedLinear",
     "RowParallelLinear",
+    "RowWiseAdagrad",
+    "SGD",
     "ShardedEmbeddingBags",
     "copy_to_group",
     "gather_gated",

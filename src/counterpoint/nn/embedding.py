@@ -1,8 +1,9 @@
 """Embedding tables of a model, each whole on one rank, by `embedding_bag_all_to_all`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,14 @@ from torch.nn import Parameter
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.nn.grouped import Grouped
 from counterpoint.ops.check import check_counts, check_dense, check_group, check_layer, check_plan
-from counterpoint.ops.embedding_bag_all_to_all import OP, embedding_bag_all_to_all
+from counterpoint.ops.embedding_bag_all_to_all import OP, called
+from counterpoint.ops.embedding_updates import (
+    SGD,
+    FusedOptimizer,
+    RowWiseAdagrad,
+    Steps,
+    Update,
+)
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import MAX_COUNT, Range, misfit, plain
@@ -48,6 +56,7 @@ class ShardedEmbeddingBags(Grouped):
         weights: those tables' Parameters, [rows, D] each.
         dims: columns of each rank's tables.
         columns: of the output, for each table.
+        fused_optimizer: see `fuse_optimizer`; None: tables have gradients.
 
     Raises:
         InputError: a size is < 1, an owner is no rank, or there is no group.
@@ -58,6 +67,7 @@ class ShardedEmbeddingBags(Grouped):
     """
 
     _like: Tensor
+    _rates: Tensor
 
     def __init__(
         self, tables: Sequence[tuple[int, int]], *, owners: Sequence[int] | None = None,
@@ -99,6 +109,8 @@ class ShardedEmbeddingBags(Grouped):
             self.register_parameter(f"table_{t}", weight)
         # of the dtype that tables have, also where there are none, and after bags.half()
         self.register_buffer("_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        self.fused_optimizer: FusedOptimizer | None = None
+        self._steps = Steps()
         self.reset_parameters()
 
     @property
@@ -108,7 +120,7 @@ class ShardedEmbeddingBags(Grouped):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the tables anew: normal, as torch.nn.EmbeddingBag does.
+        """Draw the tables anew: normal, as torch.nn.EmbeddingBag does; no state is left.
 
         One number of torch's generator of the CPU, on each rank, also on one without tables; what
         it and the table's number seed draws a table. On the meta device nothing is drawn.
@@ -119,6 +131,91 @@ class ShardedEmbeddingBags(Grouped):
         for t, weight in zip(self.own, self.weights, strict=True):
             # seeds that follow one another differ in their low 32 bits, all that the CPU's takes
             weight.normal_(generator=torch.Generator(weight.device).manual_seed(seed + t))
+        for state in self._sums():
+            state.zero_()
+        if self.fused_optimizer is not None:
+            self._rates.copy_(torch.tensor(self.fused_optimizer.rates))
+
+    def fuse_optimizer(self, optimizer: FusedOptimizer) -> Self:
+        """Have the backward update the rows that were named, and make no gradients of tables.
+
+        Each backward is then a step: gradients of several are not added up, and a GradScaler is not
+        taken into account. Tables ask for no gradient any more, and are for no other optimizer. The
+        state of `RowWiseAdagrad`, zero at first, is buffers table_t_sum [rows], fp32, in the
+        state_dict. On GPUs the exchange of gradients and the update run beside what autograd runs
+        after them, until the backward ends; in a compiled model they run in its order.
+
+        Args:
+            optimizer: `SGD` or `RowWiseAdagrad`.
+
+        Returns:
+            This module.
+
+        Raises:
+            InputError: it is neither, the module has one, or its gradients are sparse.
+
+        Example:
+            >>> bags = cnn.ShardedEmbeddingBags(sizes).fuse_optimizer(  # doctest: +SKIP
+            ...     cnn.RowWiseAdagrad(lr=0.01)
+            ... )
+        """
+        name = "fuse_optimizer"
+        if not isinstance(optimizer, FusedOptimizer):
+            want, got = "SGD or RowWiseAdagrad of counterpoint.nn", type(optimizer).__name__
+            fix = "give the parameters to an optimizer of torch's"
+            raise InputError(name, "optimizer", want=want, got=got, fix=fix)
+        if self.sparse or self.fused_optimizer is not None:
+            got = "a module of sparse gradients" if self.sparse else "one that has an optimizer"
+            raise InputError(name, "self", want="a module with dense gradients", got=got)
+        self.fused_optimizer, device = optimizer, self._like.device
+        rates = torch.tensor(optimizer.rates, device=device, dtype=torch.float32)
+        self.register_buffer("_rates", rates, persistent=False)
+        for t, weight in zip(self.own, self.weights, strict=True):
+            weight.requires_grad_(False)
+            if isinstance(optimizer, RowWiseAdagrad):
+                state = torch.zeros(len(weight), device=device, dtype=torch.float32)
+                self.register_buffer(f"table_{t}_sum", state)
+        return self
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The fused optimizer's from now on, also in captured graphs and compiled models.
+
+        Raises:
+            InputError: it is no number from 0 to 1e6, or there is no fused optimizer.
+        """
+        if self.fused_optimizer is None:
+            want = "SGD or RowWiseAdagrad"
+            raise InputError("set_learning_rate", "fused_optimizer", want=want, got=None)
+        self.fused_optimizer = replace(self.fused_optimizer, lr=lr)
+        self._rates[:1].fill_(lr)
+
+    def _sums(self) -> list[Tensor]:
+        """The state of own tables, where the optimizer has one."""
+        if not isinstance(self.fused_optimizer, RowWiseAdagrad):
+            return []
+        return [getattr(self, f"table_{t}_sum") for t in self.own]
+
+    def _update(self) -> Update | None:
+        """What the backward does to the tables.
+
+        Raises:
+            InputError: tables have gradients as well, or the state is of another dtype.
+        """
+        optimizer, name = self.fused_optimizer, "ShardedEmbeddingBags"
+        if optimizer is None:
+            return None
+        if self._rates.dtype != torch.float32:
+            fix = "pass dtype= to the module in place of converting it"
+            raise InputError(name, "state", want="torch.float32", got=self._rates.dtype, fix=fix)
+        for t, weight in zip(self.own, self.weights, strict=True):
+            if weight.requires_grad or weight.grad is not None:
+                want = "without a gradient, as fused_optimizer updates it"
+                fix = "give it to no other optimizer"
+                got = "one that asks for it" if weight.grad is None else "one that has it"
+                raise InputError(name, f"table_{t}", want=want, got=got, fix=fix)
+        self._steps.join()  # one is under way if something else in its backward has raised
+        kind = "sgd" if isinstance(optimizer, SGD) else "rowwise_adagrad"
+        return Update(kind, self._rates, self._sums(), self._steps)
 
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, *,
@@ -134,12 +231,10 @@ class ShardedEmbeddingBags(Grouped):
         Raises:
             InputError: an argument is wrong, or ranks differ; nothing was launched.
         """
-        return embedding_bag_all_to_all(
-            list(self.weights), indices, offsets, group=self.group, mode=self.mode,
-            per_sample_weights=per_sample_weights, include_last_offset=include_last_offset,
-            batch=batch, dims=self.dims, dtype=self._like.dtype, sparse=self.sparse, out=out,
-            plan=self.plan,
-        )  # fmt: skip
+        mode, last, dtype = self.mode, include_last_offset, self._like.dtype
+        given = (list(self.weights), indices, offsets, per_sample_weights, mode, last, batch,
+                 self.dims, dtype, out, self.plan)  # fmt: skip
+        return called(given, self.sparse, self.group, self._update())
 
     def split(self, pooled: Tensor) -> list[Tensor]:
         """The columns of each table, as views of what `forward` returned.

@@ -1,9 +1,8 @@
 """Embedding bags of table-wise shards, and the all-to-all that gives each rank its bags' rows."""
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,20 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops.call import num_dispatch_modes
 from counterpoint.ops.check import check_group
-from counterpoint.ops.embedding_call import PLAIN, Ready, ready_for
+from counterpoint.ops.embedding_autograd import (
+    ANCHOR,
+    TRAINED,
+    Arguments,
+    Backward,
+    Eager,
+    backward,
+    save,
+)
+from counterpoint.ops.embedding_call import PLAIN, ready_for
 from counterpoint.ops.embedding_check import check_bags, check_limits
 from counterpoint.ops.embedding_facts import Asked
-from counterpoint.ops.embedding_gradients import problem_from, table_gradients
+from counterpoint.ops.embedding_gradients import problem_from
+from counterpoint.ops.embedding_updates import Update
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.ops.register import register
@@ -24,35 +33,6 @@ from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import group_of
-
-TRAINED = attrgetter("requires_grad")
-# asks for a gradient on behalf of tables of other ranks
-with torch.inference_mode(False):
-    ANCHOR = torch.empty(0, requires_grad=True)
-
-
-class Arguments(NamedTuple):
-    """The operator's as torch has it, in the order of its schema.
-
-    Args:
-        anchor: asks for a gradient on behalf of tables of other ranks; None: nobody does.
-        dims: of each rank how many tables, and their columns.
-    """
-
-    tables: list[Tensor]
-    indices: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    anchor: Tensor | None
-    mean: bool
-    last: bool
-    sparse: bool
-    dims: Sequence[int]
-    batch: Sequence[int]
-    dtype: torch.dtype
-    rank: int
-    plan: str
-    group_name: str
 
 
 def embedding_bag_all_to_all(
@@ -92,7 +72,7 @@ def embedding_bag_all_to_all(
         dtype: of the tables, where there are none.
         sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
             the backward waits for the GPU.
-        out: where peers write to; else there, and one more copy.
+        out: where peers write to, also in compiled models, between two graphs; else one more copy.
         plan: "fused": one kernel, which stores rows where they belong in their owner's output;
             "serial": a lookup, the library's all-to-all and a concat; "islands", of ranks on
             several: chunks of what another island owns are exchanged while the next is pooled;
@@ -114,14 +94,18 @@ def embedding_bag_all_to_all(
     """
     weights, last = per_sample_weights, include_last_offset
     given = tables, indices, offsets, weights, mode, last, batch, dims, dtype, out, plan
-    return _called(given, sparse, group)
+    return called(given, sparse, group)
 
 
-def _called(given: tuple[Any, ...], sparse: bool, group: dist.ProcessGroup | None) -> Tensor:
+def called(
+    given: tuple[Any, ...], sparse: bool, group: dist.ProcessGroup | None,
+    update: Update | None = None,
+) -> Tensor:  # fmt: skip
     """Run a call: as an operator of torch's where something has to see it, else without.
 
     Args:
         given: the fields of `Asked`.
+        update: what the backward does to the tables; None: it returns their gradients.
     """
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
@@ -130,32 +114,44 @@ def _called(given: tuple[Any, ...], sparse: bool, group: dist.ProcessGroup | Non
         raise InputError(OP, "sparse", want="True or False", got=repr(sparse))
     tables, indices, offsets, weights, _, last, _, _, _, out, _ = given
     if torch.compiler.is_compiling():
+        if out is not None:
+            return _between_graphs(given, sparse, group, update)
         asked = Asked._make(given)
-        return _operator(asked, described(asked, sparse, group), group)
+        return _operator(asked, described(asked, sparse, group), group, update)
     if type(indices) is Tensor and indices.is_cuda and (
         indices.device.index != torch.cuda.current_device()
     ):  # fmt: skip
         with torch.cuda.device(indices.device):
-            return _called(given, sparse, group)
+            return called(given, sparse, group, update)
     ready, placed = ready_for(given, group)
     if out is None and (num_dispatch_modes() or not (
         PLAIN.issuperset(map(type, tables))
         and PLAIN.issuperset((type(indices), type(offsets), type(weights)))
     )):  # fmt: skip
         flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], ready.dtype
-        return _operator(Asked._make(given), (*flat, ready.workspace.rank), group)
+        return _operator(Asked._make(given), (*flat, ready.workspace.rank), group, update)
     if not torch.is_grad_enabled():
         return ready(tables, indices, offsets, weights, last, placed, out)
     # of all ranks or of none, whatever they train: the backward has an all-to-all too
-    return _Eager.apply(ready, placed, given, sparse, weights, ANCHOR, *filter(TRAINED, tables))  # pyright: ignore[reportReturnType]
+    how = Backward(sparse, update)
+    return Eager.apply(ready, placed, given, how, weights, ANCHOR, *filter(TRAINED, tables))  # pyright: ignore[reportReturnType]
 
 
-def _operator(asked: Asked, flat: tuple[Any, ...], group: dist.ProcessGroup) -> Tensor:
+@torch.compiler.disable(reason="outputs of counterpoint.PooledOutputs take turns")
+def _between_graphs(*given: Any) -> Tensor:
+    """A call that a compiler leaves out: no graph may return the same memory each other time."""
+    return called(*given)
+
+
+def _operator(
+    asked: Asked, flat: tuple[Any, ...], group: dist.ProcessGroup, update: Update | None
+) -> Tensor:
     """By torch's dispatcher; `flat` is what the operator needs beside tensors, plan and group."""
     anchor = ANCHOR if torch.is_grad_enabled() else None
+    kind, rates, sums = ("", None, ()) if update is None else update[:3]
     return torch.ops.counterpoint.embedding_bag_all_to_all(
         list(asked.tables), asked.indices, asked.offsets, asked.weights, anchor, *flat,
-        plan_key(OP, asked.plan), group.group_name,
+        plan_key(OP, asked.plan), group.group_name, kind, rates, list(sums),
     )  # fmt: skip
 
 
@@ -166,8 +162,6 @@ def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any
         InputError: an argument is wrong, or it cannot be known from the arguments alone.
     """
     check_bags(*asked[:6])
-    if asked.out is not None:
-        raise InputError(OP, "out", want="None while compiling", got=type(asked.out).__name__)
     if asked.dims is None:
         raise InputError(OP, "dims", want="given while compiling", got=None)
     tables, batch, ranks = asked.tables, asked.batch, group.size()
@@ -202,90 +196,11 @@ def _fake(*given: Any) -> Tensor:
     return g.indices.new_empty(g.batch[g.rank], columns, dtype=g.dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    g = Arguments(*inputs)
-    ctx.save_for_backward(g.indices, g.offsets, g.weights, g.anchor, *g.tables)
-    ctx.flat = g.mean, g.last, g.sparse, list(g.dims), list(g.batch), g.rank, g.group_name
-
-
-def _gradients(
-    ctx: Any, dy: Tensor, given: tuple[Any, ...], tables: Sequence[Tensor], need: Sequence[bool],
-    need_weights: bool, need_anchor: bool,
-) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:  # fmt: skip
-    """Those of own tables, weights and anchor; all ranks take part, whatever they need."""
-    indices, offsets, weights, anchor = given
-    mean, last, sparse, dims, batch, rank, group_name = ctx.flat
-    ops: Any = torch.ops.counterpoint
-    dy = ops.pooled_gradient_all_to_all(dy, dims, batch, rank, group_name)
-    found: list[Tensor | None] = [None] * len(tables)
-    if any(need):
-        if sparse:
-            found = [*table_gradients(
-                dy, tables, indices, offsets, weights, last=last, mean=mean, sparse=True
-            )]  # fmt: skip
-        else:
-            found = ops.embedding_bag_table_gradients(
-                dy, tables, indices, offsets, weights, last, mean
-            )
-    dw = None
-    if need_weights:
-        dw = ops.embedding_bag_weight_gradient(dy, tables, indices, offsets, weights, last)
-    # nothing of dy, but of it: a compiled graph leaves out what no result hangs on
-    nothing = dy.flatten()[:0].to(anchor.device, anchor.dtype) if need_anchor else None
-    return [g if n else None for g, n in zip(found, need, strict=True)], dw, nothing
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    need, _, _, need_weights, need_anchor, *_ = ctx.needs_input_grad
-    (*given,) = ctx.saved_tensors[:4]
-    found = _gradients(
-        ctx, dy, tuple(given), ctx.saved_tensors[4:], need, need_weights, need_anchor
-    )
-    grads, dw, nothing = found
-    return grads, None, None, dw, nothing, *[None] * 9
-
-
-class _Eager(torch.autograd.Function):
-    """The same without the dispatcher, which takes many tensors longer than the GPU takes some.
-
-    And into the memory of `out`: no operator may return what it did not make. Tables that are not
-    trained are none of its inputs: each costs. Values of tables are saved where gradients of
-    weights ask for them; those of tables ask for their sizes alone.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, ready: Ready, placed: dict[object, Any], given: tuple[Any, ...], sparse: bool,
-        weights: Tensor | None, anchor: Tensor, *trained: Tensor,
-    ) -> Tensor:  # fmt: skip
-        tables, indices, offsets, _, _, last, _, _, _, out, _ = given
-        y = ready(tables, indices, offsets, weights, last, placed, out)
-        saved = tables if weights is not None else ()
-        ctx.save_for_backward(indices, offsets, weights, anchor, *saved)
-        ctx.tables = None if saved else tuple(tables)
-        ctx.trained = list(map(TRAINED, tables))
-        rank, group = ready.workspace.rank, ready.workspace.group.group_name
-        ctx.flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], rank, group
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> tuple[Any, ...]:
-        need_weights, need_anchor, *asked = ctx.needs_input_grad[4:]
-        given, tables = ctx.saved_tensors[:4], ctx.tables
-        if tables is None:
-            tables = ctx.saved_tensors[4:]
-        each = iter(asked)
-        need = [trained and next(each) for trained in ctx.trained]
-        grads, dw, nothing = _gradients(ctx, dy[0], given, tables, need, need_weights, need_anchor)
-        own = [g for g, trained in zip(grads, ctx.trained, strict=True) if trained]
-        return *[None] * 4, dw, nothing, *own
-
-
 register(
     f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
     "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
-    "str plan, str group_name) -> Tensor",
-    _run, _fake, _backward, _save,
+    "str plan, str group_name, str update, Tensor? rates, Tensor[] sums) -> Tensor",
+    _run, _fake, backward, save,
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ Entries are indices by position. An entry's gradient row is that of its bag time
 weight, or one over the entries of its bag.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,9 +17,11 @@ from counterpoint.ops.register import refuse_double, register
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.problem import Problem
 from counterpoint.runtime.launch_embedding_gradient import (
-    beside,
+    Sorted,
+    Tables,
     sorted_entries,
-    table_gradients_into,
+    sum_rows,
+    tables_of,
     weight_gradient_into,
 )
 from counterpoint.runtime.library import library_of
@@ -35,6 +37,17 @@ class Entries(NamedTuple):
 
     bag: Tensor  # int64 [n]: table * bags + bag
     sizes: Tensor  # int64 [tables * bags]
+
+
+class Lookups(NamedTuple):
+    """What a call has pooled: see `embedding_bag_all_to_all`."""
+
+    tables: Sequence[Tensor]
+    indices: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    last: bool
+    mean: bool
 
 
 def problem_from(dims: Sequence[int], batch: Sequence[int], dtype: torch.dtype) -> Problem:
@@ -56,8 +69,7 @@ def _problem_from(dims: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dt
 def entries_of(offsets: Tensor, num_indices: int, *, last: bool) -> Entries:
     """Which bag each index is in."""
     sizes = bounds_of(offsets, num_indices, last=last).diff()
-    bags = torch.arange(sizes.numel(), device=offsets.device)
-    return Entries(torch.repeat_interleave(bags, sizes, output_size=num_indices), sizes)
+    return Entries(torch.repeat_interleave(sizes, output_size=num_indices), sizes)
 
 
 def bounds_of(offsets: Tensor, num_indices: int, *, last: bool) -> Tensor:
@@ -107,15 +119,22 @@ def pooled_on_cpu(
     return y.to(dtype)
 
 
-def exchange(dy: Tensor, p: Problem, rank: int, group_name: str) -> Tensor:
+def at_once() -> None:
+    """Wait for a tensor that is there."""
+
+
+def exchange(
+    dy: Tensor, p: Problem, rank: int, group_name: str
+) -> tuple[Tensor, Callable[[], object]]:
     """Gradients of own tables' columns for the global batch, from those of own bags for all tables.
 
     Returns:
-        dtype of dy, [bags of all ranks, columns of own tables]: rows arrive at their place.
+        dtype of dy, [bags of all ranks, columns of own tables], where rows arrive at their place;
+        and what the stream waits by that is to read them.
     """
     columns = [sum(each) for each in p.tables]
     if len(columns) == 1:
-        return dy.contiguous()
+        return dy.contiguous(), at_once
     sent = torch.cat([part.reshape(-1) for part in dy.split(columns, 1)])
     got = dy.new_empty(p.m * columns[rank])
     workspace = workspace_of(group_of(group_name), dy.device)
@@ -123,64 +142,86 @@ def exchange(dy: Tensor, p: Problem, rank: int, group_name: str) -> Tensor:
     awaited = Awaited(OP, "take part in the exchange of gradients", "backward")
     calls = library_of(workspace, awaited)
     gets, gives = [b * columns[rank] for b in p.rows], [p.rows[rank] * c for c in columns]
-    calls.all_to_all(got, sent, gets, gives)
-    return got.view(p.m, columns[rank])
+    return got.view(p.m, columns[rank]), calls.begin_all_to_all(got, sent, gets, gives)
 
 
 def table_gradients(
-    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor,
-    weights: Tensor | None, *, last: bool, mean: bool, sparse: bool,
-) -> list[Tensor]:  # fmt: skip
+    dy: Tensor, pooled: Lookups, wait: Callable[[], object] = at_once, *, sparse: bool
+) -> list[Tensor]:
     """The gradient of each table in its dtype, dense or coalesced: sums in fp32, rounded once.
 
     Args:
         dy: [bags of all ranks, columns of own tables], as `exchange` returns it.
+        wait: for dy; what it is not needed for comes before.
     """
-    n, num_bags = indices.numel(), dy.shape[0]
-    if not n:
+    tables, indices = pooled.tables, pooled.indices
+    if not indices.numel():
+        wait()
         return [_gradient(t, indices.new_empty(0).long(), t.new_empty(0, t.shape[1]),
                           sparse=sparse) for t in tables]  # fmt: skip
-    entries = entries_of(offsets, n, last=last)
-    scales = scales_of(entries, weights, mean=mean)
-    table_of = entries.bag // num_bags
     if dy.is_cuda:
-        return _by_kernel(dy, tables, indices, entries.bag, table_of, scales, sparse=sparse)
-    found: list[Tensor] = []
+        return _by_kernel(dy, pooled, wait, sparse=sparse)
+    wait()
+    parts = zip(tables, sums_on_cpu(dy, pooled), strict=True)
+    return [_gradient(t, rows, values.to(t.dtype), sparse=sparse) for t, (rows, values) in parts]
+
+
+def sums_on_cpu(dy: Tensor, pooled: Lookups) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each table the rows that are named, int64 [rows], and their sums, fp32 [rows, D]."""
+    entries = entries_of(pooled.offsets, pooled.indices.numel(), last=pooled.last)
+    scales = scales_of(entries, pooled.weights, mean=pooled.mean)
+    table_of = entries.bag // max(len(dy), 1)
     first = 0
-    for i, table in enumerate(tables):
+    for i, table in enumerate(pooled.tables):
         own = (table_of == i).nonzero().flatten()
-        rows, places = torch.unique(indices[own].long(), return_inverse=True)
+        rows, places = torch.unique(pooled.indices[own].long(), return_inverse=True)
         values = torch.zeros(len(rows), table.shape[1], device=dy.device)
         part = dy[:, first : first + table.shape[1]]
         step = max(1, CHUNK_ELEMENTS // table.shape[1])
         for some, place in zip(own.split(step), places.split(step), strict=True):
-            terms = part[entries.bag[some] - i * num_bags].float()
+            terms = part[entries.bag[some] - i * len(dy)].float()
             if scales is not None:
                 terms = terms * scales[some, None]
             values.index_add_(0, place, terms)
-        found.append(_gradient(table, rows, values.to(table.dtype), sparse=sparse))
+        yield rows, values
         first += table.shape[1]
-    return found
+
+
+def first_rows(tables: Sequence[Tensor]) -> list[int]:
+    """The number of each table's first row among those of all, and how many there are."""
+    return list(accumulate((len(t) for t in tables), initial=0))
+
+
+def sorted_by_row(pooled: Lookups, written: Tables, num_bags: int) -> Sorted:
+    """The entries of all tables, for kernels; nothing waits for the GPU."""
+    n = pooled.indices.numel()
+    entries = entries_of(pooled.offsets, n, last=pooled.last)
+    scales = scales_of(entries, pooled.weights, mean=pooled.mean)
+    num_rows = sum(map(len, pooled.tables))
+    return sorted_entries(pooled.indices, entries.bag, scales, written.words, num_rows, num_bags)
 
 
 def _by_kernel(
-    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, bags: Tensor, table_of: Tensor,
-    scales: Tensor | None, *, sparse: bool,
-) -> list[Tensor]:  # fmt: skip
+    dy: Tensor, pooled: Lookups, wait: Callable[[], object], *, sparse: bool
+) -> list[Tensor]:
     """One launch for all tables, one sum in one order for each row."""
-    firsts = list(accumulate((len(t) for t in tables), initial=0))
-    entries = sorted_entries(indices, table_of, beside(dy, firsts[:-1]))
+    tables, firsts = pooled.tables, first_rows(pooled.tables)
     if not sparse:
         grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tables]
-        table_gradients_into(grads, firsts[:-1], dy, bags, scales, entries, compact=False)
+        written = tables_of(grads, firsts[:-1], dy)
+        entries = sorted_by_row(pooled, written, len(dy))
+        wait()
+        sum_rows(written, dy, entries, "rows")
         return grads
+    entries = sorted_by_row(pooled, tables_of(tables, firsts[:-1], dy), len(dy))
     # the one wait for the GPU: rows that are named, of each table
-    names = entries.names[entries.starts[: int(entries.number)]]
+    names = entries.names[entries.starts[: int(entries.number)]].long()
     edges = torch.searchsorted(names, torch.tensor(firsts).to(dy.device)).tolist()
     parts = zip(edges[:-1], edges[1:], firsts[:-1], strict=True)
     rows = [names[start:stop] - first for start, stop, first in parts]
     values = [t.new_empty(len(r), t.shape[1]) for t, r in zip(tables, rows, strict=True)]
-    table_gradients_into(values, edges[:-1], dy, bags, scales, entries, compact=True)
+    wait()
+    sum_rows(tables_of(values, edges[:-1], dy), dy, entries, "named")
     return [_gradient(t, r, v, sparse=True) for t, r, v in zip(tables, rows, values, strict=True)]
 
 
@@ -195,11 +236,10 @@ def _gradient(table: Tensor, rows: Tensor, values: Tensor, *, sparse: bool) -> T
     return grad
 
 
-def weight_gradient(
-    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor, *,
-    last: bool,
-) -> Tensor:  # fmt: skip
+def weight_gradient(dy: Tensor, pooled: Lookups) -> Tensor:
     """The gradient of each index's weight: its row times that of its bag's gradient, in fp32."""
+    tables, indices, offsets, weights, last, _ = pooled
+    assert weights is not None
     n, num_bags = indices.numel(), dy.shape[0]
     entries = entries_of(offsets, n, last=last)
     if dy.is_cuda:
@@ -223,7 +263,9 @@ def weight_gradient(
 def _exchange(
     dy: Tensor, dims: Sequence[int], batch: Sequence[int], rank: int, group_name: str
 ) -> Tensor:
-    return exchange(dy, problem_from(dims, batch, dy.dtype), rank, group_name)
+    got, wait = exchange(dy, problem_from(dims, batch, dy.dtype), rank, group_name)
+    wait()
+    return got
 
 
 def _fake_exchange(
@@ -237,9 +279,7 @@ def _dense(
     dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor,
     weights: Tensor | None, last: bool, mean: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return table_gradients(
-        dy, tables, indices, offsets, weights, last=last, mean=mean, sparse=False
-    )
+    return table_gradients(dy, Lookups(tables, indices, offsets, weights, last, mean), sparse=False)
 
 
 def _fake_dense(
@@ -253,7 +293,7 @@ def _weights(
     dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor,
     last: bool,
 ) -> Tensor:  # fmt: skip
-    return weight_gradient(dy, tables, indices, offsets, weights, last=last)
+    return weight_gradient(dy, Lookups(tables, indices, offsets, weights, last, False))
 
 
 def _fake_weights(

@@ -16,13 +16,13 @@ from counterpoint.plan.all_gather_attention import (
     Item,
     attended_rows,
     both,
-    computed_s,
     described,
     filled,
     keys_of,
     lse,
     shards,
 )
+from counterpoint.plan.attention_seconds import computed_s
 from counterpoint.plan.bind import Box
 from counterpoint.plan.names import LANES, OWN, collective, in_one_lane
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row

@@ -1,4 +1,4 @@
-"""How gradients of embedding bags are launched: entries sorted by row, then one sum for each."""
+"""How gradients of embedding bags are launched: entries sorted by row, then a sum for each row."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,12 +6,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoint.kernels.embedding_gradient import table_gradient_kernel, weight_gradient_kernel
-from counterpoint.runtime.embedding_layout import DTYPES, block_of, vector_of
+from counterpoint.kernels.embedding_gradient import (
+    long_rows_kernel,
+    mark_rows_kernel,
+    names_kernel,
+    table_gradient_kernel,
+    weight_gradient_kernel,
+)
+from counterpoint.runtime.embedding_layout import (
+    DTYPES,
+    MAX_BLOCK_D,
+    MIN_BLOCK_D,
+    block_of,
+    vector_of,
+)
 
-PROGRAMS = 1 << 12
-TILE = 1024  # elements of dy at a time
+# H200, 2026-11, a million rows of 128 columns in bf16: of 13 settings the best where bags are long,
+# at most 20 us from it where they have one index
+PROGRAMS = 1 << 14
+TILE = 512  # elements of dy at a time: of several rows, or of several entries of a long one
 NUM_WARPS = 2
+UNROLL = 2
+SEGMENT = 256  # entries of a row that one program adds up
+LONG_PROGRAMS, LONG_TILE, LONG_WARPS = 1 << 9, 1 << 12, 8
+BLOCK = 1024  # entries, of what is said of each
 ENTRIES = 16
 BLOCK_D = 64
 
@@ -19,10 +37,18 @@ BLOCK_D = 64
 class Sorted(NamedTuple):
     """Entries by the row that they name; nothing of it waits for the GPU."""
 
-    order: Tensor  # int64 [n]
-    names: Tensor  # int64 [n], rows of all tables
-    starts: Tensor  # int64 [n + 2], of each row that is named; n behind the last
-    number: Tensor  # int64 [1], rows that are named
+    names: Tensor  # int32 or int64 [n], rows of all tables
+    rows: Tensor  # int32 [n]: which of the rows that are named
+    starts: Tensor  # int32 [n + 1], of each row that is named, and n
+    tables: Tensor  # int32 [n], of each row that is named
+    bags: Tensor  # int32 [n], of the global batch
+    scales: Tensor | None  # fp32 [n]
+    marks: Tensor  # int32 [2]: whether a row is long; how many of those have been found
+
+    @property
+    def number(self) -> Tensor:
+        """How many rows are named, []."""
+        return self.rows[-1] + 1
 
 
 def beside(like: Tensor, numbers: Sequence[Any]) -> Tensor:
@@ -34,58 +60,112 @@ def beside(like: Tensor, numbers: Sequence[Any]) -> Tensor:
     return torch.tensor(numbers).to(like.device, non_blocking=later)
 
 
-def sorted_entries(indices: Tensor, tables: Tensor, firsts: Tensor) -> Sorted:
+def sorted_entries(
+    indices: Tensor, bags: Tensor, scales: Tensor | None, tables: Tensor, num_rows: int,
+    num_bags: int,
+) -> Sorted:  # fmt: skip
     """Sort, in the order of entries within a row.
 
     Args:
         indices: [n], n > 0.
-        tables: int64 [n], the table of each.
-        firsts: int64 [tables], the number of each table's first row among those of all.
+        bags: int64 [n], table * num_bags + bag of each.
+        scales: fp32 [n]; None: all are 1.
+        tables: as kernels take them: see `tables_of`.
+        num_rows: of all tables.
+        num_bags: of the global batch.
     """
-    n = indices.numel()
-    names, order = torch.sort(indices.long() + firsts[tables], stable=True)
-    new = names.diff(prepend=names[:1] - 1) != 0
-    row = new.cumsum(0) - 1
-    places = torch.arange(n, device=indices.device)
-    starts = torch.full((n + 2,), n, device=indices.device)
-    # those that begin no row are written where nobody reads
-    starts.scatter_(0, torch.where(new, row, n + 1), places)
-    return Sorted(order, names, starts, row[-1:] + 1)
+    n, device = indices.numel(), indices.device
+    grid = (-(-n // BLOCK),)
+    # the sort takes as many passes as a number has bytes
+    kind = torch.int32 if num_rows < 1 << 31 else torch.int64
+    names = torch.empty(n, dtype=kind, device=device)
+    name: Any = names_kernel
+    name[grid](indices, bags, tables, names, n, num_bags, BLOCK)
+    names, order = torch.sort(names, stable=True)
+    memory = torch.empty(2 + n, dtype=torch.int32, device=device)
+    memory[:3].zero_()
+    marks, rows = memory[:2], memory[2:]
+    torch.cumsum(names[1:] != names[:-1], 0, dtype=torch.int32, out=rows[1:])
+    starts, row_tables, own_bags = (memory.new_empty(n + i) for i in (1, 0, 0))
+    sorted_scales = None if scales is None else torch.empty_like(scales)
+    mark: Any = mark_rows_kernel
+    mark[grid](
+        bags, bags if scales is None else scales, order, rows, starts, row_tables,
+        own_bags, own_bags if sorted_scales is None else sorted_scales, marks, n, num_bags,
+        scales is not None, SEGMENT, BLOCK,
+    )  # fmt: skip
+    return Sorted(names, rows, starts, row_tables, own_bags, sorted_scales, marks)
 
 
-def table_gradients_into(
-    grads: Sequence[Tensor], firsts: Sequence[int], dy: Tensor, bags: Tensor,
-    scales: Tensor | None, found: Sorted, *, compact: bool,
-) -> None:  # fmt: skip
-    """Write the rows that are named; others stay as they are.
+class Tables(NamedTuple):
+    """What sums of rows are written to, as kernels take it."""
+
+    words: Tensor  # int64 [tables, TABLE_WORDS]
+    dims: tuple[int, ...]
+    vec: int
+    dtype: torch.dtype
+
+
+def tables_of(
+    targets: Sequence[Tensor], firsts: Sequence[int], like: Tensor, sums: Sequence[Tensor] = ()
+) -> Tables:
+    """Tables, or their gradients, as kernels take them.
 
     Args:
-        grads: dtype of dy, [rows, D] or, if `compact`, [rows that are named, D].
+        targets: [rows, D], elements of a row side by side, of one dtype.
         firsts: the number of each one's first row: among all, or among those named.
-        dy: [bags of all ranks, columns], without gaps.
-        bags: int64 [n], table * bags + bag of each entry.
-        scales: fp32 [n].
-        found: of the entries.
+        like: on their device.
+        sums: fp32 [rows] of each, the state of its optimizer.
     """
-    dims = [g.shape[1] for g in grads]
+    dims = tuple(t.shape[1] for t in targets)
     columns = [sum(dims[:i]) for i in range(len(dims))]
-    addresses = [g.data_ptr() for g in grads]
-    item_bytes = dy.element_size()
-    placed = [a // item_bytes for a in (*addresses, dy.data_ptr())]
-    vec = vector_of((*dims, dy.shape[1], *placed), item_bytes)
-    words = [
-        (address, first, dim // vec, column // vec)
-        for address, first, dim, column in zip(addresses, firsts, dims, columns, strict=True)
-    ]
-    block_d = block_of(dims)
+    item_bytes = targets[0].element_size()
+    strides = [t.stride(0) for t in targets]
+    addresses = [t.data_ptr() for t in targets]
+    placed = [a // item_bytes for a in addresses]
+    vec = vector_of((*dims, *strides, *placed), item_bytes)
+    states = [s.data_ptr() for s in sums] or [0] * len(dims)
+    each = zip(addresses, firsts, strides, dims, columns, states, strict=True)
+    words = [(a, first, s // vec, d // vec, c // vec, state) for a, first, s, d, c, state in each]
+    return Tables(beside(like, words), dims, vec, targets[0].dtype)
+
+
+def sum_rows(
+    tables: Tables, dy: Tensor, found: Sorted, writes: str, rates: Tensor | None = None
+) -> None:
+    """Add up the rows that are named, and write each sum or update a row by it; no other row.
+
+    Args:
+        tables: what is written to.
+        dy: dtype of the tables, [bags of all ranks, columns], without gaps.
+        found: of the entries.
+        writes: see `write_rows` of the kernels.
+        rates: fp32 [3] of an update.
+    """
+    updates, dims, vec = rates is not None, tables.dims, tables.vec
+    # an update takes a row at once
+    block_d = max(MIN_BLOCK_D, 1 << (max(dims) - 1).bit_length()) if updates else block_of(dims)
+    warps = max(NUM_WARPS, min(16, block_d // MAX_BLOCK_D))
+    n, width = found.names.numel(), max(dims)
+    slots = -(-n // (SEGMENT // 2)) if n > SEGMENT else 1
+    partials = torch.empty(slots, width, dtype=torch.float32, device=dy.device)
+    long = found.starts.new_empty(slots)
+    rows, dtype = max(1, TILE // block_d), DTYPES[tables.dtype]
+    rates = partials if rates is None else rates
     kernel: Any = table_gradient_kernel
-    sorted_bags = bags[found.order]
-    kernel[(min(PROGRAMS, bags.numel()),)](
-        dy, sorted_bags, sorted_bags if scales is None else scales[found.order], found.starts,
-        found.names, found.number, beside(dy, words), dy.shape[0],
-        dy.shape[1] // vec, DTYPES[dy.dtype], scales is not None, compact,
-        max(1, TILE // block_d), block_d, vec, num_warps=NUM_WARPS,
+    kernel[(min(PROGRAMS, -(-n // rows)),)](
+        dy, found.bags, found.bags if found.scales is None else found.scales, found.rows,
+        found.starts, found.tables, found.names, tables.words, rates, found.marks, long, partials,
+        n, dy.shape[1] // vec, width, dtype, writes, found.scales is not None, SEGMENT, rows,
+        UNROLL, block_d, vec, num_warps=warps,
     )  # fmt: skip
+    if n > SEGMENT:
+        kernel = long_rows_kernel
+        kernel[(min(LONG_PROGRAMS, slots),)](
+            found.starts, found.tables, found.names, tables.words, rates, found.marks, long,
+            partials, width, dtype, writes, SEGMENT, max(1, LONG_TILE // block_d), block_d, vec,
+            num_warps=max(LONG_WARPS, warps),
+        )  # fmt: skip
 
 
 def weight_gradient_into(
@@ -101,7 +181,7 @@ def weight_gradient_into(
         bags: int64 [n], table * bags + bag of each entry.
     """
     dims = [t.shape[1] for t in tables]
-    words = [(t.data_ptr(), t.stride(0), d, sum(dims[:i]))
+    words = [(t.data_ptr(), t.stride(0), d, sum(dims[:i]), 0, 0)
              for i, (t, d) in enumerate(zip(tables, dims, strict=True))]  # fmt: skip
     kernel: Any = weight_gradient_kernel
     kernel[(-(-out.numel() // ENTRIES),)](

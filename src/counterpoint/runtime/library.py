@@ -4,7 +4,7 @@ On CPU ranks they are ours, by the notice board: gloo ends the process of a rank
 another size, and a rank that waits in it can neither be told nor end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -43,6 +43,12 @@ class Library(Protocol):
         Args:
             gets, gives: rows from and to each rank; None: equally many.
         """
+        ...
+
+    def begin_all_to_all(
+        self, target: Tensor, source: Tensor, gets: Sequence[int], gives: Sequence[int]
+    ) -> Callable[[], object]:
+        """As `all_to_all`; what is returned has the then current stream wait for it."""
         ...
 
     def gather_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
@@ -125,6 +131,14 @@ class _OnGpu:
         lists = [None if rows is None else list(rows) for rows in (gets, gives)]
         dist.all_to_all_single(target, source, *lists, group=self._group)
 
+    def begin_all_to_all(
+        self, target: Tensor, source: Tensor, gets: Sequence[int], gives: Sequence[int]
+    ) -> Callable[[], object]:
+        work: Any = dist.all_to_all_single(
+            target, source, list(gets), list(gives), group=self._group, async_op=True
+        )
+        return work.wait
+
     def gather_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
         group, me = self._group, self._group.rank()
         target[starts[me] : starts[me + 1]].copy_(source)
@@ -200,6 +214,12 @@ class _OnCpu:
                 self._refuse("rows", want, int(table[me]))
             taken.append(shown[starts[me] * width : starts[me + 1] * width])
         target.copy_(torch.cat(taken).view(target.shape))
+
+    def begin_all_to_all(
+        self, target: Tensor, source: Tensor, gets: Sequence[int], gives: Sequence[int]
+    ) -> Callable[[], object]:
+        self.all_to_all(target, source, gets, gives)
+        return lambda: None
 
     def _refuse(self, arg: str, want: str, got: object) -> None:
         fix = "the group is unusable, restart its ranks"
