@@ -1,4 +1,4 @@
-"""What attention takes on a GPU, forward and backward: of one call of the library, and of a rank."""
+"""What attention takes on a GPU, forward and backward: a call of the library, and a rank."""
 
 from counterpoint.machine import Machine
 from counterpoint.problem import Problem
