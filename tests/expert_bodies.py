@@ -15,6 +15,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.ops import experts_check
+from counterpoint.plan import fused_experts
 
 Lists = list[list[int]]
 
@@ -53,6 +54,16 @@ def by_torch(known: str = "host") -> Iterator[None]:
         if known == "device":
             patch.setattr(experts_check, "host_known", on_no_host)
             patch.setattr(experts_check, "host_known_at_once", on_no_host)
+        yield
+
+
+@contextmanager
+def small_kernels() -> Iterator[None]:
+    """Kernels of experts of small tiles and few senders: each has several of all there is."""
+    tile = fused_experts.Tile(16, 16, 16, 1, 4, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_experts, "tile_of", lambda *_, **__: tile)
+        patch.setattr(fused_experts, "sending_of", lambda *_: fused_experts.Sending(2, 2, 64))
         yield
 
 

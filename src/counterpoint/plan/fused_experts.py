@@ -120,7 +120,7 @@ def overlapped(p: Problem, copy_longer: bool) -> str:
 
 def without_serial(p: Problem) -> tuple[str, str]:
     """One kernel where only the GPU knows the counts, if it takes the problem."""
-    if p.counts != "device" or not or_serial(p):
+    if p.counts not in ("device", "device_routed") or not or_serial(p):
         return "", ""
     return "fused", "waits for the host to read the counts, which its time leaves out"
 
