@@ -171,7 +171,8 @@ def found_by(
 def _counted(values: Tensor, end: int) -> Tensor:
     """How often each number below `end` is in each row: int64 [rows, end]."""
     found = values.new_zeros(len(values), end + 1)
-    return found.scatter_add_(1, values.clamp(max=end), torch.ones_like(values))[:, :end]
+    found.scatter_add_(1, values.clamp(max=end), torch.ones_like(values))
+    return found[:, :end].contiguous()
 
 
 def _until(count: Tensor, values: Tensor) -> Tensor:
