@@ -18,14 +18,15 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.device_routes import Found, found_by
 
 N, K, TOP, TOKENS = 24, 32, 2, 10
-LIMIT = 64
+LIMIT = 96
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Found]]
 
 
 def drawn(seed: int, ranks: int, experts: int) -> torch.Tensor:
     """Experts of all tokens; of some seeds all are of few experts, or of one rank."""
     draw = torch.Generator().manual_seed(seed)
     few = (experts, 3, experts // ranks)[seed % 3]
-    return torch.rand(ranks * TOKENS, few, generator=draw).argsort(1)[:, :TOP]
+    return torch.rand(ranks * TOKENS, few, generator=draw).argsort(1)[:, :TOP].contiguous()
 
 
 def routes_of(ids: torch.Tensor, ranks: int, experts: int, limit: int) -> list[Found]:
@@ -35,7 +36,7 @@ def routes_of(ids: torch.Tensor, ranks: int, experts: int, limit: int) -> list[F
 
 
 def wanted(
-    xs: torch.Tensor, ws: torch.Tensor, ids: torch.Tensor, found: list[Found], op: str
+    op: str, xs: torch.Tensor, ws: torch.Tensor, ids: torch.Tensor, found: list[Found]
 ) -> list[list[torch.Tensor]]:
     """What each rank has to have: rows by expert and their products, or its tokens' sums.
 
@@ -67,8 +68,8 @@ def entries_of(own: Found, ids: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def calls_of(
     seed: int, ranks: int, experts: int, op: str, limit: int
-) -> tuple[list[dict[str, Any]], list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-    """Operands of each rank's call, where its results go, and what they have to be."""
+) -> tuple[list[dict[str, Any]], list[list[torch.Tensor]], Given]:
+    """Operands of each rank's call, where its results go, and what they are of."""
     ids, ws = drawn(seed, ranks, experts), integers(experts, K, N)
     found, local = routes_of(ids, ranks, experts, limit), experts // ranks
     xs = integers(len(ids), TOP, K) if op == COMBINE else integers(len(ids), K)
@@ -87,12 +88,12 @@ def calls_of(
             given |= {"x": x, "weights": own.weights}
         operands.append(given)
         rooms.append(room)
-    return operands, rooms, wanted(xs, ws, ids, found, op)
+    return operands, rooms, (xs, ws, ids, found)
 
 
 def actions_of(each: list[Any], op: str, ranks: int, experts: int, limit: int) -> list[Any]:
     """One call of each rank, of small tiles."""
-    m = max(limit, TOKENS * TOP)
+    m = -(-max(limit, TOKENS * TOP) // experts) * experts
     problem = Problem(op, m, N, K, ranks, "float16", experts=experts // ranks,
                       counts="device_routed", top_k=TOP)  # fmt: skip
     prepare = fused_experts.combine if op == COMBINE else fused_experts.dispatch
@@ -131,8 +132,8 @@ def errors_of(
                 continue
             off = [
                 (i, r, name)
-                for i, (operands, _, wants) in enumerate(calls)
-                for r, own in enumerate(wants)
+                for i, (operands, _, given) in enumerate(calls)
+                for r, own in enumerate(wanted(op, *given))
                 for name, want in zip(("y", "rows"), own, strict=False)
                 if not torch.equal(operands[r][name][: len(want)], want)
                 or not operands[r][name][len(want) :].isnan().all()

@@ -135,7 +135,7 @@ def found_by(
     sizes, local = Sizes(tokens, top, ranks, max_rows), num_experts // ranks
     firsts = first_experts(ids, local, ranks)  # [ranks, ranks * tokens]
     by_source = firsts.view(ranks, ranks, tokens).transpose(0, 1).reshape(ranks, -1)
-    counts, table = (_counted(x, num_experts) for x in (ids.view(ranks, -1), by_source))
+    counts, table = (_counted(x, num_experts) for x in (ids.reshape(ranks, -1), by_source))
 
     mine = firsts[:, rank * tokens : (rank + 1) * tokens]
     order, sent_rows = mine.flatten().sort(stable=True).indices, (mine < NOWHERE).sum()
