@@ -7,6 +7,7 @@ fp32 and fp64, so results are compared bit by bit. The reference is differentiab
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,10 +61,10 @@ def by_torch(known: str = "host") -> Iterator[None]:
 @contextmanager
 def small_kernels() -> Iterator[None]:
     """Kernels of experts of small tiles and few senders: each has several of all there is."""
-    tile = fused_experts.Tile(16, 16, 16, 1, 4, 2)
+    tile, sending = fused_experts.Tile(16, 16, 16, 1, 4, 2), fused_experts.Sending(2, 2, 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_experts, "tile_of", lambda *_, **__: tile)
-        patch.setattr(fused_experts, "sending_of", lambda *_: fused_experts.Sending(2, 2, 64))
+        patch.setattr(fused_experts, "tile_of", Mock(return_value=tile))
+        patch.setattr(fused_experts, "sending_of", Mock(return_value=sending))
         yield
 
 

@@ -106,8 +106,8 @@ def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str):
     with on_islands(rank, ranks), small_kernels():
         experts = chosen(name, rank, ranks, tokens, local)
         weights = torch.ones(tokens, TOP)
-        room = {"num_experts": ranks * local, "max_rows": ranks * tokens * TOP}
-        routes = cp.exchange_routes(experts, weights, **room)
+        every, room = ranks * local, ranks * tokens * TOP
+        routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
         x, w = torch.ones(tokens, 16).half(), torch.ones(local, 16, 16).half()
         h = cp.all_to_all_matmul(x, w, counts=routes)
         there = rows_written(lambda: cp.all_to_all_matmul(x, w, counts=routes), 16)
@@ -171,9 +171,12 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
         traced = torch.compile(whole, backend="aot_eager", fullgraph=True)
         for name in ("uniform", "skewed"):
             leaves = [t.detach().requires_grad_() for t in (x, weights)]
-            given = (*leaves, chosen(name, rank, ranks, 7))
+            ids = chosen(name, rank, ranks, 7)
             got, want = (
-                (y := fn(*given), *torch.autograd.grad(y.square().sum(), (*leaves, up, down)))
+                (
+                    y := fn(leaves[0], leaves[1], ids),
+                    *torch.autograd.grad(y.square().sum(), (*leaves, up, down)),
+                )
                 for fn in (traced, whole)
             )
             torch.testing.assert_close(got, want)

@@ -150,7 +150,7 @@ def _run(
     found = device_routes.find(workspace, experts, weights, num_experts, max_rows)
     if experts.is_cpu or checking():
         _look(experts, found.counts, num_experts, max_rows, workspace)
-    return tuple(found)
+    return found
 
 
 def _look(
@@ -180,7 +180,8 @@ def _fake(
     group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if max_rows is not None:
-        sizes = device_routes.Sizes(*experts.shape, group_size, max_rows)
+        tokens, top = experts.shape
+        sizes = device_routes.Sizes(tokens, top, group_size, max_rows)
         table = experts.new_empty(group_size, num_experts, dtype=torch.int64)
         lists = experts.new_empty(sizes.starts[-1], dtype=torch.int32)
         return weights.new_empty(max_rows), table, torch.empty_like(table), lists

@@ -26,6 +26,7 @@ COLLECTORS = 8  # programs for each SM
 ONE = Grid(1, reserve=False, each=True)
 ANY = 2**31 - 1  # rows of x, where they are known to suffice
 COMBINE = "matmul_all_to_all"
+Launches = list[tuple[Launch, tuple[object, ...]]]
 
 
 class Started(NamedTuple):
@@ -44,7 +45,7 @@ class Started(NamedTuple):
     limit: int
     routes: Tensor
     moves: Tensor
-    launches: list[tuple[Launch, tuple[object, ...]]]
+    launches: Launches
     lists: Lists | None
 
 
@@ -172,7 +173,7 @@ class Experts:
             w = w.clone(memory_format=torch.contiguous_format)
         x, table = aligned(x), aligned(table)
         routes = x.new_empty(self.route_words, dtype=torch.int32)
-        launches = [(self.find_routes[table.dtype], (table, routes, taken, has))]
+        launches: Launches = [(self.find_routes[table.dtype], (table, routes, taken, has))]
         moves, lists = routes, None
         if p.by_routes:
             firsts, moves = aligned(operands[ROUTES]), torch.empty_like(routes)

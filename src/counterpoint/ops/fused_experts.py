@@ -17,6 +17,7 @@ from counterpoint.ops.expert_launches import (
     ANY,
     COMBINE,
     Experts,
+    Launches,
     Started,
     aligned,
     block,
@@ -133,9 +134,6 @@ def combine(site: Site) -> Action:
         Launch.in_a_row([*started.launches, products, *sends, arrive, *takes])
 
     return run
-
-
-Launches = list[tuple[Launch, tuple[object, ...]]]
 
 
 def _of_rows(
