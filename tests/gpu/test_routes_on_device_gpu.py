@@ -91,20 +91,27 @@ def test_a_graph_follows_its_routes(gpus):
         del graph
 
 
-def test_more_rows_than_there_is_room_for_are_said_on_all_ranks(gpus):
-    """All sums are NaN everywhere, and so are gradients; then the group says how many more."""
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_more_rows_than_there_is_room_for_are_said_on_all_ranks(gpus, back):
+    """What one call returns is NaN everywhere; then the group says how many rows were too many."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group()
-    given = operands(40, 64, 48, 96, torch.bfloat16)
+    group, full = dist.new_group(), ranks * 40 * TOP
+    x, up, down, weights, _ = operands(40, 64, 48, 96, torch.bfloat16)
     experts = chosen("last rank", rank, ranks, 40).to(gpus)
-    room = ranks * 40 * TOP
-    ours(experts, *given, group, room)
-    y, *grads = ours(experts, *given, group, room - 7)
-    assert y.isnan().all() and grads[0].isnan().all()
+    where = {"num_experts": ranks * LOCAL, "group": group, "max_rows": full - 7}
+    routes = cp.exchange_routes(experts, weights, **where)
+    if back:
+        h = torch.randn(full - 7, 96, device="cuda").bfloat16()
+        y = cp.matmul_all_to_all(h, down, counts=routes, group=group)
+        assert y.isnan().all()
+    else:
+        y = cp.all_to_all_matmul(x, up, counts=routes, group=group)
+        assert rank < ranks - 1 or y.isnan().all()
     torch.cuda.synchronize()
-    text = rf"max_rows must be .* for ranks \[{ranks - 1}\].*, got 7 fewer at an earlier call"
+    op = "matmul_all_to_all" if back else "all_to_all_matmul"
+    text = rf"{op}: max_rows must be .* for ranks \[{ranks - 1}\].*, got 7 fewer at an earlier call"
     with pytest.raises(cp.InputError, match=text):
-        ours(experts, *given, group, room)
+        cp.exchange_routes(experts, weights, **where)
     dist.barrier()
     forget(workspace_of(group, gpus))
 

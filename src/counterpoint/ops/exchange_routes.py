@@ -64,6 +64,8 @@ def exchange_routes(
     With max_rows it does not wait, and a CUDA graph can be captured: results of `all_to_all_matmul`
     have max_rows rows, of which the last ones are not written. Where more come to a rank, all
     results on all ranks are NaN, and a later call raises InputError, which says how many more.
+    The operators do not wait either where plan "fused" takes them: 16-bit numbers, K and N
+    multiples of 8, and an island of a power of 2 of ranks. Elsewhere they wait, in no graph.
 
     Args:
         experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank,
