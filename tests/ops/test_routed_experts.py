@@ -60,7 +60,7 @@ def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
 @pytest.mark.parametrize("size", [2, 4])
 @on_ranks(4)
 def test_weights_lie_as_rows_do(rank: int, ranks: int, size: int):
-    """In the same order whatever the islands are."""
+    """In the same order whatever the islands are, and whoever knows how many rows there are."""
     with on_islands(rank, size):
         for name in CHOICES:
             experts, weights = chosen(name, rank, ranks, 31), shards(rank, 31, TOP)
@@ -68,6 +68,12 @@ def test_weights_lie_as_rows_do(rank: int, ranks: int, size: int):
             lists = [each.long() for each in everyone(experts)]
             want = weights_by_row(rank, ranks, lists, everyone(weights))
             assert routes.weights.double().tolist() == want
+            every, room = ranks * LOCAL, ranks * 31 * TOP + 2
+            roomy = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
+            rows = len(routes.weights)
+            assert torch.equal(roomy.weights[:rows], routes.weights)
+            assert len(roomy.weights) == room and not roomy.weights[rows:].any()
+            assert torch.equal(roomy.counts, routes.counts)
 
 
 @on_ranks(4)

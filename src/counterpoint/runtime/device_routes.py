@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from counterpoint.runtime.find_routes import NOWHERE, first_experts, positions
+from counterpoint.runtime.find_routes import first_experts, positions
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.routes import NONE, Blocks, Routes
@@ -133,12 +133,15 @@ def found_by(
     """
     tokens, top = ids.shape[0] // ranks, ids.shape[1]
     sizes, local = Sizes(tokens, top, ranks, max_rows), num_experts // ranks
+    # fewer bits are sorted in fewer passes
+    small = torch.int16 if num_experts < 2**15 else torch.int32
     firsts = first_experts(ids, local, ranks)  # [ranks, ranks * tokens]
+    firsts = firsts.clamp_(max=num_experts).to(small)
     by_source = firsts.view(ranks, ranks, tokens).transpose(0, 1).reshape(ranks, -1)
     counts, table = (_counted(x, num_experts) for x in (ids.reshape(ranks, -1), by_source))
 
     mine = firsts[:, rank * tokens : (rank + 1) * tokens]
-    order, sent_rows = mine.flatten().sort(stable=True).indices, (mine < NOWHERE).sum()
+    order, sent_rows = mine.flatten().sort(stable=True).indices, (mine < num_experts).sum()
     sent = _until(sent_rows, order[: sizes.shapes["sent"][0]] % max(tokens, 1))
     back = positions(order, ranks * tokens)
     back = back.masked_fill_(back >= sent_rows, NONE).view(ranks, tokens).t().sort(1).values
@@ -152,7 +155,7 @@ def found_by(
     order = order.flatten()
     which = ids[order] - rank * local
     which = which.masked_fill_((which < 0) | (which >= local), local).flatten()
-    pairs = which.sort(stable=True).indices[:max_rows]
+    pairs = which.to(small).sort(stable=True).indices[:max_rows]
     pairs = F.pad(pairs, (0, max_rows - len(pairs)))
     token = order[pairs // top] if ids.numel() else pairs
     rows = counts[:, rank * local : (rank + 1) * local].sum()
@@ -169,9 +172,9 @@ def found_by(
 
 
 def _counted(values: Tensor, end: int) -> Tensor:
-    """How often each number below `end` is in each row: int64 [rows, end]."""
-    found = values.new_zeros(len(values), end + 1)
-    found.scatter_add_(1, values.clamp(max=end), torch.ones_like(values))
+    """How often each number below `end` is in each row: int64 [rows, end]. No other is above it."""
+    found = values.new_zeros(len(values), end + 1, dtype=torch.int64)
+    found.scatter_add_(1, values.long(), torch.ones_like(values, dtype=torch.int64))
     return found[:, :end].contiguous()
 
 
