@@ -208,6 +208,7 @@ def faults(trials: int, seed: int) -> Iterator[Row]:
             env={"COUNTERPOINT_TIMEOUT_S": str(BOUND_S)},
             after_s=after_s,
             timeout_s=60.0,
+            begins=True,
         )
         found = run(job)
         left = found if fault == "cut" else found[:2]

@@ -161,7 +161,7 @@ def _host(path: Path) -> None:
                 time.sleep(job.after_s)
                 _fault(job, ranks)
             kept = ranks[: -job.size] if job.fault in ("kill", "stop") else ranks
-            _until(lambda: all(p.poll() is not None for p in kept), ranks, deadline_s)
+            _until(lambda: all(p.poll() is not None for p in kept), kept, deadline_s)
         finally:
             for process in ranks:
                 process.kill()

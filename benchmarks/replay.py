@@ -20,15 +20,16 @@ from torch import Tensor
 
 from counterpoint.machine import Machine
 from counterpoint.model.slowest_rank import slowest_rank
+from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
-from counterpoint.runtime import compute, driver, launch_cuda
+from counterpoint.runtime import attention, compute, driver, launch_cuda
 from counterpoint.runtime.lanes_cuda import CudaLanes
 from counterpoint.runtime.workspace import Operands, Places, Workspace
 
 Step = Callable[[], object]
 Lane = Mapping[str, Step]  # by the names of steps, in order
-COMPUTED = ("matmul", "move", "reduce")
+COMPUTED = ("matmul", "move", "reduce", *ATTENTION)
 ALIGN_BYTES = 1 << 12  # more than what lies between two buffers of a workspace
 COPY_BYTES = 32 << 20
 HOST_S = 13e-6  # in which the host enqueues a copy: the GPU is busy for as long
@@ -38,10 +39,14 @@ FLUSH_BYTES = 256 << 20  # read before each lane
 
 
 class OneRank:
-    """In place of a rank's workspace: its memory, which stands for that of its peers, too."""
+    """In place of a rank's workspace: its memory, which stands for that of its peers, too.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        rank: whose.
+    """
+
+    def __init__(self, device: torch.device, rank: int = 0) -> None:
+        self.device, self.rank = device, rank
         self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self.arena = self
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
@@ -84,6 +89,9 @@ def _step(bound: BoundStep, places: Places, device: torch.device, operands: Oper
     kind = bound.step.kind
     if kind == "matmul":
         actions = compute.matmuls((bound,), places)
+    elif kind in ATTENTION:
+        make = attention.attention if kind == "attention" else attention.attention_backward
+        actions = make(bound, places, operands)
     elif kind == "reduce" and device.type == "cuda":
         of = partial(torch.tensor, device=device)
         lanes = cast(CudaLanes, SimpleNamespace(tables=SimpleNamespace(of=of)))

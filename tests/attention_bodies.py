@@ -3,6 +3,8 @@
 Any rank can make the operands of all ranks from their seed, so each computes what it must get.
 """
 
+from typing import Any
+
 import torch
 from rank_bodies import device, world
 from torch import Tensor
@@ -56,11 +58,44 @@ def wrong(
     leaves = [t.requires_grad_() for t in shards[:3]]
     y = cp.all_gather_attention(*leaves, group=world(), causal=causal, scale=scale, plan=plan)
     found = [y.detach(), *torch.autograd.grad(y, leaves, shards[3])]
-    exact, plain = (attended(given, d, causal, scale) for d in (torch.float64, dtype))
+    what = f"{plan} {shape} {dtype} {causal}"
+    return _further(found, given, rank, ranks, causal, scale, what)
+
+
+def _further(
+    found: list[Tensor], given: list[Tensor], rank: int, ranks: int, causal: bool,
+    scale: float | None, what: str,
+) -> list[str]:  # fmt: skip
+    """Of y, dq, dk and dv, or the last of them, what is further from fp64 than twice torch's."""
+    names, dtype = ("y", "dq", "dk", "dv")[-len(found) :], given[0].dtype
+    exact, plain = (attended(given, d, causal, scale)[-len(found) :]
+                    for d in (torch.float64, dtype))  # fmt: skip
     problems: list[str] = []
-    for name, got, want, other in zip(("y", "dq", "dk", "dv"), found, exact, plain, strict=True):
+    for name, got, want, other in zip(names, found, exact, plain, strict=True):
         want, other = (mine(t, rank, ranks, causal) for t in (want, other))
         error, limit = relative_error(got, want), 2 * relative_error(other, want) + ROUNDING
         if not error <= limit or got.shape != want.shape:
-            problems.append(f"{plan} {shape} {dtype} {causal}: {name} is off by {error}, {limit}")
+            problems.append(f"{what}: {name} is off by {error}, {limit}")
     return problems
+
+
+def gradients_by(
+    rank: int, ranks: int, plan: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
+) -> list[Tensor]:
+    """dq, dk and dv of a rank by a plan of the backward, where nothing is causal."""
+    given = whole(ranks, shape, dtype, seed)
+    q, k, v, dy = (mine(t, rank, ranks, False).transpose(0, 1).contiguous() for t in given)
+    ops: Any = torch.ops.counterpoint
+    group = world().group_name, ranks
+    y, lse = ops.all_gather_attention(q, k, v, False, 0.0, "serial", *group)
+    found = ops.all_gather_attention_backward([q, k, v, dy, y, lse], False, 0.0, plan, *group)
+    return [x.view(like.shape).transpose(0, 1) for x, like in zip(found, (q, k, v), strict=True)]
+
+
+def wrong_gradients(
+    rank: int, ranks: int, plan: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
+) -> list[str]:
+    """Gradients by a plan of the backward that are further from fp64 than twice plain torch's."""
+    given = whole(ranks, shape, dtype, seed)
+    found = gradients_by(rank, ranks, plan, shape, dtype, seed)
+    return _further(found, given, rank, ranks, False, None, f"{plan} {shape} {dtype}")

@@ -21,6 +21,19 @@ CALLS = 2
 
 
 def products(
+    own: dict[str, Array], other: dict[str, Array], seen: Array, key_heads: int, *, backward: bool
+) -> dict[str, Array]:
+    """What each key head and its queries make, side by side."""
+
+    def of_head(given: dict[str, Array], i: int) -> dict[str, Array]:
+        return {name: np.split(x, key_heads, 1)[i] for name, x in given.items()}
+
+    each = [_products(of_head(own, i), of_head(other, i), seen, backward=backward)
+            for i in range(key_heads)]  # fmt: skip
+    return {name: np.concatenate([found[name] for found in each], 1) for name in each[0]}
+
+
+def _products(
     own: dict[str, Array], other: dict[str, Array], seen: Array, *, backward: bool
 ) -> dict[str, Array]:
     """In place of softmax a product, so that sums are exact in any order.
@@ -47,7 +60,7 @@ def products(
 
 
 def attended(
-    kind: str, made: int, reads: list[Array], target: Array, diagonal: bool
+    kind: str, made: int, reads: list[Array], target: Array, diagonal: bool, head_dim: int
 ) -> list[Array]:
     """What a part of an attention adds up: what it makes, and what was there."""
     if not reads:
@@ -56,7 +69,8 @@ def attended(
     names = ("q", "k", "v", "dy", "y", "lse") if backward else ("q", "k", "v")[: 3 - made]
     given = {"v": reads[1], "heads": target, **dict(zip(names, reads, strict=False))}
     seen = np.ones((len(given["q"]), len(given["k"])))
-    found = products(given, given, np.tril(seen) if diagonal else seen, backward=backward)
+    seen, key_heads = np.tril(seen) if diagonal else seen, max(given["k"].shape[1] // head_dim, 1)
+    found = products(given, given, seen, key_heads, backward=backward)
     return [found[(("dq", "dk", "dv") if backward else ("y", "lse"))[made]], *reads[len(names) :]]
 
 
@@ -170,6 +184,7 @@ class _Simulation:
             inputs = [{**one, **bias} for one, bias in zip(whole, biases, strict=True)]
         mine = inputs[rank]
         own = slice(self.starts[rank], self.starts[rank + 1])
+        key_heads = max(self.plan.problem.k // max(self.plan.problem.head_dim, 1), 1)
 
         def gathered(name: str) -> Array:
             return np.concatenate([each[name] for each in inputs])
@@ -215,15 +230,19 @@ class _Simulation:
                 return {"y": np.concatenate([each["bags"][own, :n] for each, n in bags], axis=1)}
             case "all_gather_attention":
                 parts = [
-                    products(mine, each, seen, backward=False)
+                    products(mine, each, seen, key_heads, backward=False)
                     for each, seen in zip(inputs, self.seen(rank), strict=True)
                 ]
                 return {of: np.sum([part[of] for part in parts], axis=0) for of in ("y", "lse")}
             case "all_gather_attention_backward":
                 pairs = zip(inputs, self.seen(rank), strict=True)
-                found = {"dq": [products(mine, each, s, backward=True)["dq"] for each, s in pairs]}
+                found = {
+                    "dq": [
+                        products(mine, each, s, key_heads, backward=True)["dq"] for each, s in pairs
+                    ]
+                }
                 by_rank = [
-                    products(each, mine, self.seen(r)[rank], backward=True)
+                    products(each, mine, self.seen(r)[rank], key_heads, backward=True)
                     for r, each in enumerate(inputs)
                 ]
                 found |= {of: [part[of] for part in by_rank] for of in ("dk", "dv")}
@@ -311,7 +330,8 @@ class _Simulation:
             reads = [self.at(box) for box in part.reads]
             if bound.step.kind in ATTENTION:
                 made = [r.buffer for r in bound.step.writes].index(part.write.buffer)
-                reads = attended(bound.step.kind, made, reads, self.at(part.write), part.diagonal)
+                reads = attended(bound.step.kind, made, reads, self.at(part.write), part.diagonal,
+                                 self.plan.problem.head_dim)  # fmt: skip
             if bound.step.kind == "matmul":
                 if bound.step.arg("scales"):
                     x, w, x_scale, w_scale, *rest = reads

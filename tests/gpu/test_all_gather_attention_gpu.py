@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from attention_bodies import mine, whole, wrong
+from attention_bodies import gradients_by, mine, whole, wrong, wrong_gradients
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -60,6 +60,37 @@ def test_attention_and_gradients_are_those_of_fp64(gpus, shape, causal):
         dtype = torch.float16 if seed == 2 else torch.bfloat16
         found += wrong(rank, ranks, plan, shape, dtype, causal, seed=seed)
     assert not found, found
+
+
+BY_HEADS = ("by_heads ring", "by_heads ring chunks=2", "by_heads ring chunks=3")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_by_heads_are_those_of_fp64(gpus, shape):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = []
+    for seed, plan in enumerate(BY_HEADS):
+        dtype = torch.float16 if seed == 2 else torch.bfloat16
+        found += wrong_gradients(rank, ranks, plan, shape, dtype, seed)
+    assert not found, found
+
+
+def test_late_ranks_change_no_gradient_by_heads(gpus):
+    """Ranks that are late at random, calls of one plan and another on one memory."""
+    delay, draw = Delay(gpus), random.Random(dist.get_rank())
+    shape, ranks = (1, 512, 8, 4, 64), dist.get_world_size()
+    plans = (*BY_HEADS, "shard_p2p ring")
+    want = {p: gradients_by(dist.get_rank(), ranks, p, shape, torch.bfloat16) for p in plans}
+    off = torch.zeros((), device="cuda")
+    for turn in range(120):
+        plan = plans[turn % len(plans)]
+        if draw.random() < 0.3:
+            delay(draw.choice((1e-5, 1e-4, 3e-4)))
+        found = gradients_by(dist.get_rank(), ranks, plan, shape, torch.bfloat16)
+        for got, first in zip(found, want[plan], strict=True):
+            off = torch.maximum(off, (got - first).float().norm() / first.float().norm())
+    cp.check()
+    assert float(off) < 2**-8
 
 
 def operands(shape, causal, seed=0):

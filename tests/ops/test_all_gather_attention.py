@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_bodies import PLANS, mine, whole, wrong
+from attention_bodies import PLANS, gradients_by, mine, whole, wrong, wrong_gradients
 from on_ranks import on_ranks
 from rank_bodies import world
 from torch import Tensor
@@ -32,6 +32,31 @@ def test_attention_and_gradients_are_those_of_fp64(
     found += wrong(rank, ranks, "shard_p2p", (2, 10, 6, 6, 5), torch.bfloat16, causal)
     found += wrong(rank, ranks, "shard_p2p", (3, 2, 2, 1, 16), torch.float16, causal, scale=0.3)
     return found
+
+
+BY_HEADS = ("by_heads ring", "by_heads ring chunks=1", "by_heads ring chunks=3")
+
+
+@on_ranks(1, 2, 3, 4)
+def test_gradients_by_heads_are_those_of_fp64(rank: int, ranks: int) -> list[str]:
+    """Of one head or several at a time, of as many on all ranks or not."""
+    found: list[str] = []
+    for seed, plan in enumerate(BY_HEADS):
+        for shape in ((1, 6, 8, 4, 8), (2, 5, 6, 3, 4)):
+            found += wrong_gradients(rank, ranks, plan, shape, torch.float32, seed)
+    return found + wrong_gradients(rank, ranks, BY_HEADS[0], (1, 4, 10, 10, 16), torch.bfloat16)
+
+
+@on_ranks(3)
+def test_calls_by_heads_share_one_memory(rank: int, ranks: int) -> None:
+    """Of any plan, one after the other; the same call gives the same bits."""
+    shape = (1, 6, 8, 4, 8)
+    plans = (*BY_HEADS, "serial", "shard_p2p ring")
+    want = {plan: gradients_by(rank, ranks, plan, shape, torch.float32) for plan in plans}
+    for turn in range(3):
+        for plan in plans[turn:] + plans[:turn]:
+            found = gradients_by(rank, ranks, plan, shape, torch.float32)
+            assert all(map(torch.equal, found, want[plan])), plan
 
 
 def shards_of(rank: int, ranks: int, seed: int = 0, causal: bool = True) -> list[Tensor]:

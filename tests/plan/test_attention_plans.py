@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from plan_cases import ATTENTION, make_problem, prove, specs
+from plan_cases import ATTENTION, make_problem, prove, prove_or_refuse, specs
 from plan_simulator import simulate
 
 from counterpoint.errors import InputError, PlanError
@@ -22,7 +22,40 @@ def test_causal_plans_are_right(op: str, ranks: int):
     for rows in (2, 6):
         problem = make_problem(op, rows * ranks, 6, 2, ranks, causal=True, head_dim=1)
         for spec in specs(problem):
-            assert simulate(prove(problem, spec), seed=rows), spec
+            plan = prove_or_refuse(problem, spec)
+            assert plan is None or simulate(plan, seed=rows), spec
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_plans_by_heads_are_right(ranks: int):
+    """Of heads that are as many in each part, or not; of several queries to a key."""
+    for dim, key_heads, grouped in ((1, 2, 3), (2, 4, 1), (2, 3, 2), (1, 1, 2), (2, 17, 1)):
+        for rows in (1, 3):
+            cols = key_heads * dim
+            problem = Problem(ATTENTION[1], rows * ranks, grouped * cols, cols, ranks, head_dim=dim)
+            for spec in ("by_heads", "by_heads chunks=3", "by_heads chunks=8"):
+                assert simulate(prove(problem, spec), seed=rows), spec
+
+
+def test_heads_that_are_not_those_of_the_keys_are_refused():
+    problem = Problem(ATTENTION[1], 8, 12, 6, 2, head_dim=2)
+    plan = build(problem, "by_heads chunks=3")
+    steps = {step.name: step for step in plan.steps}
+
+    def with_step(new: Step) -> Plan:
+        return replace(plan, steps=tuple(new if s.name == new.name else s for s in plan.steps))
+
+    first, other = steps["gradient_0"], steps["gradient_1"]
+    for i in (0, 3, 4, 5):  # q, dy, y or lse of the heads beside
+        reads = (*first.reads[:i], other.reads[i], *first.reads[i + 1 :])
+        with pytest.raises(PlanError, match="gradient_0: q, k, v, dy, y, lse are not of the same"):
+            validate(with_step(replace(first, reads=reads)))
+    wrong_target = replace(first, writes=(other.writes[0], *first.writes[1:]))
+    with pytest.raises(PlanError):
+        validate(with_step(wrong_target))
+    cut = replace(first.reads[0], cols=(0, 3))
+    with pytest.raises(PlanError, match="do not fit an attention of 12 and 6 columns"):
+        validate(with_step(replace(first, reads=(cut, *first.reads[1:]))))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -58,6 +58,7 @@ class Case(NamedTuple):
     causal: bool = False
     islands: int = 1
     scales: str = ""
+    head_dim: int = 0
 
     def __str__(self) -> str:
         return f"{self.op} {self.spec} {'/'.join(map(str, self.rows))}"
@@ -190,6 +191,8 @@ CASES = [
     Case(ATTENTION[0], "shard_p2p xor chunks=2", (4, 4), n=4, k=2, causal=True),
     Case(ATTENTION[1], "serial", (2, 2), n=4, k=2, causal=True),
     Case(ATTENTION[1], "shard_p2p ring", (2, 2), n=4, k=2, causal=True),
+    Case(ATTENTION[1], "by_heads ring chunks=3", (2, 2), n=6, k=3, head_dim=1),
+    Case(ATTENTION[1], "by_heads xor chunks=2", (1, 1, 1, 1), n=4, k=4, head_dim=2),
 ]
 
 STILL_RIGHT = {
@@ -232,7 +235,8 @@ def plan_of(case: Case) -> Plan:
     options: dict[str, Any] = {"rows": case.rows, "bias": case.bias, "splits": case.splits,
                                "experts": case.experts, "counts": case.counts,
                                "out": case.out, "causal": case.causal,
-                               "islands": case.islands, "scales": case.scales}  # fmt: skip
+                               "islands": case.islands, "scales": case.scales,
+                               "head_dim": case.head_dim}  # fmt: skip
     n = sum(case.splits) if case.splits and case.op != RS else case.n
     problem = make_problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options)
     return build(problem, case.spec)

@@ -115,12 +115,13 @@ def _matmul_s(
 def _attention_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     """Of the library, and a pass over what its results are merged into or added to."""
     first, costs, seconds = bound.step.writes[0].buffer, machine.costs, 0.0
+    backward = bound.step.kind == "attention_backward"
     for part in bound.parts:
         if part.write.buffer != first:
             continue
-        cells = part.reads[0].shape[0] * part.reads[1].shape[0] / (1 + part.diagonal)
-        backward = bound.step.kind == "attention_backward"
-        seconds += attention_s(plan.problem, machine, cells, backward=backward)
+        (queries, cols), (keys, _) = part.reads[0].shape, part.reads[1].shape
+        seconds += attention_s(machine, queries, keys / (1 + part.diagonal), cols,
+                               backward=backward)  # fmt: skip
         if bound.step.accumulates:
             y_bytes = _num_bytes(plan, part.write)
             seconds += costs.memory_s(2 * y_bytes + _num_bytes(plan, part.reads[0]))

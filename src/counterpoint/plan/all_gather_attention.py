@@ -33,8 +33,11 @@ Q, K, V, LSE = Region("q"), Region("k"), Region("v"), Region("lse")
 SUM = Region("sum")
 IN_FLIGHT = 2  # chunks of keys and values: one at work, one on its way
 MAX_HEAD_DIM = 128  # that is taken where none is given
-# of the rate of the matmul library: cuDNN's kernels at 128 columns a head; an estimate
-ATTENTION_RATE, BACKWARD_RATE = 0.8, 0.65
+# of the rate of the matmul library: cuDNN's kernels at 128 columns a head, one H200
+ATTENTION_RATE, BACKWARD_RATE = 0.85, 0.7
+# what a call of its backward takes beside matmuls: a tail, and passes over bf16 dy and y and a dq
+# that is summed in fp32, then rounded, for each element of q; the same GPU, 8k tokens
+BACKWARD_CALL_S, BACKWARD_PASSES = 25e-6, 14  # bytes
 BACKWARD_MATMULS = 5  # for the two of a forward
 
 
@@ -279,17 +282,26 @@ def described(p: Problem) -> str:
     return text + (f" scale {p.scale:g}" if p.scale else "")
 
 
-def attention_s(p: Problem, machine: Machine, cells: float, *, backward: bool = False) -> float:
-    """Seconds of a kernel for so many pairs of a query and a key, of all heads."""
-    matmuls, rate = (BACKWARD_MATMULS, BACKWARD_RATE) if backward else (2, ATTENTION_RATE)
-    flop = 2 * matmuls * cells * p.n
-    return machine.costs.kernel_s + flop / (rate * machine.costs.gemm_flop_per_s)
+def attention_s(
+    machine: Machine, queries: int, keys: float, cols: int, *, backward: bool = False
+) -> float:
+    """Seconds of a call of the library.
+
+    Args:
+        keys: that a query attends to, in the mean.
+        cols: of the queries, of all heads.
+    """
+    costs, elements = machine.costs, queries * cols
+    if not backward:
+        return costs.kernel_s + 4 * elements * keys / (ATTENTION_RATE * costs.gemm_flop_per_s)
+    flop = 2 * BACKWARD_MATMULS * elements * keys
+    passes_s = BACKWARD_CALL_S + costs.memory_s(BACKWARD_PASSES * elements)
+    return passes_s + flop / (BACKWARD_RATE * costs.gemm_flop_per_s)
 
 
 def computed_s(p: Problem, machine: Machine, *, backward: bool = False) -> float:
     """Seconds of all attention of a rank."""
-    cells = p.rows[0] * p.m / (2 if p.causal else 1)
-    return attention_s(p, machine, cells, backward=backward)
+    return attention_s(machine, p.rows[0], p.m / (1 + p.causal), p.n, backward=backward)
 
 
 def candidates(p: Problem) -> tuple[str, ...]:

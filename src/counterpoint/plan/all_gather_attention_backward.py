@@ -2,14 +2,15 @@
 
 With y and the log-sum-exp (lse) of all keys, the gradient by some keys is a sum of its own. So keys
 and values of peers come once more, as in the forward, and what they give for dk and dv goes back to
-their owner, who sums. Own keys come in halves: the first hides the arrival of a peer's, the last
-the way back.
+their owner, who sums. `shard_p2p` takes own keys in halves: the first hides the arrival of a
+peer's, the last the way back. `by_heads` takes some heads at a time: see attention_by_heads.py.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from counterpoint.machine import Machine
+from counterpoint.plan import attention_by_heads
 from counterpoint.plan.all_gather_attention import (
     Exchange,
     Item,
@@ -175,7 +176,8 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing, serial first."""
-    return "serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks))
+    by_heads = () if p.causal else ("by_heads ring chunks=2", "by_heads ring chunks=8")
+    return "serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks)), *by_heads
 
 
 OPERATION = Operation(
@@ -185,6 +187,12 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         Family(name="shard_p2p", takes=("peers", "chunks"), build=shard_p2p),
+        Family(
+            name="by_heads",
+            takes=("peers", "chunks"),
+            build=attention_by_heads.by_heads,
+            wants=attention_by_heads.refusal,
+        ),
     ),
     candidates=candidates,
     collectives=("all_gather", "reduce_scatter"),

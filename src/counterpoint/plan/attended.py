@@ -2,8 +2,10 @@
 
 A step "attention" makes y and lse, the log-sum-exp of each row and head; with what is there as its
 last reads they are merged, in fp32. A step "attention_backward" makes dq, dk and dv by y and lse of
-all keys; with dq as its last read it adds to it. Its args say whose keys it is given: "peer", an
-offset, and "first", their first row in his shard; where nothing is causal they may be all keys.
+all keys; with dq as its last read it adds to it. Either may be of some heads alone, which are
+columns: as large a share of the queries' as of the keys'. Its args say whose keys it is given:
+"peer", an offset, and "first", their first row in his shard; where nothing is causal they may be
+all keys.
 
 Where it is causal, a rank has two parts of the sequence, its r-th and its r-th from the end, so
 that all ranks have equal work: its own rows are in order, of a lower rank all of its rows attend to
@@ -105,10 +107,12 @@ def _some(boxes: Sequence[Box], rows: tuple[int, int]) -> tuple[Box, ...]:
 def _check_shapes(
     p: Problem, reads: Sequence[Box], writes: Sequence[Box], *, forward: bool
 ) -> None:
-    rows, keys = max(p.rows), reads[1].shape[0]
-    q, k, lse = (rows, p.n), (keys, p.k), (rows, p.n // max(p.head_dim, 1))
+    cols, (keys, key_cols) = reads[0].shape[1], reads[1].shape
+    lse_cols = cols // max(p.head_dim, 1)
+    whole_heads = key_cols % max(p.head_dim, 1) == 0 and cols * p.k == key_cols * p.n
+    q, k, lse = (max(p.rows), cols), (keys, key_cols), (max(p.rows), lse_cols)
     want = [q, k, k, q, lse] if forward else [q, k, k, q, q, lse, q]
     want = [*want[: len(reads)], *((q, lse) if forward else (q, k, k))]
     shapes = [box.shape for box in (*reads, *writes)]
-    if shapes != want:
+    if shapes != want or not whole_heads:
         raise ValueError(f"shapes {shapes} do not fit an attention of {p.n} and {p.k} columns")

@@ -5,11 +5,13 @@ A value is a multiset of terms, the same formula for all cells (i, j) of a box:
     Row       input[rank, buffer][0, j + dc], a bias
     Product   sum over k in [k0, k1) of left[i + dr, k] right[k + shift, j + dc], two inputs;
               where it is transposed, of left[k, i + dr] right[k + shift, j + dc]
-    Attended  what rows [low, high) of a peer give to row i + dr of a rank, in an attention: keys to
-              a query, or, of dk and dv, queries to a key. Both ends may move with i
+    Attended  what rows [low, high) of a peer give to cell (i + dr, j + dc) of a rank, in an
+              attention: keys to a query, or, of dk and dv, queries to a key. Both ends may move
+              with i
 """
 
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from counterpoint.plan.bind import Box, Part
@@ -49,7 +51,7 @@ class Product(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """A part of a row of an attention's result; all columns.
+    """A part of a row of an attention's result: its column j + dc.
 
     Rows [low + low_slope * i, high + high_slope * i) of `other`, as it counts its own.
     """
@@ -62,6 +64,7 @@ class Attended(NamedTuple):
     high: int
     low_slope: int = 0
     high_slope: int = 0
+    dc: int = 0
 
 
 Term = Cell | Row | Product | Attended
@@ -240,12 +243,17 @@ def _attended(of: str, part: Part, memory: Memory) -> Attended:
     """By keys of one rank."""
     target = part.write
     places: dict[str, tuple[int, int]] = {}
+    firsts: dict[str, Fraction] = {}  # of columns, in as many as are there
     for name, box in zip(MADE_OF[of], part.reads, strict=False):
         pieces = memory.read(box)
         cell = _operand(pieces[0][1], box) if len(pieces) == 1 else Cell(-1, "several", 0, 0)
-        if cell.buffer != name or cell.dc or box.c0:
+        if cell.buffer != name or pieces[0][0] != box:
             raise Contradiction(f"{box.buffer} does not hold rows of {name}, but of {cell.buffer}")
         places[name] = cell.rank, box.r0 + cell.dr
+        firsts[name] = Fraction(box.c0 + cell.dc, box.c1 - box.c0)
+    if len({*firsts.values()}) > 1:
+        raise Contradiction(f"{', '.join(firsts)} are not of the same heads")
+    dc = int(firsts["q"] * (target.c1 - target.c0)) - target.c0
     for names in (("q", "dy", "y", "lse"), ("k", "v")):
         if len({places[name] for name in names if name in places}) > 1:
             raise Contradiction(f"{', '.join(names)} are not of the same rows")
@@ -253,9 +261,9 @@ def _attended(of: str, part: Part, memory: Memory) -> Attended:
     (queries, _), (keys, _) = part.reads[0].shape, part.reads[1].shape
     if of in ("dk", "dv"):  # a later key has fewer queries
         start, slope = (row - target.r0, 1) if part.diagonal else (row, 0)
-        return Attended(of, other, low - target.r0, rank, start, row + queries, slope)
+        return Attended(of, other, low - target.r0, rank, start, row + queries, slope, dc=dc)
     stop, slope = (low + 1 - target.r0, 1) if part.diagonal else (low + keys, 0)
-    return Attended(of, rank, row - target.r0, other, low, stop, 0, slope)
+    return Attended(of, rank, row - target.r0, other, low, stop, 0, slope, dc)
 
 
 def _turned(box: Box) -> Box:
@@ -296,13 +304,13 @@ def _continues(first: Product, second: Product) -> bool:
 
 def _joins(first: Attended, second: Attended) -> bool:
     between = (first.high, first.high_slope) == (second.low, second.low_slope)
-    return first[:4] == second[:4] and between
+    return first[:4] == second[:4] and between and first.dc == second.dc
 
 
 def _shifted(term: Term, dr: int, dc: int) -> Term:
     if isinstance(term, Attended):
         low, high = term.low + term.low_slope * dr, term.high + term.high_slope * dr
-        return term._replace(dr=term.dr + dr, low=low, high=high)
+        return term._replace(dr=term.dr + dr, dc=term.dc + dc, low=low, high=high)
     if isinstance(term, Row):
         return term._replace(dc=term.dc + dc)
     return term._replace(dr=term.dr + dr, dc=term.dc + dc)
