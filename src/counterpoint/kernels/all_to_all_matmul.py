@@ -5,12 +5,12 @@ The first SENDERS programs send, expert by expert to all ranks: the rows of each
 PARTS parts with a flag behind each. The others take tiles in order, each when the parts that it is
 made of are there; programs that have sent all they have take tiles as well.
 
-Only senders are waited for. None of them waits before it has sent, nor where another of this rank
-has not begun by then: they are the grid's first programs, and however few are resident, it ends.
 By routes a row of x is a token, which goes once to each rank: with the rows of its first expert
 there. Tiles of an expert then wait for all that has come with experts up to it, and take each row
 from where it has come to.
 
+Only senders are waited for. None of them waits before it has sent, nor where another of this rank
+has not begun by then: they are the grid's first programs, and however few are resident, it ends.
 So it leaves no SMs to another group's collective: where that was launched first, and keeps most of
 this grid from running, the senders still end one after another, and no rank waits for more.
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.ops import call, experts
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
@@ -28,6 +28,7 @@ from counterpoint.ops.plans import backward_plan, family_of, of_islands, plan_ke
 from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime.counted import rows_by_rank
 from counterpoint.runtime.device_routes import Sizes, on_host
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.routes import Routes as Found
@@ -144,7 +145,7 @@ def _run_on_device(
 
     Raises:
         InputError: the plan is another one, or a CUDA graph is being captured, and the host would
-            have to read them.
+            have to read them, or it has, and more rows come to a rank than there is room for.
     """
     x, w, counts, firsts, lists, *rest = tensors
     tokens, top, ranks, max_rows = sizes
@@ -154,20 +155,30 @@ def _run_on_device(
     m = experts.most(max(max_rows, tokens * min(top, ranks)), counts.shape[1])
     facts, workspace = (m, top, tokens, max_rows), workspace_of(group_of(group_name), x.device)
     problem = of_islands(_problem(operator.op, tensors, facts, ranks), workspace)
-    family = family_of(plan)
+    family, given = family_of(plan), call.Given(room)
     if family not in ("auto", "fused", "serial"):
         want = "auto, fused or serial with routes of max_rows"
         raise InputError(operator.op, "plan", want=want, got=repr(plan))
-    if family == "auto":
-        family = problem.operation.without_serial(problem)[0] or "serial"
     if family == "fused":
-        return call.run(operator, tensors, plan, facts, group_name, call.Given(room))
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return call.run(operator, tensors, plan, facts, group_name, given)
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if family == "auto" and problem.operation.without_serial(problem)[0] == "fused":
+        try:
+            return call.run(operator, tensors, "fused", facts, group_name, given)
+        except UnsupportedError:  # on all ranks alike, but for captures
+            if capturing:
+                raise
+    if capturing:
         want = "fused, which takes 16-bit numbers on ranks of one island, while a graph is captured"
         raise InputError(operator.op, "plan", want=want, got="serial, which the host lays out")
+    counts = counts.cpu()
+    each = rows_by_rank(counts, True).tolist()
+    if max(each) > max_rows:  # the table is equal on all ranks
+        want = f">= {max(each)}, what rank {each.index(max(each))} gets"
+        raise InputError(operator.op, "max_rows", want=want, got=max_rows)
     found = on_host(workspace.rank, workspace.islands.size, firsts, lists, sizes)
-    tensors = (x, w, counts.cpu(), found.blocks.packed(), found.lists, *rest)
-    return call.run(operator, tensors, "serial", facts[:2], group_name, call.Given(room))
+    tensors = (x, w, counts, found.blocks.packed(), found.lists, *rest)
+    return call.run(operator, tensors, "serial", facts[:2], group_name, given)
 
 
 def _run(
