@@ -3,41 +3,39 @@
 How they follow one another: fused_experts.py.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from counterpoint.errors import InputError
-from counterpoint.kernels.matmul_all_to_all import arrival_kernel, collect_kernel
+from counterpoint.kernels.matmul_all_to_all import arrival_kernel, collect_kernel, send_sums_kernel
 from counterpoint.kernels.routes import num_words, routes_kernel
 from counterpoint.plan.fused_experts import Tile, settings_in
 from counterpoint.plan.fused_sum import padded
-from counterpoint.plan.steps import COUNTS, ROUTES
-from counterpoint.runtime.device_routes import Lists, Sizes
+from counterpoint.runtime.device_routes import Lists
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site
-from counterpoint.runtime.routes import LISTS
 from counterpoint.runtime.workspace import Operands
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
 ONE = Grid(1, reserve=False, each=True)
-ANY = 2**31 - 1  # rows of x, where they are known to suffice
 COMBINE = "matmul_all_to_all"
-Launches = list[tuple[Launch, tuple[object, ...]]]
+ANY = 2**31 - 1  # rows of x, where they are known to suffice
+Launched = tuple[Launch, tuple[object, ...]]  # with its arguments
+Launches = list[Launched]
 
 
 class Started(NamedTuple):
     """What the launches of a call begin with.
 
     Args:
-        limit: rows that a rank may take.
+        limit: rows by expert that a rank may take.
         routes: see kernels/routes.py.
         moves: the same of rows that travel, which of tokens are fewer.
         launches: that find both, with their arguments.
-        lists: of tokens.
     """
 
     x: Tensor
@@ -49,13 +47,16 @@ class Started(NamedTuple):
     lists: Lists | None
 
 
+Behind = Callable[[Started, Operands, Tensor], Launches]  # what follows the products
+
+
 class Experts:
     """What both directions share: routes, memory, and the small kernels."""
 
     def __init__(self, site: Site) -> None:
         p, workspace = site.places.plan.problem, site.places.workspace
         self.p, self.workspace, self.tag = p, workspace, site.tag
-        self.combines = p.op == COMBINE
+        self.combines, self.of_tokens = p.op == COMBINE, p.by_routes
         self.tile, self.sending = settings_in(site.bound.step)
         self.memory, self.dtype = fused_memory(workspace), getattr(torch, p.dtype)
         self.device, self.experts = workspace.device, p.experts * p.ranks
@@ -141,46 +142,33 @@ class Experts:
         launch = self.launch(routes_kernel, given, fixed, ONE, {"num_warps": 8})
         return launch.compile(dtype, torch.int32, 0, 0)
 
-    def start(self, operands: Operands) -> Started:
-        """What the launches of a call begin with.
 
-        Raises:
-            InputError: counts are on the host, and a graph is being captured.
-        """
-        x, w, p = operands["x"], operands["w"], self.p
-        table = self.table if p.counts == "equal" else operands[COUNTS]
-        assert table is not None
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if not table.is_cuda:
-                fix, want = "they change from call to call", "on the GPU while a graph is captured"
-                raise InputError(p.op, "counts", want=want, got="on the host", fix=fix)
-            self.workspace.keep(self.table)
-        if table.device != self.device:
-            # a pinned table may be filled anew before an asynchronous copy has read it
-            table = table.to(self.device, non_blocking=not table.is_pinned())
-        # rows that a rank may take, and rows of x: of counts on the device alone nobody has said so
-        limit, has = (len(operands["y"]), len(x)) if p.counts == "device" else (p.m, ANY)
-        taken = limit
-        if p.by_routes:  # tokens fit; rows by expert may not
-            limit = len(x if self.combines else operands["y"])
-            taken, has = (ANY, limit) if self.combines else (limit, ANY)
-        if not len(x):
-            x = x.new_zeros(1, p.k)  # TMA takes no tensor without rows
-        fits = w.data_ptr() % ALIGN == 0 and not any(
-            s * self.item_bytes % ALIGN for s in w.stride() if s != 1
-        )
-        if not fits:
-            w = w.clone(memory_format=torch.contiguous_format)
-        x, table = aligned(x), aligned(table)
-        routes = x.new_empty(self.route_words, dtype=torch.int32)
-        launches: Launches = [(self.find_routes[table.dtype], (table, routes, taken, has))]
-        moves, lists = routes, None
-        if p.by_routes:
-            firsts, moves = aligned(operands[ROUTES]), torch.empty_like(routes)
-            launches.append((self.find_routes[firsts.dtype], (firsts, moves, ANY, ANY)))
-            tokens = len(operands["y" if self.combines else "x"])
-            lists = Sizes(tokens, p.top_k, p.ranks, limit).lists(aligned(operands[LISTS]))
-        return Started(x, w, limit, routes, moves, launches, lists)
+def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
+    """Behind the products: a token's sum over the experts here is sent, what comes is summed."""
+    p, shared = each.p, {"rows_ptr", "flags_ptr", "state_ptr", "N", "E", "rank", "WORLD"}
+    fixed = {name: value for name, value in each.shared().items() if name in shared} | {
+        "half_bytes": each.half_bytes, "half_flags": each.flags.half_bytes // 4,
+        "room": p.m, "PAIRS": padded(each.experts),
+        "TOP": p.top_k, "BLOCK_N": block(p.n),
+    }  # fmt: skip
+    names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit")
+    sums: dict[bool, Launch] = {}
+    like = each.dtype, torch.int32, torch.float32, torch.int32, 0
+    for weighted in (False, True):
+        given = send_sums_kernel, names, fixed | {"WEIGHTED": weighted}, each.collectors
+        sums[weighted] = each.launch(*given, {"num_warps": 4}).compile(*like)
+    most = min(p.top_k, p.ranks)
+    collect = each.collect(p.n, 0, torch.int32, each.dtype, most, some=True)
+
+    def behind(started: Started, operands: Operands, product: Tensor) -> Launches:
+        lists, y, weights = started.lists, operands["y"], operands.get("weights")
+        assert lists is not None, "of tokens"
+        by = product if weights is None else aligned(weights)
+        sent = product, lists.sums, by, started.moves, started.limit
+        come = started.routes, lists.y, y, y, len(y), ANY, 1
+        return [(sums[weights is not None], sent), arrive, (collect, come)]
+
+    return behind
 
 
 def whole_rows(each: Experts) -> Tensor:

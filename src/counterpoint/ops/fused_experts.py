@@ -4,27 +4,31 @@ Beside its one large kernel a call has small ones: where rows lie is found on th
 that the host need not know, and what has come is copied out of symmetric memory, or summed.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from counterpoint.errors import InputError
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
-from counterpoint.kernels.matmul_all_to_all import matmul_all_to_all_kernel, send_sums_kernel
+from counterpoint.kernels.matmul_all_to_all import matmul_all_to_all_kernel
 from counterpoint.ops.expert_launches import (
     ANY,
     COMBINE,
+    Behind,
     Experts,
+    Launched,
     Launches,
     Started,
     aligned,
     block,
     blocks_of,
     sample,
+    sums_of_tokens,
     whole_rows,
 )
+from counterpoint.ops.token_sums import sum_of_rows
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.fused_sum import padded
@@ -34,9 +38,52 @@ from counterpoint.runtime import compute, routed
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.counted import DISPATCH
 from counterpoint.runtime.device_routes import Sizes, on_host
-from counterpoint.runtime.launch import Grid, Launch, Site, register
+from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, register
 from counterpoint.runtime.routes import LISTS
 from counterpoint.runtime.workspace import Operands, Places
+
+
+def _start(each: Experts, operands: Operands) -> Started:
+    """What the launches of a call begin with.
+
+    Raises:
+        InputError: counts are on the host, and a graph is being captured.
+    """
+    x, w, p = operands["x"], operands["w"], each.p
+    table = each.table if p.counts == "equal" else operands[COUNTS]
+    assert table is not None
+    if each.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not table.is_cuda:
+            fix, want = "they change from call to call", "on the GPU while a graph is captured"
+            raise InputError(p.op, "counts", want=want, got="on the host", fix=fix)
+        each.workspace.keep(each.table)
+    if table.device != each.device:
+        # a pinned table may be filled anew before an asynchronous copy has read it
+        table = table.to(each.device, non_blocking=not table.is_pinned())
+    # rows that a rank may take, and rows of x: of counts on the device alone nobody has said so
+    limit, has = (len(operands["y"]), len(x)) if p.counts == "device" else (p.m, ANY)
+    taken = limit
+    if each.of_tokens:  # tokens fit; rows by expert may not
+        limit = len(x if each.combines else operands["y"])
+        taken, has = (ANY, limit) if each.combines else (limit, ANY)
+    if not len(x):
+        x = x.new_zeros(1, p.k)  # TMA takes no tensor without rows
+    fits = w.data_ptr() % ALIGN == 0 and not any(
+        s * each.item_bytes % ALIGN for s in w.stride() if s != 1
+    )
+    if not fits:
+        w = w.clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() % ALIGN or table.data_ptr() % ALIGN:
+        x, table = aligned(x), aligned(table)
+    routes = x.new_empty(each.route_words, dtype=torch.int32)
+    launches: Launches = [(each.find_routes[table.dtype], (table, routes, taken, has))]
+    moves, lists = routes, None
+    if each.of_tokens:
+        firsts, moves = aligned(operands[ROUTES]), torch.empty_like(routes)
+        launches.append((each.find_routes[firsts.dtype], (firsts, moves, ANY, ANY)))
+        tokens = len(operands["y" if each.combines else "x"])
+        lists = Sizes(tokens, p.top_k, p.ranks, limit).lists(aligned(operands[LISTS]))
+    return Started(x, w, limit, routes, moves, launches, lists)
 
 
 def dispatch(site: Site) -> Action:
@@ -75,7 +122,7 @@ def dispatch(site: Site) -> Action:
     collect = each.collect(p.k, come, index, each.dtype, int(p.by_routes), some=p.by_routes)
 
     def run(operands: Operands) -> None:
-        x, w, limit, routes, moves, launches, lists = each.start(operands)
+        x, w, limit, routes, moves, launches, lists = _start(each, operands)
         y, rows = operands["y"], operands.get("rows")
         columns = w.stride(1) == 1
         w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
@@ -116,96 +163,55 @@ def combine(site: Site) -> Action:
             launch = each.launch(matmul_all_to_all_kernel, names, fixed | kinds, grid, each.options)
             samples = (x_like, sample(each, columns), each.dtype, each.dtype, torch.int32, 0, 0)
             multiply[columns, adds] = launch.compile(*samples)
-    arrive = each.arrive(), ()
-    send, take = _of_tokens(each) if p.by_routes else _of_rows(each)
+    behind = (sums_of_tokens if each.of_tokens else _of_rows)(each, (each.arrive(), ()))
 
     def run(operands: Operands) -> None:
-        started = each.start(operands)
-        x, w, limit, routes, *_ = started
+        started = _start(each, operands)
+        x, w, limit, routes, _, launches, _ = started
         y, add, columns = operands["y"], operands.get("add"), w.stride(1) == 1
-        product = x.new_empty(limit, p.n) if p.by_routes else y
         x_desc = TensorDescriptor.from_tensor(x, tall)
+        if add is not None and add.data_ptr() % ALIGN:
+            add = add.clone()
         w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
-        added = x if add is None else aligned(add)
-        products = multiply[columns, add is not None], (
-            x_desc, w_desc, added, product, routes, len(x), limit
-        )  # fmt: skip
-        sends, takes = send(started, operands, product), take(started, operands)
-        Launch.in_a_row([*started.launches, products, *sends, arrive, *takes])
+        product = x.new_empty(limit, p.n) if each.of_tokens else y
+        products = (x_desc, w_desc, x if add is None else add, product, routes, len(x), limit)
+        launches.append((multiply[columns, add is not None], products))
+        Launch.in_a_row(launches + behind(started, operands, product))
 
     return run
 
 
-def _of_rows(
-    each: Experts,
-) -> tuple[Callable[..., Launches], Callable[[Started, Operands], Launches]]:
-    """What a combine launches behind the matmul, and behind the rows that have come: to take them.
+def _of_rows(each: Experts, arrive: Launched) -> Behind:
+    """Behind the products, which are on their way: rows are taken as they have come, or summed.
 
     Sums of rows that a call names are compiled at its first call: no peer waits for them.
     """
-    p = each.p
-    count = each.workspace.rank * (each.experts + 1) + each.experts  # own rows: see routes.py
-    collect = each.collect(p.n, count, each.dtype, each.dtype)
+    n, rank = each.p.n, each.workspace.rank
+    count = rank * (each.experts + 1) + each.experts  # own rows: see routes.py
+    collect = each.collect(n, count, each.dtype, each.dtype)
     summing: dict[object, Launch] = {}
 
-    def send(*_: object) -> Launches:  # the matmul has
-        return []
-
-    def take(started: Started, operands: Operands) -> Launches:
-        routes, limit, y = started.routes, started.limit, operands["y"]
-        launches: Launches = []
+    def behind(started: Started, operands: Operands, y: Tensor) -> Launches:
+        routes, limit, launches = started.routes, started.limit, [arrive]
         if y.shape[1]:  # else nobody wants the rows themselves
             clears = int("clear" in operands)
             launches.append((collect, (routes, y, y, y, len(y), limit, clears)))
         if "sums" in operands:
-            index, weights = aligned(operands["index"]), aligned(operands["weights"])
-            sums, top = operands["sums"], index.shape[1]
-            kinds = index.dtype, weights.dtype
+            index, weights, sums = (operands[name] for name in ("index", "weights", "sums"))
+            if index.data_ptr() % ALIGN or weights.data_ptr() % ALIGN:
+                index, weights = aligned(index), aligned(weights)
+            top, kinds = index.shape[1], (index.dtype, weights.dtype)
             if not top:
                 sums.zero_()
                 return launches
-            if (top, *kinds) not in summing:
-                summing[top, *kinds] = each.collect(p.n, count, *kinds, top)
-            given = routes, index, weights, sums, len(sums), limit, 0
-            launches.append((summing[top, *kinds], given))
+            key = (top, *kinds)
+            if key not in summing:
+                summing[key] = each.collect(n, count, *kinds, top)
+            given = (routes, index, weights, sums, len(sums), limit, 0)
+            launches.append((summing[key], given))
         return launches
 
-    return send, take
-
-
-def _of_tokens(
-    each: Experts,
-) -> tuple[Callable[..., Launches], Callable[[Started, Operands], Launches]]:
-    """As `_of_rows`: a token's sum over the experts here is sent, and what comes is summed."""
-    p = each.p
-    shared = {"rows_ptr", "flags_ptr", "state_ptr", "N", "E", "half_flags", "rank", "WORLD"}
-    fixed = {name: value for name, value in each.shared().items() if name in shared} | {
-        "half_bytes": each.half_bytes, "room": p.m, "PAIRS": padded(each.experts),
-        "TOP": p.top_k, "BLOCK_N": block(p.n),
-    }  # fmt: skip
-    names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit")
-    sums: dict[bool, Launch] = {}
-    for weighted in (False, True):
-        given = fixed | {"WEIGHTED": weighted}
-        launch = each.launch(send_sums_kernel, names, given, each.collectors, {"num_warps": 4})
-        like = each.dtype, torch.int32, torch.float32, torch.int32, 0
-        sums[weighted] = launch.compile(*like)
-    most = min(p.top_k, p.ranks)
-    collect = each.collect(p.n, 0, torch.int32, each.dtype, most, some=True)
-
-    def send(started: Started, operands: Operands, product: Tensor) -> Launches:
-        assert started.lists is not None, "of tokens"
-        weights = operands.get("weights")
-        by = product if weights is None else aligned(weights)
-        given = product, started.lists.sums, by, started.moves, started.limit
-        return [(sums[weights is not None], given)]
-
-    def take(started: Started, operands: Operands) -> Launches:
-        assert started.lists is not None, "of tokens"
-        y = operands["y"]
-        return [(collect, (started.routes, started.lists.y, y, y, len(y), ANY, 1))]
-
-    return send, take
+    return behind
 
 
 def reference(site: Site) -> Action:
@@ -243,10 +249,9 @@ def reference(site: Site) -> Action:
 def _as_host_reads(p: Problem, site: Site, operands: Operands) -> Operands:
     """Routes of the device, as plans that the host lays out have them."""
     workspace, x, y = site.places.workspace, operands["x"], operands["y"]
-    tokens, limit = (y, x) if p.op == COMBINE else (x, y)
-    sizes = Sizes(len(tokens), p.top_k, p.ranks, len(limit))
-    size = workspace.islands.size
-    found = on_host(workspace.rank, size, operands[ROUTES], operands[LISTS], sizes)
+    tokens, limit = (len(y), len(x)) if p.op == COMBINE else (len(x), len(y))
+    given = operands[ROUTES], operands[LISTS], Sizes(tokens, p.top_k, p.ranks, limit)
+    found = on_host(workspace.rank, workspace.islands.size, *given)
     return {ROUTES: found.blocks.packed(), LISTS: found.lists}
 
 
@@ -263,14 +268,6 @@ def copy_own(operands: Operands) -> None:
     """The rows that come to the experts of a group of one rank."""
     x, rows = operands["x"], operands["rows"]
     rows[: len(x)] = x[: len(rows)]
-
-
-def sum_of_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """out[t] = sum over j of weights[t, j] y[index[t, j]], in fp32 and in order, rounded once."""
-    total = torch.zeros(index.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
-    for j in range(index.shape[1]):
-        total += weights[:, j, None].float() * y.index_select(0, index[:, j])
-    return total.to(y.dtype)
 
 
 register(DISPATCH, dispatch, reference)
