@@ -23,7 +23,7 @@ from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.problem import DType, Problem, op_names
+from counterpoint.problem import Activation, DType, Problem, op_names
 from counterpoint.timeline import PICTURE_SUFFIXES
 
 AUTO = "auto"
@@ -47,10 +47,7 @@ class Asked(NamedTuple):
 
 
 def plan(
-    op: Annotated[
-        str,
-        typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}."),
-    ],
+    op: Annotated[str, typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}.")],
     shape: Annotated[
         str,
         typer.Option(
@@ -58,8 +55,7 @@ def plan(
         ),
     ],
     machine: Annotated[
-        str,
-        typer.Option(help="A kind of GPU and how many, or a JSON file of a machine."),
+        str, typer.Option(help="A kind of GPU and how many, or a JSON file of a machine.")
     ] = "h200-8",
     ranks: Annotated[int, typer.Option(min=0, help="GPUs that take part; 0: all of them.")] = 0,
     experts: Annotated[
@@ -77,13 +73,15 @@ def plan(
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="The plan's steps too.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Draw what runs when: .png, .svg or .pdf; .json for ui.perfetto.dev."),
+        Path | None, typer.Option(help="Draw what runs when: .png, .svg, .pdf; .json for Perfetto.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
     into: Annotated[
         bool, typer.Option("--into", help="Of embedding bags: into PooledOutputs, without a copy.")
     ] = False,
+    activation: Annotated[
+        Activation, typer.Option(help="Of all_gather_matmul; N of gate and up together.")
+    ] = "",
 ) -> None:
     """Predict which plan is fastest on a machine, and say why. Needs no GPU.
 
@@ -102,6 +100,7 @@ def plan(
     where = machine_at("plan", machine)
     check_ranks("plan", ranks, where)
     problem = problem_of("plan", op, shape, ranks or where.num_devices, dtype, experts, out=into)
+    problem = replace(problem, activation=activation)
     if spec != AUTO:
         build(problem, spec, where)  # before any time is spent: it refuses what is none
     _print(Asked(problem, where, spec, by, eager, show, out, as_json))
