@@ -7,6 +7,7 @@ fp32 and fp64, so results are compared bit by bit. The reference is differentiab
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.ops import experts_check
+from counterpoint.plan import fused_experts
 
 Lists = list[list[int]]
 
@@ -53,6 +55,16 @@ def by_torch(known: str = "host") -> Iterator[None]:
         if known == "device":
             patch.setattr(experts_check, "host_known", on_no_host)
             patch.setattr(experts_check, "host_known_at_once", on_no_host)
+        yield
+
+
+@contextmanager
+def small_kernels() -> Iterator[None]:
+    """Kernels of experts of small tiles and few senders: each has several of all there is."""
+    tile, sending = fused_experts.Tile(16, 16, 16, 1, 4, 2), fused_experts.Sending(2, 2, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_experts, "tile_of", Mock(return_value=tile))
+        patch.setattr(fused_experts, "sending_of", Mock(return_value=sending))
         yield
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # plan/ is made of problems
     from counterpoint.plan.operation import Operation
 
 DType = Literal["bfloat16", "float16", "float32"]
-Counts = Literal["equal", "host", "device", "routed"]
+Counts = Literal["equal", "host", "device", "routed", "device_routed"]
 Norm = Literal["", "rms", "layer"]
 Quantized = Literal["", "tensor", "rows"]
 Scales = Literal["", "tensor", "row", "block"]
@@ -140,8 +140,9 @@ class Problem:
         experts: of one rank; 0 for ops without.
         counts: of rows for each expert: all "equal", or an operand that differs from call to call,
             known to the "host" before a call, or to the "device" alone; or "routed", see `Routes`:
-            known to the host, and a row of x is a token that may have several experts.
-        top_k: experts of a token, of "routed" counts: M rows by expert are then M / top_k tokens,
+            known to the host, and a row of x is a token that may have several experts; or
+            "device_routed": likewise, known to the device alone.
+        top_k: experts of a token, of routes: M rows by expert are then M / top_k tokens,
             by which times are predicted; 0: not known.
         tables: columns of each rank's tables; empty for ops without.
         indices: of each rank's tables in all bags, by which times are predicted; empty: none known.
@@ -221,7 +222,7 @@ class Problem:
         if self.counts not in get_args(Counts) or (self.counts != "equal" and not self.experts):
             want = f"one of {', '.join(get_args(Counts)) if self.experts else 'equal'}"
             raise InputError(self.op, "counts", want=want, got=repr(self.counts))
-        every = self.experts * self.ranks if self.counts == "routed" else 0
+        every = self.experts * self.ranks if self.by_routes else 0
         if self.top_k > every:
             want = f"at most {every}, all experts" if every else "0 where counts are not routed"
             raise InputError(self.op, "top_k", want=want, got=self.top_k)
@@ -291,6 +292,11 @@ class Problem:
     def column_starts(self) -> tuple[int, ...]:
         """First column of each rank's tables, and their number at the end: [ranks + 1]."""
         return tuple(accumulate(map(sum, self.tables), initial=0))
+
+    @property
+    def by_routes(self) -> bool:
+        """Whether a row of x is a token, which may have several experts."""
+        return self.counts in ("routed", "device_routed")
 
     @property
     def empty(self) -> bool:

@@ -8,13 +8,13 @@ A plan of another operator joins by one line of CASES, and `operands_of` if its 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from expert_bodies import small_kernels
 from planted import take_and_leave
 from rank_bodies import world
 from rankpool import RankPool
@@ -22,11 +22,11 @@ from rankpool import RankPool
 import counterpoint.ops.fused_sum  # noqa: F401  (it registers its kernels)
 from counterpoint.kernels import all_reduce_norm, matmul_all_reduce
 from counterpoint.ops import fused_experts, fused_norm  # noqa: F401
-from counterpoint.plan import fused_experts as experts
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan, Region
 from counterpoint.problem import ITEM_BYTES, Problem
+from counterpoint.runtime.device_routes import found_by
 from counterpoint.runtime.execute import compile_plan
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.workspace import workspace_of
@@ -62,7 +62,7 @@ def of_norm(m: int, n: int, ranks: int, **options: str | bool) -> dict[str, Any]
 def of_experts(op: str, ranks: int, local: int, counts: str = "equal") -> dict[str, Any]:
     return {
         "op": op, "m": 6 * ranks * local, "n": 16, "k": 24, "ranks": ranks, "dtype": "float16",
-        "experts": local, "counts": counts,
+        "experts": local, "counts": counts, "top_k": int(counts == "device_routed"),
     }  # fmt: skip
 
 
@@ -79,21 +79,13 @@ CASES = [
     Case(of_experts("all_to_all_matmul", 4, 2, "host"), "fused"),
     Case(of_experts("matmul_all_to_all", 2, 3), "fused"),
     Case(of_experts("matmul_all_to_all", 4, 2, "device"), "fused"),
+    Case(of_experts("all_to_all_matmul", 2, 3, "device_routed"), "fused"),
+    Case(of_experts("matmul_all_to_all", 4, 2, "device_routed"), "fused"),
 ]
 
 
-@contextmanager
-def small() -> Iterator[None]:
-    """Kernels of experts of small tiles and few senders: each has several of all there is."""
-    tile = experts.Tile(16, 16, 16, 1, 4, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "tile_of", lambda *_, **__: tile)
-        patch.setattr(experts, "sending_of", lambda *_: experts.Sending(2, 2, 64))
-        yield
-
-
 def plan_of(case: Case) -> Plan:
-    with small():
+    with small_kernels():
         return build(Problem(**case.facts), case.spec)
 
 
@@ -110,6 +102,11 @@ def operands_of(plan: Plan, rank: int) -> dict[str, torch.Tensor]:
             found[buffer.name] = torch.full((rows, buffer.shape[1]), torch.nan).half()
     if p.experts:
         found["w"] = found["w"].view(p.experts, p.k, p.n)
+    if p.by_routes:  # a token has one expert
+        every = p.ranks * p.experts
+        ids = torch.arange(every).repeat_interleave(p.m // every).repeat(p.ranks)[:, None]
+        routes = found_by(rank, p.ranks, ids, torch.ones(ids.shape), every, p.m)
+        found |= {"routes": routes.firsts, "lists": routes.lists}
     return found
 
 

@@ -9,6 +9,7 @@ from counterpoint.kernels.matmul_all_to_all import (
     arrival_kernel,
     collect_kernel,
     matmul_all_to_all_kernel,
+    send_sums_kernel,
 )
 from counterpoint.plan.fused_experts import Sending, Tile, sending_of, tile_of
 from counterpoint.runtime.limits import LIMITS
@@ -30,6 +31,7 @@ SIZES = {
     "Mixtral": (1, 4096, 14336),
 }
 POINTERS = {"routes_ptr": "*i32", "rows_ptr": "*i64", "flags_ptr": "*i64", "state_ptr": "*i32"}
+LISTS = {"moves_ptr": "*i32", "sent_ptr": "*i32", "index_ptr": "*i32"}
 COUNTED = r"\batom\.global\.gpu\.acq_rel\.add|\batom\.global\.acq_rel\.gpu"
 TMA = r"cp\.async\.bulk\.tensor"
 PROXY = r"fence\.proxy\.async\.global"
@@ -39,8 +41,14 @@ def constants_of(tile: Tile) -> tuple[int, ...]:
     return tile.block_m, tile.block_n, tile.block_k, tile.group_m, tile.stages
 
 
-def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> Compiled:
-    """As a launch on a Hopper would compile it; TMA is there from capability 90 on."""
+def kernel(
+    tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True, tokens: bool = False
+) -> Compiled:  # fmt: skip
+    """As a launch on a Hopper would compile it; TMA is there from capability 90 on.
+
+    Args:
+        tokens: rows go by routes.
+    """
     block = [tile.block_n, tile.block_k] if columns else [tile.block_k, tile.block_n]
     x = f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"
     w = f"tensordesc<bf16[1, {block[0]}, {block[1]}]>"
@@ -48,18 +56,19 @@ def kernel(tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True) -> C
     shared = (ranks, 32, columns)
     if back:
         names = ("R", "N", "K", "E", "half_bytes", "half_flags", "limit", "rank")
-        types = {"x_desc": x, "w_desc": w, "add_ptr": "*bf16", **POINTERS}
-        fn, constants = matmul_all_to_all_kernel, (*shared, False, *constants_of(tile))
+        types = {"x_desc": x, "w_desc": w, "add_ptr": "*bf16", "product_ptr": "*bf16", **POINTERS}
+        fn, constants = matmul_all_to_all_kernel, (*shared, False, *constants_of(tile), tokens)
     else:
-        names = ("T", "N", "K", "E", "words", "half_rows", "half_flags", "limit", "rank",
-                 "tag", "timeout_ns")  # fmt: skip
-        types = {"x_ptr": "*bf16", "received_desc": x, "w_desc": w, "y_ptr": "*bf16", **POINTERS}
-        types |= {"fault_ptr": "*i64"}
+        names = ("T", "N", "K", "E", "words", "half_rows", "half_flags", "limit", "room",
+                 "rank", "tag", "timeout_ns")  # fmt: skip
+        types = {"x_ptr": "*bf16", "received_desc": x, "w_desc": w, "y_ptr": "*bf16",
+                 "routes_ptr": "*i32", **LISTS, **POINTERS, "fault_ptr": "*i64"}  # fmt: skip
         fn = all_to_all_matmul_kernel
-        constants = (*shared, way.senders, way.parts, way.words, *constants_of(tile))
+        words = 4096 if tokens else 0
+        constants = (*shared, way.senders, way.parts, way.words, *constants_of(tile), words)
     types |= dict.fromkeys(names, "i32")
     last = fn.arg_names[len(types) :]
-    plain = ("R", "T", "rank", "limit", "tag", "timeout_ns", "E", "half_rows",
+    plain = ("R", "T", "rank", "limit", "room", "tag", "timeout_ns", "E", "half_rows",
              "x_desc", "w_desc", "received_desc")  # fmt: skip
     return compiled(
         fn, 90, types, dict(zip(last, constants, strict=True)), num_warps=tile.num_warps,
@@ -124,6 +133,42 @@ def test_what_it_is_compiled_to(model: str, tokens: int, columns: bool, ranks: i
     assert occupancy(block, LIMITS["sm_90"]).blocks >= 1
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+@pytest.mark.parametrize("tokens", [256, 4096])
+@pytest.mark.parametrize("model", SIZES)
+def test_what_tokens_are_compiled_to(model: str, tokens: int, back: bool):
+    """Rows are taken where they lie, 16 bytes at a time, and feed wgmma beside TMA."""
+    experts, hidden, ffn = SIZES[model]
+    k, n = (ffn, hidden) if back else (hidden, 2 * ffn)
+    tile = tile_of(8 * tokens, k, n, experts, combines=back)
+    found = kernel(tile, back=back, ranks=8, tokens=True)
+    assert found.spills == 0
+    assert re.search(r"wgmma\.mma_async", found.ptx) and re.search(TMA, found.ptx)
+    assert back or re.search(r"cp\.async\.cg\.shared\.global .*16", found.ptx)
+    narrow = [line for line in found.ptx.splitlines() if re.search(r"\bst\.global\.b16", line)]
+    assert not narrow, "rows are stored element by element"
+    block = Kernel(32 * tile.num_warps, found.registers, 0, found.dynamic_bytes)
+    assert occupancy(block, LIMITS["sm_90"]).blocks >= 1
+
+
+def test_sums_are_sent_16_bytes_at_a_time():
+    """And behind the last of them go the flags."""
+    types = {"product_ptr": "*bf16", "index_ptr": "*i32", "weights_ptr": "*fp32",
+             "moves_ptr": "*i32", "rows_ptr": "*i64", "flags_ptr": "*i64",
+             "state_ptr": "*i32"}  # fmt: skip
+    aligned = (*types, "N", "half_bytes", "half_flags")
+    types |= dict.fromkeys(
+        ("N", "E", "half_bytes", "half_flags", "limit", "room", "rank"), "i32"
+    )  # fmt: skip
+    constants = {"WORLD": 8, "PAIRS": 256, "TOP": 8, "WEIGHTED": True, "BLOCK_N": 2048}
+    found = compiled(send_sums_kernel, 90, types, constants, num_warps=4, aligned=aligned)
+    stores, counted, releases = (lines_with(found.ptx, p) for p in (PAYLOAD, COUNTED, RELEASE))
+    assert stores[-1] < counted[0] < releases[0] and found.spills == 0
+    for move in ("ld", "st"):
+        assert lines_with(found.ptx, rf"\b{move}\.global.*\.v4\.b32")
+    assert not lines_with(found.ptx, r"\bst\.global\.b16")
+
+
 def test_rows_are_taken_and_zeroed_16_bytes_at_a_time():
     types = {"y_ptr": "*bf16", "routes_ptr": "*i32", "rows": "i32", "count": "i32", "N": "i32"}
     cleared = compiled(
@@ -136,11 +181,11 @@ def test_rows_are_taken_and_zeroed_16_bytes_at_a_time():
     )
     types = {"rows_ptr": "*i64", "state_ptr": "*i32", "routes_ptr": "*i32", "index_ptr": "*bf16",
              "weights_ptr": "*bf16", "y_ptr": "*bf16", "over_ptr": "*i64"}  # fmt: skip
-    names = ("tokens", "count", "spoils", "N", "half_bytes", "limit", "rank", "clear")
+    names = ("tokens", "count", "spoils", "N", "half_bytes", "limit", "room", "rank", "clear")
     aligned = (*types, "N", "half_bytes")
     types |= dict.fromkeys(names, "i32")
-    taken = compiled(collect_kernel, 90, types, {"TOP": 0, "BLOCK_N": 2048}, num_warps=4,
-                     aligned=aligned)  # fmt: skip
+    constants = {"TOP": 0, "SOME": False, "BLOCK_N": 2048}
+    taken = compiled(collect_kernel, 90, types, constants, num_warps=4, aligned=aligned)
     for found, moves in ((cleared, ["st"]), (taken, ["ld", "st"])):
         for move in moves:
             wide = lines_with(found.ptx, rf"\b{move}\.global\.v4\.b32")

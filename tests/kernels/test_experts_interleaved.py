@@ -235,7 +235,7 @@ def beyond(rank: int, world: int, op: str) -> list[Any]:
 
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
 def test_counts_that_do_not_fit_spoil_all_results_on_all_ranks(pool: RankPool, op: str):
-    said = 1 << 33 | 1 + (op == COMBINE)
+    said = 1 << 33 | 4 << 8 | 1 + (op == COMBINE)  # rank 1, 4 rows too many
     assert pool.run(beyond, 1, op, group=False, timeout_s=60) == [[(said, True)] * 2]
 
 

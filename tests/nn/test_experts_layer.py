@@ -76,10 +76,12 @@ def test_it_trains_as_plain_torch_does(
 
 
 @pytest.mark.parametrize(
-    ("size", "plan"), [(2, "auto"), (1, "islands"), (2, "serial"), (4, "routed 1/2 xor")]
-)
+    ("size", "plan", "known"),
+    [(2, "auto", "host"), (1, "islands", "host"), (2, "serial", "host"),
+     (4, "routed 1/2 xor", "host"), (4, "routed", "device"), (2, "auto", "device")],
+)  # fmt: skip
 @on_ranks(4)
-def test_it_trains_on_islands(rank: int, ranks: int, size: int, plan: str) -> list[str]:
+def test_it_trains_on_islands(rank: int, ranks: int, size: int, plan: str, known: str) -> list[str]:
     """A token goes once to an island, or to a rank, where the plan is not the library's."""
     routed: list[int] = []
     with on_islands(rank, size), pytest.MonkeyPatch.context() as patch:
@@ -90,7 +92,7 @@ def test_it_trains_on_islands(rank: int, ranks: int, size: int, plan: str) -> li
             return exchange(*args, **more)
 
         patch.setattr(nn_experts, "exchange_routes", counted)
-        found = what_differs(rank, ranks, (2, 3), plan, "host")
+        found = what_differs(rank, ranks, (2, 3), plan, known)
     return found + [f"{len(routed)} routed"] * (len(routed) != (0 if plan == "serial" else STEPS))
 
 

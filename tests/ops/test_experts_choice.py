@@ -77,21 +77,31 @@ def test_on_a_mesh_experts_are_exchanged_in_groups_and_a_single_one_in_chunks():
     )
 
 
+@pytest.mark.parametrize("counts", ["device", "device_routed"])
 @pytest.mark.parametrize("by", ["model", "rule"])
 @pytest.mark.parametrize("op", OPS)
-def test_the_libraries_would_wait_for_the_host(op: str, by: Any):
+def test_the_libraries_would_wait_for_the_host(op: str, by: Any, counts: Any):
     for sizes in SIZES:
-        choice = cp.choose(problem_of(op, sizes, "device"), MACHINE, by=by)
+        choice = cp.choose(problem_of(op, sizes, counts), MACHINE, by=by)
         assert choice.spec == "fused" and choice.plan.family == "fused"
         (serial,) = (c for c in choice.table if c.spec == "serial")
         assert serial.verdict == "waits for the host to read the counts, which its time leaves out"
         assert "waits for the host" in choice.explain() and choice.timeline.spans
     rows, k, n, experts = SIZES[0]
-    wide = Problem(op, rows, n, k, RANKS, "float32", experts=experts, counts="device")
+    wide = Problem(op, rows, n, k, RANKS, "float32", experts=experts, counts=counts)
     assert cp.choose(wide, MACHINE, by=by).spec == "serial"
 
 
-@pytest.mark.parametrize("counts", ["equal", "host", "device"])
+@pytest.mark.parametrize("op", OPS)
+def test_one_kernel_expects_fewer_rows_of_tokens_on_the_way(op: str):
+    """With more experts of a token on a rank, fewer; a combine sends them behind its matmul."""
+    assert MACHINE is not None
+    p = problem_of(op, (8192, 256, 256, 32), "device_routed")
+    times = [predicted_s(build(replace(p, top_k=k), "fused"), MACHINE) for k in (1, 4, 16, 64)]
+    assert times == sorted(times, reverse=True) and times[-1] < times[0]
+
+
+@pytest.mark.parametrize("counts", ["equal", "host", "device", "device_routed"])
 @pytest.mark.parametrize("op", OPS)
 def test_one_kernel_is_a_plan_that_is_proved_and_priced(op: str, counts: Any):
     assert MACHINE is not None

@@ -13,7 +13,7 @@ from own_calls import own_calls, too_many
 from rank_bodies import by_reference, world
 
 import counterpoint as cp
-from counterpoint.ops import fused_experts, fused_sum, matmul_all_to_all
+from counterpoint.ops import expert_launches, fused_experts, fused_sum, matmul_all_to_all
 from counterpoint.plan.bind import Program
 from counterpoint.runtime import lanes_cuda, launch
 from counterpoint.runtime.execute_cuda import CudaCode
@@ -149,9 +149,10 @@ def test_a_warm_call_of_experts_runs_few(
         patch.setattr(matmul_all_to_all, "on_host", lambda _: False)
         run(x, w, **options)
         workspace = workspace_of(world(), torch.device("cpu"))
-        for name in [name for name in vars(fused_experts) if name.endswith("_kernel")]:
-            kernels[name] = Kernel(list(getattr(fused_experts, name).arg_names))
-            patch.setattr(fused_experts, name, kernels[name])
+        for module in (fused_experts, expert_launches):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                kernels[name] = Kernel(list(getattr(module, name).arg_names))
+                patch.setattr(module, name, kernels[name])
         patch.setattr(launch, "resident_blocks", lambda *_: 100)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         for module in (lanes_cuda, launch):

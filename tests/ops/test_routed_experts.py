@@ -61,7 +61,7 @@ def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
 @pytest.mark.parametrize("size", [2, 4])
 @on_ranks(4)
 def test_weights_lie_as_rows_do(rank: int, ranks: int, size: int):
-    """In the same order whatever the islands are."""
+    """In the same order whatever the islands are, and whoever knows how many rows there are."""
     with on_islands(rank, size):
         for name in CHOICES:
             experts, weights = chosen(name, rank, ranks, 31), shards(rank, 31, TOP)
@@ -69,6 +69,12 @@ def test_weights_lie_as_rows_do(rank: int, ranks: int, size: int):
             lists = [each.long() for each in everyone(experts)]
             want = weights_by_row(rank, ranks, lists, everyone(weights))
             assert routes.weights.double().tolist() == want
+            every, room = ranks * LOCAL, ranks * 31 * TOP + 2
+            roomy = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
+            rows = len(routes.weights)
+            assert torch.equal(roomy.weights[:rows], routes.weights)
+            assert len(roomy.weights) == room and not roomy.weights[rows:].any()
+            assert torch.equal(roomy.counts, routes.counts)
 
 
 @on_ranks(4)
@@ -200,11 +206,11 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
         x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
         down = shards(rank, LOCAL, HIDDEN, N).requires_grad_()
         calls = [
-            (ops.exchange_routes, (experts, weights, ranks * LOCAL, *where)),
-            (ops.weights_back, (each.detach(), *which[1:], tokens, TOP, *where)),
-            (ops.all_to_all_matmul_routed, (x, up, *which, rows, True, "auto", *where)),
+            (ops.exchange_routes, (experts, weights, ranks * LOCAL, None, *where)),
+            (ops.weights_back, (each.detach(), *which[1:], tokens, TOP, False, *where)),
+            (ops.all_to_all_matmul_routed, (x, up, *which, rows, True, 0, False, "auto", *where)),
             (ops.matmul_all_to_all_routed,
-             (h, down, *which, each, None, tokens, "serial", *where)),
+             (h, down, *which, each, None, tokens, 0, "serial", *where)),
         ]  # fmt: skip
         for op, given in calls:
             assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}

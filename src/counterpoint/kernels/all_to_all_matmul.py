@@ -5,6 +5,10 @@ The first SENDERS programs send, expert by expert to all ranks: the rows of each
 PARTS parts with a flag behind each. The others take tiles in order, each when the parts that it is
 made of are there; programs that have sent all they have take tiles as well.
 
+By routes a row of x is a token, which goes once to each rank: with the rows of its first expert
+there. Tiles of an expert then wait for all that has come with experts up to it, and take each row
+from where it has come to.
+
 Only senders are waited for. None of them waits before it has sent, nor where another of this rank
 has not begun by then: they are the grid's first programs, and however few are resident, it ends.
 So it leaves no SMs to another group's collective: where that was launched first, and keeps most of
@@ -32,8 +36,9 @@ from counterpoint.kernels.routes import (
 
 @triton.jit
 def send_part(
-    unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags, limit, rank,
-    epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    unit, x_ptr, sent_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
+    limit, rank, epoch, works, WORLD: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Send part of the rows of an expert: number `unit` of what this rank sends."""
     local = E // WORLD
@@ -52,12 +57,24 @@ def send_part(
     last = min(min(count * (part + 1) // PARTS, T - begin), limit - place)
     total = tl.where(works, last - first, 0) * words
     x_words = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    from_ptr = x_words + (begin + first).to(tl.int64) * words
     row = ((epoch & 1) * half_rows + place + first).to(tl.int64)
     to_ptr = peer_ptr(rows_ptr, to, row * words * 4, tl.int32)
-    for at in tl.range(0, total, CHUNK):
-        offs = at + tl.arange(0, CHUNK)
-        put(to_ptr + offs, tl.load(from_ptr + offs, mask=offs < total), offs < total)
+    if TOKEN_WORDS:
+        ROWS: tl.constexpr = CHUNK // TOKEN_WORDS
+        for at in tl.range(first, tl.where(works, last, first), ROWS):
+            rows = at + tl.arange(0, ROWS)
+            token = tl.load(sent_ptr + begin + rows, mask=rows < last, other=0).to(tl.int64)
+            for col in tl.range(0, words, TOKEN_WORDS):
+                cols = col + tl.arange(0, TOKEN_WORDS)
+                live = (rows < last)[:, None] & (cols < words)[None, :]
+                taken = tl.load(x_words + token[:, None] * words + cols[None, :], mask=live)
+                ptrs = to_ptr + (rows - first).to(tl.int64)[:, None] * words + cols[None, :]
+                put(ptrs, taken, live)
+    else:
+        from_ptr = x_words + (begin + first).to(tl.int64) * words
+        for at in tl.range(0, total, CHUNK):
+            offs = at + tl.arange(0, CHUNK)
+            put(to_ptr + offs, tl.load(from_ptr + offs, mask=offs < total), offs < total)
     one = tl.arange(0, 1)
     flag = (epoch & 1) * half_flags + (expert * PARTS + part) * WORLD + rank
     post(peer_ptr(flags_ptr, to + one, flag * 4, tl.int32), epoch, works & (one >= 0))
@@ -75,25 +92,29 @@ def parts_of(at_m, own_ptr, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: t
     return (first < last) & (first < at_m + BLOCK_M) & (last > at_m)
 
 
-@triton.jit(do_not_specialize=["T", "limit", "rank", "tag", "timeout_ns"])
+@triton.jit(do_not_specialize=["T", "limit", "room", "rank", "tag", "timeout_ns"])
 def all_to_all_matmul_kernel(
     x_ptr,  # [T, K]
     received_desc,  # [rows of both halves, K], of this rank
     w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
     y_ptr,  # [limit, N]
     routes_ptr,  # see routes.py
+    moves_ptr,  # the same of the rows that travel: of tokens by their first experts
+    sent_ptr,  # [T] int32, of tokens: which one each row that is sent is
+    index_ptr,  # [limit] int32, of tokens: which received row each row by expert is
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     flags_ptr,  # [WORLD] int64: likewise its flags
     state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
-    T,
+    T,  # rows that are sent at most
     N,
     K,
     E,
     words,  # of 4 bytes in a row of x
     half_rows,  # the row at which the half of odd epochs begins
     half_flags,  # likewise, in flags
-    limit,  # rows that a rank can take
+    limit,  # rows by expert that a rank can take
+    room,  # received rows that it can take
     rank,
     tag,
     timeout_ns,
@@ -108,6 +129,7 @@ def all_to_all_matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,  # blocks of rows that share their columns of w in L2
     STAGES: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,  # of a token, sent at a time; 0: x has a row for each expert
 ):
     X: tl.constexpr = x_ptr.dtype.element_ty
     local = E // WORLD
@@ -128,8 +150,8 @@ def all_to_all_matmul_kernel(
         tl.atomic_add(senders_ptr, 1, sem="relaxed", scope="gpu")
         for unit in tl.range(program, local * WORLD * PARTS, SENDERS):
             send_part(
-                unit, x_ptr, routes_ptr, rows_ptr, flags_ptr, T, words, E, half_rows, half_flags,
-                limit, rank, epoch, works, WORLD, PARTS, CHUNK,
+                unit, x_ptr, sent_ptr, moves_ptr, rows_ptr, flags_ptr, T, words, E, half_rows,
+                half_flags, room, rank, epoch, works, WORLD, PARTS, CHUNK, TOKEN_WORDS,
             )  # fmt: skip
         waits = tl.atomic_add(senders_ptr, 0, sem="relaxed", scope="gpu") == SENDERS
 
@@ -139,6 +161,7 @@ def all_to_all_matmul_kernel(
         come = min(tl.load(starts_ptr + E), limit)
         spoiled = tl.load(spoiled_ptr_of(routes_ptr, E, WORLD)) != 0
         ticket_ptr = tiles_ptr + local + 1
+        ready = 0  # experts with which all that comes is there; of tokens
         tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
         while tile < tiles:
             expert, before, until = expert_of(tile, tiles_ptr, local, num_n, EXPERTS)
@@ -152,18 +175,37 @@ def all_to_all_matmul_kernel(
             at_m = tl.load(own_ptr) + spread_block(place, num_m, rank, WORLD) * BLOCK_M
             end = min(tl.load(own_ptr + WORLD), come)
             if at_m < end:
-                needed = works & parts_of(at_m, own_ptr, WORLD, PARTS, BLOCK_M)
-                own = flags + expert * PARTS * WORLD
-                ptrs = peer_ptr(flags_ptr, rank, own * 4, tl.int32)
-                slow = wait(ptrs, epoch, stop_ptr, timeout_ns, needed)
-                late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
-                through_tma()
-                here = (epoch & 1) * half_rows + at_m
-                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-                    w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
-                    acc = tl.dot(received_desc.load([here, k]), w, acc, input_precision="ieee")
                 rows = at_m + tl.arange(0, BLOCK_M)
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                if TOKEN_WORDS:
+                    while ready <= expert:
+                        own = flags + ready * PARTS * WORLD
+                        ptrs = peer_ptr(flags_ptr, rank, own * 4, tl.int32)
+                        slow = wait(ptrs, epoch, stop_ptr, timeout_ns, works & (own >= 0))
+                        late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
+                        ready += 1
+                    row = tl.load(index_ptr + rows, mask=rows < end, other=0).to(tl.int64)
+                    half = ((epoch & 1) * half_rows).to(tl.int64) * words * 4
+                    from_ptr = peer_ptr(rows_ptr, rank, half, X) + row[:, None] * K
+                    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                        ks = k + tl.arange(0, BLOCK_K)
+                        live = (rows < end)[:, None] & (ks < K)[None, :]
+                        # as peers have stored it: see `wait`
+                        x = tl.load(from_ptr + ks[None, :], live, other=0, cache_modifier=".cg")
+                        w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
+                        acc = tl.dot(x, w, acc, input_precision="ieee")
+                else:
+                    needed = works & parts_of(at_m, own_ptr, WORLD, PARTS, BLOCK_M)
+                    own = flags + expert * PARTS * WORLD
+                    ptrs = peer_ptr(flags_ptr, rank, own * 4, tl.int32)
+                    slow = wait(ptrs, epoch, stop_ptr, timeout_ns, needed)
+                    late = tl.maximum(late, tl.max(slow.to(tl.int32), 0))
+                    through_tma()
+                    here = (epoch & 1) * half_rows + at_m
+                    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                        w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
+                        x = received_desc.load([here, k])
+                        acc = tl.dot(x, w, acc, input_precision="ieee")
                 cols = at_n + tl.arange(0, BLOCK_N)
                 to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
                 acc = tl.where(spoiled, float("nan"), acc)

@@ -50,7 +50,7 @@ def num_words(experts: int, ranks: int) -> int:
 def routes_kernel(
     counts_ptr,  # [WORLD, E] int32 or int64
     routes_ptr,  # int32, see above
-    over_ptr,  # [1] int64, pinned host memory: 1 + BACK, and above it the bits of ranks
+    over_ptr,  # [1] int64, pinned host memory: 8 bits of 1 + BACK, 24 of missing rows, 32 of ranks
     E,
     rank,
     limit,  # rows that a rank can take
@@ -96,12 +96,13 @@ def routes_kernel(
     owners = experts[:, None] // local == sources
     come, sent = tl.sum(tl.where(owners & here, rows[:, None], 0), 0), tl.sum(counts, 0)
     given, taken = (come, sent) if BACK else (sent, come)
-    over = (taken > limit) | (given > has)
-    bits = tl.sum(tl.where(over, 1 << (ranks % 32), 0).to(tl.int64))
+    missing = tl.maximum(taken - limit, given - has)
+    bits = tl.sum(tl.where(missing > 0, 1 << (ranks % 32), 0).to(tl.int64))
+    most = tl.minimum(tl.max(missing, 0), 0xFFFFFF).to(tl.int64)
     # the same on all ranks, whose tables are equal
     tl.store(spoiled_ptr_of(routes_ptr, E, WORLD), (bits != 0).to(tl.int32))
     if bits != 0:
-        tl.store(over_ptr, (bits << 32) | (1 + BACK))
+        tl.store(over_ptr, (bits << 32) | (most << 8) | (1 + BACK))
 
 
 @triton.jit

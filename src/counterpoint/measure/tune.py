@@ -124,7 +124,7 @@ def _check(problem: Problem) -> None:
         InputError: says why.
     """
     for refused, want, fix in (
-        (problem.counts == "device", "of counts that the host knows",
+        (problem.counts.startswith("device"), "of counts that the host knows",
          "auto takes one kernel there, if that takes the problem"),
         (problem.counts == "routed", "of rows, not of tokens", "give it counts='host'"),
         (problem.splits, "of one weight", "tune it as one, as large as all together"),

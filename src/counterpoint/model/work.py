@@ -164,7 +164,7 @@ def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
         return costs.direct_s + received / costs.direct_bytes_per_s
     if name == "all_to_all":
         # as much comes as in an all-gather; of several experts, rows are put in order
-        in_order = p.experts == 1 or p.counts == "routed"  # of routes it is a step of its own
+        in_order = p.experts == 1 or p.by_routes  # of routes it is a step of its own
         pass_s = 0.0 if in_order else costs.memory_s(2 * whole_bytes)
         return costs.collective_s("all_gather", received) + pass_s
     kind: Collective = "all_gather" if gathers else "reduce_scatter"

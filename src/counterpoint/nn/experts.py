@@ -79,8 +79,9 @@ class ExpertParallelMLP(Grouped):
         max_rows: rows that the experts of a rank may get at most in one call. None: the counts go
             to the host at each call, which on a GPU waits for them, and memory is as large as
             needed. Given: on a GPU the host does not wait, and results have room for so many; all
-            ranks then have as many tokens.
-        plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, and wants no max_rows.
+            ranks then have as many tokens. Between islands the host waits all the same.
+        plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, with max_rows by one
+            kernel each way.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
 
@@ -208,7 +209,7 @@ class ExpertParallelMLP(Grouped):
     def _by_routes(self, x: Tensor) -> bool:
         """Whether a token goes itself, by routes: asked for, or where there are several islands."""
         family = family_of(plan_key("all_to_all_matmul", self.plan))
-        if self.max_rows is not None or self.group.size() == 1:
+        if self.group.size() == 1:
             return False
         if family not in ("auto", "islands"):
             return family == "routed"
@@ -216,12 +217,15 @@ class ExpertParallelMLP(Grouped):
 
     def _routed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         every, group = self.num_experts, self.group
-        routes = exchange_routes(experts, weights, num_experts=every, group=group)
+        routes = exchange_routes(
+            experts, weights, num_experts=every, group=group, max_rows=self.max_rows
+        )
+        plan = self.plan if self.max_rows is None else "auto"
         gate_up = all_to_all_matmul(
-            tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=self.plan
+            tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=plan
         )
         hidden, down = swiglu(gate_up, routes.counts, group.rank()), self.down.transpose(1, 2)
-        return matmul_all_to_all(hidden, down, counts=routes, group=group, plan=self.plan)
+        return matmul_all_to_all(hidden, down, counts=routes, group=group, plan=plan)
 
     def _check(self, x: Tensor, experts: Any, weights: Any) -> None:
         name = self._get_name()

@@ -58,7 +58,7 @@ def all_to_all_matmul(
             ring": copy engines, where counts are host-known; with "chunks=4" each group in four
             chunks, where experts are few; "islands": tokens go once to each of several; "routed
             8/8/16": of tokens, as "grouped", and each goes once to a rank; a Plan; or a JSON file
-            of one. The backward takes the same family.
+            of one. Routes of max_rows take the first three. The backward takes the same family.
         return_rows: also return the rows that came here, as they were multiplied.
 
     Returns:

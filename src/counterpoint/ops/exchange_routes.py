@@ -1,7 +1,8 @@
 """Which expert gets which token: what a router knows of its own tokens, told to who needs it.
 
 The lists of a token's experts and weights go the way of its row: to another island once, to the
-rank of the same place, and inside it to the ranks that have some of them.
+rank of the same place, and inside it to the ranks that have some of them. Where no host is to
+wait, all ranks gather all lists.
 """
 
 from typing import Any, NamedTuple
@@ -11,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops.agreement import agree, refused
+from counterpoint.ops.agreement import agree, checking, refused
 from counterpoint.ops.check import check_dense, check_group, check_place
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
+from counterpoint.runtime import device_routes
+from counterpoint.runtime.counted import rows_by_rank
 from counterpoint.runtime.find_routes import find_routes, weights_back
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.routes import Routes as Found
 from counterpoint.runtime.routes import blocks_in
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "exchange_routes"
 
@@ -28,12 +31,15 @@ class Routes(NamedTuple):
     """Where the tokens of all ranks go, as far as this rank takes part: of `exchange_routes`.
 
     Attributes:
-        counts: int64 [ranks, E], on the host: rows of each rank for each expert.
-        numbers: int64, on the host, for the operators: how many rows go where.
+        counts: int64 [ranks, E], on the host, or with max_rows on the tokens' device: rows of each
+            rank for each expert.
+        numbers: int64, there, for the operators: how many rows go where.
         lists: int32, on the tokens' device, for the operators: which ones.
         weights: fp32 [R], of each row that comes to this rank's experts: by expert, then by source
-            rank; of one source by the token's first expert here, then by token.
+            rank; of one source by the token's first expert here, then by token. R is max_rows where
+            that is given, and the last ones are 0.
         tokens: of this rank.
+        top_k: experts of a token, where max_rows is given; else 0.
     """
 
     counts: Tensor
@@ -41,11 +47,13 @@ class Routes(NamedTuple):
     lists: Tensor
     weights: Tensor
     tokens: int
+    top_k: int = 0
 
 
 def exchange_routes(
-    experts: Tensor, weights: Tensor, *, num_experts: int, group: dist.ProcessGroup | None = None
-) -> Routes:
+    experts: Tensor, weights: Tensor, *, num_experts: int, group: dist.ProcessGroup | None = None,
+    max_rows: int | None = None,
+) -> Routes:  # fmt: skip
     """Tell all ranks which experts its tokens go to: `counts=` of both operators of experts.
 
     Then x of `all_to_all_matmul` is tokens, not a row for each of their experts, and a token goes
@@ -53,18 +61,28 @@ def exchange_routes(
     `matmul_all_to_all` returns their weighted sums, which come back likewise. Differentiable in
     weights. On GPUs the host waits for all earlier work, to learn how many rows go where.
 
+    With max_rows it does not wait, and a CUDA graph can be captured: results of `all_to_all_matmul`
+    have max_rows rows, of which the last ones are not written. Where more come to a rank, all
+    results on all ranks are NaN, and a later call raises InputError, which says how many more.
+    The operators do not wait either where plan "fused" takes them: 16-bit numbers, K and N
+    multiples of 8, and an island of a power of 2 of ranks. Elsewhere they wait, in no graph.
+
     Args:
-        experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank. On
-            the CPU or a GPU as the group serves.
+        experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank,
+            but not with max_rows. On the CPU or a GPU as the group serves. With max_rows a GPU's
+            are looked at under COUNTERPOINT_CHECK=1 alone; else sums of tokens with others are NaN.
         weights: floating point [tokens, top_k], there, too.
         num_experts: on all ranks together; a multiple of the ranks.
         group: whose ranks take part, 2 or more; the default group if None.
+        max_rows: rows that the experts of a rank may get at most; the same on all ranks. None: as
+            many as come.
 
     Returns:
         Where rows go; weights as fp32, of the rows as they come to this rank.
 
     Raises:
-        InputError: an argument is wrong; nothing was launched. Or a CUDA graph is being captured.
+        InputError: an argument is wrong; nothing was launched. Or a CUDA graph is being captured,
+            without max_rows. Or, on CPU ranks, more than max_rows come to a rank.
         PeerTimeoutError: a rank did not come.
 
     Example:
@@ -73,18 +91,20 @@ def exchange_routes(
         >>> y = cp.matmul_all_to_all(F.silu(h), w_down, counts=routes)  # doctest: +SKIP
     """
     try:
-        group = _checked(experts, weights, num_experts, group)
+        group = _checked(experts, weights, num_experts, group, max_rows)
     except CounterpointError as error:
         raise refused(error, group, experts) from None
     each, counts, numbers, lists = torch.ops.counterpoint.exchange_routes(
-        experts, weights.float(), num_experts, group.group_name, group.size()
+        experts, weights.float(), num_experts, max_rows, group.group_name, group.size()
     )
-    return Routes(counts, numbers, lists, each, experts.shape[0])
+    top_k = 0 if max_rows is None else experts.shape[1]
+    return Routes(counts, numbers, lists, each, experts.shape[0], top_k)
 
 
 def _checked(
-    experts: Tensor, weights: Tensor, num_experts: int, group: dist.ProcessGroup | None
-) -> dist.ProcessGroup:
+    experts: Tensor, weights: Tensor, num_experts: int, group: dist.ProcessGroup | None,
+    max_rows: int | None,
+) -> dist.ProcessGroup:  # fmt: skip
     group = check_group(OP, group)
     check_dense(OP, experts=experts)
     check_dense(OP, weights=weights)
@@ -103,27 +123,70 @@ def _checked(
     if group.size() == 1 or num_experts % group.size():
         want = f"a multiple of the {group.size()} ranks, which are 2 or more"
         raise InputError(OP, "num_experts", want=want, got=num_experts)
+    if max_rows is not None:
+        whole(OP, "max_rows", max_rows, 1)
+        if not 1 <= experts.shape[1] <= num_experts:
+            want = f"[tokens, 1 to {num_experts}, all experts] with max_rows"
+            raise InputError(OP, "experts", want=want, got=list(experts.shape))
     return group
 
 
 def _run(
-    experts: Tensor, weights: Tensor, num_experts: int, group_name: str, group_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+    experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, group_name: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if max_rows is None and experts.is_cuda and torch.cuda.is_current_stream_capturing():
         want, got = "of a call that waits for the host", "a CUDA graph in capture, which cannot"
         raise InputError(OP, "experts", want=want, got=got)
     workspace = workspace_of(group_of(group_name), experts.device)
     facts = {"op": OP, "num_experts": str(num_experts), "top_k": str(experts.shape[1])}
+    facts["max_rows"] = str(max_rows)
+    if max_rows is not None:
+        facts["tokens"] = str(experts.shape[0])
     key = (OP, *facts.values())
     if key not in workspace.agreed:
         workspace.agreed[key] = agree(OP, facts, workspace)
     workspace.board.note(workspace.agreed[key])
-    return find_routes(workspace, experts, weights, num_experts)
+    if max_rows is None:
+        return find_routes(workspace, experts, weights, num_experts)
+    found = device_routes.find(workspace, experts, weights, num_experts, max_rows)
+    if experts.is_cpu or checking():
+        _look(experts, found.counts, num_experts, max_rows, workspace)
+    return found
+
+
+def _look(
+    experts: Tensor, counts: Tensor, num_experts: int, max_rows: int, workspace: Workspace
+) -> None:
+    """Refuse what the host has to read, on all ranks alike.
+
+    Raises:
+        InputError: experts are none, or rows are more than max_rows.
+    """
+    if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong, each = None, rows_by_rank(counts, True).tolist()
+    low, high = (int(n) for n in experts.aminmax()) if experts.numel() else (0, 0)
+    if low < 0 or high >= num_experts:
+        got = f"{low} to {high} on rank {workspace.rank}"
+        wrong = InputError(OP, "experts", want=f"0 to {num_experts - 1}", got=got)
+    elif max(each) > max_rows:
+        want = f">= {max(each)}, what rank {each.index(max(each))} gets"
+        got = f"{max_rows}, {max(each) - max_rows} fewer"
+        wrong = InputError(OP, "max_rows", want=want, got=got)
+    agree(OP, {"op": OP}, workspace, wrong)
 
 
 def _fake(
-    experts: Tensor, weights: Tensor, num_experts: int, group_name: str, group_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, group_name: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if max_rows is not None:
+        tokens, top = experts.shape
+        sizes = device_routes.Sizes(tokens, top, group_size, max_rows)
+        table = experts.new_empty(group_size, num_experts, dtype=torch.int64)
+        lists = experts.new_empty(sizes.starts[-1], dtype=torch.int32)
+        return weights.new_empty(max_rows), table, torch.empty_like(table), lists
     numbers, lists, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     counts = torch.empty(group_size, num_experts, dtype=torch.int64)
     table = torch.empty(numbers, dtype=torch.int64)
@@ -131,43 +194,46 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weights, _, *ctx.where = inputs
+    _, weights, _, max_rows, *ctx.where = inputs
     _, counts, numbers, lists = output
     ctx.save_for_backward(numbers, lists)
-    ctx.shape = weights.shape
+    ctx.given = *weights.shape, max_rows is not None
     ctx.mark_non_differentiable(counts, numbers, lists)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     each = torch.ops.counterpoint.weights_back(
-        grads[0].contiguous(), *ctx.saved_tensors, *ctx.shape, *ctx.where
+        grads[0].contiguous(), *ctx.saved_tensors, *ctx.given, *ctx.where
     )
-    return None, each, None, None, None
+    return None, each, None, None, None, None
 
 
 def _run_back(
-    each: Tensor, numbers: Tensor, lists: Tensor, tokens: int, top: int, group_name: str,
-    group_size: int,
+    each: Tensor, numbers: Tensor, lists: Tensor, tokens: int, top: int, on_device: bool,
+    group_name: str, group_size: int,
 ) -> Tensor:  # fmt: skip
     workspace = workspace_of(group_of(group_name), each.device)
     workspace.board.note_op(f"{OP} backward")
+    if on_device:
+        sizes = device_routes.Sizes(tokens, top, group_size, len(each))
+        return device_routes.weights_back(workspace, lists, each, sizes)
     return weights_back(workspace, Found(blocks_in(numbers), lists), each)
 
 
 def _fake_back(
-    each: Tensor, numbers: Tensor, lists: Tensor, tokens: int, top: int, group_name: str,
-    group_size: int,
+    each: Tensor, numbers: Tensor, lists: Tensor, tokens: int, top: int, on_device: bool,
+    group_name: str, group_size: int,
 ) -> Tensor:  # fmt: skip
     return each.new_empty(tokens, top)
 
 
 register(
-    f"{OP}(Tensor experts, Tensor weights, int num_experts, str group_name, int group_size) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    f"{OP}(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, str group_name, "
+    "int group_size) -> (Tensor, Tensor, Tensor, Tensor)",
     _run, _fake, _backward, _save,
 )  # fmt: skip
 register(
     "weights_back(Tensor each, Tensor numbers, Tensor lists, SymInt tokens, SymInt top, "
-    "str group_name, int group_size) -> Tensor",
+    "bool on_device, str group_name, int group_size) -> Tensor",
     _run_back, _fake_back, refuse_double,
 )  # fmt: skip

@@ -120,7 +120,9 @@ def _fits(planned: Problem, problem: Problem) -> bool:
     That is how many indices there are, and experts of a token; of counts that differ how many rows,
     up to the planned.
     """
-    wanted = replace(problem, indices=planned.indices, top_k=planned.top_k)
+    on_device = problem.counts == "device_routed"  # kernels are compiled for that many experts
+    top_k = problem.top_k if on_device else planned.top_k
+    wanted = replace(problem, indices=planned.indices, top_k=top_k)
     if problem.counts != "equal" and planned.m >= problem.m:
         wanted = replace(wanted, m=planned.m, rows=())
     return planned == wanted

@@ -1,7 +1,8 @@
 """The operators of experts on tokens, by routes; each is the other's gradient.
 
 A dispatch takes tokens to the rows of their experts; a combine takes rows, weighted, to the sums of
-their tokens. How rows go: plan/routed_experts.py.
+their tokens. How rows go: plan/routed_experts.py. Where only the device knows routes, one kernel
+takes the call, and those beside it; or else the host reads them, and waits.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.ops import call, experts
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
@@ -23,12 +24,16 @@ from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_gradients import weight_gradient
 from counterpoint.ops.experts_check import check_operands
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
-from counterpoint.ops.plans import backward_plan, plan_key
+from counterpoint.ops.plans import backward_plan, family_of, of_islands, plan_key
 from counterpoint.ops.register import register
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime.counted import rows_by_rank
+from counterpoint.runtime.device_routes import Sizes, on_host
+from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.routes import Routes as Found
 from counterpoint.runtime.routes import blocks_in, most_rows
+from counterpoint.runtime.workspace import workspace_of
 
 OPS: Any = torch.ops.counterpoint
 
@@ -48,9 +53,9 @@ def dispatch(
     x, w, spec = _checked(DISPATCH, x, w, routes, asked, group)
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
     where = spec, group.group_name, group.size()
-    counts, numbers, lists, weights, _ = routes
+    counts, numbers, lists, weights, _, top = routes
     both = OPS.all_to_all_matmul_routed(
-        x, w, counts, numbers, lists, weights.shape[0], keep, *where
+        x, w, counts, numbers, lists, weights.shape[0], keep, top, False, *where
     )
     return both if return_rows else both[0]
 
@@ -66,9 +71,9 @@ def combine(
     """
     given = {"sum_of": None if sum_of is None else "some"}
     x, w, spec = _checked(COMBINE, x, w, routes, asked, group, **given)
-    *operands, tokens = routes
+    *operands, tokens, top = routes
     where = spec, group.group_name, group.size()
-    return OPS.matmul_all_to_all_routed(x, w, *operands, None, tokens, *where)
+    return OPS.matmul_all_to_all_routed(x, w, *operands, None, tokens, top, *where)
 
 
 def _checked(
@@ -88,13 +93,16 @@ def _checked(
             want = f"routes of {every} experts on {ranks} ranks, on {routes.lists.device}"
             got = f"w of {w.shape[0]} on each of {group.size()}, on {x.device}"
             raise InputError(op, "counts", want=want, got=got)
+        has = routes.tokens if op == DISPATCH else routes.weights.shape[0]
+        if routes.top_k and x.shape[0] != has:
+            raise InputError(op, "x", want=f"[{has}, K], as the routes say", got=tuple(x.shape))
         return x, w, plan_key(op, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
 
 
 @cache
-def _operator(op: str, keep: bool) -> Operator:
+def _operator(op: str, keep: bool, clears: bool) -> Operator:
     experts.operator_of(op)  # the first of an operator is what is sampled
     aside = (("weights", "plain"), ("add", "rows")) if op == COMBINE else ()
     inputs = (
@@ -102,16 +110,18 @@ def _operator(op: str, keep: bool) -> Operator:
         Input("routes", "plain", fact=""), Input("lists", "plain", fact=""),
         *(Input(name, form, fact="") for name, form in aside),  # type: ignore[arg-type]
     )  # fmt: skip
-    return Operator(op, inputs, partial(_problem, op), partial(_outputs, keep), _words)
+    return Operator(
+        op, inputs, partial(_problem, op), partial(_outputs, keep), _words, clears=clears
+    )
 
 
 def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
     x, w, *_ = present(tensors)
     local, k, n = w.shape
-    m, top_k = rows
+    m, top_k, *sizes = rows
     top_k = min(top_k, local * ranks)  # of more, some are equal
-    dtype = dtype_of(x)
-    return Problem(op, m, n, k, ranks, dtype, experts=local, counts="routed", top_k=top_k)
+    counts, dtype = "device_routed" if sizes else "routed", dtype_of(x)
+    return Problem(op, m, n, k, ranks, dtype, experts=local, counts=counts, top_k=top_k)
 
 
 def _outputs(
@@ -124,17 +134,64 @@ def _outputs(
 def _words(tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
     x, w, *_ = present(tensors)
     facts = {"w.shape": str(tuple(w.shape)), "x.dtype": str(x.dtype), "rows": str(rows[0])}
-    return facts | {"top_k": str(rows[1])}, None
+    names = ("top_k", "tokens", "max_rows")
+    return facts | {name: str(n) for name, n in zip(names, rows[1:], strict=False)}, None
+
+
+def _run_on_device(
+    operator: Operator, tensors: Tensors, plan: str, sizes: Sizes, group_name: str
+) -> list[Tensor]:
+    """A call whose routes the host does not read, if one kernel takes it; else it waits for them.
+
+    Raises:
+        InputError: the plan is another one, or a CUDA graph is being captured, and the host would
+            have to read them, or it has, and more rows come to a rank than there is room for.
+    """
+    x, w, counts, firsts, lists, *rest = tensors
+    tokens, top, ranks, max_rows = sizes
+    room = max_rows if operator.op == DISPATCH else tokens
+    assert x is not None and w is not None and counts is not None and lists is not None
+    assert firsts is not None, "all of them are there"
+    m = experts.most(max(max_rows, tokens * min(top, ranks)), counts.shape[1])
+    facts, workspace = (m, top, tokens, max_rows), workspace_of(group_of(group_name), x.device)
+    problem = of_islands(_problem(operator.op, tensors, facts, ranks), workspace)
+    family, given = family_of(plan), call.Given(room)
+    if family not in ("auto", "fused", "serial"):
+        want = "auto, fused or serial with routes of max_rows"
+        raise InputError(operator.op, "plan", want=want, got=repr(plan))
+    if family == "fused":
+        return call.run(operator, tensors, plan, facts, group_name, given)
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if family == "auto" and problem.operation.without_serial(problem)[0] == "fused":
+        try:
+            return call.run(operator, tensors, "fused", facts, group_name, given)
+        except UnsupportedError:  # on all ranks alike, but for captures
+            if capturing:
+                raise
+    if capturing:
+        want = "fused, which takes 16-bit numbers on ranks of one island, while a graph is captured"
+        raise InputError(operator.op, "plan", want=want, got="serial, which the host lays out")
+    counts = counts.cpu()
+    each = rows_by_rank(counts, True).tolist()
+    if max(each) > max_rows:  # the table is equal on all ranks
+        want = f">= {max(each)}, what rank {each.index(max(each))} gets"
+        raise InputError(operator.op, "max_rows", want=want, got=max_rows)
+    found = on_host(workspace.rank, workspace.islands.size, firsts, lists, sizes)
+    tensors = (x, w, counts, found.blocks.packed(), found.lists, *rest)
+    return call.run(operator, tensors, "serial", facts[:2], group_name, given)
 
 
 def _run(
-    op: str, tensors: Tensors, keep: bool, plan: str, group_name: str, ranks: int
+    operator: Operator, tensors: Tensors, plan: str, group_name: str, sizes: Sizes
 ) -> list[Tensor]:
     """Run a call as torch's dispatcher has it.
 
     Raises:
         InputError: x does not fit the routes, or a CUDA graph is being captured.
     """
+    if sizes.top:
+        return _run_on_device(operator, tensors, plan, sizes, group_name)
+    op = operator.op
     x, _, counts, numbers, lists, *_ = present(tensors)
     routes = Found(blocks_in(numbers), lists)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():  # the host lays out each call
@@ -149,14 +206,13 @@ def _run(
         wrong = InputError(op, "x", want=want, got=tuple(x.shape))
     rows = experts.most(most_rows(routes.blocks, counts), counts.shape[1])
     given = call.Given(room, wrong)
-    return call.run(
-        _operator(op, keep), tensors, plan, (rows, routes.blocks.top), group_name, given
-    )
+    return call.run(operator, tensors, plan, (rows, routes.blocks.top), group_name, given)
 
 
 def _dispatch(*given: Any) -> tuple[Tensor, Tensor]:
-    *tensors, _, keep, plan, group_name, ranks = given
-    y, *kept = _run(DISPATCH, tuple(tensors), keep, plan, group_name, ranks)
+    *tensors, rows, keep, top, clear, plan, group_name, ranks = given
+    operator, sizes = _operator(DISPATCH, keep, clear), Sizes(len(tensors[0]), top, ranks, rows)
+    y, *kept = _run(operator, tuple(tensors), plan, group_name, sizes)
     return y, kept[0] if keep else y.new_empty(0, tensors[0].shape[1])
 
 
@@ -168,7 +224,7 @@ def _fake_dispatch(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, routes, lists, _, keep, *ctx.where = inputs
+    x, w, counts, routes, lists, _, keep, ctx.top, _, *ctx.where = inputs
     ctx.save_for_backward(w, counts, routes, lists, output[1] if keep else None)
     ctx.tokens = x.shape[0]
     if not keep:
@@ -182,7 +238,7 @@ def _backward_dispatch(
     """dx: the sums of the gradients of a token's rows; dw: of the rows that came here."""
     w, counts, routes, lists, rows = ctx.saved_tensors
     plan, *group = ctx.where
-    none = (None,) * 8
+    none = (None,) * 10
     if dy is None and drows is None:
         return None, None, *none
     if dy is None:
@@ -192,24 +248,25 @@ def _backward_dispatch(
     if ctx.needs_input_grad[0]:
         operands = (dy, w.transpose(1, 2), counts, routes, lists, None, drows)
         where = backward_plan(DISPATCH, plan), *group
-        dx = OPS.matmul_all_to_all_routed(*operands, ctx.tokens, *where)
+        dx = OPS.matmul_all_to_all_routed(*operands, ctx.tokens, ctx.top, *where)
     if ctx.needs_input_grad[1]:
         dw = weight_gradient(rows, dy, counts, w, *group)
     return dx, dw, *none
 
 
 def _combine(*given: Any) -> Tensor:
-    *tensors, _, plan, group_name, ranks = given
-    return _run(COMBINE, tuple(tensors), False, plan, group_name, ranks)[0]
+    *tensors, tokens, top, plan, group_name, ranks = given
+    operator, sizes = _operator(COMBINE, False, False), Sizes(tokens, top, ranks, len(tensors[0]))
+    return _run(operator, tuple(tensors), plan, group_name, sizes)[0]
 
 
 def _fake_combine(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    *_, tokens, _, _, _ = rest
+    *_, tokens, _, _, _, _ = rest
     return x.new_empty(tokens, w.shape[2])
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *saved, _, _, plan, group_name, ranks = inputs
+    *saved, _, _, ctx.top, plan, group_name, ranks = inputs
     ctx.save_for_backward(*saved)
     ctx.where = plan, group_name, ranks
 
@@ -225,13 +282,13 @@ def _backward_combine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dw, dweights = None, None
     operands = (dy.contiguous(), w.transpose(1, 2), counts, routes, lists, x.shape[0])
     where = backward_plan(COMBINE, plan), *group
-    dx, rows = OPS.all_to_all_matmul_routed(*operands, need_w, *where)
+    dx, rows = OPS.all_to_all_matmul_routed(*operands, need_w, ctx.top, ctx.top > 0, *where)
     if need_weights:
         dweights = (dx.float() * x.float()).sum(1)
     if need_w:
         dw = weight_gradient(x, _weighted(rows, weights), counts, w, *group)
     dx = _weighted(dx, weights) if need_x else None
-    return dx, dw, None, None, None, dweights, None, None, None, None, None
+    return dx, dw, None, None, None, dweights, *(None,) * 6
 
 
 def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -240,14 +297,16 @@ def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 _GIVEN = "Tensor x, Tensor w, Tensor counts, Tensor routes, Tensor lists"
 _WHERE = "str plan, str group_name, int group_size"
-# rows: of y. keep: the rows that came here are the second result
+# rows: of y. keep: the rows that came here are the second result. top: experts of a token, where
+# the device alone knows the routes; else 0. clear: rows of y behind those that come are zero
 register(
-    f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, {_WHERE}) -> (Tensor, Tensor)",
+    f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, SymInt top, bool clear, {_WHERE})"
+    " -> (Tensor, Tensor)",
     _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch,
 )  # fmt: skip
 # weights: of rows; None is 1. add: to the products, row by row. tokens: rows of y
 register(
-    f"matmul_all_to_all_routed({_GIVEN}, Tensor? weights, Tensor? add, SymInt tokens, {_WHERE}) -> "
-    "Tensor",
+    f"matmul_all_to_all_routed({_GIVEN}, Tensor? weights, Tensor? add, SymInt tokens, "
+    f"SymInt top, {_WHERE}) -> Tensor",
     _combine, _fake_combine, _backward_combine, _save_combine,
 )  # fmt: skip

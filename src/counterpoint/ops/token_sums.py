@@ -24,6 +24,14 @@ def sum_of_tokens(rows: Tensor, index: Tensor) -> Tensor:
     return torch.ops.counterpoint.token_sum(rows, index)
 
 
+def sum_of_rows(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """out[t] = sum over j of weights[t, j] y[index[t, j]], in fp32 and in order, rounded once."""
+    total = torch.zeros(index.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for j in range(index.shape[1]):
+        total += weights[:, j, None].float() * y.index_select(0, index[:, j])
+    return total.to(y.dtype)
+
+
 def gradients(
     dout: Tensor, index: Tensor, weights: Tensor, rows: int, y: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 def serial(p: Problem) -> Plan:
     """The library's all-to-all with a pass that puts rows in order, then the matmuls."""
-    if p.counts == "routed":
+    if p.by_routes:
         return routed_experts.dispatch_serial(p, operands(p))
     between = rows_of(p, "rows", p.k, "scratch", by_expert=True)
     exchange = experts.all_to_all(p, "x", "rows")

@@ -66,7 +66,7 @@ def weights_and_counts(p: Problem) -> tuple[Buffer, ...]:
     weights = Buffer("w", (p.experts * p.k, p.n), p.dtype, "input")
     table = Buffer(COUNTS, (p.ranks, p.ranks * p.experts), "int64", "input")
     routes = Buffer(ROUTES, (1, p.m), "int64", "input")
-    differ = {"equal": (), "routed": (table, routes)}.get(p.counts, (table,))
+    differ = () if p.counts == "equal" else (table, *((routes,) if p.by_routes else ()))
     return weights, *differ
 
 
@@ -123,7 +123,7 @@ def guess_of(
 
 def wants_known_counts(p: Problem) -> str:
     """What a family wants whose steps the host lays out."""
-    if p.counts == "routed":
+    if p.by_routes:
         return "a row for each expert of a token"
     return "" if p.counts != "device" else "counts known to the host"
 

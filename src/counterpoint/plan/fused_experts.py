@@ -10,6 +10,7 @@ from math import ceil
 
 from counterpoint.machine import Machine
 from counterpoint.plan.direct import to_everyone, wants_ranks
+from counterpoint.plan.expected_rows import once
 from counterpoint.plan.names import W, X, Y, counts_of, in_one_lane
 from counterpoint.plan.operation import Family
 from counterpoint.plan.steps import Buffer, Plan, Step
@@ -120,7 +121,7 @@ def overlapped(p: Problem, copy_longer: bool) -> str:
 
 def without_serial(p: Problem) -> tuple[str, str]:
     """One kernel where only the GPU knows the counts, if it takes the problem."""
-    if p.counts != "device" or not or_serial(p):
+    if p.counts not in ("device", "device_routed") or not or_serial(p):
         return "", ""
     return "fused", "waits for the host to read the counts, which its time leaves out"
 
@@ -162,7 +163,8 @@ def _combines(p: Problem) -> bool:
 def seconds(p: Problem, step: Step, machine: Machine) -> float:
     """Of the kernel on the busiest rank: the shorter of both sides hides behind the longer.
 
-    Its matmul is somewhat slower than the library's, and takes SMs to send.
+    Its matmul is somewhat slower than the library's, and takes SMs to send. Sums of tokens go back
+    behind the matmul, and not beside it.
     """
     combines, costs = _combines(p), machine.costs
     bytes_s = 1 / costs.hbm_bytes_per_s
@@ -171,9 +173,12 @@ def seconds(p: Problem, step: Step, machine: Machine) -> float:
     weights = p.experts * p.k * p.n
     matmul_s = max(math_s, (weights + p.m * (p.k + p.n)) * p.item_bytes * bytes_s)
     moved = p.m * sum(p.operation.moved(p)) * p.item_bytes
+    made = moved if combines and p.by_routes else 0  # products, written and read again
+    moved *= once(p, 1) if p.by_routes else 1
     comm_s = costs.all_gather_s + moved * (p.ranks - 1) / p.ranks / costs.collective_bytes_per_s
     rounds = _rounds(p, machine.sms.count, combines=combines)
-    longer_s = max(max(matmul_s, math_s * rounds) * SLOWER[combines], comm_s)
+    matmul_s = max(matmul_s, math_s * rounds) * SLOWER[combines]
+    longer_s = matmul_s + comm_s + 2 * made * bytes_s if made else max(matmul_s, comm_s)
     beside_s = 2 * moved * bytes_s if combines else SENDING * comm_s
     return longer_s + LAUNCHES_S[combines] + beside_s
 

@@ -20,7 +20,7 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 def serial(p: Problem) -> Plan:
     """The matmuls, then the library's all-to-all behind a pass that puts rows in order."""
-    if p.counts == "routed":
+    if p.by_routes:
         return routed_experts.combine_serial(p, operands(p))
     between = rows_of(p, "product", p.n, "scratch", by_expert=True)
     exchange = experts.all_to_all(p, "product", "y")

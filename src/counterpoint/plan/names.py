@@ -40,7 +40,7 @@ def counts_of(p: Problem) -> tuple[Region, ...]:
 
 def routes_of(p: Problem) -> tuple[Region, ...]:
     """What a step reads whose rows are of tokens, which have several experts."""
-    return (Region(ROUTES),) if p.counts == "routed" else ()
+    return (Region(ROUTES),) if p.by_routes else ()
 
 
 def rows_said(p: Problem) -> tuple[Region, ...]:

@@ -43,9 +43,9 @@ def find_routes(
     local, ids = num_experts // where.ranks, experts.long()
     ends = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_zeros(()))
     ids = ids.clamp(0, num_experts - 1)
-    to_rank = _in_order(_firsts(ids, local, where.ranks))
+    to_rank = _in_order(first_experts(ids, local, where.ranks))
     wide = local * where.size
-    by_island = _firsts(ids // wide * wide, wide, where.islands)  # in the order of tokens
+    by_island = first_experts(ids // wide * wide, wide, where.islands)  # in the order of tokens
     by_island[where.island] = NOWHERE  # they stay
     to_island = _in_order(by_island)
     counted = [_counts(found, num_experts, width)
@@ -73,7 +73,7 @@ def find_routes(
 
     top, each = blocks.top, received[:, blocks.top :].contiguous().view(torch.float32)
     lists = (
-        sent, out, passing, _entries(pairs, len(received) * top),
+        sent, out, passing, positions(pairs, len(received) * top),
         to_mate.entries(len(passed), min(top, where.size), before, len(own)),
         to_rank.entries(len(sent), min(top, where.ranks)),
         to_island.entries(len(out), min(top, where.islands - 1)), pairs // max(top, 1),
@@ -106,12 +106,12 @@ class _InOrder(NamedTuple):
             count: of all rows.
             before: there, `others` that are not of these come between.
         """
-        found = _entries(self.order[:count], self.shape[0] * self.shape[1])
+        found = positions(self.order[:count], self.shape[0] * self.shape[1])
         found += ((found >= before) & (found < NONE)) * others
         return found.view(self.shape).t().sort(1).values[:, :most]
 
 
-def _firsts(ids: Tensor, width: int, places: int) -> Tensor:
+def first_experts(ids: Tensor, width: int, places: int) -> Tensor:
     """The first expert that a token has at each place, or NOWHERE: [places, tokens].
 
     Args:
@@ -138,7 +138,7 @@ def _counts(ascending: Tensor, end: int, width: int) -> Tensor:
 def _to_mates(ids: Tensor, blocks: Blocks) -> _InOrder:
     """Of what came over the rails, by island, and in each of them by rank of this one."""
     start, local = blocks.mates.start * blocks.local, blocks.local
-    firsts = _firsts(ids - start, local, blocks.size)
+    firsts = first_experts(ids - start, local, blocks.size)
     islands = torch.arange(len(blocks.rows("came")))
     islands = islands.repeat_interleave(torch.tensor(blocks.rows("came")))
     return _in_order(firsts + islands.to(ids.device) * (blocks.size * local))
@@ -152,7 +152,7 @@ def _by_expert(ids: Tensor, blocks: Blocks, counts: Tensor) -> Tensor:
     return mine.sort(stable=True).indices[: int(counts[:, own].sum())]
 
 
-def _entries(pairs: Tensor, count: int) -> Tensor:
+def positions(pairs: Tensor, count: int) -> Tensor:
     """Where each of `count` entries stands in `pairs`, or NONE."""
     found = pairs.new_full((count,), NONE)
     found[pairs] = torch.arange(len(pairs), device=pairs.device)

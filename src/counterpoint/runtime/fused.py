@@ -115,13 +115,14 @@ class FusedMemory:
         word = int(self.over[0])
         if not word:
             return None
-        if (word & 0xFFFFFFFF) == 3:
+        if (word & 0xFF) == 3:
             got = "another at an earlier call; the group is unusable"
             return InputError("matmul_all_to_all", "sum_of", want="of rows that come back", got=got)
-        op = ("all_to_all_matmul", "matmul_all_to_all")[(word & 0xFFFFFFFF) - 1]
+        op = ("all_to_all_matmul", "matmul_all_to_all")[(word & 0xFF) - 1]
         ranks = [r for r in range(self.workspace.group.size()) if word >> 32 + r & 1]
         want = f"as many as counts says for ranks {ranks}, as the rows of x"
-        got = "fewer at an earlier call, which has dropped rows; the group is unusable"
+        missing = word >> 8 & 0xFFFFFF
+        got = f"{missing} fewer at an earlier call, which has dropped rows; the group is unusable"
         return InputError(op, "max_rows", want=want, got=got)
 
     @property

@@ -1,0 +1,198 @@
+"""What both directions of fused experts share: memory, routes, blocks, and the small launches.
+
+How they follow one another: fused_experts.py.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from counterpoint.kernels.matmul_all_to_all import arrival_kernel, collect_kernel, send_sums_kernel
+from counterpoint.kernels.routes import num_words, routes_kernel
+from counterpoint.plan.fused_experts import Tile, settings_in
+from counterpoint.plan.fused_sum import padded
+from counterpoint.runtime.device_routes import Lists
+from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site
+from counterpoint.runtime.workspace import Operands
+
+COLLECT_COLS = 2048  # of a row that a program takes at a time
+COLLECTORS = 8  # programs for each SM
+ONE = Grid(1, reserve=False, each=True)
+COMBINE = "matmul_all_to_all"
+ANY = 2**31 - 1  # rows of x, where they are known to suffice
+Launched = tuple[Launch, tuple[object, ...]]  # with its arguments
+Launches = list[Launched]
+
+
+class Started(NamedTuple):
+    """What the launches of a call begin with.
+
+    Args:
+        limit: rows by expert that a rank may take.
+        routes: see kernels/routes.py.
+        moves: the same of rows that travel, which of tokens are fewer.
+        launches: that find both, with their arguments.
+    """
+
+    x: Tensor
+    w: Tensor
+    limit: int
+    routes: Tensor
+    moves: Tensor
+    launches: Launches
+    lists: Lists | None
+
+
+Behind = Callable[[Started, Operands, Tensor], Launches]  # what follows the products
+
+
+class Experts:
+    """What both directions share: routes, memory, and the small kernels."""
+
+    def __init__(self, site: Site) -> None:
+        p, workspace = site.places.plan.problem, site.places.workspace
+        self.p, self.workspace, self.tag = p, workspace, site.tag
+        self.combines, self.of_tokens = p.op == COMBINE, p.by_routes
+        self.tile, self.sending = settings_in(site.bound.step)
+        self.memory, self.dtype = fused_memory(workspace), getattr(torch, p.dtype)
+        self.device, self.experts = workspace.device, p.experts * p.ranks
+        self.item_bytes = p.item_bytes
+        # the odd half begins at a whole row
+        row_bytes = sum(p.operation.moved(p)) * p.item_bytes
+        self.rows, self.flags = self.memory.turns, self.memory.flags
+        self.half_rows = -(-self.rows.half_bytes // row_bytes)
+        self.half_bytes = self.rows.half_bytes if self.combines else self.half_rows * row_bytes
+        self.route_words = num_words(self.experts, p.ranks)
+        self.options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
+        self.table: Tensor | None = None
+        if p.counts == "equal":
+            count = p.m // max(self.experts, 1)
+            shape = (p.ranks, self.experts)
+            self.table = torch.full(shape, count, dtype=torch.int32, device=self.device)
+        self.find_routes = {dtype: self._routes(dtype) for dtype in (torch.int32, torch.int64)}
+
+    def launch(
+        self, kernel: Any, given: tuple[str, ...], fixed: dict[str, Any], grid: Grid,
+        options: dict[str, int],
+    ) -> Launch:  # fmt: skip
+        """One kernel of this step, not compiled yet."""
+        return Launch(kernel, given, fixed, grid, self.device, self.p.op, options)
+
+    def shared(self) -> dict[str, Any]:
+        """The arguments that both large kernels have alike."""
+        tile, p = self.tile, self.p
+        return {
+            "rows_ptr": self.rows.bases, "flags_ptr": self.flags.bases,
+            "state_ptr": self.memory.state, "N": p.n, "K": p.k, "E": self.experts,
+            "half_flags": self.flags.half_bytes // 4, "rank": self.workspace.rank,
+            "WORLD": p.ranks, "EXPERTS": padded(p.experts),
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+            "GROUP_M": tile.group_m, "STAGES": tile.stages,
+        }  # fmt: skip
+
+    def waiting(self) -> dict[str, Any]:
+        """The arguments of a kernel that waits."""
+        timeout_ns = int(self.workspace.timeout_s * 1e9)
+        return {"fault_ptr": self.memory.fault, "tag": self.tag, "timeout_ns": timeout_ns}
+
+    def collect(self, columns: int, count: int, index: torch.dtype, weights: torch.dtype,
+                top: int = 0, some: bool = False) -> Launch:  # fmt: skip
+        """Copy rows out of symmetric memory, or weighted sums of `top` rows for each token.
+
+        Args:
+            count: the word of routes that says how many rows there are.
+            some: rows have no weights, and of `top` some are none.
+        """
+        fixed = {
+            "rows_ptr": self.rows.bases, "state_ptr": self.memory.state, "count": count,
+            "spoils": self.route_words - 1, "over_ptr": self.memory.over, "N": columns,
+            "half_bytes": self.half_bytes, "room": self.p.m,
+            "rank": self.workspace.rank, "TOP": top, "SOME": some, "BLOCK_N": block(columns),
+        }  # fmt: skip
+        given = ("routes_ptr", "index_ptr", "weights_ptr", "y_ptr", "tokens", "limit", "clear")
+        launch = self.launch(collect_kernel, given, fixed, self.collectors, {"num_warps": 4})
+        return launch.compile(torch.int32, index, weights, self.dtype, 0, 0, 0)
+
+    def arrive(self) -> Launch:
+        """The one program that waits for all ranks' flags."""
+        waiting = {"flags_ptr", "state_ptr", "half_flags", "rank", "WORLD"}
+        waits = {name: value for name, value in self.shared().items() if name in waiting}
+        waits |= self.waiting()
+        return self.launch(arrival_kernel, (), waits, ONE, {"num_warps": 1}).compile()
+
+    @property
+    def collectors(self) -> Grid:
+        """Programs that copy rows."""
+        if self.device.type != "cuda":
+            return Grid(COLLECTORS, reserve=False, each=True)
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return Grid(COLLECTORS * sms, reserve=False, each=True)
+
+    def _routes(self, dtype: torch.dtype) -> Launch:
+        fixed = {
+            "over_ptr": self.memory.over, "E": self.experts, "rank": self.workspace.rank,
+            "WORLD": self.p.ranks, "EXPERTS": padded(self.experts),
+            "BLOCK_M": self.tile.block_m, "BACK": self.combines,
+        }  # fmt: skip
+        given = ("counts_ptr", "routes_ptr", "limit", "has")
+        launch = self.launch(routes_kernel, given, fixed, ONE, {"num_warps": 8})
+        return launch.compile(dtype, torch.int32, 0, 0)
+
+
+def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
+    """Behind the products: a token's sum over the experts here is sent, what comes is summed."""
+    p, shared = each.p, {"rows_ptr", "flags_ptr", "state_ptr", "N", "E", "rank", "WORLD"}
+    fixed = {name: value for name, value in each.shared().items() if name in shared} | {
+        "half_bytes": each.half_bytes, "half_flags": each.flags.half_bytes // 4,
+        "room": p.m, "PAIRS": padded(each.experts),
+        "TOP": p.top_k, "BLOCK_N": block(p.n),
+    }  # fmt: skip
+    names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit")
+    sums: dict[bool, Launch] = {}
+    like = each.dtype, torch.int32, torch.float32, torch.int32, 0
+    for weighted in (False, True):
+        given = send_sums_kernel, names, fixed | {"WEIGHTED": weighted}, each.collectors
+        sums[weighted] = each.launch(*given, {"num_warps": 4}).compile(*like)
+    most = min(p.top_k, p.ranks)
+    collect = each.collect(p.n, 0, torch.int32, each.dtype, most, some=True)
+
+    def behind(started: Started, operands: Operands, product: Tensor) -> Launches:
+        lists, y, weights = started.lists, operands["y"], operands.get("weights")
+        assert lists is not None, "of tokens"
+        by = product if weights is None else aligned(weights)
+        sent = product, lists.sums, by, started.moves, started.limit
+        come = started.routes, lists.y, y, y, len(y), ANY, 1
+        return [(sums[weights is not None], sent), arrive, (collect, come)]
+
+    return behind
+
+
+def whole_rows(each: Experts) -> Tensor:
+    """The rows of both halves of this rank's memory, as one tensor."""
+    memory, p = each.rows.memory, each.p
+    assert memory is not None, "reserved"
+    rows = each.half_rows + p.m
+    return memory.local()[: rows * p.k * p.item_bytes].view(each.dtype).view(rows, p.k)
+
+
+def blocks_of(tile: Tile) -> tuple[list[int], list[int]]:
+    """The block of a load of weights that are stored by rows, and of such by columns."""
+    return [1, tile.block_k, tile.block_n], [1, tile.block_n, tile.block_k]
+
+
+def sample(each: Experts, columns: bool) -> TensorDescriptor:
+    """A descriptor like that of a weight, of none."""
+    some = torch.empty(1, 8, 8, dtype=each.dtype, device=each.device)
+    return TensorDescriptor.from_tensor(some, blocks_of(each.tile)[columns])
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.data_ptr() % ALIGN else tensor
+
+
+def block(columns: int) -> int:
+    return min(COLLECT_COLS, padded(columns))

@@ -1,0 +1,129 @@
+"""Experts by routes that the host does not read: against fp64, no waits, in graphs, overflow."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from routed_bodies import CHOICES, LOCAL, TOP, chosen, layer
+from test_islands_gpu import on_islands
+from test_routed_experts_gpu import exact, near, operands
+
+import counterpoint as cp
+from counterpoint.runtime.capture import no_collector
+
+SHAPES = [(64, 48, 96, torch.bfloat16), (24, 8, 16, torch.float16), (256, 512, 384, torch.bfloat16)]
+
+
+def ours(experts, x, up, down, weights, dy, group, max_rows, plan="auto"):
+    """A layer and its gradients, its routing included."""
+    leaves = [t.clone().requires_grad_() for t in (x, up, down, weights)]
+    every = dist.get_world_size() * LOCAL
+    routes = cp.exchange_routes(
+        experts, leaves[3], num_experts=every, group=group, max_rows=max_rows
+    )
+    y = layer(*leaves[:3], routes, plan, group)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+@contextmanager
+def no_waits():
+    """What makes the host wait for the GPU is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_layer_and_its_gradients_against_fp64(gpus, name):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for k, n, hidden, dtype in SHAPES:
+        for tokens in (53, 1, 0):
+            experts = chosen(name, rank, ranks, tokens).to(gpus)
+            given = operands(tokens, k, n, hidden, dtype)
+            wants = exact(experts, *given)
+            room = ranks * tokens * TOP + 5
+            with on_islands(ranks) as group:
+                torch.full((32 << 20,), torch.nan, device="cuda")
+                gots, again = (ours(experts, *given, group, room) for _ in range(2))
+                what = f"{name} {dtype} {tokens} tokens"
+                for i, (got, want, more) in enumerate(zip(gots, wants, again, strict=True)):
+                    near(got, want, dtype, f"{what}: {i}")
+                    assert torch.equal(got, more), f"{what}: {i}, bits of two runs"
+
+
+def test_the_host_waits_for_nothing(gpus):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    given = operands(64, 64, 48, 96, torch.bfloat16)
+    drawn = [chosen(name, rank, ranks, 64).to(gpus) for name in CHOICES]
+    with on_islands(ranks) as group:
+        wants = [ours(experts, *given, group, 64 * ranks * TOP) for experts in drawn]
+        with no_waits():
+            gots = [ours(experts, *given, group, 64 * ranks * TOP) for experts in drawn]
+        for got, want in zip(gots, wants, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+def test_a_graph_follows_its_routes(gpus):
+    """One capture, forward and backward; each replay is of other experts, weights and tokens."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    room = 64 * ranks * TOP
+    with on_islands(ranks) as group:
+        experts = chosen("uniform", rank, ranks, 64).to(gpus)
+        given = operands(64, 64, 48, 96, torch.bfloat16)
+        ours(experts, *given, group, room)  # warm
+        graph = torch.cuda.CUDAGraph()
+        with no_collector(), torch.cuda.graph(graph):
+            found = ours(experts, *given, group, room)
+        for i, name in enumerate([*CHOICES, "zipf", "uniform"]):
+            experts.copy_(chosen(name, rank + i, ranks, 64))
+            for mine, new in zip(given, operands(64, 64, 48, 96, torch.bfloat16), strict=True):
+                mine.copy_(new)
+            graph.replay()
+            wants = ours(experts, *given, group, room)
+            for got, want in zip(found, wants, strict=True):
+                assert torch.equal(got, want), (i, name)
+        torch.cuda.synchronize()
+        del graph
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_more_rows_than_there_is_room_for_are_said_on_all_ranks(gpus, back):
+    """What one call returns is NaN everywhere; then the group says how many rows were too many."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group, full = dist.new_group(), ranks * 40 * TOP
+    x, up, down, weights, _ = operands(40, 64, 48, 96, torch.bfloat16)
+    experts = chosen("last rank", rank, ranks, 40).to(gpus)
+    where = {"num_experts": ranks * LOCAL, "group": group, "max_rows": full - 7}
+    routes = cp.exchange_routes(experts, weights, **where)
+    if back:
+        h = torch.randn(full - 7, 96, device="cuda").bfloat16()
+        y = cp.matmul_all_to_all(h, down, counts=routes, group=group)
+        assert y.isnan().all()
+    else:
+        y = cp.all_to_all_matmul(x, up, counts=routes, group=group)
+        assert rank < ranks - 1 or y.isnan().all()
+    op = "matmul_all_to_all" if back else "all_to_all_matmul"
+    text = rf"{op}: max_rows must be .* for ranks \[{ranks - 1}\].*, got 7 fewer at an earlier call"
+    with pytest.raises(cp.InputError, match=text):
+        cp.check(group)
+    with pytest.raises(cp.InputError, match=text):
+        cp.exchange_routes(experts, weights, **where)
+    dist.barrier()
+
+
+def test_sums_of_a_token_of_no_expert_are_nan(gpus):
+    """And of no other."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    given = operands(20, 64, 48, 96, torch.bfloat16)
+    with on_islands(ranks) as group:
+        experts = chosen("uniform", rank, ranks, 20).to(gpus)
+        right = ours(experts, *given, group, 20 * ranks * TOP)[0]
+        experts[3, 1], experts[11, 2] = ranks * LOCAL, -1
+        y = ours(experts, *given, group, 20 * ranks * TOP)[0]
+        wrong = torch.zeros(20, dtype=torch.bool, device="cuda")
+        wrong[[3, 11]] = True
+        assert y[wrong].isnan().all() and torch.equal(y[~wrong], right[~wrong])
