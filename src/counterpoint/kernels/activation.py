@@ -1,10 +1,10 @@
 """Activations behind a matmul: of its products as they are stored, in fp32, rounded once.
 
-    relu  silu(h) = h sigmoid(h)  gelu  gelu_tanh, its approximation by tanh;  and gated, as
-    silu_mul(h, up) = silu(h) up
+    relu(h) = max(h, 0)    silu(h) = h sigmoid(h)    gelu(h) = h (1 + erf(h / sqrt(2))) / 2
+    gelu_tanh: gelu approximated by tanh    gated: activation(h) up, of two products
 
-The device functions are for kernels that hold a tile of products; the kernels here are for
-products that are in memory, and for gradients.
+The device functions are for kernels that hold a tile of products. The kernels here are for products
+that are in memory, and for gradients.
 """
 
 import triton

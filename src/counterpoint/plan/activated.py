@@ -1,11 +1,11 @@
 """Activations behind the matmuls of an operator: where a plan may have one, and what cells hold.
 
 A matmul with the argument "activation", or a move behind partial sums, applies it to what it would
-write else. The proof wants it once, of whole sums, with the bias in them. A gated one has two
-weights in one step, so that a family has one matmul of x wherever it has one for one weight.
+write without one. The proof wants it applied once, to whole sums with the bias in them. A gated
+activation has both weights in one step, so a family has it wherever it multiplies by one weight.
 
-Each product is rounded to the dtype of y as without an activation, which is computed in fp32 and
-rounded once: so it does not matter to the result whether one kernel does all of that.
+A product is rounded to the dtype of y, as without an activation. The activation is computed in fp32
+and rounded once. So the result is the same whether one kernel does all of that or several do.
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,25 @@ from counterpoint.plan.values import Activated, Piece, Value, intersect
 from counterpoint.problem import Problem
 
 KINDS = ("matmul", "move")  # of steps that may have one
-# rows of x: of so few, two matmuls of the library and a kernel behind them are as fast as one
-# kernel, which up to SOME_ROWS has loaded both weights sooner
+# rows of x: up to FEW_ROWS the library's two matmuls are as fast as one kernel; above, and up to
+# SOME_ROWS, it takes as long as the weights take to be loaded, and one kernel loads them sooner
 FEW_ROWS, SOME_ROWS = 32, 64
-# of the SMs that its waves of large tiles have work for; more rows than that want them all
+# the least share of SMs that have a tile of 128x256, on average over waves: of one wave, of several
 ONE_WAVE, WAVES = 0.84, 0.95
 
 
 def one_kernel(p: Problem, rows: int, n: int, num_sms: int) -> bool:
     """Whether x[rows, K] w[K, n] (x up) and its activation are one kernel on a GPU.
 
-    Of two weights, where they lie as `invariant_matmul.pairs` says. H200, 2026-11, gate and up of
-    Llama-3 8B, 70B and 405B at TP2 and TP8, 48 to 8192 rows: where it is taken, 0.99 to 1.58 of two
-    matmuls of the library and a kernel behind them, as speedup; where it is not, 0.83 to 1.04. Of
-    one weight both are as fast as one another.
+    Else they are the library's matmuls and one kernel behind them. Of two weights it can be one if
+    they lie as `invariant_matmul.pairs` says. H200, 2026-11, gate and up of Llama-3 8B, 70B and
+    405B at TP2 and TP8, 48 to 8192 rows: speedup of one kernel over those three 0.99x to 1.58x
+    where this takes it, 0.83x to 1.04x where it does not. Of one weight both are as fast.
     """
-    if p.invariant or not (p.gated and p.item_bytes == 2 and rows > FEW_ROWS):
-        return p.invariant
+    if p.invariant:
+        return True
+    if not p.gated or p.item_bytes != 2 or rows <= FEW_ROWS:
+        return False
     if rows <= SOME_ROWS or ceil(rows / 64) * ceil(2 * n / 128) <= 2 * num_sms:
         return True  # all of it is on the SMs at once
     waves = ceil(rows / 128) * ceil(2 * n / 256) / num_sms
