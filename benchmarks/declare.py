@@ -97,7 +97,8 @@ class Benchmark:
         arms: of a case; all ranks call it.
         rows: in place of arms, where what is measured is no comparison of arms: rows of a case.
         short: whether a case is one of the few of the short form.
-        ranks: GPUs that it takes; 0: all that there are, two or more.
+        ranks: GPUs that it takes; 0: all that there are, `least` or more.
+        least: see `ranks`.
         apart: begins the names of cases that run only where `--cases` asks for them by it.
         unit: "ms" or "us", of what is printed.
         moved: bytes that a rank gets from its peers, by case and ranks.
@@ -119,6 +120,7 @@ class Benchmark:
     rows: Callable[[Case, "Bench"], list[Row]] | None = None
     short: Callable[[Case], bool] = lambda _: True
     ranks: int = 0
+    least: int = 2
     apart: str = ""
     unit: str = "us"
     moved: Callable[[Case, int], int] = lambda _, __: 0

@@ -296,7 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(case.name for name in names for case in pick(name, max(gpus, 2))))
         return 0
-    if gpus < min(declared(name).ranks or 2 for name in names) or not torch.cuda.is_available():
+    if (
+        gpus < min(declared(name).ranks or declared(name).least for name in names)
+        or not torch.cuda.is_available()
+    ):
         raise too_few_gpus("bench", "`counterpoint demo` runs on CPU ranks")
     # captured collectives of NCCL hang on memory that is open to peers where they register it
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")

@@ -33,6 +33,7 @@ class Block(nn.Module):
         row = partial(cp.nn.RowParallelLinear, plan=plan) if parallel else nn.Linear
         # several layers of one x: it is gathered once for all of them
         self.project = cp.nn.gather_once if parallel else lambda x, *layers: [f(x) for f in layers]
+        self.gated = cp.nn.gather_gated if parallel else lambda x, g, up: F.silu(g(x)) * up(x)
         self.head_dim, kv = s.dim // s.heads, s.kv_heads * s.dim // s.heads
         self.q, self.k, self.v = (column(s.dim, n, bias=False) for n in (s.dim, kv, kv))
         self.gate, self.up = (column(s.dim, s.hidden, bias=False) for _ in range(2))
@@ -44,8 +45,7 @@ class Block(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3) for t in (q, k, v))
         y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.permute(2, 0, 1, 3).flatten(2))
-        gate, up = self.project(F.rms_norm(x, x.shape[-1:]), self.gate, self.up)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.down(self.gated(F.rms_norm(x, x.shape[-1:]), self.gate, self.up))
 
 
 def turned(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def mutants(plan: Plan) -> Iterator[Mutant]:
     for make in (
         _without_steps, _without_edges, _without_signals, _other_slots, _other_signal_peers,
         _other_regions, _without_reads, _without_writes, _other_settings, _shrunken_pairs, _swapped,
-        _other_lanes, _other_buffers,
+        _other_lanes, _other_buffers, _other_activations,
     ):  # fmt: skip
         for what, mutant in make(plan):
             assert mutant != plan, what
@@ -254,10 +254,32 @@ def _shrunken_pairs(plan: Plan) -> Iterator[Mutant]:
                         mutant = with_step(plan, i, reads=reads)
                         yield f"pair: {step.name} over shard {peer}", mutant
         elif step.kind == "matmul":
-            x, w = step.reads[:2]
+            x = step.reads[0]
             for a, b in _shrunken(x.cols, plan.buffer(x.buffer).shape[1]):
-                reads = (replace(x, cols=(a, b)), replace(w, rows=(a, b)), *step.reads[2:])
+                rest = step.reads[1 + step.weights :]
+                cut = (replace(w, rows=(a, b)) for w in step.reads[1 : 1 + step.weights])
+                reads = (replace(x, cols=(a, b)), *cut, *rest)
                 yield f"pair: {step.name} over k {a}:{b}", with_step(plan, i, reads=reads)
+
+
+def _other_activations(plan: Plan) -> Iterator[Mutant]:
+    """One where there is none, another one, and gate and up exchanged."""
+    name = plan.problem.activation
+    for i, step in enumerate(plan.steps if name else ()):
+        if not step.arg("activation"):
+            args = (*step.args, ("activation", name))
+            yield f"activation: {step.name} has one, too", with_step(plan, i, args=args)
+            continue
+        for other in ("relu", "silu_mul", "gelu_mul"):
+            args = tuple((k, other if k == "activation" else v) for k, v in step.args)
+            if args != step.args:
+                yield f"activation: {step.name} has {other}", with_step(plan, i, args=args)
+        if step.weights > 1:
+            x, gate, up, *rest = step.reads
+            mutant = with_step(plan, i, reads=(x, up, gate, *rest))
+            yield f"activation: {step.name} of up", mutant
+            mutant = with_step(plan, i, reads=(x, gate, gate, *rest))
+            yield f"activation: {step.name} times gate", mutant
 
 
 def _swapped(plan: Plan) -> Iterator[Mutant]:

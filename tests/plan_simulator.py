@@ -59,6 +59,11 @@ def _products(
     }
 
 
+def bent(sums: Array) -> Array:
+    """In place of an activation: neither linear nor the same when applied again, and exact."""
+    return sums * sums + sums
+
+
 def attended(
     kind: str, made: int, reads: list[Array], target: Array, diagonal: bool, head_dim: int
 ) -> list[Array]:
@@ -203,7 +208,10 @@ class _Simulation:
             case "all_gather_matmul":
                 weights = {name: w for name, w in mine.items() if name.startswith("w")}
                 x = gathered("x")
-                return {name.replace("w", "y"): x @ w + bias for name, w in weights.items()}
+                sums = {name.replace("w", "y"): x @ w + bias for name, w in weights.items()}
+                if self.plan.problem.gated:
+                    return {"y": bent(sums["y0"]) * sums["y1"]}
+                return {"y": bent(sums["y"])} if self.plan.problem.activation else sums
             case "matmul_reduce_scatter":
                 return {"y": scattered("x", "w") + bias}
             case "matmul_all_reduce":
@@ -337,8 +345,12 @@ class _Simulation:
                     x, w, x_scale, w_scale, *rest = reads
                     reads = [x * x_scale, w * w_scale, *rest]
                 x = reads[0].T if bound.step.arg("contract") else reads[0]
+                up = x @ reads.pop(2) if bound.step.weights > 1 else 1.0
                 reads = [x @ reads[1], *reads[2:]]
-            self.at(part.write)[:] = sum(reads) if same else np.nan
+            result = sum(reads)
+            if bound.step.arg("activation"):
+                result = bent(result) * up if bound.step.weights > 1 else bent(result)
+            self.at(part.write)[:] = result if same else np.nan
 
     def fused(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
         """The op on what the step reads, into the outputs that it writes; else it has no effect.

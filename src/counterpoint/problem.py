@@ -25,6 +25,9 @@ Norm = Literal["", "rms", "layer"]
 Quantized = Literal["", "tensor", "rows"]
 Scales = Literal["", "tensor", "row", "block"]
 Float8 = Literal["", "float8_e4m3fn", "float8_e5m2"]
+Activation = Literal["", "relu", "silu", "gelu", "gelu_tanh", "relu_mul", "silu_mul", "gelu_mul",
+                     "gelu_tanh_mul"]  # fmt: skip
+GATED = "_mul"  # behind the name of an activation: times the product of a second weight
 W_DTYPE: Float8 = "float8_e4m3fn"  # of a w with scales: tensor cores multiply no two float8_e5m2
 SCALE_BLOCK = 128  # numbers of K, and columns of w, that share a scale where scales are of blocks
 ITEM_BYTES: Mapping[str, int] = {
@@ -69,7 +72,8 @@ class Problem:
     """One distributed operator on its tensors, or the gradients of one.
 
     all_gather_matmul:     y[M, N] = the x_r[rows[r], K] of all ranks, one under the other, times
-                           w[K, N], plus bias[N]; with `splits` one y_i for each w_i[K, splits[i]]
+                           w[K, N], plus bias[N]; with `splits` one y_i for each w_i[K, splits[i]];
+                           or the activation of that, where it is gated y[M, N/2] of two weights
     matmul_reduce_scatter: y_r[rows[r], N] = own rows of the sum over ranks of x_s[M, K] w_s[K, N],
                            plus bias[N], added once; with `splits` each x w is the sum of
                            x_i[M, splits[i]] w_i[splits[i], N]
@@ -157,11 +161,14 @@ class Problem:
             "tensor", x's the same on all ranks; of a "row" of x and of a column of w; or of a
             "block": 128 numbers of a row of x, 128x128 of w. "": they have none.
         x_dtype: of x with scales: float8_e4m3fn, as w, or float8_e5m2; filled in.
+        activation: of y, of an all_gather_matmul: "relu", "silu", "gelu" or "gelu_tanh", its
+            approximation by tanh. With "_mul" behind it is gated: of the product of the first of
+            two weights, times that of the second; `splits` are filled in.
 
     Raises:
         InputError: there is no such op, a field is of another kind or out of its range, `rows` does
             not add up to `m` or `splits` to `n`, or the op has no bias, no experts, one weight
-            only, equal rows, or no scales.
+            only, equal rows, no scales, or no activation.
     """
 
     op: str
@@ -191,6 +198,7 @@ class Problem:
     eps: float = 0.0
     scales: Scales = ""
     x_dtype: Float8 = ""
+    activation: Activation = ""
 
     def __post_init__(self) -> None:
         if declaration(self.op) is None:
@@ -221,6 +229,9 @@ class Problem:
             want = "False: the op has no batch-invariant plans"
             fix = "call it outside of counterpoint.batch_invariant"
             raise InputError(self.op, "invariant", want=want, got=True, fix=fix)
+        if self.activation and not self.operation.activations:
+            want = "left out: the op has none, or sums over ranks behind its matmuls"
+            raise InputError(self.op, "activation", want=want, got=repr(self.activation))
         self.operation.check(self)
         self._check_scales()
 
@@ -244,6 +255,8 @@ class Problem:
             refuse("splits", "empty: with scales there is one weight")
         if self.invariant:
             refuse("scales", "left out of batch-invariant plans")
+        if self.activation:
+            refuse("activation", "left out: x has scales")
         # as tensor cores take them
         for name, of in (("n", 16), ("k", SCALE_BLOCK if self.scales == "block" else 16)):
             if getattr(self, name) % of:
@@ -290,6 +303,16 @@ class Problem:
         return len(set(self.rows)) == 1
 
     @property
+    def gated(self) -> bool:
+        """Whether y is made of the products of two weights."""
+        return self.activation.endswith(GATED)
+
+    @property
+    def y_columns(self) -> int:
+        """Columns of y, of several all together."""
+        return self.n // 2 if self.gated else self.n
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of one element of every operand; with scales, of the results."""
         return ITEM_BYTES[self.dtype]
@@ -325,6 +348,7 @@ class Problem:
         even = self.equal_rows or not self.operation.shares_rows
         rows = "" if even else f" rows {'/'.join(map(str, self.rows))}"
         bias = " +bias" if self.bias else ""
+        bias += f" {self.activation}" if self.activation else ""
         columns = "+".join(map(str, self.splits or (self.n,)))
         shape = f"M{self.m} N{columns}" + f" K{self.k}" * (not (self.tables or self.norm))
         shape += f" experts {self.experts}" if self.experts else ""

@@ -12,6 +12,7 @@ from benchmarks import (
     decode,
     dlrm,
     embedding,
+    epilogue,
     evaluate,
     experts,
     fp8,
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "attention, causal": (attention.ATTENTION,
                           attention.case_of(4, 4, 64, 16, True, attention.BOTH)),
     "norms": (norms.NORMS, norms.case_of(4, 32)),
+    "epilogue": (epilogue.EPILOGUE, epilogue.case_of(64, 16, 32)),
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
 }  # fmt: skip
 ARMS = {
@@ -60,6 +62,7 @@ ARMS = {
     "attention": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "attention, causal": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "norms": {"serial", "norm", *norms.PLANS},
+    "epilogue": {"compute", "serial", "serial compiled", "apart", "auto"},
     "evaluate": {"compute", "communication", "serial", "auto"},
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from counterpoint.runtime.invariant_matmul import (
     Tile,
     by_kernel,
     by_torch,
+    gated_tile,
     tile_of,
 )
 from counterpoint.testing.ptx import Compiled, compiled
@@ -26,29 +27,37 @@ SMS = 132
 ROWS = (1, 17, 33, 64, 65, 256, 512, 1024, 4096, 8192)
 COLUMNS = (768, 3072, 8192, 28672)
 TILES = sorted({tile_of(m, n, SMS, torch.bfloat16) for m in ROWS for n in COLUMNS})
+GATED = sorted({gated_tile(m, 2 * n, SMS, torch.bfloat16) for m in ROWS[2:] for n in COLUMNS})
 WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k(\d+)\.f32\.(\w+)\.(\w+)")
 
 
 @cache
-def code(tile: Tile, dtype: str, *, described: bool, by_columns: bool, bias: bool) -> Compiled:
+def code(
+    tile: Tile, dtype: str, *, described: bool, by_columns: bool, bias: bool, activation: str = "",
+    gated: bool = False,
+) -> Compiled:  # fmt: skip
     """As a launch on operands that are multiples of 16 would compile it for an H200."""
     block_m, block_n, block_k, num_warps, num_stages, _, halves = tile
     w_block = (block_n, block_k) if by_columns else (block_k, block_n)
-    blocks = {"x": (block_m, block_k), "w": w_block, "y": (block_m, block_n // (1 + halves))}
+    halves, width = halves and not gated, block_n // (1 + gated)
+    blocks = {"x": (block_m, block_k), "w": w_block, "y": (block_m, width // (1 + halves))}
+    blocks |= {"w": (2, width, block_k)} if gated else {}
     types = dict.fromkeys(("x", "w", "bias_ptr", "y"), f"*{dtype}")
     if described:
-        types |= {name: f"tensordesc<{dtype}[{a}, {b}]>" for name, (a, b) in blocks.items()}
+        types |= {name: f"tensordesc<{dtype}{[*block]}>" for name, block in blocks.items()}
     types |= dict.fromkeys(("M", "N", "K", "stride_xm", "stride_ym"), "i32")
     aligned = tuple(name for name, kind in types.items() if "[" not in kind)
     dense, pitch = ("stride_wk", "stride_wn") if by_columns else ("stride_wn", "stride_wk")
     constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias, dense: 1}
+    constants |= {"ACTIVATION": activation}
     if few := block_m <= FEW_ROWS:
         types = {f"{n}_ptr" if n in blocks else n: kind for n, kind in types.items()}
         aligned = tuple(types)
         constants |= {"ROWS": block_m, "EVEN_N": True, "EVEN_K": True, "STAGES": num_stages}
     else:
         constants |= {"BLOCK_M": block_m, "GROUP_M": 8, "DESCRIPTORS": described}
-        constants |= {"W_BY_COLUMNS": by_columns, "HALVES": halves}
+        constants |= {"W_BY_COLUMNS": by_columns, "HALVES": halves, "GATED": gated}
+        types |= {"up_first": "i32"}
     return compiled(
         few_rows_matmul_kernel if few else invariant_matmul_kernel, 90, types | {pitch: "i32"},
         constants, num_warps=num_warps, num_stages=num_stages, aligned=(*aligned, pitch),
@@ -74,6 +83,29 @@ def test_every_tile_multiplies_16_numbers_at_a_time(tile: Tile, described: bool)
         assert ("cp.async.bulk.tensor" in found.ptx) == described
 
 
+@pytest.mark.parametrize("tile", GATED)
+def test_gate_and_up_are_one_operand(tile: Tile):
+    """As many tensor core instructions as of one weight, of all of its columns."""
+    gated, plain = (
+        code(tile, "bf16", described=True, by_columns=True, bias=False, activation="silu" * both,
+             gated=both) for both in (True, False)
+    )  # fmt: skip
+    assert not gated.spills
+    assert gated.shared_bytes + gated.dynamic_bytes <= 227 * 1024
+    shapes = [re.findall(r"wgmma\.mma_async\S+", found.ptx) for found in (gated, plain)]
+    assert shapes[0] == shapes[1] != []
+    assert "cp.async.bulk.tensor.3d" in gated.ptx
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu_tanh"])
+def test_an_activation_spills_nothing(name: str):
+    for tile in TILES:
+        found = code(tile, "bf16", described=tile.block_m > FEW_ROWS, by_columns=True, bias=True,
+                     activation=name)  # fmt: skip
+        assert not found.spills
+        assert found.shared_bytes + found.dynamic_bytes <= 227 * 1024
+
+
 def test_fp32_is_multiplied_on_ordinary_cores():
     tile = tile_of(64, 512, SMS, torch.float32)
     found = code(tile, "fp32", described=True, by_columns=True, bias=False)
@@ -81,15 +113,17 @@ def test_fp32_is_multiplied_on_ordinary_cores():
     assert not found.spills
 
 
-def launched(x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool) -> torch.Tensor:
+def launched(
+    x: Any, w: Any, bias: Any, m: int, tile: Tile, described: bool, *more: Any
+) -> torch.Tensor:
     answers: dict[str, Callable[[object], int]] = {
-        "_num_sms": lambda _: 3, "_has_descriptors": lambda _: described
+        "num_sms": lambda _: 3, "_has_descriptors": lambda _: described
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, answer in answers.items():
             patch.setattr(invariant_matmul, name, answer)
         y = torch.full((m, w.shape[1]), float("nan"), dtype=x.dtype)
-        by_kernel(x[:m], w, bias, y, tile)
+        by_kernel(x[:m], w, bias, y, tile, *more)
     return y
 
 
@@ -117,6 +151,39 @@ def interpreted(rank: int, ranks: int) -> list[str]:
                     if not own <= 1.1 * least + 1e-6 * want.norm():
                         found.append(f"{name} {tile} {described} M{m}: {own:.3g}, {least:.3g}")
     return found
+
+
+def activated(rank: int, ranks: int) -> list[str]:
+    """As `interpreted`, of products that are rounded; gate before up in memory, and behind it."""
+    found, functional = list[str](), torch.nn.functional
+    tiles = (Tile(16, 32, 64, 4, 3), Tile(32, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2, halves=True))
+    for n, k, dtype in ((88, 72, torch.float16), (40, 64, torch.float32)):
+        x, bias = torch.randn(150, k).to(dtype), torch.randn(1, n).to(dtype)
+        every = torch.randn(3, n, k).to(dtype)
+        gate, _, up = (w.t() for w in every)
+        for tile, described, m in (
+            (t, d, m) for t in tiles for d in (True, False) for m in (1, 32, 150)
+        ):
+            if m > tile.block_m and tile.block_m <= FEW_ROWS:
+                continue
+            how = m, tile, described
+            product = launched(x, gate, bias, *how)
+            y = launched(x, gate, bias, *how, "gelu")
+            if not torch.allclose(y.float(), functional.gelu(product.float()), 2e-3, 1e-5):
+                found.append(f"gelu {tile} {described} M{m}")
+            if not described or tile.block_m <= FEW_ROWS:
+                continue
+            for first, second in ((gate, up), (up, gate)):
+                products = [launched(x, w, None, *how).float() for w in (first, second)]
+                y = launched(x, first, None, *how, "silu", second)
+                want = functional.silu(products[0]) * products[1]
+                if not torch.allclose(y.float(), want, 2e-3, 1e-5):
+                    found.append(f"silu_mul {tile} M{m}, {first is gate}")
+    return found
+
+
+def test_it_ends_in_an_activation(pool: RankPool):
+    assert pool.run(activated, 1, group=False) == [[]]
 
 
 def test_it_multiplies(pool: RankPool):

@@ -58,6 +58,7 @@ class Case(NamedTuple):
     causal: bool = False
     islands: int = 1
     scales: str = ""
+    activation: str = ""
     head_dim: int = 0
 
     def __str__(self) -> str:
@@ -99,6 +100,15 @@ CASES = [
     Case(AG, "islands chunks=2", (2, 2), n=16, k=16, scales="row", islands=2),
     Case(RS, "hetero_fused_1d xor", (4, 4), n=16, k=16, scales="row"),
     Case(AR, "serial", (2, 2), n=16, k=16, scales="tensor"),
+    Case(AG, "serial", (3, 0, 2), bias=True, activation="gelu"),
+    Case(AG, "direct", (2, 2), splits=(3, 3), activation="silu_mul"),
+    Case(AG, "graded 1/2 ring", (2, 0, 3), splits=(3, 3), activation="silu_mul"),
+    Case(AG, "shard_p2p ring chunks=2", (2, 2), splits=(2, 2), activation="relu_mul"),
+    Case(AG, "uniform_fused_1d xor", (4, 4), splits=(3, 3), activation="silu_mul"),
+    Case(AG, "hetero_unfused_1d ring", (4, 4), bias=True, activation="silu"),
+    Case(AG, "uniform_fused_2d ring", (2, 2, 2), bias=True, activation="gelu_tanh"),
+    Case(AG, "hetero_fused_2d ring", (2, 2, 2), activation="relu"),
+    Case(AG, "islands chunks=1", (2, 2), islands=2, splits=(3, 3), activation="silu_mul"),
     Case(AG, "islands chunks=1", (3, 2, 1, 2), bias=True, islands=2),
     Case(AG, "islands chunks=2", (4, 4), islands=2),
     Case(AG, "islands chunks=2", (4, 4, 4, 4), islands=2, splits=(2, 3)),
@@ -236,6 +246,7 @@ def plan_of(case: Case) -> Plan:
                                "experts": case.experts, "counts": case.counts,
                                "out": case.out, "causal": case.causal,
                                "islands": case.islands, "scales": case.scales,
+                               "activation": case.activation,
                                "head_dim": case.head_dim}  # fmt: skip
     n = sum(case.splits) if case.splits and case.op != RS else case.n
     problem = make_problem(case.op, sum(case.rows), n, case.k, len(case.rows), **options)
@@ -359,10 +370,10 @@ def test_every_kind_of_mutation_occurs_and_is_refused_at_times():
     assert set(made) == set(refused)
     assert {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at", "shard",
             "chunk", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
-            "memory", "batch", "write", "setting", "spins"} == set(made)  # fmt: skip
+            "memory", "batch", "write", "setting", "spins", "activation"} == set(made)  # fmt: skip
     never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
                       "at", "shard", "chunk", "cols", "rows", "read", "pair", "arg",
-                      "bias", "write", "setting", "spins"}  # fmt: skip
+                      "bias", "write", "setting", "spins", "activation"}  # fmt: skip
     assert all(made[kind] == refused[kind] for kind in never_accepted)
     assert made["edge"] - refused["edge"] == 1
 

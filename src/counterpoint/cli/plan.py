@@ -33,7 +33,7 @@ from counterpoint.machine import MIB, LinkSpec, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
 from counterpoint.plan.invariant import said
-from counterpoint.problem import DType, Norm, Problem, op_names
+from counterpoint.problem import Activation, DType, Norm, Problem, op_names
 from counterpoint.timeline import PICTURE_SUFFIXES
 
 AUTO = "auto"
@@ -76,6 +76,9 @@ Out = Annotated[
 Into = Annotated[
     bool, typer.Option("--into", help="Of embedding bags: into PooledOutputs, without a copy.")
 ]
+Activated = Annotated[
+    Activation, typer.Option(help="Of all_gather_matmul; N of gate and up together.")
+]
 
 
 class Asked(NamedTuple):
@@ -92,14 +95,10 @@ class Asked(NamedTuple):
 
 
 def plan(
-    op: Annotated[
-        str,
-        typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}."),
-    ],
+    op: Annotated[str, typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}.")],
     shape: Shape,
     machine: Annotated[
-        str,
-        typer.Option(help="A kind of GPU and how many, or a JSON file of a machine."),
+        str, typer.Option(help="A kind of GPU and how many, or a JSON file of a machine.")
     ] = "h200-8",
     ranks: Annotated[int, typer.Option(min=0, help="GPUs that take part; 0: all of them.")] = 0,
     experts: Annotated[
@@ -124,6 +123,7 @@ def plan(
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
     into: Into = False,
+    activation: Activated = "",
 ) -> None:
     """Predict which plan is fastest on a machine, and say why. Needs no GPU.
 
@@ -141,7 +141,7 @@ def plan(
     op_of("plan", "OP", op, op_names())
     where = machine_at("plan", machine)
     check_ranks("plan", -(-ranks // islands), where)
-    beside = Beside(into, bias, fp8, norm, residual, top_k, islands)
+    beside = Beside(into, bias, fp8, norm, residual, top_k, islands, activation)
     number = ranks or where.num_devices * islands
     problem = problem_of("plan", op, shape, number, dtype, experts, beside)
     problem, spec = said(problem, spec)

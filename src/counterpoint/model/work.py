@@ -5,6 +5,7 @@ from typing import NamedTuple
 from counterpoint.costs import Collective, Tiles, own_matmul
 from counterpoint.errors import PlanError
 from counterpoint.machine import LinkSpec, Machine
+from counterpoint.plan.activated import one_kernel
 from counterpoint.plan.all_gather_attention import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
 from counterpoint.plan.expected_rows import once, share
@@ -91,25 +92,30 @@ def nic_of(plan: Plan, machine: Machine) -> LinkSpec:
 def _matmul_s(
     bound: BoundStep, run: Run, plan: Plan, machine: Machine, tiles: Tiles, batch: int
 ) -> float:
-    part = run.part
+    part, step, p = run.part, bound.step, plan.problem
     rows, n = part.write.shape
-    k = part.reads[0].shape[0 if bound.step.arg("contract") == "rows" else 1]
-    costs, tile = machine.costs, tiles.get((rows, n, k))
-    seconds = costs.matmul_s(
+    k = part.reads[0].shape[0 if step.arg("contract") == "rows" else 1]
+    costs, weights = machine.costs, step.weights
+    # two products of one kernel share its tiles as one of all their columns does
+    together = bool(step.arg("activation")) and one_kernel(p, rows, n, machine.sms.count)
+    columns, times = (n * weights, 1) if together else (n, weights)
+    seconds = times * costs.matmul_s(
         rows,
-        n,
+        columns,
         k,
-        plan.problem.operand_bytes,
+        p.operand_bytes,
         machine.sms,
-        tile,
+        tiles.get((rows, columns, k)),
         again=_again(bound, part, plan) or run.times > 1,
         count=batch * run.times,
     )
     if plan.problem.invariant:
         seconds *= own_matmul(rows)
+    if step.arg("activation") and not together:
+        seconds += costs.memory_s((1 + weights) * _num_bytes(plan, part.write))
     # a sum in fp32, which every pass reads and writes once its products are there
     passes = 2 if bound.step.accumulates else 0
-    if not passes and plan.buffer(part.write.buffer).dtype != plan.problem.dtype:
+    if not passes and plan.buffer(part.write.buffer).dtype != p.dtype:
         passes = 1
     return seconds + passes * _num_bytes(plan, part.write) / costs.hbm_bytes_per_s
 

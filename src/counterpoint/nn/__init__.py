@@ -3,7 +3,13 @@
 from counterpoint.nn.embedding import ShardedEmbeddingBags
 from counterpoint.nn.experts import ExpertParallelMLP
 from counterpoint.nn.fully_sharded import FullyShardedLinear
-from counterpoint.nn.linear import ColumnParallelLinear, RowParallelLinear, gather_once, to_fp8
+from counterpoint.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_gated,
+    gather_once,
+    to_fp8,
+)
 from counterpoint.nn.replicated import copy_to_group
 
 __all__ = [
@@ -13,6 +19,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardedEmbeddingBags",
     "copy_to_group",
+    "gather_gated",
     "gather_once",
     "to_fp8",
 ]

@@ -9,6 +9,7 @@ A rank's weight is its slice of the whole layer's, in the layout of torch.nn.Lin
 "row" are those of W^T, by which x is multiplied.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar, Self, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from counterpoint.errors import InputError
 from counterpoint.nn import rowwise
 from counterpoint.nn.grouped import Grouped
 from counterpoint.nn.replicated import copy_to_group
+from counterpoint.ops.activations import activate, weights_of
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.check import check_dense, check_dim, check_group, check_layer, check_plan
 from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -312,8 +314,8 @@ class RowParallelLinear(SlicedLinear):
 def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
     """Call several layers on one x: [layer(x) for layer in layers], but x is gathered once.
 
-    For q, k and v, or gate and up. A bias is added after its matmul. Forward hooks of the layers
-    do not run.
+    For q, k and v; for gate and up see `gather_gated`. A bias is added after its matmul. Forward
+    hooks of the layers do not run.
 
     Args:
         x: as for each of the layers.
@@ -328,17 +330,7 @@ def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
     Example:
         >>> q, k, v = cnn.gather_once(x, self.q, self.k, self.v)  # doctest: +SKIP
     """
-    if not layers:
-        raise InputError("gather_once", "layers", want="one or more", got="none")
-    first = layers[0]
-    for layer in layers:
-        instance("gather_once", "layers", layer, ColumnParallelLinear, "ColumnParallelLinear")
-        layer._check(x)  # pyright: ignore[reportPrivateUsage]
-        for name in ("group", "gather_dim", "plan", "fp8"):
-            ours, theirs = getattr(first, name), getattr(layer, name)
-            if ours is not theirs and ours != theirs:
-                want, got = f"of one {name}", f"{ours} and {theirs}"
-                raise InputError("gather_once", "layers", want=want, got=got)
+    first = _alike("gather_once", x, layers)
     if first.fp8:  # one weight
         whole = torch.cat([layer.weight for layer in layers])
         y = first._in_fp8(x, whole, None)  # pyright: ignore[reportPrivateUsage]
@@ -350,6 +342,58 @@ def gather_once(x: Tensor, *layers: ColumnParallelLinear) -> list[Tensor]:
         )  # fmt: skip
     biases = [layer.bias for layer in layers]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(ys, biases, strict=True)]
+
+
+def gather_gated(
+    x: Tensor, gate: ColumnParallelLinear, up: ColumnParallelLinear, activation: str = "silu_mul"
+) -> Tensor:
+    """activation(gate(x)) * up(x), but x is gathered once: the first half of a gated MLP.
+
+    By `all_gather_matmul`, which says what is saved where it is trained. Layers with a bias and
+    those of `to_fp8` have their products first, as by `gather_once`, and the activation in one
+    kernel behind them. Forward hooks of the layers do not run.
+
+    Args:
+        x: as for both layers.
+        gate: equal to `up` in all but its weight.
+        up: whose result is multiplied.
+        activation: "silu_mul", "gelu_mul", "gelu_tanh_mul" or "relu_mul".
+
+    Returns:
+        As one layer.
+
+    Raises:
+        InputError: the layers differ, x does not fit, or there is no such activation; nothing was
+            launched.
+
+    Example:
+        >>> y = self.down(cnn.gather_gated(x, self.gate, self.up))  # doctest: +SKIP
+    """
+    first = _alike("gather_gated", x, (gate, up))
+    weights = gate.weight.t(), up.weight.t()
+    weights_of("gather_gated", activation, x, weights, None)
+    if first.fp8 or gate.bias is not None or up.bias is not None:
+        return activate(gather_once(x, gate, up), activation)
+    return all_gather_matmul(
+        x, weights, group=first.group, plan=first.plan, gather_dim=first.gather_dim,
+        activation=activation,
+    )  # fmt: skip
+
+
+def _alike(name: str, x: Tensor, layers: Sequence[ColumnParallelLinear]) -> ColumnParallelLinear:
+    """The first of layers that may be called on one x."""
+    if not layers:
+        raise InputError(name, "layers", want="one or more", got="none")
+    first = layers[0]
+    for layer in layers:
+        instance(name, "layers", layer, ColumnParallelLinear, "ColumnParallelLinear")
+        layer._check(x)  # pyright: ignore[reportPrivateUsage]
+        for field in ("group", "gather_dim", "plan", "fp8"):
+            ours, theirs = getattr(first, field), getattr(layer, field)
+            if ours is not theirs and ours != theirs:
+                want, got = f"of one {field}", f"{ours} and {theirs}"
+                raise InputError(name, "layers", want=want, got=got)
+    return first
 
 
 def to_fp8(module: Module, recipe: str = "rowwise") -> Module:

@@ -1,6 +1,7 @@
 """Gather the rows of all ranks and multiply: the first linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -11,9 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops import call, scaled
+from counterpoint.ops import activations, call, scaled
 from counterpoint.ops.agreement import Input, refused
-from counterpoint.ops.backward import dtype_of, flat_rows, gradients_of_gather, splits_of
+from counterpoint.ops.backward import (
+    dtype_of,
+    flat_rows,
+    gradients_of_gather,
+    numbered,
+    splits_of,
+)
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
     autocast,
@@ -33,6 +40,7 @@ from counterpoint.runtime.ranks import group_of
 
 OP = "all_gather_matmul"
 SEVERAL = f"{OP}_list"  # of several weights
+ACTIVATED = f"{OP}_activated"
 
 
 @overload
@@ -40,16 +48,25 @@ def all_gather_matmul(
     x: Tensor | Scaled, w: Tensor | Scaled, *,
     group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
     plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    activation: None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def all_gather_matmul(
     x: Tensor, w: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, bias: None = None,
     plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    activation: None = None,
 ) -> list[Tensor]: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x: Tensor, w: Tensor | Sequence[Tensor], *, group: dist.ProcessGroup | None = None,
+    bias: Tensor | None = None, plan: str | Path | Plan = "auto",
+    rows: Sequence[int] | None = None, gather_dim: int = 0, activation: str,
+) -> Tensor: ...  # fmt: skip
 def all_gather_matmul(
     x: Tensor | Scaled, w: Tensor | Scaled | Sequence[Tensor], *,
     group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
     plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    activation: str | None = None,
 ) -> Tensor | list[Tensor]:  # fmt: skip
     """Multiply the gathered x: y = concat(x_0, ..., x_{n-1}) w + bias.
 
@@ -77,10 +94,15 @@ def all_gather_matmul(
             that it comes first, and y is a view with that dim back in its place. Where it is the
             last one, the parts are of K, w is [K of all ranks, N], y has no gaps, and `plan` is
             one of `all_gather_matmul_wgrad`, which then computes it.
+        activation: of y: "relu", "silu", "gelu", or "gelu_tanh", its approximation by tanh. Or of
+            w = (gate, up), two of one shape, y = activation(gather(x) gate) * (gather(x) up):
+            "silu_mul", "gelu_tanh_mul", "gelu_mul", "relu_mul". In fp32, of products that are
+            rounded as without it. For a gradient they are saved, [M, N] of each weight, as without
+            it; the activation is then a kernel behind them. Not with `Scaled`.
 
     Returns:
-        dtype of x, or bf16 with `Scaled`, [sum of rows, ..., N], a new tensor; of several weights a
-        list.
+        dtype of x, or bf16 with `Scaled`, [sum of rows, ..., N], a new tensor; of several weights,
+        gate and up of an activation aside, a list.
 
     Raises:
         InputError: an argument is wrong; nothing was launched.
@@ -91,7 +113,18 @@ def all_gather_matmul(
 
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
+        >>> h = cp.all_gather_matmul(x, (gate, up), activation="silu_mul")  # doctest: +SKIP
     """
+    if activation is not None:
+        return _activated(x, w, bias, activation, group, plan, rows, gather_dim)  # type: ignore[arg-type]
+    return _plain(x, w, bias, group, plan, rows, gather_dim)
+
+
+def _plain(
+    x: Any, w: Any, bias: Tensor | None, group: Any, plan: str | Path | Plan,
+    rows: Sequence[int] | None, gather_dim: int,
+) -> Any:  # fmt: skip
+    """Without an activation."""
     scales = NO_SCALES
     if isinstance(x, Scaled) or isinstance(w, Scaled):
         if gather_dim:
@@ -102,10 +135,10 @@ def all_gather_matmul(
         return _contracted(x, w, group, bias, plan, rows)
     if isinstance(w, list | tuple):
         return _several(x, w, group, bias, plan, rows, gather_dim)
-    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan, rows, gather_dim)  # type: ignore[arg-type]
+    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan, rows, gather_dim)
     if y is not None:
         return y
-    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key)  # type: ignore[arg-type]
+    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key)
 
 
 def _anew(
@@ -128,6 +161,61 @@ def _anew(
         y = call.first(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
         y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where, *scales)
+    return y.movedim(0, dim) if dim else y
+
+
+def _activated(
+    x: Tensor, w: Tensor | Sequence[Tensor], bias: Tensor | None, activation: str,
+    group: dist.ProcessGroup | None, plan: str | Path | Plan, rows: Sequence[int] | None,
+    gather_dim: int,
+) -> Tensor:  # fmt: skip
+    """The activation of y, or gated, of the first of two times the second."""
+    given: Any = (x, *w, bias) if isinstance(w, list | tuple) else (x, w, bias)
+    key: tuple[object, ...] | None = None
+    if not gather_dim and isinstance(activation, str):
+        settings = (activation,)
+        found, key, group = call.repeated(OP, given, group, plan, rows, settings=settings)
+        if found is not None:
+            return found[0]
+    try:
+        weights = activations.weights_of(OP, activation, x, w, bias)
+    except CounterpointError as error:
+        raise refused(error, group, x) from None
+    grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given)
+    if not grad and not (gather_dim and is_last(gather_dim, x)):
+        operands = x, weights, bias
+        return _activated_anew(operands, activation, group, plan, rows, gather_dim, key)
+    # the products are results of their own, which a backward needs
+    of: Any = weights[0] if len(weights) == 1 else weights
+    y: Any = all_gather_matmul(
+        x, of, group=group, bias=bias, plan=plan, rows=rows, gather_dim=gather_dim
+    )
+    return activations.activate(y if isinstance(y, list) else [y], activation)
+
+
+def _activated_anew(
+    given: tuple[Tensor, list[Tensor], Tensor | None], activation: str,
+    group: dist.ProcessGroup | None, plan: str | Path | Plan, rows: Sequence[int] | None,
+    gather_dim: int, key: tuple[object, ...] | None,
+) -> Tensor:  # fmt: skip
+    """As `_anew`, of x, the weights and a bias."""
+    x: Any = given[0]
+    try:
+        found: list[Any] = [*autocast(x, given[2], *given[1])]
+        x, bias, *weights = found
+        for each in weights:
+            check_tensors(OP, x, each, bias)
+        group = check_group(OP, group)
+        front, dim, counts = _shards(x, rows, gather_dim, group)
+        spec, where = plan_key(OP, plan), (group.group_name, group.size())
+    except CounterpointError as error:
+        raise refused(error, group, x) from None
+    if key is not None:
+        operator, tensors = operator_of_activated(activation, len(weights)), (front, *weights, bias)
+        y = call.first(operator, tensors, spec, counts, group, key)[0]
+    else:
+        op = torch.ops.counterpoint.all_gather_matmul_activated
+        y = op(front, weights, bias, activation, spec, counts, *where)
     return y.movedim(0, dim) if dim else y
 
 
@@ -276,6 +364,22 @@ def operator_of_several(count: int) -> Operator:
     return Operator(OP, inputs, _problem_of_several, _outputs_of_several)
 
 
+@cache
+def operator_of_activated(activation: str, count: int) -> Operator:
+    """Of that many weights."""
+
+    def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+        *given, bias = tensors
+        plain = _problem_of_several(given, rows, ranks)
+        return replace(plain, bias=bias is not None, activation=activation)  # type: ignore[arg-type]
+
+    inputs = (
+        Input("x", "rows", own=True), *(Input(name, "matrix") for name in numbered("w", count)),
+        Input("bias", "row"),
+    )  # fmt: skip
+    return Operator(OP, inputs, problem, _outputs, settings=(("activation", activation),))
+
+
 def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
     plan: str, rows: list[int], group_name: str, group_size: int, *scales: Tensor | None,
@@ -290,6 +394,15 @@ def _run_several(
     return call.run(operator_of_several(len(w)), (x, *w), plan, rows, group_name)
 
 
+def _run_activated(
+    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str,
+    plan: str, rows: list[int], group_name: str, group_size: int,
+) -> Tensor:  # fmt: skip
+    operator = operator_of_activated(activation, len(w))
+    (y,) = call.run(operator, (x, *w, bias), plan, rows, group_name)
+    return y
+
+
 # the size is an argument: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
     x: Tensor, w: Tensor, bias: Tensor | None,
@@ -302,6 +415,13 @@ def _fake_several(
     x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int
 ) -> list[Tensor]:
     return [x.new_empty(_gathered(x, rows, group_size, each.shape[1])) for each in w]
+
+
+def _fake_activated(
+    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str,
+    plan: str, rows: list[int], group_name: str, group_size: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(_gathered(x, rows, group_size, w[0].shape[1]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -347,4 +467,8 @@ register(
 register(
     f"{SEVERAL}(Tensor x, Tensor[] w, {_WHERE}) -> Tensor[]",
     _run_several, _fake_several, _backward_of_several, _save_several,
+)  # fmt: skip
+register(
+    f"{ACTIVATED}(Tensor x, Tensor[] w, Tensor? bias, str activation, {_WHERE}) -> Tensor",
+    _run_activated, _fake_activated,
 )  # fmt: skip

@@ -24,6 +24,7 @@ from counterpoint.ops.plans import KEYS, in_force, of_islands, plan_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime import activated
 from counterpoint.runtime.attention import made_whole
 from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
@@ -162,6 +163,7 @@ class Ready:
         self.counted = [out.name for out in outputs if out.shape[0] < 0]
         self.ends = operator.ends(code) if operator.ends else None
         self.clears = operator.clears
+        self.activation = str(dict(operator.settings).get("activation", ""))
 
     def __call__(self, tensors: Tensors, room: int = 0) -> list[Tensor]:
         """Run on the current stream; the results are new tensors.
@@ -200,6 +202,8 @@ class Ready:
         for y in results:
             if y.numel():
                 y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+                if bias is not None and self.activation:
+                    activated.into(self.activation, y, None, y)
         return results
 
 

@@ -4,10 +4,11 @@ Every family that signals opens with a barrier on the signal lane: it says that 
 the call before, so peers may write the shared buffers. It hides behind the first matmul, and it
 makes calls of any plans, eager or replayed from a graph, safe on one workspace in any order.
 
-Several weights, y_i = gather(x) w_i, are gathered for once and multiplied one after another.
+Several weights, y_i = gather(x) w_i, are gathered for once and multiplied one after another. With a
+gated activation two of them are one step: see activated.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -25,13 +26,14 @@ from counterpoint.plan.names import (
     collective,
     in_one_lane,
     numbered,
+    weights,
     with_bias,
 )
-from counterpoint.plan.operation import Operation, Peers, in_a_row
+from counterpoint.plan.operation import Operation, Peers, in_a_row, nothing
 from counterpoint.plan.peers import Order, cuts, orders
-from counterpoint.plan.sizes import check_splits, wants_one_weight
+from counterpoint.plan.sizes import check_activated, wants_one_weight
 from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
-from counterpoint.plan.values import Value, normal
+from counterpoint.plan.values import Activated, Value, normal
 from counterpoint.problem import Problem
 
 GROUPS: dict[int, tuple[str, ...]] = {
@@ -46,8 +48,13 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
     """The user's tensors: x is the shard, y the whole."""
     x = Buffer("x", (p.m, p.k), p.dtype, "input", split=True, holds="own")
     w = (Buffer(f"w{i}", (p.k, n), p.dtype, "input") for i, n in numbered(p, p.n))
-    y = (Buffer(f"y{i}", (p.m, n), p.dtype, "output", split=True) for i, n in numbered(p, p.n))
+    y = (Buffer(f"y{i}", (p.m, n), p.dtype, "output", split=True) for i, n in results(p))
     return x, *w, *bias_row(p), *y
+
+
+def results(p: Problem) -> list[tuple[str, int]]:
+    """What stands behind the name of each y, and its columns."""
+    return [("", p.y_columns)] if p.gated else numbered(p, p.n)
 
 
 def matmuls(
@@ -59,11 +66,12 @@ def matmuls(
     after: tuple[str, ...] = (),
     waits: tuple[Signal, ...] = (),
 ) -> tuple[Step, ...]:
-    """x w (+ bias) -> y on the compute lane, one step for each weight; the first of them waits."""
+    """x w (+ bias) -> y on the compute lane, one step for each y; the first of them waits."""
     added, args = with_bias(p)
     steps: list[Step] = []
-    for i, _ in numbered(p, p.n):
-        reads, writes = (x, Region(f"w{i}"), *added), (replace(y, buffer=f"y{i}"),)
+    for i, _ in results(p):
+        by = weights(p) if p.gated else (Region(f"w{i}"),)
+        reads, writes = (x, *by, *added), (replace(y, buffer=f"y{i}"),)
         full_name = f"{name}_w{i}" if i else name
         steps.append(Step(full_name, "compute", "matmul", reads, writes, after, waits, args=args))
         after, waits = (), ()
@@ -136,12 +144,22 @@ def push_shards(order: Order, chunks: int) -> tuple[Step, ...]:
 
 
 def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
-    """y_i on `rank`: for each shard its product with my weight, plus my bias."""
-    for suffix, n in numbered(p, p.n):
+    """y_i on `rank`: for each shard its product with my weight, plus my bias; or its activation."""
+    for suffix, n in results(p):
+        factors = weights(p) if p.gated else (Region(f"w{suffix}"),)
         for s in range(p.ranks):
             rows = p.row_starts[s], p.row_starts[s + 1]
-            terms = *gathered(p, "x", s, f"w{suffix}", rank, p.k), *bias(p, rank)
-            yield Box(rank, f"y{suffix}", 0, *rows, 0, n), normal(terms)
+            of = tuple(
+                normal((*gathered(p, "x", s, w.buffer, rank, p.k), *bias(p, rank))) for w in factors
+            )
+            value = (Activated(p.activation, of),) if p.activation else of[0]
+            yield Box(rank, f"y{suffix}", 0, *rows, 0, n), value
+
+
+def filled(p: Problem) -> Mapping[str, object]:
+    """Gate and up are the halves of N."""
+    halves = p.gated and not p.splits and p.n % 2 == 0
+    return {**nothing(p), **({"splits": (p.n // 2,) * 2} if halves else {})}
 
 
 def of_islands(p: Problem, grid: islands.Grid) -> Plan:
@@ -182,10 +200,12 @@ OPERATION = Operation(
     ),
     candidates=candidates,
     collectives=("all_gather",),
-    check=check_splits,
+    check=check_activated,
     moved=lambda p: (p.x_row_bytes // p.item_bytes, 0),
     overlapped=_overlapped,
     invariant=True,
     rule=lambda p, machine: "" if direct.refusal_of_gather(p) else "direct",
+    filled=filled,
     scales=True,
+    activations=True,
 )  # fmt: skip

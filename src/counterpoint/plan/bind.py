@@ -133,7 +133,7 @@ class _Binder:
         if step.kind == "fused":
             return tuple(merged(parts, set()))  # also a rank without tables
         # the weight of a matmul and the bias serve every part; all other boxes go on with it
-        shared = {1} if step.kind == "matmul" else set[int]()
+        shared = {*range(1, 1 + step.weights)} if step.kind == "matmul" else set[int]()
         if scales := step.arg("scales"):
             shared |= {3} if scales != "tensor" else {2, 3}
         if step.arg("bias"):
@@ -184,7 +184,8 @@ class _Binder:
                     if step.arg("contract"):
                         x = x[1], x[0]
                     ok = (x[0], w[1]) == want and x[1] == w[0]
-                    rest = shapes[2:]
+                    ok = ok and all(up == w for up in shapes[2 : 1 + step.weights])
+                    rest = shapes[1 + step.weights :]
                     if scales := step.arg("scales"):
                         ok = ok and tuple(rest[:2]) == shapes_of(scales, x, w)
                         rest = rest[2:]

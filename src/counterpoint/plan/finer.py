@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
-from counterpoint.plan.names import LANES, OWN, W, X, Y, with_bias
+from counterpoint.plan.names import LANES, OWN, W, X, Y, weights, with_bias
 from counterpoint.plan.operation import Family, Options, takes_all
 from counterpoint.plan.peers import Order
 from counterpoint.plan.scaled import REFUSAL
@@ -91,16 +91,18 @@ def families(
 
         def wants(p: Problem, name: str = name) -> str:
             # slices of K would be summed in y, and those of N cut blocks of scales
-            return REFUSAL if p.scales and Kind.of(name).dims == 2 else refusal(p)
+            if Kind.of(name).dims == 2 and (p.scales or p.gated):
+                return REFUSAL if p.scales else "one weight"
+            return refusal(p)
 
         yield Family(name=name, takes=("peers",), build=build, wants=wants, guess_s=guess_s)
 
 
 def _gather_1d(p: Problem, kind: Kind, order: Order) -> Parts:
     """One n-th of every shard a step; fused, of one matmul, whose rows are scattered into y."""
-    bias, args = with_bias(p)
+    (bias, args), by = with_bias(p), weights(p)
     others = tuple(order.source(d) for d in order.distances)
-    steps = [_matmul("own", (X, W, *bias), Region("y", shards=OWN), args)] if kind.hetero else []
+    steps = [_matmul("own", (X, *by, *bias), Region("y", shards=OWN), args)] if kind.hetero else []
     buffer = "packed" if kind.fused else "full"
     for i in range(p.ranks):
         chunk = (i, p.ranks)
@@ -111,22 +113,22 @@ def _gather_1d(p: Problem, kind: Kind, order: Order) -> Parts:
         steps.append(exchange(order, i, mine, Region(buffer, chunk=chunk), own=copied))
         if kind.fused:
             product = Region("product", shards=arrived.shards, chunk=chunk)
-            steps.append(after_exchange(order, i, (arrived, W, *bias), product, args, own=copied))
+            steps.append(after_exchange(order, i, (arrived, *by, *bias), product, args, own=copied))
             target = Region("y", shards=arrived.shards, chunk=chunk)
             steps.append(Step(f"scatter_{i}", "compute", "move", (product,), (target,)))
             continue
         if not kind.hetero:
             target = Region("y", shards=OWN, chunk=chunk)
-            steps.append(_matmul(f"own_{i}", (mine, W, *bias), target, args))
+            steps.append(_matmul(f"own_{i}", (mine, *by, *bias), target, args))
         target = Region("y", shards=others, chunk=chunk)
-        steps.append(after_exchange(order, i, (arrived, W, *bias), target, args, own=False))
+        steps.append(after_exchange(order, i, (arrived, *by, *bias), target, args, own=False))
     if not kind.fused:
         full = Buffer("full", (p.m, p.k), p.dtype, "symmetric", split=True)
         return (full,), tuple(steps)
     packed = Buffer("packed", (p.m, p.k), p.dtype, "symmetric", split=True, holds=kind.holds,
                     chunks=p.ranks)  # fmt: skip
-    product = Buffer("product", (p.m, p.n), p.dtype, "scratch", split=True, holds=kind.holds,
-                     chunks=p.ranks)  # fmt: skip
+    product = Buffer("product", (p.m, p.y_columns), p.dtype, "scratch", split=True,
+                     holds=kind.holds, chunks=p.ranks)  # fmt: skip
     return (packed, product), tuple(steps)
 
 

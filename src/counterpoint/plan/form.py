@@ -1,11 +1,12 @@
 """What can be seen of a plan without binding it: names, operands, engines, dtypes, regions."""
 
 from counterpoint.errors import InputError, PlanError
+from counterpoint.plan.activated import misuse_of_activation
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.families import build
 from counterpoint.plan.invariant import varies
 from counterpoint.plan.mesh import lane_for_each_peer
-from counterpoint.plan.scaled import operands_of
+from counterpoint.plan.scaled import misuse_of_scales, operands_of
 from counterpoint.plan.steps import (
     OWN_PROTOCOL,
     VARYING,
@@ -16,7 +17,7 @@ from counterpoint.plan.steps import (
     Step,
     same_batch,
 )
-from counterpoint.problem import ITEM_BYTES, W_DTYPE, Problem
+from counterpoint.problem import ITEM_BYTES, Problem
 from counterpoint.ranges import misfit
 
 # kinds whose rows counts or routes may say
@@ -142,7 +143,7 @@ def _misuse(plan: Plan, step: Step) -> str:
         if plan.problem.operation.families or peers or step.waits or step.posts:
             return "an opaque step stands in a pipeline, on this rank, and signals nobody"
         return ""
-    return _misplaced(plan, step) or _misfit(plan, step)
+    return _misplaced(plan, step) or misuse_of_activation(plan, step) or _misfit(plan, step)
 
 
 def _misplaced(plan: Plan, step: Step) -> str:
@@ -211,15 +212,15 @@ def _misfit(plan: Plan, step: Step) -> str:
     dtypes = [(a.dtype, b.dtype) for a, b in zip(operands, writes, strict=False)]
     own = plan.problem.dtype
     if plan.problem.scales and step.kind == "matmul":
-        return _misuse_of_scales(plan, step, operands, writes[0].dtype)
+        return misuse_of_scales(plan, step, operands, writes[0].dtype)
     match step.kind:
         case "copy" | "spread" | "fold" if not dtypes or any(a != b for a, b in dtypes):
             return f"a {step.kind} keeps the dtype"
         case _ if step.arg("scales"):
             return f"a {step.kind} of {own} has no scales"
-        case "matmul" if len(operands) != 2 + step.accumulates:
-            return "a matmul reads x, w and, to accumulate, its target"
-        case "matmul" if {b.dtype for b in operands[:2]} != {own}:
+        case "matmul" if len(operands) != 1 + step.weights + step.accumulates:
+            return "a matmul reads x, w and, to accumulate, its target; gated, two weights"
+        case "matmul" if {b.dtype for b in operands[: 1 + step.weights]} != {own}:
             return f"a matmul multiplies {own}"
         case "matmul" if step.accumulates and writes[0].dtype != "float32" and _is_cut(step):
             return f"accumulates in {writes[0].dtype}: every pass would round"
@@ -241,17 +242,6 @@ def _misfit(plan: Plan, step: Step) -> str:
             return _misuse_of_attention(plan, step, reads, writes)
         case _:
             return ""
-
-
-def _misuse_of_scales(plan: Plan, step: Step, operands: list[Buffer], target: str) -> str:
-    p, dtypes = plan.problem, [b.dtype for b in operands]
-    if step.arg("scales") != p.scales or dtypes != [p.x_dtype, W_DTYPE, "float32", "float32"]:
-        return f"a matmul with {p.scales} scales reads x, w, and the scales of both"
-    # slices of K would be rounded one by one, and a block's scale is not cut
-    cut = step.arg("contract") or any(r.cols or r.rows for r in step.reads[:4])
-    if cut or step.accumulates or target != p.dtype:
-        return f"a matmul with scales takes all of K and of w, and rounds once, to {p.dtype}"
-    return ""
 
 
 def _is_cut(step: Step) -> bool:

@@ -22,9 +22,15 @@ def bias_row(p: Problem) -> tuple[Buffer, ...]:
     return (Buffer("bias", (1, p.n), p.dtype, "input"),) if p.bias else ()
 
 
+def weights(p: Problem) -> tuple[Region, ...]:
+    """What one matmul multiplies x by."""
+    return (Region("w0"), Region("w1")) if p.gated else (W,)
+
+
 def with_bias(p: Problem) -> tuple[tuple[Region, ...], tuple[tuple[str, int | str], ...]]:
-    """What a step reads and is told where the problem has a bias that it adds."""
-    return ((BIAS,), (("bias", 1),)) if p.bias else ((), ())
+    """What a step reads and is told that adds the bias, and applies the activation, if any."""
+    activation = (("activation", p.activation),) if p.activation else ()
+    return ((BIAS,), (("bias", 1), *activation)) if p.bias else ((), activation)
 
 
 def counts_of(p: Problem) -> tuple[Region, ...]:

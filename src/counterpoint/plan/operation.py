@@ -167,6 +167,7 @@ class Operation:
         exchange_s: seconds of its library's all-to-all, where that is not of equal blocks.
         computed_s: seconds of what is computed and is no matmul.
         scales: its x and w may have scales, see plan/scaled.py.
+        activations: its y may have an activation, see plan/activated.py.
     """
 
     operands: Callable[[Problem], tuple[Buffer, ...]]
@@ -191,6 +192,7 @@ class Operation:
     exchange_s: Callable[[Problem, Machine], float] | None = None
     computed_s: Callable[[Problem, Machine], float] | None = None
     scales: bool = False
+    activations: bool = False
 
     def family(self, name: str) -> Family | None:
         """The family of that name, if it has one."""

@@ -10,8 +10,11 @@ are those of any plan: in the dtype of y, summed in fp32.
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
+from typing import Any
 
+from counterpoint.plan.boxes import Box
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.values import Contradiction, Memory, operand
 from counterpoint.problem import SCALE_BLOCK, W_DTYPE, Problem
 
 SCALE = "_scale"  # behind the name of a buffer of fp8 numbers: that of their scales
@@ -89,3 +92,45 @@ def _scaled_step(p: Problem, step: Step, holders: set[str]) -> Iterator[Step]:
 
 def _scale_of(region: Region) -> Region:
     return replace(region, buffer=region.buffer + SCALE)
+
+
+def misuse_of_scales(plan: Plan, step: Step, operands: list[Buffer], target: str) -> str:
+    """Why a matmul of a plan with scales cannot run, or "".
+
+    Args:
+        operands: that it reads, without a bias.
+        target: the dtype that it writes.
+    """
+    p, dtypes = plan.problem, [b.dtype for b in operands]
+    if step.arg("scales") != p.scales or dtypes != [p.x_dtype, W_DTYPE, "float32", "float32"]:
+        return f"a matmul with {p.scales} scales reads x, w, and the scales of both"
+    # slices of K would be rounded one by one, and a block's scale is not cut
+    cut = step.arg("contract") or any(r.cols or r.rows for r in step.reads[:4])
+    if cut or step.accumulates or target != p.dtype:
+        return f"a matmul with scales takes all of K and of w, and rounds once, to {p.dtype}"
+    return ""
+
+
+def check_scaled(memory: Memory, box: Box, scale: Box, *, by_row: bool) -> None:
+    """Refuse scales that are not those of the operand; `by_row`: of the same rows of the same rank.
+
+    Raises:
+        Contradiction: they are not.
+    """
+
+    def origins(of: Box, suffix: str) -> list[tuple[int, ...] | str]:
+        """Of rows here: the first and the last, and the rank, input and first row there."""
+        found: list[Any] = []
+        for piece, value in sorted(memory.read(of)):
+            cell, first = operand(value, of), piece.r0 - of.r0
+            last, row, name = piece.r1 - of.r0, piece.r0 + cell.dr, cell.buffer + suffix
+            before = found[-1] if found else None
+            follows = (first, cell.rank, name, row - first)
+            if before and (before[1], *before[2:4], before[4] - before[0]) == follows:
+                found[-1] = (before[0], last, *before[2:])
+            else:
+                found.append((first, last, cell.rank, name, row))
+        return found if by_row else sorted({each[3] for each in found})
+
+    if origins(box, SCALE) != origins(scale, ""):
+        raise Contradiction(f"{scale.buffer} does not hold the scales of {box.buffer}")

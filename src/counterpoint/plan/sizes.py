@@ -37,6 +37,17 @@ def check_splits(p: Problem) -> None:
     _check_parts(p, p.n)
 
 
+def check_activated(p: Problem) -> None:
+    """`check_splits`, and refuse weights that an activation is not of, or a bias."""
+    if p.gated and p.bias:
+        raise InputError(p.op, "bias", want=f"False with {p.activation}", got=True)
+    check_splits(p)
+    halves = p.gated and len(p.splits) == 2 and p.splits[0] == p.splits[1]
+    if p.activation and not halves and (p.splits or p.gated):
+        want = "two equal halves of N" if p.gated else "empty"
+        raise InputError(p.op, "splits", want=f"{want} with {p.activation}", got=p.splits)
+
+
 def check_products(p: Problem) -> None:
     """Refuse several products that are not of all that is summed over, or have a bias."""
     _check_parts(p, p.k)
@@ -79,5 +90,5 @@ def check_experts(p: Problem) -> None:
 
 
 def wants_one_weight(p: Problem) -> str:
-    """What a family wants that multiplies by one weight."""
-    return "one weight" if p.splits else ""
+    """What a family wants that has one matmul at a time."""
+    return "one weight" if p.splits and not p.gated else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from counterpoint.errors import PlanError
-from counterpoint.problem import ITEM_BYTES, Problem
+from counterpoint.problem import GATED, ITEM_BYTES, Problem
 
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
@@ -91,8 +91,9 @@ class Step:
     Kinds, with what they read and write, paired in order:
         copy        reads[i] -> writes[i], bytes as they are; the only kind that may reach a peer
         move        reads[0] -> writes[0] on an SM, changing dtype where they differ; + bias
-        matmul      reads x, w (, the scales of both) (+ the target, to accumulate) (+ bias) ->
-                    writes y = x w; where it contracts over rows, y = x^T w, of one box each
+        matmul      reads x, w (, up) (, the scales of x and w) (+ the target, to accumulate)
+                    (+ bias) -> writes y = x w; where it contracts over rows, y = x^T w, of one box
+                    each; where its activation is gated, y = activation(x w) * (x up)
         spread      reads[i] -> writes[i] on an SM: by routes, a row for each place that it goes to
         fold        its transpose: by routes, the sum of these rows in fp32, rounded once
         reduce      sum of reads (+ bias) in the order listed, in fp32, rounded once -> writes[0]
@@ -114,12 +115,12 @@ class Step:
 
     Args:
         after: names of earlier steps of this rank that must have ended.
-        args: "bias": 1, the last read is a [1, N] row that is added; "scales": their kind, of a
-            matmul; "to": islands, of an exchange; "contract": "rows", of a matmul; "collective":
-            its name; "transport": "words", by a kernel of our own; "kernel": of a fused step, the
-            operator whose kernel it is; "batch": a number that matmuls one after the other on a
-            lane share where they may be one launch; of an attention, see attended.py, of an opaque
-            step `resources.rewrites`.
+        args: "bias": 1, the last read is a [1, N] row that is added; "activation": of what a matmul
+            or a move would write, see activated.py; "scales": their kind, of a matmul; "to":
+            islands, of an exchange; "contract": "rows", of a matmul; "collective": its name;
+            "transport": "words", by a kernel of our own; "kernel": of a fused step, the operator
+            whose kernel it is; "batch": a number that matmuls one after the other on a lane share
+            where they may be one launch; others: see attended.py and `resources.rewrites`.
         spins: it waits for its peers in a kernel, which then has to be resident on every rank.
     """
 
@@ -147,6 +148,11 @@ class Step:
     def routed(self) -> bool:
         """Whether the operand "routes" says which rows they are."""
         return any(region.buffer == ROUTES for region in self.reads)
+
+    @property
+    def weights(self) -> int:
+        """How many weights a matmul multiplies x by: two where its activation is gated."""
+        return 1 + str(self.arg("activation")).endswith(GATED)
 
     @property
     def looks_up(self) -> bool:
@@ -227,17 +233,13 @@ class Plan:
         """This plan, then the other: see `compose.in_order`."""
         from counterpoint.plan.compose import in_order
 
-        if not isinstance(other, Plan):
-            return NotImplemented
-        return in_order(self, other)
+        return in_order(self, other) if isinstance(other, Plan) else NotImplemented
 
     def __or__(self, other: "Plan") -> "Plan":
         """This plan and the other at the same time: see `compose.side_by_side`."""
         from counterpoint.plan.compose import side_by_side
 
-        if not isinstance(other, Plan):
-            return NotImplemented
-        return side_by_side(self, other)
+        return side_by_side(self, other) if isinstance(other, Plan) else NotImplemented
 
     @property
     def spec(self) -> str:
@@ -262,8 +264,7 @@ class Plan:
         """The absolute rank of `peer` as seen from `rank`; PlanError where there is none."""
         if not peer:
             return rank
-        axes = 1 + (self.peers == "grid")
-        if len(peer) != axes:
+        if len(peer) != (axes := 1 + (self.peers == "grid")):
             raise PlanError(self.spec, f"peer {peer} has {len(peer)} axes, the plan has {axes}")
         ranks = self.problem.ranks
         if self.peers == "grid":
@@ -286,8 +287,7 @@ class Plan:
     @property
     def num_slots(self) -> int:
         """Words of signal pad that the plan uses."""
-        slots = (s.slot for step in self.steps for s in step.waits + step.posts)
-        return max(slots, default=-1) + 1
+        return max((s.slot for step in self.steps for s in step.waits + step.posts), default=-1) + 1
 
     def num_bytes(self, *spaces: Space) -> int:
         """Bytes of those spaces on the rank that holds most; of what is used in turns, of both."""

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from counterpoint.errors import PlanError
 from counterpoint.plan import values
+from counterpoint.plan.activated import activated
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Box, Part, Program, bind
 from counterpoint.plan.form import check_form
 from counterpoint.plan.happens_before import HappensBefore
+from counterpoint.plan.scaled import check_scaled
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.plan.values import Cell, Contradiction, Memory, Piece
 from counterpoint.ranges import instance
@@ -142,7 +144,7 @@ def _accesses(plan: Plan, programs: tuple[Program, ...], order: HappensBefore) -
                 for number, part in enumerate(bound.parts):
                     yield Access(part.write, True, begin, end, number)
                     for j, box in enumerate(part.reads):
-                        cellwise = not (bound.step.kind == "matmul" and j < 2)
+                        cellwise = not (bound.step.kind == "matmul" and j <= bound.step.weights)
                         if bound.step.kind in ATTENTION:
                             cellwise = box == part.write
                         here = number if cellwise else -1
@@ -248,18 +250,21 @@ def _result(bound: BoundStep, part: Part, memory: Memory, stacked: bool) -> list
         bias = values.as_rows(memory.read(row), row, target)
     if step.kind in ("collective", "exchange"):
         return memory.read(reads[0])
-    added: list[Piece] = []
+    added: list[list[Piece]] = [[]]
     if step.kind == "matmul":
-        x, w, *reads = reads
+        x, *weights = reads[: 1 + step.weights]
+        reads = reads[1 + step.weights :]
         if step.arg("scales"):
             x_scale, w_scale, *reads = reads
-            values.check_scaled(memory, x, x_scale, by_row=step.arg("scales") != "tensor")
-            values.check_scaled(memory, w, w_scale, by_row=False)
-        added = values.product(memory.read(x), memory.read(w), x, w, target,
-                               transposed=bool(step.arg("contract")), stacked=stacked)  # fmt: skip
+            check_scaled(memory, x, x_scale, by_row=step.arg("scales") != "tensor")
+            check_scaled(memory, weights[0], w_scale, by_row=False)
+        how = {"transposed": bool(step.arg("contract")), "stacked": stacked}
+        added = [values.product(memory.read(x), memory.read(w), x, w, target, **how)
+                 for w in weights]  # fmt: skip
     for box in reads:
-        added += values.moved(memory.read(box), box, target)
-    return values.total(target, added + bias)
+        added[0] += values.moved(memory.read(box), box, target)
+    sums = [values.total(target, each + bias) for each in added]
+    return activated(str(step.arg("activation")), sums) if step.arg("activation") else sums[0]
 
 
 def _collective(

@@ -12,10 +12,9 @@ A value is a multiset of terms, the same formula for all cells (i, j) of a box:
 
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from counterpoint.plan.bind import Box, Part
-from counterpoint.plan.scaled import SCALE
+from counterpoint.plan.boxes import Box, Part
 
 
 class Cell(NamedTuple):
@@ -67,7 +66,14 @@ class Attended(NamedTuple):
     dc: int = 0
 
 
-Term = Cell | Row | Product | Attended
+class Activated(NamedTuple):
+    """An activation of what a cell would hold; gated, times what another one would."""
+
+    name: str
+    of: "tuple[Value, ...]"
+
+
+Term = Cell | Row | Product | Attended | Activated
 # what each result of an attention is made of
 MADE_OF = {"y": ("q", "k", "v"), "lse": ("q", "k"),
            **dict.fromkeys(("dq", "dk", "dv"), ("q", "k", "v", "dy", "y", "lse"))}  # fmt: skip
@@ -174,7 +180,7 @@ def product(
             k1 = min(x_box.c1 - x.c0, w_box.r1 - w.r0)
             if k0 >= k1:
                 continue
-            a, b = _operand(x_value, x), _operand(w_value, w)
+            a, b = operand(x_value, x), operand(w_value, w)
             if transposed:
                 a = a._replace(dr=a.dc, dc=a.dr)
             start, shift = k0 + x.c0 + a.dc, w.r0 + b.dr - x.c0 - a.dc
@@ -192,31 +198,6 @@ def product(
             )
             result.append((place, (term,)))
     return result
-
-
-def check_scaled(memory: Memory, box: Box, scale: Box, *, by_row: bool) -> None:
-    """Refuse scales that are not those of the operand; `by_row`: of the same rows of the same rank.
-
-    Raises:
-        Contradiction: they are not.
-    """
-
-    def origins(of: Box, suffix: str) -> list[tuple[int, ...] | str]:
-        """Of rows here: the first and the last, and the rank, input and first row there."""
-        found: list[Any] = []
-        for piece, value in sorted(memory.read(of)):
-            cell, first = _operand(value, of), piece.r0 - of.r0
-            last, row, name = piece.r1 - of.r0, piece.r0 + cell.dr, cell.buffer + suffix
-            before = found[-1] if found else None
-            follows = (first, cell.rank, name, row - first)
-            if before and (before[1], *before[2:4], before[4] - before[0]) == follows:
-                found[-1] = (before[0], last, *before[2:])
-            else:
-                found.append((first, last, cell.rank, name, row))
-        return found if by_row else sorted({each[3] for each in found})
-
-    if origins(box, SCALE) != origins(scale, ""):
-        raise Contradiction(f"{scale.buffer} does not hold the scales of {box.buffer}")
 
 
 def attended(of: str, part: Part, memory: Memory) -> list[Piece]:
@@ -246,7 +227,7 @@ def _attended(of: str, part: Part, memory: Memory) -> Attended:
     firsts: dict[str, Fraction] = {}  # of columns, in as many as are there
     for name, box in zip(MADE_OF[of], part.reads, strict=False):
         pieces = memory.read(box)
-        cell = _operand(pieces[0][1], box) if len(pieces) == 1 else Cell(-1, "several", 0, 0)
+        cell = operand(pieces[0][1], box) if len(pieces) == 1 else Cell(-1, "several", 0, 0)
         if cell.buffer != name or pieces[0][0] != box:
             raise Contradiction(f"{box.buffer} does not hold rows of {name}, but of {cell.buffer}")
         places[name] = cell.rank, box.r0 + cell.dr
@@ -287,7 +268,7 @@ def total(target: Box, contributions: Iterable[Piece]) -> list[Piece]:
 def normal(terms: Iterable[Term]) -> Value:
     """Terms in one order, products over adjacent intervals of k joined."""
     result: list[Term] = []
-    for term in sorted(terms, key=lambda t: (type(t).__name__, t)):
+    for term in sorted(terms, key=lambda t: (type(t).__name__, _order(t))):
         last = result[-1] if result else None
         if isinstance(term, Product) and isinstance(last, Product) and _continues(last, term):
             result[-1] = last._replace(k1=term.k1)
@@ -296,6 +277,11 @@ def normal(terms: Iterable[Term]) -> Value:
         else:
             result.append(term)
     return tuple(result)
+
+
+def _order(term: Term) -> object:
+    # values inside have terms of several kinds, which do not compare
+    return repr(term) if isinstance(term, Activated) else term
 
 
 def _continues(first: Product, second: Product) -> bool:
@@ -308,6 +294,8 @@ def _joins(first: Attended, second: Attended) -> bool:
 
 
 def _shifted(term: Term, dr: int, dc: int) -> Term:
+    if isinstance(term, Activated):
+        return term._replace(of=tuple(tuple(_shifted(t, dr, dc) for t in v) for v in term.of))
     if isinstance(term, Attended):
         low, high = term.low + term.low_slope * dr, term.high + term.high_slope * dr
         return term._replace(dr=term.dr + dr, dc=term.dc + dc, low=low, high=high)
@@ -316,7 +304,12 @@ def _shifted(term: Term, dr: int, dc: int) -> Term:
     return term._replace(dr=term.dr + dr, dc=term.dc + dc)
 
 
-def _operand(value: Value, box: Box) -> Cell:
+def operand(value: Value, box: Box) -> Cell:
+    """The input that a box holds.
+
+    Raises:
+        Contradiction: it holds something else.
+    """
     if len(value) != 1 or not isinstance(value[0], Cell):
         raise Contradiction(f"operand {box.buffer} of a matmul does not hold an input")
     return value[0]

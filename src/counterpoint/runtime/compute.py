@@ -4,6 +4,7 @@ Each function turns one part of a bound step into an action on the operands of a
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import counted, invariant_matmul, routed, scaled
+from counterpoint.runtime import activated, counted, invariant_matmul, routed, scaled
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
@@ -26,6 +27,8 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     """y = x w, or x^T w (+ y, to accumulate) (+ bias); y may have any strides."""
     if bound.step.arg("scales"):
         return scaled.matmul(bound, part, places)
+    if bound.step.arg("activation"):
+        return activated.matmul(bound, part, places)
     if places.plan.problem.invariant:
         return invariant_matmul.action(part, places)
     if plain := _plain_matmul(bound, part, places):
@@ -107,8 +110,17 @@ def _with_added(multiply: Action, y: Place, part: Part) -> Action:
 
 
 def move(bound: BoundStep, part: Part, places: Places) -> Action:
-    """y = x (+ bias), in the dtype of y."""
+    """y = x (+ bias), in the dtype of y; or the activation of that."""
     source, target = places.of(part.reads[0]), places.of(part.write)
+    if name := str(bound.step.arg("activation", "")):
+        plain = replace(bound, step=replace(bound.step, args=(("bias", bound.step.arg("bias")),)))
+        moved = move(plain, part, places)
+
+        def run(o: Operands) -> None:
+            moved(o)
+            activated.into(name, target(o), None, target(o))
+
+        return run
     if bound.step.arg("bias"):
         bias = places.of(part.reads[1])
         return lambda o: _into(torch.add, source(o), bias(o), out=target(o))

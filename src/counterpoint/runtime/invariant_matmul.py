@@ -1,4 +1,7 @@
-"""The matmul of a batch-invariant plan: its tile and its launch; on CPU ranks, by torch."""
+"""The matmul of a batch-invariant plan, and one with an activation: its tile and its launch.
+
+On CPU ranks, by torch.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +21,7 @@ from counterpoint.runtime.workspace import Operands, Places
 GROUP_M = 8
 ALIGN = 16  # bytes: addresses and rows of what has a descriptor are multiples of it
 HAS_DESCRIPTORS = (9, 0)  # the first GPUs
+MAX_STRIDE = 2**40  # bytes, of a descriptor
 
 
 class Tile(NamedTuple):
@@ -65,6 +69,22 @@ def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
     return next(enough, LARGE[-1])
 
 
+def gated_tile(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
+    """As `tile_of`, where the columns of y[m, n] are those of two weights."""
+    if dtype == torch.float32:
+        return tile_of(m, n, num_sms, dtype)
+    if m <= 64 and n <= 64 * num_sms:
+        return Tile(64, 32, 128, 4, 6) if n <= 32 * num_sms else Tile(64, 64, 128, 4, 5)
+    rows = -(-m // 64)
+    if rows * -(-n // 64) <= num_sms:
+        return Tile(64, 64, 128, 4, 4)
+    if rows * -(-n // 128) <= num_sms:
+        return Tile(64, 128, 128, 4, 4)
+    if m <= 64 or rows * -(-n // 128) <= 2 * num_sms:
+        return Tile(64, 128, 64, 4, 4, per_sm=2)
+    return tile_of(m, n, num_sms, dtype)
+
+
 def action(part: Part, places: Places) -> Callable[[Operands], None]:
     """y = x w (+ bias) of one part of a step."""
     x, w, *rest = (places.of(box) for box in part.reads)
@@ -91,9 +111,10 @@ def in_one_chain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def by_kernel(
-    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, tile: Tile | None = None
-) -> None:
-    """y = x w (+ bias) on a GPU, on the current stream.
+    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, tile: Tile | None = None,
+    activation: str = "", up: Tensor | None = None,
+) -> None:  # fmt: skip
+    """y = x w (+ bias) on a GPU, on the current stream; or an activation of it (times x up).
 
     Args:
         x: [M, K], the columns of a row without gaps.
@@ -101,39 +122,67 @@ def by_kernel(
         bias: [1, N].
         y: [M, N], the columns of a row without gaps.
         tile: None: by the sizes.
+        activation: of those in kernels/activation.py; "": none.
+        up: of more than FEW_ROWS rows, and as `pairs` says; None: not gated.
     """
-    (m, k), n, sms = x.shape, w.shape[1], _num_sms(x.device)
-    tile = tile or tile_of(m, n, sms, x.dtype)
+    (m, k), n, sms = x.shape, w.shape[1], num_sms(x.device)
+    if tile is None:
+        tile = tile_of(m, n, sms, x.dtype) if up is None else gated_tile(m, 2 * n, sms, x.dtype)
     block_m, block_n, block_k, num_warps, num_stages, per_sm, halves = tile
     sizes = (m, n, k, x.stride(0), *w.stride(), y.stride(0))
-    added, has_bias = y if bias is None else bias, bias is not None
+    added = y if bias is None else bias
+    flags: dict[str, Any] = {"HAS_BIAS": bias is not None, "ACTIVATION": activation}
     if block_m <= FEW_ROWS:
         launch: Any = few_rows_matmul_kernel  # its constexpr arguments are plain values here
         launch[(-(-n // block_n),)](
             x, w, added, y, *sizes, ROWS=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, STAGES=num_stages, HAS_BIAS=has_bias,
+            EVEN_N=n % block_n == 0, EVEN_K=k % block_k == 0, STAGES=num_stages, **flags,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         return
-    by_columns = w.stride(0) == 1
+    by_columns, gated = w.stride(0) == 1, up is not None
+    halves, width = halves and not gated, block_n // (1 + gated)
     given: tuple[Any, ...] = x, w, y
     stored = x, w.t() if by_columns else w, y
     described = all(map(_describable, stored))
     if described:
         w_block = [block_n, block_k] if by_columns else [block_k, block_n]
-        blocks = [block_m, block_k], w_block, [block_m, block_n // (1 + halves)]
+        blocks = [block_m, block_k], w_block, [block_m, width // (1 + halves)]
         given = tuple(map(TensorDescriptor.from_tensor, stored, blocks))
+    up_first = up is not None and up.data_ptr() < w.data_ptr()
+    if up is not None:
+        given = given[0], _of_both(w, up, [2, width, block_k]), given[2]
     launch = invariant_matmul_kernel
-    launch[(min(-(-m // block_m) * -(-n // block_n), sms * per_sm),)](
-        *given[:2], added, given[2], *sizes,
+    launch[(min(-(-m // block_m) * -(-n // width), sms * per_sm),)](
+        *given[:2], added, given[2], *sizes, int(up_first),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=GROUP_M,
-        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HAS_BIAS=has_bias, HALVES=halves,
+        DESCRIPTORS=described, W_BY_COLUMNS=by_columns, HALVES=halves, GATED=gated, **flags,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
+def pairs(x: Tensor, w: Tensor, up: Tensor, y: Tensor) -> bool:
+    """Whether one kernel multiplies by both: stored alike, as torch.nn.Linear does."""
+    alike = w.stride() == up.stride() and x.shape[0] > FEW_ROWS
+    in_reach = 0 < abs(up.data_ptr() - w.data_ptr()) < MAX_STRIDE
+    return alike and in_reach and all(map(_describable, (x, w.t(), up.t(), y)))
+
+
+def _of_both(w: Tensor, up: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of [2, N, K], the one that comes first in memory first.
+
+    It makes no difference to it what lies between the two: as far as it is from one row to the next
+    one of a matrix, it is from one matrix to the other.
+    """
+    first, second = sorted((w, up), key=Tensor.data_ptr)
+    apart = (second.data_ptr() - first.data_ptr()) // w.element_size()
+    k, n = w.shape
+    return TensorDescriptor(first, [2, n, k], [apart, w.stride(1), 1], block)
+
+
 @cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -20,12 +20,14 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from counterpoint.errors import PlanError, UnsupportedError
 from counterpoint.plan.bind import BoundStep
 from counterpoint.runtime import driver
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.device_limits import limits_here
 from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.lanes_cuda import raw_stream
 from counterpoint.runtime.occupancy import occupancy
 from counterpoint.runtime.workspace import Operands, Places
+
+if TYPE_CHECKING:  # steps that are torch calls may end in a kernel
+    from counterpoint.runtime.compute import Action
 
 RESERVED_SMS = 32  # left to collectives of other groups, should they be there
 ALIGN = 16  # bytes: what Triton compiles for, if an address is a multiple of it
@@ -197,15 +199,15 @@ class Site(NamedTuple):
 class Kernel(NamedTuple):
     """How a fused step of one name runs; see `register`."""
 
-    prepare: Callable[[Site], Action]
-    reference: Callable[[Site], Action]
+    prepare: "Callable[[Site], Action]"
+    reference: "Callable[[Site], Action]"
 
 
 _kernels: dict[str, Kernel] = {}
 
 
 def register(
-    name: str, prepare: Callable[[Site], Action], reference: Callable[[Site], Action]
+    name: str, prepare: "Callable[[Site], Action]", reference: "Callable[[Site], Action]"
 ) -> None:
     """Say how steps run whose kernel has that name: called once, by `ops/<name>.py`.
 
@@ -216,7 +218,7 @@ def register(
     _kernels[name] = Kernel(prepare, reference)
 
 
-def fused_action(site: Site) -> Action:
+def fused_action(site: Site) -> "Action":
     """What runs a fused step, compiled where it is a kernel.
 
     Raises:
