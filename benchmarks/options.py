@@ -13,7 +13,7 @@ from counterpoint.errors import InputError
 NAMES = (
     "overlap", "few_rows", "decode", "experts", "embedding", "attention", "steps", "training",
     "resources", "copies", "transports", "losses", "ficco", "evaluate", "compile", "soak",
-    "norms", "fp8", "attention_replay", "epilogue",
+    "norms", "fp8", "attention_replay", "epilogue", "expert_layer",
 )  # fmt: skip
 # with --paper: a paper's own experiments, at its sizes
 PAPER = {name: f"paper_{name}" for name in ("resources", "thread_blocks", "fused")}

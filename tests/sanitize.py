@@ -31,6 +31,8 @@ from torch import Tensor
 import counterpoint as cp
 from benchmarks.gpu_suite import run
 from counterpoint.measure.timing import relative_error
+from counterpoint.ops.router import choose_experts, order_by_expert
+from counterpoint.ops.swiglu import swiglu
 from counterpoint.ops.token_sums import sum_of_tokens
 
 RANKS = 2
@@ -194,6 +196,43 @@ def sums(at: At) -> None:
     check("sums of tokens", sum_of_tokens(own.to(at.device), there), own[index].double().sum(1))
 
 
+def routed(at: At) -> None:
+    """Logits to weights, and to rows sorted by expert, of more than one block; and back."""
+    logits = torch.randn(70, 12, generator=torch.Generator().manual_seed(at.rank))
+    exact = logits.double().requires_grad_()
+    given = logits.to(at.device).requires_grad_()
+    weights, experts = choose_experts(given, 4, True)
+    largest, chosen = exact.topk(4)
+    want = largest.softmax(-1)
+    check("weights of experts", weights, want)
+    assert torch.equal(experts.cpu().long(), chosen), "experts"
+    weights[:, 0].sum().backward()
+    want[:, 0].sum().backward()
+    check("gradient of logits", given.grad, exact.grad)
+    for got, by_torch in zip(
+        order_by_expert(experts, 12), order_by_expert(experts.cpu(), 12), strict=True
+    ):
+        assert torch.equal(got.cpu(), by_torch), "order of rows"
+
+
+def gated(at: At) -> None:
+    """SwiGLU of the rows of this rank's experts, of which there are fewer than room for them."""
+    counts = torch.tensor([[3, 0, 5, 2], [4, 6, 0, 1]])
+    rows = int(counts.view(2, 2, 2)[:, at.rank].sum())
+    draw = torch.Generator().manual_seed(at.rank)
+    gate_up = torch.randn(20, 48, generator=draw).half()
+    exact = gate_up.double().requires_grad_()
+    gate, up = exact.chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    given = gate_up.to(at.device).requires_grad_()
+    y = swiglu(given, counts.to(at.device), at.rank)
+    check("SwiGLU", y[:rows], want[:rows])
+    y.backward(torch.ones_like(y))
+    want.sum().backward()
+    assert given.grad is not None and exact.grad is not None
+    check("gradient of SwiGLU", given.grad[:rows], exact.grad[:rows])
+
+
 def embedding(at: At, plan: str) -> None:
     """2 tables a rank, 8 bags in all; and gradients of tables and weights."""
     every = [random_bags((8, 16), BAGS, dtype=torch.float16, weighted=True, seed=rank)
@@ -271,7 +310,10 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
                 ("matmul_all_to_all_kernel", "arrival_kernel", "collect_kernel")),
     "dispatch, device": (lambda at: experts(at, "all_to_all_matmul", "device"), ()),
     "combine, device": (lambda at: experts(at, "matmul_all_to_all", "device"), ("clear_kernel",)),
-    "tokens": (sums, ("token_sum_kernel", "token_sum_gradient_kernel")),
+    "tokens": (sums, ("token_sum_kernel", "name_rows_kernel", "token_sum_gradient_kernel")),
+    "router": (routed, ("choose_experts_kernel", "choose_experts_gradient_kernel",
+                        "count_experts_kernel", "place_rows_kernel")),
+    "SwiGLU": (gated, ("swiglu_kernel", "swiglu_gradient_kernel")),
     "bags": (lambda at: embedding(at, "fused"),
              ("embedding_all_to_all_kernel", "copy_out_kernel", "table_gradient_kernel",
               "weight_gradient_kernel")),

@@ -162,9 +162,9 @@ def test_rows_are_moved_16_bytes_at_a_time(capability: int):
         )  # fmt: skip
         wide = "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx
         assert wide and not found.spills
-    types = {"dout_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*bf16", "order_ptr": "*i64",
-             "starts_ptr": "*i64", "dy_ptr": "*bf16", "dweights_ptr": "*fp32", "rows": "i32",
-             "N": "i32"}  # fmt: skip
+    types = {"dout_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*bf16", "index_ptr": "*i32",
+             "named_ptr": "*i32", "dy_ptr": "*bf16", "dweights_ptr": "*fp32", "entries": "i32",
+             "rows": "i32", "N": "i32"}  # fmt: skip
     found = compiled(
         token_sum_gradient_kernel, capability, types,
         {"TOP": 8, "BLOCK_N": 2048, "WEIGHTS": True}, num_warps=4,

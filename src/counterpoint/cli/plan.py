@@ -95,7 +95,10 @@ class Asked(NamedTuple):
 
 
 def plan(
-    op: Annotated[str, typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}.")],
+    op: Annotated[
+        str,
+        typer.Argument(show_default=False, help=f"One of {', '.join(op_names())}."),
+    ],
     shape: Shape,
     machine: Annotated[
         str, typer.Option(help="A kind of GPU and how many, or a JSON file of a machine.")
@@ -141,10 +144,10 @@ def plan(
     op_of("plan", "OP", op, op_names())
     where = machine_at("plan", machine)
     check_ranks("plan", -(-ranks // islands), where)
-    beside = Beside(into, bias, fp8, norm, residual, top_k, islands, activation)
+    beside = Beside(into, bias, fp8, norm, residual, top_k, islands)
     number = ranks or where.num_devices * islands
     problem = problem_of("plan", op, shape, number, dtype, experts, beside)
-    problem, spec = said(problem, spec)
+    problem, spec = said(replace(problem, activation=activation), spec)
     if nic:
         link = LinkSpec(name="NIC", bytes_per_s=nic * 1e9, source="--nic")
         where = replace(where, nic=link)

@@ -12,7 +12,7 @@ from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.measure.shapes import SHAPES
 from counterpoint.presets import PRESETS, named
-from counterpoint.problem import Activation, DType, Norm, Problem, op_names
+from counterpoint.problem import DType, Norm, Problem, op_names
 from counterpoint.ranges import MAX_COUNT
 
 Shape = tuple[int, int, int]  # M, N, K
@@ -33,7 +33,6 @@ class Beside(NamedTuple):
         residual: one is added before the norm.
         top_k: experts of a token, by routes; a token is then so many rows of the shape.
         islands: groups of ranks between which there are NICs.
-        activation: of products.
     """
 
     out: bool = False
@@ -43,7 +42,6 @@ class Beside(NamedTuple):
     residual: bool = False
     top_k: int = 0
     islands: int = 1
-    activation: Activation = ""
 
     def fields(self, op: str, experts: int) -> dict[str, Any]:
         """Those of a problem that are not as they are by default; it refuses what it has none of.
@@ -53,7 +51,7 @@ class Beside(NamedTuple):
         """
         found: dict[str, Any] = {
             "out": self.out, "bias": self.bias, "residual": self.residual, "norm": self.norm,
-            "islands": self.islands, "top_k": self.top_k, "activation": self.activation,
+            "islands": self.islands, "top_k": self.top_k,
             "counts": "routed" if self.top_k and experts else "",
             "quantized" if op == NORM else "scales": self.fp8,
         }  # fmt: skip

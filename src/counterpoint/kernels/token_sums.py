@@ -1,8 +1,8 @@
 """Sums of a token's rows, and what their gradients are: experts, on one rank.
 
 A token is the weighted sum of some rows. In its gradient each row is a sum of its own: of the
-tokens that name it, mostly one, in their order. So nothing is added up by atomics, and a run gives
-the same bits as the one before.
+tokens that name it, mostly one, in their order. Atomics count these and find the first; no others
+are added up by them, so a run gives the same bits as the one before.
 """
 
 import triton
@@ -50,15 +50,43 @@ def token_sum_kernel(
             tl.store(out_ptr + own * N + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["entries", "rows"])
+def name_rows_kernel(
+    index_ptr,  # [entries]: the row that each names
+    named_ptr,  # [2, rows] int32, of 0: how many name a row, and how far the first is from the end
+    entries,
+    rows,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(index_ptr + at, mask=at < entries, other=-1).to(tl.int64)
+    known = (row >= 0) & (row < rows)
+    tl.atomic_add(named_ptr + row, 1, mask=known, sem="relaxed", scope="gpu")
+    tl.atomic_max(named_ptr + rows + row, entries - at, mask=known, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def next_entry(index_ptr, row, entry, entries, BLOCK: tl.constexpr):
+    """The next entry that names a row, of which there is one: seldom, so all are looked at."""
+    found, start = entries, entry + 1
+    while (found == entries) & (start < entries):
+        at = start + tl.arange(0, BLOCK)
+        which = tl.load(index_ptr + at, mask=at < entries, other=-1)
+        found = tl.min(tl.where(which == row, at, entries), 0)
+        start += BLOCK
+    return found
+
+
+@triton.jit(do_not_specialize=["entries", "rows"])
 def token_sum_gradient_kernel(
     dout_ptr,  # [tokens, N]
     weights_ptr,  # [tokens * TOP], of each entry
     y_ptr,  # [rows, N], what was summed; of WEIGHTS
-    order_ptr,  # [tokens * TOP] int64: entries, sorted by the row that they name
-    starts_ptr,  # [rows + 1] int64: where those of each row begin
+    index_ptr,  # [tokens * TOP]: the row that each entry names
+    named_ptr,  # [2, rows] int32, as above
     dy_ptr,  # [rows, N]
     dweights_ptr,  # [tokens * TOP]; of WEIGHTS
+    entries,
     rows,
     N,
     TOP: tl.constexpr,
@@ -67,25 +95,29 @@ def token_sum_gradient_kernel(
 ):
     """dy of each row: the gradients of its tokens, times their weights; and the weights' own."""
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        start = tl.load(starts_ptr + row).to(tl.int32)
-        stop = tl.load(starts_ptr + row + 1).to(tl.int32)
+        count = tl.load(named_ptr + row)
+        begin = entries - tl.load(named_ptr + rows + row)
         row_at = tl.cast(row, tl.int64) * N
         for first in tl.range(0, N, BLOCK_N):
             cols = first + tl.arange(0, BLOCK_N)
             total = tl.zeros((BLOCK_N,), tl.float32)
-            for at in tl.range(start, stop):
-                entry = tl.load(order_ptr + at)
-                place = dout_ptr + entry // TOP * N + cols
+            entry = begin
+            for i in tl.range(0, count):
+                if i > 0:
+                    entry = next_entry(index_ptr, row, entry, entries, BLOCK_N)
+                place = dout_ptr + (entry // TOP).to(tl.int64) * N + cols
                 weight = tl.load(weights_ptr + entry).to(tl.float32)
                 total += weight * tl.load(place, mask=cols < N, other=0.0).to(tl.float32)
             tl.store(dy_ptr + row_at + cols, total.to(dy_ptr.dtype.element_ty), mask=cols < N)
         if WEIGHTS:
-            for at in tl.range(start, stop):
-                entry = tl.load(order_ptr + at)
+            entry = begin
+            for i in tl.range(0, count):
+                if i > 0:
+                    entry = next_entry(index_ptr, row, entry, entries, BLOCK_N)
                 part = tl.zeros((BLOCK_N,), tl.float32)
                 for first in tl.range(0, N, BLOCK_N):
                     cols = first + tl.arange(0, BLOCK_N)
-                    place = dout_ptr + entry // TOP * N + cols
+                    place = dout_ptr + (entry // TOP).to(tl.int64) * N + cols
                     term = tl.load(place, mask=cols < N, other=0.0).to(tl.float32)
                     value = tl.load(y_ptr + row_at + cols, mask=cols < N, other=0.0)
                     part += term * value.to(tl.float32)

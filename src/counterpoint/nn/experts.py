@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
@@ -29,6 +28,8 @@ from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.exchange_routes import exchange_routes
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.plans import family_of, plan_key
+from counterpoint.ops.router import choose_experts, order_by_expert
+from counterpoint.ops.swiglu import swiglu
 from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.ranges import instance, whole
 from counterpoint.runtime.ranks import group_of
@@ -51,15 +52,6 @@ class _Spread(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         (drows,) = grads
         return sum_of_tokens(drows, places), None, None
-
-
-def _chosen(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights in fp32."""
-    logits = logits.float()
-    largest, experts = logits.topk(top_k)
-    if renormalize:  # the softmax of those chosen is that of all, divided by the sum of theirs
-        return experts, largest.softmax(-1)
-    return experts, logits.softmax(-1).gather(-1, experts)
 
 
 @torch.compiler.assume_constant_result
@@ -151,8 +143,9 @@ class ExpertParallelMLP(Grouped):
     ) -> Tensor:  # fmt: skip
         """Each token through its experts, by logits of a router or by `experts` and `weights`.
 
-        The experts of a token are those of its `top_k` largest logits. Its weights are their part
-        of the softmax over all experts, in fp32, divided by their sum, as in Mixtral and Qwen3.
+        The experts of a token are those of its `top_k` largest logits; of equal ones a GPU takes
+        the first, and NaN is above all. Its weights are their part of the softmax over all
+        experts, in fp32, divided by their sum, as in Mixtral and Qwen3.
 
         Args:
             x: [..., features], this rank's tokens.
@@ -186,33 +179,29 @@ class ExpertParallelMLP(Grouped):
                     want, got = "left out where there are logits", type(tensor).__name__
                     raise InputError(self._get_name(), given, want=want, got=got)
             top_k = self._check_logits(x, logits, top_k, renormalize)
-            experts, weights = _chosen(logits, top_k, renormalize)
+            logits = logits.reshape(-1, self.num_experts)
+            weights, experts = choose_experts(logits, top_k, renormalize)
         return self._through(x, experts, weights)
 
     def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
+        experts, weights = experts.reshape(-1, top_k), weights.reshape(-1, top_k)
         if self._by_routes(x):
-            experts, weights = experts.reshape(-1, top_k), weights.reshape(-1, top_k)
             return self._routed(tokens, experts, weights).view(x.shape)
-        ids, order = experts.reshape(-1).sort(stable=True)
-        starts = torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype)
-        own = torch.searchsorted(ids, starts).diff()
+        own, places, token = order_by_expert(experts, self.num_experts)
         counts = exchange_counts(own, group=self.group)
         if self.max_rows is None:
             counts = counts.cpu()
-        # where row (t, j) went when they were sorted
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        places = places.view(-1, top_k)
-        rows: Tensor = _Spread.apply(tokens, order // top_k, places)  # type: ignore[assignment]
-        gate, up = all_to_all_matmul(
+        rows: Tensor = _Spread.apply(tokens, token, places)  # type: ignore[assignment]
+        gate_up = all_to_all_matmul(
             rows, self.gate_up.transpose(1, 2), counts=counts, group=self.group,
             max_rows=self.max_rows, plan=self.plan,
-        ).chunk(2, -1)  # fmt: skip
+        )  # fmt: skip
+        hidden = swiglu(gate_up, counts, self.group.rank())
         y = matmul_all_to_all(
-            F.silu(gate) * up, self.down.transpose(1, 2), counts=counts, group=self.group,
+            hidden, self.down.transpose(1, 2), counts=counts, group=self.group,
             max_rows=None if experts_check.host_known(counts) else len(rows), plan=self.plan,
-            sum_of=(places, weights.reshape(-1, top_k)),
+            sum_of=(places, weights),
         )  # fmt: skip
         return y.view(x.shape)
 
@@ -228,10 +217,10 @@ class ExpertParallelMLP(Grouped):
     def _routed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         every, group = self.num_experts, self.group
         routes = exchange_routes(experts, weights, num_experts=every, group=group)
-        gate, up = all_to_all_matmul(
+        gate_up = all_to_all_matmul(
             tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=self.plan
-        ).chunk(2, -1)
-        hidden, down = F.silu(gate) * up, self.down.transpose(1, 2)
+        )
+        hidden, down = swiglu(gate_up, routes.counts, group.rank()), self.down.transpose(1, 2)
         return matmul_all_to_all(hidden, down, counts=routes, group=group, plan=self.plan)
 
     def _check(self, x: Tensor, experts: Any, weights: Any) -> None:

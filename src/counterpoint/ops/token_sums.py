@@ -6,10 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from counterpoint.kernels.token_sums import token_sum_gradient_kernel
+from counterpoint.kernels.token_sums import name_rows_kernel, token_sum_gradient_kernel
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.runtime.device_limits import refused_on
 from counterpoint.runtime.token_sums import BLOCK_N, NUM_WARPS, PROGRAMS, Source, sum_rows
+
+NAMES = 512  # entries that a program looks at
 
 
 def sum_of_tokens(rows: Tensor, index: Tensor) -> Tensor:
@@ -74,11 +76,14 @@ def gradient_into(
     rows, n = dy.shape
     if not dy.numel():
         return
-    named, order = index.flatten().long().sort(stable=True)
-    starts = torch.searchsorted(named, torch.arange(rows + 1, device=named.device))
+    index, entries = index.contiguous(), index.numel()
+    named = torch.zeros(2, rows, dtype=torch.int32, device=index.device)
+    names: Any = name_rows_kernel
     kernel: Any = token_sum_gradient_kernel
+    if entries:
+        names[(triton.cdiv(entries, NAMES),)](index, named, entries, rows, NAMES)
     kernel[(min(PROGRAMS, rows),)](
-        dout, weights, dout if y is None else y, order, starts, dy, dweights, rows, n,
+        dout, weights, dout if y is None else y, index, named, dy, dweights, entries, rows, n,
         max(index.shape[1], 1), min(BLOCK_N, triton.next_power_of_2(n)), y is not None,
         num_warps=NUM_WARPS,
     )  # fmt: skip
