@@ -10,6 +10,7 @@ On one GPU nothing is gathered, and it is the compute alone that is compared: "r
 """
 
 from collections.abc import Callable
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from torch.nn import functional
 
 import counterpoint as cp
 from benchmarks.choice import choice_of
-from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, all_gather
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
+from benchmarks.rows import Row, taken
+from benchmarks.tables import Column, arm, of_most, table
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
 
@@ -96,8 +99,30 @@ def moved(case: Case, ranks: int) -> int:
     return 2 * case["m"] * case["k"] * (ranks - 1) // ranks
 
 
+# ---- what is said of the rows
+
+COLUMNS = (
+    Column("layer", lambda c: c.head["layer"]), Column("M, N, K", lambda c: c.head["case"]),
+    *(arm(name) for name in ("compute", "serial", "serial compiled", "apart")),
+    arm("auto", bold=True),
+    Column("serial compiled / auto", lambda c: f"**{c.s('serial compiled') / c.s('auto'):.2f}**"),
+    Column("apart / auto", lambda c: f"**{c.s('apart') / c.s('auto'):.2f}**"),
+)  # fmt: skip
+
+
+def epilogue_table(rows: list[Row]) -> str:
+    """Every case."""
+    found = taken(rows, "case")
+    gains = [c.s("apart") / c.s("auto") for c in found]
+    note = ("Microseconds in a graph, N of gate and of up, each; on one GPU nothing is gathered. "
+            f"apart / auto, geometric mean of {len(found)}: {geometric_mean(gains):.2f}, least "
+            f"{min(gains):.2f}.")  # fmt: skip
+    return table(COLUMNS, found, note)
+
+
 EPILOGUE = Benchmark(
     "epilogue", cases, arms, rounds=9, moved=moved, least=1,
+    sections=(Section("docs/results/tensor_parallel.md", "epilogue", of_most(epilogue_table)),),
     short=lambda case: case["layer"] == "70B TP8" and case["m"] in (512, 8192),
     own=lambda shape, _: [case_of(*shape)],
 )  # fmt: skip

@@ -85,7 +85,8 @@ def _file_of(benchmark: str) -> str:
     """The file that rows of the most GPUs are in."""
     if not benchmark:
         return "-"
-    found = sorted(p.name for p in RESULTS.glob(f"{benchmark.replace('_', '-')}-*x-h200.jsonl"))
+    name = benchmark.replace("_", "-")
+    found = sorted(p.name for p in RESULTS.glob(f"{name}-[0-9]*x-h200.jsonl"))
     return f"`{found[-1]}`" if found else "-"
 
 

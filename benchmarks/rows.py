@@ -109,7 +109,7 @@ def taken(rows: Sequence[Row], *keys: str) -> list[Timed]:
 def results(name: str, folder: Path = RESULTS) -> dict[int, list[Row]]:
     """Number of GPUs -> committed rows of a benchmark in one form, from the most GPUs down."""
     files = {int(p.name.split("-")[-2][:-1]): p for old in (*OLDER.get(name, ()), name)
-             for p in folder.glob(f"{old.replace('_', '-')}-*x-*.jsonl")}  # fmt: skip
+             for p in folder.glob(f"{old.replace('_', '-')}-[0-9]*x-*.jsonl")}  # fmt: skip
     found = {ranks: one_form(rows_of(files[ranks])) for ranks in sorted(files, reverse=True)}
     return {ranks: rows for ranks, rows in found.items() if rows}
 

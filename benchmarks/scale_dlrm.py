@@ -11,7 +11,6 @@ from math import ceil
 from benchmarks.dlrm import balanced
 from counterpoint.machine import Machine
 from counterpoint.plan.embedding_seconds import READ_RATE, WRITTEN_COST
-from counterpoint.runtime.launch_embedding_gradient import PROGRAMS, TILE
 from counterpoint.scale.dlrm import DLRMS
 from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Fabric, Network
@@ -24,6 +23,8 @@ CHAIN_S = 92.6e-6 / 64
 # of each row that is named, beside its entries: where they begin, which bag is the first one's,
 # where its table is; half of a chain each
 ROW_CHAINS = 1.5
+# of the kernel that the rows were measured with: its programs, and elements of dy at a time
+PROGRAMS, TILE = 1 << 12, 1024
 
 
 def dlrm_step(samples: int, rows: int, machine: Machine, overlap: Overlap) -> DlrmStep:
