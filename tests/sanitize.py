@@ -26,6 +26,7 @@ import torch.distributed as dist
 from embedding_cases import pooled, random_bags
 from expert_bodies import Whole, by_expert, by_owner, multiplied, summed, whole
 from rank_bodies import Case, Operands, call, exact, operands
+from routed_bodies import LOCAL, TOP, by_torch, chosen, layer
 from torch import Tensor
 
 import counterpoint as cp
@@ -100,6 +101,26 @@ def invariant_rows(at: At) -> None:
         y = cp.all_gather_matmul(x.to(at.device), w.to(at.device), group=at.group, plan="serial")
     want = x.double().repeat(dist.get_world_size(at.group), 1) @ w.double()
     check("batch-invariant product", y, want)
+
+
+def activated(at: At) -> None:
+    """silu(x gate) * (x up) of few rows, by matmuls and a kernel behind them; and its gradients."""
+    draw = torch.Generator().manual_seed(1)
+    x, gate, up = (torch.randn(n, m, generator=draw).half() / 8
+                   for n, m in ((12, 64), (64, 80), (64, 80)))  # fmt: skip
+    plain = [t.double().requires_grad_() for t in (x, gate, up)]
+    leaves = [t.to(at.device).requires_grad_() for t in (x, gate, up)]
+    y = cp.all_gather_matmul(
+        leaves[0], leaves[1:], group=at.group, plan="serial", activation="silu_mul"
+    )
+    both = plain[0].repeat(RANKS, 1)
+    want = torch.nn.functional.silu(both @ plain[1]) * (both @ plain[2])
+    check("gate and up", y, want)
+    y.sum().backward()
+    want.sum().backward()
+    for name, got, each in zip(("x", "gate", "up"), leaves, plain, strict=True):
+        # gradients of x are of all ranks, who computed the same
+        check(f"gradient of {name}", got.grad, each.grad)
 
 
 def normed(at: At) -> None:
@@ -209,10 +230,29 @@ def routed(at: At) -> None:
     weights[:, 0].sum().backward()
     want[:, 0].sum().backward()
     check("gradient of logits", given.grad, exact.grad)
-    for got, by_torch in zip(
+    for got, wanted in zip(
         order_by_expert(experts, 12), order_by_expert(experts.cpu(), 12), strict=True
     ):
-        assert torch.equal(got.cpu(), by_torch), "order of rows"
+        assert torch.equal(got.cpu(), wanted), "order of rows"
+
+
+def routed_on_device(at: At) -> None:
+    """A layer of experts whose routes only the device knows."""
+    tokens, k, hidden, every = 20, 32, 48, RANKS * LOCAL
+    draw = torch.Generator().manual_seed(2)
+    ups = torch.randn(every, k, hidden, generator=draw).half() / 8
+    downs = torch.randn(every, hidden, k, generator=draw).half() / 8
+    x = torch.randn(tokens, k, generator=draw.manual_seed(at.rank)).half()
+    weights, experts = torch.rand(tokens, TOP), chosen("skewed", at.rank, RANKS, tokens)
+    own = slice(at.rank * LOCAL, (at.rank + 1) * LOCAL)
+    there = [t.to(at.device) for t in (x, ups[own], downs[own])]
+    routes = cp.exchange_routes(
+        experts.to(at.device), weights.to(at.device), num_experts=every, group=at.group,
+        max_rows=RANKS * tokens * TOP,
+    )  # fmt: skip
+    y = layer(*there, routes, "auto", at.group)
+    want = by_torch(x.double(), ups.double(), downs.double(), experts, weights.double())
+    check("experts by routes of the device", y, want)
 
 
 def gated(at: At) -> None:
@@ -313,6 +353,8 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
     "tokens": (sums, ("token_sum_kernel", "name_rows_kernel", "token_sum_gradient_kernel")),
     "router": (routed, ("choose_experts_kernel", "choose_experts_gradient_kernel",
                         "count_experts_kernel", "place_rows_kernel")),
+    "routes of the device": (routed_on_device, ("send_sums_kernel",)),
+    "activation": (activated, ("activation_kernel", "activation_gradient_kernel")),
     "SwiGLU": (gated, ("swiglu_kernel", "swiglu_gradient_kernel")),
     "bags": (lambda at: embedding(at, "fused"),
              ("embedding_all_to_all_kernel", "copy_out_kernel", "names_kernel", "mark_rows_kernel",

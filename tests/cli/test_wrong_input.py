@@ -102,8 +102,8 @@ WORDS: list[tuple[str, str]] = [
      "plan: --shape must be given with a value, got none; see `counterpoint plan --help`"),
     (f"{A} more words",
      "plan: words must be those that its help shows, got 'more words'; see ..."),
-    (f"{A} --rank 4", "plan: options must be of --shape, ..., --into, got '--rank'; did you mean "
-     "'--ranks'?"),
+    (f"{A} --rank 4", "plan: options must be of --shape, ..., --activation, got '--rank'; "
+     "did you mean '--ranks'?"),
     (f"{A} --json=1", "plan: --json must be given without a value, got '1'; see ..."),
     ("plan all_gather_matmull --shape 8,8,8", "plan: OP must be one of all_gather_attention, ..., "
      "got 'all_gather_matmull'; did you mean 'all_gather_matmul'?"),
