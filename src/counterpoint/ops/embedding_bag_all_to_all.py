@@ -137,7 +137,7 @@ def called(
     return Eager.apply(ready, placed, given, how, weights, ANCHOR, *filter(TRAINED, tables))  # pyright: ignore[reportReturnType]
 
 
-@torch.compiler.disable(reason="outputs of counterpoint.PooledOutputs take turns")
+@torch.compiler.disable(reason="outputs of counterpoint.PooledOutputs take turns")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _between_graphs(*given: Any) -> Tensor:
     """A call that a compiler leaves out: no graph may return the same memory each other time."""
     return called(*given)
