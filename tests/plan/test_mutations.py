@@ -202,7 +202,6 @@ CASES = [
     Case(ATTENTION[1], "serial", (2, 2), n=4, k=2, causal=True),
     Case(ATTENTION[1], "shard_p2p ring", (2, 2), n=4, k=2, causal=True),
     Case(ATTENTION[1], "by_heads ring chunks=3", (2, 2), n=6, k=3, head_dim=1),
-    Case(ATTENTION[1], "by_heads xor chunks=2", (1, 1, 1, 1), n=4, k=4, head_dim=2),
 ]
 
 STILL_RIGHT = {
