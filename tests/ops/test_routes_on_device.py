@@ -16,7 +16,9 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
+from counterpoint.runtime import wire
 from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.ranks import spawn
 from counterpoint.runtime.workspace import workspace_of
 
 K, N, HIDDEN = 8, 16, 24
@@ -72,6 +74,67 @@ def test_a_layer_against_fp64(rank: int, ranks: int, name: str):
         for tokens in (9, 0):
             compare(rank, ranks, name, tokens, "auto", torch.float32)
             compare(rank, ranks, name, tokens, "auto", torch.float16)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 1)])
+@on_ranks()
+def test_a_layer_between_islands_against_fp64(rank: int, ranks: int, size: int, name: str):
+    """Of fp32, which kernels do not take, ranks tell each other their routes anew."""
+    with on_islands(rank, size), by_reference():
+        for tokens in (9, 0):
+            for plan in ("auto", "serial"):
+                compare(rank, ranks, name, tokens, plan, torch.float32)
+            for plan in ("auto", "islands", "serial"):
+                compare(rank, ranks, name, tokens, plan, torch.float16)
+
+
+def on_islands_of_three(rank: int, ranks: int) -> None:
+    with on_islands(rank, 3):
+        for name in CHOICES:
+            compare(rank, ranks, name, 9, "auto", torch.float16)
+        text = "plan must be for a number of ranks that is a power of two"
+        with pytest.raises(cp.InputError, match=text):
+            compare(rank, ranks, "uniform", 5, "islands", torch.float16)
+
+
+def test_a_layer_between_islands_of_three_against_fp64():
+    """No kernel waits for peers there: the host does."""
+    spawn(on_islands_of_three, 6, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", ["uniform", "first island", "last rank"])
+@on_ranks(4)
+def test_every_token_goes_to_each_other_island_once(rank: int, ranks: int, name: str):
+    """Whatever its experts: sizes say nothing of routes; forward and backward, there and back."""
+    found: list[int] = []
+    exchange, tokens, wide = wire.Gloo.exchange, 7, 16
+
+    def counting(self: Any, sent: wire.Messages, *rest: Any) -> None:
+        found.extend(block.numel() for block, _ in sent)
+        exchange(self, sent, *rest)
+
+    for size in (2, 1):
+        with on_islands(rank, size) as islands, by_reference(), pytest.MonkeyPatch.context() as p:
+            experts, weights = chosen(name, rank, ranks, tokens), torch.ones(tokens, TOP)
+            every, room = ranks * LOCAL, ranks * tokens * TOP
+            routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
+            x = shards(rank, tokens, wide).half().requires_grad_()
+            w = shards(rank, LOCAL, wide, wide).half()
+            found.clear()
+            p.setattr(wire.Gloo, "exchange", counting)
+            layer(x, w, w, routes, "auto").sum().backward()
+            assert found == [tokens * wide] * (4 * (islands - 1))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("size", [2, 1])
+@on_ranks(4)
+def test_kernels_between_islands_against_fp64(rank: int, ranks: int, size: int, name: str):
+    """Interpreted, on islands of 2 ranks and of 1."""
+    with on_islands(rank, size), small_kernels():
+        for tokens in (9, 0):
+            compare(rank, ranks, name, tokens, "islands", torch.float16)
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -235,11 +235,16 @@ class Workspace:
 
 
 class Places:
-    """Where the boxes of one plan lie: in the workspace, or in the operands of a call."""
+    """Where the boxes of one plan lie: in the workspace, or in the operands of a call.
 
-    def __init__(self, workspace: Workspace, plan: Plan) -> None:
+    Args:
+        rank: this one among those of the plan, where these are one island of several.
+    """
+
+    def __init__(self, workspace: Workspace, plan: Plan, rank: int | None = None) -> None:
         self.workspace = workspace
         self.plan = plan
+        self.rank = workspace.rank if rank is None else rank
         self.offsets: dict[str, int] = {}
         self.constants: Operands = {}  # boxes that `name` has given names
         used = {"symmetric": 0, "scratch": 0}
