@@ -3,8 +3,8 @@
 An event is before another by lane order, by `after`, from a post to its wait, and because a call
 ends before the next of its rank begins. A barrier posts at its begin and waits at its end; every
 other step waits at its begin and posts at its end. A collective begins on all ranks before it ends
-on any, and a kernel that spins on its peers on all ranks of an island. An exchange ends once those that it sends to and
-gets from have begun it.
+on any; a kernel that spins on its peers, on all ranks of an island. An exchange ends once those
+that it sends to and gets from have begun it.
 """
 
 from collections.abc import Iterable

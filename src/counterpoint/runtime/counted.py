@@ -145,9 +145,7 @@ def _rows_of(name: str, operands: Operands, places: Places) -> Tensor:
     if name in operands:
         return operands[name]
     buffer = places.plan.buffer(name)
-    whole = places.fixed(
-        Box(places.rank, name, 0, 0, buffer.shape[0], 0, buffer.shape[1])
-    )
+    whole = places.fixed(Box(places.rank, name, 0, 0, buffer.shape[0], 0, buffer.shape[1]))
     assert whole is not None, "an operand that a call lacks"
     return whole
 
