@@ -72,10 +72,10 @@ def exchange_routes(
     Between islands max_rows costs bytes and memory, because no host knows which tokens have experts
     where: each goes once to each other island, also where it has none, and a row of each comes
     back. With 8 of 256 experts on 2 islands that is hardly more than without max_rows. Where a
-    router keeps tokens on few of many islands it is much more; leave max_rows out there. A rank
-    holds the tokens of its place in all islands. Memory that kernels share has twice the rows that
-    may come back to it: islands * tokens * the least of top_k and the ranks of an island. The
-    kernel starts when all tokens are there, so nothing of these operators hides the exchange.
+    router keeps tokens on few of many islands it is much more; leave max_rows out there. A rank may
+    get back islands * tokens * r rows, where r is the lesser of top_k and the ranks of an island.
+    Memory is four times that, or four times max_rows if that is more. The kernel starts when all
+    tokens are there, so nothing of these operators hides the exchange.
 
     Args:
         experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank,
