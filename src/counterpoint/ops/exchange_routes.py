@@ -74,7 +74,7 @@ def exchange_routes(
     back. With 8 of 256 experts on 2 islands that is hardly more than without max_rows. Where a
     router keeps tokens on few of many islands it is much more; leave max_rows out there. A rank may
     get back islands * tokens * r rows, where r is the lesser of top_k and the ranks of an island.
-    Memory is four times that, or four times max_rows if that is more. The kernel starts when all
+    Memory is 2 + 2 / r times that, or times max_rows if that is more. The kernel starts when all
     tokens are there, so nothing of these operators hides the exchange.
 
     Args:

@@ -157,7 +157,7 @@ def _run_on_device(
     assert firsts is not None, "all of them are there"
     workspace = workspace_of(group_of(group_name), x.device)
     sizes = sizes._replace(islands=workspace.islands.number)
-    m = experts.most(max(max_rows, sizes.back, sizes.held), counts.shape[1])
+    m = experts.most(max(max_rows, sizes.back), counts.shape[1])
     facts, given = (m, top, tokens, max_rows), call.Given(room)
     problem = of_islands(_problem(operator.op, tensors, facts, ranks), workspace)
     family, own = family_of(plan), "fused" if sizes.islands == 1 else "islands"

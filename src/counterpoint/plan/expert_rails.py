@@ -12,6 +12,9 @@ order, and rounds once. Where routes are an operand boxes are those of one exper
     x --experts--> rail    by island   --exchange--> got    a combine
     rail of this island, got --collect--> y
 
+M is the most rows that a rank gets, or gets back. A token is one row of `rail` and of `got`, which
+so have less memory than boxes: see extents.py.
+
 Tokens go also where they have no expert. Of 8 experts that are drawn among 256 on 2 islands nearly
 none are such; where a router keeps tokens on few of many islands most are, and plans whose counts
 the host knows (routed_experts.py) send less, and wait.

@@ -73,8 +73,8 @@ class Sizes(NamedTuple):
 
     @property
     def back(self) -> int:
-        """Rows that come back to a rank at most, where no mate gets more than it can take."""
-        return min(self.held * min(self.top, self.mates), self.mates * self.max_rows)
+        """Rows that come back to a rank at most."""
+        return self.held * min(self.top, self.mates)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

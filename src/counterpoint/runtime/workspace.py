@@ -18,6 +18,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.plan.bind import Box
+from counterpoint.plan.extents import extent
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.runtime.islands import islands_of, name_of_mine
 from counterpoint.runtime.notice_board import Awaited, NoticeBoard
@@ -334,17 +335,8 @@ class Places:
 
     def _shape(self, buffer: Buffer, rank: int) -> tuple[int, int, int]:
         """(slots, rows, columns) as `rank` stores the buffer."""
-        extent, cols = buffer.shape
-        problem = self.plan.problem
-        slots = problem.ranks if buffer.holds == "slots" else 1
-        if buffer.split and buffer.holds == "peers":
-            extent -= problem.rows[rank]
-        elif buffer.split and buffer.holds == "island":
-            size = problem.ranks // problem.islands
-            extent = sum(problem.rows[rank // size * size :][:size])
-        elif buffer.split and buffer.holds != "all":
-            extent = problem.rows[rank]
-        return slots, extent, cols
+        slots = self.plan.problem.ranks if buffer.holds == "slots" else 1
+        return slots, extent(self.plan, buffer, rank), buffer.shape[1]
 
 
 def _aligned(num_bytes: int) -> int:
