@@ -158,12 +158,12 @@ def exchange(bound: BoundStep, places: Places) -> Action:
 
 def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
     """The library's, of blocks to each rank of the plan, which are neighbours in the group."""
-    step, group = _Step(bound, places), places.workspace.group.size()
+    step, workspace = _Step(bound, places), places.workspace
     ((source, target),) = step.pairs
-    before = places.workspace.rank - places.rank
+    before = workspace.rank - places.rank
 
     def of_all(rows: list[int]) -> list[int]:
-        return [0] * before + rows + [0] * (group - before - len(rows))
+        return [0] * before + rows + [0] * (workspace.group.size() - before - len(rows))
 
     def run(operands: Operands) -> None:
         blocks = routes_of(operands).blocks
