@@ -40,6 +40,7 @@ from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
 
 SCHEDULES = 8
+ON_DEVICE = "device_routed"
 
 
 class Case(NamedTuple):
@@ -175,6 +176,8 @@ CASES = [
     Case(DISPATCH, "islands", (2, 2), experts=2, islands=2),
     Case(COMBINE, "islands", (1, 1, 1, 1), experts=1, islands=2),
     Case(COMBINE, "islands", (2, 2), experts=2, islands=2, counts="routed"),
+    Case(DISPATCH, "islands", (2, 2, 2, 2), n=8, k=8, experts=1, islands=2, counts=ON_DEVICE),
+    Case(COMBINE, "islands", (1, 1, 1), n=8, k=8, experts=1, islands=3, counts=ON_DEVICE),
     Case(DISPATCH, "routed 1/1 ring", (4, 4, 4), experts=2, counts="routed"),
     Case(COMBINE, "routed 1/1 xor", (4, 4), experts=2, counts="routed"),
     Case(COMBINE, "serial", (3, 3), experts=3),
@@ -395,7 +398,8 @@ def a_kernel_of_ours_stands_only_as_its_family_has_it() -> None:
     assert {(r.plan.problem.op, r.plan.family) for r in ours} == {
         (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
     } | {
-        (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"), (DISPATCH, "routed"),
+        (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"), (DISPATCH, "islands"),
+        (DISPATCH, "routed"),
         (NORM, "serial"),
         (COMBINE, "routed"),
         *product((DISPATCH, COMBINE), ("serial", "grouped")),
@@ -419,6 +423,32 @@ def test_lookups_between_islands_are_proved_by_what_they_read_and_write():
     assert len(found) < 0.05 * len(every)
     kinds = {what.partition(": ")[0] for what in found}
     assert kinds <= {"memory", "swap", "lane", "slots", "buffer"}
+
+
+@pytest.mark.parametrize(
+    ("op", "right"),
+    [(DISPATCH, {"swap: give_1 and keep"}), (COMBINE, {"memory: got holds peers"})],
+)
+def test_what_stands_around_the_kernel_of_an_island_is_proved(op: str, right: set[str]):
+    """By what it reads and writes, not by standing as built; the kernel is, and has its operands.
+
+    Two mutants are right: steps of two lanes change places, and no step uses an own block of `got`.
+    """
+    rows = (2, 2, 2, 2)
+    facts = {"experts": 1, "counts": ON_DEVICE, "islands": 2}
+    plan = build(make_problem(op, sum(rows), 8, 8, 4, **facts), "islands")
+    (kernel,) = (step for step in plan.steps if step.spins)
+    its_own = ("routes", "memory: moved", "memory: arrived")
+    every = [
+        (what, mutant) for what, mutant in mutants(plan)
+        if kernel in mutant.steps and not any(words in what for words in its_own)
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("counterpoint.plan.form._not_as_built", lambda plan: "")
+        accepted = [(what, mutant) for what, mutant in every if accepts(mutant)]
+    for what, mutant in accepted:
+        assert all(simulate(mutant, seed) for seed in range(SCHEDULES)), what
+    assert {what for what, _ in accepted} == right and len(every) > 100
 
 
 def accepted_mutants_are_those_of_the_table() -> None:
