@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -169,14 +169,16 @@ def worse(
 
 
 def sequence_parallel(
-    mlp: nn.Module, last: str, dtype: torch.dtype, shape: Sequence[int]
-) -> tuple[nn.Module, Tensor]:
+    mlp: nn.Module, last: str, dtype: torch.dtype, shape: Sequence[int],
+    mesh: DeviceMesh | None = None,
+) -> tuple[nn.Module, Tensor]:  # fmt: skip
     """A part of a model between a gather and a scatter, and this rank's part of its input.
 
     Args:
         mlp: whose linear layers take the gathered input, but one.
         last: name of that one.
         shape: of the whole input, [sequences, tokens, features].
+        mesh: of the ranks; None: all of them, on CPUs.
     """
     torch.manual_seed(0)
     for parameter in mlp.parameters():
@@ -189,7 +191,9 @@ def sequence_parallel(
         "0": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         f"0.{last}": RowwiseParallel(output_layouts=Shard(1)),
     }
-    model, ranks = nn.Sequential(mlp).to(dtype), dist.get_world_size()
-    parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(mlp).to(mesh.device_type, dtype)
+    parallelize_module(model, mesh, plan)
     torch.manual_seed(1)
-    return model, torch.randn(*shape).to(dtype).chunk(ranks, 1)[dist.get_rank()].clone()
+    x = torch.randn(*shape).to(mesh.device_type, dtype)
+    return model, x.chunk(mesh.size(), 1)[dist.get_rank()].clone()

@@ -31,7 +31,7 @@ class Mlp(nn.Module):
     def __init__(self, form: str, act: Activation = F.silu, *, bias: bool = False) -> None:
         super().__init__()
         self.act, self.form = act, form
-        merged = form in ("chunked", "sliced", "interleaved", "one half")
+        merged = form in ("chunked", "sliced", "interleaved", "one half", "quarters")
         self.up = nn.Linear(DIM, HIDDEN * (1 + merged), bias=bias)
         if not merged and form not in ("one", "square", "itself"):
             self.gate = nn.Linear(DIM, HIDDEN, bias=bias)
@@ -61,6 +61,11 @@ def interleaved(m: Mlp, x: Tensor) -> Tensor:
     return m.down(m.act(y[..., ::2]) * y[..., 1::2])
 
 
+def quarters(m: Mlp, x: Tensor) -> Tensor:
+    gate, up, *_ = m.up(x).chunk(4, -1)
+    return m.down(torch.cat([m.act(gate) * up] * 2, -1))
+
+
 def read(m: Mlp, x: Tensor) -> Tensor:
     gate = m.gate(x)
     return m.down(m.act(gate) * m.up(x)) + gate.sum()
@@ -80,7 +85,7 @@ FORMS: dict[str, Callable[[Mlp, Tensor], Tensor]] = {
     "chunked": chunked, "sliced": sliced, "interleaved": interleaved,
     "one half": lambda m, x: m.down(m.act(m.up(x).chunk(2, -1)[0])),
     "third": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x) + m.third(x)),
-    "read": read,
+    "read": read, "quarters": quarters,
     "joined": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x) * 2),
     "square": lambda m, x: m.down(m.act(m.up(x)).square()),
     "itself": itself,
@@ -142,6 +147,7 @@ APART = [
     ("itself", GATHER, "silu stays apart, as mul reads its products, too"),
     ("interleaved", GATHER, ""),
     ("one half", GATHER, ""),
+    ("quarters", GATHER, ""),
 ]
 
 

@@ -72,7 +72,7 @@ def test_mlps(
     import transformers  # type: ignore[import-not-found]
 
     config = getattr(transformers, f"{name}Config")(
-        hidden_size=16, intermediate_size=48, pad_token_id=0, **settings
+        hidden_size=16, intermediate_size=48, num_attention_heads=2, pad_token_id=0, **settings
     )
     module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
 

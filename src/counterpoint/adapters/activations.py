@@ -26,6 +26,7 @@ from counterpoint.adapters.axes import (
     Size,
     name_of,
     regrouped,
+    same,
     step,
     value,
     whole,
@@ -195,8 +196,8 @@ def _half(node: fx.Node, last: Axes, columns: Axes) -> tuple[int, Axes]:
         which = {0: 0, value(node).shape[-1]: 1}.get(start or 0) if by == 1 else None  # type: ignore[arg-type]
     size, num_dims = value(node).shape[-1], value(node).dim()
     outer, inner = regrouped([last], [2, size])
-    is_last = cast(int, dim) % num_dims == num_dims - 1
-    if which not in (0, 1) or not is_last or outer != whole(columns)[:1]:
+    is_half = same(2 * size, value(given).shape[-1]) and cast(int, dim) % num_dims == num_dims - 1
+    if which not in (0, 1) or not is_half or outer != whole(columns)[:1]:
         raise NotFollowedError("it is no half of a product's columns")
     return cast(int, which), inner
 

@@ -1,6 +1,8 @@
 """Puts operators in the place of collectives and their matmuls, forward and backward at once.
 
     all-gather + matmuls                        all_gather_matmul, of a list where there are several
+    all-gather + matmuls + activation,
+    in inference                                all_gather_matmul with it
     all-gather + dgrad + wgrad                  matmul_reduce_scatter_backward
     wgrads of what was gathered, and the
     reduce-scatter of the sum of dgrads         all_gather_matmul_backward: x is gathered again, so
@@ -8,8 +10,8 @@
     wgrads alone                                all_gather_matmul_wgrad
     matmuls + reduce-scatter                    matmul_reduce_scatter, or of the sum of several
     matmuls + all-reduce                        matmul_all_reduce
-    all-reduce + residual + norm by RMS,
-    in inference, without a matmul              all_reduce_rms_norm
+    all-reduce + residual + norm,
+    in inference, without a matmul              all_reduce_rms_norm, all_reduce_layer_norm
 
 What is gathered or scattered along another dim than the first is moved there by views and copies,
 which a compiler joins with what stands around them.

@@ -68,9 +68,7 @@ def _reduced(term: object) -> fx.Node | None:
 def straighten(graph: fx.Graph) -> None:
     """What is put in another order for one operator and back for the next is not moved at all."""
     for node in list(graph.nodes):
-        if getattr(node.target, "namespace", "") != "counterpoint":
-            continue
-        for given in node.all_input_nodes:
+        for given in node.all_input_nodes if _is_ours(node) else ():
             source = _source(given)
             if source is None:
                 continue
@@ -87,13 +85,17 @@ def straighten(graph: fx.Graph) -> None:
                 given = before
 
 
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "counterpoint"
+
+
 def _source(node: fx.Node) -> fx.Node | None:
-    """What a node, behind permutations, has all numbers of in the same order; None: nothing."""
+    """The operator's result that a node, behind permutations, has in the same order; None: none."""
     path = [node]
     while path[-1].target in (*VIEWS, *TURNS):
         path.append(cast(fx.Node, path[-1].args[0]))
     source = path.pop()
-    if not any(each.target in TURNS for each in path) or not value(source).is_contiguous():
+    if not any(each.target in TURNS for each in path) or not _is_ours(source):
         return None
     own = dims = dims_of(source)
     try:
