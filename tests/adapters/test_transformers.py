@@ -71,10 +71,11 @@ def test_mlps(
     """Sequence parallel, in inference: what the operator that gathers does."""
     import transformers  # type: ignore[import-not-found]
 
-    config = getattr(transformers, f"{name}Config")(
+    kind = getattr(transformers, f"{name}Config")
+    config = kind(
         hidden_size=16, intermediate_size=48, num_attention_heads=2, pad_token_id=0, **settings
     )
-    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    module = importlib.import_module(kind.__module__.replace("configuration", "modeling"))
 
     def make(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
         return sequence_parallel(getattr(module, f"{name}MLP")(config), last, dtype, (2, 12, 16))
