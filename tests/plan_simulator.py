@@ -25,11 +25,12 @@ def products(
 ) -> dict[str, Array]:
     """What each key head and its queries make, side by side."""
 
-    def of_head(given: dict[str, Array], i: int) -> dict[str, Array]:
-        return {name: np.split(x, key_heads, 1)[i] for name, x in given.items()}
+    def by_head(given: dict[str, Array]) -> list[dict[str, Array]]:
+        parts = zip(*(np.split(x, key_heads, 1) for x in given.values()), strict=True)
+        return [dict(zip(given, of_head, strict=True)) for of_head in parts]
 
-    each = [_products(of_head(own, i), of_head(other, i), seen, backward=backward)
-            for i in range(key_heads)]  # fmt: skip
+    each = [_products(mine, theirs, seen, backward=backward)
+            for mine, theirs in zip(by_head(own), by_head(other), strict=True)]  # fmt: skip
     return {name: np.concatenate([found[name] for found in each], 1) for name in each[0]}
 
 
