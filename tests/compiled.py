@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from rank_bodies import by_reference
 from torch import Tensor, fx, nn
@@ -13,6 +14,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from counterpoint.adapters.compile import OverlapPass, compile_options
 from counterpoint.measure.timing import relative_error
@@ -112,7 +121,8 @@ def leaves_of(model: nn.Module, x: Tensor) -> list[Tensor]:
 def worse(
     make: Callable[[torch.dtype], tuple[nn.Module, Tensor]], *, matched: int,
     left: Sequence[str] = (), train: bool = True, dtype: torch.dtype = torch.float32,
-    dynamic: bool | None = None, **options: Any,
+    dynamic: bool | None = None, operators: Sequence[str] = (), apart: str | None = None,
+    **options: Any,
 ) -> list[str]:  # fmt: skip
     """Results of a step that are farther from fp64 than those of torch's own compile.
 
@@ -123,6 +133,8 @@ def worse(
         train: compute gradients, too.
         dtype: of the model that is compiled.
         dynamic: as of torch.compile.
+        operators: that are there; none: any.
+        apart: what is said of an activation that no operator applies; None: anything.
         options: of `compile_options`.
     """
 
@@ -144,6 +156,8 @@ def worse(
     (report,) = overlap.reports
     assert report.matched == len(report.found) - len(left) == matched, str(report)
     assert [one.reason for one in report.found if one.reason] == list(left), str(report)
+    assert not operators or [one.operator for one in report.found] == [*operators], str(report)
+    assert apart in (None, "".join(one.apart for one in report.found)), str(report)
     assert backend.saved_bytes <= plain.saved_bytes
     # what was only put in another order is saved as it was
     assert not backend.saved_copies, backend.saved_copies
@@ -153,3 +167,34 @@ def worse(
         if not error <= allowed + 1e-7:
             found.append(f"result {i} is off by {error:.1e}, torch's by half of {allowed:.1e}")
     return found
+
+
+def sequence_parallel(
+    mlp: nn.Module, last: str, dtype: torch.dtype, shape: Sequence[int],
+    mesh: DeviceMesh | None = None,
+) -> tuple[nn.Module, Tensor]:  # fmt: skip
+    """A part of a model between a gather and a scatter, and this rank's part of its input.
+
+    Args:
+        mlp: whose linear layers take the gathered input, but one.
+        last: name of that one.
+        shape: of the whole input, [sequences, tokens, features].
+        mesh: of the ranks; None: all of them, on CPUs.
+    """
+    torch.manual_seed(0)
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter, std=shape[-1] ** -0.5)
+    plan: dict[str, Any] = {
+        f"0.{name}": ColwiseParallel() for name, layer in mlp.named_children()
+        if isinstance(layer, nn.Linear)
+    }  # fmt: skip
+    plan |= {
+        "0": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        f"0.{last}": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(mlp).to(mesh.device_type, dtype)
+    parallelize_module(model, mesh, plan)
+    torch.manual_seed(1)
+    x = torch.randn(*shape).to(mesh.device_type, dtype)
+    return model, x.chunk(mesh.size(), 1)[dist.get_rank()].clone()

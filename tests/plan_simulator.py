@@ -25,11 +25,12 @@ def products(
 ) -> dict[str, Array]:
     """What each key head and its queries make, side by side."""
 
-    def of_head(given: dict[str, Array], i: int) -> dict[str, Array]:
-        return {name: np.split(x, key_heads, 1)[i] for name, x in given.items()}
+    def by_head(given: dict[str, Array]) -> list[dict[str, Array]]:
+        parts = zip(*(np.split(x, key_heads, 1) for x in given.values()), strict=True)
+        return [dict(zip(given, of_head, strict=True)) for of_head in parts]
 
-    each = [_products(of_head(own, i), of_head(other, i), seen, backward=backward)
-            for i in range(key_heads)]  # fmt: skip
+    each = [_products(mine, theirs, seen, backward=backward)
+            for mine, theirs in zip(by_head(own), by_head(other), strict=True)]  # fmt: skip
     return {name: np.concatenate([found[name] for found in each], 1) for name in each[0]}
 
 
@@ -355,20 +356,47 @@ class _Simulation:
     def fused(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
         """The op on what the step reads, into the outputs that it writes; else it has no effect.
 
-        What does not spin knows what its own rank reads.
+        What does not spin knows what its own rank reads, what spins all ranks of an island.
         """
         name = bound.step.name
         self.read[call, rank, name] = {
             region.buffer: self.memory[region.buffer, rank][0].copy() for region in bound.step.reads
         }
         yield True
-        known = self.ranks if bound.step.spins else [rank] * len(self.ranks)
+        size = len(self.ranks) // self.plan.problem.islands
+        mates = range(rank // size * size, rank // size * size + size)
+        known = mates if bound.step.spins else [rank] * len(self.ranks)
         while not all((call, r, name) in self.read for r in known):
             yield False
-        values = self.wanted([self.read[call, r, name] for r in known], rank)
+        reads = {r: self.read[call, r, name] for r in known}
+        if bound.step.spins and size < len(self.ranks):
+            values = self.of_island(reads, rank)
+        else:
+            values = self.wanted([reads[r] for r in known], rank)
         for region in bound.step.writes:
             if region.buffer in values:
                 self.memory[region.buffer, rank][0] = values[region.buffer]
+
+    def of_island(self, reads: dict[int, dict[str, Array]], rank: int) -> dict[str, Array]:
+        """What the experts of an island make of the tokens of rails; others have no weight.
+
+        Args:
+            reads: by each rank of it.
+        """
+        p, size = self.plan.problem, len(reads)
+        wide = p.m // p.islands
+        here = slice(rank // size * wide, rank // size * wide + wide)
+        inputs = [{"x": np.zeros((p.m, p.k)), "w": np.zeros((p.experts * p.k, p.n))}
+                  for _ in self.ranks]  # fmt: skip
+        for mate, read in reads.items():
+            inputs[mate] |= {name: read[name] for name in ("x", "w") if name in read}
+        if p.op == "matmul_all_to_all":
+            sums = self.to_owners(inputs)[rank % size :: size]
+            return {"rail": np.concatenate([each[here] for each in sums])}
+        for s in self.ranks:
+            rail = reads[rank - rank % size + s % size]["rail"]
+            inputs[s]["x"][here] = rail[s // size * wide : s // size * wide + wide]
+        return {"y": self.to_experts(inputs)[rank]}
 
     def exchange(self, call: int, rank: int, bound: BoundStep) -> Iterator[bool]:
         """Both ends are there, and what is sent stays as it is until it has arrived."""

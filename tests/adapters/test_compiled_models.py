@@ -136,8 +136,9 @@ def test_inductor_and_what_is_explained(rank: int, world_size: int):
     total, gather, scatter = reports[0].splitlines()
     assert total == "2 of 2 collectives are parts of operators"
     assert re.fullmatch(
-        r"forward +all-gather of 6x10x16 float32, up: all_gather_matmul \(up\), plan \w+.*", gather
-    )
+        r"forward +all-gather of 6x10x16 float32, up: "
+        r"all_gather_matmul with relu \(up\), plan \w+.*", gather,
+    )  # fmt: skip
     assert re.fullmatch(
         r"forward +reduce-scatter of 12x10x16 float32, down: "
         r"matmul_reduce_scatter \(down\), plan \w+.*", scatter,
@@ -327,11 +328,11 @@ def test_an_error_of_the_pass_is_said_and_ends_nothing(rank: int, world_size: in
     model, x = mlp(1, world_size, torch.float32)
     overlap = overlap_pass()
     with torch.no_grad(), by_reference(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("counterpoint.adapters.rewrite._reduce", broken)
+        patch.setattr("counterpoint.adapters.reductions.reduce", broken)
         with quick(overlap) as backend:
             torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
     (report,) = overlap.reports
-    assert report.found[0].operator == "all_gather_matmul"
+    assert report.found[0].operator == "all_gather_matmul with relu"
     assert report.found[1].reason == "an error of the pass, ValueError: not so"
 
 

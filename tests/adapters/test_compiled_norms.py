@@ -32,12 +32,37 @@ def alone(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
     return F.rms_norm(h, (N,), weight, 1e-5), h * residual
 
 
-def rounded_before(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-    """As of transformers."""
+def of_transformers(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    """LlamaRMSNorm, line by line."""
+    h = residual + summed(x)
+    wide = h.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(variance + 1e-5)
+    return weight * wide.to(h.dtype), h
+
+
+def by_layer(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    h = residual + summed(x)
+    return F.layer_norm(h, (N,), weight, residual.flatten(0, -2)[0], 1e-5), h
+
+
+def by_layer_alone(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    h = summed(x)
+    return F.layer_norm(h, (N,), weight, None, 1e-5), h * residual
+
+
+def in_its_own_dtype(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    """The squares are rounded."""
+    h = summed(x) + residual
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)), h
+
+
+def of_gemma(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    """Of 1 + weight, which bf16 does not hold."""
     h = summed(x) + residual
     wide = h.float()
-    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
-    return weight * unit.to(h.dtype), h
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return (wide * (1.0 + weight.float())).type_as(h), h
 
 
 def of_columns(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
@@ -65,10 +90,15 @@ def operands(rank: int, rows: tuple[int, ...], dtype: torch.dtype) -> list[Tenso
     return [t.to(dtype) for t in (x, *shared)]
 
 
+def rms(h: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(h, (N,), weight, 1e-5)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("layer", [with_residual, alone])
+@pytest.mark.parametrize("layer", [with_residual, alone, of_transformers, by_layer, by_layer_alone])
 @on_ranks(2)
 def test_a_norm_behind_an_all_reduce(rank: int, ranks: int, layer: Layer, dynamic: bool):
+    kind, is_alone = "layer" if "layer" in layer.__name__ else "rms", "alone" in layer.__name__
     for dtype in (torch.float32, torch.bfloat16):
         torch.compiler.reset()
         overlap = overlap_pass()
@@ -80,19 +110,24 @@ def test_a_norm_behind_an_all_reduce(rank: int, ranks: int, layer: Layer, dynami
                 x, residual, weight = (t.double() for t in given)
                 total = torch.relu(x)
                 dist.all_reduce(total)
-                exact = total + residual if layer is with_residual else total
+                exact = total if is_alone else total + residual
                 most = 2 * torch.finfo(dtype).eps
-                want = F.rms_norm(h.double() if layer is with_residual else exact, (N,), weight,
-                                  1e-5)  # fmt: skip
-                other = exact if layer is with_residual else exact * residual
+                normed = exact if is_alone else h.double()
+                if kind == "rms":
+                    want = rms(normed, weight)
+                else:
+                    bias = None if is_alone else residual.flatten(0, -2)[0]
+                    want = F.layer_norm(normed, (N,), weight, bias, 1e-5)
+                other = exact * residual if is_alone else exact
                 for got, right in ((y, want), (h, other)):
                     assert got.dtype == dtype
                     assert (got.double() - right).norm() <= 2 * most * right.norm()
         for report in overlap.reports:
-            assert [one.operator for one in report.found] == ["all_reduce_rms_norm"], str(report)
+            operators = [one.operator for one in report.found]
+            assert operators == [f"all_reduce_{kind}_norm"], str(report)
 
 
-@pytest.mark.parametrize("layer", [rounded_before, of_columns, read_between, no_norm])
+@pytest.mark.parametrize("layer", [of_columns, read_between, no_norm, in_its_own_dtype, of_gemma])
 @on_ranks(2)
 def test_what_is_left_is_as_it_was(rank: int, ranks: int, layer: Layer):
     given = operands(rank, (5,), torch.bfloat16)
@@ -104,6 +139,30 @@ def test_what_is_left_is_as_it_was(rank: int, ranks: int, layer: Layer):
             torch.testing.assert_close(one, want)
     (one,) = overlap.reports[0].found
     assert not one.operator and one.reason == "no matmul, but relu stands before it"
+
+
+@on_ranks(2)
+def test_a_weight_that_is_computed(rank: int, ranks: int):
+    """In fp32 1 + weight is a weight like any other."""
+    x, residual, weight = operands(rank, (5,), torch.float32)
+    overlap = overlap_pass()
+    with torch.no_grad(), by_reference(), quick(overlap) as backend:
+        y, h = torch.compile(of_gemma, backend=backend)(x, residual, weight)
+        torch.testing.assert_close(y, rms(h, 1 + weight))
+        torch.testing.assert_close(h, of_gemma(x, residual, weight)[1])
+    assert overlap.reports[0].found[0].operator == "all_reduce_rms_norm"
+
+
+@on_ranks(2)
+def test_where_a_compiler_rounds_as_eager_does_so_does_the_norm(rank: int, ranks: int):
+    given = operands(rank, (5,), torch.bfloat16)
+    overlap = overlap_pass()
+    rounding = torch._inductor.config.patch(emulate_precision_casts=True)
+    with torch.no_grad(), by_reference(), quick(overlap) as backend, rounding:
+        with pytest.warns(Warning, match="no matmul, but relu stands before it"):
+            got = torch.compile(of_transformers, backend=backend)(*given)
+        for one, want in zip(got, of_transformers(*given), strict=True):
+            assert torch.equal(one, want)
 
 
 @on_ranks(2)

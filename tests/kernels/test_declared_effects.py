@@ -26,7 +26,7 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan, Region
 from counterpoint.problem import ITEM_BYTES, Problem
-from counterpoint.runtime.device_routes import found_by
+from counterpoint.runtime.device_routes import Sizes, found_by
 from counterpoint.runtime.execute import compile_plan
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.workspace import workspace_of
@@ -105,7 +105,8 @@ def operands_of(plan: Plan, rank: int) -> dict[str, torch.Tensor]:
     if p.by_routes:  # a token has one expert
         every = p.ranks * p.experts
         ids = torch.arange(every).repeat_interleave(p.m // every).repeat(p.ranks)[:, None]
-        routes = found_by(rank, p.ranks, ids, torch.ones(ids.shape), every, p.m)
+        sizes = Sizes(p.m, 1, p.ranks, p.m)
+        routes = found_by(rank, sizes, ids, torch.ones(ids.shape), every)
         found |= {"routes": routes.firsts, "lists": routes.lists}
     return found
 

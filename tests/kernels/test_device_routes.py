@@ -1,13 +1,13 @@
-"""Routes that only the device knows: kernels interpreted against torch's stable sorts, to the bit."""
+"""Routes that only the device knows: kernels interpreted against stable sorts, to the bit."""
 
 import pytest
 import torch
 from rankpool import RankPool
-from torch import Tensor
+from routed_bodies import KINDS, differ, named, told_of
 
 from counterpoint.kernels import device_routes as kernels
 from counterpoint.runtime import launch_routes
-from counterpoint.runtime.device_routes import Found, found_by, found_by_kernels, tell_into
+from counterpoint.runtime.device_routes import Sizes, found_by, found_by_kernels, tell_into
 from counterpoint.testing.ptx import CAPABILITIES, compiled
 
 # ranks, experts, experts of a token, tokens of a rank
@@ -15,38 +15,6 @@ SHAPES = (
     (2, 8, 2, 37), (4, 12, 3, 19), (3, 15, 4, 11), (8, 8, 2, 7), (2, 64, 8, 18), (16, 32, 16, 1),
     (2, 6, 6, 16), (2, 8, 2, 0),
 )  # fmt: skip
-KINDS = ("drawn", "skewed", "one expert", "last rank", "twice")
-
-
-def named(kind: str, tokens: int, experts: int, top: int, ranks: int) -> Tensor:
-    """Experts of all tokens; but for "drawn", a token may have one of them several times."""
-    if kind == "drawn":
-        return torch.rand(tokens, experts).argsort(1)[:, :top]
-    if kind == "skewed":
-        return (torch.rand(tokens, top) ** 4 * experts).long()
-    if kind == "one expert":
-        return torch.full((tokens, top), experts // 2)
-    if kind == "last rank":
-        return experts - 1 - torch.randint(experts // ranks, (tokens, top))
-    drawn = torch.randint(experts, (tokens, top))
-    drawn[:, -1] = drawn[:, 0]
-    return drawn
-
-
-def differ(got: Found, want: Found) -> list[str]:
-    """What is not to the bit."""
-    bits = (got.weights.view(torch.int32), want.weights.view(torch.int32))
-    pairs = {"weights": bits, "counts": (got.counts, want.counts)}
-    pairs |= {"firsts": (got.firsts, want.firsts), "lists": (got.lists, want.lists)}
-    return [name for name, pair in pairs.items()
-            if pair[0].dtype != pair[1].dtype or not torch.equal(*pair)]  # fmt: skip
-
-
-def told_of(ids: Tensor, experts: int) -> Tensor:
-    """What all ranks tell, of random weights."""
-    told = torch.full((len(ids), 2 * ids.shape[1]), -7, dtype=torch.int32)
-    tell_into(told, ids, torch.randn(ids.shape), experts)
-    return told
 
 
 def wrong_routes(rank: int, ranks: int, kind: str, held: dict[str, int]) -> list[str]:
@@ -60,8 +28,9 @@ def wrong_routes(rank: int, ranks: int, kind: str, held: dict[str, int]) -> list
             own = (i + 1) % world
             rows = int((ids // (experts // world) == own).sum())
             for room in (rows + 5, max(1, rows // 3)):  # and where not all fit
-                want = found_by(own, world, ids, weights.view(torch.float32), experts, room)
-                got = found_by_kernels(own, world, every, experts, room)
+                sizes = Sizes(tokens, top, world, room)
+                want = found_by(own, sizes, ids, weights.view(torch.float32), experts)
+                got = found_by_kernels(own, sizes, every, experts)
                 if off := differ(got, want):
                     found.append(f"{world} {experts} {top} {tokens} {own} {room}: {off}")
     return found
@@ -71,18 +40,18 @@ KERNELS = (
     kernels.tell_experts_kernel, kernels.tally_tokens_kernel, kernels.place_tokens_kernel,
     kernels.place_pairs_kernel,
 )  # fmt: skip
-AS_ON_GPUS: dict[str, int] = {}
 MANY_BLOCKS = {
     "ITEMS": 64, "FEW_TOKENS": 2, "COUNTS": 128, "PROGRAMS": 8, "BLOCK": 32, "FILLED": 64
 }  # fmt: skip
 LONG_BLOCKS = {"ITEMS": 128, "FEW_TOKENS": 1, "PROGRAMS": 1}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "held", [AS_ON_GPUS, MANY_BLOCKS, LONG_BLOCKS], ids=["as on GPUs", "many blocks", "long blocks"]
-)
-def test_the_kernels_find_what_stable_sorts_find(pool: RankPool, kind: str, held: dict[str, int]):
+    ("held", "kind"),
+    [*(({}, kind) for kind in KINDS), (MANY_BLOCKS, "skewed"), (MANY_BLOCKS, "twice"),
+     (LONG_BLOCKS, "drawn"), (LONG_BLOCKS, "one expert")],
+)  # fmt: skip
+def test_the_kernels_find_what_stable_sorts_find(pool: RankPool, held: dict[str, int], kind: str):
     assert pool.run(wrong_routes, 1, kind, held, group=False) == [[]]
 
 

@@ -11,6 +11,7 @@ from counterpoint.kernels.matmul_all_to_all import (
     matmul_all_to_all_kernel,
     send_sums_kernel,
 )
+from counterpoint.kernels.routes import spoil_kernel
 from counterpoint.plan.fused_experts import Sending, Tile, sending_of, tile_of
 from counterpoint.runtime.limits import LIMITS
 from counterpoint.runtime.occupancy import Kernel, occupancy
@@ -191,6 +192,17 @@ def test_rows_are_taken_and_zeroed_16_bytes_at_a_time():
             wide = lines_with(found.ptx, rf"\b{move}\.global\.v4\.b32")
             assert wide and not lines_with(found.ptx, rf"\b{move}\.global\.b16")
         assert found.spills == 0
+
+
+def test_kernels_of_an_island_are_compiled_for_one_rank_too():
+    """And what spoils results there stores two words, where another island has too many rows."""
+    for back in (False, True):
+        found = kernel(Tile(), back=back, ranks=1, tokens=True)
+        assert found.spills == 0 and re.search(r"wgmma\.mma_async", found.ptx)
+    types = {"word_ptr": "*i64", "routes_ptr": "*i32", "over_ptr": "*i64", "spoils": "i32"}
+    ptx = compiled(spoil_kernel, 90, types, {"BACK": True}, num_warps=1).ptx
+    stores = [re.search(r"\bst\.global\S*\.b(32|64)", line) for line in ptx.splitlines()]
+    assert [found[1] for found in stores if found] == ["32", "64"]
 
 
 def test_senders_are_resident_beside_a_librarys_collective():

@@ -15,7 +15,7 @@ from counterpoint.ops import fused_experts
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime.device_routes import Found, found_by
+from counterpoint.runtime.device_routes import Found, Sizes, found_by
 
 N, K, TOP, TOKENS = 24, 32, 2, 10
 LIMIT = 96
@@ -32,7 +32,8 @@ def drawn(seed: int, ranks: int, experts: int) -> torch.Tensor:
 def routes_of(ids: torch.Tensor, ranks: int, experts: int, limit: int) -> list[Found]:
     """Of each rank; weights are small powers of two, so that sums are exact."""
     weights = 2.0 ** (torch.arange(ids.numel()).view(ids.shape) % 3)
-    return [found_by(r, ranks, ids, weights, experts, limit) for r in range(ranks)]
+    sizes = Sizes(TOKENS, TOP, ranks, limit)
+    return [found_by(r, sizes, ids, weights, experts) for r in range(ranks)]
 
 
 def wanted(
@@ -60,8 +61,6 @@ def wanted(
 
 def entries_of(own: Found, ids: torch.Tensor, ranks: int) -> torch.Tensor:
     """Token * TOP + place of each row by expert."""
-    from counterpoint.runtime.device_routes import Sizes
-
     every = Sizes(TOKENS, TOP, ranks, len(own.weights)).lists(own.lists).entries.long()
     return every[every < ids.numel()]
 

@@ -80,6 +80,24 @@ def test_an_exchange_takes_the_nic_for_the_tokens_of_an_island(op: str):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_where_the_device_knows_routes_all_tokens_go_to_each_island(op: str):
+    """As many bytes however many experts a token has, and whoever has them."""
+    for islands, top_k in product((2, 4), (1, 4)):
+        known = problem_of(op, 4096, top_k, 8 * islands, islands)
+        p = replace(known, counts="device_routed")
+        name, cols = ("give_1", p.k) if op == DISPATCH else ("return_1", p.n)
+        timeline = cp.estimate(cp.build(p, "islands"), machine())
+        ran = {span.label: span.end_s - span.start_s for span in timeline.spans}
+        assert ran[name] == pytest.approx(NIC.latency_s + 4096 * cols * 2 / NIC.bytes_per_s)
+        assert {s for s in ran if "_" in s} == {f"{name[:-1]}{d}" for d in range(1, islands)}
+        choice = cp.choose(p, machine())
+        assert choice.spec == "islands" == operation_of(op).untold(p)
+        assert "waits for the host to read the counts" in choice.explain()
+        odd = replace(p, ranks=6 * islands, experts=4, m=p.m * 6, rows=())
+        assert cp.choose(odd, machine()).spec == "serial", "an island of 6 has no kernel"
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_what_is_chosen_is_weighed_once_it_is_known_how_many_experts_tokens_have(op: str):
     for tokens, islands in product((8, 8192), (2, 4)):
         p = problem_of(op, tokens, 8, 8 * islands, islands)

@@ -78,7 +78,8 @@ def test_it_trains_as_plain_torch_does(
 @pytest.mark.parametrize(
     ("size", "plan", "known"),
     [(2, "auto", "host"), (1, "islands", "host"), (2, "serial", "host"),
-     (4, "routed 1/2 xor", "host"), (4, "routed", "device"), (2, "auto", "device")],
+     (4, "routed 1/2 xor", "host"), (4, "routed", "device"), (2, "auto", "device"),
+     (1, "islands", "device")],
 )  # fmt: skip
 @on_ranks(4)
 def test_it_trains_on_islands(rank: int, ranks: int, size: int, plan: str, known: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Experts by routes that the host does not read: right against fp64, and what does not fit."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,10 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
+from counterpoint.ops import exchange_routes
+from counterpoint.runtime import wire
 from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.ranks import spawn
 from counterpoint.runtime.workspace import workspace_of
 
 K, N, HIDDEN = 8, 16, 24
@@ -72,6 +76,67 @@ def test_a_layer_against_fp64(rank: int, ranks: int, name: str):
         for tokens in (9, 0):
             compare(rank, ranks, name, tokens, "auto", torch.float32)
             compare(rank, ranks, name, tokens, "auto", torch.float16)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 1)])
+@on_ranks()
+def test_a_layer_between_islands_against_fp64(rank: int, ranks: int, size: int, name: str):
+    """Of fp32, which kernels do not take, ranks tell each other their routes anew."""
+    with on_islands(rank, size), by_reference():
+        for tokens in (9, 0):
+            for plan in ("auto", "serial"):
+                compare(rank, ranks, name, tokens, plan, torch.float32)
+            for plan in ("auto", "islands", "serial"):
+                compare(rank, ranks, name, tokens, plan, torch.float16)
+
+
+def on_islands_of_three(rank: int, ranks: int) -> None:
+    with on_islands(rank, 3):
+        for name in CHOICES:
+            compare(rank, ranks, name, 9, "auto", torch.float16)
+        text = "plan must be for a number of ranks that is a power of two"
+        with pytest.raises(cp.InputError, match=text):
+            compare(rank, ranks, "uniform", 5, "islands", torch.float16)
+
+
+def test_a_layer_between_islands_of_three_against_fp64():
+    """No kernel waits for peers there: the host does."""
+    spawn(on_islands_of_three, 6, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", ["uniform", "first island", "last rank"])
+@on_ranks(4)
+def test_every_token_goes_to_each_other_island_once(rank: int, ranks: int, name: str):
+    """Whatever its experts: sizes say nothing of routes; forward and backward, there and back."""
+    found: list[int] = []
+    exchange, tokens, wide = wire.Gloo.exchange, 7, 16
+
+    def counting(self: Any, sent: wire.Messages, *rest: Any) -> None:
+        found.extend(block.numel() for block, _ in sent)
+        exchange(self, sent, *rest)
+
+    for size in (2, 1):
+        with on_islands(rank, size) as islands, by_reference(), pytest.MonkeyPatch.context() as p:
+            experts, weights = chosen(name, rank, ranks, tokens), torch.ones(tokens, TOP)
+            every, room = ranks * LOCAL, ranks * tokens * TOP
+            routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
+            x = shards(rank, tokens, wide).half().requires_grad_()
+            w = shards(rank, LOCAL, wide, wide).half()
+            found.clear()
+            p.setattr(wire.Gloo, "exchange", counting)
+            layer(x, w, w, routes, "auto").sum().backward()
+            assert found == [tokens * wide] * (4 * (islands - 1))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("size", [2, 1])
+@on_ranks(4)
+def test_kernels_between_islands_against_fp64(rank: int, ranks: int, size: int, name: str):
+    """Interpreted, on islands of 2 ranks and of 1."""
+    with on_islands(rank, size), small_kernels():
+        for tokens in (9, 0):
+            compare(rank, ranks, name, tokens, "islands", torch.float16)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -138,14 +203,60 @@ def test_what_does_not_fit_is_said_on_all_ranks(rank: int, ranks: int):
             cp.all_to_all_matmul(x, w, counts=routes)
         with pytest.raises(cp.InputError, match=rf"x must be .{full}, K., as the routes say"):
             cp.matmul_all_to_all(x, w, counts=routes)
-        with pytest.raises(cp.InputError, match="plan must be auto, fused or serial"):
-            cp.all_to_all_matmul(x[:5], w, counts=routes, plan="grouped")
+        for plan in ("grouped", "islands"):
+            with pytest.raises(cp.InputError, match="plan must be auto, fused or serial"):
+                cp.all_to_all_matmul(x[:5], w, counts=routes, plan=plan)
 
 
+@on_ranks(4)
+def test_what_does_not_fit_is_said_on_all_islands(rank: int, ranks: int):
+    with on_islands(rank, 2), by_reference():
+        experts, weights = chosen("last rank", rank, ranks, 5), torch.ones(5, TOP)
+        every, full = ranks * LOCAL, ranks * 5 * TOP
+        text = f"max_rows must be >= {full}, what rank {ranks - 1} gets, got {full - 4}, 4 fewer"
+        with pytest.raises(cp.InputError, match=text):
+            cp.exchange_routes(experts, weights, num_experts=every, max_rows=full - 4)
+        few = slice(0, 4 if rank == 2 else 5)
+        with pytest.raises(cp.InputError, match="tokens must be equal on all ranks"):
+            cp.exchange_routes(experts[few], weights[few], num_experts=every, max_rows=full)
+        routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=full)
+        x, w = shards(rank, 5, K), shards(rank, LOCAL, K, N)
+        with pytest.raises(cp.InputError, match="plan must be auto, islands or serial"):
+            cp.all_to_all_matmul(x, w, counts=routes, plan="fused")
+        with pytest.raises(cp.InputError, match="plan must be for 16-bit numbers"):
+            cp.all_to_all_matmul(x, w, counts=routes, plan="islands")
+
+
+@on_ranks(4)
+def test_too_many_rows_on_one_island_spoil_all_results_on_all(rank: int, ranks: int) -> list[str]:
+    """Kernels say so, as on GPUs, where the host reads no routes."""
+    found, tokens = list[str](), 6
+    with on_islands(rank, 2), small_kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_routes, "_look", lambda *_: None)
+        experts, weights = chosen("last rank", rank, ranks, tokens), torch.ones(tokens, TOP)
+        every, room = ranks * LOCAL, ranks * tokens * TOP - 5
+        routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
+        x, w = shards(rank, tokens, 16).half(), shards(rank, LOCAL, 16, 16).half()
+        for op in (cp.all_to_all_matmul, cp.matmul_all_to_all):
+            dispatches = op is cp.all_to_all_matmul
+            given = x if dispatches else torch.zeros(room, 16).half()
+            y = op(given, w, counts=routes, plan="islands")
+            rows = y[: int(routes.counts[:, rank * LOCAL :][:, :LOCAL].sum())] if dispatches else y
+            if not rows.isnan().all():
+                found.append(f"{op.__name__}: results are numbers")
+            memory = fused_memory(workspace_of(world(), torch.device("cpu")))
+            want = rf"{op.__name__}: .* for ranks \[{ranks - 1}\].*, got 5 fewer at an earlier call"
+            if not re.match(want, text := str(memory.dropped())):
+                found.append(text)
+            memory.over.zero_()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 1])
 @on_ranks(2)
-def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
+def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int, size: int):
     """opcheck of each operator, with gradients where it has them; and one graph of a layer."""
-    with on_islands(rank, ranks), by_reference(), warnings.catch_warnings():
+    with on_islands(rank, size) as islands, by_reference(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
         ops: Any = torch.ops.counterpoint
         where, room, every = (world().group_name, ranks), ranks * 7 * TOP, ranks * LOCAL
@@ -157,7 +268,7 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
         x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
         down = shards(rank, LOCAL, HIDDEN, N).half().requires_grad_()
         calls = [
-            (ops.exchange_routes, (experts, weights, every, room, *where)),
+            (ops.exchange_routes, (experts, weights, every, room, islands, *where)),
             (ops.weights_back, (each.detach(), *which[1:], 7, TOP, True, *where)),
             (ops.matmul_all_to_all_routed, (h, down, *which, each, None, 7, TOP, "auto", *where)),
         ]
@@ -166,7 +277,7 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
 
         def whole(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
             routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
-            return layer(x, up, down, routes, "fused")
+            return layer(x, up, down, routes, "fused" if islands == 1 else "islands")
 
         traced = torch.compile(whole, backend="aot_eager", fullgraph=True)
         for name in ("uniform", "skewed"):

@@ -81,7 +81,7 @@ def test_every_family_is_right(op: str, ranks: int, shape: str):
 @pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2), (6, 3), (6, 2)])
 @pytest.mark.parametrize("op", OPS)
 def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
-    for counts in ("host", "routed") if op in EXPERTS else ():
+    for counts in ("host", "routed", "device_routed") if op in EXPERTS else ():
         case = problem_of(op, "even", ranks, islands=islands, counts=counts)
         for spec in specs(case):
             prove_or_refuse(case, spec)

@@ -45,6 +45,14 @@ def test_a_token_goes_to_another_island_once(size: int):
             assert found["rule"] < found["sent"] < HEADERS * found["rule"]
 
 
+def test_every_token_goes_to_another_island_once_where_no_host_knows_its_experts():
+    """By kernels, interpreted, which reach no other island; and each sum comes back."""
+    args, env = (2, (24, 2048, 1, 2), "max_rows", False), {"TRITON_INTERPRET": "1"}
+    job = Job("benchmarks.islands_experts:layer", args=args, env=env, timeout_s=300)
+    for found in run(job):
+        assert found["rule"] < found["sent"] < HEADERS * found["rule"]
+
+
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "experts"])
 def test_who_is_left_ends_in_time_and_names_a_rank_and_its_island(op: str, fault: str):

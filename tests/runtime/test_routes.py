@@ -42,7 +42,7 @@ def test_a_plan_copies_a_token_once_to_each_rank(op: str, ranks: int, name: str)
         for rank in range(ranks):
             blocks = Blocks((rank, ranks, 3, len(lists[rank]), ranks), firsts, over)
             operands = {ROUTES: blocks.packed(), LISTS: torch.empty(0, dtype=torch.int32)}
-            places: Any = SimpleNamespace(plan=plan, workspace=SimpleNamespace(rank=rank))
+            places: Any = SimpleNamespace(plan=plan, rank=rank)
             moved = [0] * ranks
             for bound in bind(plan, rank).steps:
                 if bound.step.kind != "copy":

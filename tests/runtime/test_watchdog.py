@@ -64,6 +64,16 @@ def test_a_fault_word_names_ranks_and_step(lanes: CudaLanes, capfd: pytest.Captu
     assert capfd.readouterr().err.count(want) == 1
 
 
+def test_a_kernel_waits_for_the_ranks_of_its_island(lanes: CudaLanes):
+    """And numbers them from 0."""
+    facts = {"experts": 1, "counts": "device_routed", "islands": 2}
+    plan = build(Problem("matmul_all_to_all", 64, 8, 8, 4, **facts), "islands")  # type: ignore[arg-type]
+    tag = lanes.register(plan.problem.op, plan.spec, awaited_by(bind(plan, 3)))
+    fault = lanes.describe(tag, 0b01)
+    assert fault.rank == 2
+    assert "ranks [2] did not signal step 'experts' of plan islands" in str(fault)
+
+
 def test_the_thread_says_it_by_itself(lanes: CudaLanes, capfd: pytest.CaptureFixture[str]):
     plan = build(Problem("matmul_reduce_scatter", 16, 8, 8, 4), "shard_p2p")
     tag = register(lanes, plan)

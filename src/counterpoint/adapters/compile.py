@@ -80,9 +80,15 @@ def compile_options(
     """Options for torch.compile, by which a model's collectives overlap with their matmuls.
 
     The model is torch's own, sharded by `parallelize_module`. Its all-gathers, reduce-scatters and
-    all-reduces that stand beside matmuls, forward and backward, become operators of this library,
-    and in inference other all-reduces before an rms_norm; the rest stays torch's. Results change by
-    the order of summation only. `explain` says what was done with each.
+    all-reduces that stand beside matmuls, forward and backward, become operators of this library;
+    the rest stays torch's. Results change by the order of summation only. `explain` says what was
+    done with each.
+
+    In inference (`torch.no_grad` or `torch.inference_mode`) an operator also applies the activation
+    behind what it gathers and multiplies, unless that is predicted to be slower: ReLU, SiLU or GELU
+    of one product, or such a gate times up, of two weights or of one that is chunked. And other
+    all-reduces before a norm become one operator with it: by RMS as `torch.nn` or transformers
+    write it, or a LayerNorm.
 
     Args:
         options: further options of torch.compile. A pass of yours at "joint_custom_post_pass",

@@ -36,6 +36,7 @@ class Explained:
         reason: why it was left; "": it was not.
         problems: of the operators, where all sizes are known.
         group: name of its group.
+        apart: an activation that the operator does not apply, and why.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Explained:
     reason: str
     problems: tuple[Problem, ...]
     group: str
+    apart: str
 
     @property
     def plans(self) -> tuple[str, ...]:
@@ -70,7 +72,8 @@ class Explained:
             return f"{what}: left to torch, {self.reason}"
         beside = f" ({', '.join(self.matmuls)})" if self.matmuls else ""
         plans = ", ".join(dict.fromkeys(self.plans)) or "chosen when it runs"
-        return f"{what}: {self.operator}{beside}, plan {plans}"
+        apart = f"; {self.apart}" if self.apart else ""
+        return f"{what}: {self.operator}{beside}, plan {plans}{apart}"
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ def _explained(one: Collective) -> Explained:
         tuple(n if isinstance(n, int) else str(n) for n in getattr(given, "shape", ())),
         str(getattr(given, "dtype", "")).removeprefix("torch."), one.ranks, one.operator,
         tuple(dict.fromkeys(filter(None, map(module_of, one.matmuls)))), one.reason,
-        tuple(one.problems), one.group,
+        tuple(one.problems), one.group, one.apart,
     )  # fmt: skip
 
 

@@ -96,6 +96,7 @@ class Collective:
         problems: of the operators that have replaced it, where their sizes are known.
         backward: it depends on a gradient.
         followed: nothing but what stands around it speaks against an operator.
+        apart: what the operator could do, too, and why it does not.
     """
 
     node: fx.Node
@@ -110,6 +111,7 @@ class Collective:
     problems: list[Problem] = field(default_factory=list)
     backward: bool = False
     followed: bool = False
+    apart: str = ""
 
     def note(self, operator: Operator, *tensors: fx.Node | None) -> None:
         """Keep what an operator computes in its place, where all sizes are known."""

@@ -1,99 +1,122 @@
-"""A norm by RMS behind an all-reduce that no matmul stands before: one operator for both.
+"""A norm behind an all-reduce that no matmul stands before, in inference: one operator for both.
 
-As `torch.nn.functional.rms_norm` is in a graph of inference, of the sum or of the sum and a
-residual. A norm that rounds before it multiplies by the weight is another one, and is left.
+By RMS or a LayerNorm, of the sum or of the sum and a residual, as `torch.nn.functional` has them,
+and by RMS as in models of transformers. Those round before they multiply by the weight, where
+neither torch.compile nor the operator does.
 """
 
+import operator
+from functools import cache
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from counterpoint.adapters.axes import CONVERT, NotFollowedError, same, value
+from counterpoint.adapters.find import Collective
+from counterpoint.adapters.forms import NUMBER, Form, Match, matches
+from counterpoint.adapters.operands import PLAN
+from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.ops import all_reduce_norm
+from counterpoint.ops.norms import Kind, Norm
 
 aten: Any = torch.ops.aten
-ADDS = (aten.add.Tensor, aten.add.Scalar)
+ops: Any = torch.ops.counterpoint
 
 
-class Normed(NamedTuple):
+class _Normed(NamedTuple):
     """What stands behind an all-reduce.
 
     Args:
         total: what is normalised.
         residual: that was added to the sum; None: nothing.
-        result: what the norm makes of it.
+        norm: its kind, and eps.
+        match: where it stands.
     """
 
     total: fx.Node
     residual: fx.Node | None
-    weight: fx.Node
-    eps: float
-    result: fx.Node
+    norm: Norm
+    match: Match
 
 
-def normed(wait: fx.Node) -> Normed:
-    """The norm of a sum.
+def normalise(to: Rewriter, one: Collective, reason: str) -> None:
+    """The sum of what no matmul makes, and its norm; where there is none, `reason` stays."""
+    behind = _normed(one.wait) if one.node.args[1] == "sum" else None
+    if behind is None:
+        raise NotFollowedError(reason)
+    total, residual, norm, (result, (_, weight, *bias), *_) = behind
+    tensors = one.given, residual, weight, *(bias or [None]), None
+    with to.before([one.node, one.wait, total, result]):
+        made = to.emit(ops.all_reduce_norm.default, *tensors, *norm, PLAN, one.group)
+        one.note(all_reduce_norm.operator_of(norm), *tensors)
+        y, h = (to.emit(operator.getitem, made, i) for i in (0, 1))
+        to.replace(result, y)
+        to.replace(total, h)
+    to.check()
+    one.operator, one.reason = f"all_reduce_{norm.kind}_norm", ""
+
+
+def _normed(wait: fx.Node) -> _Normed | None:
+    """The norm of a sum that can be had with it; None: there is none.
 
     Args:
         wait: of the all-reduce.
-
-    Raises:
-        NotFollowedError: there is none, or something reads what would be gone.
     """
     total, residual = wait, None
     if len(wait.users) == 1 and (node := next(iter(wait.users))).target is aten.add.Tensor:
         others = [n for n in node.args if isinstance(n, fx.Node) and n is not wait]
         if len(others) == 1 and not node.kwargs and _alike(others[0], wait):
             total, residual = node, others[0]
-    dtype, dims = value(total).dtype, value(total).dim()
-    wide = total if dtype == torch.float32 else _reader(total, CONVERT, torch.float32)
-    square = _reader(wide, aten.pow.Tensor_Scalar, 2)
-    mean = _only(square, aten.mean.dim)
-    if [int(i) % dims for i in cast(list[int], mean.args[1])] != [dims - 1] or mean.args[2:] != (
-        True,
-    ):
-        raise NotFollowedError("its norm is of other dims")
-    moved = _only(mean, *ADDS)
-    eps = moved.args[1]
-    if type(eps) not in (int, float) or not 0 <= cast(float, eps) < inf or moved.kwargs:
-        raise NotFollowedError("its norm has no eps")
-    unit = _only(_only(moved, aten.rsqrt.default), aten.mul.Tensor)
-    scaled = _only(unit, aten.mul.Tensor)
-    weight = next((n for n in scaled.all_input_nodes if n is not unit), unit)
-    if wide not in unit.all_input_nodes or len(scaled.all_input_nodes) != 2:
-        raise NotFollowedError("its norm is of something else, too")
-    if weight.target is CONVERT and value(weight).dtype == torch.float32:
-        weight = cast(fx.Node, weight.args[0])
-    result = scaled if dtype == torch.float32 else _only(scaled, CONVERT)
-    if (
-        value(result).dtype != dtype
-        or dims < 2
-        or value(weight).dim() != 1
-        or value(weight).dtype != dtype
-    ):
-        raise NotFollowedError("its norm is of rows of another dtype, or of none")
-    if not same(value(weight).shape[0], value(total).shape[-1]):
-        raise NotFollowedError("its weight is not of a row")
-    return Normed(total, residual, weight, float(cast(float, eps)), result)
+    if value(total).dim() < 2:
+        return None
+    kinds, forms = zip(*_forms(value(total).dim()), strict=True)
+    for i, match in matches(forms, [total], value(total).dtype):
+        eps = match.number
+        if _fits(total, match) and eps is not None and 0 <= eps < inf:
+            return _Normed(total, residual, Norm(kinds[i], float(eps)), match)
+    return None
+
+
+@cache
+def _forms(dim: int) -> list[tuple[Kind, Form]]:
+    """Of rows of a tensor of so many dims."""
+
+    h, row = (2,) * dim, (2,)
+
+    def by_rms(h: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(h, row, w, NUMBER)
+
+    def of_transformers(h: Tensor, w: Tensor) -> Tensor:
+        return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + NUMBER))
+
+    def by_layer(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return F.layer_norm(h, row, w, b, NUMBER)
+
+    return [
+        ("rms", Form(by_rms, h, row)),
+        ("rms", Form(of_transformers, h, row)),
+        ("layer", Form(by_layer, h, row, row)),
+        ("layer", Form(by_layer, h, row)),
+    ]
+
+
+def _fits(total: fx.Node, match: Match) -> bool:
+    """Whether it is a norm of these rows, in fp32, that nothing reads before its end."""
+    h, *rows = match.given
+    n, dtype, inside = value(total).shape[-1], value(total).dtype, {*match.inside, match.result}
+    widened = {node for node in match.inside if node.target is CONVERT and node.args[0] is total}
+    return (
+        h is total
+        and all(value(row).dim() == 1 and value(row).dtype == dtype for row in rows)
+        and all(same(value(row).shape[0], n) for row in rows)
+        and all(value(node).dtype == torch.float32 for node in match.reduced)
+        and all(inside.issuperset(node.users) for node in match.inside - widened)
+    )
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
     a, b = value(one), value(other)
     return a.dtype == b.dtype and a.dim() == b.dim() and all(map(same, a.shape, b.shape))
-
-
-def _reader(node: fx.Node, target: Any, *args: object) -> fx.Node:
-    """The node of that kind that reads another one, among others that may."""
-    for user in node.users:
-        if user.target is target and user.args == (node, *args) and not user.kwargs:
-            return user
-    raise NotFollowedError("no norm reads it")
-
-
-def _only(node: fx.Node, *targets: Any) -> fx.Node:
-    """The node of one of these kinds that alone reads another one."""
-    user, *more = node.users or (node,)
-    if more or user.target not in targets or user.kwargs:
-        raise NotFollowedError("its norm is another one, or is read in between")
-    return user

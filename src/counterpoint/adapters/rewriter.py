@@ -215,8 +215,9 @@ class Rewriter:
             return size
         text = str(size)
         if text not in self._sizes:
-            for node in self.graph.nodes:
-                if isinstance(node.meta.get("val"), SymInt) and node.op == "placeholder":
+            for node in self.graph.nodes:  # inputs, and what is computed from those that are sizes
+                sizes = [node, *node.all_input_nodes]
+                if all(isinstance(each.meta.get("val"), SymInt) for each in sizes):
                     self._sizes.setdefault(str(node.meta["val"]), node)
         if text not in self._sizes:
             raise NotFollowedError(f"a dynamic size {text} that no input has")

@@ -1,11 +1,20 @@
-"""What is made simpler in a graph before its collectives are matched."""
+"""What is made simpler in a graph, before its collectives are matched and behind the operators."""
 
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from counterpoint.adapters.axes import same, value
+from counterpoint.adapters.axes import (
+    TURNS,
+    VIEWS,
+    NotFollowedError,
+    dims_of,
+    same,
+    step,
+    value,
+    whole,
+)
 from counterpoint.adapters.rewriter import Rewriter
 
 aten: Any = torch.ops.aten
@@ -54,3 +63,45 @@ def _reduced(term: object) -> fx.Node | None:
     node = cast(fx.Node, term.args[0])
     once = len(term.users) == len(node.users) == 1 and node.args[1:2] == ("sum",)
     return node if node.target is c10d.all_reduce.default and once else None
+
+
+def straighten(graph: fx.Graph) -> None:
+    """What is put in another order for one operator and back for the next is not moved at all."""
+    for node in list(graph.nodes):
+        for given in node.all_input_nodes if _is_ours(node) else ():
+            source = _source(given)
+            if source is None:
+                continue
+            try:
+                with graph.inserting_before(node):
+                    to, size = Rewriter(graph, {}, node), value(given).shape
+                    shaped = to.emit(aten.view.default, source, [to.size(n) for n in size])
+            except (NotFollowedError, RuntimeError, ValueError):  # sizes that are not known
+                continue
+            node.replace_input_with(given, shaped)
+            while given is not source and not given.users:
+                before = cast(fx.Node, given.args[0])
+                graph.erase_node(given)
+                given = before
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "counterpoint"
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """The operator's result that a node, behind permutations, has in the same order; None: none."""
+    path = [node]
+    while path[-1].target in (*VIEWS, *TURNS):
+        path.append(cast(fx.Node, path[-1].args[0]))
+    source = path.pop()
+    if not any(each.target in TURNS for each in path) or not _is_ours(source):
+        return None
+    own = dims = dims_of(source)
+    try:
+        for each in reversed(path):
+            dims = step(each, dims) or []
+    except NotFollowedError:
+        return None
+    now, before = (whole([axis for axes in each for axis in axes]) for each in (dims, own))
+    return source if now == before else None

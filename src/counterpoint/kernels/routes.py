@@ -106,6 +106,21 @@ def routes_kernel(
 
 
 @triton.jit
+def spoil_kernel(
+    word_ptr,  # [1] int64: 0, or `over` of routes_kernel without the operator; of all islands
+    routes_ptr,  # as above
+    over_ptr,  # as above
+    spoils,  # the word of `spoiled`
+    BACK: tl.constexpr,  # as above
+):
+    """All results are NaN if a rank of any island gets more rows than it can take."""
+    word = tl.load(word_ptr)
+    if word != 0:
+        tl.store(routes_ptr + spoils, 1)
+        tl.store(over_ptr, word | (1 + BACK))
+
+
+@triton.jit
 def spread(blocks, WORLD: tl.constexpr, SPREAD: tl.constexpr):
     """Places for the blocks of an expert, such that `spread_block` visits all ranks' in turn."""
     if SPREAD:

@@ -25,14 +25,13 @@ from counterpoint.ops.check import (
     check_plan,
 )
 from counterpoint.ops.exchange_counts import exchange_counts
-from counterpoint.ops.exchange_routes import exchange_routes
+from counterpoint.ops.exchange_routes import exchange_routes, num_islands
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.plans import family_of, plan_key
 from counterpoint.ops.router import choose_experts, order_by_expert
 from counterpoint.ops.swiglu import swiglu
 from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.ranges import instance, whole
-from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import workspace_of
 
 
@@ -54,12 +53,6 @@ class _Spread(torch.autograd.Function):
         return sum_of_tokens(drows, places), None, None
 
 
-@torch.compiler.assume_constant_result
-def _num_islands(group_name: str, device: str) -> int:
-    """How many islands ranks are on; collective at their first call."""
-    return workspace_of(group_of(group_name), torch.device(device)).islands.number
-
-
 class ExpertParallelMLP(Grouped):
     """out[t] = sum over j of weights[t, j] mlp_e(x[t]), e = experts[t, j]; mlp is SwiGLU.
 
@@ -79,7 +72,8 @@ class ExpertParallelMLP(Grouped):
         max_rows: rows that the experts of a rank may get at most in one call. None: the counts go
             to the host at each call, which on a GPU waits for them, and memory is as large as
             needed. Given: on a GPU the host does not wait, and results have room for so many; all
-            ranks then have as many tokens. Between islands the host waits all the same.
+            ranks then have as many tokens. Between islands each token then goes to each island:
+            `exchange_routes` says what that costs, and where the host waits all the same.
         plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, with max_rows by one
             kernel each way.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
@@ -213,7 +207,7 @@ class ExpertParallelMLP(Grouped):
             return False
         if family not in ("auto", "islands"):
             return family == "routed"
-        return _num_islands(self.group.group_name, str(x.device)) > 1
+        return num_islands(self.group.group_name, str(x.device)) > 1
 
     def _routed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         every, group = self.num_experts, self.group

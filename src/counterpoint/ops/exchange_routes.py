@@ -2,7 +2,7 @@
 
 The lists of a token's experts and weights go the way of its row: to another island once, to the
 rank of the same place, and inside it to the ranks that have some of them. Where no host is to
-wait, all ranks gather all lists.
+wait, all ranks gather all lists, and all rows go to all islands.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,8 @@ class Routes(NamedTuple):
     Attributes:
         counts: int64 [ranks, E], on the host, or with max_rows on the tokens' device: rows of each
             rank for each expert.
-        numbers: int64, there, for the operators: how many rows go where.
+        numbers: int64, there, for the operators: how many rows go where. With max_rows on several
+            islands, of this one.
         lists: int32, on the tokens' device, for the operators: which ones.
         weights: fp32 [R], of each row that comes to this rank's experts: by expert, then by source
             rank; of one source by the token's first expert here, then by token. R is max_rows where
@@ -64,8 +65,17 @@ def exchange_routes(
     With max_rows it does not wait, and a CUDA graph can be captured: results of `all_to_all_matmul`
     have max_rows rows, of which the last ones are not written. Where more come to a rank, all
     results on all ranks are NaN, and a later call raises InputError, which says how many more.
-    The operators do not wait either where plan "fused" takes them: 16-bit numbers, K and N
-    multiples of 8, and an island of a power of 2 of ranks. Elsewhere they wait, in no graph.
+    The operators do not wait either where plan "fused" takes them, or "islands" on several: 16-bit
+    numbers, K and N multiples of 8, and islands of a power of 2 of ranks. Elsewhere they wait, in
+    no graph.
+
+    Between islands max_rows costs bytes and memory, because no host knows which tokens have experts
+    where: each goes once to each other island, also where it has none, and a row of each comes
+    back. With 8 of 256 experts on 2 islands that is hardly more than without max_rows. Where a
+    router keeps tokens on few of many islands it is much more; leave max_rows out there. A rank may
+    get back islands * tokens * r rows, where r is the lesser of top_k and the ranks of an island.
+    Memory is 2 + 2 / r times that, or times max_rows if that is more. The kernel starts when all
+    tokens are there, so nothing of these operators hides the exchange.
 
     Args:
         experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank,
@@ -95,10 +105,18 @@ def exchange_routes(
     except CounterpointError as error:
         raise refused(error, group, experts) from None
     each, counts, numbers, lists = torch.ops.counterpoint.exchange_routes(
-        experts, weights.float(), num_experts, max_rows, group.group_name, group.size()
-    )
+        experts, weights.float(), num_experts, max_rows,
+        1 if max_rows is None else num_islands(group.group_name, str(experts.device)),
+        group.group_name, group.size(),
+    )  # fmt: skip
     top_k = 0 if max_rows is None else experts.shape[1]
     return Routes(counts, numbers, lists, each, experts.shape[0], top_k)
+
+
+@torch.compiler.assume_constant_result
+def num_islands(group_name: str, device: str) -> int:
+    """How many islands ranks are on; collective at their first call."""
+    return workspace_of(group_of(group_name), torch.device(device)).islands.number
 
 
 def _checked(
@@ -132,8 +150,8 @@ def _checked(
 
 
 def _run(
-    experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, group_name: str,
-    group_size: int,
+    experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
+    group_name: str, group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if max_rows is None and experts.is_cuda and torch.cuda.is_current_stream_capturing():
         want, got = "of a call that waits for the host", "a CUDA graph in capture, which cannot"
@@ -178,15 +196,16 @@ def _look(
 
 
 def _fake(
-    experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, group_name: str,
-    group_size: int,
+    experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
+    group_name: str, group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if max_rows is not None:
         tokens, top = experts.shape
-        sizes = device_routes.Sizes(tokens, top, group_size, max_rows)
+        sizes = device_routes.Sizes(tokens, top, group_size, max_rows, islands)
         table = experts.new_empty(group_size, num_experts, dtype=torch.int64)
+        firsts = table.new_empty(sizes.firsts_shape(num_experts))
         lists = experts.new_empty(sizes.starts[-1], dtype=torch.int32)
-        return weights.new_empty(max_rows), table, torch.empty_like(table), lists
+        return weights.new_empty(max_rows), table, firsts, lists
     numbers, lists, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     counts = torch.empty(group_size, num_experts, dtype=torch.int64)
     table = torch.empty(numbers, dtype=torch.int64)
@@ -194,7 +213,7 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weights, _, max_rows, *ctx.where = inputs
+    _, weights, _, max_rows, _, *ctx.where = inputs
     _, counts, numbers, lists = output
     ctx.save_for_backward(numbers, lists)
     ctx.given = *weights.shape, max_rows is not None
@@ -205,7 +224,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     each = torch.ops.counterpoint.weights_back(
         grads[0].contiguous(), *ctx.saved_tensors, *ctx.given, *ctx.where
     )
-    return None, each, None, None, None, None
+    return None, each, *(None,) * 5
 
 
 def _run_back(
@@ -215,7 +234,7 @@ def _run_back(
     workspace = workspace_of(group_of(group_name), each.device)
     workspace.board.note_op(f"{OP} backward")
     if on_device:
-        sizes = device_routes.Sizes(tokens, top, group_size, len(each))
+        sizes = device_routes.Sizes(tokens, top, group_size, len(each), workspace.islands.number)
         return device_routes.weights_back(workspace, lists, each, sizes)
     return weights_back(workspace, Found(blocks_in(numbers), lists), each)
 
@@ -228,8 +247,8 @@ def _fake_back(
 
 
 register(
-    f"{OP}(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, str group_name, "
-    "int group_size) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{OP}(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, int islands, "
+    "str group_name, int group_size) -> (Tensor, Tensor, Tensor, Tensor)",
     _run, _fake, _backward, _save,
 )  # fmt: skip
 register(

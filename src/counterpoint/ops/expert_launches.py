@@ -11,13 +11,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from counterpoint.kernels.matmul_all_to_all import arrival_kernel, collect_kernel, send_sums_kernel
-from counterpoint.kernels.routes import num_words, routes_kernel
-from counterpoint.plan.fused_experts import Tile, settings_in
+from counterpoint.kernels.routes import num_words, routes_kernel, spoil_kernel
+from counterpoint.plan.fused_experts import Tile, inside, settings_in
 from counterpoint.plan.fused_sum import padded
-from counterpoint.runtime.device_routes import Lists
+from counterpoint.plan.steps import COUNTS, ROUTES
+from counterpoint.runtime.device_routes import Lists, Sizes
+from counterpoint.runtime.expert_rails import Rails
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site
-from counterpoint.runtime.workspace import Operands
+from counterpoint.runtime.routes import LISTS
+from counterpoint.runtime.workspace import Operands, Places
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
@@ -51,11 +54,20 @@ Behind = Callable[[Started, Operands, Tensor], Launches]  # what follows the pro
 
 
 class Experts:
-    """What both directions share: routes, memory, and the small kernels."""
+    """What both directions share: routes, memory, and the small kernels.
+
+    Attributes:
+        p: as the ranks of this island see it.
+        rank: this one among them.
+    """
 
     def __init__(self, site: Site) -> None:
-        p, workspace = site.places.plan.problem, site.places.workspace
+        whole, workspace = site.places.plan.problem, site.places.workspace
+        p = inside(whole)
         self.p, self.workspace, self.tag = p, workspace, site.tag
+        self.islands, self.top, self.rank = whole.islands, whole.top_k, workspace.rank % p.ranks
+        self.mates = slice(workspace.rank - self.rank, workspace.rank - self.rank + p.ranks)
+        self.on_island = on_island(site.places)
         self.combines, self.of_tokens = p.op == COMBINE, p.by_routes
         self.tile, self.sending = settings_in(site.bound.step)
         self.memory, self.dtype = fused_memory(workspace), getattr(torch, p.dtype)
@@ -74,6 +86,7 @@ class Experts:
             shape = (p.ranks, self.experts)
             self.table = torch.full(shape, count, dtype=torch.int32, device=self.device)
         self.find_routes = {dtype: self._routes(dtype) for dtype in (torch.int32, torch.int64)}
+        self.spoil = self._spoils() if self.islands > 1 else None
 
     def launch(
         self, kernel: Any, given: tuple[str, ...], fixed: dict[str, Any], grid: Grid,
@@ -86,9 +99,9 @@ class Experts:
         """The arguments that both large kernels have alike."""
         tile, p = self.tile, self.p
         return {
-            "rows_ptr": self.rows.bases, "flags_ptr": self.flags.bases,
+            "rows_ptr": self.rows.bases[self.mates], "flags_ptr": self.flags.bases[self.mates],
             "state_ptr": self.memory.state, "N": p.n, "K": p.k, "E": self.experts,
-            "half_flags": self.flags.half_bytes // 4, "rank": self.workspace.rank,
+            "half_flags": self.flags.half_bytes // 4, "rank": self.rank,
             "WORLD": p.ranks, "EXPERTS": padded(p.experts),
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
             "GROUP_M": tile.group_m, "STAGES": tile.stages,
@@ -108,10 +121,10 @@ class Experts:
             some: rows have no weights, and of `top` some are none.
         """
         fixed = {
-            "rows_ptr": self.rows.bases, "state_ptr": self.memory.state, "count": count,
+            "rows_ptr": self.rows.bases[self.mates], "state_ptr": self.memory.state, "count": count,
             "spoils": self.route_words - 1, "over_ptr": self.memory.over, "N": columns,
             "half_bytes": self.half_bytes, "room": self.p.m,
-            "rank": self.workspace.rank, "TOP": top, "SOME": some, "BLOCK_N": block(columns),
+            "rank": self.rank, "TOP": top, "SOME": some, "BLOCK_N": block(columns),
         }  # fmt: skip
         given = ("routes_ptr", "index_ptr", "weights_ptr", "y_ptr", "tokens", "limit", "clear")
         launch = self.launch(collect_kernel, given, fixed, self.collectors, {"num_warps": 4})
@@ -134,13 +147,46 @@ class Experts:
 
     def _routes(self, dtype: torch.dtype) -> Launch:
         fixed = {
-            "over_ptr": self.memory.over, "E": self.experts, "rank": self.workspace.rank,
+            "over_ptr": self.memory.over, "E": self.experts, "rank": self.rank,
             "WORLD": self.p.ranks, "EXPERTS": padded(self.experts),
             "BLOCK_M": self.tile.block_m, "BACK": self.combines,
         }  # fmt: skip
         given = ("counts_ptr", "routes_ptr", "limit", "has")
         launch = self.launch(routes_kernel, given, fixed, ONE, {"num_warps": 8})
         return launch.compile(dtype, torch.int32, 0, 0)
+
+    def _spoils(self) -> Launch:
+        """What looks whether there are too many rows, on any island."""
+        fixed = {"over_ptr": self.memory.over, "spoils": self.route_words - 1,
+                 "BACK": self.combines}  # fmt: skip
+        launch = self.launch(spoil_kernel, ("word_ptr", "routes_ptr"), fixed, ONE, {"num_warps": 1})
+        return launch.compile(torch.int64, torch.int32)
+
+    def lists(self, operands: Operands, limit: int) -> Lists:
+        """Those of a call, of the device's routes.
+
+        Args:
+            limit: rows by expert that a rank may take.
+        """
+        held = len(operands["y" if self.combines else "x"])
+        sizes = Sizes(held // self.islands, self.top, self.p.ranks * self.islands, limit,
+                      self.islands)  # fmt: skip
+        return sizes.lists(aligned(operands[LISTS]))
+
+
+def on_island(places: Places) -> Callable[[Operands], Operands]:
+    """The operands of a call as the ranks of an island have them: tokens are those of rails."""
+    p = places.plan.problem
+    if p.islands == 1:
+        return lambda operands: operands
+    rails, rows = Rails(places), "y" if p.op == COMBINE else "x"
+
+    def seen(operands: Operands) -> Operands:
+        counts, firsts = operands[ROUTES]
+        held = rails.blocks("rail", operands).flatten(0, 1)
+        return operands | {rows: held, COUNTS: counts, ROUTES: firsts}
+
+    return seen
 
 
 def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
@@ -149,7 +195,7 @@ def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
     fixed = {name: value for name, value in each.shared().items() if name in shared} | {
         "half_bytes": each.half_bytes, "half_flags": each.flags.half_bytes // 4,
         "room": p.m, "PAIRS": padded(each.experts),
-        "TOP": p.top_k, "BLOCK_N": block(p.n),
+        "TOP": each.top, "BLOCK_N": block(p.n),
     }  # fmt: skip
     names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit")
     sums: dict[bool, Launch] = {}
@@ -157,7 +203,7 @@ def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
     for weighted in (False, True):
         given = send_sums_kernel, names, fixed | {"WEIGHTED": weighted}, each.collectors
         sums[weighted] = each.launch(*given, {"num_warps": 4}).compile(*like)
-    most = min(p.top_k, p.ranks)
+    most = min(each.top, p.ranks)
     collect = each.collect(p.n, 0, torch.int32, each.dtype, most, some=True)
 
     def behind(started: Started, operands: Operands, product: Tensor) -> Launches:

@@ -24,13 +24,16 @@ from counterpoint.ops.expert_launches import (
     aligned,
     block,
     blocks_of,
+    on_island,
     sample,
     sums_of_tokens,
     whole_rows,
 )
 from counterpoint.ops.token_sums import sum_of_rows
+from counterpoint.plan import all_to_all_matmul, matmul_all_to_all
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
+from counterpoint.plan.fused_experts import inside
 from counterpoint.plan.fused_sum import padded
 from counterpoint.plan.steps import COUNTS, ROUTES
 from counterpoint.problem import Problem
@@ -66,6 +69,8 @@ def _start(each: Experts, operands: Operands) -> Started:
     if each.of_tokens:  # tokens fit; rows by expert may not
         limit = len(x if each.combines else operands["y"])
         taken, has = (ANY, limit) if each.combines else (limit, ANY)
+        if each.islands > 1:  # too many rows are looked for on all islands
+            taken = has = ANY
     if not len(x):
         x = x.new_zeros(1, p.k)  # TMA takes no tensor without rows
     fits = w.data_ptr() % ALIGN == 0 and not any(
@@ -81,8 +86,9 @@ def _start(each: Experts, operands: Operands) -> Started:
     if each.of_tokens:
         firsts, moves = aligned(operands[ROUTES]), torch.empty_like(routes)
         launches.append((each.find_routes[firsts.dtype], (firsts, moves, ANY, ANY)))
-        tokens = len(operands["y" if each.combines else "x"])
-        lists = Sizes(tokens, p.top_k, p.ranks, limit).lists(aligned(operands[LISTS]))
+        lists = each.lists(operands, limit)
+        if each.spoil is not None:
+            launches.append((each.spoil, (lists.over.view(torch.int64), routes)))
     return Started(x, w, limit, routes, moves, launches, lists)
 
 
@@ -122,6 +128,8 @@ def dispatch(site: Site) -> Action:
     collect = each.collect(p.k, come, index, each.dtype, int(p.by_routes), some=p.by_routes)
 
     def run(operands: Operands) -> None:
+        if each.islands > 1:
+            operands = each.on_island(operands)
         x, w, limit, routes, moves, launches, lists = _start(each, operands)
         y, rows = operands["y"], operands.get("rows")
         columns = w.stride(1) == 1
@@ -166,6 +174,8 @@ def combine(site: Site) -> Action:
     behind = (sums_of_tokens if each.of_tokens else _of_rows)(each, (each.arrive(), ()))
 
     def run(operands: Operands) -> None:
+        if each.islands > 1:
+            operands = each.on_island(operands)
         started = _start(each, operands)
         x, w, limit, routes, _, launches, _ = started
         y, add, columns = operands["y"], operands.get("add"), w.stride(1) == 1
@@ -215,14 +225,19 @@ def _of_rows(each: Experts, arrive: Launched) -> Behind:
 
 
 def reference(site: Site) -> Action:
-    """What the kernels compute, by torch and gloo: the serial plan of the same problem."""
-    p, workspace = site.places.plan.problem, site.places.workspace
-    known = replace(p, counts="routed") if p.by_routes else p
-    plan = build(known, "serial")
+    """What the kernels compute, by torch and gloo: the serial plan of the same problem.
+
+    Of several islands that of one, whose scratch may lie where this plan has its own.
+    """
+    whole, workspace = site.places.plan.problem, site.places.workspace
+    p, seen = inside(whole), on_island(site.places)
+    serial = (matmul_all_to_all if p.op == COMBINE else all_to_all_matmul).serial
+    # routes are those of tokens on one rank, too, where `build` has plain matmuls
+    plan = serial(replace(p, counts="routed")) if p.by_routes else build(p, "serial")
     workspace.reserve(plan)
-    places = Places(workspace, plan)
+    places = Places(workspace, plan, workspace.rank % p.ranks)
     actions: list[Action] = []
-    for bound in bind(plan, workspace.rank).steps:
+    for bound in bind(plan, places.rank).steps:
         if bound.step.routed and bound.step.kind in routed.ACTIONS:
             actions.append(routed.ACTIONS[bound.step.kind](bound, places))
         elif bound.step.kind == "matmul":
@@ -230,28 +245,43 @@ def reference(site: Site) -> Action:
         else:
             actions.append(compute.collective(bound, bound.parts[0], places))
 
+    rows = "y" if p.op == COMBINE else "x"
+
     def run(operands: Operands) -> None:
+        operands = seen(operands)
+        held = operands[rows]
+        if whole.islands > 1:
+            operands[rows] = held.clone()
+        _run(operands)
+        if whole.islands > 1 and p.op == COMBINE:
+            held.copy_(operands[rows])
+
+    def _run(operands: Operands) -> None:
         if p.by_routes:
-            operands |= _as_host_reads(p, site, operands)
+            operands |= _as_host_reads(whole, places, operands)
         y = operands["y"]
         if not y.shape[1]:  # nobody wants the rows themselves
             operands = operands | {"y": y.new_empty(len(y), p.n)}
         for action in actions:
             action(operands)
-        if p.ranks == 1 and "rows" in operands:
+        if p.ranks == 1 and "rows" in operands and not p.by_routes:
             copy_own(operands)
         if p.op == COMBINE:
-            finish(workspace.rank, operands)
+            finish(places.rank, operands)
 
     return run
 
 
-def _as_host_reads(p: Problem, site: Site, operands: Operands) -> Operands:
-    """Routes of the device, as plans that the host lays out have them."""
-    workspace, x, y = site.places.workspace, operands["x"], operands["y"]
-    tokens, limit = (len(y), len(x)) if p.op == COMBINE else (len(x), len(y))
-    given = operands[ROUTES], operands[LISTS], Sizes(tokens, p.top_k, p.ranks, limit)
-    found = on_host(workspace.rank, workspace.islands.size, *given)
+def _as_host_reads(p: Problem, places: Places, operands: Operands) -> Operands:
+    """Routes of the device, as plans that the host lays out have them.
+
+    Args:
+        p: of all islands.
+    """
+    x, y = operands["x"], operands["y"]
+    held, limit = (len(y), len(x)) if p.op == COMBINE else (len(x), len(y))
+    sizes = Sizes(held // p.islands, p.top_k, p.ranks, limit, p.islands)
+    found = on_host(places.rank, operands[ROUTES], operands[LISTS], sizes)
     return {ROUTES: found.blocks.packed(), LISTS: found.lists}
 
 

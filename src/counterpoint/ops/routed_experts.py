@@ -30,6 +30,7 @@ from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.counted import rows_by_rank
 from counterpoint.runtime.device_routes import Sizes, on_host
+from counterpoint.runtime.find_routes import find_routes
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.routes import Routes as Found
 from counterpoint.runtime.routes import blocks_in, most_rows
@@ -143,42 +144,51 @@ def _run_on_device(
 ) -> list[Tensor]:
     """A call whose routes the host does not read, if one kernel takes it; else it waits for them.
 
+    Of several islands that is the plan "islands", and else ranks tell each other their routes anew.
+
     Raises:
         InputError: the plan is another one, or a CUDA graph is being captured, and the host would
             have to read them, or it has, and more rows come to a rank than there is room for.
     """
     x, w, counts, firsts, lists, *rest = tensors
-    tokens, top, ranks, max_rows = sizes
+    tokens, top, ranks, max_rows, _ = sizes
     room = max_rows if operator.op == DISPATCH else tokens
     assert x is not None and w is not None and counts is not None and lists is not None
     assert firsts is not None, "all of them are there"
-    m = experts.most(max(max_rows, tokens * min(top, ranks)), counts.shape[1])
-    facts, workspace = (m, top, tokens, max_rows), workspace_of(group_of(group_name), x.device)
+    workspace = workspace_of(group_of(group_name), x.device)
+    sizes = sizes._replace(islands=workspace.islands.number)
+    m = experts.most(max(max_rows, sizes.back), counts.shape[1])
+    facts, given = (m, top, tokens, max_rows), call.Given(room)
     problem = of_islands(_problem(operator.op, tensors, facts, ranks), workspace)
-    family, given = family_of(plan), call.Given(room)
-    if family not in ("auto", "fused", "serial"):
-        want = "auto, fused or serial with routes of max_rows"
+    family, own = family_of(plan), "fused" if sizes.islands == 1 else "islands"
+    if family not in ("auto", own, "serial"):
+        want = f"auto, {own} or serial with routes of max_rows"
         raise InputError(operator.op, "plan", want=want, got=repr(plan))
-    if family == "fused":
+    if family == own:
         return call.run(operator, tensors, plan, facts, group_name, given)
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    if family == "auto" and problem.operation.without_serial(problem)[0] == "fused":
+    if family == "auto" and problem.operation.without_serial(problem)[0] == own:
         try:
-            return call.run(operator, tensors, "fused", facts, group_name, given)
+            return call.run(operator, tensors, own, facts, group_name, given)
         except UnsupportedError:  # on all ranks alike, but for captures
             if capturing:
                 raise
     if capturing:
-        want = "fused, which takes 16-bit numbers on ranks of one island, while a graph is captured"
+        want = f"{own}, which takes 16-bit numbers on islands of a power of 2 of ranks, in a graph"
         raise InputError(operator.op, "plan", want=want, got="serial, which the host lays out")
     counts = counts.cpu()
     each = rows_by_rank(counts, True).tolist()
     if max(each) > max_rows:  # the table is equal on all ranks
         want = f">= {max(each)}, what rank {each.index(max(each))} gets"
         raise InputError(operator.op, "max_rows", want=want, got=max_rows)
-    found = on_host(workspace.rank, workspace.islands.size, firsts, lists, sizes)
-    tensors = (x, w, counts, found.blocks.packed(), found.lists, *rest)
-    return call.run(operator, tensors, "serial", facts[:2], group_name, given)
+    if sizes.islands == 1:
+        found = on_host(workspace.rank, firsts, lists, sizes)
+        tensors = (x, w, counts, found.blocks.packed(), found.lists, *rest)
+        return call.run(operator, tensors, "serial", facts[:2], group_name, given)
+    ids = sizes.lists(lists).experts
+    known = find_routes(workspace, ids, torch.zeros(ids.shape, device=ids.device), len(counts[0]))
+    rows = experts.most(most_rows(blocks_in(known[2]), counts), counts.shape[1])
+    return call.run(operator, (x, w, *known[1:], *rest), plan, (rows, top), group_name, given)
 
 
 def _run(

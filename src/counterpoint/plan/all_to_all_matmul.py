@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from counterpoint.machine import Machine
-from counterpoint.plan import experts, routed_experts, routed_groups
+from counterpoint.plan import expert_rails, experts, routed_experts, routed_groups
 from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
 from counterpoint.plan.makespan import dispatch_s
 from counterpoint.plan.names import in_one_lane
@@ -60,7 +60,7 @@ def _steps(p: Problem, order: Order, spans: list[range], chunks: int) -> tuple[S
 
 
 OTHERS = (
-    routed_experts.family(routed_experts.dispatch, operands),
+    routed_experts.family(routed_experts.dispatch, expert_rails.dispatch, operands),
     routed_groups.family(routed_groups.dispatch, operands, dispatch_s),
 )
 OPERATION = experts.operation(operands, serial, grouped, dispatch_s, OTHERS, dispatches=True)

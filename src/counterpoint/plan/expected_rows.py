@@ -10,6 +10,7 @@ from math import comb
 from counterpoint.problem import Problem
 
 ONCE_TO_A_RANK = ("sent", "received", "passing", "sums", "parts", "back")
+ALONG_RAILS = ("rail", "got")  # see expert_rails.py
 ONCE_TO_AN_ISLAND = ("out", "came", "gone", "got")
 
 
@@ -32,6 +33,9 @@ def once(p: Problem, ranks: int) -> float:
 
 def share(p: Problem, name: str) -> float:
     """Expected rows of a buffer of a routed plan, as a part of those of its boxes."""
+    if p.counts == "device_routed" and p.islands > 1:
+        tokens = name in ALONG_RAILS or (name == "x" and p.op == "all_to_all_matmul")
+        return p.islands / p.top_k if tokens and p.top_k else 1.0  # all go to each island
     if name in ONCE_TO_AN_ISLAND:
         return once(p, p.ranks // p.islands)
     return once(p, 1) if name in ONCE_TO_A_RANK else 1.0

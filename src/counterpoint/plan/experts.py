@@ -51,7 +51,7 @@ from counterpoint.plan.steps import (
     Space,
     Step,
 )
-from counterpoint.plan.values import Product, Value
+from counterpoint.plan.values import Cell, Product, Value
 from counterpoint.problem import Problem
 
 # copies within a GPU, beside those to peers
@@ -130,8 +130,9 @@ def wants_known_counts(p: Problem) -> str:
 
 def without_serial(p: Problem) -> tuple[str, str]:
     """What is taken whatever it costs, and why serial is not."""
-    if p.islands == 1:
-        return fused_experts.without_serial(p)
+    if p.islands == 1 or p.counts == "device_routed":
+        name, why = fused_experts.without_serial(fused_experts.inside(p))
+        return "islands" if name and p.islands > 1 else name, why
     if p.counts != "routed" or p.top_k:
         return "", ""
     return "islands", "sends a row once to each rank of another island, not once to the island"
@@ -270,6 +271,27 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
         shift, row = count * (old - new), count * new
         term = Product("x", s, False, shift, "w", multiplies, 0, e * p.k, 0, p.k)
         yield Box(rank, "y", 0, row, row + count, 0, p.n), (term,) if p.k else ()
+    if p.counts == "device_routed" and p.islands > 1:
+        yield from _rail(p, rank, dispatches=dispatches)
+
+
+def _rail(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box, Value]]:
+    """The buffer `rail` of expert_rails.py: block i, q is of the rank of this place in island i.
+
+    It is its rows for place q of this island, or what that has made of them.
+    """
+    size, count = p.ranks // p.islands, p.rows[0] // p.experts
+    island, place = divmod(rank, size)
+    for i, q, e in product(range(p.islands), range(size), range(p.experts)):
+        owner, mate, row = i * size + place, island * size + q, count * (i * size + q) * p.experts
+        row += count * e
+        box = Box(rank, "rail", 0, row, row + count, 0, p.k if dispatches else p.n)
+        if dispatches:
+            yield box, (Cell(owner, "x", count * (mate * p.experts + e) - row, 0),)
+            continue
+        shift = count * (e * p.ranks + owner) - row
+        term = Product("x", mate, False, shift, "w", mate, 0, e * p.k, 0, p.k)
+        yield box, (term,) if p.k else ()
 
 
 def candidates(p: Problem) -> tuple[str, ...]:

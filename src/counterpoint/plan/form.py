@@ -186,7 +186,8 @@ def _leaves_island(plan: Plan, step: Step, places: tuple[Peer, ...]) -> str:
         return "names peers without their islands: the peers of a plan of several are a grid"
     if any(at and at[0] for at in places):
         return "reaches another island, which has no memory here: an exchange does"
-    return "is a kernel that its peers wait in, on other islands" if step.spins else ""
+    waits = step.spins and step.kind != "fused"  # of a kernel of ours all peers are named
+    return "is a kernel that its peers wait in, on other islands" if waits else ""
 
 
 def _misuse_of_exchange(plan: Plan, step: Step, buffers: list[Buffer]) -> str:

@@ -5,7 +5,7 @@ kernels/all_to_all_matmul.py and kernels/matmul_all_to_all.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from counterpoint.machine import Machine
@@ -13,7 +13,7 @@ from counterpoint.plan.direct import to_everyone, wants_ranks
 from counterpoint.plan.expected_rows import once
 from counterpoint.plan.names import W, X, Y, counts_of, in_one_lane
 from counterpoint.plan.operation import Family
-from counterpoint.plan.steps import Buffer, Plan, Step
+from counterpoint.plan.steps import ME, Buffer, Plan, Region, Step
 from counterpoint.problem import Problem
 
 MAX_EXPERTS = 1024  # of all ranks, in one kernel: see kernels/routes.py
@@ -75,6 +75,13 @@ def sending_of(rows: int, experts: int, ranks: int) -> Sending:
     return Sending(senders, max(1, senders // ranks) * (1 if experts > 4 else 8))
 
 
+def inside(p: Problem) -> Problem:
+    """What the kernel of an island sees: its ranks, each with the tokens of its rail."""
+    if p.islands == 1:
+        return p
+    return replace(p, ranks=p.ranks // p.islands, islands=1, rows=(), top_k=0)
+
+
 def settings_in(step: Step) -> tuple[Tile, Sending]:
     """Those of a step of a plan; a combine has no senders of its own."""
     args = dict(step.args)
@@ -130,18 +137,37 @@ def family(operands: Callable[[Problem], tuple[Buffer, ...]]) -> Family:
     """The family for an operator of those operands."""
 
     def build(p: Problem, *_: object) -> Plan:
-        tile = tile_of(p.m, p.k, p.n, p.experts, combines=_combines(p))
-        sending = None if _combines(p) else sending_of(p.m, p.experts, p.ranks)
-        own = received(p, sending)
-        args = [(name, getattr(kind, name)) for kind in (tile, sending) if kind
-                for name in kind.__dataclass_fields__]  # fmt: skip
-        step = Step(
-            "experts", "compute", "fused", (X, W, *counts_of(p)), (Y, *to_everyone(p.ranks, own)),
-            args=(("kernel", p.op), *args), spins=True,
-        )  # fmt: skip
+        step, own = one_kernel(p, X, Y)
         return in_one_lane(p, "fused", (*operands(p), *own), step)
 
     return Family(name="fused", build=build, wants=refusal, in_a_row=True, alone=True)
+
+
+def one_kernel(
+    p: Problem, rows: Region, result: Region, after: tuple[str, ...] = ()
+) -> tuple[Step, tuple[Buffer, ...]]:
+    """The kernel as a step of the ranks of each island, and the memory of its protocol.
+
+    Args:
+        rows: what it takes.
+        result: what it makes of that.
+    """
+    ours, combines = inside(p), _combines(p)
+    tile = tile_of(p.m, p.k, p.n, p.experts, combines=combines)
+    sending = None if combines else sending_of(p.m, p.experts, ours.ranks)
+    own: tuple[Buffer, ...] = received(ours, sending)
+    stored = to_everyone(p.ranks, own)
+    if p.islands > 1:  # rows lie there by place, with those of a whole rail as one block
+        own = tuple(replace(buffer, split=False, chunks=1) for buffer in own)
+        mates = [(0, place) if place else ME for place in range(ours.ranks)]
+        stored = (Region(buffer.name, at) for buffer in own for at in mates)
+    args = [(name, getattr(kind, name)) for kind in (tile, sending) if kind
+            for name in kind.__dataclass_fields__]  # fmt: skip
+    step = Step(
+        "experts", "compute", "fused", (rows, W, *counts_of(p)), (result, *stored), after,
+        args=(("kernel", p.op), *args), spins=True,
+    )  # fmt: skip
+    return step, own
 
 
 def received(p: Problem, sending: Sending | None) -> tuple[Buffer, Buffer]:
@@ -175,7 +201,8 @@ def seconds(p: Problem, step: Step, machine: Machine) -> float:
     moved = p.m * sum(p.operation.moved(p)) * p.item_bytes
     made = moved if combines and p.by_routes else 0  # products, written and read again
     moved *= once(p, 1) if p.by_routes else 1
-    comm_s = costs.all_gather_s + moved * (p.ranks - 1) / p.ranks / costs.collective_bytes_per_s
+    size = p.ranks // p.islands
+    comm_s = costs.all_gather_s + moved * (size - 1) / size / costs.collective_bytes_per_s
     rounds = _rounds(p, machine.sms.count, combines=combines)
     matmul_s = max(matmul_s, math_s * rounds) * SLOWER[combines]
     longer_s = matmul_s + comm_s + 2 * made * bytes_s if made else max(matmul_s, comm_s)

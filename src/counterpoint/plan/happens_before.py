@@ -2,9 +2,9 @@
 
 An event is before another by lane order, by `after`, from a post to its wait, and because a call
 ends before the next of its rank begins. A barrier posts at its begin and waits at its end; every
-other step waits at its begin and posts at its end. A collective, and a kernel that spins on its
-peers, begins on all ranks before it ends on any. An exchange ends once those that it sends to and
-gets from have begun it.
+other step waits at its begin and posts at its end. A collective begins on all ranks before it ends
+on any; a kernel that spins on its peers, on all ranks of an island. An exchange ends once those
+that it sends to and gets from have begun it.
 """
 
 from collections.abc import Iterable
@@ -125,13 +125,13 @@ class HappensBefore:
                 yield post, self.end(c, rank, j) if barrier[j] else self.begin(c, rank, j)
 
     def _collectives(self) -> Iterable[tuple[int, int]]:
-        ranks = range(len(self.programs))
+        ranks = len(self.programs)
         for i, step in enumerate(self.plan.steps):
             if step.kind == "collective" or step.spins:
-                for c in range(self.calls):
-                    yield from (
-                        (self.begin(c, a, i), self.end(c, b, i)) for a in ranks for b in ranks
-                    )
+                size = ranks if step.kind == "collective" else ranks // self.plan.problem.islands
+                for c, r in self._everywhere():
+                    mates = range(r // size * size, (r // size + 1) * size)
+                    yield from ((self.begin(c, other, i), self.end(c, r, i)) for other in mates)
 
     def _exchanges(self) -> Iterable[tuple[int, int]]:
         for i, step in enumerate(self.plan.steps):

@@ -1,7 +1,7 @@
 """matmul_all_to_all: experts multiply, and rows go back to their owners; its families of plans."""
 
 from counterpoint.machine import Machine
-from counterpoint.plan import experts, routed_experts, routed_groups
+from counterpoint.plan import expert_rails, experts, routed_experts, routed_groups
 from counterpoint.plan.experts import LANES, Exchange, matmuls, rows_of
 from counterpoint.plan.finer import slices
 from counterpoint.plan.makespan import combine_s
@@ -81,7 +81,7 @@ def _steps(
 
 
 OTHERS = (
-    routed_experts.family(routed_experts.combine, operands),
+    routed_experts.family(routed_experts.combine, expert_rails.combine, operands),
     routed_groups.family(routed_groups.combine, operands, combine_s),
 )
 OPERATION = experts.operation(operands, serial, grouped, combine_s, OTHERS, dispatches=False)

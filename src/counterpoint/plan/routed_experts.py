@@ -34,7 +34,7 @@ in one piece and all else in chunks, 6 of 12 gain, 3 % to 18 % (2026-11).
 
 from collections.abc import Callable, Iterator
 
-from counterpoint.plan import islands
+from counterpoint.plan import expert_rails, islands
 from counterpoint.plan.experts import WHOLE, matmuls, part_of, rows_of
 from counterpoint.plan.islands import NIC, SUM, Grid
 from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, collective, in_one_lane, routes_of
@@ -215,16 +215,25 @@ def wants(p: Problem) -> str:
     """What such a plan wants of a problem that it does not have, or ""."""
     if why := islands.refusal(p):
         return why
+    if p.counts == "device_routed":
+        return expert_rails.refusal(p)
     return "" if p.counts in ("equal", "routed") else "equal counts, or routes"
 
 
+Build = Callable[[Problem, Grid, tuple[Buffer, ...]], Plan]
+
+
 def family(
-    build: Callable[[Problem, Grid, tuple[Buffer, ...]], Plan],
-    operands: Callable[[Problem], tuple[Buffer, ...]],
+    build: Build, on_rails: Build, operands: Callable[[Problem], tuple[Buffer, ...]]
 ) -> Family:
-    """The family of one of the two operators of experts."""
+    """The family of one of the two operators of experts.
+
+    Args:
+        on_rails: where the device alone knows the routes.
+    """
 
     def built(p: Problem, *_: object) -> Plan:
-        return build(p, Grid(p.islands, p.ranks // p.islands, chunks=1), operands(p))
+        grid = Grid(p.islands, p.ranks // p.islands, chunks=1)
+        return (on_rails if p.counts == "device_routed" else build)(p, grid, operands(p))
 
     return Family(name="islands", islands=True, wants=wants, build=built)

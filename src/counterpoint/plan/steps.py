@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from counterpoint.errors import PlanError
-from counterpoint.problem import GATED, ITEM_BYTES, Problem
+from counterpoint.problem import GATED, Problem
 
 Peer = tuple[int, ...]  # offset per mesh axis, outermost first; () = me
 ME: Peer = ()
@@ -301,18 +301,9 @@ class Plan:
 
     def buffer_bytes(self, buffer: Buffer) -> int:
         """Bytes of one buffer on the rank that holds most."""
-        extent, cols = buffer.shape
-        ranks = self.problem.ranks
-        if buffer.split and buffer.holds == "peers":
-            most = extent - min(self.problem.rows)
-        elif buffer.split and buffer.holds == "island":
-            size = ranks // self.problem.islands
-            most = max(sum(self.problem.rows[i : i + size]) for i in range(0, ranks, size))
-        elif buffer.split and buffer.holds != "all":
-            most = max(self.problem.rows) * (ranks if buffer.holds == "slots" else 1)
-        else:
-            most = extent
-        return most * cols * ITEM_BYTES[buffer.dtype]
+        from counterpoint.plan.extents import buffer_bytes
+
+        return buffer_bytes(self, buffer)
 
     def __str__(self) -> str:
         from counterpoint.plan.printed import printed

@@ -31,7 +31,7 @@ def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
     """The library's all-to-all of rows, and the pass that puts them in order by expert."""
     source, target = bound.step.reads[0].buffer, bound.step.writes[0].buffer
     dispatches = places.plan.problem.op == DISPATCH
-    rank = places.workspace.rank
+    rank = places.rank
 
     def run(operands: Operands) -> None:
         table = operands[COUNTS].cpu()  # no copy where the host has it
@@ -82,7 +82,7 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
 
     Or a chunk of the rows of each rank for e, those of some ranks, or some columns of w and y.
     """
-    p, rank = places.plan.problem, places.workspace.rank
+    p, rank = places.plan.problem, places.rank
     (x_region, w_region, *_), (y_region,) = bounds[0].step.reads, bounds[0].step.writes
     source, target = x_region.buffer, y_region.buffer
     first, chunk = expert_of(y_region, p)
@@ -145,9 +145,7 @@ def _rows_of(name: str, operands: Operands, places: Places) -> Tensor:
     if name in operands:
         return operands[name]
     buffer = places.plan.buffer(name)
-    whole = places.fixed(
-        Box(places.workspace.rank, name, 0, 0, buffer.shape[0], 0, buffer.shape[1])
-    )
+    whole = places.fixed(Box(places.rank, name, 0, 0, buffer.shape[0], 0, buffer.shape[1]))
     assert whole is not None, "an operand that a call lacks"
     return whole
 

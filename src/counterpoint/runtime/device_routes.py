@@ -4,18 +4,28 @@ All ranks bring equally many tokens, and gather the experts and weights of all o
 then finds by itself what it needs: where rows lie is the same on all ranks. Its lists, one behind
 the other, each from a multiple of 16 bytes on:
 
-    sent     [tokens * a]          of each row that it sends the own token: by rank, by the token's
-                                   first expert there, by token; a is the least of top and the ranks
+    sent     [held * a]            of each row that it sends the token that it holds: by mate, by
+                                   the token's first expert there, by token; a is the least of top
+                                   and the mates
     rows     [max_rows]            of each row by expert the received row; those lie by first expert
                                    here, by source, by token
     sums     [received, top]       of each received row its rows by expert, in order of a token's
                                    experts; `received` is the least of max_rows and all tokens
-    y        [tokens, a]           of each token the rows that come back, in order
+    y        [held, a]             of each token that it holds the rows that come back, in order
     entries  [max_rows]            of each row by expert the token of all ranks * top + which of its
                                    experts
+    experts  [tokens, top]         of own tokens
+    over     [2]                   one number of 8 bytes: 0; or, where rows are more than max_rows
+                                   on some rank, how many more * 2^8, and bits of such ranks * 2^32
 
-Where a list has fewer, NONE stands for the others. `firsts` [ranks, E], on the device, says as in
-routes.py how many tokens of a rank have e as their first expert on its rank.
+Mates are the ranks of an island. A rank holds the tokens of its rail, in order of islands (of the
+ranks that have its place in each of them): see plan/expert_rails.py. On one island these are its
+own, and the last two lists are empty. Where a list has fewer, NONE stands for the others. Rows by
+expert are in order of source ranks, whatever the islands.
+
+`firsts`, on the device, says as in routes.py how many tokens of a rank have e as their first expert
+on its rank: [ranks, E]. Of several islands it is two tables [mates, experts of this island], of the
+tokens that mates hold: rows for each expert, and such firsts.
 """
 
 from itertools import accumulate
@@ -50,16 +60,39 @@ class Sizes(NamedTuple):
     top: int
     ranks: int
     max_rows: int
+    islands: int = 1
+
+    @property
+    def mates(self) -> int:
+        """Ranks of an island."""
+        return self.ranks // self.islands
+
+    @property
+    def held(self) -> int:
+        """Tokens of a rail."""
+        return self.tokens * self.islands
+
+    @property
+    def back(self) -> int:
+        """Rows that come back to a rank at most."""
+        return self.held * min(self.top, self.mates)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each list."""
-        tokens, top, ranks, rows = self
+        rows, several = self.max_rows, self.islands > 1
         return {
-            "sent": (tokens * min(top, ranks),), "rows": (rows,),
-            "sums": (min(rows, ranks * tokens), top), "y": (tokens, min(top, ranks)),
-            "entries": (rows,),
+            "sent": (self.back,), "rows": (rows,),
+            "sums": (min(rows, self.ranks * self.tokens), self.top),
+            "y": (self.held, min(self.top, self.mates)), "entries": (rows,),
+            "experts": (self.tokens * several, self.top), "over": (2 * several,),
         }  # fmt: skip
+
+    def firsts_shape(self, num_experts: int) -> tuple[int, ...]:
+        """Of that table, or of both."""
+        if self.islands == 1:
+            return self.ranks, num_experts
+        return 2, self.mates, num_experts // self.islands
 
     @property
     def starts(self) -> list[int]:
@@ -81,6 +114,8 @@ class Lists(NamedTuple):
     sums: Tensor
     y: Tensor
     entries: Tensor
+    experts: Tensor
+    over: Tensor
 
     def packed(self) -> Tensor:
         """All of them, as int32."""
@@ -94,8 +129,8 @@ class Found(NamedTuple):
 
     Args:
         weights: fp32 [max_rows], of rows by expert; zero behind them.
-        counts, firsts: int64 [ranks, E].
-        lists: see above.
+        counts: int64 [ranks, E].
+        firsts, lists: see above; int64, and int32.
     """
 
     weights: Tensor
@@ -114,17 +149,19 @@ def find(
         weights: fp32 of that shape.
         max_rows: rows by expert that a rank can take; more of them are left out.
     """
-    ranks, rank, (tokens, top) = workspace.group.size(), workspace.rank, experts.shape
-    kernels = launch_routes.by_kernels(experts, num_experts)
+    (tokens, top), islands = experts.shape, workspace.islands.number
+    sizes = Sizes(tokens, top, workspace.group.size(), max_rows, islands)
+    # between islands tokens take far longer than torch does to find the lists
+    kernels = islands == 1 and launch_routes.by_kernels(experts, num_experts)
     told = experts.new_empty(tokens, 2 * top, dtype=torch.int32)
     (launch_routes.tell_into if kernels else tell_into)(told, experts, weights, num_experts)
-    every = told.new_empty(ranks * tokens, 2 * top)
+    every = told.new_empty(sizes.ranks * tokens, 2 * top)
     calls = library_of(workspace, Awaited(OP, "gather lists of experts", OP))
     calls.all_gather(every.view(-1), told.view(-1))
     if kernels:
-        return found_by_kernels(rank, ranks, every, num_experts, max_rows)
+        return found_by_kernels(workspace.rank, sizes, every, num_experts)
     each = every[:, top:].contiguous().view(torch.float32)
-    return found_by(rank, ranks, every[:, :top].long(), each, num_experts, max_rows)
+    return found_by(workspace.rank, sizes, every[:, :top].long(), each, num_experts)
 
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:
@@ -135,29 +172,25 @@ def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) 
     bits.copy_(weights.masked_fill(wrong, torch.nan).view(torch.int32))
 
 
-def found_by_kernels(
-    rank: int, ranks: int, every: Tensor, num_experts: int, max_rows: int
-) -> Found:
-    """As `found_by`, from what all ranks have told."""
-    sizes = Sizes(len(every) // ranks, every.shape[1] // 2, ranks, max_rows)
-    each = every.new_empty(max_rows, dtype=torch.float32)
-    counts, table = (every.new_empty(ranks, num_experts, dtype=torch.int64) for _ in range(2))
+def found_by_kernels(rank: int, sizes: Sizes, every: Tensor, num_experts: int) -> Found:
+    """As `found_by` on one island, from what all ranks have told."""
+    each = every.new_empty(sizes.max_rows, dtype=torch.float32)
+    counts, table = (every.new_empty(sizes.ranks, num_experts, dtype=torch.int64) for _ in range(2))
     packed = every.new_empty(sizes.starts[-1])
-    launch_routes.routes_into(each, counts, table, packed, sizes.lists(packed), every, rank)
+    launch_routes.routes_into(each, counts, table, packed, sizes.lists(packed)[:5], every, rank)
     return Found(each, counts, table, packed)
 
 
-def found_by(
-    rank: int, ranks: int, ids: Tensor, weights: Tensor, num_experts: int, max_rows: int
-) -> Found:
+def found_by(rank: int, sizes: Sizes, ids: Tensor, weights: Tensor, num_experts: int) -> Found:
     """What a rank finds in the lists of all, by torch.
 
     Args:
         ids: int64 [ranks * tokens, top], experts of all tokens.
         weights: fp32 of that shape.
     """
-    tokens, top = ids.shape[0] // ranks, ids.shape[1]
-    sizes, local = Sizes(tokens, top, ranks, max_rows), num_experts // ranks
+    tokens, top, ranks, max_rows, islands = sizes
+    local, size, held = num_experts // ranks, sizes.mates, sizes.held
+    first_mate, place = rank // size * size, rank % size
     # fewer bits are sorted in fewer passes
     small = torch.int16 if num_experts < 2**15 else torch.int32
     firsts = first_experts(ids, local, ranks)  # [ranks, ranks * tokens]
@@ -165,15 +198,17 @@ def found_by(
     by_source = firsts.view(ranks, ranks, tokens).transpose(0, 1).reshape(ranks, -1)
     counts, table = (_counted(x, num_experts) for x in (ids.reshape(ranks, -1), by_source))
 
-    mine = firsts[:, rank * tokens : (rank + 1) * tokens]
+    by_rail = firsts[first_mate : first_mate + size].view(size, islands, size, tokens)
+    mine = by_rail[:, :, place].reshape(size, held)
     order, sent_rows = mine.flatten().sort(stable=True).indices, (mine < num_experts).sum()
-    sent = _until(sent_rows, order[: sizes.shapes["sent"][0]] % max(tokens, 1))
-    back = positions(order, ranks * tokens)
-    back = back.masked_fill_(back >= sent_rows, NONE).view(ranks, tokens).t().sort(1).values
+    sent = _until(sent_rows, order[: sizes.back] % max(held, 1))
+    back = positions(order, size * held)
+    back = back.masked_fill_(back >= sent_rows, NONE).view(size, held).t().sort(1).values
 
     here = firsts[rank]  # of all tokens
-    received = here.sort(stable=True).indices
-    place = positions(received, len(here))
+    by_mate = _turned(here, islands, size)
+    received = by_mate.sort(stable=True).indices
+    where = _turned(positions(received, len(here)), size, islands)
     # rows by expert, then as a source has them: by first expert, then by token
     order = here.view(ranks, tokens).sort(dim=1, stable=True).indices
     order += torch.arange(ranks, device=ids.device)[:, None] * tokens
@@ -188,12 +223,32 @@ def found_by(
     each = torch.cat((weights.flatten(), weights.new_zeros(1)))[entries.clamp(max=ids.numel())]
     # where there are more than max_rows all results are NaN, but rows are read where memory is
     room = sizes.shapes["sums"][0]
-    at = place[token].clamp(max=room - 1) if ids.numel() else pairs
+    at = where[token].clamp(max=room - 1) if ids.numel() else pairs
     sums = ids.new_full((ids.numel() + 1,), NONE)
     sums[entries.clamp(max=ids.numel())] = torch.arange(max_rows, device=ids.device)
-    sums = sums[:-1].view(ids.shape)[received[:room]]
-    lists = Lists(sent, _until(rows, at), sums, back[:, : min(top, ranks)], entries)
+    sums = _turned(sums[:-1].view(ids.shape), islands, size)[received[:room]]
+    own, over = ids[:0], ids[:0, 0].int()
+    if islands > 1:
+        own, over = ids[rank * tokens : (rank + 1) * tokens], _over(counts, max_rows)
+        both = torch.stack((counts, table)).view(2, islands, size, num_experts)
+        table = both[..., first_mate * local : (first_mate + size) * local].sum(1)
+    back = back[:, : min(top, size)]
+    lists = Lists(sent, _until(rows, at), sums, back, entries, own, over)
     return Found(each, counts, table, lists.packed())
+
+
+def _turned(tokens: Tensor, first: int, second: int) -> Tensor:
+    """Those of all ranks by island, then place, the other way round; or back."""
+    return tokens.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _over(counts: Tensor, max_rows: int) -> Tensor:
+    """The list `over`. Bits of more than 32 ranks are each of several."""
+    missing = counts.view(len(counts), len(counts), -1).sum((0, 2)) - max_rows
+    bits = F.pad(missing > 0, (0, -len(missing) % 32)).view(-1, 32).any(0)
+    ranks = (bits.long() << torch.arange(32, device=bits.device)).sum()
+    most = missing.max().clamp(0, 0xFFFFFF)
+    return ((ranks << 32) | (most << 8)).view(1).view(torch.int32)
 
 
 def _counted(values: Tensor, end: int) -> Tensor:
@@ -215,7 +270,7 @@ def weights_back(workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes
     Args:
         each: fp32 [max_rows].
     """
-    tokens, top, ranks, _ = sizes
+    tokens, top, ranks, *_ = sizes
     entries = sizes.lists(lists).entries
     sent = each.new_zeros(ranks * tokens * top + 1)
     sent[entries.clamp(max=len(sent) - 1).long()] = each
@@ -225,16 +280,15 @@ def weights_back(workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes
     return found.sum(0).view(tokens, top)  # each is zero but on one rank
 
 
-def on_host(rank: int, size: int, firsts: Tensor, lists: Tensor, sizes: Sizes) -> Routes:
-    """The same as the host lays plans out by; it waits for the device. No list is of islands.
+def on_host(rank: int, firsts: Tensor, lists: Tensor, sizes: Sizes) -> Routes:
+    """The same as the host lays plans out by, inside an island; it waits for the device.
 
     Args:
-        size: ranks of an island.
+        rank: the place of this one in its island.
+        firsts: of the tokens that mates hold.
     """
-    tokens, top, ranks, _ = sizes
-    table, found = firsts.cpu(), sizes.lists(lists)
-    far = [[0] * (ranks // size)] * ranks
-    blocks = Blocks((rank, size, top, tokens, ranks), table.tolist(), far)
+    ranks, table, found = sizes.mates, firsts.cpu(), sizes.lists(lists)
+    blocks = Blocks((rank, ranks, sizes.top, sizes.held, ranks), table.tolist(), [[0]] * ranks)
     # what is received by first expert, then source, is there by source first
     own = table[:, rank * blocks.local : (rank + 1) * blocks.local].t()
     source = torch.arange(ranks).expand(blocks.local, -1).flatten()

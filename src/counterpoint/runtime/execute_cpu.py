@@ -62,7 +62,7 @@ class CpuCode:
     ) -> list[Action]:
         match bound.step.kind:
             case kind if bound.step.routed and kind in routed.ACTIONS:
-                return [routed.ACTIONS[kind](bound, places)]
+                return [routed.action(bound, places)]
             case "barrier":
                 return []
             case "opaque":

@@ -232,7 +232,7 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
     lanes = code.lanes
     match bound.step.kind:
         case kind if bound.step.routed and kind in routed.ACTIONS:
-            return [routed.ACTIONS[kind](bound, places)]
+            return [routed.action(bound, places)]
         case "fused":
             return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":

@@ -60,7 +60,7 @@ class Shared:
         self._kept += [self.memory, self.bases]
         num_bytes = max(num_bytes, 2 * self.half_bytes)
         wanted = 2 * -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
-        self.memory = self.workspace.allocate(wanted, "kernels of counterpoint")
+        self.memory = self.workspace.allocate(wanted)
         self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(device)
         if self.empty:
             self.memory.local().view(torch.float32).fill_(-0.0)
@@ -119,7 +119,7 @@ class FusedMemory:
             got = "another at an earlier call; the group is unusable"
             return InputError("matmul_all_to_all", "sum_of", want="of rows that come back", got=got)
         op = ("all_to_all_matmul", "matmul_all_to_all")[(word & 0xFF) - 1]
-        ranks = [r for r in range(self.workspace.group.size()) if word >> 32 + r & 1]
+        ranks = [r for r in range(self.workspace.group.size()) if word >> 32 + r % 32 & 1]
         want = f"as many as counts says for ranks {ranks}, as the rows of x"
         missing = word >> 8 & 0xFFFFFF
         got = f"{missing} fewer at an earlier call, which has dropped rows; the group is unusable"

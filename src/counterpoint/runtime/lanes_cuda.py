@@ -24,9 +24,12 @@ Awaited = tuple[tuple[str, tuple[int, ...]], ...]  # of each step: its name, the
 
 def awaited_by(program: Program) -> Awaited:
     """What each step of a program waits for."""
-    everyone = tuple(range(program.plan.problem.ranks))  # of a kernel that waits for its peers
+    p = program.plan.problem
+    size = p.ranks // p.islands
+    first = program.rank // size * size
+    mates = tuple(range(first, first + size))  # of a kernel that waits for its peers
     return tuple(
-        (b.step.name, everyone if b.step.spins else tuple(a.rank for a in b.waits))
+        (b.step.name, mates if b.step.spins else tuple(a.rank for a in b.waits))
         for b in program.steps
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.steps import COUNTS, Region
+from counterpoint.runtime import expert_rails
 from counterpoint.runtime.library import Library
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.routes import Blocks, routes_of
@@ -74,7 +75,7 @@ class _Step:
 
     def __init__(self, bound: BoundStep, places: Places) -> None:
         self.places, self.step = places, bound.step
-        self.p, self.rank = places.plan.problem, places.workspace.rank
+        self.p, self.rank = places.plan.problem, places.rank
         reads = [r for r in bound.step.reads if places.plan.buffer(r.buffer).split]
         self.pairs = [*self._joined_pairs(reads, bound.step.writes)]
 
@@ -156,14 +157,19 @@ def exchange(bound: BoundStep, places: Places) -> Action:
 
 
 def all_to_all(bound: BoundStep, places: Places, calls: Library) -> Action:
-    """The library's, of blocks to each rank."""
-    step = _Step(bound, places)
+    """The library's, of blocks to each rank of the plan, which are neighbours in the group."""
+    step, workspace = _Step(bound, places), places.workspace
     ((source, target),) = step.pairs
+    before = workspace.rank - places.rank
+
+    def of_all(rows: list[int]) -> list[int]:
+        return [0] * before + rows + [0] * (workspace.group.size() - before - len(rows))
 
     def run(operands: Operands) -> None:
         blocks = routes_of(operands).blocks
         sent, kept = (step.part(side, operands, blocks) for side in (source, target))
-        calls.all_to_all(kept, sent, blocks.rows(target.buffer), blocks.rows(source.buffer))
+        gets, gives = (of_all(blocks.rows(side.buffer)) for side in (target, source))
+        calls.all_to_all(kept, sent, gets, gives)
 
     return run
 
@@ -212,3 +218,9 @@ ACTIONS: dict[str, Callable[[BoundStep, Places], Action]] = {
     "spread": spread,
     "fold": fold,
 }
+
+
+def action(bound: BoundStep, places: Places) -> Action:
+    """What one of these kinds of step does, by whoever knows the routes."""
+    on_device = places.plan.problem.counts == "device_routed"
+    return (expert_rails.ACTIONS if on_device else ACTIONS)[bound.step.kind](bound, places)

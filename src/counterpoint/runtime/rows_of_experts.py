@@ -79,7 +79,7 @@ class _Side(NamedTuple):
 
 def boxes(bound: BoundStep, places: Places) -> Callable[[Operands], list[tuple[Box, Box]]]:
     """What a copy step copies in a call, and where it goes: of one pair each, none empty."""
-    plan, rank, step = places.plan, places.workspace.rank, bound.step
+    plan, rank, step = places.plan, places.rank, bound.step
     pairs = [  # the table is read behind them
         (_side(source, plan, rank), _side(target, plan, rank))
         for source, target in zip(step.reads, step.writes, strict=False)

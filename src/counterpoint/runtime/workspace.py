@@ -18,6 +18,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.plan.bind import Box
+from counterpoint.plan.extents import extent
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.runtime.islands import islands_of, name_of_mine
 from counterpoint.runtime.notice_board import Awaited, NoticeBoard
@@ -235,11 +236,16 @@ class Workspace:
 
 
 class Places:
-    """Where the boxes of one plan lie: in the workspace, or in the operands of a call."""
+    """Where the boxes of one plan lie: in the workspace, or in the operands of a call.
 
-    def __init__(self, workspace: Workspace, plan: Plan) -> None:
+    Args:
+        rank: this one among those of the plan, where these are one island of several.
+    """
+
+    def __init__(self, workspace: Workspace, plan: Plan, rank: int | None = None) -> None:
         self.workspace = workspace
         self.plan = plan
+        self.rank = workspace.rank if rank is None else rank
         self.offsets: dict[str, int] = {}
         self.constants: Operands = {}  # boxes that `name` has given names
         used = {"symmetric": 0, "scratch": 0}
@@ -329,17 +335,8 @@ class Places:
 
     def _shape(self, buffer: Buffer, rank: int) -> tuple[int, int, int]:
         """(slots, rows, columns) as `rank` stores the buffer."""
-        extent, cols = buffer.shape
-        problem = self.plan.problem
-        slots = problem.ranks if buffer.holds == "slots" else 1
-        if buffer.split and buffer.holds == "peers":
-            extent -= problem.rows[rank]
-        elif buffer.split and buffer.holds == "island":
-            size = problem.ranks // problem.islands
-            extent = sum(problem.rows[rank // size * size :][:size])
-        elif buffer.split and buffer.holds != "all":
-            extent = problem.rows[rank]
-        return slots, extent, cols
+        slots = self.plan.problem.ranks if buffer.holds == "slots" else 1
+        return slots, extent(self.plan, buffer, rank), buffer.shape[1]
 
 
 def _aligned(num_bytes: int) -> int:
