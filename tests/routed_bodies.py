@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.runtime.device_routes import Found, tell_into
 
 LOCAL, TOP = 2, 3  # experts of a rank, and of a token
 CHOICES = ("uniform", "skewed", "first island", "last rank")
+KINDS = ("drawn", "skewed", "one expert", "last rank", "twice")  # of `named`
 
 
 def chosen(name: str, rank: int, ranks: int, tokens: int, local: int = LOCAL) -> Tensor:
@@ -62,3 +64,34 @@ def weights_by_row(
             order = here.amin(1).sort(stable=True).indices
             found += each[order][experts[order] == e].tolist()
     return found
+
+
+def named(kind: str, tokens: int, experts: int, top: int, ranks: int) -> Tensor:
+    """Experts of all tokens; but for "drawn", a token may have one of them several times."""
+    if kind == "drawn":
+        return torch.rand(tokens, experts).argsort(1)[:, :top]
+    if kind == "skewed":
+        return (torch.rand(tokens, top) ** 4 * experts).long()
+    if kind == "one expert":
+        return torch.full((tokens, top), experts // 2)
+    if kind == "last rank":
+        return experts - 1 - torch.randint(experts // ranks, (tokens, top))
+    drawn = torch.randint(experts, (tokens, top))
+    drawn[:, -1] = drawn[:, 0]
+    return drawn
+
+
+def differ(got: Found, want: Found) -> list[str]:
+    """What is not to the bit."""
+    bits = (got.weights.view(torch.int32), want.weights.view(torch.int32))
+    pairs = {"weights": bits, "counts": (got.counts, want.counts)}
+    pairs |= {"firsts": (got.firsts, want.firsts), "lists": (got.lists, want.lists)}
+    return [name for name, pair in pairs.items()
+            if pair[0].dtype != pair[1].dtype or not torch.equal(*pair)]  # fmt: skip
+
+
+def told_of(ids: Tensor, experts: int) -> Tensor:
+    """What all ranks tell, of random weights."""
+    told = torch.full((len(ids), 2 * ids.shape[1]), -7, dtype=torch.int32)
+    tell_into(told, ids, torch.randn(ids.shape), experts)
+    return told

@@ -52,6 +52,7 @@ OPTIONS = ("--report-api-errors", "no", "--target-processes", "all", "--error-ex
 LEFT_OUT = {
     "delay_kernel": "reads the clock, and stores one word that nobody reads",
     "matmul_kernel": "what benchmarks shape: no operator launches it",
+    "spoil_kernel": "of several islands alone: one word is read, two are stored",
 }
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 SEEN = "kernels launched: "
@@ -353,7 +354,10 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
     "tokens": (sums, ("token_sum_kernel", "name_rows_kernel", "token_sum_gradient_kernel")),
     "router": (routed, ("choose_experts_kernel", "choose_experts_gradient_kernel",
                         "count_experts_kernel", "place_rows_kernel")),
-    "routes of the device": (routed_on_device, ("send_sums_kernel",)),
+    "routes of the device": (routed_on_device, (
+        "send_sums_kernel", "tell_experts_kernel", "tally_tokens_kernel", "place_tokens_kernel",
+        "place_pairs_kernel",
+    )),
     "activation": (activated, ("activation_kernel", "activation_gradient_kernel")),
     "SwiGLU": (gated, ("swiglu_kernel", "swiglu_gradient_kernel")),
     "bags": (lambda at: embedding(at, "fused"),

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from routed_bodies import CHOICES, LOCAL, TOP, chosen, layer
+from routed_bodies import CHOICES, KINDS, LOCAL, TOP, chosen, differ, layer, named, told_of
 from test_islands_gpu import on_islands, sizes
 from test_routed_experts_gpu import exact, near, operands
 
 import counterpoint as cp
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.device_routes import Sizes, found_by, found_by_kernels, tell_into
+from counterpoint.runtime.launch_routes import tell_into as tell_by_kernel
 
 SHAPES = [(64, 48, 96, torch.bfloat16), (24, 8, 16, torch.float16), (256, 512, 384, torch.bfloat16)]
 
@@ -161,3 +163,30 @@ def test_sums_of_a_token_of_no_expert_are_nan(gpus):
         wrong = torch.zeros(20, dtype=torch.bool, device="cuda")
         wrong[[3, 11]] = True
         assert y[wrong].isnan().all() and torch.equal(y[~wrong], right[~wrong])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_find_what_stable_sorts_find(gpus, kind):
+    """To the bit, each time; ranks are played by one."""
+    for ranks, experts, top, tokens in (
+        (8, 256, 8, 4096), (2, 128, 8, 256), (4, 8, 2, 4096), (8, 256, 8, 1), (16, 64, 6, 700),
+    ):  # fmt: skip
+        every = told_of(named(kind, ranks * tokens, experts, top, ranks), experts).to(gpus)
+        ids, weights = every[:, :top].long(), every[:, top:].contiguous().view(torch.float32)
+        rank = ranks - 1
+        rows = int((ids // (experts // ranks) == rank).sum())
+        for room in (rows + 5, max(1, rows // 3)):
+            sizes = Sizes(tokens, top, ranks, room)
+            want = found_by(rank, sizes, ids, weights, experts)
+            for _ in range(3):
+                torch.full((32 << 20,), torch.nan, device="cuda")
+                assert differ(found_by_kernels(rank, sizes, every, experts), want) == []
+
+
+def test_the_kernel_tells_what_torch_tells(gpus):
+    ids = torch.randint(-2, 42, (4097, 8), device=gpus)
+    weights = torch.randn(ids.shape, device=gpus)
+    got, want = (torch.full((4097, 16), -7, dtype=torch.int32, device=gpus) for _ in range(2))
+    tell_by_kernel(got, ids, weights, 40)
+    tell_into(want, ids, weights, 40)
+    assert torch.equal(got, want)

@@ -1,7 +1,5 @@
 """From logits to rows by expert, as operators: by three kernels on GPUs, else by torch."""
 
-from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,9 +9,10 @@ from counterpoint.kernels import router
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.plan.fused_sum import padded
 from counterpoint.runtime.device_limits import refused_on
-from counterpoint.runtime.launch import Grid, Launch, aligned
+from counterpoint.runtime.launch_alone import launch_alone
 
 OPS: Any = torch.ops.counterpoint
+NAME = "router"  # in errors
 MOST_EXPERTS = 1 << 12  # that a program holds
 LOGITS = 1 << 8  # that a program holds where a token has fewer
 TOKENS = 16  # of a program, at most
@@ -114,7 +113,8 @@ def _each_token(
     some = max(1, min(TOKENS, LOGITS // wide))
     fixed = (("E", every), ("TOP", top_k), ("RENORMALIZE", renormalize), ("TOKENS", some),
              ("EXPERTS", wide), ("CHOICES", padded(top_k)))  # fmt: skip
-    _run(kernel, tensors, (tokens,), fixed, (-(-tokens // some), max(1, wide // WARP)))
+    launched = -(-tokens // some), max(1, wide // WARP)
+    launch_alone(kernel, tensors, (tokens,), fixed, launched, NAME)
 
 
 def _order(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,38 +141,10 @@ def order_into(counts: Tensor, places: Tensor, tokens: Tensor, experts: Tensor) 
     wide = max(32, padded(every))
     fixed = (("E", every), ("EXPERTS", wide), ("BLOCK", BLOCK))
     sizes, launched = (entries, share), (programs, NUM_WARPS)
-    _run(router.count_experts_kernel, (experts, found), sizes, fixed, launched)
+    launch_alone(router.count_experts_kernel, (experts, found), sizes, fixed, launched, NAME)
     fixed += (("TOP", experts.shape[1]), ("BLOCKS", max(1, min(padded(PROGRAMS), COUNTS // wide))))
     tensors = (experts, found, begin, counts, places, tokens)
-    _run(router.place_rows_kernel, tensors, sizes, fixed, launched)
-
-
-def _run(
-    kernel: Any, tensors: tuple[Tensor, ...], sizes: tuple[int, ...],
-    fixed: tuple[tuple[str, int], ...], launched: tuple[int, int],
-) -> None:  # fmt: skip
-    """Launch so many programs of so many warps; what is written has no gaps, and is aligned."""
-    given = [t.contiguous() for t in tensors]
-    given = [t if aligned(t) else t.clone() for t in given]
-    device = given[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        _launch(kernel, tuple(t.dtype for t in given), len(sizes), fixed, launched, device)(
-            *given, *sizes
-        )
-
-
-@lru_cache(maxsize=1024)
-def _launch(
-    kernel: Any, dtypes: tuple[torch.dtype, ...], sizes: int, fixed: tuple[tuple[str, int], ...],
-    launched: tuple[int, int], device: torch.device,
-) -> Launch:  # fmt: skip
-    """The kernel, compiled for tensors like these."""
-    programs, num_warps = launched
-    known = dict(fixed)
-    given = tuple(name for name in kernel.arg_names if name not in known)
-    grid = Grid(programs, reserve=False, each=True)
-    launch = Launch(kernel, given, known, grid, device, "router", {"num_warps": num_warps})
-    return launch.compile(*dtypes, *(0,) * sizes)
+    launch_alone(router.place_rows_kernel, tensors, sizes, fixed, launched, NAME)
 
 
 def _fake_choose(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from counterpoint.runtime import launch_routes
 from counterpoint.runtime.find_routes import first_experts, positions
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
@@ -118,7 +119,9 @@ class Lists(NamedTuple):
 
     def packed(self) -> Tensor:
         """All of them, as int32."""
-        return torch.cat([F.pad(x.flatten(), (0, -x.numel() % ALIGN)).int() for x in self])
+        ends = ((0, -x.numel() % ALIGN) for x in self)
+        padded = (F.pad(x.flatten(), end, value=NONE) for x, end in zip(self, ends, strict=True))
+        return torch.cat([x.int() for x in padded])
 
 
 class Found(NamedTuple):
@@ -146,20 +149,40 @@ def find(
         weights: fp32 of that shape.
         max_rows: rows by expert that a rank can take; more of them are left out.
     """
-    ranks, top = workspace.group.size(), experts.shape[1]
-    wrong = ((experts < 0) | (experts >= num_experts)).any(1, keepdim=True)
-    own = experts.clamp(0, num_experts - 1).int(), weights.masked_fill(wrong, torch.nan)
-    told = torch.cat((own[0], own[1].view(torch.int32)), 1)
-    every = told.new_empty(ranks * len(told), 2 * top)
+    (tokens, top), islands = experts.shape, workspace.islands.number
+    sizes = Sizes(tokens, top, workspace.group.size(), max_rows, islands)
+    # between islands tokens take far longer than torch does to find the lists
+    kernels = islands == 1 and launch_routes.by_kernels(experts, num_experts)
+    told = experts.new_empty(tokens, 2 * top, dtype=torch.int32)
+    (launch_routes.tell_into if kernels else tell_into)(told, experts, weights, num_experts)
+    every = told.new_empty(sizes.ranks * tokens, 2 * top)
     calls = library_of(workspace, Awaited(OP, "gather lists of experts", OP))
     calls.all_gather(every.view(-1), told.view(-1))
+    if kernels:
+        return found_by_kernels(workspace.rank, sizes, every, num_experts)
     each = every[:, top:].contiguous().view(torch.float32)
-    sizes = Sizes(len(experts), top, ranks, max_rows, workspace.islands.number)
     return found_by(workspace.rank, sizes, every[:, :top].long(), each, num_experts)
 
 
+def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:
+    """What a rank tells all, by torch: see launch_routes.py."""
+    wrong = ((experts < 0) | (experts >= num_experts)).any(1, keepdim=True)
+    ids, bits = told.split(experts.shape[1], 1)
+    ids.copy_(experts.clamp(0, num_experts - 1))
+    bits.copy_(weights.masked_fill(wrong, torch.nan).view(torch.int32))
+
+
+def found_by_kernels(rank: int, sizes: Sizes, every: Tensor, num_experts: int) -> Found:
+    """As `found_by` on one island, from what all ranks have told."""
+    each = every.new_empty(sizes.max_rows, dtype=torch.float32)
+    counts, table = (every.new_empty(sizes.ranks, num_experts, dtype=torch.int64) for _ in range(2))
+    packed = every.new_empty(sizes.starts[-1])
+    launch_routes.routes_into(each, counts, table, packed, sizes.lists(packed)[:5], every, rank)
+    return Found(each, counts, table, packed)
+
+
 def found_by(rank: int, sizes: Sizes, ids: Tensor, weights: Tensor, num_experts: int) -> Found:
-    """What a rank finds in the lists of all.
+    """What a rank finds in the lists of all, by torch.
 
     Args:
         ids: int64 [ranks * tokens, top], experts of all tokens.
