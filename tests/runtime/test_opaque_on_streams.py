@@ -82,7 +82,7 @@ def launched(gpu: Gpu, controls: Controls) -> list[tuple[str, str]]:
         stream=gpu.stream, fork=gpu.event(), register=lambda *_: 0, follow=lambda _: None,
         replays=SimpleNamespace(run=lambda *_: pytest.fail("the user's calls are not captured")),
     )  # fmt: skip
-    workspace: Any = SimpleNamespace(lanes=lanes, device=torch.device("cuda", 0))
+    workspace: Any = SimpleNamespace(lanes=lanes, device=torch.device("cuda", 0), rank=0)
     CudaCode(bind(plan, 1), workspace, gpu.calls(plan)).run({})
     return gpu.log
 
@@ -126,7 +126,7 @@ def test_a_capture_of_the_users_calls_holds_none_of_them(gpu: Gpu, monkeypatch: 
     plan, kept = rewritten(plan_of(STAGES, 2), SEQUENTIAL), list[object]()
     lanes = SimpleNamespace(register=lambda *_: 0, follow_in_capture=lambda _: None)
     device = torch.device("cuda", 0)
-    workspace: Any = SimpleNamespace(lanes=lanes, device=device, keep=kept.append)
+    workspace: Any = SimpleNamespace(lanes=lanes, device=device, keep=kept.append, rank=0)
     code = CudaCode(bind(plan, 1), workspace, gpu.calls(plan))
     code.run({})
     assert not kept and len(gpu.log) == len(STAGES)
