@@ -31,13 +31,13 @@ class Mlp(nn.Module):
     def __init__(self, form: str, act: Activation = F.silu, *, bias: bool = False) -> None:
         super().__init__()
         self.act, self.form = act, form
-        merged = form in ("chunked", "sliced", "interleaved", "one half", "quarters")
-        self.up = nn.Linear(DIM, HIDDEN * (1 + merged), bias=bias)
+        merged = form in MERGED
+        self.up = nn.Linear(DIM, HIDDEN * (1 + merged), bias=bias or form == "biased up")
         if not merged and form not in ("one", "square", "itself"):
             self.gate = nn.Linear(DIM, HIDDEN, bias=bias)
         if form == "third":
             self.third = nn.Linear(DIM, HIDDEN, bias=bias)
-        self.down = nn.Linear(HIDDEN, DIM, bias=bias)
+        self.down = nn.Linear(HIDDEN // (1 + (form == "half of a half")), DIM, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return FORMS[self.form](self, x)
@@ -76,6 +76,26 @@ def itself(m: Mlp, x: Tensor) -> Tensor:
     return m.down(m.act(up) * up)
 
 
+def shuffled(m: Mlp, x: Tensor) -> Tensor:
+    """Up reads the same numbers in other columns."""
+    other = x.unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)
+    return m.down(m.act(m.gate(x)) * m.up(other))
+
+
+def windows(m: Mlp, x: Tensor) -> Tensor:
+    y = m.up(x)
+    n = y.shape[-1] // 4
+    return m.down(m.act(y[..., : 2 * n]) * y.split([n, 2 * n, n], -1)[1])
+
+
+def half_of_a_half(m: Mlp, x: Tensor) -> Tensor:
+    gate, up = m.up(x).chunk(2, -1)[0].chunk(2, -1)
+    return m.down(m.act(gate) * up)
+
+
+MERGED = (
+    "chunked", "sliced", "interleaved", "one half", "quarters", "windows", "half of a half"
+)  # fmt: skip
 FORMS: dict[str, Callable[[Mlp, Tensor], Tensor]] = {
     "one": lambda m, x: m.down(m.act(m.up(x))),
     "two": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x)),
@@ -85,7 +105,9 @@ FORMS: dict[str, Callable[[Mlp, Tensor], Tensor]] = {
     "chunked": chunked, "sliced": sliced, "interleaved": interleaved,
     "one half": lambda m, x: m.down(m.act(m.up(x).chunk(2, -1)[0])),
     "third": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x) + m.third(x)),
-    "read": read, "quarters": quarters,
+    "read": read, "quarters": quarters, "shuffled": shuffled, "windows": windows,
+    "half of a half": half_of_a_half,
+    "biased up": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x)),
     "joined": lambda m, x: m.down(m.act(m.gate(x)) * m.up(x) * 2),
     "square": lambda m, x: m.down(m.act(m.up(x)).square()),
     "itself": itself,
@@ -148,6 +170,9 @@ APART = [
     ("interleaved", GATHER, ""),
     ("one half", GATHER, ""),
     ("quarters", GATHER, ""),
+    ("windows", GATHER, ""),
+    ("half of a half", GATHER, ""),
+    ("biased up", f"{GATHER} of 2 weights", "silu_mul stays apart, as its products have a bias"),
 ]
 
 
@@ -161,6 +186,22 @@ def test_what_stays_apart(rank: int, ranks: int, form: str, operator: str, apart
         return made(model, dtype, ranks)
 
     return worse(make, matched=2, train=False, operators=[operator, SCATTER], apart=apart)
+
+
+@on_ranks(2)
+def test_matmuls_that_read_other_columns_are_left(rank: int, ranks: int):
+    return worse(
+        lambda dtype: made(Mlp("shuffled"), dtype, ranks), matched=1, train=False,
+        left=["its matmuls read it differently"],
+    )  # fmt: skip
+
+
+@on_ranks(2)
+def test_parts_of_parts_stay_apart_where_sizes_are_not_known(rank: int, ranks: int):
+    return worse(
+        lambda dtype: made(Mlp("half of a half"), dtype, ranks), matched=2, train=False,
+        dynamic=True, operators=[GATHER, SCATTER],
+    )  # fmt: skip
 
 
 @on_ranks(2)

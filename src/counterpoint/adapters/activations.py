@@ -7,7 +7,7 @@ stays apart. So it does where that is predicted to be faster.
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -34,10 +34,12 @@ from counterpoint.adapters.axes import (
 from counterpoint.adapters.find import Gather, Use
 from counterpoint.adapters.forms import Form, Match, matches
 from counterpoint.adapters.operands import (
+    alike,
     own_part,
     plan_of,
     ranks_first,
     right_operand,
+    row_bias,
     where_of,
 )
 from counterpoint.adapters.rewriter import Rewriter
@@ -99,7 +101,7 @@ def applied(to: Rewriter, one: Gather, uses: list[Use]) -> str:
 
     "": there is none that it can apply, or `one.apart` says why it does not.
     """
-    found = None if any(use.turned for use in uses) else _found(uses)
+    found = None if uses[0].turned or not alike(uses) else _found(uses)
     if found is None:
         return ""
     if why := _misfit(to, one, uses, found):
@@ -116,14 +118,15 @@ def applied(to: Rewriter, one: Gather, uses: list[Use]) -> str:
         one.note(of, x, *weights, first.bias)
         now = [*ranks_first(first.rows, one.across), *factors[0].columns]
         y = to.arranged(y, now, factors[0].dims)
-        for node in (result, *(use.node for use in uses)):  # the last ones nobody reads any more
-            to.replace(node, y)
+        to.replace(result, y)
     return "all_gather_matmul" + " of 2 weights" * (len(uses) > 1) + f" with {name}"
 
 
 def _found(uses: Sequence[Use]) -> Activated | None:
     """The activation of what these matmuls compute."""
-    columns: dict[Size, Axis] = {n: Axis(n) for n in (value(use.node).shape[1] for use in uses)}
+    columns: list[Axis] = []  # of each product; those of as many are one
+    for n in (value(use.node).shape[1] for use in uses):
+        columns.append(next((axis for axis in columns if same(axis.size, n)), None) or Axis(n))
     names, forms = zip(*_forms(), strict=True)
     starts, dtype = [use.node for use in uses], value(uses[0].node).dtype
     for i, match in matches(forms, starts, dtype, (*VIEWS, *PARTS)):
@@ -155,29 +158,31 @@ def _gated(way: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor
     return lambda h, up: way(h) * up
 
 
-def _factor(node: fx.Node, uses: Sequence[Use], columns: Mapping[Size, Axis]) -> Factor:
+def _factor(node: fx.Node, uses: Sequence[Use], columns: Sequence[Axis]) -> Factor:
     """What an activation reads, followed to the product that it is.
 
     Args:
-        columns: the axis of so many columns of a product; gate and up have one.
+        columns: the axis of the columns of each product; gate and up have one.
 
     Raises:
         NotFollowedError: it is something else.
     """
     path = [node]
-    while not (of := [use for use in uses if use.node is path[-1]]):
+    while not (of := [i for i, use in enumerate(uses) if use.node is path[-1]]):
         if path[-1].target not in (*VIEWS, *PARTS):
             raise NotFollowedError("it is no product")
         path.append(cast(fx.Node, path[-1].args[0]))
-    own = [columns[value(of[0].node).shape[1]]]
-    dims, half = [of[0].rows, own], None
+    use, own = uses[of[0]], [columns[of[0]]]
+    dims, half = [use.rows, own], None
     for part in reversed(path[:-1]):
         if part.target in VIEWS:
             dims = step(part, dims) or []
+        elif half is not None:
+            raise NotFollowedError("it is a part of a part")
         elif isinstance(value(part), Tensor):
             half, inner = _half(part, dims[-1], own)
             dims, own = [*dims[:-1], inner], inner
-    return Factor(of[0], half, own, dims, path)
+    return Factor(use, half, own, dims, path)
 
 
 def _half(node: fx.Node, last: Axes, columns: Axes) -> tuple[int, Axes]:
@@ -186,14 +191,17 @@ def _half(node: fx.Node, last: Axes, columns: Axes) -> tuple[int, Axes]:
     Raises:
         NotFollowedError: it is another part.
     """
-    given = cast(fx.Node, node.args[0])
+    given, which = cast(fx.Node, node.args[0]), None
     if node.target is operator.getitem:
-        split, which = given, node.args[1]
+        split, index = given, node.args[1]
         given = cast(fx.Node, split.args[0])
         dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+        parts = cast(Sequence[Tensor], split.meta["val"])
+        which = index if len(parts) == 2 else None
     else:
         _, dim, start, _, by = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
-        which = {0: 0, value(node).shape[-1]: 1}.get(start or 0) if by == 1 else None  # type: ignore[arg-type]
+        begins = (i for i in (0, 1) if same(i * value(node).shape[-1], cast(Size, start or 0)))
+        which = next(begins, None) if by == 1 else None
     size, num_dims = value(node).shape[-1], value(node).dim()
     outer, inner = regrouped([last], [2, size])
     is_half = same(2 * size, value(given).shape[-1]) and cast(int, dim) % num_dims == num_dims - 1
@@ -218,7 +226,7 @@ def _weight(to: Rewriter, factor: Factor) -> fx.Node:
 def _misfit(to: Rewriter, one: Gather, uses: Sequence[Use], found: Activated) -> str:
     """Why an activation stays apart; "": it does not."""
     result, inside = found.match.result, found.match.inside
-    first, gated = uses[0], found.name.endswith(GATED)
+    gated = found.name.endswith(GATED)
     if to.backward:
         return "as a gradient needs its products"
     if {use.node for use in uses} != {factor.use.node for factor in found.factors}:
@@ -227,7 +235,7 @@ def _misfit(to: Rewriter, one: Gather, uses: Sequence[Use], found: Activated) ->
     for node in within - {result}:
         for user in node.users.keys() - within:
             return f"as {name_of(user)} reads its products, too"
-    if first.bias is not None and (gated or value(first.bias).dim() != 1):
+    if any(use.bias is not None and (gated or row_bias(use) is None) for use in uses):
         return "as its products have a bias"
     if more := next(_joined(result), None):
         return f"as torch joins it with {name_of(more)}"

@@ -23,6 +23,7 @@ from counterpoint.adapters.axes import (
 )
 from counterpoint.adapters.find import Gather, Reduction, Total, Use
 from counterpoint.adapters.operands import (
+    alike,
     by_rank,
     columns_of,
     joins,
@@ -32,6 +33,7 @@ from counterpoint.adapters.operands import (
     rank_of,
     ranks_first,
     right_operand,
+    row_bias,
     where_of,
 )
 from counterpoint.adapters.rewriter import Rewriter
@@ -81,18 +83,9 @@ def gather(
     one.operator, one.matmuls = " and ".join(made), [use.node for use in one.uses]
 
 
-def _alike(uses: Sequence[Use]) -> bool:
-    first = uses[0]
-    return all(
-        use.turned == first.turned and whole(use.rows) == whole(first.rows)
-        and whole(use.inner) == whole(first.inner)
-        for use in uses
-    )  # fmt: skip
-
-
 def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
     """y = gather(x) w for one or several w."""
-    if not _alike(uses):
+    if not alike(uses):
         raise NotFollowedError("its matmuls read it differently")
     nodes, first = [use.node for use in uses], uses[0]
     with to.before(nodes):
@@ -100,9 +93,7 @@ def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:
         weights = [right_operand(to, use) for use in uses]
         where = (plan_of(to, first.node), *where_of(one)[1:])
         if len(uses) == 1:
-            bias = None if first.turned else first.bias
-            if bias is not None and value(bias).dim() != 1:
-                bias = None
+            bias = None if first.turned else row_bias(first)
             made = [to.emit(ops.all_gather_matmul.default, x, weights[0], bias, *where)]
             one.note(all_gather_matmul.OPERATOR, x, weights[0], bias)
             added = [bias is not None]
@@ -166,7 +157,7 @@ def _split(to: Rewriter, node: fx.Node, sizes: Sequence[Size], dim: int) -> list
 
 def _belong(one: Gather, uses: Sequence[Use], scatter: Reduction) -> bool:
     """Whether what is scattered is the gradient of what was gathered, and these of the weights."""
-    if not uses or scatter.group != one.group or scatter.biases or not _alike(uses):
+    if not uses or scatter.group != one.group or scatter.biases or not alike(uses):
         return False
     if scatter.average or scatter.shares:
         return False
@@ -247,7 +238,7 @@ def _parts(to: Rewriter, dws: Sequence[fx.Node], sizes: Sequence[Size]) -> list[
 
 def _weight_gradients(to: Rewriter, one: Gather, uses: list[Use]) -> None:
     """dw_i = gather(x)^T dy_i, x gathered once for all."""
-    if not _alike(uses):
+    if not alike(uses):
         raise NotFollowedError("its matmuls read it differently")
     rows, columns, turned = whole(uses[0].inner), whole(uses[0].rows), uses[0].turned
     with to.before([use.node for use in uses]):

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from counterpoint.adapters.axes import CONVERT, Axes, Axis, Size, value, whole
+from counterpoint.adapters.axes import CONVERT, Axes, Axis, Size, same, value, whole
 from counterpoint.adapters.find import Collective, Gather, Reduction, Use
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.ops.plans import BY_MODE
@@ -68,3 +68,19 @@ def own_part(to: Rewriter, one: Gather, rows: Axes, columns: Axes) -> fx.Node:
 def right_operand(to: Rewriter, use: Use) -> fx.Node:
     """The other operand of a product, as the right one."""
     return to.turned(use.other) if use.turned else use.other
+
+
+def alike(uses: Sequence[Use]) -> bool:
+    """Whether matmuls read what was gathered as one matrix."""
+    first = uses[0]
+    return all(
+        use.turned == first.turned and whole(use.rows) == whole(first.rows)
+        and whole(use.inner) == whole(first.inner)
+        for use in uses
+    )  # fmt: skip
+
+
+def row_bias(use: Use) -> fx.Node | None:
+    """What is added to each row of a product, a number for each column; None: nothing like that."""
+    shape = () if use.bias is None else value(use.bias).shape
+    return use.bias if len(shape) == 1 and same(shape[0], value(use.node).shape[1]) else None

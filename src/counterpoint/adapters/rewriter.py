@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import SymInt, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -103,6 +104,8 @@ class Rewriter:
         self._new, self._replaced = [], []
         try:
             step()
+            for old, new in self._replaced:
+                _check_alike(old, new)
         except Exception as error:  # no match may end a user's compile
             one.reason = why(error)
             one.problems.clear()
@@ -222,6 +225,25 @@ class Rewriter:
         if text not in self._sizes:
             raise NotFollowedError(f"a dynamic size {text} that no input has")
         return self._sizes[text]
+
+
+def _check_alike(old: fx.Node, new: fx.Node) -> None:
+    """Refuse to put a tensor in the place of one of other sizes, or of another dtype.
+
+    Raises:
+        NotFollowedError: it is one.
+    """
+    was, now = (node.meta["val"] for node in (old, new))
+    if not isinstance(was, torch.Tensor):
+        return
+    sizes = zip(was.shape, now.shape, strict=False)
+    differ = any(statically_known_true(a != b) for a, b in sizes)
+    if was.dtype != now.dtype or was.dim() != now.dim() or differ:
+        raise NotFollowedError(f"{_form(now)} would stand in the place of {_form(was)}")
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
 def depends(graph: fx.Graph) -> set[fx.Node]:
