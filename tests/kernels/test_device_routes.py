@@ -5,9 +5,16 @@ import torch
 from rankpool import RankPool
 from routed_bodies import KINDS, differ, named, told_of
 
+from counterpoint.errors import UnsupportedError
 from counterpoint.kernels import device_routes as kernels
 from counterpoint.runtime import launch_routes
-from counterpoint.runtime.device_routes import Sizes, found_by, found_by_kernels, tell_into
+from counterpoint.runtime.device_routes import (
+    Sizes,
+    by_kernels,
+    found_by,
+    found_by_kernels,
+    tell_into,
+)
 from counterpoint.testing.ptx import CAPABILITIES, compiled
 
 # ranks, experts, experts of a token, tokens of a rank
@@ -53,6 +60,31 @@ LONG_BLOCKS = {"ITEMS": 128, "FEW_TOKENS": 1, "PROGRAMS": 1}
 )  # fmt: skip
 def test_the_kernels_find_what_stable_sorts_find(pool: RankPool, held: dict[str, int], kind: str):
     assert pool.run(wrong_routes, 1, kind, held, group=False) == [[]]
+
+
+def asked(rank: int, ranks: int) -> list[bool]:
+    """Whether kernels find routes: on CPU ranks, if they could, between islands, if none fits."""
+    device = torch.device("cpu")
+
+    def kernels(*sizes: int) -> bool:
+        by_kernels.cache_clear()
+        return by_kernels(Sizes(*sizes), 8, torch.int64, device)
+
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("it does not fit")
+
+    found = [kernels(5, 2, 4, 9)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_routes, "takes", lambda *_: True)
+        found += [kernels(5, 2, 4, 9), kernels(0, 2, 4, 1), kernels(5, 2, 4, 9, 2)]
+        patch.setattr(launch_routes, "routes_into", refuse)
+        found.append(kernels(5, 2, 4, 9))
+    by_kernels.cache_clear()
+    return found
+
+
+def test_torch_finds_what_kernels_cannot(pool: RankPool):
+    assert pool.run(asked, 1, group=False) == [[False, True, True, False, False]]
 
 
 def wrong_told(rank: int, ranks: int) -> list[str]:

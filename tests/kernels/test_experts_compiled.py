@@ -159,7 +159,7 @@ def test_sums_are_sent_16_bytes_at_a_time():
              "state_ptr": "*i32"}  # fmt: skip
     aligned = (*types, "N", "half_bytes", "half_flags")
     types |= dict.fromkeys(
-        ("N", "E", "half_bytes", "half_flags", "limit", "room", "rank"), "i32"
+        ("N", "E", "half_bytes", "half_flags", "limit", "room", "received", "rank"), "i32"
     )  # fmt: skip
     constants = {"WORLD": 8, "PAIRS": 256, "TOP": 8, "WEIGHTED": True, "BLOCK_N": 2048}
     found = compiled(send_sums_kernel, 90, types, constants, num_warps=4, aligned=aligned)

@@ -128,7 +128,7 @@ def post_all(
         post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, works & (ranks >= 0))
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "room"])
+@triton.jit(do_not_specialize=["rank", "limit", "room", "received"])
 def send_sums_kernel(
     product_ptr,  # [limit, N], by expert
     index_ptr,  # [received rows, TOP] int32: rows of a token, in order; those >= limit are none
@@ -143,6 +143,7 @@ def send_sums_kernel(
     half_flags,
     limit,
     room,  # rows that a rank can take back
+    received,  # rows of `index`: fewer than have come, where those of experts are more than limit
     rank,
     WORLD: tl.constexpr,
     PAIRS: tl.constexpr,  # >= E, a power of 2
@@ -159,7 +160,7 @@ def send_sums_kernel(
     pairs = tl.arange(0, PAIRS)
     ends = tl.load(starts_ptr + 1 + pairs, mask=pairs < E, other=2147483647)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    for row in tl.range(program, tl.load(starts_ptr + E), programs):
+    for row in tl.range(program, min(tl.load(starts_ptr + E), received), programs):
         pair = tl.sum((ends <= row).to(tl.int32), 0)  # of a first expert and an owner
         owner = pair % WORLD
         origin = tl.load(moves_ptr + owner * (E + 1) + rank * (E // WORLD) + pair // WORLD)

@@ -161,6 +161,8 @@ def _run(
     facts["max_rows"] = str(max_rows)
     if max_rows is not None:
         facts["tokens"] = str(experts.shape[0])
+        sizes = device_routes.sizes_of(workspace, experts, max_rows)
+        device_routes.by_kernels(sizes, num_experts, experts.dtype, experts.device)
     key = (OP, *facts.values())
     if key not in workspace.agreed:
         workspace.agreed[key] = agree(OP, facts, workspace)

@@ -197,9 +197,9 @@ def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
         "room": p.m, "PAIRS": padded(each.experts),
         "TOP": each.top, "BLOCK_N": block(p.n),
     }  # fmt: skip
-    names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit")
+    names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit", "received")
     sums: dict[bool, Launch] = {}
-    like = each.dtype, torch.int32, torch.float32, torch.int32, 0
+    like = each.dtype, torch.int32, torch.float32, torch.int32, 0, 0
     for weighted in (False, True):
         given = send_sums_kernel, names, fixed | {"WEIGHTED": weighted}, each.collectors
         sums[weighted] = each.launch(*given, {"num_warps": 4}).compile(*like)
@@ -210,7 +210,7 @@ def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
         lists, y, weights = started.lists, operands["y"], operands.get("weights")
         assert lists is not None, "of tokens"
         by = product if weights is None else aligned(weights)
-        sent = product, lists.sums, by, started.moves, started.limit
+        sent = product, lists.sums, by, started.moves, started.limit, len(lists.sums)
         come = started.routes, lists.y, y, y, len(y), ANY, 1
         return [(sums[weights is not None], sent), arrive, (collect, come)]
 

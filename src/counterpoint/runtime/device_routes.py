@@ -28,6 +28,7 @@ on its rank: [ranks, E]. Of several islands it is two tables [mates, experts of 
 tokens that mates hold: rows for each expert, and such firsts.
 """
 
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -36,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import launch_routes
 from counterpoint.runtime.find_routes import first_experts, positions
 from counterpoint.runtime.library import library_of
@@ -139,6 +141,37 @@ class Found(NamedTuple):
     lists: Tensor
 
 
+def sizes_of(workspace: Workspace, experts: Tensor, max_rows: int) -> Sizes:
+    """Of a call with these experts."""
+    tokens, top = experts.shape
+    return Sizes(tokens, top, workspace.group.size(), max_rows, workspace.islands.number)
+
+
+@lru_cache(maxsize=1024)
+def by_kernels(
+    sizes: Sizes, num_experts: int, dtype: torch.dtype, device: torch.device
+) -> bool:  # fmt: skip
+    """Whether kernels find such routes; else torch does, with the same result.
+
+    They are compiled here, by a call on zeros that no peer sees: to be asked before ranks meet, as
+    one that compiles later is late for all. Between islands what they would save is not worth it.
+
+    Args:
+        dtype: of the experts.
+    """
+    if sizes.islands > 1 or not launch_routes.takes(device, num_experts, sizes.top):
+        return False
+    shape = sizes.tokens, sizes.top
+    given = (torch.zeros(shape, dtype=d, device=device) for d in (dtype, torch.float32))
+    try:
+        told = torch.zeros(sizes.ranks, shape[0], 2 * shape[1], dtype=torch.int32, device=device)
+        launch_routes.tell_into(told[0], *given, num_experts)
+        found_by_kernels(0, sizes, told.flatten(0, 1), num_experts)
+    except UnsupportedError:
+        return False
+    return True
+
+
 def find(
     workspace: Workspace, experts: Tensor, weights: Tensor, num_experts: int, max_rows: int
 ) -> Found:
@@ -149,19 +182,17 @@ def find(
         weights: fp32 of that shape.
         max_rows: rows by expert that a rank can take; more of them are left out.
     """
-    (tokens, top), islands = experts.shape, workspace.islands.number
-    sizes = Sizes(tokens, top, workspace.group.size(), max_rows, islands)
-    # between islands tokens take far longer than torch does to find the lists
-    kernels = islands == 1 and launch_routes.by_kernels(experts, num_experts)
-    told = experts.new_empty(tokens, 2 * top, dtype=torch.int32)
+    sizes = sizes_of(workspace, experts, max_rows)
+    kernels = by_kernels(sizes, num_experts, experts.dtype, experts.device)
+    told = experts.new_empty(sizes.tokens, 2 * sizes.top, dtype=torch.int32)
     (launch_routes.tell_into if kernels else tell_into)(told, experts, weights, num_experts)
-    every = told.new_empty(sizes.ranks * tokens, 2 * top)
+    every = told.new_empty(sizes.ranks * sizes.tokens, 2 * sizes.top)
     calls = library_of(workspace, Awaited(OP, "gather lists of experts", OP))
     calls.all_gather(every.view(-1), told.view(-1))
     if kernels:
         return found_by_kernels(workspace.rank, sizes, every, num_experts)
-    each = every[:, top:].contiguous().view(torch.float32)
-    return found_by(workspace.rank, sizes, every[:, :top].long(), each, num_experts)
+    each = every[:, sizes.top :].contiguous().view(torch.float32)
+    return found_by(workspace.rank, sizes, every[:, : sizes.top].long(), each, num_experts)
 
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:

@@ -28,6 +28,7 @@ from counterpoint.runtime import (
 from counterpoint.runtime.compute import Action, Calls
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
+from counterpoint.runtime.wire import wire_of
 from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
@@ -96,6 +97,8 @@ class CudaCode:
         Raises:
             UnsupportedError: a kernel does not fit the GPU of a rank; where ranks meet, on all.
         """
+        if any(step.kind == "exchange" for step in places.plan.steps):
+            wire_of(self.workspace)  # ranks meet for it: so before one of them may fail to compile
         meets = self.spins and not torch.cuda.is_current_stream_capturing()
         problem, steps = "", list[_CudaStep]()
         try:

@@ -24,10 +24,10 @@ FILLED = 1 << 13  # numbers that a program fills
 NUM_WARPS = 8
 
 
-def by_kernels(experts: Tensor, num_experts: int) -> bool:
-    """Whether kernels find the routes of tokens [tokens, top]; else torch does."""
-    known = num_experts <= MOST_EXPERTS and experts.shape[1] <= MOST_TOP
-    return experts.is_cuda and known and not refused_on(experts.device)
+def takes(device: torch.device, num_experts: int, top: int) -> bool:
+    """Whether these kernels are written for so many experts, and for this device."""
+    known = num_experts <= MOST_EXPERTS and top <= MOST_TOP
+    return device.type == "cuda" and known and not refused_on(device)
 
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:
