@@ -162,10 +162,10 @@ def by_kernels(
     if sizes.islands > 1 or not launch_routes.takes(device, num_experts, sizes.top):
         return False
     shape = sizes.tokens, sizes.top
-    given = (torch.zeros(shape, dtype=d, device=device) for d in (dtype, torch.float32))
+    experts, weights = (torch.zeros(shape, dtype=d, device=device) for d in (dtype, torch.float32))
     try:
         told = torch.zeros(sizes.ranks, shape[0], 2 * shape[1], dtype=torch.int32, device=device)
-        launch_routes.tell_into(told[0], *given, num_experts)
+        launch_routes.tell_into(told[0], experts, weights, num_experts)
         found_by_kernels(0, sizes, told.flatten(0, 1), num_experts)
     except UnsupportedError:
         return False
