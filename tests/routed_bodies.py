@@ -7,10 +7,11 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint.runtime.device_routes import Found, tell_into
+from counterpoint.runtime.routes import NONE
 
 LOCAL, TOP = 2, 3  # experts of a rank, and of a token
 CHOICES = ("uniform", "skewed", "first island", "last rank")
-KINDS = ("drawn", "skewed", "one expert", "last rank", "twice")  # of `named`
+KINDS = ("drawn", "skewed", "one expert", "last rank", "twice", "fewer")  # of `named`
 
 
 def chosen(name: str, rank: int, ranks: int, tokens: int, local: int = LOCAL) -> Tensor:
@@ -67,9 +68,17 @@ def weights_by_row(
 
 
 def named(kind: str, tokens: int, experts: int, top: int, ranks: int) -> Tensor:
-    """Experts of all tokens; but for "drawn", a token may have one of them several times."""
+    """Experts of all tokens; but for "drawn", a token may have one of them several times.
+
+    Of "fewer" some tokens have some experts less, and some none.
+    """
     if kind == "drawn":
         return torch.rand(tokens, experts).argsort(1)[:, :top]
+    if kind == "fewer":
+        drawn = torch.rand(tokens, experts).argsort(1)[:, :top]
+        drawn[torch.rand(tokens, top) < 0.3] = NONE
+        drawn[torch.rand(tokens) < 0.3] = NONE
+        return drawn
     if kind == "skewed":
         return (torch.rand(tokens, top) ** 4 * experts).long()
     if kind == "one expert":

@@ -15,6 +15,7 @@ from counterpoint.runtime.device_routes import (
     found_by_kernels,
     tell_into,
 )
+from counterpoint.runtime.routes import NONE
 from counterpoint.testing.ptx import CAPABILITIES, compiled
 
 # ranks, experts, experts of a token, tokens of a rank
@@ -56,7 +57,7 @@ LONG_BLOCKS = {"ITEMS": 128, "FEW_TOKENS": 1, "PROGRAMS": 1}
 @pytest.mark.parametrize(
     ("held", "kind"),
     [*(({}, kind) for kind in KINDS), (MANY_BLOCKS, "skewed"), (MANY_BLOCKS, "twice"),
-     (LONG_BLOCKS, "drawn"), (LONG_BLOCKS, "one expert")],
+     (MANY_BLOCKS, "fewer"), (LONG_BLOCKS, "fewer"), (LONG_BLOCKS, "drawn"), (LONG_BLOCKS, "one expert")],
 )  # fmt: skip
 def test_the_kernels_find_what_stable_sorts_find(pool: RankPool, held: dict[str, int], kind: str):
     assert pool.run(wrong_routes, 1, kind, held, group=False) == [[]]
@@ -94,6 +95,7 @@ def wrong_told(rank: int, ranks: int) -> list[str]:
             ids = torch.randint(-2, experts + 2, (tokens, top), dtype=dtype)
             if dtype == torch.int64 and tokens:
                 ids[0, 0] = 2**32  # none, though its low bits are
+            ids[torch.rand(ids.shape) < 0.2] = NONE
             weights = torch.randn(tokens, top)
             got, want = (torch.full((tokens, 2 * top), -7, dtype=torch.int32) for _ in range(2))
             launch_routes.tell_into(got, ids, weights, experts)
@@ -104,7 +106,7 @@ def wrong_told(rank: int, ranks: int) -> list[str]:
 
 
 def test_the_kernel_tells_what_torch_tells(pool: RankPool):
-    """Wrong experts are clamped, and all weights of their tokens are NaN."""
+    """Wrong experts are clamped, and all weights of their tokens are NaN; NONE is no such."""
     assert pool.run(wrong_told, 1, group=False) == [[]]
 
 

@@ -29,15 +29,19 @@ def tell_experts_kernel(
     E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What a rank tells all; weights of a token with an expert that is none of E are NaN."""
+    """What a rank tells all; weights of a token with an expert that is none of E are NaN.
+
+    NONE is told as it is: a token that has it has fewer experts, and its weights stay.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live, token = at < tokens * TOP, at // TOP
     wrong = at < 0
     for i in tl.static_range(TOP):
         expert = tl.load(experts_ptr + token * TOP + i, mask=live, other=0)
-        wrong |= (expert < 0) | (expert >= E)
+        wrong |= (expert < 0) | ((expert >= E) & (expert != NONE))
     expert = tl.load(experts_ptr + at, mask=live, other=0)
-    expert = tl.minimum(tl.maximum(expert, 0), E - 1).to(tl.int32)
+    clamped = tl.minimum(tl.maximum(expert, 0), E - 1).to(tl.int32)
+    expert = tl.where(expert == NONE, NONE, clamped)
     weight = tl.load(weights_ptr + at, mask=live, other=0)
     place = told_ptr + at + token * TOP
     tl.store(place, expert, mask=live)
@@ -58,6 +62,7 @@ def is_first(expert, j, experts_ptr, live, LOCAL: tl.constexpr, TOP: tl.constexp
 
     Args:
         j: which of the token's experts, all of which are at `experts_ptr`.
+        live: where it is one of E.
     """
     begin = expert - expert % LOCAL
     found = live
@@ -116,15 +121,16 @@ def tally_tokens_kernel(
             experts_ptr = every_ptr + token * (2 * TOP)
             j = at - token * TOP
             expert = tl.load(experts_ptr + j, mask=live, other=-1)
-            leads = is_first(expert, j, experts_ptr, live, LOCAL, TOP)
-            pairs += tl.histogram(expert, EXPERTS, mask=live)
+            known = live & (expert < E)
+            leads = is_first(expert, j, experts_ptr, known, LOCAL, TOP)
+            pairs += tl.histogram(expert, EXPERTS, mask=known)
             firsts += tl.histogram(expert, EXPERTS, mask=leads)
             named = named_ptr + at - rank * tokens * TOP
             tl.store(named, tl.where(leads, expert, -1), mask=live & mine)
         experts = tl.arange(0, EXPERTS)
-        known = experts < E
-        tl.store(firsts_ptr + program * E + experts, firsts, mask=known)
-        tl.store(pairs_ptr + program * E + experts, pairs, mask=known & (program < blocks))
+        there = experts < E
+        tl.store(firsts_ptr + program * E + experts, firsts, mask=there)
+        tl.store(pairs_ptr + program * E + experts, pairs, mask=there & (program < blocks))
 
 
 @triton.jit

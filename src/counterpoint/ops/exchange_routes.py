@@ -18,7 +18,7 @@ from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
 from counterpoint.runtime import device_routes
 from counterpoint.runtime.counted import rows_by_rank
-from counterpoint.runtime.find_routes import find_routes, weights_back
+from counterpoint.runtime.find_routes import ends_of, find_routes, weights_back
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.routes import Routes as Found
 from counterpoint.runtime.routes import blocks_in
@@ -186,7 +186,7 @@ def _look(
     if experts.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     wrong, each = None, rows_by_rank(counts, True).tolist()
-    low, high = (int(n) for n in experts.aminmax()) if experts.numel() else (0, 0)
+    low, high = (int(n) for n in ends_of(experts))
     if low < 0 or high >= num_experts:
         got = f"{low} to {high} on rank {workspace.rank}"
         wrong = InputError(OP, "experts", want=f"0 to {num_experts - 1}", got=got)

@@ -1,8 +1,9 @@
 """Routes of which only the device knows how many rows go where: fixed sizes, and no host waits.
 
 All ranks bring equally many tokens, and gather the experts and weights of all of them at once. Each
-then finds by itself what it needs: where rows lie is the same on all ranks. Its lists, one behind
-the other, each from a multiple of 16 bytes on:
+then finds by itself what it needs: where rows lie is the same on all ranks. A token that has NONE
+in place of an expert has fewer of them: so who has fewer tokens makes up for it. A rank's lists,
+one behind the other, each from a multiple of 16 bytes on:
 
     sent     [held * a]            of each row that it sends the token that it holds: by mate, by
                                    the token's first expert there, by token; a is the least of top
@@ -197,9 +198,10 @@ def find(
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:
     """What a rank tells all, by torch: see launch_routes.py."""
-    wrong = ((experts < 0) | (experts >= num_experts)).any(1, keepdim=True)
+    none = experts == NONE
+    wrong = ((experts < 0) | (experts >= num_experts) & ~none).any(1, keepdim=True)
     ids, bits = told.split(experts.shape[1], 1)
-    ids.copy_(experts.clamp(0, num_experts - 1))
+    ids.copy_(experts.clamp(0, num_experts - 1).masked_fill_(none, NONE))
     bits.copy_(weights.masked_fill(wrong, torch.nan).view(torch.int32))
 
 
@@ -227,7 +229,8 @@ def found_by(rank: int, sizes: Sizes, ids: Tensor, weights: Tensor, num_experts:
     firsts = first_experts(ids, local, ranks)  # [ranks, ranks * tokens]
     firsts = firsts.clamp_(max=num_experts).to(small)
     by_source = firsts.view(ranks, ranks, tokens).transpose(0, 1).reshape(ranks, -1)
-    counts, table = (_counted(x, num_experts) for x in (ids.reshape(ranks, -1), by_source))
+    named = ids.clamp(max=num_experts).view(ranks, -1)
+    counts, table = (_counted(x, num_experts) for x in (named, by_source))
 
     by_rail = firsts[first_mate : first_mate + size].view(size, islands, size, tokens)
     mine = by_rail[:, :, place].reshape(size, held)

@@ -41,8 +41,8 @@ def find_routes(
     """
     where = _Where(workspace)
     local, ids = num_experts // where.ranks, experts.long()
-    ends = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_zeros(()))
-    ids = ids.clamp(0, num_experts - 1)
+    ends, none = ends_of(ids), ids == NONE
+    ids = ids.clamp(0, num_experts - 1).masked_fill_(none, NONE)
     to_rank = _in_order(first_experts(ids, local, where.ranks))
     wide = local * where.size
     by_island = first_experts(ids // wide * wide, wide, where.islands)  # in the order of tokens
@@ -80,6 +80,12 @@ def find_routes(
     )  # fmt: skip
     packed = torch.cat([found.flatten().to(torch.int32) for found in lists])
     return each.flatten()[pairs], counts.contiguous(), blocks.packed(), packed
+
+
+def ends_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest expert that is named; 0 and 0 where none is."""
+    named = ids.masked_fill(ids == NONE, 0)
+    return torch.aminmax(named) if ids.numel() else (ids.new_zeros(()), ids.new_zeros(()))
 
 
 class _InOrder(NamedTuple):
