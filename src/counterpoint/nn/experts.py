@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
@@ -26,12 +27,16 @@ from counterpoint.ops.check import (
 )
 from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.exchange_routes import exchange_routes, num_islands
+from counterpoint.ops.experts import one_kernel
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.plans import family_of, plan_key
+from counterpoint.ops.room_for_rows import Layer, Room, room_for
 from counterpoint.ops.router import choose_experts, order_by_expert
 from counterpoint.ops.swiglu import swiglu
 from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.ranges import instance, whole
+from counterpoint.runtime.device_limits import refused_in
+from counterpoint.runtime.routes import NONE
 from counterpoint.runtime.workspace import workspace_of
 
 
@@ -104,6 +109,7 @@ class ExpertParallelMLP(Grouped):
         self.num_experts = num_experts = whole(name, "num_experts", num_experts, 1)
         self.max_rows = None if max_rows is None else whole(name, "max_rows", max_rows, 1)
         self.plan = plan
+        self._fits: dict[tuple[Layer, int], bool] = {}  # see room_for_rows.py
         check_layer(name, dtype, device)
         check_plan(name, plan, "all_to_all_matmul")
         ranks = self.group.size()
@@ -181,11 +187,17 @@ class ExpertParallelMLP(Grouped):
     def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
         experts, weights = experts.reshape(-1, top_k), weights.reshape(-1, top_k)
+        room = self._room(tokens, top_k)
+        if room is not None:
+            return self._with_room(tokens, experts, weights, room).view(x.shape)
         if self._by_routes(x):
-            return self._routed(tokens, experts, weights).view(x.shape)
+            return self._routed(tokens, experts, weights, self.max_rows).view(x.shape)
         own, places, token = order_by_expert(experts, self.num_experts)
         counts = exchange_counts(own, group=self.group)
         if self.max_rows is None:
+            if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+                want, got = "given in a CUDA graph where the host has to know counts", None
+                raise InputError(self._get_name(), "max_rows", want=want, got=got)
             counts = counts.cpu()
         rows: Tensor = _Spread.apply(tokens, token, places)  # type: ignore[assignment]
         gate_up = all_to_all_matmul(
@@ -209,12 +221,47 @@ class ExpertParallelMLP(Grouped):
             return family == "routed"
         return num_islands(self.group.group_name, str(x.device)) > 1
 
-    def _routed(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _room(self, tokens: Tensor, top_k: int) -> Room | None:
+        """Room for all rows of a call that does not wait; None where another way is to be gone.
+
+        That is where `max_rows` is given, a plan is named that the host lays out, or no one kernel
+        takes the call; where memory is short; and in a compiled graph, whose sizes are its own.
+        """
+        if self.max_rows is not None or torch.compiler.is_compiling():
+            return None
+        plan = plan_key("all_to_all_matmul", self.plan)
+        if plan not in ("auto", "fused", "routed") or self.group.size() == 1:
+            return None
+        device, dtype = tokens.device, tokens.dtype
+        workspace = workspace_of(self.group, device)
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        local, ranks = len(self.down), self.group.size()
+        sizes = {"all_to_all_matmul": (2 * self.hidden, self.features),
+                 "matmul_all_to_all": (self.features, self.hidden)}  # fmt: skip
+        if not all(one_kernel(op, "auto", dtype, *nk, local, ranks) for op, nk in sizes.items()):
+            return None
+        if workspace.islands.number > 1 or refused_in(workspace):
+            return None
+        layer = Layer(self.features, self.hidden, self.num_experts, top_k, dtype)
+        return room_for(layer, len(tokens), self.group, device, self._fits)
+
+    def _with_room(self, tokens: Tensor, experts: Tensor, weights: Tensor, room: Room) -> Tensor:
+        """Who has fewer tokens than others has some of no expert behind them."""
+        behind = (0, 0, 0, room.tokens - len(tokens))
+        if behind[-1]:
+            every, experts = F.pad(tokens, behind), F.pad(experts, behind, value=NONE)
+            return self._routed(every, experts, F.pad(weights, behind), room.rows)[: len(tokens)]
+        return self._routed(tokens, experts, weights, room.rows)
+
+    def _routed(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, max_rows: int | None
+    ) -> Tensor:  # fmt: skip
         every, group = self.num_experts, self.group
         routes = exchange_routes(
-            experts, weights, num_experts=every, group=group, max_rows=self.max_rows
+            experts, weights, num_experts=every, group=group, max_rows=max_rows
         )
-        plan = self.plan if self.max_rows is None else "auto"
+        plan = self.plan if max_rows is None or self.plan == "fused" else "auto"
         gate_up = all_to_all_matmul(
             tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=plan
         )
@@ -270,8 +317,10 @@ class ExpertParallelMLP(Grouped):
         agreement.agree(name, {"op": name}, workspace_of(self.group, experts.device), refused)
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and how many ranks have it."""
+        """Sizes of the whole layer, how many ranks have it, and when the host waits for counts."""
+        waits = sorted({tokens for (_, tokens), fits in self._fits.items() if not fits})
+        memory = f", short of memory for all rows of {waits} tokens: give max_rows" if waits else ""
         return (
             f"features={self.features}, hidden={self.hidden}, num_experts={self.num_experts}, "
-            f"ranks={self.group.size()}, max_rows={self.max_rows}, plan={self.plan!r}"
+            f"ranks={self.group.size()}, max_rows={self.max_rows}, plan={self.plan!r}{memory}"
         )

@@ -88,8 +88,24 @@ def agree(
         if refused is not None:
             raise refused
         return digest_of(here)
-    answers = meet(op, (here, refused), workspace, here)
-    everyone = [facts for facts, _ in answers]
+    tell(op, here, workspace, None, refused)
+    return digest_of(here)
+
+
+def tell(
+    op: str, here: Facts, workspace: Workspace, value: T, refused: CounterpointError | None = None
+) -> list[T]:
+    """What all ranks say of a call, on whose facts they agree; no device is waited for.
+
+    Args:
+        here, refused: see `agree`.
+        value: what this rank says.
+
+    Raises:
+        InputError, PeerTimeoutError: see `agree`.
+    """
+    answers = meet(op, (here, refused, value), workspace, here)
+    everyone = [facts for facts, *_ in answers]
     # in the words of rank 0: all ranks say the same
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         want = everyone[0].get(name, "none")
@@ -104,10 +120,10 @@ def agree(
                     got=f"{got} on rank {rank}",
                     fix=fix,
                 )
-    for _, wrong in answers:
+    for _, wrong, _ in answers:
         if wrong is not None:
             raise wrong
-    return digest_of(here)
+    return [told for *_, told in answers]
 
 
 def _captures(device: torch.device) -> bool:

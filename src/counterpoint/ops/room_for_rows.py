@@ -1,0 +1,102 @@
+"""Room for the rows of a layer of experts where nobody has said how many may come: for all there are.
+
+Ranks bring as many tokens as they like. Their hosts tell each other how many, through memory of the
+node or the store, and wait for each other there, but never for a device. All lists are then as long
+as the longest, and somewhat longer, so that calls of other lengths find plans that are there.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.ops.agreement import tell
+from counterpoint.runtime.workspace import Workspace, workspace_of
+
+OP = "ExpertParallelMLP"
+SHARE = 8  # of the free memory one in so many bytes may be taken for room
+
+
+class Layer(NamedTuple):
+    """What all ranks must have alike of a layer in a call.
+
+    Args:
+        features: of a token.
+        hidden: of an expert.
+        experts: of all ranks.
+        top_k: of a token.
+        dtype: that is computed in.
+    """
+
+    features: int
+    hidden: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype
+
+
+class Room(NamedTuple):
+    """What a call has room for.
+
+    Args:
+        tokens: of each rank.
+        rows: by expert, on each rank: as many as can come.
+    """
+
+    tokens: int
+    rows: int
+
+
+def room_for(
+    layer: Layer, tokens: int, group: dist.ProcessGroup, device: torch.device,
+    fits: dict[tuple[Layer, int], bool],
+) -> Room | None:  # fmt: skip
+    """Room for all rows that can come in a call; None where memory is short of it.
+
+    All ranks find the same. Where a graph is being captured it is taken to fit: a call before has
+    had it.
+
+    Args:
+        tokens: of this rank.
+        fits: what ranks have found together, kept by the layer: what others of a model hold by its
+            first call is not free any more.
+
+    Raises:
+        InputError: ranks differ in the layer.
+        PeerTimeoutError: a rank did not come.
+    """
+    workspace = workspace_of(group, device)
+    facts = {"op": OP} | {name: str(value) for name, value in zip(Layer._fields, layer)}
+    most = rounded(max(tell(OP, facts, workspace, tokens)))
+    ranks = group.size()
+    rows = max(1, ranks * most * min(layer.top_k, layer.experts // ranks))
+    key = layer, most
+    captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if key not in fits and not captures:
+        free_bytes = min(tell(OP, facts, workspace, _free_bytes(device)))
+        fits[key] = SHARE * num_bytes(layer, rows) <= free_bytes
+    return Room(most, rows) if fits.get(key, True) else None
+
+
+def rounded(tokens: int) -> int:
+    """As many or somewhat more: a multiple of an eighth to a sixteenth of it."""
+    step = 1 << max(tokens.bit_length() - 4, 0)
+    return -(-tokens // step) * step
+
+
+def num_bytes(layer: Layer, rows: int) -> int:
+    """Memory of a forward and a backward with that many rows by expert.
+
+    Rows, gate, up and what is between the matmuls are kept. The backward has their gradients beside
+    them, and the products before they are summed. Peers write to two halves of symmetric memory.
+    """
+    return rows * (6 * layer.features + 7 * layer.hidden) * layer.dtype.itemsize
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What a rank can allocate, without waiting for its GPU."""
+    if device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
