@@ -142,7 +142,7 @@ def ways_of(
     # no rank can get more than all rows of all tokens that name different experts
     room = min(int(ROOM * tokens * model.top), ranks * tokens * min(local, model.top))
     options: dict[str, dict[str, Any]] = {
-        "fused": {"max_rows": room}, "fused, host": {}, "serial": {"plan": "serial"}
+        "fused": {"max_rows": room}, "default": {}, "serial": {"plan": "serial"}
     }  # fmt: skip
     ways: dict[str, Callable[[Batch], Tensor]] = {}
     for name, more in options.items():

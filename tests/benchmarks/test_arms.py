@@ -119,7 +119,7 @@ def test_steps(pool: RankPool, which: str, ranks: int):
     rows, *_ = pool.run(steps_of, ranks, which, "", timeout_s=120)
     found = {row["arm"]: row for row in rows}
     ways = ("fused", "torch", "lookup") if which == "dlrm" else (
-        "fused", "fused, host", "serial", "torch", "torch, counts")  # fmt: skip
+        "fused", "default", "serial", "torch", "torch, counts")  # fmt: skip
     for way in ways:
         assert 0 <= found[f"forward + backward, by {way}"]["error"] < 1e-5
         assert f"forward, by {way}" in found

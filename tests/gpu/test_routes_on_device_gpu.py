@@ -16,6 +16,7 @@ import counterpoint as cp
 from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.device_routes import Sizes, found_by, found_by_kernels, tell_into
 from counterpoint.runtime.launch_routes import tell_into as tell_by_kernel
+from counterpoint.runtime.routes import NONE
 
 SHAPES = [(64, 48, 96, torch.bfloat16), (24, 8, 16, torch.float16), (256, 512, 384, torch.bfloat16)]
 
@@ -185,6 +186,7 @@ def test_kernels_find_what_stable_sorts_find(gpus, kind):
 
 def test_the_kernel_tells_what_torch_tells(gpus):
     ids = torch.randint(-2, 42, (4097, 8), device=gpus)
+    ids[torch.rand(ids.shape, device=gpus) < 0.1] = NONE
     weights = torch.randn(ids.shape, device=gpus)
     got, want = (torch.full((4097, 16), -7, dtype=torch.int32, device=gpus) for _ in range(2))
     tell_by_kernel(got, ids, weights, 40)

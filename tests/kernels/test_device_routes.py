@@ -57,7 +57,8 @@ LONG_BLOCKS = {"ITEMS": 128, "FEW_TOKENS": 1, "PROGRAMS": 1}
 @pytest.mark.parametrize(
     ("held", "kind"),
     [*(({}, kind) for kind in KINDS), (MANY_BLOCKS, "skewed"), (MANY_BLOCKS, "twice"),
-     (MANY_BLOCKS, "fewer"), (LONG_BLOCKS, "fewer"), (LONG_BLOCKS, "drawn"), (LONG_BLOCKS, "one expert")],
+     (MANY_BLOCKS, "fewer"), (LONG_BLOCKS, "fewer"), (LONG_BLOCKS, "drawn"),
+     (LONG_BLOCKS, "one expert")],
 )  # fmt: skip
 def test_the_kernels_find_what_stable_sorts_find(pool: RankPool, held: dict[str, int], kind: str):
     assert pool.run(wrong_routes, 1, kind, held, group=False) == [[]]

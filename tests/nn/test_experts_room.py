@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_what_has_no_room_is_told_how_many_rows_come(rank: int, ranks: int) -> l
     with on_islands(rank, ranks), rooms() as asked, pytest.MonkeyPatch.context() as patch:
         layer = layer_of(ranks)
         free = room_for_rows.SHARE * 20_000 if rank else 2**40
-        patch.setattr(room_for_rows, "_free_bytes", lambda _: free)
+        patch.setattr(room_for_rows, "_free_bytes", Mock(return_value=free))
         for tokens in (5 + 8 * rank, 3):  # 13 * 2 * 2 rows of 304 bytes are 16 kB, of 20 tokens 24
             given = inputs(rank, ranks, tokens, "drawn")
             gots = ours(layer, *given)
@@ -158,7 +159,7 @@ def test_what_has_no_room_is_told_how_many_rows_come(rank: int, ranks: int) -> l
             found += off(gots, near, want)
         assert asked == [52, 12] and "max_rows=None, plan='auto'" in repr(layer)
         layer(*inputs(rank, ranks, 20, "drawn")[:3])
-        patch.setattr(room_for_rows, "_free_bytes", lambda _: 2**40)  # remembered as it was
+        patch.setattr(room_for_rows, "_free_bytes", Mock(return_value=2**40))  # too late
         layer(*inputs(rank, ranks, 20, "drawn")[:3])
         said = "plan='auto', short of memory for all rows of [20] tokens: give max_rows"
         assert len(asked) == 2 and said in repr(layer)

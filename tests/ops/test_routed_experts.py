@@ -206,9 +206,9 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
         x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
         down = shards(rank, LOCAL, HIDDEN, N).requires_grad_()
         calls = [
-            (ops.exchange_routes, (experts, weights, ranks * LOCAL, None, 1, *where)),
+            (ops.exchange_routes, (experts, weights, ranks * LOCAL, None, 1, False, *where)),
             (ops.weights_back, (each.detach(), *which[1:], tokens, TOP, False, *where)),
-            (ops.all_to_all_matmul_routed, (x, up, *which, rows, True, 0, False, "auto", *where)),
+            (ops.all_to_all_matmul_routed, (x, up, *which, rows, True, 0, "auto", *where)),
             (ops.matmul_all_to_all_routed,
              (h, down, *which, each, None, tokens, 0, "serial", *where)),
         ]  # fmt: skip

@@ -271,7 +271,7 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int, size: int):
         x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
         down = shards(rank, LOCAL, HIDDEN, N).half().requires_grad_()
         calls = [
-            (ops.exchange_routes, (experts, weights, every, room, islands, *where)),
+            (ops.exchange_routes, (experts, weights, every, room, islands, False, *where)),
             (ops.weights_back, (each.detach(), *which[1:], 7, TOP, True, *where)),
             (ops.matmul_all_to_all_routed, (h, down, *which, each, None, 7, TOP, "auto", *where)),
         ]

@@ -26,7 +26,7 @@ from counterpoint.ops.check import (
     check_plan,
 )
 from counterpoint.ops.exchange_counts import exchange_counts
-from counterpoint.ops.exchange_routes import exchange_routes, num_islands
+from counterpoint.ops.exchange_routes import check_capacity, exchange_routes, num_islands
 from counterpoint.ops.experts import one_kernel
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.plans import family_of, plan_key
@@ -74,19 +74,33 @@ class ExpertParallelMLP(Grouped):
         hidden: of one expert.
         num_experts: on all ranks together; a multiple of the ranks.
         group: of the ranks; the default group if None.
-        max_rows: rows that the experts of a rank may get at most in one call. None: the counts go
-            to the host at each call, which on a GPU waits for them, and memory is as large as
-            needed. Given: on a GPU the host does not wait, and results have room for so many; all
-            ranks then have as many tokens. Between islands each token then goes to each island:
-            `exchange_routes` says what that costs, and where the host waits all the same.
-        plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, with max_rows by one
-            kernel each way.
+        max_rows: rows that the experts of a rank may get at most in one call. None: on a GPU there
+            is room for all that can come, ranks * tokens * min(top_k, experts here), and the host
+            does not wait for the GPU, in no direction, eager or in a CUDA graph. Hosts tell each
+            other how many tokens they bring, which may differ by rank and by call. That is so for
+            plans "auto", "fused" and "routed" on one island of a power of 2 of ranks, of 16-bit
+            numbers, features and hidden multiples of 8, where a forward and a backward take at most
+            an eighth of the memory that is free at the layer's first call with such tokens. Else,
+            and in a compiled graph, the counts go to the host at each call, which waits for them,
+            in no CUDA graph; the layer's repr says where memory was short. Given: on a GPU the host
+            does not wait, and results have room for so many; all ranks then have as many tokens.
+            Between islands each token then goes to each island: `exchange_routes` says what that
+            costs, and where the host waits all the same.
+        capacity: what is done with rows above max_rows: "error", as `exchange_routes` says it, or
+            "drop": those of the least weights add nothing, and no weight is made larger for it. By
+            plans "auto", "fused", "routed" and "serial", of 2 ranks or more.
+        plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, and by one kernel each
+            way where the host does not wait.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
 
+    Attributes:
+        dropped: int64 [ranks], on the tokens' device: rows that the last call has dropped on their
+            way to each rank; None: nothing may be. To read it waits, to keep it does not.
+
     Raises:
-        InputError: num_experts is no multiple of the ranks, max_rows is < 1, or there is no such
-            plan, or no group.
+        InputError: num_experts is no multiple of the ranks, max_rows is < 1, there is no such plan,
+            capacity or group, or rows are to be dropped and max_rows is not given.
 
     Example:
         >>> layer = cp.nn.ExpertParallelMLP(7168, 2048, 256, group=ep)  # doctest: +SKIP
@@ -95,10 +109,12 @@ class ExpertParallelMLP(Grouped):
 
     gate_up: nn.Parameter
     down: nn.Parameter
+    dropped: Tensor | None
 
     def __init__(
         self, features: int, hidden: int, num_experts: int, *,
-        group: dist.ProcessGroup | None = None, max_rows: int | None = None, plan: str = "auto",
+        group: dist.ProcessGroup | None = None, max_rows: int | None = None,
+        capacity: str = "error", plan: str = "auto",
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -112,7 +128,15 @@ class ExpertParallelMLP(Grouped):
         self._fits: dict[tuple[Layer, int], bool] = {}  # see room_for_rows.py
         check_layer(name, dtype, device)
         check_plan(name, plan, "all_to_all_matmul")
+        self.capacity, self.dropped = capacity, None
+        check_capacity(name, capacity, max_rows)
         ranks = self.group.size()
+        if capacity == "drop":
+            if ranks == 1:
+                raise InputError(name, "capacity", want="error in a group of one rank", got="drop")
+            if plan not in ("auto", "fused", "routed", "serial"):
+                want = 'auto, fused, routed or serial with capacity="drop"'
+                raise InputError(name, "plan", want=want, got=repr(plan))
         if num_experts % ranks:
             want, fix = f"a multiple of the {ranks} ranks", "take another number of ranks"
             raise InputError(name, "num_experts", want=want, got=num_experts, fix=fix)
@@ -151,9 +175,10 @@ class ExpertParallelMLP(Grouped):
         Args:
             x: [..., features], this rank's tokens.
             experts: int32 or int64 [..., top_k], 0 to num_experts - 1; those of one token may be
-                equal. Others are refused where the host reads them: on CPU ranks, and on GPUs
-                without `max_rows` or under COUNTERPOINT_CHECK=1. Else the kernel that sums finds
-                rows that nobody sent: a later call raises, and the group is unusable.
+                equal. Others are refused where the host reads them: on CPU ranks, and on GPUs under
+                COUNTERPOINT_CHECK=1. Else the sums of their tokens are NaN by routes; elsewhere the
+                kernel that sums finds rows that nobody sent: a later call raises, and the group is
+                unusable.
             weights: floating point [..., top_k].
             logits: floating point [..., num_experts], in place of `experts` and `weights`.
             top_k: how many experts a token has, 1 to num_experts; with `logits` alone.
@@ -217,6 +242,8 @@ class ExpertParallelMLP(Grouped):
         family = family_of(plan_key("all_to_all_matmul", self.plan))
         if self.group.size() == 1:
             return False
+        if self.capacity == "drop":
+            return True
         if family not in ("auto", "islands"):
             return family == "routed"
         return num_islands(self.group.group_name, str(x.device)) > 1
@@ -259,9 +286,11 @@ class ExpertParallelMLP(Grouped):
     ) -> Tensor:  # fmt: skip
         every, group = self.num_experts, self.group
         routes = exchange_routes(
-            experts, weights, num_experts=every, group=group, max_rows=max_rows
-        )
-        plan = self.plan if max_rows is None or self.plan == "fused" else "auto"
+            experts, weights, num_experts=every, group=group, max_rows=max_rows,
+            capacity=self.capacity,
+        )  # fmt: skip
+        self.dropped = routes.dropped
+        plan = self.plan if max_rows is None or self.plan in ("fused", "serial") else "auto"
         gate_up = all_to_all_matmul(
             tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=plan
         )

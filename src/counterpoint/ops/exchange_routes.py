@@ -41,6 +41,8 @@ class Routes(NamedTuple):
             that is given, and the last ones are 0.
         tokens: of this rank.
         top_k: experts of a token, where max_rows is given; else 0.
+        dropped: int64 [ranks], there: rows that were dropped on their way to each rank's experts;
+            None: without capacity="drop".
     """
 
     counts: Tensor
@@ -49,11 +51,12 @@ class Routes(NamedTuple):
     weights: Tensor
     tokens: int
     top_k: int = 0
+    dropped: Tensor | None = None
 
 
 def exchange_routes(
     experts: Tensor, weights: Tensor, *, num_experts: int, group: dist.ProcessGroup | None = None,
-    max_rows: int | None = None,
+    max_rows: int | None = None, capacity: str = "error",
 ) -> Routes:  # fmt: skip
     """Tell all ranks which experts its tokens go to: `counts=` of both operators of experts.
 
@@ -64,7 +67,10 @@ def exchange_routes(
 
     With max_rows it does not wait, and a CUDA graph can be captured: results of `all_to_all_matmul`
     have max_rows rows, of which the last ones are not written. Where more come to a rank, all
-    results on all ranks are NaN, and a later call raises InputError, which says how many more.
+    results on all ranks are NaN, and a later call raises InputError, which says how many more. With
+    capacity="drop" the rank keeps the rows of the greatest weights instead, and of equal ones those
+    that come first: by rank, by token, by the token's order of experts. A row that is dropped adds
+    nothing to its token's sum, and the other weights stay as they are; its gradients are 0.
     The operators do not wait either where plan "fused" takes them, or "islands" on several: 16-bit
     numbers, K and N multiples of 8, and islands of a power of 2 of ranks. Elsewhere they wait, in
     no graph.
@@ -79,13 +85,16 @@ def exchange_routes(
 
     Args:
         experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank,
-            but not with max_rows. On the CPU or a GPU as the group serves. With max_rows a GPU's
-            are looked at under COUNTERPOINT_CHECK=1 alone; else sums of tokens with others are NaN.
+            but not with max_rows. 2**31 - 1 is no expert: of a token that has fewer than others, or
+            of one that makes up the number. On the CPU or a GPU as the group serves. With max_rows
+            a GPU's are looked at under COUNTERPOINT_CHECK=1 alone; else sums of tokens with others
+            are NaN.
         weights: floating point [tokens, top_k], there, too.
         num_experts: on all ranks together; a multiple of the ranks.
         group: whose ranks take part, 2 or more; the default group if None.
         max_rows: rows that the experts of a rank may get at most; the same on all ranks. None: as
             many as come.
+        capacity: "error" where more come, or "drop"; with max_rows.
 
     Returns:
         Where rows go; weights as fp32, of the rows as they come to this rank.
@@ -102,15 +111,29 @@ def exchange_routes(
     """
     try:
         group = _checked(experts, weights, num_experts, group, max_rows)
+        check_capacity(OP, capacity, max_rows)
     except CounterpointError as error:
         raise refused(error, group, experts) from None
-    each, counts, numbers, lists = torch.ops.counterpoint.exchange_routes(
+    drops = capacity == "drop"
+    each, counts, numbers, lists, dropped = torch.ops.counterpoint.exchange_routes(
         experts, weights.float(), num_experts, max_rows,
-        1 if max_rows is None else num_islands(group.group_name, str(experts.device)),
+        1 if max_rows is None else num_islands(group.group_name, str(experts.device)), drops,
         group.group_name, group.size(),
     )  # fmt: skip
-    top_k = 0 if max_rows is None else experts.shape[1]
-    return Routes(counts, numbers, lists, each, experts.shape[0], top_k)
+    top_k, lost = 0 if max_rows is None else experts.shape[1], dropped if drops else None
+    return Routes(counts, numbers, lists, each, experts.shape[0], top_k, lost)
+
+
+def check_capacity(op: str, capacity: object, max_rows: int | None) -> None:
+    """Refuse what says neither what to do with rows above max_rows, nor fits there being no such.
+
+    Raises:
+        InputError: it does.
+    """
+    if capacity not in ("error", "drop"):
+        raise InputError(op, "capacity", want="error or drop", got=repr(capacity))
+    if capacity == "drop" and max_rows is None:
+        raise InputError(op, "max_rows", want='given with capacity="drop"', got=None)
 
 
 @torch.compiler.assume_constant_result
@@ -151,8 +174,8 @@ def _checked(
 
 def _run(
     experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
-    group_name: str, group_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    drops: bool, group_name: str, group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if max_rows is None and experts.is_cuda and torch.cuda.is_current_stream_capturing():
         want, got = "of a call that waits for the host", "a CUDA graph in capture, which cannot"
         raise InputError(OP, "experts", want=want, got=got)
@@ -160,7 +183,7 @@ def _run(
     facts = {"op": OP, "num_experts": str(num_experts), "top_k": str(experts.shape[1])}
     facts["max_rows"] = str(max_rows)
     if max_rows is not None:
-        facts["tokens"] = str(experts.shape[0])
+        facts |= {"tokens": str(experts.shape[0]), "capacity": "drop" if drops else "error"}
         sizes = device_routes.sizes_of(workspace, experts, max_rows)
         device_routes.by_kernels(sizes, num_experts, experts.dtype, experts.device)
     key = (OP, *facts.values())
@@ -168,11 +191,14 @@ def _run(
         workspace.agreed[key] = agree(OP, facts, workspace)
     workspace.board.note(workspace.agreed[key])
     if max_rows is None:
-        return find_routes(workspace, experts, weights, num_experts)
-    found = device_routes.find(workspace, experts, weights, num_experts, max_rows)
+        known = find_routes(workspace, experts, weights, num_experts)
+        return *known, experts.new_empty(0, dtype=torch.int64)
+    found, dropped = device_routes.find(
+        workspace, experts, weights, num_experts, max_rows, drops
+    )  # fmt: skip
     if experts.is_cpu or checking():
         _look(experts, found.counts, num_experts, max_rows, workspace)
-    return found
+    return found.weights, found.counts, found.firsts, found.lists, dropped
 
 
 def _look(
@@ -199,34 +225,36 @@ def _look(
 
 def _fake(
     experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
-    group_name: str, group_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    drops: bool, group_name: str, group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dropped = experts.new_empty(group_size if drops else 0, dtype=torch.int64)
     if max_rows is not None:
         tokens, top = experts.shape
         sizes = device_routes.Sizes(tokens, top, group_size, max_rows, islands)
         table = experts.new_empty(group_size, num_experts, dtype=torch.int64)
         firsts = table.new_empty(sizes.firsts_shape(num_experts))
         lists = experts.new_empty(sizes.starts[-1], dtype=torch.int32)
-        return weights.new_empty(max_rows), table, firsts, lists
+        return weights.new_empty(max_rows), table, firsts, lists, dropped
     numbers, lists, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     counts = torch.empty(group_size, num_experts, dtype=torch.int64)
     table = torch.empty(numbers, dtype=torch.int64)
-    return weights.new_empty(rows), counts, table, weights.new_empty(lists, dtype=torch.int32)
+    found = weights.new_empty(lists, dtype=torch.int32)
+    return weights.new_empty(rows), counts, table, found, dropped
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weights, _, max_rows, _, *ctx.where = inputs
-    _, counts, numbers, lists = output
+    _, weights, _, max_rows, _, _, *ctx.where = inputs
+    _, counts, numbers, lists, dropped = output
     ctx.save_for_backward(numbers, lists)
     ctx.given = *weights.shape, max_rows is not None
-    ctx.mark_non_differentiable(counts, numbers, lists)
+    ctx.mark_non_differentiable(counts, numbers, lists, dropped)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     each = torch.ops.counterpoint.weights_back(
         grads[0].contiguous(), *ctx.saved_tensors, *ctx.given, *ctx.where
     )
-    return None, each, *(None,) * 5
+    return None, each, *(None,) * 6
 
 
 def _run_back(
@@ -250,7 +278,7 @@ def _fake_back(
 
 register(
     f"{OP}(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, int islands, "
-    "str group_name, int group_size) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool drops, str group_name, int group_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run, _fake, _backward, _save,
 )  # fmt: skip
 register(

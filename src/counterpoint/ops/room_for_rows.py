@@ -1,4 +1,4 @@
-"""Room for the rows of a layer of experts where nobody has said how many may come: for all there are.
+"""Room for the rows of a layer of experts where nobody has said how many may come: for all.
 
 Ranks bring as many tokens as they like. Their hosts tell each other how many, through memory of the
 node or the store, and wait for each other there, but never for a device. All lists are then as long
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.ops.agreement import tell
-from counterpoint.runtime.workspace import Workspace, workspace_of
+from counterpoint.runtime.workspace import workspace_of
 
 OP = "ExpertParallelMLP"
 SHARE = 8  # of the free memory one in so many bytes may be taken for room
@@ -67,7 +67,7 @@ def room_for(
         PeerTimeoutError: a rank did not come.
     """
     workspace = workspace_of(group, device)
-    facts = {"op": OP} | {name: str(value) for name, value in zip(Layer._fields, layer)}
+    facts = {"op": OP} | {name: str(value) for name, value in layer._asdict().items()}
     most = rounded(max(tell(OP, facts, workspace, tokens)))
     ranks = group.size()
     rows = max(1, ranks * most * min(layer.top_k, layer.experts // ranks))

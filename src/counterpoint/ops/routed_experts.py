@@ -26,6 +26,7 @@ from counterpoint.ops.experts_check import check_operands
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import backward_plan, family_of, of_islands, plan_key
 from counterpoint.ops.register import register
+from counterpoint.ops.weighted_rows import weighted_rows
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.counted import rows_by_rank
@@ -54,9 +55,9 @@ def dispatch(
     x, w, spec = _checked(DISPATCH, x, w, routes, asked, group)
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
     where = spec, group.group_name, group.size()
-    counts, numbers, lists, weights, _, top = routes
+    counts, numbers, lists, weights, _, top, _ = routes
     both = OPS.all_to_all_matmul_routed(
-        x, w, counts, numbers, lists, weights.shape[0], keep, top, False, *where
+        x, w, counts, numbers, lists, weights.shape[0], keep, top, *where
     )
     return both if return_rows else both[0]
 
@@ -72,7 +73,7 @@ def combine(
     """
     given = {"sum_of": None if sum_of is None else "some"}
     x, w, spec = _checked(COMBINE, x, w, routes, asked, group, **given)
-    *operands, tokens, top = routes
+    *operands, tokens, top, _ = routes
     where = spec, group.group_name, group.size()
     return OPS.matmul_all_to_all_routed(x, w, *operands, None, tokens, top, *where)
 
@@ -103,7 +104,7 @@ def _checked(
 
 
 @cache
-def _operator(op: str, keep: bool, clears: bool) -> Operator:
+def _operator(op: str, keep: bool) -> Operator:
     experts.operator_of(op)  # the first of an operator is what is sampled
     aside = (("weights", "plain"), ("add", "rows")) if op == COMBINE else ()
     inputs = (
@@ -111,9 +112,7 @@ def _operator(op: str, keep: bool, clears: bool) -> Operator:
         Input("routes", "plain", fact=""), Input("lists", "plain", fact=""),
         *(Input(name, form, fact="") for name, form in aside),  # type: ignore[arg-type]
     )  # fmt: skip
-    return Operator(
-        op, inputs, partial(_problem, op), partial(_outputs, keep), _words, clears=clears
-    )
+    return Operator(op, inputs, partial(_problem, op), partial(_outputs, keep), _words)
 
 
 def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
@@ -220,8 +219,8 @@ def _run(
 
 
 def _dispatch(*given: Any) -> tuple[Tensor, Tensor]:
-    *tensors, rows, keep, top, clear, plan, group_name, ranks = given
-    operator, sizes = _operator(DISPATCH, keep, clear), Sizes(len(tensors[0]), top, ranks, rows)
+    *tensors, rows, keep, top, plan, group_name, ranks = given
+    operator, sizes = _operator(DISPATCH, keep), Sizes(len(tensors[0]), top, ranks, rows)
     y, *kept = _run(operator, tuple(tensors), plan, group_name, sizes)
     return y, kept[0] if keep else y.new_empty(0, tensors[0].shape[1])
 
@@ -234,7 +233,7 @@ def _fake_dispatch(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, routes, lists, _, keep, ctx.top, _, *ctx.where = inputs
+    x, w, counts, routes, lists, _, keep, ctx.top, *ctx.where = inputs
     ctx.save_for_backward(w, counts, routes, lists, output[1] if keep else None)
     ctx.tokens = x.shape[0]
     if not keep:
@@ -248,7 +247,7 @@ def _backward_dispatch(
     """dx: the sums of the gradients of a token's rows; dw: of the rows that came here."""
     w, counts, routes, lists, rows = ctx.saved_tensors
     plan, *group = ctx.where
-    none = (None,) * 10
+    none = (None,) * 9
     if dy is None and drows is None:
         return None, None, *none
     if dy is None:
@@ -266,7 +265,7 @@ def _backward_dispatch(
 
 def _combine(*given: Any) -> Tensor:
     *tensors, tokens, top, plan, group_name, ranks = given
-    operator, sizes = _operator(COMBINE, False, False), Sizes(tokens, top, ranks, len(tensors[0]))
+    operator, sizes = _operator(COMBINE, False), Sizes(tokens, top, ranks, len(tensors[0]))
     return _run(operator, tuple(tensors), plan, group_name, sizes)[0]
 
 
@@ -292,25 +291,22 @@ def _backward_combine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dw, dweights = None, None
     operands = (dy.contiguous(), w.transpose(1, 2), counts, routes, lists, x.shape[0])
     where = backward_plan(COMBINE, plan), *group
-    dx, rows = OPS.all_to_all_matmul_routed(*operands, need_w, ctx.top, ctx.top > 0, *where)
-    if need_weights:
-        dweights = (dx.float() * x.float()).sum(1)
+    dx, rows = OPS.all_to_all_matmul_routed(*operands, need_w, ctx.top, *where)
+    if weights is not None and (need_x or need_weights):
+        dx, dweights = weighted_rows(dx, weights, x, counts, group[0])
+    if weights is not None and need_w:
+        rows, _ = weighted_rows(rows, weights, None, counts, group[0])
     if need_w:
-        dw = weight_gradient(x, _weighted(rows, weights), counts, w, *group)
-    dx = _weighted(dx, weights) if need_x else None
-    return dx, dw, None, None, None, dweights, *(None,) * 6
-
-
-def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
-    return rows if weights is None else (rows.float() * weights[:, None]).to(rows.dtype)
+        dw = weight_gradient(x, rows, counts, w, *group)
+    return dx if need_x else None, dw, None, None, None, dweights, *(None,) * 6
 
 
 _GIVEN = "Tensor x, Tensor w, Tensor counts, Tensor routes, Tensor lists"
 _WHERE = "str plan, str group_name, int group_size"
 # rows: of y. keep: the rows that came here are the second result. top: experts of a token, where
-# the device alone knows the routes; else 0. clear: rows of y behind those that come are zero
+# the device alone knows the routes; else 0
 register(
-    f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, SymInt top, bool clear, {_WHERE})"
+    f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, SymInt top, {_WHERE})"
     " -> (Tensor, Tensor)",
     _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch,
 )  # fmt: skip

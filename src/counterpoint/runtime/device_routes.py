@@ -40,6 +40,7 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import launch_routes
+from counterpoint.runtime.capacity import drop_least
 from counterpoint.runtime.find_routes import first_experts, positions
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
@@ -174,14 +175,19 @@ def by_kernels(
 
 
 def find(
-    workspace: Workspace, experts: Tensor, weights: Tensor, num_experts: int, max_rows: int
-) -> Found:
+    workspace: Workspace, experts: Tensor, weights: Tensor, num_experts: int, max_rows: int,
+    drops: bool,
+) -> tuple[Found, Tensor]:  # fmt: skip
     """Those of tokens that have these experts; a token with an expert that is none has NaN weights.
 
     Args:
         experts: int32 or int64 [tokens, top], tokens equally many on all ranks.
         weights: fp32 of that shape.
         max_rows: rows by expert that a rank can take; more of them are left out.
+        drops: those of the least weights are dropped, and no rank has more.
+
+    Returns:
+        Routes, and how many rows each rank has dropped, int64 [ranks]; empty where none may be.
     """
     sizes = sizes_of(workspace, experts, max_rows)
     kernels = by_kernels(sizes, num_experts, experts.dtype, experts.device)
@@ -190,10 +196,14 @@ def find(
     every = told.new_empty(sizes.ranks * sizes.tokens, 2 * sizes.top)
     calls = library_of(workspace, Awaited(OP, "gather lists of experts", OP))
     calls.all_gather(every.view(-1), told.view(-1))
+    dropped = every.new_empty(0, dtype=torch.int64)
+    if drops:
+        dropped = drop_least(every, sizes.ranks, num_experts, max_rows)
     if kernels:
-        return found_by_kernels(workspace.rank, sizes, every, num_experts)
-    each = every[:, sizes.top :].contiguous().view(torch.float32)
-    return found_by(workspace.rank, sizes, every[:, : sizes.top].long(), each, num_experts)
+        return found_by_kernels(workspace.rank, sizes, every, num_experts), dropped
+    ids, each = every[:, : sizes.top].long(), every[:, sizes.top :].contiguous()
+    each = each.view(torch.float32)
+    return found_by(workspace.rank, sizes, ids, each, num_experts), dropped
 
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:

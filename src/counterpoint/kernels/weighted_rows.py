@@ -1,0 +1,48 @@
+"""Rows times their weights, and their products with other rows, over the rows that there are.
+
+What a combine's gradient does with the rows that come to experts. As in swiglu.py results have room
+for more rows than come, and the GPU alone knows how many these are.
+"""
+
+import triton
+import triton.language as tl
+
+from counterpoint.kernels.swiglu import rows_here
+
+
+@triton.jit(do_not_specialize=["room"])
+def weighted_rows_kernel(
+    rows_ptr,  # [room, N]
+    weights_ptr,  # [room] fp32
+    other_ptr,  # [room, N]; of DOTS
+    counts_ptr,  # [WORLD, E] int32 or int64; of COUNTED
+    y_ptr,  # [room, N]: rows times weights
+    dots_ptr,  # [room] fp32: rows times other; of DOTS
+    room,
+    E,
+    rank,
+    N,
+    WORLD: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    DOTS: tl.constexpr,  # and rows beyond those that there are become 0; else they are left
+    BLOCK_N: tl.constexpr,
+):
+    """In fp32, rounded once."""
+    rows = rows_here(counts_ptr, E, rank, room, WORLD, EXPERTS, COUNTED)
+    last = room if DOTS else rows
+    for row in tl.range(tl.program_id(0), last, tl.num_programs(0)):
+        there = row < rows
+        weight = tl.load(weights_ptr + row, mask=there, other=0.0)
+        at = tl.cast(row, tl.int64) * N
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for first in tl.range(0, N, BLOCK_N):
+            cols = first + tl.arange(0, BLOCK_N)
+            live = (cols < N) & there
+            x = tl.load(rows_ptr + at + cols, mask=live, other=0.0).to(tl.float32)
+            if DOTS:
+                total += x * tl.load(other_ptr + at + cols, mask=live, other=0.0).to(tl.float32)
+            y = (x * weight).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + at + cols, y, mask=cols < N)
+        if DOTS:
+            tl.store(dots_ptr + row, tl.sum(total))

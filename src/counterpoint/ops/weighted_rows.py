@@ -1,0 +1,112 @@
+"""What a combine's gradient does with rows by expert, as an operator: by a kernel, or by torch."""
+
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.kernels.weighted_rows import weighted_rows_kernel
+from counterpoint.ops.register import refuse_double_matmul, register
+from counterpoint.plan.fused_sum import padded
+from counterpoint.runtime.device_limits import refused_on
+from counterpoint.runtime.launch import Grid, Launch, aligned
+from counterpoint.runtime.ranks import group_of
+
+BLOCK_N = 1024  # columns at a time
+OPTIONS = {"num_warps": 4}
+
+
+def weighted_rows(
+    rows: Tensor, weights: Tensor, other: Tensor | None, counts: Tensor, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """Rows times their weights, and the sum of each row times that of `other`; in fp32.
+
+    Args:
+        rows: bf16, fp16 or fp32 [room, N], by expert.
+        weights: fp32 [room].
+        other: dtype of rows, [room, N].
+        counts: int64 [ranks, E], rows of each rank for each expert. Elsewhere than rows: there are
+            as many rows as there is room.
+        group_name: whose rank has these rows.
+
+    Returns:
+        dtype of rows, [room, N], and fp32 [room]; rows beyond those of `counts` are 0. Without
+        `other` these are left as they are, and of the second there is none.
+    """
+    known = counts if counts.device == rows.device else None
+    return torch.ops.counterpoint.weighted_rows(rows, weights, other, known, group_name)
+
+
+def _run(
+    rows: Tensor, weights: Tensor, other: Tensor | None, counts: Tensor | None, group_name: str
+) -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank(group_of(group_name))
+    if rows.is_cuda and not refused_on(rows.device):
+        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dots = weights.new_empty(0 if other is None else len(rows))
+        into(y, dots, rows, weights, other, counts, rank)
+        return y, dots
+    wide = rows.float()
+    y = (wide * weights[:, None]).to(rows.dtype)
+    if other is None:
+        return y, weights.new_empty(0)
+    dots = (wide * other.float()).sum(1)
+    if counts is not None:
+        ranks = len(counts)
+        none = torch.arange(len(rows), device=rows.device)
+        none = none >= counts.view(ranks, ranks, -1)[:, rank].sum()
+        y.masked_fill_(none[:, None], 0)
+        dots.masked_fill_(none, 0)
+    return y, dots
+
+
+def into(
+    y: Tensor, dots: Tensor, rows: Tensor, weights: Tensor, other: Tensor | None,
+    counts: Tensor | None, rank: int,
+) -> None:  # fmt: skip
+    """By the kernel."""
+    if not len(rows):
+        return
+    given = (rows, weights, rows if other is None else other, weights if counts is None else counts)
+    tensors = [t if aligned(t) else t.clone() for t in (each.contiguous() for each in given)]
+    shape = None if counts is None else tuple(counts.shape)
+    dtypes = tuple(t.dtype for t in (*tensors, y))
+    sizes = rows.shape[1], rank, other is not None
+    with torch.cuda.device(rows.device) if rows.is_cuda else nullcontext():
+        _launch(dtypes, shape, sizes, rows.device)(*tensors, y, dots, len(rows))
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    dtypes: tuple[torch.dtype, ...], counts: tuple[int, ...] | None, sizes: tuple[int, int, bool],
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """The kernel, compiled for tensors like these; programs that are resident share the rows."""
+    ranks, experts = counts or (1, 1)
+    n, rank, dots = sizes
+    fixed = {
+        "E": experts, "rank": rank, "N": n, "WORLD": ranks, "EXPERTS": padded(experts // ranks),
+        "COUNTED": counts is not None, "DOTS": dots, "BLOCK_N": min(BLOCK_N, padded(max(n, 1))),
+    }  # fmt: skip
+    kernel: Any = weighted_rows_kernel
+    given = tuple(name for name in kernel.arg_names if name not in fixed)
+    grid = Grid(None, reserve=False)  # nothing waits in it
+    launch = Launch(kernel, given, fixed, grid, device, "weighted_rows", OPTIONS)
+    return launch.compile(*dtypes, torch.float32, 0)
+
+
+def _fake(
+    rows: Tensor, weights: Tensor, other: Tensor | None, counts: Tensor | None, group_name: str
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    return y, weights.new_empty(0 if other is None else rows.shape[0])
+
+
+register(
+    "weighted_rows(Tensor rows, Tensor weights, Tensor? other, Tensor? counts, str group_name) "
+    "-> (Tensor, Tensor)",
+    _run, _fake, refuse_double_matmul, meets=False,
+)  # fmt: skip
