@@ -35,6 +35,7 @@ from counterpoint.measure.timing import relative_error
 from counterpoint.ops.router import choose_experts, order_by_expert
 from counterpoint.ops.swiglu import swiglu
 from counterpoint.ops.token_sums import sum_of_tokens
+from counterpoint.ops.weighted_rows import weighted_rows
 
 RANKS = 2
 TOOLS = ("memcheck", "racecheck")
@@ -274,6 +275,21 @@ def gated(at: At) -> None:
     check("gradient of SwiGLU", given.grad[:rows], exact.grad[:rows])
 
 
+def weighted(at: At) -> None:
+    """Rows of this rank's experts times their weights, of which there are fewer than room."""
+    counts = torch.tensor([[3, 0, 5, 2], [4, 6, 0, 1]])
+    rows = int(counts.view(2, 2, 2)[:, at.rank].sum())
+    draw = torch.Generator().manual_seed(at.rank)
+    x, other = (torch.randn(20, 48, generator=draw).half() for _ in range(2))
+    weights = torch.rand(20, generator=draw)
+    there = [t.to(at.device) for t in (x, weights, other, counts)]
+    y, dots = weighted_rows(*there, at.group.group_name)
+    check("weighted rows", y[:rows], (x.double() * weights[:, None])[:rows])
+    check("products of rows", dots[:rows], (x.double() * other).sum(1)[:rows])
+    y, _ = weighted_rows(*there[:2], None, there[3], at.group.group_name)
+    check("weighted rows alone", y[:rows], (x.double() * weights[:, None])[:rows])
+
+
 def embedding(at: At, plan: str) -> None:
     """2 tables a rank, one of them of a single row, 8 bags in all; gradients of tables, weights."""
     every = [random_bags((8, 16), BAGS, dtype=torch.float16, weighted=True, seed=rank, rows=1,
@@ -360,6 +376,7 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
     )),
     "activation": (activated, ("activation_kernel", "activation_gradient_kernel")),
     "SwiGLU": (gated, ("swiglu_kernel", "swiglu_gradient_kernel")),
+    "weighted rows": (weighted, ("weighted_rows_kernel",)),
     "bags": (lambda at: embedding(at, "fused"),
              ("embedding_all_to_all_kernel", "copy_out_kernel", "names_kernel", "mark_rows_kernel",
               "table_gradient_kernel", "long_rows_kernel", "weight_gradient_kernel")),

@@ -187,6 +187,19 @@ def test_who_does_not_come_is_named(rank: int, ranks: int):
 
 
 @on_ranks(2)
+def test_what_one_rank_refuses_all_hear_of(rank: int, ranks: int):
+    """And the group works on."""
+    with on_islands(rank, ranks), by_reference():
+        layer = layer_of(ranks)
+        x, experts, weights, _ = inputs(rank, ranks, 5, "drawn")
+        want = layer(x, experts, weights)
+        with pytest.raises(cp.InputError, match=r"x must be \[..., 16\], got \(5, 15\)"):
+            layer(x[:, rank:], experts, weights)
+        dist.barrier()
+        assert torch.equal(layer(x, experts, weights), want)
+
+
+@on_ranks(2)
 def test_other_layers_are_refused_on_all_ranks(rank: int, ranks: int):
     """And the group works on."""
     with on_islands(rank, ranks), by_reference():

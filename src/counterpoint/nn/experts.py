@@ -80,12 +80,13 @@ class ExpertParallelMLP(Grouped):
             other how many tokens they bring, which may differ by rank and by call. That is so for
             plans "auto", "fused" and "routed" on one island of a power of 2 of ranks, of 16-bit
             numbers, features and hidden multiples of 8, where a forward and a backward take at most
-            an eighth of the memory that is free at the layer's first call with such tokens. Else,
-            and in a compiled graph, the counts go to the host at each call, which waits for them,
-            in no CUDA graph; the layer's repr says where memory was short. Given: on a GPU the host
+            an eighth of the memory that is free at the layer's first call with such tokens; of fp16
+            the gradients of weights wait. Else, and in a compiled graph, the counts go to the host
+            at each call, which waits for them, in no CUDA graph; the layer's repr says where memory
+            was short. Given: on a GPU the host
             does not wait, and results have room for so many; all ranks then have as many tokens.
-            Between islands each token then goes to each island: `exchange_routes` says what that
-            costs, and where the host waits all the same.
+            Between islands each token then goes to each island: `Routes` says what that costs, and
+            `exchange_routes` where the host waits all the same.
         capacity: what is done with rows above max_rows: "error", as `exchange_routes` says it, or
             "drop": those of the least weights add nothing, and no weight is made larger for it. By
             plans "auto", "fused", "routed" and "serial", of 2 ranks or more.
@@ -191,22 +192,16 @@ class ExpertParallelMLP(Grouped):
             InputError: an argument does not fit; nothing was launched.
             PeerTimeoutError: a rank did not come.
         """
-        if logits is None:
-            if top_k is not None or not renormalize:
-                want, got = "given with top_k and renormalize", "none"
-                raise InputError(self._get_name(), "logits", want=want, got=got)
-            self._check(x, experts, weights)
-            assert experts is not None and weights is not None
-            if not self._by_routes(x):  # else the exchange of routes does
-                self._check_ids(experts)
-        else:
-            for given, tensor in (("experts", experts), ("weights", weights)):
-                if tensor is not None:
-                    want, got = "left out where there are logits", type(tensor).__name__
-                    raise InputError(self._get_name(), given, want=want, got=got)
-            top_k = self._check_logits(x, logits, top_k, renormalize)
+        try:
+            top_k = self._check_given(x, experts, weights, logits, top_k, renormalize)
+        except InputError as error:  # hosts of peers may wait for this one
+            raise agreement.refused(error, self.group, x) from None
+        if logits is not None:
             logits = logits.reshape(-1, self.num_experts)
             weights, experts = choose_experts(logits, top_k, renormalize)
+        assert experts is not None and weights is not None
+        if logits is None and not self._by_routes(x):  # else the exchange of routes does
+            self._check_ids(experts)
         return self._through(x, experts, weights)
 
     def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -263,7 +258,8 @@ class ExpertParallelMLP(Grouped):
         workspace = workspace_of(self.group, device)
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        local, ranks = len(self.down), self.group.size()
+        ranks = self.group.size()
+        local = self.num_experts // ranks
         sizes = {"all_to_all_matmul": (2 * self.hidden, self.features),
                  "matmul_all_to_all": (self.features, self.hidden)}  # fmt: skip
         if not all(one_kernel(op, "auto", dtype, *nk, local, ranks) for op, nk in sizes.items()):
@@ -296,6 +292,23 @@ class ExpertParallelMLP(Grouped):
         )
         hidden, down = swiglu(gate_up, routes.counts, group.rank()), self.down.transpose(1, 2)
         return matmul_all_to_all(hidden, down, counts=routes, group=group, plan=plan)
+
+    def _check_given(
+        self, x: Tensor, experts: Tensor | None, weights: Tensor | None, logits: Tensor | None,
+        top_k: int | None, renormalize: bool,
+    ) -> int:  # fmt: skip
+        """Refuse what does not fit; how many experts a token has where logits say which."""
+        if logits is None:
+            if top_k is not None or not renormalize:
+                want, got = "given with top_k and renormalize", "none"
+                raise InputError(self._get_name(), "logits", want=want, got=got)
+            self._check(x, experts, weights)
+            return 0
+        for given, tensor in (("experts", experts), ("weights", weights)):
+            if tensor is not None:
+                want, got = "left out where there are logits", type(tensor).__name__
+                raise InputError(self._get_name(), given, want=want, got=got)
+        return self._check_logits(x, logits, top_k, renormalize)
 
     def _check(self, x: Tensor, experts: Any, weights: Any) -> None:
         name = self._get_name()

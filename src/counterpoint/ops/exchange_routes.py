@@ -30,6 +30,14 @@ OP = "exchange_routes"
 class Routes(NamedTuple):
     """Where the tokens of all ranks go, as far as this rank takes part: of `exchange_routes`.
 
+    Between islands max_rows costs bytes and memory, because no host knows which tokens have experts
+    where: each goes once to each other island, also where it has none, and a row of each comes
+    back. With 8 of 256 experts on 2 islands that is hardly more than without max_rows. Where a
+    router keeps tokens on few of many islands it is much more; leave max_rows out there. A rank may
+    get back islands * tokens * r rows, where r is the lesser of top_k and the ranks of an island.
+    Memory is 2 + 2 / r times that, or times max_rows if that is more. The kernel starts when all
+    tokens are there, so nothing of these operators hides the exchange.
+
     Attributes:
         counts: int64 [ranks, E], on the host, or with max_rows on the tokens' device: rows of each
             rank for each expert.
@@ -74,14 +82,6 @@ def exchange_routes(
     The operators do not wait either where plan "fused" takes them, or "islands" on several: 16-bit
     numbers, K and N multiples of 8, and islands of a power of 2 of ranks. Elsewhere they wait, in
     no graph.
-
-    Between islands max_rows costs bytes and memory, because no host knows which tokens have experts
-    where: each goes once to each other island, also where it has none, and a row of each comes
-    back. With 8 of 256 experts on 2 islands that is hardly more than without max_rows. Where a
-    router keeps tokens on few of many islands it is much more; leave max_rows out there. A rank may
-    get back islands * tokens * r rows, where r is the lesser of top_k and the ranks of an island.
-    Memory is 2 + 2 / r times that, or times max_rows if that is more. The kernel starts when all
-    tokens are there, so nothing of these operators hides the exchange.
 
     Args:
         experts: int32 or int64 [tokens, top_k], 0 to num_experts - 1; tokens may differ by rank,
