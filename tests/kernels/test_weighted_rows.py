@@ -107,7 +107,7 @@ def test_torch_computes_the_same(pool: RankPool):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_rows_are_moved_16_bytes_at_a_time(capability: int):
     block = weighted_rows.BLOCK_N
-    constants = {"WORLD": 4, "EXPERTS": 64, "COUNTED": True, "DOTS": True, "BLOCK_N": block}
+    constants = {"WORLD": 4, "EXPERTS": 64, "DOTS": True, "BLOCK_N": block}
     floats = ("weights_ptr", "dots_ptr")
     types = {
         name: "*i64" if name == "counts_ptr" else "*fp32" if name in floats

@@ -1,13 +1,13 @@
 """Rows times their weights, and their products with other rows, over the rows that there are.
 
-What a combine's gradient does with the rows that come to experts. As in swiglu.py results have room
-for more rows than come, and the GPU alone knows how many these are.
+What a combine's gradient does with the rows that come to experts. As in activation.py, results have
+room for more rows than come, and the GPU alone knows how many these are.
 """
 
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.swiglu import rows_here
+from counterpoint.kernels.activation import rows_here
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -15,7 +15,7 @@ def weighted_rows_kernel(
     rows_ptr,  # [room, N]
     weights_ptr,  # [room] fp32
     other_ptr,  # [room, N]; of DOTS
-    counts_ptr,  # [WORLD, E] int32 or int64; of COUNTED
+    counts_ptr,  # [WORLD, E] int32 or int64
     y_ptr,  # [room, N]: rows times weights
     dots_ptr,  # [room] fp32: rows times other; of DOTS
     room,
@@ -23,13 +23,12 @@ def weighted_rows_kernel(
     rank,
     N,
     WORLD: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    COUNTED: tl.constexpr,
+    EXPERTS: tl.constexpr,  # see rows_here; 0: as many rows as there is room for
     DOTS: tl.constexpr,  # and rows beyond those that there are become 0; else they are left
     BLOCK_N: tl.constexpr,
 ):
     """In fp32, rounded once."""
-    rows = rows_here(counts_ptr, E, rank, room, WORLD, EXPERTS, COUNTED)
+    rows = rows_here(counts_ptr, E, rank, room, WORLD, EXPERTS)
     last = room if DOTS else rows
     for row in tl.range(tl.program_id(0), last, tl.num_programs(0)):
         there = row < rows

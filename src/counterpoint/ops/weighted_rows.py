@@ -88,8 +88,9 @@ def _launch(
     ranks, experts = counts or (1, 1)
     n, rank, dots = sizes
     fixed = {
-        "E": experts, "rank": rank, "N": n, "WORLD": ranks, "EXPERTS": padded(experts // ranks),
-        "COUNTED": counts is not None, "DOTS": dots, "BLOCK_N": min(BLOCK_N, padded(max(n, 1))),
+        "E": experts, "rank": rank, "N": n, "WORLD": ranks, "DOTS": dots,
+        "EXPERTS": padded(experts // ranks) if counts else 0,
+        "BLOCK_N": min(BLOCK_N, padded(max(n, 1))),
     }  # fmt: skip
     kernel: Any = weighted_rows_kernel
     given = tuple(name for name in kernel.arg_names if name not in fixed)
