@@ -156,7 +156,7 @@ def test_a_compiled_layer_computes_the_same(gpus):
 
 
 def test_room_does_not_matter(gpus):
-    """Results and gradients with just enough room, with much, and with counts on the host."""
+    """Results and gradients with just enough room, with much, and by routes with room for all."""
     tokens, top = 96, 3
     draw = torch.Generator(gpus).manual_seed(dist.get_rank())
     x = torch.randn(tokens, 64, device=gpus, generator=draw).bfloat16()
@@ -169,7 +169,7 @@ def test_room_does_not_matter(gpus):
         y = layer(given, logits=logits, top_k=top)
         y.float().square().sum().backward()
         results.append([y.detach(), given.grad, logits.grad, *(p.grad for p in layer.parameters())])
-    # a plan of the host may sum in another order
+    # by routes a token's rows are summed in another order
     for a, b, c in zip(*results, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, rtol=2e-2, atol=2e-2 * float(c.abs().max()))

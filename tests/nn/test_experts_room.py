@@ -1,5 +1,6 @@
 """ExpertParallelMLP with default arguments: room for all rows, uneven tokens, and no host waits."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -142,6 +143,18 @@ def test_logits_and_any_dims(rank: int, ranks: int):
             half = layer(x.float(), logits=logits, top_k=TOP)
         assert len(asked) == 2
         torch.testing.assert_close(y, half, rtol=2e-2, atol=1e-2)
+
+
+@on_ranks(2)
+def test_a_compiled_layer_is_told_how_many_rows_come(rank: int, ranks: int):
+    """In one graph, of other numbers of tokens."""
+    with on_islands(rank, ranks), rooms() as asked, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own imports warn
+        layer = layer_of(ranks)
+        given = inputs(rank, ranks, 5 + rank, "drawn")
+        traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        gots, wants = ours(traced, *given), by_torch(layer, torch.float64, *given)
+        assert not asked and not off(gots, ours(layer, *given), wants)
 
 
 @on_ranks(2)

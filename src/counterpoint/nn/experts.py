@@ -4,7 +4,8 @@ rows of tokens, sorted by expert
   --all_to_all_matmul-->  gate and up of the experts here
   --SwiGLU, matmul_all_to_all-->  each token's rows back, summed by their weights
 
-Between islands, or by plan "routed", tokens go themselves, by routes: once to each island or rank.
+By routes tokens go themselves, once to each island or rank: between islands, by plan "routed",
+where rows may be dropped, and where there is room for all that can come, so that no host waits.
 """
 
 from typing import Any
@@ -78,15 +79,14 @@ class ExpertParallelMLP(Grouped):
             is room for all that can come, ranks * tokens * min(top_k, experts here), and the host
             does not wait for the GPU, in no direction, eager or in a CUDA graph. Hosts tell each
             other how many tokens they bring, which may differ by rank and by call. That is so for
-            plans "auto", "fused" and "routed" on one island of a power of 2 of ranks, of 16-bit
+            plans "auto", "fused" and "routed" on one island of 2, 4, 8, ... ranks, of 16-bit
             numbers, features and hidden multiples of 8, where a forward and a backward take at most
             an eighth of the memory that is free at the layer's first call with such tokens; of fp16
             the gradients of weights wait. Else, and in a compiled graph, the counts go to the host
             at each call, which waits for them, in no CUDA graph; the layer's repr says where memory
-            was short. Given: on a GPU the host
-            does not wait, and results have room for so many; all ranks then have as many tokens.
-            Between islands each token then goes to each island: `Routes` says what that costs, and
-            `exchange_routes` where the host waits all the same.
+            was short. Given: on a GPU the host does not wait, and results have room for so many;
+            all ranks then have as many tokens. Between islands each token then goes to each island:
+            `Routes` says what that costs, and `exchange_routes` where the host waits all the same.
         capacity: what is done with rows above max_rows: "error", as `exchange_routes` says it, or
             "drop": those of the least weights add nothing, and no weight is made larger for it. By
             plans "auto", "fused", "routed" and "serial", of 2 ranks or more.

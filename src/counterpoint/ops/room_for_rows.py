@@ -74,7 +74,8 @@ def room_for(
     key = layer, most
     captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if key not in fits and not captures:
-        free_bytes = min(tell(OP, facts, workspace, _free_bytes(device)))
+        asks = facts | {"asks for": "memory"}  # who has asked before is told apart
+        free_bytes = min(tell(OP, asks, workspace, _free_bytes(device)))
         fits[key] = SHARE * num_bytes(layer, rows) <= free_bytes
     return Room(most, rows) if fits.get(key, True) else None
 

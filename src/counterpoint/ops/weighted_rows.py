@@ -67,9 +67,11 @@ def into(
     y: Tensor, dots: Tensor, rows: Tensor, weights: Tensor, other: Tensor | None,
     counts: Tensor | None, rank: int,
 ) -> None:  # fmt: skip
-    """By the kernel."""
+    """By the kernel; without `other` no `dots` are written."""
     if not len(rows):
         return
+    if other is None:
+        dots = weights
     given = (rows, weights, rows if other is None else other, weights if counts is None else counts)
     tensors = [t if aligned(t) else t.clone() for t in (each.contiguous() for each in given)]
     shape = None if counts is None else tuple(counts.shape)
