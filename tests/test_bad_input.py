@@ -748,6 +748,8 @@ BAD: dict[str, Area] = {
             ({"weights": NESTED}, "weights must be a dense tensor, got a nested one"),
             ({"num_experts": 3}, "num_experts must be a multiple of the 2 ranks, which are 2 or more, got 3"),
             ({"num_experts": 0}, "num_experts must be a whole number from 1 to 2**40, got 0"),
+            ({"capacity": "all"}, "capacity must be error or drop, got 'all'"),
+            ({"capacity": "drop"}, 'max_rows must be given with capacity="drop", got None'),
         ],
     ),
     "embedding_bag_all_to_all": Area(
@@ -995,6 +997,9 @@ BAD: dict[str, Area] = {
             ({"max_rows": 0}, "max_rows must be a whole number from 1 to 2**40, got 0"),
             ({"max_rows": 1.5}, "max_rows must be a whole number from 1 to 2**40, got 1.5"),
             ({"max_rows": True}, "max_rows must be a whole number from 1 to 2**40, got True"),
+            ({"capacity": None}, "capacity must be error or drop, got None"),
+            ({"capacity": 4}, "capacity must be error or drop, got 4"),
+            ({"capacity": "drop"}, 'max_rows must be given with capacity="drop", got None'),
             ({"plan": None}, "plan must be one of auto, serial, fused, grouped, islands, routed, got None"),
             ({"plan": "fast"}, "plan must be one of auto, serial, fused, grouped, islands, routed, got 'fast'"),
             ({"dtype": torch.int8}, "dtype must be bf16, fp16 or fp32, got torch.int8"),

@@ -129,7 +129,7 @@ def test_the_layer_counts_what_it_drops(rank: int, ranks: int):
         torch.manual_seed(0)
         made: dict[str, Any] = {"max_rows": 5, "capacity": "drop", "dtype": torch.bfloat16}
         mlp = cnn.ExpertParallelMLP(16, 8, ranks * LOCAL, **made)
-        assert mlp.dropped is None
+        assert mlp.dropped is None and "max_rows=5, plan='auto', capacity='drop'" in repr(mlp)
         x, experts = shards(rank, 6, 16).bfloat16(), chosen("last rank", rank, ranks, 6)
         weights = shards(rank, 6, TOP).softmax(1)
         mlp(x, experts, weights)

@@ -361,8 +361,9 @@ class ExpertParallelMLP(Grouped):
     def extra_repr(self) -> str:
         """Sizes of the whole layer, how many ranks have it, and when the host waits for counts."""
         waits = sorted({tokens for (_, tokens), fits in self._fits.items() if not fits})
-        memory = f", short of memory for all rows of {waits} tokens: give max_rows" if waits else ""
+        more = f", short of memory for all rows of {waits} tokens: give max_rows" if waits else ""
+        more += ", capacity='drop'" if self.capacity == "drop" else ""
         return (
             f"features={self.features}, hidden={self.hidden}, num_experts={self.num_experts}, "
-            f"ranks={self.group.size()}, max_rows={self.max_rows}, plan={self.plan!r}{memory}"
+            f"ranks={self.group.size()}, max_rows={self.max_rows}, plan={self.plan!r}{more}"
         )

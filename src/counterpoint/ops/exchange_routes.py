@@ -125,10 +125,10 @@ def exchange_routes(
 
 
 def check_capacity(op: str, capacity: object, max_rows: int | None) -> None:
-    """Refuse what says neither what to do with rows above max_rows, nor fits there being no such.
+    """Refuse an unknown capacity, and dropping rows where max_rows is not given.
 
     Raises:
-        InputError: it does.
+        InputError: it is one of these.
     """
     if capacity not in ("error", "drop"):
         raise InputError(op, "capacity", want="error or drop", got=repr(capacity))
