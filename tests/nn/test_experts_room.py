@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from expert_bodies import small_kernels
 from island_bodies import CPU, everyone, on_islands
 from on_ranks import on_ranks
 from rank_bodies import by_reference
@@ -84,13 +85,14 @@ def by_torch(layer: Any, dtype: torch.dtype, *given: Tensor) -> list[Tensor]:
 
 def off(gots: list[Tensor], nears: list[Tensor], wants: list[Tensor]) -> list[str]:
     """What is further from fp64 than twice torch in the same dtype."""
+    eps = torch.finfo(gots[0].dtype).eps
     found: list[str] = []
     names = ("y", "dx", "dweights", "dgate_up", "ddown")
     for name, got, near, want in zip(names, gots, nears, wants, strict=True):
         most = float(want.abs().max()) if want.numel() else 0.0
         error, bound = (float((t.double() - want).abs().max()) if want.numel() else 0.0
                         for t in (got, near))  # fmt: skip
-        bound = 2 * bound + 4 * torch.finfo(DTYPE).eps * most
+        bound = 2 * bound + 4 * eps * most
         if got.shape != want.shape or not error <= bound:
             found.append(f"{name} {tuple(got.shape)}: {error:.1e} over {bound:.1e}")
     return found
@@ -123,6 +125,22 @@ def test_it_has_room_for_all_rows_of_as_many_tokens_as_ranks_bring(
             found.append(f"room for {asked}, not for {wants}")
         if "give max_rows" in repr(layer):
             found.append(repr(layer))
+    return found
+
+
+@on_ranks(2)
+def test_kernels_with_room_for_all_rows_of_uneven_tokens(rank: int, ranks: int) -> list[str]:
+    """Interpreted, which multiplies no bf16."""
+    found: list[str] = []
+    with on_islands(rank, ranks), small_kernels():
+        layer = layer_of(ranks).half()
+        for tokens in ((3, 9), (4, 0)):
+            x, experts, weights, dy = inputs(rank, ranks, tokens[rank], "drawn")
+            given = x.half(), experts, weights, dy.half()
+            gots = ours(layer, *given)
+            near, want = (by_torch(layer, d, *given) for d in (torch.float16, torch.float64))
+            found += off(gots, near, want)
+        assert len(layer._fits) == 2  # pyright: ignore[reportPrivateUsage]
     return found
 
 
