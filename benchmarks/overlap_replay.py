@@ -90,9 +90,7 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     matmul_s = sum(alone for name, (alone, _) in found["serial"].items() if "matmul" in name)
     bounds_s = [matmul_s, parts_s(problem, machine)[1]]
     made["ideal"] = {"median_s": max(bounds_s), "bounds_s": bounds_s}
-    # the last: how many times as fast as the links copies are here, cf. makespan.LOCAL_COPY
-    shared = {"mode": "graph", "of_ranks": RANKS, "links": LINKS, "copies": traffic.between,
-              "local_copy": 1 / more}  # fmt: skip
+    shared = {"mode": "graph", "of_ranks": RANKS, "links": LINKS, "copies": traffic.between}
     return [{"arm": name, **shared, **row} for name, row in made.items()]
 
 
