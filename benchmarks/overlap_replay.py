@@ -11,8 +11,8 @@ lanes of a plan. Compute measured, links modelled. The rows:
 The arms are those of overlap.py, which checks their results, and needs two GPUs.
 """
 
-from benchmarks.declare import Bench, Benchmark, Case
-from benchmarks.overlap import case_of, problem_of
+from benchmarks.declare import Bench, Benchmark, Case, Section
+from benchmarks.overlap import HEAD, case_of, problem_of, shapes_of
 from benchmarks.replay import (
     ROUNDS,
     OneRank,
@@ -24,7 +24,8 @@ from benchmarks.replay import (
     replayed,
     timed,
 )
-from benchmarks.rows import Row
+from benchmarks.rows import Row, Timed
+from benchmarks.tables import Column, arm, ms, of_most, table
 from counterpoint.choose.by_model import by_model, candidates, parts_s
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
@@ -94,7 +95,34 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     return [{"arm": name, **shared, **row} for name, row in made.items()]
 
 
+# ---- what is said of the rows
+
+
+def _sharded(case: Timed) -> str:
+    """The best of the plans that sum, or gather, shard by shard."""
+    return case.fastest(arm for arm in case.main if arm.startswith(("shard_p2p", "graded")))
+
+
+COLUMNS = (
+    *HEAD, arm("ideal", ms), arm("serial", ms),
+    Column("best by shards", lambda c: f"{ms(c.s(_sharded(c)))} {_sharded(c)}"),
+    arm("auto", ms, bold=True), Column("its plan", lambda c: c.main["auto"]["pick"]),
+    Column("best by shards / ideal", lambda c: f"{c.s(_sharded(c)) / c.s('ideal'):.3f}"),
+    Column("auto / ideal", lambda c: f"**{c.s('auto') / c.s('ideal'):.3f}**"),
+)  # fmt: skip
+
+
+def replay_table(rows: list[Row]) -> str:
+    """Every case."""
+    note = (f"Milliseconds of a rank of {RANKS}, compute measured, links modelled. Ideal is the "
+            "longer of the whole matmul and of copies at the rate of the links.")  # fmt: skip
+    return table(COLUMNS, shapes_of(rows), note)
+
+
 OVERLAP_REPLAY = Benchmark(
     "overlap_replay", cases, rows=rows, unit="ms", ranks=1, own=own,
     short=lambda case: case["m"] < 8192,
+    sections=(
+        Section("docs/results/tensor_parallel.md", "overlap-replay", of_most(replay_table)),
+    ),
 )  # fmt: skip

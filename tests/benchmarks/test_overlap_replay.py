@@ -58,3 +58,17 @@ def test_the_sizes_of_ones_own_are_of_all_three_operators():
     assert [case.name.split()[1] for case in overlap_replay.cases(1)] == [
         "8192,8192,3584", "8192,16384,6656", "2048,7168,8192", "8192,8192,3584",
     ]  # fmt: skip
+
+
+def test_the_table_holds_auto_and_the_best_by_shards_against_the_ideal():
+    head = {"op": "matmul_reduce_scatter", "m": 8192, "n": 8192, "k": 3584, "mode": "graph",
+            "gpu": "H200", "ranks": 1, "driver": "1", "torch": "2", "triton": "3", "nccl": "4",
+            "multicast": False, "date": "2026-11-24", "commit": "abc"}  # fmt: skip
+    times = {"ideal": 0.5, "serial": 0.9, "shard_p2p ring": 0.6, "graded 2 ring": 0.7, "auto": 0.55}
+    rows = [head | {"arm": name, "median_s": s * 1e-3} for name, s in times.items()]
+    rows[-1]["pick"] = "running_sum chunks=2"
+    line = overlap_replay.replay_table(rows).splitlines()[2]
+    assert line == (
+        "| matmul_reduce_scatter | 8192, 8192, 3584 | 0.500 | 0.900 | 0.600 shard_p2p ring "
+        "| **0.550** | running_sum chunks=2 | 1.200 | **1.100** |"
+    )
