@@ -28,15 +28,23 @@ import counterpoint as cp
 from benchmarks import attention
 from benchmarks.attention import BOTH, SERIAL, SPECS, fastest_serial, problem_of
 from benchmarks.declare import Bench, Benchmark, Case, Section
-from benchmarks.replay import ROUNDS, Lane, OneRank, Traffic, lane_of, program_of, timed
+from benchmarks.replay import (
+    ROUNDS,
+    Lane,
+    OneRank,
+    Traffic,
+    lane_of,
+    microseconds,
+    program_of,
+    replayed,
+    timed,
+)
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, arm, ms, of_most, table
 from counterpoint.costs import Collective
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.measure.timing import soak
-from counterpoint.model.estimate import replayed_s
-from counterpoint.model.work import Work
 from counterpoint.plan.bind import Program
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
@@ -47,7 +55,6 @@ FORWARD, BACKWARD = "all_gather_attention", "all_gather_attention_backward"
 LINKS = f"h200-{RANKS}"  # the machine whose links are taken, as measured
 BY_HEADS = ("by_heads ring chunks=2", "by_heads ring chunks=8")  # of the backward alone
 SOAK_S = 0.3
-Times = Mapping[str, tuple[float, float]]  # of steps: alone, and beside copies
 
 
 def cases(_: int) -> list[Case]:
@@ -72,18 +79,17 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     }  # fmt: skip
     lanes = _plan_lanes(programs, bench) | library_lanes(case, bench)
     found = timed(lanes, bench.rounds or ROUNDS, traffic)
-    # a byte that goes and one that comes, against what the copies here moved
-    more = 2 * machine.costs.copy_bytes_per_s / traffic.bytes_per_s()
+    more = traffic.more(machine)
     made: list[Row] = []
     for name, specs in wanted.items():
         each = {op: (programs[f"{op} {specs[op]}"], found[f"{op} {specs[op]}"]) for op in ops}
         seconds = sum(replayed(*both, machine, more) for both in each.values())
-        steps = {op: _microseconds(times) for op, (_, times) in each.items()}
+        steps = {op: microseconds(times) for op, (_, times) in each.items()}
         room = max(program.plan.workspace_bytes for program, _ in each.values())
         made.append({"arm": name, "mode": "graph", "median_s": seconds, "steps": steps,
                      "plans": list(specs.values()), "workspace_bytes": room})  # fmt: skip
     made += [
-        {"arm": name, "mode": "graph", "steps": _microseconds(found[name]),
+        {"arm": name, "mode": "graph", "steps": microseconds(found[name]),
          "median_s": sum(alone for alone, _ in found[name].values())
          + gathers_s(case, machine, packed=name == "serial packed")}
         for name in SERIAL if name in found
@@ -92,20 +98,6 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     shared = {"of_ranks": RANKS, "links": LINKS, "copies": traffic.between,
               "gathered_bytes": gathered_bytes}  # fmt: skip
     return [shared | row for row in made]
-
-
-def replayed(program: Program, times: Times, machine: Machine, more: float) -> float:
-    """Seconds of a call.
-
-    Args: more: what links carry, for a byte of the copies that steps were timed beside."""
-    measured = {name: Work(alone, 1 + more * max(beside / alone - 1, 0.0))
-                for name, (alone, beside) in times.items()}  # fmt: skip
-    return replayed_s(program, machine, measured)
-
-
-def _microseconds(times: Times) -> dict[str, list[float]]:
-    return {name: [round(alone * 1e6, 2), round(beside / alone, 3)]
-            for name, (alone, beside) in times.items()}  # fmt: skip
 
 
 def gathers_s(case: Case | Row, machine: Machine, *, packed: bool) -> float:

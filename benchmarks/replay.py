@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from counterpoint.machine import Machine
+from counterpoint.model.estimate import replayed_s
 from counterpoint.model.slowest_rank import slowest_rank
+from counterpoint.model.work import Work
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
@@ -29,6 +31,7 @@ from counterpoint.runtime.workspace import Operands, Places, Workspace
 
 Step = Callable[[], object]
 Lane = Mapping[str, Step]  # by the names of steps, in order
+Times = Mapping[str, tuple[float, float]]  # of steps: alone, and beside copies
 COMPUTED = ("matmul", "move", "reduce", *ATTENTION)
 ALIGN_BYTES = 1 << 12  # more than what lies between two buffers of a workspace
 COPY_BYTES = 32 << 20
@@ -163,6 +166,10 @@ class Traffic:
         # a byte that goes and one that comes; or one that is read and written
         return 2 * 32 * COPY_BYTES / self.seconds(32)
 
+    def more(self, machine: Machine) -> float:
+        """What its links carry for a byte that is copied here: one that goes and one that comes."""
+        return 2 * machine.costs.copy_bytes_per_s / self.bytes_per_s()
+
     def start(self, count: int, num_bytes: int = COPY_BYTES) -> list[torch.cuda.Event]:
         """Enqueue so many copies each way, behind what the current stream has; their ends."""
         current = torch.cuda.current_stream(self.device)
@@ -277,3 +284,21 @@ def timed(
         )
         for name, lane in lanes.items()
     }
+
+
+def replayed(program: Program, times: Times, machine: Machine, more: float) -> float:
+    """Seconds of a call on a machine with such links.
+
+    Args:
+        times: of its steps.
+        more: what links carry, for a byte of the copies that steps were timed beside.
+    """
+    measured = {name: Work(alone, 1 + more * max(beside / alone - 1, 0.0))
+                for name, (alone, beside) in times.items()}  # fmt: skip
+    return replayed_s(program, machine, measured)
+
+
+def microseconds(times: Times) -> dict[str, list[float]]:
+    """Of each step for a row: alone, and the factor on that beside copies."""
+    return {name: [round(alone * 1e6, 2), round(beside / alone, 3)]
+            for name, (alone, beside) in times.items()}  # fmt: skip

@@ -2,13 +2,16 @@
 
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
 
 from counterpoint.kernels.signal import signal_kernel
-from counterpoint.runtime import driver
+from counterpoint.measure.timing import relative_error
+from counterpoint.runtime import cublaslt, driver
 from counterpoint.runtime.driver import Copy
+from counterpoint.runtime.footprint import footprints
 from counterpoint.runtime.symmetric import allocate
 
 
@@ -175,3 +178,28 @@ def test_matmuls_of_fp8_with_scales_and_out(gpus):
     left = x.double() * of_x.t().double().repeat_interleave(128, 1)
     want = left @ (w.double() * whole).t()
     assert (y.double() - want).norm() / want.norm() < 2e-3
+
+
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_matmul_library_adds_to_a_sum_that_lies_elsewhere(gpus, dtype, columns):
+    for m, n, k in ((1, 8, 8), (37, 24, 40), (129, 257, 191), (512, 1024, 768)):
+        x, w = torch.randn(m, k, device=gpus).to(dtype), torch.randn(k, n, device=gpus).to(dtype)
+        w = w.t().contiguous().t() if columns else w
+        c, y = torch.randn(m, n, device=gpus).to(dtype), torch.empty(m, n, device=gpus, dtype=dtype)
+        kept, want = c.clone(), c.double() + x.double() @ w.double()
+        assert cublaslt.takes(c, x, w, y)
+        for _ in range(2):
+            y.fill_(torch.nan)
+            cublaslt.add(c, x, w, y)
+            assert relative_error(y, want) <= 2 * relative_error(torch.addmm(c, x, w), want)
+        assert torch.equal(c, kept)
+    # of a large one, one kernel and no copy; and a graph replays it
+    assert [found.kind for found in footprints(lambda: cublaslt.add(c, x, w, y))] == ["kernel"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cublaslt.add(c, x, w, y)
+    x.mul_(2)
+    graph.replay()
+    want = c.double() + x.double() @ w.double()
+    assert relative_error(y, want) <= 2 * relative_error(torch.addmm(c, x, w), want)

@@ -69,7 +69,8 @@ class Layer:
 
 def specs(op: str, ranks: int) -> list[str]:
     """A spec of each family that may be asked for."""
-    found = [name for name in families(op) if name != "islands" and not name.endswith("2d")]
+    varying = ("islands", "running_sum")
+    found = [name for name in families(op) if name not in varying and not name.endswith("2d")]
     if op == "matmul_reduce_scatter":
         found += ["uniform_fused_2d", "hetero_fused_2d", "graded 1/" + "/".join("1" * (ranks - 1))]
     if op == "all_gather_matmul":

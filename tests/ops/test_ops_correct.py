@@ -44,11 +44,14 @@ def specs(op: str, ranks: int) -> list[tuple[str, str]]:
     whole = "whole" if gathers else ""
     found = [("serial", whole), ("auto", whole)]
     if op == "matmul_all_reduce":  # its kernel has a file of tests of its own
-        found += [("shard_p2p ring", ""), ("shard_p2p ring chunks=3", "")][: 2 * (ranks > 1)]
+        by_copies = ("shard_p2p ring", "shard_p2p ring chunks=3", "running_sum chunks=3")
+        found += [(spec, "") for spec in by_copies if ranks > 1]
         return found if ranks == 3 else [*found, ("direct", ""), ("fused", "")]
     if ranks == 1:
         return [*found, ("graded", whole), ("shard_p2p", whole)]
     found += [("graded", ""), ("shard_p2p", "shards" if gathers else "")]
+    if not gathers:
+        found += [(f"running_sum{tail}", "") for tail in ("", " chunks=1", " chunks=3")]
     orders = ["ring"]
     if ranks & (ranks - 1) == 0:
         orders.append("xor")

@@ -200,7 +200,8 @@ def test_wrong_operands_are_refused_on_all_ranks(rank: int, ranks: int) -> list[
 
 @on_ranks(2)
 def test_families_without_such_matmuls_are_refused(rank: int, ranks: int):
-    refused = {AG: ("direct", "uniform_fused_2d"), RS: ("fused", "hetero_fused_2d"), AR: ("fused",)}
+    refused = {AG: ("direct", "uniform_fused_2d"), RS: ("fused", "hetero_fused_2d"),
+               AR: ("fused", "running_sum")}  # fmt: skip
     for op, specs in refused.items():
         case = Case(op, "row", "", (4, 4))
         mine = operands(case, ranks, 13, device())[rank]

@@ -97,7 +97,7 @@ def test_without_it_is_refused():
     [
         ("up and gate", "holds .*of=.*w1.*the op defines"),
         ("gate twice", "holds .*the op defines"),
-        ("one weight", "reads x, w and, to accumulate, its target; gated, two weights"),
+        ("one weight", "reads x, w and, to accumulate, one sum; gated, two weights"),
         ("another activation", "has the activation 'gelu_mul' in a matmul: the problem's is"),
         ("of one weight", "has the activation 'silu' in a matmul: the problem's is 'silu_mul', of"),
         ("columns of up", "shapes .* do not fit a matmul"),

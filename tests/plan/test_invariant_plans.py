@@ -24,8 +24,8 @@ def plans(op: str, ranks: int) -> list[Plan]:
     p, found = problem(op, ranks), list[Plan]()
     for name in families(op):
         family = p.operation.family(name)
-        slices = op == "all_gather_matmul" and name.endswith("2d")
-        if family and not family.refusal(p) and not slices:
+        varying = name == "running_sum" or (op == "all_gather_matmul" and name.endswith("2d"))
+        if family and not family.refusal(p) and not varying:
             found.append(build(p, name))
     return found
 
@@ -61,6 +61,17 @@ def test_slices_of_k_are_refused(name: str):
     sliced = replace(build(replace(p, invariant=False), name), problem=p)
     with pytest.raises(PlanError, match="is not batch-invariant: it multiplies slices of K"):
         validate(sliced)
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_that_go_around_are_refused(op: str, ranks: int):
+    """Of two ranks, too: the second product is not rounded before it is added."""
+    with pytest.raises(InputError, match="it adds products to a sum that is rounded: bits depend"):
+        build(problem(op, ranks), "running_sum")
+    choice = choose(Problem(op, 8192, 8192, 4096, 2, invariant=True), "h200-2")
+    refused = [c.verdict for c in choice.table if c.spec == "running_sum chunks=2"]
+    assert refused == ["not batch-invariant: it adds products to a sum that is rounded"]
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])

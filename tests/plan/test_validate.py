@@ -323,7 +323,7 @@ def test_scratch_is_limited():
 
 SPOIL = Step("spoil", "compute", "move", (Region("x"),), (Region("x"),))
 OPERANDS = "inputs and outputs must"
-READS = "step matmul_0: a matmul reads x, w and, to accumulate, its target"
+READS = "step matmul_0: a matmul reads x, w and, to accumulate, one sum"
 X, W = Region("x"), Region("w")
 
 
@@ -336,7 +336,7 @@ X, W = Region("x"), Region("w")
          "step push_1: reaches 'full' on a peer, but it is not symmetric"),
         (replace(PUSH, steps=(*PUSH.steps, SPOIL)), "step spoil: writes to an input"),
         (replace(THREE, peers="xor"), "XOR peers need a power of two of ranks, got 3"),
-        *((changed(PUSH, "matmul_0", reads=reads), READS) for reads in ((X,), (X, W, W), ())),
+        *((changed(PUSH, "matmul_0", reads=reads), READS) for reads in ((X,), (X, W, W, W), ())),
         (changed(FUSED, "round", reads=(Region("sum"),) * 2),
          "step round: a move reads one region"),
         (changed(PUSH, "open", writes=(Region("full"),)),

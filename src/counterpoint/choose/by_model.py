@@ -156,14 +156,14 @@ def candidates(problem: Problem, machine: Machine) -> tuple[list[str], list[str]
     operation = problem.operation
     in_a_row: list[str] = []
     others: list[str] = []
-    ruled_out = varying(problem, machine)
+    ruled_out, is_mesh = varying(problem, machine), machine.link.topology == "mesh"
     for spec in operation.candidates(problem):
         family = operation.family(spec.split()[0])
         assert family is not None, "an operation names its own"
-        # where one pair has all of the bandwidth, an exchange with all peers gains nothing, and
-        # smaller chunks cost: docs/results/losses.md
-        finer_than_shards = family.name in finer.NAMES and machine.link.topology != "mesh"
-        if spec == "serial" or family.refusal(problem) or finer_than_shards:
+        # where one pair of several has all of the bandwidth, an exchange with all peers gains
+        # nothing, and smaller chunks cost: docs/results/losses.md
+        too_fine = family.name in finer.NAMES and not (problem.ranks == 2 or is_mesh)
+        if spec == "serial" or family.refusal(problem) or too_fine:
             continue
         if spec not in ruled_out:
             (in_a_row if family.in_a_row else others).append(spec)

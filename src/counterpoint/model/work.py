@@ -113,10 +113,8 @@ def _matmul_s(
         seconds *= own_matmul(rows)
     if step.arg("activation") and not together:
         seconds += costs.memory_s((1 + weights) * _num_bytes(plan, part.write))
-    # a sum in fp32, which every pass reads and writes once its products are there
-    passes = 2 if bound.step.accumulates else 0
-    if not passes and plan.buffer(part.write.buffer).dtype != p.dtype:
-        passes = 1
+    # a sum that it adds to is read once the products are there; one in fp32 is written then, too
+    passes = bound.step.accumulates + (plan.buffer(part.write.buffer).dtype != p.dtype)
     return seconds + passes * _num_bytes(plan, part.write) / costs.hbm_bytes_per_s
 
 

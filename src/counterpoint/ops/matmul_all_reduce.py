@@ -48,10 +48,10 @@ def matmul_all_reduce(
         bias: dtype of x, or bf16 with `Scaled`, [N], equal on all ranks; added once.
         plan: "auto": chosen by the model; "serial": the libraries' matmul and all-reduce;
             "direct": our all-reduce behind the library's matmul; "fused": all in one kernel;
-            "shard_p2p": shares of rows by copies; or a spec such as "fused two_shot 64x64x8
-            warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one. "invariant"
-            behind a spec is `batch_invariant` for this call. Direct and fused need a number of
-            ranks that is a power of 2.
+            "shard_p2p", "running_sum": shares of rows by copies; or a spec such as "fused two_shot
+            64x64x8 warps=4", its tile of w, stages and warps; a Plan; or a JSON file of one.
+            "invariant" behind a spec is `batch_invariant` for this call. Direct and fused need a
+            number of ranks that is a power of 2.
 
     Returns:
         dtype of x, or bf16 with `Scaled`, [M, ..., N], a new tensor.

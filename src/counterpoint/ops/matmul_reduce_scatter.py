@@ -53,8 +53,9 @@ def matmul_reduce_scatter(
     """Sum the products of all ranks: y_r = rows of rank r of (x_0 w_0 + ... + x_{n-1} w_{n-1}).
 
     In place of `matmul` and `reduce_scatter_tensor`. Partial results are rounded to the dtype of
-    x for the way, summed in fp32 in an order fixed by the plan, and rounded once; the bias is
-    added once, after the sum. Streams, graphs and repeated bits: see `all_gather_matmul`.
+    x for the way, summed in fp32 in an order fixed by the plan, and rounded once ("running_sum":
+    by each rank that adds to them); the bias is added once, after the sum. Streams, graphs and
+    repeated bits: see `all_gather_matmul`.
     Differentiable: x and w are what is saved.
 
     Args:
@@ -63,10 +64,10 @@ def matmul_reduce_scatter(
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear.
         group: whose ranks take part; see `all_gather_matmul`.
         bias: dtype of x, or bf16 with `Scaled`, [N]; each rank adds its own to its rows.
-        plan: "auto", a family ("serial", "direct", "fused", "shard_p2p", "graded", or one finer
-            than shards such as "uniform_fused_2d"), a spec such as "graded 1/2/1 ring chunks=2", a
-            Plan, which is validated once, or a JSON file of one. "invariant" behind a spec is
-            `batch_invariant` for this call.
+        plan: "auto", a family ("serial", "direct", "fused", "shard_p2p", "graded",
+            "running_sum", or one finer than shards such as "uniform_fused_2d"), a spec such as
+            "graded 1/2/1 ring chunks=2", a Plan, which is validated once, or a JSON file of one.
+            "invariant" behind a spec is `batch_invariant` for this call.
         rows: how many of `scatter_dim` of x each rank gets, equal on all ranks; None means equal
             parts, and then the number of ranks must divide that dim.
         scatter_dim: the dim of x of which each rank gets a part. Where it is not 0, x is copied so

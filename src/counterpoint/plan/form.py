@@ -220,9 +220,11 @@ def _misfit(plan: Plan, step: Step) -> str:
         case _ if step.arg("scales"):
             return f"a {step.kind} of {own} has no scales"
         case "matmul" if len(operands) != 1 + step.weights + step.accumulates:
-            return "a matmul reads x, w and, to accumulate, its target; gated, two weights"
+            return "a matmul reads x, w and, to accumulate, one sum; gated, two weights"
         case "matmul" if {b.dtype for b in operands[: 1 + step.weights]} != {own}:
             return f"a matmul multiplies {own}"
+        case "matmul" if step.accumulates and operands[-1].dtype != writes[0].dtype:
+            return f"adds to {operands[-1].dtype} in {writes[0].dtype}"
         case "matmul" if step.accumulates and writes[0].dtype != "float32" and _is_cut(step):
             return f"accumulates in {writes[0].dtype}: every pass would round"
         case "matmul" if bias and (step.accumulates or writes[0].dtype != own):

@@ -31,6 +31,8 @@ def varies(plan: Plan) -> str:
         summed = sum(len(region.shards) or 1 for region in step.reads)
         if step.kind == "matmul" and _is_part(plan, step):
             return "it multiplies slices of K"
+        if step.kind == "matmul" and step.accumulates:
+            return "it adds products to a sum that is rounded"
         if step.kind == "reduce" and summed < plan.problem.ranks:
             return "it sums some ranks before the others"
     return ""
@@ -40,4 +42,4 @@ def _is_part(plan: Plan, step: Step) -> bool:
     """Whether a matmul sums over a part of K, or leaves its sum unrounded."""
     x, w = step.reads[:2]
     rounded = plan.buffer(step.writes[0].buffer).dtype == plan.problem.dtype
-    return bool(step.accumulates or step.arg("contract") or x.cols or w.rows or not rounded)
+    return bool(step.arg("contract") or x.cols or w.rows or not rounded)

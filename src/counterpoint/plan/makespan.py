@@ -133,6 +133,31 @@ def scatter_s(
     return max(computed_s + (chunks - 1) * sum_s, copied_s) + sum_s + costs.kernel_s
 
 
+def running_sum_s(
+    problem: Problem, chunks: int, machine: Machine, tiles: Tiles = NO_TILES
+) -> float:
+    """Seconds of a matmul_reduce_scatter whose sums go around in a ring.
+
+    The longest block holds up each rank in turn.
+
+    Args:
+        chunks: of each block.
+    """
+    costs, rows = machine.costs, max(problem.rows) // chunks
+    chunk_bytes = rows * problem.n * problem.item_bytes
+    copy_s = _copy_s(chunk_bytes, machine)
+    computed_s, copied_s = 0.0, costs.barrier_s
+    come_s = [0.0] * chunks
+    for hop in range(problem.ranks):
+        for i in range(chunks):
+            matmul_s = _matmul_s(problem, rows, machine, tiles, again=computed_s > 0)
+            if hop:  # reads the sum as well
+                matmul_s += costs.kernel_s + chunk_bytes / costs.hbm_bytes_per_s
+            computed_s = max(computed_s, come_s[i]) + matmul_s
+            copied_s = come_s[i] = max(copied_s, computed_s) + copy_s
+    return computed_s
+
+
 def dispatch_s(
     problem: Problem, groups: tuple[int, ...], chunks: int, machine: Machine
 ) -> float:  # fmt: skip

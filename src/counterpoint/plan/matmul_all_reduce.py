@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, fused_sum, islands, matmul_reduce_scatter
+from counterpoint.plan import direct, fused_sum, islands, matmul_reduce_scatter, running_sum
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
 from counterpoint.plan.names import (
-    LANES,
     OWN,
     W,
     X,
@@ -23,12 +22,13 @@ from counterpoint.plan.names import (
     with_bias,
 )
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
-from counterpoint.plan.peers import Order, cuts, orders
+from counterpoint.plan.peers import Order, cuts
 from counterpoint.plan.sizes import check_plain, check_sum
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Value, normal
 from counterpoint.problem import Problem
 
+MINE = Region("y", shards=OWN)
 MAX_DIRECT_BYTES = 16 << 20  # of y; more is worth a matmul for each share
 
 
@@ -74,21 +74,44 @@ def by_shares(p: Problem, options: Options, machine: Machine) -> Plan:
 
     A part is on its way while the next one is summed.
     """
-    order, chunks = Order(options.peers, p.ranks), max(options.chunks, 1)
-    shares = Problem("matmul_reduce_scatter", p.m, p.n, p.k, p.ranks, p.dtype, p.rows)
-    scatter = matmul_reduce_scatter.graded(shares, (1,) * p.ranks, options.peers, chunks)
-    own = Region("y", shards=OWN)
-    steps = [
-        replace(s, writes=(replace(own, chunk=s.writes[0].chunk),)) if s.kind == "reduce" else s
+    chunks = max(options.chunks, 1)
+    ones = (1,) * p.ranks
+    scatter = matmul_reduce_scatter.graded(_shares(p), ones, options.peers, chunks)
+    steps = (
+        replace(s, writes=(replace(MINE, chunk=s.writes[0].chunk),)) if s.kind == "reduce" else s
         for s in scatter.steps
-    ]
-    slots = scatter.num_slots
+    )
+    order = Order(options.peers, p.ranks)
+    return _gathered(p, replace(scatter, steps=tuple(steps)), order, chunks)
+
+
+def _in_a_ring(p: Problem, options: Options, machine: Machine) -> Plan:
+    """A reduce-scatter whose sums go around, and then, part by part, to all peers."""
+    chunks = options.chunks or running_sum.CHUNKS
+    scatter = running_sum.scatter(_shares(p), (), _multiplied, MINE, chunks)
+    return _gathered(p, scatter, Order("ring", p.ranks), chunks)
+
+
+def _shares(p: Problem) -> Problem:
+    """What each rank sums; a bias is added when all are there."""
+    return Problem("matmul_reduce_scatter", p.m, p.n, p.k, p.ranks, p.dtype, p.rows)
+
+
+def _gathered(p: Problem, scatter: Plan, order: Order, chunks: int) -> Plan:
+    """A reduce-scatter into own rows of y, and behind each part of it the pushes to all peers.
+
+    Args:
+        order: of the peers.
+        chunks: of own rows.
+    """
+    slots, steps = scatter.num_slots, [*scatter.steps]
+    last = {s.writes[0]: s.name for s in steps if s.writes}
     others = tuple(order.source(d) for d in order.distances)
     for suffix, chunk in cuts(chunks):
-        source = replace(own, chunk=chunk)
+        source = replace(MINE, chunk=chunk)
         for d in order.distances:
             target = Region("full", order.to(d), OWN, chunk)
-            after = (f"reduce{suffix}",) if d == 1 else ()
+            after = (last[source],) if d == 1 else ()
             posts = (order.post(slots + chunk[0] * p.ranks + d, d),)
             push = Step(f"give_{d}{suffix}", "copy", "copy", (source,), (target,), after,
                         posts=posts)  # fmt: skip
@@ -97,20 +120,23 @@ def by_shares(p: Problem, options: Options, machine: Machine) -> Plan:
         waits = tuple(order.wait(slots + chunk[0] * p.ranks + d, d) for d in order.distances)
         arrived, target = (Region(name, shards=others, chunk=chunk) for name in ("full", "y"))
         steps.append(Step(f"take{suffix}", "compute", "move", (arrived,), (target,), waits=waits))
-    last = next(s.name for s in reversed(steps) if s.kind == "copy")
-    steps += (replace(s, after=(last,)) for s in _biased(p))
+    pushed = next(s.name for s in reversed(steps) if s.kind == "copy")
+    steps += (replace(s, after=(pushed,)) for s in _biased(p))
     buffers = (
         *operands(p), *(b for b in scatter.buffers if b.space in ("scratch", "symmetric")),
         Buffer("full", (p.m, p.n), p.dtype, "symmetric", split=True),
     )  # fmt: skip
-    return Plan(p, "shard_p2p", scatter.variant, options.peers, buffers, LANES, tuple(steps))
+    return replace(scatter, problem=p, buffers=buffers, steps=tuple(steps))
 
 
 def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
-    def multiplied(name: str, x: Region, y: Region) -> tuple[Step, ...]:
-        return (Step(name, "compute", "matmul", (x, W), (y,)),)
+    return islands.all_reduce(p, grid, operands(p), _multiplied, _biased(p))
 
-    return islands.all_reduce(p, grid, operands(p), multiplied, _biased(p))
+
+def _multiplied(
+    name: str, x: Region, y: Region, onto: Region | None = None
+) -> tuple[Step, ...]:  # fmt: skip
+    return (Step(name, "compute", "matmul", (x, W, *((onto,) if onto else ())), (y,)),)
 
 
 def refusal_of_direct(p: Problem) -> str:
@@ -129,8 +155,8 @@ def candidates(p: Problem) -> tuple[str, ...]:
     if p.islands > 1:
         return islands.candidates(p)
     if p.m * p.n * p.item_bytes > MAX_DIRECT_BYTES:
-        whole = (f"shard_p2p {peers}" for peers in orders(p.ranks))
-        return "serial", *whole, *(f"shard_p2p ring chunks={n}" for n in (2, 4))
+        chunked = ("shard_p2p ring chunks", "running_sum chunks")
+        return "serial", "shard_p2p ring", *(f"{name}={n}" for name in chunked for n in (2, 4))
     few = p.m <= fused_sum.FEW_ROWS and p.item_bytes == 2
     return "serial", "direct", *(("fused",) if few else ())
 
@@ -162,6 +188,7 @@ OPERATION = Operation(
         direct.family(_apart, refusal_of_direct),
         fused_sum.family(operands, scatters=False),
         Family(name="shard_p2p", takes=("peers", "chunks"), build=by_shares),
+        running_sum.family(_in_a_ring),
         islands.family(_of_islands),
     ),
     candidates=candidates,

@@ -6,13 +6,13 @@ dtype; the owner sums the slots in fp32 and rounds once. Own rows are computed l
 Of several products, x w is the sum of x_i w_i, rounded after each, as the matmul library adds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, finer, fused_sum, grading, islands, names
+from counterpoint.plan import direct, finer, fused_sum, grading, islands, names, running_sum
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, scattered
 from counterpoint.plan.makespan import finer_s, scatter_s
@@ -27,7 +27,7 @@ from counterpoint.plan.names import (
     numbered,
     with_bias,
 )
-from counterpoint.plan.operation import Operation, Peers, in_a_row
+from counterpoint.plan.operation import Operation, Options, Peers, in_a_row
 from counterpoint.plan.peers import Chunk, Order, cuts, orders
 from counterpoint.plan.sizes import check_products, wants_one_weight
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
@@ -51,8 +51,9 @@ def operands(p: Problem) -> tuple[Buffer, ...]:
 
 
 def products(
-    name: str, splits: Sequence[int], operands: tuple[str, str], x: Region, y: Region
-) -> tuple[Step, ...]:
+    name: str, splits: Sequence[int], operands: tuple[str, str], x: Region, y: Region, *,
+    onto: Region | None = None,
+) -> tuple[Step, ...]:  # fmt: skip
     """x w -> y on the compute lane; of several products their sum, one step for each.
 
     Args:
@@ -60,10 +61,11 @@ def products(
         operands: what the buffers of x and w are called, but for their numbers.
         x: region of the first of them, read in the same way in each.
         y: where their sum goes.
+        onto: what it is added to.
     """
     steps: list[Step] = []
     for i in range(len(splits)) or ("",):
-        added = (y,) if steps else ()
+        added = (y,) if steps else (onto,) if onto else ()
         left, right = (f"{operand}{i}" for operand in operands)
         reads = replace(x, buffer=left), Region(right), *added
         steps.append(Step(f"{name}_p{i}" if steps else name, "compute", "matmul", reads, (y,)))
@@ -157,11 +159,20 @@ def _push(order: Order, d: int, suffix: str, chunk: Chunk, after: tuple[str, ...
 
 def of_islands(p: Problem, grid: islands.Grid) -> Plan:
     """Rows of other islands first, summed inside this one."""
+    return islands.scatter(p, grid, operands(p), _multiplied(p))
 
-    def multiplied(name: str, x: Region, y: Region) -> tuple[Step, ...]:
-        return products(name, p.splits, ("x", "w"), x, y)
 
-    return islands.scatter(p, grid, operands(p), multiplied)
+def _in_a_ring(p: Problem, options: Options, machine: Machine) -> Plan:
+    return running_sum.scatter(p, operands(p), _multiplied(p), Y, options.chunks)
+
+
+def _multiplied(p: Problem) -> Callable[..., tuple[Step, ...]]:
+    """The steps of a product by its name and its regions of x and y."""
+
+    def multiplied(name: str, x: Region, y: Region, onto: Region | None = None) -> tuple[Step, ...]:
+        return products(name, p.splits, ("x", "w"), x, y, onto=onto)
+
+    return multiplied
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -186,6 +197,8 @@ def candidates(p: Problem) -> tuple[str, ...]:
     found += [f"graded {g} ring" for g in groups] or ["graded ring"]
     found += [f"graded {g} xor" for g in groups if "/" in g][2:6] if powers else []
     found += [f"shard_p2p ring chunks={n}" for n in (2, 4)]
+    # of more ranks each further matmul that adds takes what the sum would
+    found += ["running_sum chunks=2"] if p.ranks == 2 else []
     found += [f"graded {g} ring chunks=2" for g in groups if g.startswith("1/")]
     return (*found, *(f"{name} ring" for name in finer.NAMES))
 
@@ -212,6 +225,7 @@ OPERATION = Operation(
         *finer.families(
             operands, finer.scatter, partial(finer_s, gathers=False), wants_one_weight
         ),
+        running_sum.family(_in_a_ring, running_sum.guess_s),
         islands.family(of_islands),
     ),
     candidates=candidates,

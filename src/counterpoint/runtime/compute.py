@@ -13,7 +13,7 @@ from torch import Tensor
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import activated, counted, invariant_matmul, routed, scaled
+from counterpoint.runtime import activated, counted, cublaslt, invariant_matmul, routed, scaled
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
@@ -24,7 +24,7 @@ Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their nam
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
-    """y = x w, or x^T w (+ y, to accumulate) (+ bias); y may have any strides."""
+    """y = x w, or x^T w (+ a sum, to accumulate) (+ bias); y may have any strides."""
     if bound.step.arg("scales"):
         return scaled.matmul(bound, part, places)
     if bound.step.arg("activation"):
@@ -40,20 +40,23 @@ def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
     if bound.step.arg("bias"):
         bias = rest[-1]
         return lambda o: _into(torch.addmm, bias(o), x(o), w(o), out=y(o))
+    total = rest[-1] if rest else y
     target = places.plan.buffer(part.write.buffer)
     if target.dtype == places.plan.problem.dtype:
         if places.plan.problem.experts and not bound.step.accumulates:
             return _with_added(lambda o: _into(torch.mm, x(o), w(o), out=y(o)), y, part)
+        if bound.step.accumulates and part.reads[-1] != part.write:
+            return lambda o: cublaslt.add(total(o), x(o), w(o), y(o))
         if bound.step.accumulates:
             return lambda o: _into(torch.addmm, y(o), x(o), w(o), out=y(o))
         return lambda o: _into(torch.mm, x(o), w(o), out=y(o))
     if places.workspace.device.type == "cuda":
         wide = torch.float32
         if bound.step.accumulates:
-            return lambda o: _into(torch.addmm, y(o), x(o), w(o), wide, out=y(o))
+            return lambda o: _into(torch.addmm, total(o), x(o), w(o), wide, out=y(o))
         return lambda o: _into(torch.mm, x(o), w(o), wide, out=y(o))
     if bound.step.accumulates:
-        return lambda o: _into(torch.addmm, y(o), x(o).float(), w(o).float(), out=y(o))
+        return lambda o: _into(torch.addmm, total(o), x(o).float(), w(o).float(), out=y(o))
     return lambda o: _into(torch.mm, x(o).float(), w(o).float(), out=y(o))
 
 
