@@ -22,8 +22,8 @@ from counterpoint.ops.embedding_autograd import (
 )
 from counterpoint.ops.embedding_call import PLAIN, ready_for
 from counterpoint.ops.embedding_check import check_bags, check_limits
+from counterpoint.ops.embedding_exchange import problem_from
 from counterpoint.ops.embedding_facts import Asked
-from counterpoint.ops.embedding_gradients import problem_from
 from counterpoint.ops.embedding_updates import Update
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
@@ -51,6 +51,8 @@ def embedding_bag_all_to_all(
     with the same tables and as many bags. Differentiable in tables and weights, once, in the same
     order of sums each time. Where gradients are enabled the output asks for one on all ranks, so
     that all take part in the backward, also with frozen tables: `torch.no_grad` if there is none.
+    It exchanges gradients beside the sort of indices, and where `choose` predicts a gain by slices
+    of tables: those of one are summed while others are sent, to the same bits.
 
     Indices that a table does not have are undefined on GPUs; COUNTERPOINT_CHECK=1 has all values
     checked at each call, as on CPU ranks always.

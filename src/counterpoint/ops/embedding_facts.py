@@ -13,6 +13,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.embedding_check import check_bags, check_limits, fix_of_last, problem_with
+from counterpoint.ops.embedding_exchange import decide_slices
 from counterpoint.ops.plans import of_islands, plan_key, plan_of
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.embedding_bag_all_to_all import OP
@@ -126,6 +127,7 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
     assert known is not None
     _check_outputs(asked.out, problem)
     found = workspace.agreed[known] = _Agreed(problem, _chosen(problem, known, workspace))
+    decide_slices(problem, workspace)
     return found
 
 
