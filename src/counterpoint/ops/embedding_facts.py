@@ -164,7 +164,7 @@ def _known_by(asked: Asked, workspace: Workspace) -> _Known:
     counts = _bags_of(asked, counts, ranks)
     kind = tables[0].dtype if tables else asked.dtype
     assert kind is not None
-    outputs = None if out is None else (out.columns, out.dtype, out.batch)
+    outputs = None if out is None else (out.columns, out.dtype, out.batch, out.captured > 0)
     return _Known(OP, dims, counts, kind, str(asked.mode), outputs, plan_key(OP, asked.plan))
 
 
