@@ -810,7 +810,7 @@ BAD: dict[str, Area] = {
             ({"out": 3}, "out must be PooledOutputs, got int; make one of them, counterpoint.PooledOutputs(...), for all calls"),
             ({"plan": None}, "plan must be a family's name or a Plan, got NoneType"),
             ({"plan": 3}, "plan must be a family's name or a Plan, got int"),
-            ({"plan": "grouped"}, "plan must be auto or one of serial, fused, islands, got 'grouped'"),
+            ({"plan": "grouped"}, "plan must be auto or one of serial, fused, opened, islands, got 'grouped'"),
             ({"group": 3}, "group must be a ProcessGroup that has this rank, got 3"),
         ],
     ),

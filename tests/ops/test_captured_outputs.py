@@ -14,6 +14,7 @@ import counterpoint as cp
 from counterpoint.ops import pooled_outputs
 from counterpoint.ops.embedding_call import Ready, ready_for
 from counterpoint.problem import Problem
+from counterpoint.runtime.workspace import Workspace
 
 
 def ready_of(bags: Bags, p: Problem, plan: str, out: Any) -> Ready:
@@ -56,6 +57,29 @@ def test_replays_among_calls_in_turn(rank: int, ranks: int, plan: str):
     assert found == [True] * 16
     assert len(places[0]) == len(places[1]) == 1 and len(places[-1]) == 2
     assert not places[-1] & (places[0] | places[1]) and places[0] != places[1]
+
+
+@on_ranks(2)
+def test_a_capture_finds_what_eager_calls_have_made(rank: int, ranks: int):
+    """Of other tables, dtypes and numbers of indices than those of the first call."""
+    p = problem_of(((8, 3),) * 2, (3, 1))
+    out = cp.PooledOutputs(p.n, torch.float32, p.rows, captured=1)
+    ready = ready_of(random_bags((8, 3), p.m, seed=rank), p, "fused", out)
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("made in a capture")
+
+    for index, longest in ((torch.int32, 2), (torch.int64, 200)):
+        everyone = [random_bags((8, 3), p.m, seed=r, index=index, longest=longest) for r in (0, 1)]
+        run(ready, everyone[rank], out)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(out, "take", lambda: out.turns)
+            patch.setattr(torch, "ones", refused)
+            patch.setattr(torch, "tensor", refused)
+            patch.setattr(Workspace, "refuse_growth", refused)
+            y = run(ready, everyone[rank], out)
+        want = expected(everyone, p, rank, mean=False)
+        assert torch.allclose(y.double(), want, atol=1e-4)
 
 
 @on_ranks(2)

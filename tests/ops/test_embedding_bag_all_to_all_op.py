@@ -339,7 +339,8 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
         ({"mode": "max" if rank else "sum"}, "mode must be 'sum' or 'mean', got 'max'"),
         ({"indices": good.indices.float()} if rank else {}, "indices must be int32 or int64"),
         ({"tables": 3} if rank else {}, "tables must be a list of Tensors, got int"),
-        ({"plan": "graded"}, "plan must be auto or one of serial, fused, islands, got 'graded'"),
+        ({"plan": "graded"},
+         "plan must be auto or one of serial, fused, opened, islands, got 'graded'"),
         ({"plan": "serial" if rank else "fused"},
          "plan must be equal on all ranks, fused as on rank 0, got serial on rank 1"),
     ]  # fmt: skip
