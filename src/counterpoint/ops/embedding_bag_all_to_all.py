@@ -74,7 +74,7 @@ def embedding_bag_all_to_all(
         sparse: gradients of tables are sparse, each row once; the backward waits for their number.
         out: where peers write to; else one more copy.
         plan: "fused": one kernel, which stores rows where they belong in their owner's output;
-            "opened": the same behind a barrier, which calls with `out` take in CUDA graphs;
+            "fused_after_barrier": what calls with `out` take in its place in CUDA graphs;
             "serial": a lookup, the library's all-to-all and a concat; "islands", of ranks on
             several: chunks for another island are exchanged while the next is pooled; "auto": the
             faster one as predicted at the first call with such dims, batch, dtype, mode and kind of

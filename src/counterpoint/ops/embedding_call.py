@@ -23,7 +23,7 @@ from counterpoint.ops.embedding_facts import Asked, agreed
 from counterpoint.ops.embedding_kernels import OP, Bags, Chunks
 from counterpoint.ops.plans import KEYS
 from counterpoint.ops.pooled_outputs import PooledOutputs
-from counterpoint.plan.embedding_bag_all_to_all import opened
+from counterpoint.plan.embedding_bag_all_to_all import after_barrier
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.embedding_layout import MAX_INDICES, VECTOR_BYTES
@@ -99,7 +99,7 @@ class Ready:
             self.code = self.opened = compiled(plan, str(asked.plan), self.workspace, like)
             own = self.code.program.plan
             if out is not None and out.captured and own.family == "fused":
-                self.opened = compiled(opened(own.problem), "opened", self.workspace, like)
+                self.opened = compiled(after_barrier(own.problem), own.spec, self.workspace, like)
 
 
 class Known(NamedTuple):

@@ -274,8 +274,8 @@ def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
 def prepare(site: Site) -> Action:
     """The launch of a step of either kind, compiled if it is known for what.
 
-    Into outputs of peers, plans "fused" and "opened" share one: a capture of the second finds what
-    eager calls of the first have compiled.
+    Into outputs of peers, plan "fused" shares one with that behind a barrier: a capture of the
+    second finds what eager calls of the first have compiled.
     """
     problem, spins = site.places.plan.problem, site.bound.step.spins
     pooling: Pooling

@@ -67,7 +67,7 @@ def fused(p: Problem) -> Plan:
     return in_one_lane(p, "fused", (*operands(p), *own), step)
 
 
-def opened(p: Problem) -> Plan:
+def after_barrier(p: Problem) -> Plan:
     """The same kernel behind a barrier.
 
     Outputs in turn need none: whoever stores has heard in the call before that the last but one has
@@ -77,11 +77,7 @@ def opened(p: Problem) -> Plan:
     peers = range(1, p.ranks)
     posts, waits = (tuple(Signal(d - 1, (sign * d,)) for d in peers) for sign in (1, -1))
     barrier, plan = Step("open", "compute", "barrier", waits=waits, posts=posts), fused(p)
-    return replace(plan, family="opened", steps=(barrier, *plan.steps))
-
-
-def _wants_outputs(p: Problem) -> str:
-    return "" if p.out else "outputs that peers write to"
+    return replace(plan, family="fused_after_barrier", steps=(barrier, *plan.steps))
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -164,7 +160,7 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         in_a_row("fused", fused),
-        in_a_row("opened", opened, _wants_outputs),
+        in_a_row("fused_after_barrier", after_barrier),
         islands.family(_of_islands, _refusal),
     ),
     candidates=_candidates,
