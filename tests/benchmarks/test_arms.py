@@ -18,6 +18,7 @@ from benchmarks import (
     expert_layer,
     experts,
     fp8,
+    invariant,
     norms,
     overlap,
     soak,
@@ -51,8 +52,10 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
                           attention.case_of(4, 4, 64, 16, True, attention.BOTH)),
     "norms": (norms.NORMS, norms.case_of(4, 32)),
     "epilogue": (epilogue.EPILOGUE, epilogue.case_of(64, 16, 32)),
+    "invariant": (invariant.INVARIANT, invariant.case_of("matmul_all_reduce", 64, 16, 32)),
     "swiglu": (expert_layer.EXPERT_LAYER, expert_layer.case_of("swiglu", SMALL, 48, 2, "most")),
     "routing": (expert_layer.EXPERT_LAYER, expert_layer.case_of("routing", SMALL, 48)),
+    "routes": (expert_layer.EXPERT_LAYER, expert_layer.case_of("routes", SMALL, 48, 2)),
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
 }  # fmt: skip
 ARMS = {
@@ -75,8 +78,10 @@ ARMS = {
     "attention, causal": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "norms": {"serial", "norm", *norms.PLANS},
     "epilogue": {"compute", "serial", "serial compiled", "apart", "auto"},
+    "invariant": {"compute", "auto", "invariant"},
     "swiglu": {"torch", "ours", "torch, forward + backward", "ours, forward + backward"},
     "routing": {"torch", "ours", "torch, forward + backward", "ours, forward + backward"},
+    "routes": {"torch"},
     "evaluate": {"compute", "communication", "serial", "auto"},
 }  # fmt: skip
 
