@@ -97,8 +97,10 @@ class Ready:
             y = asked.indices.new_empty(self.shape, dtype=self.dtype)
             like = {"bags": bags, "y": y}
             self.code = self.opened = compiled(plan, str(asked.plan), self.workspace, like)
+            if out is None or not out.captured:
+                return
             own = self.code.program.plan
-            if out is not None and out.captured and own.family == "fused":
+            if own.family == "fused":
                 self.opened = compiled(after_barrier(own.problem), own.spec, self.workspace, like)
 
 
