@@ -41,6 +41,7 @@ def test_one_index_a_bag_is_exchanged_in_slices_and_many_are_not():
     assert many.number == 1 and set(many.seconds) > {1}
     assert f"{few.number} slices of tables" in str(few) and "in one" in str(few)
     assert str(many).startswith("1 slice of tables, ")
+    assert f"its backward: {few}\n" in cp.choose(bags_of(1), MACHINE).explain()
 
 
 def test_no_more_slices_than_the_host_keeps_up_with():

@@ -135,7 +135,7 @@ class Choice:
             f"chosen {how}: {self.spec}, {self.seconds * us:.0f} us, "
             f"{self.speedup(self.seconds):.2f}x serial{hidden}"
         )
-        if p.tables:
+        if p.tables and p.ranks > 1:
             lines.append(f"its backward: {slices_of(p, self.machine)}")
         lines.append("")
         width = max(len(c.spec) for c in self.table)
