@@ -5,6 +5,11 @@ A million rows, named uniformly, by Zipf's law ("zipf"), or 1% of them by 80% of
 sparse one coalesced as an optimizer asks for it. "sgd" and "adagrad" are fused optimizers, which
 make no gradient; "torch, sgd" makes a dense one and applies it. Learning rates are 0, so that all
 calls see one table.
+
+"sort" is what a backward does beside the exchange of gradients, as it needs none; the rest of "sgd"
+comes when they have. "tables" are cases of TABLES tables that share the rows and the indices: their
+rows are summed by a launch for each of some slices, to the same bits. What the exchange itself
+takes needs two GPUs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +24,16 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.rows import Row, taken
 from benchmarks.tables import measured, ms, of_most
 from counterpoint.measure.timing import relative_error
-from counterpoint.ops.embedding_gradients import Lookups, table_gradients
+from counterpoint.ops.embedding_exchange import Slice, at_once, in_one
+from counterpoint.ops.embedding_gradients import (
+    Lookups,
+    first_rows,
+    sorted_by_row,
+    table_gradients,
+)
 from counterpoint.ops.embedding_updates import Steps, Update, apply_update
+from counterpoint.plan.embedding_slices import tables_by_slice
+from counterpoint.runtime.launch_embedding_gradient import tables_of
 
 ROWS, D = 1_000_000, 128
 EXPONENT, HOT_ROWS, HOT_INDICES = 1.05, 0.01, 0.8
@@ -29,6 +42,7 @@ SETS = 4  # of indices, in rotation
 ROUNDING = 4e-3  # of bf16, rounded once
 BATCHES = ((4096, 1), (4096, 20), (65536, 1), (16384, 20), (65536, 10), (65536, 100))
 OURS = ("gradient", "sparse", "sgd", "adagrad")
+TABLES, SLICES = 8, (1, 2, 4)
 
 
 def case_of(
@@ -40,11 +54,18 @@ def case_of(
     return Case(name, facts)
 
 
+def sliced_case_of(named: str, batch: int, pooling: int, rows: int = ROWS) -> Case:
+    """Several tables, summed by slices."""
+    case = case_of(named, batch, pooling, rows=rows // TABLES)
+    return Case(f"tables, {case.name}", {**case.facts, "tables": TABLES})
+
+
 def cases(_: int) -> list[Case]:
     """All sizes in bf16, the largest in fp32 as well."""
     kinds = ("uniform", "zipf", "hot")
     found = [case_of(kind, *size) for size in BATCHES for kind in kinds]
-    return found + [case_of(kind, *BATCHES[-1], "float32") for kind in kinds]
+    found += [case_of(kind, *BATCHES[-1], "float32") for kind in kinds]
+    return found + [sliced_case_of(kind, 65536, n) for n in (1, 10) for kind in ("uniform", "hot")]
 
 
 def drawn(case: Case, bench: Bench) -> Tensor:
@@ -78,26 +99,72 @@ def by_torch(
     return call
 
 
-def updates(pooled: Sequence[Lookups], dy: Tensor, optimizer: cnn.SGD | cnn.RowWiseAdagrad) -> Call:
+def updates(
+    pooled: Sequence[Lookups], slices: Sequence[Slice], optimizer: cnn.SGD | cnn.RowWiseAdagrad
+) -> Call:
     """Both kinds change nothing but Adagrad's state."""
-    steps, rates = Steps(), torch.tensor(optimizer.rates, device=dy.device)
-    table, adagrad = pooled[0].tables[0], isinstance(optimizer, cnn.RowWiseAdagrad)
-    sums = [torch.zeros(len(table), device=dy.device)] if adagrad else []
-    update = Update("rowwise_adagrad" if adagrad else "sgd", rates, sums, steps)
-    return lambda i: apply_update(update, dy, pooled[i % len(pooled)])
+    tables, adagrad = pooled[0].tables, isinstance(optimizer, cnn.RowWiseAdagrad)
+    device = tables[0].device
+    rates = torch.tensor(optimizer.rates, device=device)
+    sums = [torch.zeros(len(table), device=device) for table in tables if adagrad]
+    update = Update("rowwise_adagrad" if adagrad else "sgd", rates, sums, Steps())
+    return lambda i: apply_update(update, slices, pooled[i % len(pooled)])
+
+
+def sorting(pooled: Sequence[Lookups], batch: int) -> Call | str:
+    """What needs no gradient."""
+    tables = pooled[0].tables
+    if not tables[0].is_cuda:
+        return "sorted by kernels of a GPU"
+    written = tables_of(tables, first_rows(tables)[:-1], tables[0])
+    return lambda i: sorted_by_row(pooled[i % len(pooled)], written, batch)
+
+
+def sliced_arms(case: Case, bench: Bench) -> Arms:
+    """Sums of several tables in one launch, and by slices."""
+    dtype, batch, pooling = getattr(torch, case["dtype"]), case["batch"], case["pooling"]
+    dims = [D] * case["tables"]
+    tables = [bench.normal(case["rows"], D, dtype=dtype) for _ in dims]
+    dy = bench.normal(batch, sum(dims), dtype=dtype)
+    sets = [torch.cat([drawn(case, bench) for _ in dims]) for _ in range(SETS)]
+    offsets = torch.arange(0, len(sets[0]), pooling, device=bench.device)
+    pooled = [Lookups(tables, i, offsets, None, False, False) for i in sets]
+    calls: dict[str, Call | str] = {"sort": sorting(pooled, batch)}
+    for count in SLICES:
+        cut = tables_by_slice(dims, count)
+        parts = dy.split([D * len(some) for some in cut], 1)
+        slices = [Slice(some, part.contiguous(), at_once)
+                  for some, part in zip(cut, parts, strict=True)]  # fmt: skip
+
+        def gradient(i: int, slices: Sequence[Slice] = slices) -> list[Tensor]:
+            return table_gradients(slices, pooled[i % SETS], sparse=False)
+
+        calls[f"gradient, {count}"] = gradient
+        calls[f"sgd, {count}"] = updates(pooled, slices, cnn.SGD(0.0))
+    own = sets[0].split(batch * pooling)
+    wants = [wanted(i, part, pooling) for i, part in zip(own, dy.split(D, 1), strict=True)]
+
+    def check(_: str, grads: list[Tensor]) -> list[float]:
+        return [relative_error(g[some], want) for g, (some, want) in zip(grads, wants, strict=True)]
+
+    parts = ["sort", *(f"sgd, {count}" for count in SLICES)]
+    return Arms(calls, check, baseline="gradient, 1", parts=parts, floor=ROUNDING, sets=SETS)
 
 
 def arms(case: Case, bench: Bench) -> Arms:
     """Gradients by torch and by us, and updates."""
+    if "tables" in case.facts:
+        return sliced_arms(case, bench)
     dtype, batch, pooling = getattr(torch, case["dtype"]), case["batch"], case["pooling"]
     table = bench.normal(case["rows"], D, dtype=dtype)
     dy = bench.normal(batch, D, dtype=dtype)
     sets = [drawn(case, bench) for _ in range(SETS)]
     offsets = torch.arange(0, batch * pooling, pooling, device=bench.device)
     pooled = [Lookups((table,), i, offsets, None, False, False) for i in sets]
+    slices = in_one(dy, (table,))
 
     def ours(*, sparse: bool) -> Call:
-        return lambda i: table_gradients(dy, pooled[i % SETS], sparse=sparse)[0]
+        return lambda i: table_gradients(slices, pooled[i % SETS], sparse=sparse)[0]
 
     dense = by_torch(table, sets, offsets, dy, sparse=False)
 
@@ -110,15 +177,16 @@ def arms(case: Case, bench: Bench) -> Arms:
         "gradient": ours(sparse=False),
         "sparse": ours(sparse=True),
         "torch, sgd": applied,
-        "sgd": updates(pooled, dy, cnn.SGD(0.0)),
-        "adagrad": updates(pooled, dy, cnn.RowWiseAdagrad(0.0)),
+        "sgd": updates(pooled, slices, cnn.SGD(0.0)),
+        "adagrad": updates(pooled, slices, cnn.RowWiseAdagrad(0.0)),
+        "sort": sorting(pooled, batch),
     }
     some, want = wanted(sets[0], dy, pooling)
 
     def check(_: str, grad: Tensor) -> list[float]:
         return [relative_error(grad.to_dense()[some], want)]
 
-    return Arms(calls, check, baseline="torch", parts=("torch, sgd", "sgd", "adagrad"),
+    return Arms(calls, check, baseline="torch", parts=("torch, sgd", "sgd", "adagrad", "sort"),
                 floor=ROUNDING, sets=SETS)  # fmt: skip
 
 
@@ -138,7 +206,8 @@ def wanted(indices: Tensor, dy: Tensor, pooling: int) -> tuple[Tensor, Tensor]:
 
 def section(rows: list[Row]) -> str:
     """Milliseconds of each case."""
-    found = taken([row for row in rows if row["table"] == "embedding_gradient"], "case")
+    own = [row for row in rows if row["table"] == "embedding_gradient"]
+    found = taken([row for row in own if "tables" not in row], "case")
     names = ("torch", "torch sparse", *OURS[:2], "torch, sgd", *OURS[2:])
     lines = [
         (

@@ -247,7 +247,7 @@ def test_the_test_kit_is_loaded_by_parts():
         ("matmul_reduce_scatter", "all_gather_matmul all_gather_matmul_wgrad"),
         ("all_to_all_matmul", "matmul_all_to_all experts_weight_gradient"),
         ("matmul_all_to_all", "all_to_all_matmul matmul_all_to_all_sum token_sum_gradient"),
-        ("embedding_bag_all_to_all", "pooled_gradient_all_to_all"),
+        ("embedding_bag_all_to_all", "embedding_bag_gradients embedding_bag_update"),
     ],
 )
 def test_an_operator_comes_with_those_of_its_backward(op: str, needed: str):

@@ -45,6 +45,8 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "embedding": (embedding.EMBEDDING, embedding.case_of(3, 8, 5, 32)),
     "embedding gradient": (embedding_gradient.EMBEDDING_GRADIENT,
                            embedding_gradient.case_of("zipf", 16, 3, "float32", 50)),
+    "embedding gradient, slices": (embedding_gradient.EMBEDDING_GRADIENT,
+                                   embedding_gradient.sliced_case_of("hot", 16, 3, 400)),
     "attention": (attention.ATTENTION, attention.case_of(4, 2, 64, 16, False, attention.BOTH)),
     "attention, causal": (attention.ATTENTION,
                           attention.case_of(4, 4, 64, 16, True, attention.BOTH)),
@@ -69,6 +71,9 @@ ARMS = {
                 "communication"},
     "embedding": {"bags cat", "bags permute", "ours serial", "fused", "fused copy", "auto"},
     "embedding gradient": {"torch", "torch sparse", "torch, sgd", *embedding_gradient.OURS},
+    "embedding gradient, slices": {
+        f"{what}, {n}" for what in ("gradient", "sgd") for n in embedding_gradient.SLICES
+    },
     "attention": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "attention, causal": {"serial", "serial packed", "plan serial", "auto", *attention.SPECS},
     "norms": {"serial", "norm", *norms.PLANS},

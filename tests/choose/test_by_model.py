@@ -11,8 +11,6 @@ from plan_cases import AG, AR, BAGS, BY_ROWS, EXPERTS, NORM, OPS, PLAIN, RS, mak
 
 from counterpoint.choose import by_model as module
 from counterpoint.choose.by_model import (
-    MARGINS,
-    MIN_GAIN_S,
     ROW_TIE,
     ROW_TIE_S,
     TIE,
@@ -21,6 +19,7 @@ from counterpoint.choose.by_model import (
 )
 from counterpoint.choose.by_rule import WORTHWHILE_S, by_rule
 from counterpoint.choose.choice import Candidate, Choice
+from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.model.estimate import predicted_s

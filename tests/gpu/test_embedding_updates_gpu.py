@@ -7,7 +7,10 @@ from torch import nn
 
 import counterpoint as cp
 import counterpoint.nn as cnn
+from counterpoint.ops.embedding_exchange import problem_from
+from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.resources.order import Delay
+from counterpoint.runtime.workspace import workspace_of
 
 TABLES = ((1000, 128), (3, 64), (200, 24), (1, 16), (50, 300))
 BATCH, POOLING = 1024, 10  # of all ranks
@@ -129,9 +132,9 @@ def model_of(device, fused):
     return bags, bottom
 
 
-def step_of(bags, bottom, x, batch):
+def step_of(bags, bottom, x, batch, out=None):
     hidden = bottom(x)
-    y = bags(*batch)
+    y = bags(*batch, out=out)
     (1e-3 * (hidden * y).square()).sum().backward()
 
 
@@ -161,24 +164,74 @@ def test_other_layers_run_beside_the_update(gpus):
     cp.check()
 
 
+def slices(bags, count):
+    """As a first call decides where that is predicted to gain."""
+    workspace = workspace_of(bags.group, bags._like.device)
+    flat = [n for each in bags.dims for n in (len(each), *each)]
+    batch = (BATCH // len(bags.dims),) * len(bags.dims)
+    workspace.agreed[OP, problem_from(flat, batch, torch.float32)] = count
+
+
+@pytest.fixture(params=[1, 3], ids=["whole", "slices"])
+def count(request, gpus):
+    """Slices of tables that the gradient is exchanged in; one again for who comes next."""
+    yield request.param
+    slices(cnn.ShardedEmbeddingBags(TABLES, device=gpus), 1)
+
+
+@pytest.mark.parametrize("how", ["dense", "sparse", "weights", "sgd", "adagrad"])
+@pytest.mark.parametrize("hot", [0.0, 0.8])
+def test_slices_have_the_bits_of_one(gpus, how, hot):
+    """Ranks late at random, so that slices come at other times."""
+    draw, delay = torch.Generator(gpus).manual_seed(1 + dist.get_rank()), Delay(gpus)
+    ends = []
+    for number in (1, 2, 3, 5, 1):
+        torch.manual_seed(1)
+        bags = cnn.ShardedEmbeddingBags(TABLES, sparse=how == "sparse", device=gpus)
+        if how in ("sgd", "adagrad"):
+            bags.fuse_optimizer(cnn.SGD(0.1) if how == "sgd" else cnn.RowWiseAdagrad(0.1))
+        indices, offsets, _ = drawn(bags, 1, gpus, hot)
+        weights = torch.linspace(-1, 1, len(indices), device=gpus) if how == "weights" else None
+        if weights is not None:
+            weights.requires_grad_()
+        for _ in range(3):
+            y = bags(indices, offsets, weights)
+            slices(bags, number)
+            if torch.rand((), generator=draw, device=gpus) < 0.5:
+                delay(2e-4)
+            (1e-3 * y.square()).sum().backward()
+        found = [w if w.grad is None else w.grad.to_dense() for w in bags.weights]
+        ends.append([*found, *([] if weights is None else [weights.grad])])
+    for other in ends[1:]:
+        assert all(map(torch.equal, other, ends[0]))
+    slices(bags, 1)
+    torch.cuda.synchronize()
+    cp.check()
+
+
 @pytest.mark.shows("embedding_bag_all_to_all", "captured backward", "fp32")
-def test_a_captured_step(gpus):
+@pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
+def test_a_captured_step(gpus, into, count):
     """Forward, backward and update in one graph, with other indices and another learning rate."""
     (bags, bottom), (other, layers) = model_of(gpus, True), model_of(gpus, True)
     x = torch.randn(BATCH // dist.get_world_size(), 32, device=gpus)
     indices, offsets, _ = drawn(bags, 0, gpus, 0.5)
+    columns = sum(d for _, d in TABLES)
+    out = cp.PooledOutputs(columns, torch.float32, BATCH, captured=1) if into else None
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step_of(bags, bottom, x, (indices, offsets))
-    torch.cuda.current_stream().wait_stream(stream)
-    step_of(other, layers, x, (indices, offsets))
+    for _ in range(2):  # the first forward decides; what comes after it goes by as many slices
+        with torch.cuda.stream(stream):
+            step_of(bags, bottom, x, (indices, offsets), out)
+        torch.cuda.current_stream().wait_stream(stream)
+        step_of(other, layers, x, (indices, offsets))
+        slices(bags, count)
     bottom.zero_grad(), layers.zero_grad()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     dist.barrier()
     with torch.cuda.graph(graph):
-        step_of(bags, bottom, x, (indices, offsets))
+        step_of(bags, bottom, x, (indices, offsets), out)
     bags.load_state_dict(other.state_dict())
     for step in range(5):
         for some in (bags, other):

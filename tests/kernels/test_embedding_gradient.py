@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -22,7 +22,9 @@ from counterpoint.kernels.embedding_gradient import (
     weight_gradient_kernel,
 )
 from counterpoint.ops import embedding_gradients as ops
+from counterpoint.ops.embedding_exchange import Slice, at_once, in_one
 from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad, Steps, Update
+from counterpoint.plan.embedding_slices import tables_by_slice
 from counterpoint.runtime import launch_embedding_gradient as launches
 from counterpoint.testing.ptx import compiled
 
@@ -31,11 +33,31 @@ CASES: tuple[tuple[tuple[int, ...], str, Any], ...] = (
     ((300,), "weights", torch.float32), ((8, 8, 8), "weights", torch.bfloat16),
 )  # fmt: skip
 NUM_BAGS = 20
-BY_KERNEL: Any = ops._by_kernel  # pyright: ignore[reportPrivateUsage]
+DENSE: Any = ops._dense_by_kernel  # pyright: ignore[reportPrivateUsage]
+NAMED: Any = ops._named_by_kernel  # pyright: ignore[reportPrivateUsage]
 
 
 def pooled_of(bags: Bags, *, mean: bool = False) -> ops.Lookups:
     return ops.Lookups(bags.tables, bags.indices, bags.offsets, bags.weights, True, mean)
+
+
+def in_slices(dy: Tensor, tables: Sequence[Tensor], count: int) -> list[Slice]:
+    """As they come from an exchange: each slice of tables by itself."""
+    dims = [t.shape[1] for t in tables]
+    cut = tables_by_slice(dims, count)
+    parts = dy.split([sum(dims[t] for t in some) for some in cut], 1)
+    return [Slice(some, part.contiguous(), at_once) for some, part in zip(cut, parts, strict=True)]
+
+
+def by_kernel(
+    dy: Tensor, pooled: ops.Lookups, *, sparse: bool = False, count: int = 1
+) -> list[Tensor]:
+    """Gradients as a GPU makes them."""
+    slices = in_slices(dy, pooled.tables, count)
+    if not sparse:
+        return DENSE(slices, pooled)
+    each = zip(pooled.tables, NAMED(slices, pooled), strict=True)
+    return [ops.as_sparse(table, *found) for table, found in each]
 
 
 @contextmanager
@@ -61,9 +83,9 @@ def wrong_gradients(rank: int, ranks: int, segment: int) -> list[str]:
         dy = torch.randn(NUM_BAGS, sum(dims)).to(dtype)
         pooled = pooled_of(bags, mean=mode == "mean")
         for sparse in (False, True):
-            want = ops.table_gradients(dy, pooled, sparse=sparse)
+            want = ops.table_gradients(in_one(dy, dims), pooled, sparse=sparse)
             with settings(SEGMENT=segment):
-                got = BY_KERNEL(dy, pooled, ops.at_once, sparse=sparse)
+                got = by_kernel(dy, pooled, sparse=sparse)
             for i, (one, other) in enumerate(zip(got, want, strict=True)):
                 if sparse and not torch.equal(one.indices(), other.indices()):
                     found.append(f"{dims} {mode}: rows of table {i}")
@@ -71,13 +93,16 @@ def wrong_gradients(rank: int, ranks: int, segment: int) -> list[str]:
                 if too_far(one, other, dtype):
                     found.append(f"{dims} {mode} {sparse=}, {i}: {(one - other).abs().max()}")
         if bags.weights is not None:
-            want = ops.weight_gradient(dy, pooled)
-            out = torch.full_like(want, torch.nan)
+            want = ops.weight_gradient(in_one(dy, dims), pooled)
             entries = ops.entries_of(bags.offsets, bags.indices.numel(), last=True)
-            with settings():
-                ops.weight_gradient_into(out, dy, bags.tables, bags.indices, entries.bag)
-            if too_far(out, want, dtype, 1e-4):
-                found.append(f"{dims}: weights")
+            for count in (1, 2):
+                out = torch.full_like(want, torch.nan)
+                for some, part, _ in in_slices(dy, bags.tables, count):
+                    with settings():
+                        ops.weight_gradient_into(out, part, some, bags.tables, bags.indices,
+                                                 entries.bag)  # fmt: skip
+                if too_far(out, want, dtype, 1e-4):
+                    found.append(f"{dims}: weights, {count}")
     return found
 
 
@@ -106,7 +131,7 @@ def wrong_bits(rank: int, ranks: int, hot: float, rows: int) -> list[str]:
     first: list[Tensor] = []
     for how in ({}, {"PROGRAMS": 1}, {"PROGRAMS": 7, "LONG_PROGRAMS": 2}, {}):
         with settings(SEGMENT=16, **how):
-            grads = BY_KERNEL(dy, pooled, ops.at_once, sparse=False)
+            grads = by_kernel(dy, pooled)
         first = first or grads
         if not all(map(torch.equal, grads, first)):
             found.append(f"{how}: other bits")
@@ -122,7 +147,7 @@ def wrong_bits(rank: int, ranks: int, hot: float, rows: int) -> list[str]:
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     alone = ops.Lookups(bags.tables, bags.indices[keep], offsets, None, True, False)
     with settings(SEGMENT=16):
-        grads = BY_KERNEL(dy, alone, ops.at_once, sparse=False)
+        grads = by_kernel(dy, alone)
     for one, other in zip(grads, first, strict=True):
         if not torch.equal(one[rows // 2], other[rows // 2]):
             found.append("bits hang on other rows")
@@ -154,7 +179,9 @@ def wrong_updates(rank: int, ranks: int) -> list[str]:
             wide = pooled._replace(tables=exact)
             grads = [
                 torch.zeros_like(t).index_put_((rows,), values.double())
-                for t, (rows, values) in zip(exact, ops.sums_on_cpu(dy, wide), strict=True)
+                for t, (rows, values) in zip(
+                    exact, ops.sums_by_torch(in_one(dy, dims), wide), strict=True
+                )
             ]
             lr, eps, scale = map(float, rates.double())
             for i, g in enumerate(grads):
@@ -174,20 +201,65 @@ def wrong_updates(rank: int, ranks: int) -> list[str]:
     return found
 
 
-def update(how: Update, dy: Tensor, pooled: ops.Lookups) -> None:
+def update(how: Update, dy: Tensor, pooled: ops.Lookups, count: int = 1) -> None:
     """As `apply_update` does on a GPU."""
-    placed = how.steps.placed(pooled.tables, how.sums)
-    launches.sum_rows(placed, dy, ops.sorted_by_row(pooled, placed, len(dy)), how.kind, how.rates)
+    placed, slices = how.steps.placed(pooled.tables, how.sums), in_slices(dy, pooled.tables, count)
+    entries = ops.sorted_by_row(pooled, placed, len(dy))
+    ops.sum_slices(placed, slices, entries, how.kind, how.rates)
 
 
 def test_rows_are_updated_in_place(pool: RankPool):
     assert pool.run(wrong_updates, 1, group=False) == [[]]
 
 
+def other_bits_in_slices(rank: int, ranks: int, hot: float) -> list[str]:
+    """Gradients and updates by slices against those of one: tables of few and of many columns.
+
+    Segments of long rows begin in the same slots as those of another table, and nobody names one of
+    the tables.
+    """
+    draw, found = torch.Generator().manual_seed(1), list[str]()
+    dims, rows, num_bags = (24, 8, 16, 40, 8), 30, 12
+    sizes = torch.randint(5, (len(dims) * num_bags,), generator=draw)
+    sizes[2 * num_bags : 3 * num_bags] = 0
+    n, offsets = int(sizes.sum()), torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    indices = torch.randint(rows, (n,), generator=draw)
+    indices[torch.rand(n, generator=draw) < hot] = rows // 2
+    tables = [torch.randn(rows, d, generator=draw) for d in dims]
+    dy = torch.randn(num_bags, sum(dims), generator=draw)
+
+    def made(what: str, count: int) -> list[Tensor]:
+        copies, sums = [t.clone() for t in tables], list[Tensor]()
+        pooled = ops.Lookups(copies, indices, offsets, None, True, False)
+        with settings(SEGMENT=8):
+            if what in ("dense", "sparse"):
+                grads = by_kernel(dy, pooled, sparse=what == "sparse", count=count)
+                return [g.to_dense() for g in grads]
+            how = dict(UPDATES)[what]
+            if what == "rowwise_adagrad":
+                sums = [torch.ones(rows) for _ in dims]
+            update(Update(what, torch.tensor(how.rates), sums, Steps()), dy, pooled, count)
+        return copies + sums
+
+    for what in ("dense", "sparse", *dict(UPDATES)):
+        whole = made(what, 1)
+        assert not torch.equal(whole[0], tables[0])
+        for count in (2, 3, 5, 8):
+            if not all(map(torch.equal, made(what, count), whole)):
+                found.append(f"{what}: {count} slices")
+    return found
+
+
+@pytest.mark.parametrize("hot", [0.0, 0.7, 1.0])
+def test_slices_of_tables_have_the_bits_of_all_at_once(pool: RankPool, hot: float):
+    assert pool.run(other_bits_in_slices, 1, hot, group=False) == [[]]
+
+
 TYPES = {"dy_ptr": "*bf16", "bags_ptr": "*i32", "scales_ptr": "*fp32", "rows_ptr": "*i32",
          "starts_ptr": "*i32", "row_tables_ptr": "*i32", "names_ptr": "*i32", "tables_ptr": "*i64",
          "rates_ptr": "*fp32", "marks_ptr": "*i32", "long_ptr": "*i32", "partials_ptr": "*fp32",
-         "n": "i32", "stride": "i32", "width": "i32"}  # fmt: skip
+         "bounds_ptr": "*i64", "n": "i32", "num_bags": "i32", "stride": "i32", "width": "i32",
+         "first_table": "i32", "last_table": "i32", "first_column": "i32"}  # fmt: skip
 
 
 @pytest.mark.parametrize("writes", ["rows", "named", "sgd", "rowwise_adagrad"])
@@ -223,6 +295,7 @@ def test_what_is_beside_it_compiles(capability: int):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_weights_gradient_compiles(capability: int):
     types = {"dy_ptr": "*bf16", "indices_ptr": "*i32", "bags_ptr": "*i64", "tables_ptr": "*i64",
-             "out_ptr": "*fp32", "n": "i32", "num_bags": "i32", "stride": "i32"}  # fmt: skip
+             "out_ptr": "*fp32", "n": "i32", "num_bags": "i32", "stride": "i32",
+             "first_table": "i32", "last_table": "i32", "first_column": "i32"}  # fmt: skip
     constants = {"DTYPE": tl.bfloat16, "ENTRIES": 16, "BLOCK_D": 64}
     assert not compiled(weight_gradient_kernel, capability, types, constants, num_warps=2).spills

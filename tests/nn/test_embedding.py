@@ -202,7 +202,8 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
         ({"owners": (0,)}, owners),
         ({"owners": (0, 1, 2, 0, 0)}, owners),
         ({"mode": "max"}, "mode must be 'sum' or 'mean'"),
-        ({"plan": "graded"}, "plan must be one of auto, serial, fused, islands, got 'graded'"),
+        ({"plan": "graded"},
+         "plan must be one of auto, serial, fused, fused_after_barrier, islands, got 'graded'"),
     ]  # fmt: skip
     found = wrongly_refused(cnn.ShardedEmbeddingBags, {"tables": TABLES}, cases)
     bags = cnn.ShardedEmbeddingBags(TABLES)

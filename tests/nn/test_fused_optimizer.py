@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import on_ranks
+from rank_bodies import world
 from refusals import Refusal, wrongly_refused
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
@@ -236,7 +237,7 @@ def test_the_operator_of_an_update(rank: int, ranks: int):
     sums = [torch.zeros(5), torch.zeros(3)]
     arguments = (torch.randn(2, 6, generator=draw), tables, sums, torch.tensor([0.1, 1e-8, 1.0]),
                  torch.tensor([0, 4, 4, 2, 0]), torch.tensor([0, 2, 3, 5]), None, False, False,
-                 "rowwise_adagrad")  # fmt: skip
+                 "rowwise_adagrad", [2, 4, 2], [2], 0, world().group_name, False)  # fmt: skip
     op: Any = torch.ops.counterpoint.embedding_bag_update
     results: dict[str, str] = torch.library.opcheck(op, arguments, raise_exception=True)
     assert set(results.values()) == {"SUCCESS"}

@@ -330,7 +330,7 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
         ({"out": out if rank else None},
          "out is given must be equal on all ranks, False as on rank 0"),
         ({"out": other if rank else out},
-         "out must be equal on all ranks, (24, torch.float32, (3, 3)) as on rank 0"),
+         "out must be equal on all ranks, (24, torch.float32, (3, 3), False) as on rank 0"),
         # wrong on one rank alone, told to all
         ({"dims": ((4, 8), (4, 7)) if rank else pairs}, f"{described} 1, got ((4, 8), (4, 7))"),
         ({"dims": pairs if rank else None},
@@ -339,7 +339,8 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
         ({"mode": "max" if rank else "sum"}, "mode must be 'sum' or 'mean', got 'max'"),
         ({"indices": good.indices.float()} if rank else {}, "indices must be int32 or int64"),
         ({"tables": 3} if rank else {}, "tables must be a list of Tensors, got int"),
-        ({"plan": "graded"}, "plan must be auto or one of serial, fused, islands, got 'graded'"),
+        ({"plan": "graded"},
+         "plan must be auto or one of serial, fused, fused_after_barrier, islands, got 'graded'"),
         ({"plan": "serial" if rank else "fused"},
          "plan must be equal on all ranks, fused as on rank 0, got serial on rank 1"),
     ]  # fmt: skip

@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
 from counterpoint.choose.known import Knowledge
-from counterpoint.ops import agreement, auto, embedding_call, embedding_facts, plans
+from counterpoint.ops import (
+    agreement,
+    auto,
+    embedding_call,
+    embedding_exchange,
+    embedding_facts,
+    plans,
+)
 from counterpoint.ops import embedding_bag_all_to_all as operator
 from counterpoint.ops.embedding_check import check_bags
 from counterpoint.runtime.embedding_layout import MAX_INDICES
@@ -57,7 +64,7 @@ class Ranks:
         self.refused: cp.InputError | None = None
         self.machine: cp.Machine | None = None
         patch.setattr(agreement, "meet", self._meet)
-        for module in (auto, plans):
+        for module in (auto, plans, embedding_exchange):
             patch.setattr(module, "knowledge_of", self._knowledge)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         patch.setattr(embedding_facts, "check_bags", self._check)
@@ -128,6 +135,7 @@ class Ranks:
         if into:
             out.group, out.device = self.workspace.group, self.workspace.device
             out.columns, out.dtype, out.batch = MLPERF.n, torch.bfloat16, MLPERF.rows
+            out.captured = 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedding_facts, "check_bags", self._workspace)
             return self.agreed(bags, dims=MLPERF.tables, out=out, **more)[1].spec

@@ -35,6 +35,24 @@ def test_plans_are_right(sizes: str, spec: str, out: bool):
         assert [step.name for step in plan.steps] == ["lookup"] and plan.spec == "serial"
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+def test_plans_that_a_graph_replays_are_right(sizes: str):
+    """Into outputs of peers, every rank waits for every other first; without peers none does."""
+    p = problem_of(sizes, out=True)
+    plan, behind = cp.build(p, "fused"), cp.build(p, "fused_after_barrier")
+    cp.validate(behind)
+    assert cp.Plan.from_json(behind.to_json()) == behind
+    if p.ranks == 1:
+        assert behind == plan
+        return
+    first, *rest = behind.steps
+    assert first.kind == "barrier" and tuple(rest) == plan.steps
+    for rank in range(p.ranks):
+        met = {arrival.rank for arrival in cp.bind(behind, rank).steps[0].waits}
+        assert met == set(range(p.ranks)) - {rank}
+    cp.validate(cp.build(replace(p, out=False), "fused_after_barrier"))
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize(("islands", "size"), [(2, 1), (2, 2), (2, 3), (3, 2), (4, 1)])
 def test_plans_between_islands_are_right(islands: int, size: int, chunks: int):

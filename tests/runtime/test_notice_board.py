@@ -79,7 +79,10 @@ def backward() -> object:
     """The exchange of the gradients of embedding bags: one table of 4 columns on each rank."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), world().group_name
     dims, batch, dy = [1, 4] * ranks, [1] * ranks, torch.ones(1, 4 * ranks)
-    return torch.ops.counterpoint.pooled_gradient_all_to_all(dy, dims, batch, rank, group)
+    tables, nothing = [torch.ones(3, 4)], torch.empty(0, dtype=torch.int64)
+    pooled = tables, nothing, nothing.new_zeros(ranks), None, False, False
+    op = torch.ops.counterpoint.embedding_bag_gradients
+    return op(dy, *pooled, dims, batch, rank, group, "dense", False)
 
 
 def counts(each: int = 1) -> object:

@@ -1,13 +1,14 @@
 """The plan with the smallest predicted time: closed forms sort out, simulations decide.
 
 Serial is a candidate like the others, and wins unless another is faster by more than predictions
-are off: see MARGINS.
+are off: see gains.py.
 """
 
 from collections.abc import Mapping, Sequence
 from math import inf, nan
 
 from counterpoint.choose.choice import Candidate, Choice
+from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
 from counterpoint.costs import NO_TILES, Costs, Tiles, own_matmul
 from counterpoint.machine import Machine, kernels_refused
 from counterpoint.model.estimate import predicted_s
@@ -20,12 +21,6 @@ from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
 MAX_SIMULATED = 5  # besides serial
-# a plan has to be predicted this much faster than serial: on measured machines predictions are off
-# by 5 % in the median, most of it common to all plans of a shape; a datasheet may be far off
-MARGINS = {True: 1.03, False: 1.15}
-# and this much: an eager call of a plan is the launch of a graph, which starts that much later than
-# two kernels do (4xH200, 2026-11)
-MIN_GAIN_S = 10e-6
 # of plans as close as that, the finest, of most steps that wait: a late copy holds up less then
 TIE = 1.01
 # but where kernels in a row are as close as predictions are off, they are taken: there is no side

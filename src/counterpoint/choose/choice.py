@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
 
+from counterpoint.choose.slices import slices_of
 from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import estimate
@@ -134,6 +135,8 @@ class Choice:
             f"chosen {how}: {self.spec}, {self.seconds * us:.0f} us, "
             f"{self.speedup(self.seconds):.2f}x serial{hidden}"
         )
+        if p.tables and p.ranks > 1:
+            lines.append(f"its backward: {slices_of(p, self.machine)}")
         lines.append("")
         width = max(len(c.spec) for c in self.table)
         lines.append(f"{'plan':{width}}        us   speedup  basis        verdict")

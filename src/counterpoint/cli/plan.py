@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint.choose.by_model import MARGINS, MIN_GAIN_S, parts_s
+from counterpoint.choose.by_model import parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose
+from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
 from counterpoint.cli.files import check_written
 from counterpoint.cli.problems import (
     M_N_K,

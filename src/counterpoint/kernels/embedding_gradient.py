@@ -9,6 +9,10 @@ bits whatever the grid, and whatever other rows there are.
 Segments of long rows have at least SEGMENT // 2 entries. So if the entries are cut into slots of
 that many, no two of them begin in one slot, and a segment's sum is kept by the number of its slot.
 
+A launch sums the rows of some tables, [first_table, last_table): those whose part of dy has come.
+Their entries are those at places from bounds[first_table * num_bags] on, sorted as they are: no
+entry leaves its table.
+
 A sum is written to a gradient, or the row itself is updated by it, and no gradient is made.
 
 A table is TABLE_WORDS numbers of int64. Of rows' sums: address of what is written, the number of
@@ -20,6 +24,7 @@ import triton
 import triton.language as tl
 
 TABLE_WORDS = tl.constexpr(6)
+SOME = ("first_table", "last_table", "first_column")  # which tables a launch is for
 
 
 @triton.jit(do_not_specialize=["n", "num_bags"])
@@ -52,7 +57,7 @@ def mark_rows_kernel(
     tables_ptr,  # [rows] int32: its table
     sorted_bags_ptr,  # [n] int32: the bag at each place
     sorted_scales_ptr,  # [n] fp32
-    marks_ptr,  # [2] int32; the first becomes 1 if a row is long
+    marks_ptr,  # int32; the first becomes 1 if a row is long
     n,
     num_bags,
     SCALED: tl.constexpr,
@@ -122,9 +127,9 @@ def write_rows(
     tl.store(places, total.to(DTYPE), mask=there)
 
 
-@triton.jit(do_not_specialize=["n", "stride", "width"])
+@triton.jit(do_not_specialize=["n", "num_bags", "stride", "width", *SOME])
 def table_gradient_kernel(
-    dy_ptr,  # [num_bags, columns]
+    dy_ptr,  # [num_bags, columns of these tables]
     bags_ptr,  # [n] int32: the bag at each place
     scales_ptr,  # [n] fp32, likewise
     rows_ptr,  # [n] int32: which of the rows that are named
@@ -133,12 +138,17 @@ def table_gradient_kernel(
     names_ptr,  # [n] int32 or int64: the row of all tables
     tables_ptr,  # [tables, TABLE_WORDS] int64
     rates_ptr,  # [3] fp32 of an update
-    marks_ptr,  # [2] int32: whether rows are long; how many of them are in `long`
+    marks_ptr,  # [1 + tables] int32: whether rows are long; how many of these tables' are in `long`
     long_ptr,  # [slots] int32: rows
     partials_ptr,  # [slots, width] fp32: sums of segments
+    bounds_ptr,  # [tables * num_bags + 1] int64: where bags begin
     n,
+    num_bags,
     stride,  # of a row of dy, in VEC elements
     width,
+    first_table,
+    last_table,
+    first_column,  # of all tables' columns, the one that dy begins with, in VEC elements
     DTYPE: tl.constexpr,  # of dy and what is written
     WRITES: tl.constexpr,
     SCALED: tl.constexpr,
@@ -151,10 +161,12 @@ def table_gradient_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     lanes, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     half: tl.constexpr = SEGMENT // 2
+    first_place = tl.load(bounds_ptr + first_table * num_bags).to(tl.int32)
+    last_place = tl.load(bounds_ptr + last_table * num_bags).to(tl.int32)
 
     # segments of long rows first: each is more work than most rows are
-    slots = tl.where(tl.load(marks_ptr) != 0, (n + half - 1) // half, 0)
-    for slot in range(program, slots, programs):
+    slots = tl.where(tl.load(marks_ptr) != 0, (last_place + half - 1) // half, 0)
+    for slot in range(first_place // half + program, slots, programs):
         low = slot * half
         for side in tl.static_range(2):
             # a long row of which a segment begins here holds the slot's first place or its last
@@ -167,12 +179,13 @@ def table_gradient_kernel(
             begin = start + (piece * length // pieces).to(tl.int32)
             end = start + ((piece + 1) * length // pieces).to(tl.int32)
             once = start > low if side else start <= low
+            once = once & (start >= first_place) & (start < last_place)
             if once & (length > SEGMENT) & (piece < pieces) & (begin < low + half):
                 if piece == 0:  # in any order: a row's sum hangs on none of it
-                    found = tl.atomic_add(marks_ptr + 1, 1, sem="relaxed")
+                    found = tl.atomic_add(marks_ptr + 1 + first_table, 1, sem="relaxed")
                     tl.store(long_ptr + found, row)
                 table_ptr = tables_ptr + tl.load(row_tables_ptr + row) * TABLE_WORDS
-                dim, column = tl.load(table_ptr + 3) * VEC, tl.load(table_ptr + 4)
+                dim, column = tl.load(table_ptr + 3) * VEC, tl.load(table_ptr + 4) - first_column
                 for first in range(0, dim.to(tl.int32), BLOCK_D):
                     there = first + cols < dim
                     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -194,8 +207,10 @@ def table_gradient_kernel(
                     partial_ptr = partials_ptr + tl.cast(slot, tl.int64) * width + first
                     tl.store(partial_ptr + cols, tl.sum(acc, 0)[None, :], mask=there)
 
-    count = tl.load(rows_ptr + (n - 1)) + 1
-    for low in range(program * ROWS, count, programs * ROWS):
+    some = first_place < last_place
+    first_row = tl.load(rows_ptr + first_place, mask=some, other=0)
+    count = tl.load(rows_ptr + last_place - 1, mask=some, other=-1) + 1
+    for low in range(first_row + program * ROWS, count, programs * ROWS):
         row = low + lanes
         start = tl.load(starts_ptr + row, mask=row < count, other=0)
         length = tl.load(starts_ptr + (row + 1), mask=row < count, other=0) - start
@@ -204,7 +219,7 @@ def table_gradient_kernel(
         table = tl.load(row_tables_ptr + row, mask=works, other=0)
         table_ptrs = tables_ptr + table * TABLE_WORDS
         dim = tl.load(table_ptrs + 3, mask=works, other=0) * VEC
-        column = tl.load(table_ptrs + 4, mask=works, other=0)
+        column = tl.load(table_ptrs + 4, mask=works, other=0) - first_column
         longest = tl.max(tl.max(length, 1), 0)
         for first in range(0, tl.max(tl.max(dim, 1), 0).to(tl.int32), BLOCK_D):
             there = first + cols < dim
@@ -227,17 +242,18 @@ def table_gradient_kernel(
                        WRITES, VEC)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "first_table"])
 def long_rows_kernel(
     starts_ptr, row_tables_ptr, names_ptr, tables_ptr, rates_ptr, marks_ptr, long_ptr,  # as above
-    partials_ptr, width, DTYPE: tl.constexpr, WRITES: tl.constexpr, SEGMENT: tl.constexpr,
+    partials_ptr, width, first_table, DTYPE: tl.constexpr, WRITES: tl.constexpr,
+    SEGMENT: tl.constexpr,
     STEP: tl.constexpr,  # segments at a time
     BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """The sums of long rows, from those of their segments."""
     lanes, cols = tl.arange(0, STEP)[:, None], tl.arange(0, BLOCK_D)[None, :]
     one = tl.zeros((1, 1), tl.int32)
-    for k in range(tl.program_id(0), tl.load(marks_ptr + 1), tl.num_programs(0)):
+    for k in range(tl.program_id(0), tl.load(marks_ptr + 1 + first_table), tl.num_programs(0)):
         row = tl.load(long_ptr + k)
         start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         length = (stop - start).to(tl.int64)
@@ -256,9 +272,9 @@ def long_rows_kernel(
                        first, total, DTYPE, WRITES, VEC)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "num_bags", "stride"])
+@triton.jit(do_not_specialize=["n", "num_bags", "stride", *SOME])
 def weight_gradient_kernel(
-    dy_ptr,  # [num_bags, columns]
+    dy_ptr,  # [num_bags, columns of these tables]
     indices_ptr,  # [n]
     bags_ptr,  # [n] int64: table * num_bags + bag of each entry
     tables_ptr,  # [tables, TABLE_WORDS] int64
@@ -266,6 +282,9 @@ def weight_gradient_kernel(
     n,
     num_bags,
     stride,  # of a row of dy
+    first_table,
+    last_table,
+    first_column,  # of all tables' columns, the one that dy begins with
     DTYPE: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -274,12 +293,14 @@ def weight_gradient_kernel(
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)[:, None]
     live = entry < n
     bag = tl.load(bags_ptr + entry, mask=live, other=0)
+    live = live & (bag // num_bags >= first_table) & (bag // num_bags < last_table)
     table_ptrs = tables_ptr + bag // num_bags * TABLE_WORDS
     index = tl.load(indices_ptr + entry, mask=live, other=0).to(tl.int64)
     dim = tl.load(table_ptrs + 2, mask=live, other=0)
+    column = tl.load(table_ptrs + 3, mask=live, other=0) - first_column
     table = tl.load(table_ptrs, mask=live, other=0).to(tl.pointer_type(DTYPE))
     row_ptrs = table + index * tl.load(table_ptrs + 1, mask=live, other=0)
-    term_ptrs = dy_ptr + (bag % num_bags) * stride + tl.load(table_ptrs + 3, mask=live, other=0)
+    term_ptrs = dy_ptr + (bag % num_bags) * stride + column
     acc = tl.zeros((ENTRIES, BLOCK_D), tl.float32)
     for first in range(0, tl.max(tl.max(dim, 1), 0).to(tl.int32), BLOCK_D):
         there = first + cols < dim

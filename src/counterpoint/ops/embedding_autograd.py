@@ -5,7 +5,8 @@ tables and weights, or updates the tables. What needs no gradient runs beside th
 are sorted, and gradients are zeroed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,14 +16,16 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops.call import num_dispatch_modes
 from counterpoint.ops.embedding_call import Ready
+from counterpoint.ops.embedding_exchange import Sent, exchange
 from counterpoint.ops.embedding_gradients import (
     Lookups,
-    exchange,
-    problem_from,
+    as_sparse,
+    named_sums,
     table_gradients,
     weight_gradient,
 )
-from counterpoint.ops.embedding_updates import Update, apply_update, update_beside
+from counterpoint.ops.embedding_updates import Update, update_beside, update_in_order
+from counterpoint.ops.register import refuse_double, register
 from counterpoint.plan.embedding_bag_all_to_all import OP
 
 TRAINED = attrgetter("requires_grad")
@@ -66,15 +69,6 @@ class Backward(NamedTuple):
     update: Update | None
 
 
-class Sent(NamedTuple):
-    """What is known of an exchange of gradients: see `Arguments`."""
-
-    dims: Sequence[int]
-    batch: Sequence[int]
-    rank: int
-    group_name: str
-
-
 class Needed(NamedTuple):
     """Which gradients are asked for."""
 
@@ -99,43 +93,53 @@ def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     tables, sums = rest[:count], rest[count:]
     pooled = Lookups(tables, indices, offsets, weights, last, mean)
     needed = Needed(need, need_weights, need_anchor)
+    ops: Any = torch.ops.counterpoint
     if kind:
-        dy, dw = _exchanged(dy, ctx.sent, pooled, needed)
-        ops: Any = torch.ops.counterpoint
-        ops.embedding_bag_update(
-            dy, tables, sums, rates, indices, offsets, weights, last, mean, kind
+        done, dw = ops.embedding_bag_update(
+            dy, tables, sums, rates, *pooled[1:], kind, *ctx.sent, need_weights
         )
-        grads = [None] * count
+        grads, dw = [None] * count, dw if need_weights else None
     else:
-        grads, dw, dy = _in_a_graph(dy, ctx.sent, pooled, needed, sparse=sparse)
-    nothing = _nothing(dy, anchor, needed)
+        find = ops.embedding_bag_gradients
+        grads, dw, done = _gradients(find, dy, ctx.sent, pooled, needed, sparse=sparse)
+    nothing = _nothing(done, anchor, needed)
     return grads, None, None, dw, nothing, *[None] * 11, [None] * len(sums)
 
 
-def _exchanged(
-    dy: Tensor, sent: Sent, pooled: Lookups, needed: Needed
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of own tables' columns, and that of weights."""
-    ops: Any = torch.ops.counterpoint
-    dy = ops.pooled_gradient_all_to_all(dy, *sent)
-    if not needed.weights:
-        return dy, None
-    return dy, ops.embedding_bag_weight_gradient(dy, *pooled[:5])
+def _gradients(
+    find: Callable[..., list[Tensor]], dy: Tensor, sent: Sent, pooled: Lookups, needed: Needed,
+    *, sparse: bool,
+) -> tuple[list[Tensor | None], Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of tables and weights, and what is empty and hangs on them.
+
+    Args:
+        find: `_found`, or the operator of it.
+    """
+    kind = ("sparse" if sparse else "dense") if any(needed.tables) else ""
+    *found, done = find(dy, *pooled, *sent, kind, needed.weights)
+    dw = found.pop() if needed.weights else None
+    if kind == "sparse":
+        found = list(map(as_sparse, pooled.tables, found[::2], found[1::2]))
+    return _asked_for(found, needed), dw, done
 
 
-def _in_a_graph(
-    dy: Tensor, sent: Sent, pooled: Lookups, needed: Needed, *, sparse: bool
-) -> tuple[list[Tensor | None], Tensor | None, Tensor]:
-    """Gradients of tables and weights, and what they are made of."""
-    dy, dw = _exchanged(dy, sent, pooled, needed)
-    found: list[Tensor] = []
-    if any(needed.tables):
-        if sparse:
-            found = table_gradients(dy, pooled, sparse=True)
-        else:
-            ops: Any = torch.ops.counterpoint
-            found = ops.embedding_bag_table_gradients(dy, *pooled)
-    return _asked_for(found, needed), dw, dy
+def _found(*given: Any) -> list[Tensor]:
+    """Gradients of tables, of sparse ones rows and values of each; that of weights; and nothing.
+
+    The exchange runs beside what does not need it, and all ranks take part, whatever they need.
+    """
+    dy, *lookups = given[:7]
+    pooled, sent, (kind, of_weights) = Lookups(*lookups), Sent(*given[7:11]), given[11:]
+    slices, found = exchange(dy, sent), list[Tensor]()
+    if kind == "dense":
+        found += table_gradients(slices, pooled, sparse=False)
+    elif kind:
+        found += chain.from_iterable(named_sums(slices, pooled))
+    if of_weights:
+        found.append(weight_gradient(slices, pooled))
+    for each in slices:
+        each.wait()
+    return [*found, dy.new_empty(0)]
 
 
 def _asked_for(found: Sequence[Tensor], needed: Needed) -> list[Tensor | None]:
@@ -189,28 +193,13 @@ class Eager(torch.autograd.Function):
         grads: Sequence[Tensor | None] = ()
         if update is not None:
             dw = _updated(ctx.step, update, dy, pooled, ctx.sent, needed)
-        # operators refuse a gradient of the gradient
-        elif torch.is_grad_enabled() or torch.compiler.is_compiling() or num_dispatch_modes():
-            grads, dw, _ = _in_a_graph(dy, ctx.sent, pooled, needed, sparse=sparse)
         else:
-            grads, dw = _at_once(dy, pooled, ctx.sent, needed, sparse=sparse)
+            # the operator refuses a gradient of the gradient
+            seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or num_dispatch_modes()
+            find = torch.ops.counterpoint.embedding_bag_gradients if seen else _found
+            grads, dw, _ = _gradients(find, dy, ctx.sent, pooled, needed, sparse=sparse)
         own = [g for g, trained in zip(grads, ctx.trained, strict=False) if trained]
         return *[None] * 4, dw, _nothing(dy, anchor, needed), *own
-
-
-def _at_once(
-    dy: Tensor, pooled: Lookups, sent: Sent, needed: Needed, *, sparse: bool
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Gradients of tables and weights; the exchange runs beside what does not need it."""
-    dims, batch, rank, group_name = sent
-    got, wait = exchange(dy, problem_from(dims, batch, dy.dtype), rank, group_name)
-    if needed.weights:
-        wait()
-    dw = weight_gradient(got, pooled) if needed.weights else None
-    if not any(needed.tables):
-        wait()
-        return _asked_for((), needed), dw
-    return _asked_for(table_gradients(got, pooled, wait, sparse=sparse), needed), dw
 
 
 def _updated(
@@ -228,11 +217,27 @@ def _updated(
         raise InputError(OP, "backward", want="one for each forward, before the next one", got=got,
                          fix=fix)  # fmt: skip
     steps.count += 1
-    dims, batch, rank, group_name = sent
     if needed.weights:
-        dy, dw = _exchanged(dy, sent, pooled, needed)
-        apply_update(update, dy.detach(), pooled)
-        return dw
-    p = problem_from(dims, batch, dy.dtype)
-    update_beside(update, dy.detach(), pooled, lambda dy: exchange(dy, p, rank, group_name))
+        return update_in_order(update, dy.detach(), pooled, sent, of_weights=True)
+    update_beside(update, dy.detach(), pooled, sent)
     return None
+
+
+def _fake(*given: Any) -> list[Tensor]:
+    dy, tables, indices, _, weights, *_, kind, of_weights = given
+    found: list[Tensor] = []
+    if kind == "dense":
+        found += [t.new_empty(t.shape) for t in tables]
+    for t in tables if kind == "sparse" else ():
+        rows = torch.library.get_ctx().new_dynamic_size()
+        found += [indices.new_empty(rows, dtype=torch.int64), t.new_empty(rows, t.shape[1])]
+    return [*found, *([weights.new_empty(weights.shape)] if of_weights else []), dy.new_empty(0)]
+
+
+# an operator, so that a compiled backward holds it as one node; its last result is empty
+register(
+    "embedding_bag_gradients(Tensor dy, Tensor[] tables, Tensor indices, Tensor offsets, "
+    "Tensor? weights, bool last, bool mean, int[] dims, int[] batch, int rank, str group_name, "
+    "str of_tables, bool of_weights) -> Tensor[]",
+    _found, _fake, refuse_double,
+)  # fmt: skip

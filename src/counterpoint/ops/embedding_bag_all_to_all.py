@@ -22,8 +22,8 @@ from counterpoint.ops.embedding_autograd import (
 )
 from counterpoint.ops.embedding_call import PLAIN, ready_for
 from counterpoint.ops.embedding_check import check_bags, check_limits
+from counterpoint.ops.embedding_exchange import problem_from
 from counterpoint.ops.embedding_facts import Asked
-from counterpoint.ops.embedding_gradients import problem_from
 from counterpoint.ops.embedding_updates import Update
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
@@ -51,6 +51,7 @@ def embedding_bag_all_to_all(
     with the same tables and as many bags. Differentiable in tables and weights, once, in the same
     order of sums each time. Where gradients are enabled the output asks for one on all ranks, so
     that all take part in the backward, also with frozen tables: `torch.no_grad` if there is none.
+    Its exchange runs beside sorting, and by slices of tables beside sums where `choose` says so.
 
     Indices that a table does not have are undefined on GPUs; COUNTERPOINT_CHECK=1 has all values
     checked at each call, as on CPU ranks always.
@@ -70,19 +71,18 @@ def embedding_bag_all_to_all(
             each call, which waits for all of them; given, they meet at the first call of such
             tables and bags only. Where torch compiles it is given.
         dtype: of the tables, where there are none.
-        sparse: gradients of tables are sparse tensors, each row once. How many is not known before:
-            the backward waits for the GPU.
-        out: where peers write to, also in compiled models, between two graphs; else one more copy.
+        sparse: gradients of tables are sparse, each row once; the backward waits for their number.
+        out: where peers write to; else one more copy.
         plan: "fused": one kernel, which stores rows where they belong in their owner's output;
+            "fused_after_barrier": what calls with `out` take in its place in CUDA graphs;
             "serial": a lookup, the library's all-to-all and a concat; "islands", of ranks on
-            several: chunks of what another island owns are exchanged while the next is pooled;
-            "auto": the faster one as predicted at the first call with such dims, batch, dtype, mode
-            and kind of `out`, from all ranks' number of indices there, which all later calls take
-            too; a Plan, of any number of indices; or a JSON file of one. On all ranks alike.
+            several: chunks for another island are exchanged while the next is pooled; "auto": the
+            faster one as predicted at the first call with such dims, batch, dtype, mode and kind of
+            `out`, from all ranks' number of indices there, which all later calls take too; a Plan,
+            of any number of indices; or a JSON file of one. On all ranks alike.
 
     Returns:
-        dtype of the tables, [own bags, D of all tables of all ranks]: a new tensor, or the next
-        turn of `out`.
+        dtype of the tables, [own bags, D of all tables of all ranks]: new, or memory of `out`.
 
     Raises:
         InputError: an argument is wrong, or ranks differ; nothing was launched. On all ranks, where

@@ -23,6 +23,7 @@ from counterpoint.ops.embedding_facts import Asked, agreed
 from counterpoint.ops.embedding_kernels import OP, Bags, Chunks
 from counterpoint.ops.plans import KEYS
 from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.plan.embedding_bag_all_to_all import after_barrier
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.embedding_layout import MAX_INDICES, VECTOR_BYTES
@@ -46,6 +47,7 @@ class Ready:
     """
 
     code: Code | None = None
+    opened: Code | None = None  # for an output that replays of a graph share
 
     def __init__(self, workspace: Workspace, problem: Problem, digest: int, *, mean: bool) -> None:
         self.workspace, self.problem, self.mean = workspace, problem, mean
@@ -66,20 +68,21 @@ class Ready:
             out: whose next turn is the result; None: a new tensor.
 
         Raises:
-            InputError: a graph is captured, with `out`.
+            InputError: a graph is captured, and `out` has no output left for one.
             PeerTimeoutError: a peer did not answer; the group is unusable.
             InputError: likewise, as one has called something else.
         """
         self.note(self.digest)
-        into = None
+        into, code = None, self.code
         if out is None:
             y = indices.new_empty(self.shape, dtype=self.dtype)
         else:
             turn = out.take()
             y, into = out.view(turn), (out.bases, out.turn_bytes // VECTOR_BYTES, turn)
-        if self.code is not None:
+            code = code if turn < out.turns else self.opened
+        if code is not None:
             bags: Any = Bags(tables, indices, offsets, weights, last, self.mean, placed, into)
-            self.code.run({"bags": bags, "y": y})
+            code.run({"bags": bags, "y": y})
         return y
 
     def compile(self, plan: Plan, asked: Asked, placed: dict[object, Chunks]) -> None:
@@ -92,7 +95,13 @@ class Ready:
         # memory that calls in any mode may write to
         with torch.inference_mode(False):
             y = asked.indices.new_empty(self.shape, dtype=self.dtype)
-            self.code = compiled(plan, str(asked.plan), self.workspace, {"bags": bags, "y": y})
+            like = {"bags": bags, "y": y}
+            self.code = self.opened = compiled(plan, str(asked.plan), self.workspace, like)
+            if out is None or not out.captured:
+                return
+            own = self.code.program.plan
+            if own.family == "fused":
+                self.opened = compiled(after_barrier(own.problem), own.spec, self.workspace, like)
 
 
 class Known(NamedTuple):
@@ -149,7 +158,7 @@ def _first(asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None) 
     workspace.check()
     problem, plan = agreed(asked, workspace)
     placed: dict[object, Chunks] = {}
-    facts = (OP, plan.problem, plan.spec, asked.mode)
+    facts = (OP, plan.problem, plan.spec, asked.mode, bool(asked.out and asked.out.captured))
     ready: Ready | None = workspace.code.get(facts)
     if ready is None:
         # what is made while a graph is captured is empty until its first replay

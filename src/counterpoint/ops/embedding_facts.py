@@ -13,6 +13,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.embedding_check import check_bags, check_limits, fix_of_last, problem_with
+from counterpoint.ops.embedding_exchange import decide_slices
 from counterpoint.ops.plans import of_islands, plan_key, plan_of
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.embedding_bag_all_to_all import OP
@@ -126,6 +127,7 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
     assert known is not None
     _check_outputs(asked.out, problem)
     found = workspace.agreed[known] = _Agreed(problem, _chosen(problem, known, workspace))
+    decide_slices(problem, workspace)
     return found
 
 
@@ -162,7 +164,7 @@ def _known_by(asked: Asked, workspace: Workspace) -> _Known:
     counts = _bags_of(asked, counts, ranks)
     kind = tables[0].dtype if tables else asked.dtype
     assert kind is not None
-    outputs = None if out is None else (out.columns, out.dtype, out.batch)
+    outputs = None if out is None else (out.columns, out.dtype, out.batch, out.captured > 0)
     return _Known(OP, dims, counts, kind, str(asked.mode), outputs, plan_key(OP, asked.plan))
 
 

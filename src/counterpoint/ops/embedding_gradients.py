@@ -1,11 +1,11 @@
 """What embedding bags compute by torch: pooled rows on CPU ranks, gradients of tables and weights.
 
 Entries are indices by position. An entry's gradient row is that of its bag times its scale: its
-weight, or one over the entries of its bag.
+weight, or one over the entries of its bag. What gradients are made of comes by slices of tables;
+what needs none of it, such as sorting, is begun before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from counterpoint.ops.register import refuse_double, register
-from counterpoint.plan.embedding_bag_all_to_all import OP
-from counterpoint.problem import Problem
+from counterpoint.ops.embedding_exchange import Slice
 from counterpoint.runtime.launch_embedding_gradient import (
     Sorted,
     Tables,
@@ -24,10 +22,6 @@ from counterpoint.runtime.launch_embedding_gradient import (
     tables_of,
     weight_gradient_into,
 )
-from counterpoint.runtime.library import library_of
-from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.workspace import workspace_of
 
 CHUNK_ELEMENTS = 1 << 24  # of gathered rows in fp32 at a time
 
@@ -37,6 +31,7 @@ class Entries(NamedTuple):
 
     bag: Tensor  # int64 [n]: table * bags + bag
     sizes: Tensor  # int64 [tables * bags]
+    bounds: Tensor  # int64 [tables * bags + 1]: see `bounds_of`
 
 
 class Lookups(NamedTuple):
@@ -50,26 +45,11 @@ class Lookups(NamedTuple):
     mean: bool
 
 
-def problem_from(dims: Sequence[int], batch: Sequence[int], dtype: torch.dtype) -> Problem:
-    """The problem of flat dims: of each rank how many tables, and their columns; made once."""
-    return _problem_from(tuple(dims), tuple(batch), dtype)
-
-
-@lru_cache(maxsize=256)
-def _problem_from(dims: tuple[int, ...], batch: tuple[int, ...], dtype: torch.dtype) -> Problem:
-    each: list[tuple[int, ...]] = []
-    start = 0
-    while start < len(dims):
-        stop = start + 1 + dims[start]
-        each.append(dims[start + 1 : stop])
-        start = stop
-    return Problem(OP, sum(batch), dtype=dtype, rows=batch, tables=tuple(each))  # type: ignore[arg-type]
-
-
 def entries_of(offsets: Tensor, num_indices: int, *, last: bool) -> Entries:
     """Which bag each index is in."""
-    sizes = bounds_of(offsets, num_indices, last=last).diff()
-    return Entries(torch.repeat_interleave(sizes, output_size=num_indices), sizes)
+    bounds = bounds_of(offsets, num_indices, last=last)
+    sizes = bounds.diff()
+    return Entries(torch.repeat_interleave(sizes, output_size=num_indices), sizes, bounds)
 
 
 def bounds_of(offsets: Tensor, num_indices: int, *, last: bool) -> Tensor:
@@ -119,72 +99,68 @@ def pooled_on_cpu(
     return y.to(dtype)
 
 
-def at_once() -> None:
-    """Wait for a tensor that is there."""
-
-
-def exchange(
-    dy: Tensor, p: Problem, rank: int, group_name: str
-) -> tuple[Tensor, Callable[[], object]]:
-    """Gradients of own tables' columns for the global batch, from those of own bags for all tables.
-
-    Returns:
-        dtype of dy, [bags of all ranks, columns of own tables], where rows arrive at their place;
-        and what the stream waits by that is to read them.
-    """
-    columns = [sum(each) for each in p.tables]
-    if len(columns) == 1:
-        return dy.contiguous(), at_once
-    sent = torch.cat([part.reshape(-1) for part in dy.split(columns, 1)])
-    got = dy.new_empty(p.m * columns[rank])
-    workspace = workspace_of(group_of(group_name), dy.device)
-    workspace.board.note_op(f"{OP} backward")
-    awaited = Awaited(OP, "take part in the exchange of gradients", "backward")
-    calls = library_of(workspace, awaited)
-    gets, gives = [b * columns[rank] for b in p.rows], [p.rows[rank] * c for c in columns]
-    return got.view(p.m, columns[rank]), calls.begin_all_to_all(got, sent, gets, gives)
-
-
-def table_gradients(
-    dy: Tensor, pooled: Lookups, wait: Callable[[], object] = at_once, *, sparse: bool
-) -> list[Tensor]:
+def table_gradients(slices: Sequence[Slice], pooled: Lookups, *, sparse: bool) -> list[Tensor]:
     """The gradient of each table in its dtype, dense or coalesced: sums in fp32, rounded once.
 
     Args:
-        dy: [bags of all ranks, columns of own tables], as `exchange` returns it.
-        wait: for dy; what it is not needed for comes before.
+        slices: of all own tables, of the dtype of the tables.
     """
-    tables, indices = pooled.tables, pooled.indices
-    if not indices.numel():
-        wait()
-        return [_gradient(t, indices.new_empty(0).long(), t.new_empty(0, t.shape[1]),
-                          sparse=sparse) for t in tables]  # fmt: skip
-    if dy.is_cuda:
-        return _by_kernel(dy, pooled, wait, sparse=sparse)
-    wait()
-    parts = zip(tables, sums_on_cpu(dy, pooled), strict=True)
-    return [_gradient(t, rows, values.to(t.dtype), sparse=sparse) for t, (rows, values) in parts]
+    tables = pooled.tables
+    if sparse:
+        each = zip(tables, named_sums(slices, pooled), strict=True)
+        return [as_sparse(table, rows, values) for table, (rows, values) in each]
+    if pooled.indices.is_cuda and pooled.indices.numel():
+        return _dense_by_kernel(slices, pooled)
+    grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tables]
+    for grad, (rows, values) in zip(grads, sums_by_torch(slices, pooled), strict=True):
+        grad[rows] = values.to(grad.dtype)
+    return grads
 
 
-def sums_on_cpu(dy: Tensor, pooled: Lookups) -> Iterator[tuple[Tensor, Tensor]]:
+def named_sums(slices: Sequence[Slice], pooled: Lookups) -> list[tuple[Tensor, Tensor]]:
+    """Of each table the rows that are named, int64 [rows], and their sums [rows, D], its dtype."""
+    if pooled.indices.is_cuda and pooled.indices.numel():
+        return _named_by_kernel(slices, pooled)
+    each = zip(pooled.tables, sums_by_torch(slices, pooled), strict=True)
+    return [(rows, values.to(table.dtype)) for table, (rows, values) in each]
+
+
+def as_sparse(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """A coalesced gradient."""
+    shape = tuple(table.shape)
+    return torch.sparse_coo_tensor(
+        rows[None], values, shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def sums_by_torch(slices: Sequence[Slice], pooled: Lookups) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each table the rows that are named, int64 [rows], and their sums, fp32 [rows, D]."""
+    if not pooled.indices.numel():  # nothing waits for a GPU
+        none = pooled.indices.new_empty(0).long()
+        for _, part in _columns(slices, pooled.tables):
+            yield none, part.new_empty(0, part.shape[1]).float()
+        return
     entries = entries_of(pooled.offsets, pooled.indices.numel(), last=pooled.last)
     scales = scales_of(entries, pooled.weights, mean=pooled.mean)
-    table_of = entries.bag // max(len(dy), 1)
-    first = 0
-    for i, table in enumerate(pooled.tables):
-        own = (table_of == i).nonzero().flatten()
+    for i, part in _columns(slices, pooled.tables):
+        table, num_bags = pooled.tables[i], len(part)
+        own = (entries.bag // max(num_bags, 1) == i).nonzero().flatten()
         rows, places = torch.unique(pooled.indices[own].long(), return_inverse=True)
-        values = torch.zeros(len(rows), table.shape[1], device=dy.device)
-        part = dy[:, first : first + table.shape[1]]
+        values = torch.zeros(len(rows), table.shape[1], device=part.device)
         step = max(1, CHUNK_ELEMENTS // table.shape[1])
         for some, place in zip(own.split(step), places.split(step), strict=True):
-            terms = part[entries.bag[some] - i * len(dy)].float()
+            terms = part[entries.bag[some] - i * num_bags].float()
             if scales is not None:
                 terms = terms * scales[some, None]
             values.index_add_(0, place, terms)
         yield rows, values
-        first += table.shape[1]
+
+
+def _columns(slices: Sequence[Slice], tables: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Each table's number, and the gradient of its columns when that has come."""
+    for some, dy, wait in slices:
+        wait()
+        yield from zip(some, dy.split([tables[t].shape[1] for t in some], 1), strict=True)
 
 
 def first_rows(tables: Sequence[Tensor]) -> list[int]:
@@ -198,123 +174,62 @@ def sorted_by_row(pooled: Lookups, written: Tables, num_bags: int) -> Sorted:
     entries = entries_of(pooled.offsets, n, last=pooled.last)
     scales = scales_of(entries, pooled.weights, mean=pooled.mean)
     num_rows = sum(map(len, pooled.tables))
-    return sorted_entries(pooled.indices, entries.bag, scales, written.words, num_rows, num_bags)
+    return sorted_entries(pooled.indices, entries.bag, entries.bounds, scales, written.words,
+                          num_rows, num_bags)  # fmt: skip
 
 
-def _by_kernel(
-    dy: Tensor, pooled: Lookups, wait: Callable[[], object], *, sparse: bool
-) -> list[Tensor]:
-    """One launch for all tables, one sum in one order for each row."""
-    tables, firsts = pooled.tables, first_rows(pooled.tables)
-    if not sparse:
-        grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tables]
-        written = tables_of(grads, firsts[:-1], dy)
-        entries = sorted_by_row(pooled, written, len(dy))
+def sum_slices(
+    written: Tables, slices: Sequence[Slice], entries: Sorted, writes: str,
+    rates: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`sum_rows` of each slice when it has come: one sum in one order for each row."""
+    for some, dy, wait in slices:
         wait()
-        sum_rows(written, dy, entries, "rows")
-        return grads
-    entries = sorted_by_row(pooled, tables_of(tables, firsts[:-1], dy), len(dy))
+        if some:
+            sum_rows(written, dy, some, entries, writes, rates)
+
+
+def _dense_by_kernel(slices: Sequence[Slice], pooled: Lookups) -> list[Tensor]:
+    """Nothing waits for the GPU."""
+    grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in pooled.tables]
+    written = tables_of(grads, first_rows(grads)[:-1], grads[0])
+    entries = sorted_by_row(pooled, written, len(slices[0].dy))
+    sum_slices(written, slices, entries, "rows")
+    return grads
+
+
+def _named_by_kernel(slices: Sequence[Slice], pooled: Lookups) -> list[tuple[Tensor, Tensor]]:
+    tables, firsts = pooled.tables, first_rows(pooled.tables)
+    written = tables_of(tables, firsts[:-1], tables[0])
+    entries = sorted_by_row(pooled, written, len(slices[0].dy))
     # the one wait for the GPU: rows that are named, of each table
     names = entries.names[entries.starts[: int(entries.number)]].long()
-    edges = torch.searchsorted(names, torch.tensor(firsts).to(dy.device)).tolist()
+    edges = torch.searchsorted(names, torch.tensor(firsts).to(names.device)).tolist()
     parts = zip(edges[:-1], edges[1:], firsts[:-1], strict=True)
     rows = [names[start:stop] - first for start, stop, first in parts]
     values = [t.new_empty(len(r), t.shape[1]) for t, r in zip(tables, rows, strict=True)]
-    wait()
-    sum_rows(tables_of(values, edges[:-1], dy), dy, entries, "named")
-    return [_gradient(t, r, v, sparse=True) for t, r, v in zip(tables, rows, values, strict=True)]
+    sum_slices(tables_of(values, edges[:-1], names), slices, entries, "named")
+    return list(zip(rows, values, strict=True))
 
 
-def _gradient(table: Tensor, rows: Tensor, values: Tensor, *, sparse: bool) -> Tensor:
-    if sparse:
-        shape = tuple(table.shape)
-        return torch.sparse_coo_tensor(
-            rows[None], values, shape, is_coalesced=True, check_invariants=False
-        )
-    grad = torch.zeros(table.shape, dtype=table.dtype, device=table.device)
-    grad[rows] = values
-    return grad
-
-
-def weight_gradient(dy: Tensor, pooled: Lookups) -> Tensor:
+def weight_gradient(slices: Sequence[Slice], pooled: Lookups) -> Tensor:
     """The gradient of each index's weight: its row times that of its bag's gradient, in fp32."""
     tables, indices, offsets, weights, last, _ = pooled
     assert weights is not None
-    n, num_bags = indices.numel(), dy.shape[0]
+    n = indices.numel()
     entries = entries_of(offsets, n, last=last)
-    if dy.is_cuda:
-        out = torch.empty(n, dtype=weights.dtype, device=dy.device)
-        if n:
-            weight_gradient_into(out, dy, tables, indices, entries.bag)
+    if indices.is_cuda:
+        out = torch.empty(n, dtype=weights.dtype, device=indices.device)
+        for some, dy, wait in slices:
+            wait()
+            if n and some:
+                weight_gradient_into(out, dy, some, tables, indices, entries.bag)
         return out
-    table_of = entries.bag // max(num_bags, 1)
     found = torch.zeros(n)
-    first = 0
-    for i, table in enumerate(tables):
-        own = (table_of == i).nonzero().flatten()
-        part = dy[:, first : first + table.shape[1]]
-        for some in own.split(max(1, CHUNK_ELEMENTS // table.shape[1])):
-            terms = part[entries.bag[some] - i * num_bags].float()
-            found[some] = (terms * table[indices[some].long()].float()).sum(1)
-        first += table.shape[1]
+    for i, part in _columns(slices, tables):
+        table, num_bags = tables[i], len(part)
+        own = (entries.bag // max(num_bags, 1) == i).nonzero().flatten()
+        for few in own.split(max(1, CHUNK_ELEMENTS // table.shape[1])):
+            terms = part[entries.bag[few] - i * num_bags].float()
+            found[few] = (terms * table[indices[few].long()].float()).sum(1)
     return found.to(weights.dtype)
-
-
-def _exchange(
-    dy: Tensor, dims: Sequence[int], batch: Sequence[int], rank: int, group_name: str
-) -> Tensor:
-    got, wait = exchange(dy, problem_from(dims, batch, dy.dtype), rank, group_name)
-    wait()
-    return got
-
-
-def _fake_exchange(
-    dy: Tensor, dims: Sequence[int], batch: Sequence[int], rank: int, group_name: str
-) -> Tensor:
-    p = problem_from(dims, batch, dy.dtype)
-    return dy.new_empty(p.m, sum(p.tables[rank]))
-
-
-def _dense(
-    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor,
-    weights: Tensor | None, last: bool, mean: bool,
-) -> list[Tensor]:  # fmt: skip
-    return table_gradients(dy, Lookups(tables, indices, offsets, weights, last, mean), sparse=False)
-
-
-def _fake_dense(
-    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor,
-    weights: Tensor | None, last: bool, mean: bool,
-) -> list[Tensor]:  # fmt: skip
-    return [t.new_empty(t.shape) for t in tables]
-
-
-def _weights(
-    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor,
-    last: bool,
-) -> Tensor:  # fmt: skip
-    return weight_gradient(dy, Lookups(tables, indices, offsets, weights, last, False))
-
-
-def _fake_weights(
-    dy: Tensor, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor,
-    last: bool,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(weights, memory_format=torch.contiguous_format)
-
-
-# operators of their own, so that a compiled backward holds each as one node
-_TENSORS = "Tensor dy, Tensor[] tables, Tensor indices, Tensor offsets"
-register(
-    "pooled_gradient_all_to_all(Tensor dy, int[] dims, int[] batch, int rank, str group_name) "
-    "-> Tensor",
-    _exchange, _fake_exchange, refuse_double,
-)  # fmt: skip
-register(
-    f"embedding_bag_table_gradients({_TENSORS}, Tensor? weights, bool last, bool mean) -> Tensor[]",
-    _dense, _fake_dense, refuse_double, meets=False,
-)  # fmt: skip
-register(
-    f"embedding_bag_weight_gradient({_TENSORS}, Tensor weights, bool last) -> Tensor",
-    _weights, _fake_weights, refuse_double, meets=False,
-)  # fmt: skip

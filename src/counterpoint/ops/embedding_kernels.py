@@ -29,7 +29,7 @@ from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.workspace import Operands, refuse_capture
 
-MAX_KNOWN = 64  # sets of tables whose chunks are kept by where they lie
+MAX_KNOWN = 64  # sets of tables whose chunks are kept by where they lie; and launches
 COPY_BLOCK = 4096
 COPY_WARPS = 8
 LOOKUP = ("indices_ptr", "weights_ptr", "offsets_ptr", "chunks_ptr", "num_indices", "num_offsets",
@@ -272,8 +272,20 @@ def _fixed(site: Site, memory: FusedMemory) -> dict[str, Any]:
 
 
 def prepare(site: Site) -> Action:
-    """The launch of a step of either kind, compiled if it is known for what."""
-    pooling = (fused if site.bound.step.spins else lookup)(site)
+    """The launch of a step of either kind, compiled if it is known for what.
+
+    Into outputs of peers, plan "fused" shares one with that behind a barrier: a capture of the
+    second finds what eager calls of the first have compiled.
+    """
+    problem, spins = site.places.plan.problem, site.bound.step.spins
+    pooling: Pooling
+    if spins and problem.out:
+        known, key = fused_memory(site.places.workspace).launches, (problem, site.bound.step.args)
+        if len(known) >= MAX_KNOWN:
+            known.clear()
+        pooling = known.get(key) or known.setdefault(key, fused(site))
+    else:
+        pooling = (fused if spins else lookup)(site)
     if site.like:
         pooling.compile(site.like)
     return pooling

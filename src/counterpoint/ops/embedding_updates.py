@@ -6,7 +6,7 @@ backward joins at its end: what autograd runs in between, such as the backward o
 beside them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
+from counterpoint.ops.embedding_exchange import Sent, Slice, exchange
 from counterpoint.ops.embedding_gradients import (
     Lookups,
-    at_once,
     first_rows,
     sorted_by_row,
-    sums_on_cpu,
+    sum_slices,
+    sums_by_torch,
+    weight_gradient,
 )
 from counterpoint.ops.register import register
 from counterpoint.ranges import check
-from counterpoint.runtime.launch_embedding_gradient import Tables, sum_rows, tables_of
+from counterpoint.runtime.launch_embedding_gradient import Tables, tables_of
 from counterpoint.runtime.workspace import refuse_capture
 
 
@@ -146,35 +148,27 @@ class Update(NamedTuple):
     steps: Steps
 
 
-def apply_update(
-    update: Update, dy: Tensor, pooled: Lookups, wait: Callable[[], object] = at_once
-) -> None:
-    """Update all rows that were named, each once.
-
-    Args:
-        dy: [bags of all ranks, columns of own tables].
-        wait: for dy; what it is not needed for comes before.
-    """
+def apply_update(update: Update, slices: Sequence[Slice], pooled: Lookups) -> None:
+    """Update all rows that were named, each once: those of a slice of tables when it has come."""
     kind, rates, sums, steps = update
     tables = pooled.tables
-    runs = bool(tables) and pooled.indices.numel() > 0
-    if runs and dy.is_cuda:
+    if pooled.indices.is_cuda and pooled.indices.numel():
         placed = steps.placed(tables, sums)
-        entries = sorted_by_row(pooled, placed, len(dy))
-        wait()
-        sum_rows(placed, dy, entries, kind, rates)
+        entries = sorted_by_row(pooled, placed, len(slices[0].dy))
+        sum_slices(placed, slices, entries, kind, rates)
     else:
-        wait()
-        if runs:
-            _update_on_cpu(update, dy, pooled)
+        _update_by_torch(update, slices, pooled)
     increment_version([*tables, *sums])  # what autograd has saved of them is another now
 
 
 @torch.no_grad()
-def _update_on_cpu(update: Update, dy: Tensor, pooled: Lookups) -> None:
+def _update_by_torch(update: Update, slices: Sequence[Slice], pooled: Lookups) -> None:
+    found = list(sums_by_torch(slices, pooled))
+    if not pooled.indices.numel():
+        return
     lr, eps, scale = update.rates.tolist()
     sums = update.sums or [None] * len(pooled.tables)
-    for table, state, (rows, g) in zip(pooled.tables, sums, sums_on_cpu(dy, pooled), strict=True):
+    for table, state, (rows, g) in zip(pooled.tables, sums, found, strict=True):
         step = g.mul_(scale) * lr
         if state is not None:
             state[rows] += g.square().mean(1)
@@ -187,27 +181,21 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def update_beside(
-    update: Update, dy: Tensor, pooled: Lookups,
-    exchange: Callable[[Tensor], tuple[Tensor, Callable[[], object]]],
-) -> None:  # fmt: skip
+def update_beside(update: Update, dy: Tensor, pooled: Lookups, sent: Sent) -> None:
     """Exchange and update on a stream of their own, until the end of this backward.
 
     Args:
         dy: of own bags.
-        exchange: begins to send it; returns the gradient of own tables' columns, and a wait for it.
     """
     steps = update.steps
     if not dy.is_cuda:
-        got, wait = exchange(dy)
-        apply_update(update, got, pooled, wait)
+        apply_update(update, exchange(dy, sent), pooled)
         return
     steps.join()
     stream, here = _stream_of(dy.device), torch.cuda.current_stream(dy.device)
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
-        got, wait = exchange(dy)
-        apply_update(update, got, pooled, wait)
+        apply_update(update, exchange(dy, sent), pooled)
     steps.beside = stream
     # until the join nobody may have the memory that is read there
     kept = [dy, pooled]
@@ -220,19 +208,38 @@ def update_beside(
     engine.queue_callback(join)
 
 
-def _update(*given: Any) -> None:
-    dy, tables, sums, rates, indices, offsets, weights, last, mean, kind = given
-    pooled = Lookups(tables, indices, offsets, weights, last, mean)
-    apply_update(Update(kind, rates, sums, Steps()), dy, pooled)
+def update_in_order(
+    update: Update, dy: Tensor, pooled: Lookups, sent: Sent, *, of_weights: bool
+) -> Tensor | None:
+    """Exchange and update on the current stream.
+
+    Returns:
+        The gradient of weights, of tables as they were before; None where it is not asked for.
+    """
+    slices = exchange(dy, sent)
+    dw = weight_gradient(slices, pooled) if of_weights else None
+    apply_update(update, slices, pooled)
+    return dw
 
 
-def _fake_update(*_: object) -> None:
-    """Nothing is returned."""
+def _update(*given: Any) -> tuple[Tensor, Tensor]:
+    dy, tables, sums, rates, *rest, kind, dims, batch, rank, group_name, of_weights = given
+    pooled, sent = Lookups(tables, *rest), Sent(dims, batch, rank, group_name)
+    update = Update(kind, rates, sums, Steps())
+    dw = update_in_order(update, dy, pooled, sent, of_weights=of_weights)
+    return dy.new_empty(0), dy.new_empty(0) if dw is None else dw
 
 
-# an operator, so that a compiled backward holds it as one node
+def _fake_update(*given: Any) -> tuple[Tensor, Tensor]:
+    dy, weights, of_weights = given[0], given[6], given[-1]
+    dw = weights.new_empty(weights.shape) if of_weights else dy.new_empty(0)
+    return dy.new_empty(0), dw
+
+
+# an operator, so that a compiled backward holds it as one node; its first result is empty
 register(
     "embedding_bag_update(Tensor dy, Tensor(a!)[] tables, Tensor(b!)[] sums, Tensor rates, "
-    "Tensor indices, Tensor offsets, Tensor? weights, bool last, bool mean, str kind) -> ()",
-    _update, _fake_update, meets=False,
+    "Tensor indices, Tensor offsets, Tensor? weights, bool last, bool mean, str kind, int[] dims, "
+    "int[] batch, int rank, str group_name, bool of_weights) -> (Tensor, Tensor)",
+    _update, _fake_update,
 )  # fmt: skip

@@ -1,7 +1,9 @@
 """Memory for outputs that peers write to: what is computed elsewhere is at its place when it comes.
 
 Each call takes the next of some turns. A rank that writes to a turn has heard, in the call before,
-from the rank whose memory it is; so what is in that turn must have been read by then.
+from the rank whose memory it is; so what is in that turn must have been read by then. A call that a
+CUDA graph records has an output of its own, which all replays write to: each of them first waits
+until all ranks have come to it.
 """
 
 from collections.abc import Sequence
@@ -27,6 +29,15 @@ class PooledOutputs:
     calls have begun: read it, in stream order, before that. A backward that comes before the next
     call, as in training, is in time; one that has saved it and comes too late is refused.
 
+    A call that is captured in a CUDA graph takes one of `captured` outputs, and no other call ever
+    gets that one. What a replay leaves there holds until the next replay of this graph. All ranks
+    capture, and replay, or none does.
+
+    `torch.compile` leaves such a call out of its graphs, and with `fullgraph=True` refuses it. What
+    an operator returns in a compiled graph is the graph's own: once it has been read, a compiler
+    may put another result into its memory, which peers would overwrite; and nobody would see that a
+    backward comes too late.
+
     Args:
         columns: of the output, of all tables of all ranks.
         dtype: of the tables.
@@ -34,6 +45,7 @@ class PooledOutputs:
         group: whose ranks; None: the default group.
         device: this rank's; None: its current GPU, or the CPU where there is none.
         turns: outputs that are in use in turn.
+        captured: outputs beside them, one for each call that a CUDA graph records.
 
     Raises:
         InputError: an argument is wrong, or ranks ask for other sizes.
@@ -49,12 +61,13 @@ class PooledOutputs:
     def __init__(
         self, columns: int, dtype: torch.dtype, batch: int | Sequence[int], *,
         group: dist.ProcessGroup | None = None, device: torch.device | str | None = None,
-        turns: int = 2,
+        turns: int = 2, captured: int = 0,
     ) -> None:  # fmt: skip
         self.group = check_group("PooledOutputs", group)
         ranks = self.group.size()
         columns = whole("PooledOutputs", "columns", columns, 1)
         turns = whole("PooledOutputs", "turns", turns, 2, MAX_TURNS)
+        captured = whole("PooledOutputs", "captured", captured, 0, MAX_TURNS)
         if isinstance(batch, int):
             batch = [whole("PooledOutputs", "batch", batch)]
             if batch[0] % ranks:
@@ -66,8 +79,8 @@ class PooledOutputs:
             raise InputError("PooledOutputs", "dtype", want="bf16, fp16 or fp32", got=dtype)
         rows = max(1, *batch)
         turn_bytes = -(-rows * columns * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        if turn_bytes * turns > MAX_MEMORY:
-            want = f"so that {turns} turns have at most {MAX_MEMORY} bytes"
+        if turn_bytes * (turns + captured) > MAX_MEMORY:
+            want = f"so that {turns + captured} outputs have at most {MAX_MEMORY} bytes"
             raise InputError("PooledOutputs", "batch", want=want, got=f"{turn_bytes} bytes each")
         check_device("PooledOutputs", device)
         if device is None:
@@ -77,17 +90,19 @@ class PooledOutputs:
         if self.device.type not in ("cpu", "cuda"):
             raise InputError("PooledOutputs", "device", want="cpu or cuda", got=self.device)
         self.columns, self.dtype, self.batch, self.turns = columns, dtype, tuple(batch), turns
+        self.captured = captured
         # what a call is checked for
-        self.facts = id(self.group), self.device, columns, dtype, self.batch
+        self.facts = id(self.group), self.device, columns, dtype, self.batch, captured > 0
         workspace = workspace_of(self.group, self.device)
         self.turn_bytes = turn_bytes
         self._turn = 0
+        self._recorded = 0  # calls, by graphs
         own = self.batch[workspace.rank]
         size = own * columns * dtype.itemsize
-        starts = [turn * self.turn_bytes for turn in range(turns)]
+        starts = [turn * self.turn_bytes for turn in range(turns + captured)]
         # calls in any mode write to it, and some of them have gradients
         with torch.inference_mode(False):
-            self.memory = workspace.allocate(self.turn_bytes * turns, "PooledOutputs")
+            self.memory = workspace.allocate(self.turn_bytes * len(starts), "PooledOutputs")
             self.bases = torch.tensor(self.memory.buffer_ptrs, dtype=torch.int64).to(self.device)
             memory = self.memory.local()
             # .data: autograd counts what is written to one turn apart from the others
@@ -95,16 +110,18 @@ class PooledOutputs:
             self._views = [turn.view(own, columns) for turn in turn_memory]
 
     def take(self) -> int:
-        """The number of the next turn.
+        """The number of the next output: those in turn come first, then those of graphs.
 
         Raises:
-            InputError: a graph is being captured, which would use one turn at each replay.
+            InputError: a graph is being captured, and others have all outputs that there are for
+                graphs.
         """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InputError(
-                "PooledOutputs", "out", want="None while a graph is captured",
-                got="outputs in turn", fix="capture calls that copy their output",
-            )  # fmt: skip
+        if capturing(self.device):
+            if self._recorded == self.captured:
+                want, fix = "one for each call that a CUDA graph records", "make larger ones"
+                raise InputError("PooledOutputs", "captured", want=want, got=self.captured, fix=fix)
+            self._recorded += 1
+            return self.turns + self._recorded - 1
         turn, self._turn = self._turn, (self._turn + 1) % self.turns
         # peers may write to the next one as soon as this call has begun: what autograd has saved
         # of it is refused in a backward from now on
@@ -114,3 +131,8 @@ class PooledOutputs:
     def view(self, turn: int) -> Tensor:
         """This rank's output of that turn, [own bags, columns]: a new tensor of the same memory."""
         return self._views[turn].detach()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

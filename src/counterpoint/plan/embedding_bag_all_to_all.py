@@ -16,7 +16,7 @@ from counterpoint.plan.embedding_seconds import lookups_s, mean_bag, seconds
 from counterpoint.plan.names import OWN, Y, collective, in_one_lane
 from counterpoint.plan.operation import Operation, in_a_row, refuse_heads, refuse_norm
 from counterpoint.plan.sizes import check_gradient
-from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.steps import Buffer, Plan, Region, Signal, Step
 from counterpoint.plan.values import Cell, Value
 from counterpoint.problem import Problem
 
@@ -65,6 +65,19 @@ def fused(p: Problem) -> Plan:
                 args=(("kernel", OP), *POOLING), spins=True)  # fmt: skip
     own = (flags,) if p.out else (rows, flags)
     return in_one_lane(p, "fused", (*operands(p), *own), step)
+
+
+def after_barrier(p: Problem) -> Plan:
+    """The same kernel behind a barrier.
+
+    Outputs in turn need none: whoever stores has heard in the call before that the last but one has
+    been read. A CUDA graph has one output for all of its replays, and what the last of them left
+    there is read until the peer has come to this one.
+    """
+    peers = range(1, p.ranks)
+    posts, waits = (tuple(Signal(d - 1, (sign * d,)) for d in peers) for sign in (1, -1))
+    barrier, plan = Step("open", "compute", "barrier", waits=waits, posts=posts), fused(p)
+    return replace(plan, family="fused_after_barrier", steps=(barrier, *plan.steps))
 
 
 def alone(p: Problem) -> tuple[Step, ...]:
@@ -147,6 +160,7 @@ OPERATION = Operation(
     families=(
         in_a_row("serial", serial),
         in_a_row("fused", fused),
+        in_a_row("fused_after_barrier", after_barrier),
         islands.family(_of_islands, _refusal),
     ),
     candidates=_candidates,

@@ -5,6 +5,7 @@ names, so calls need no barrier between them; the kernel itself moves the epoch 
 memory, so a replayed graph counts like an eager call.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -82,12 +83,14 @@ class FusedMemory:
             of this rank has given up.
         fault: [1] int64 of the host, where a wait that has given up says so.
         over: [1] int64 of the host, where counts that were too large say so: see kernels/routes.py.
+        launches: of kernels that several plans share.
     """
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.words = Shared(workspace, empty=True)
         self.turns, self.flags = Shared(workspace), Shared(workspace)
+        self.launches: dict[Hashable, Any] = {}
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
         self._all = (self.words, self.turns, self.flags)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it

@@ -43,7 +43,8 @@ class Sorted(NamedTuple):
     tables: Tensor  # int32 [n], of each row that is named
     bags: Tensor  # int32 [n], of the global batch
     scales: Tensor | None  # fp32 [n]
-    marks: Tensor  # int32 [2]: whether a row is long; how many of those have been found
+    marks: Tensor  # int32 [1 + tables]: whether a row is long; then counters of launches
+    bounds: Tensor  # int64 [tables * bags + 1]: where the entries of bags begin
 
     @property
     def number(self) -> Tensor:
@@ -61,14 +62,15 @@ def beside(like: Tensor, numbers: Sequence[Any]) -> Tensor:
 
 
 def sorted_entries(
-    indices: Tensor, bags: Tensor, scales: Tensor | None, tables: Tensor, num_rows: int,
-    num_bags: int,
+    indices: Tensor, bags: Tensor, bounds: Tensor, scales: Tensor | None, tables: Tensor,
+    num_rows: int, num_bags: int,
 ) -> Sorted:  # fmt: skip
     """Sort, in the order of entries within a row.
 
     Args:
         indices: [n], n > 0.
         bags: int64 [n], table * num_bags + bag of each.
+        bounds: int64 [tables * num_bags + 1], where bags begin.
         scales: fp32 [n]; None: all are 1.
         tables: as kernels take them: see `tables_of`.
         num_rows: of all tables.
@@ -82,9 +84,10 @@ def sorted_entries(
     name: Any = names_kernel
     name[grid](indices, bags, tables, names, n, num_bags, BLOCK)
     names, order = torch.sort(names, stable=True)
-    memory = torch.empty(2 + n, dtype=torch.int32, device=device)
-    memory[:3].zero_()
-    marks, rows = memory[:2], memory[2:]
+    num_marks = 1 + len(tables)
+    memory = torch.empty(num_marks + n, dtype=torch.int32, device=device)
+    memory[: num_marks + 1].zero_()
+    marks, rows = memory[:num_marks], memory[num_marks:]
     torch.cumsum(names[1:] != names[:-1], 0, dtype=torch.int32, out=rows[1:])
     starts, row_tables, own_bags = (memory.new_empty(n + i) for i in (1, 0, 0))
     sorted_scales = None if scales is None else torch.empty_like(scales)
@@ -94,7 +97,7 @@ def sorted_entries(
         own_bags, own_bags if sorted_scales is None else sorted_scales, marks, n, num_bags,
         scales is not None, SEGMENT, BLOCK,
     )  # fmt: skip
-    return Sorted(names, rows, starts, row_tables, own_bags, sorted_scales, marks)
+    return Sorted(names, rows, starts, row_tables, own_bags, sorted_scales, marks, bounds)
 
 
 class Tables(NamedTuple):
@@ -131,14 +134,18 @@ def tables_of(
 
 
 def sum_rows(
-    tables: Tables, dy: Tensor, found: Sorted, writes: str, rates: Tensor | None = None
-) -> None:
+    tables: Tables, dy: Tensor, some: range, found: Sorted, writes: str,
+    rates: Tensor | None = None,
+) -> None:  # fmt: skip
     """Add up the rows that are named, and write each sum or update a row by it; no other row.
+
+    Sums have the same bits however tables are split into launches.
 
     Args:
         tables: what is written to.
-        dy: dtype of the tables, [bags of all ranks, columns], without gaps.
-        found: of the entries.
+        dy: dtype of the tables, [bags of all ranks, columns of some of them], without gaps.
+        some: these tables, no empty range; a launch for each.
+        found: of the entries of all tables.
         writes: see `write_rows` of the kernels.
         rates: fp32 [3] of an update.
     """
@@ -152,30 +159,33 @@ def sum_rows(
     long = found.starts.new_empty(slots)
     rows, dtype = max(1, TILE // block_d), DTYPES[tables.dtype]
     rates = partials if rates is None else rates
+    first_column = sum(dims[: some.start]) // vec
     kernel: Any = table_gradient_kernel
     kernel[(min(PROGRAMS, -(-n // rows)),)](
         dy, found.bags, found.bags if found.scales is None else found.scales, found.rows,
         found.starts, found.tables, found.names, tables.words, rates, found.marks, long, partials,
-        n, dy.shape[1] // vec, width, dtype, writes, found.scales is not None, SEGMENT, rows,
-        UNROLL, block_d, vec, num_warps=warps,
+        found.bounds, n, len(dy), dy.shape[1] // vec, width, some.start, some.stop, first_column,
+        dtype, writes, found.scales is not None, SEGMENT, rows, UNROLL, block_d, vec,
+        num_warps=warps,
     )  # fmt: skip
     if n > SEGMENT:
         kernel = long_rows_kernel
         kernel[(min(LONG_PROGRAMS, slots),)](
             found.starts, found.tables, found.names, tables.words, rates, found.marks, long,
-            partials, width, dtype, writes, SEGMENT, max(1, LONG_TILE // block_d), block_d, vec,
-            num_warps=max(LONG_WARPS, warps),
+            partials, width, some.start, dtype, writes, SEGMENT, max(1, LONG_TILE // block_d),
+            block_d, vec, num_warps=max(LONG_WARPS, warps),
         )  # fmt: skip
 
 
 def weight_gradient_into(
-    out: Tensor, dy: Tensor, tables: Sequence[Tensor], indices: Tensor, bags: Tensor
+    out: Tensor, dy: Tensor, some: range, tables: Sequence[Tensor], indices: Tensor, bags: Tensor
 ) -> None:
-    """Write each entry's row times its bag's gradient.
+    """Write each entry's row times its bag's gradient, of entries of some tables.
 
     Args:
         out: [n].
-        dy: dtype of the tables, [bags of all ranks, columns], without gaps.
+        dy: dtype of the tables, [bags of all ranks, columns of some of them], without gaps.
+        some: these tables.
         tables: [rows, D], elements of a row side by side.
         indices: [n].
         bags: int64 [n], table * bags + bag of each entry.
@@ -185,6 +195,7 @@ def weight_gradient_into(
              for i, (t, d) in enumerate(zip(tables, dims, strict=True))]  # fmt: skip
     kernel: Any = weight_gradient_kernel
     kernel[(-(-out.numel() // ENTRIES),)](
-        dy, indices, bags, beside(dy, words), out, out.numel(), dy.shape[0],
-        dy.shape[1], DTYPES[dy.dtype], ENTRIES, BLOCK_D, num_warps=NUM_WARPS,
+        dy, indices, bags, beside(dy, words), out, out.numel(), dy.shape[0], dy.shape[1],
+        some.start, some.stop, sum(dims[: some.start]), DTYPES[dy.dtype], ENTRIES, BLOCK_D,
+        num_warps=NUM_WARPS,
     )  # fmt: skip

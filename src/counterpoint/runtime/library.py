@@ -46,9 +46,12 @@ class Library(Protocol):
         ...
 
     def begin_all_to_all(
-        self, target: Tensor, source: Tensor, gets: Sequence[int], gives: Sequence[int]
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], object]:
-        """As `all_to_all`; what is returned has the then current stream wait for it."""
+        """Begin to send sources[r] to rank r, and to get what it has for this one in targets[r].
+
+        What is returned has the then current stream wait for it.
+        """
         ...
 
     def gather_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
@@ -132,11 +135,9 @@ class _OnGpu:
         dist.all_to_all_single(target, source, *lists, group=self._group)
 
     def begin_all_to_all(
-        self, target: Tensor, source: Tensor, gets: Sequence[int], gives: Sequence[int]
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], object]:
-        work: Any = dist.all_to_all_single(
-            target, source, list(gets), list(gives), group=self._group, async_op=True
-        )
+        work: Any = dist.all_to_all([*targets], [*sources], group=self._group, async_op=True)
         return work.wait
 
     def gather_rows(self, target: Tensor, source: Tensor, starts: Sequence[int]) -> None:
@@ -216,9 +217,13 @@ class _OnCpu:
         target.copy_(torch.cat(taken).view(target.shape))
 
     def begin_all_to_all(
-        self, target: Tensor, source: Tensor, gets: Sequence[int], gives: Sequence[int]
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], object]:
-        self.all_to_all(target, source, gets, gives)
+        gets, gives = [t.numel() for t in targets], [s.numel() for s in sources]
+        got = targets[0].new_empty(sum(gets))
+        self.all_to_all(got, torch.cat([s.flatten() for s in sources]), gets, gives)
+        for target, part in zip(targets, got.split(gets), strict=True):
+            target.copy_(part.view(target.shape))
         return lambda: None
 
     def _refuse(self, arg: str, want: str, got: object) -> None:
