@@ -2,9 +2,11 @@
 
 SwiGLU: torch's own over all rows that there is room for, as it is and compiled to one kernel, and
 ours over those that there are. Room is 1.25 times the rows, or "most", for all tokens of all ranks.
-Routing: from logits to each token's
-experts and weights, the rows of each expert, and where each row lies; torch's topk, softmax and
-sort, as many layers have them, and ours. Kernels are counted by torch's profiler."""
+Routing: from logits to each token's experts and weights, the rows of each expert, and where each
+row lies; torch's topk, softmax and sort, as many layers have them, and ours.
+Routes: where rows go, from the experts and weights of all ranks, by torch and by kernels; without
+the gather of these lists.
+Kernels are counted by torch's profiler."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,8 +23,16 @@ from benchmarks.experts import MODELS, Model
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import measured, us
 from counterpoint.measure.timing import relative_error
+from counterpoint.ops.activations import swiglu
 from counterpoint.ops.router import choose_experts, order_by_expert
-from counterpoint.ops.swiglu import swiglu
+from counterpoint.runtime.device_routes import (
+    Found,
+    Sizes,
+    found_by,
+    found_by_kernels,
+    tell_into,
+)
+from counterpoint.runtime.launch_routes import tell_into as tell_by_kernel
 
 TOKENS = (256, 4096)  # of a rank
 ROOMS = (("1.25", 4), ("most", 2), ("most", 4))  # and ranks that share the experts
@@ -35,11 +45,12 @@ def case_of(kind: str, model: Model, tokens: int, of: int = 1, room: str = "") -
     """One layer.
 
     Args:
-        kind: "swiglu" or "routing".
+        kind: "swiglu", "routing" or "routes".
         of: ranks that share the experts.
         room: "1.25" or "most", of swiglu.
     """
-    name = f"{kind} {model.name} {tokens}" + (f" of {of}, room {room}" if room else "")
+    name = f"{kind} {model.name} {tokens}" + (f" of {of}" if of > 1 else "")
+    name += f", room {room}" if room else ""
     return Case(name, {
         "kind": kind, "model": model.name, "tokens": tokens, "of": of, "room": room,
         "n": model.ffn, "experts": ON_8 * model.experts, "top": model.top,
@@ -49,6 +60,7 @@ def case_of(kind: str, model: Model, tokens: int, of: int = 1, room: str = "") -
 def cases(_: int) -> list[Case]:
     """All models, with SwiGLU for both kinds of room, and routing."""
     found = [case_of("routing", *each) for each in product(MODELS, TOKENS)]
+    found += [case_of("routes", *each) for each in product(MODELS, TOKENS, (2, 8))]
     every = product(MODELS, TOKENS, ROOMS)
     return found + [
         case_of("swiglu", model, tokens, of, room) for model, tokens, (room, of) in every
@@ -57,7 +69,7 @@ def cases(_: int) -> list[Case]:
 
 def arms(case: Case, bench: Bench) -> Arms:
     """All arms of one case."""
-    return (_swiglu if case["kind"] == "swiglu" else _routing)(case, bench)
+    return {"swiglu": _swiglu, "routing": _routing, "routes": _routes}[case["kind"]](case, bench)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -155,6 +167,39 @@ def _routing(case: Case, bench: Bench) -> Arms:
     return Arms(calls, check, baseline="torch", floor=1e-5, about=_kernels(calls, bench))
 
 
+def _routes(case: Case, bench: Bench) -> Arms:
+    """Of rank 0; without an exchange, so ranks other than this one need not be there."""
+    tokens, every, top, of = case["tokens"], case["experts"], case["top"], case["of"]
+    sizes = Sizes(tokens, top, of, int(ROOM * tokens * top))
+    drawn = torch.rand(of * tokens, every, device=bench.device, generator=bench.draw)
+    experts = drawn.topk(top).indices.int()
+    weights = bench.normal(of * tokens, top, dtype=torch.float32)
+
+    def found(_: int, tell: Any, find: Callable[[Tensor], Found]) -> Found:
+        told = experts.new_empty(of * tokens, 2 * top)
+        tell(told, experts, weights, every)
+        return find(told)
+
+    def by_torch(told: Tensor) -> Found:
+        each = told[:, top:].contiguous().view(torch.float32)
+        return found_by(0, sizes, told[:, :top].long(), each, every)
+
+    def by_kernels(told: Tensor) -> Found:
+        return found_by_kernels(0, sizes, told, every)
+
+    calls: dict[str, Call | str] = {
+        "torch": partial(found, tell=tell_into, find=by_torch),
+        "ours": partial(found, tell=tell_by_kernel, find=by_kernels)
+        if bench.on_gpu else "these kernels want a GPU",
+    }  # fmt: skip
+    want = found(0, tell_into, by_torch)
+
+    def check(_: str, got: Found) -> list[float]:
+        return [0.0 if all(map(torch.equal, got, want)) else torch.inf]
+
+    return Arms(calls, check, baseline="torch", floor=0.0, about=_kernels(calls, bench))
+
+
 def _kernels(calls: Mapping[str, Call | str], bench: Bench) -> dict[str, Row]:
     """How many kernels, copies and fills a call of each arm has on the GPU."""
     found: dict[str, Row] = {}
@@ -201,16 +246,38 @@ def table_of(kind: str, found: Mapping[int, list[Row]]) -> str:
     return f"{measured(head, lines, NOTE)}\n\n{text}"
 
 
+def table_of_routes(found: Mapping[int, list[Row]]) -> str:
+    """Times of routes, and speedups."""
+    rows = [row for row in next(iter(found.values())) if row["kind"] == "routes"]
+    kernels = [f"kernels, {way}" for way in ("torch", "ours")]
+    head = ["model, tokens of a rank", "experts of", *kernels, "torch", "ours", "speedup"]
+    lines: list[tuple[list[str], list[Row]]] = []
+    ratios: list[float] = []
+    for case in taken(rows, "model", "tokens", "of"):
+        h, times = case.head, [case.s(way) for way in ("torch", "ours")]
+        kernels = [str(case.graph[way]["kernels"]) for way in ("torch", "ours")]
+        ratios.append(times[0] / times[1])
+        cells = [*kernels, *map(us, times), f"{ratios[-1]:.2f}"]
+        lines.append(([f"{h['model']}, {h['tokens']}", f"{h['of']} ranks", *cells], case.rows))
+    text = f"Speedup in the mean {geometric_mean(ratios):.2f}x."
+    note = "Microseconds, CUDA graphs, one rotation a case; without the gather."
+    return f"{measured(head, lines, note)}\n\n{text}"
+
+
 def _counted(case: Timed, way: str) -> str:
     """Kernels of the forward, and of both."""
     return ", ".join(str(case.graph[f"{way}{b}"]["kernels"]) for b in ("", f", {BOTH}"))
 
 
+TABLES: dict[str, Callable[[Mapping[int, list[Row]]], str]] = {
+    "swiglu": partial(table_of, "swiglu"), "routing": partial(table_of, "routing"),
+    "routes": table_of_routes,
+}  # fmt: skip
 EXPERT_LAYER = Benchmark(
     "expert_layer", cases, arms, ranks=1, calls=8, soak_s=0.05,
     short=lambda case: case["model"] == "Qwen3-235B" and case["tokens"] == 256 and case["of"] < 4,
     sections=tuple(
-        Section("docs/results/experts.md", f"expert-layer-{kind}", partial(table_of, kind))
-        for kind in ("swiglu", "routing")
+        Section("docs/results/experts.md", f"expert-layer-{kind}", table)
+        for kind, table in TABLES.items()
     ),
 )  # fmt: skip

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "epilogue": (epilogue.EPILOGUE, epilogue.case_of(64, 16, 32)),
     "swiglu": (expert_layer.EXPERT_LAYER, expert_layer.case_of("swiglu", SMALL, 48, 2, "most")),
     "routing": (expert_layer.EXPERT_LAYER, expert_layer.case_of("routing", SMALL, 48)),
+    "routes": (expert_layer.EXPERT_LAYER, expert_layer.case_of("routes", SMALL, 48, 2)),
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
 }  # fmt: skip
 ARMS = {
@@ -72,6 +73,7 @@ ARMS = {
     "epilogue": {"compute", "serial", "serial compiled", "apart", "auto"},
     "swiglu": {"torch", "ours", "torch, forward + backward", "ours, forward + backward"},
     "routing": {"torch", "ours", "torch, forward + backward", "ours, forward + backward"},
+    "routes": {"torch"},
     "evaluate": {"compute", "communication", "serial", "auto"},
 }  # fmt: skip
 

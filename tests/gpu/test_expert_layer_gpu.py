@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.ops import router
-from counterpoint.ops.swiglu import swiglu
+from counterpoint.ops.activations import swiglu
 
 SHAPES = [
     (tokens, experts, top)
@@ -90,7 +90,7 @@ def test_swiglu_stops_at_the_rows_that_there_are(gpus, dtype, n):
         torch.testing.assert_close(y[:rows].double(), want, rtol=eps, atol=1e-5)
         torch.testing.assert_close(found[:rows].double(), dwant, rtol=eps, atol=1e-5)
     whole = torch.randn(room, 2 * n, device=gpus).to(dtype).requires_grad_()
-    torch.library.opcheck(torch.ops.counterpoint.swiglu, (whole, None, 0))
+    torch.library.opcheck(torch.ops.counterpoint.activated, (whole, None, "silu_mul", None, 0))
 
 
 def layer_of(gpus, room):

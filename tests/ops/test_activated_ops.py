@@ -216,10 +216,10 @@ def test_as_operators_of_torch(rank: int, ranks: int):
     h, up = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
     for activation in NAMES:
         second = up if activation.endswith("_mul") else None
-        calls.append((op.activated, (h, second, activation)))
+        calls.append((op.activated, (h, second, activation, None, 0)))
     dy = torch.randn(2, 3, 4)
-    calls.append((op.activated_gradient, (dy, h.detach(), up.detach(), "silu_mul")))
-    calls.append((op.activated_gradient, (dy, h.detach(), None, "gelu")))
+    calls.append((op.activated_gradient, (dy, h.detach(), up.detach(), "silu_mul", None, 0)))
+    calls.append((op.activated_gradient, (dy, h.detach(), None, "gelu", None, 0)))
     for each, given in calls:
         assert set(torch.library.opcheck(each.default, given).values()) == {"SUCCESS"}
 

@@ -135,6 +135,21 @@ def test_a_silent_rank_that_is_behind_is_named(rank: int, ranks: int):
         assert "silent for" in error and "dead" in error
 
 
+@on_ranks(2, 3)
+def test_a_rank_that_leaves_after_its_last_call_has_made_it(rank: int, ranks: int):
+    """At once, before its watchdog has shown that call; the others go on for long."""
+    with apart(1.0) as (board, watchdog):
+        while board._far._shown < 2:  # shown a moment ago
+            time.sleep(1e-3)
+        call(board, 3)
+        if rank == 1:
+            watchdog.end()
+            board.leave()
+        else:
+            time.sleep(3 * board.timeout_s)
+            assert board.wrong() is None and board.fault is None
+
+
 @on_ranks(2)
 def test_only_who_looks_finds_a_rank_silent(rank: int, ranks: int):
     """A rank's watchdog may begin long after its board, and its store may keep it waiting."""

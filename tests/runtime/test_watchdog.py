@@ -15,7 +15,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of
 from counterpoint.runtime.lanes_cuda import MAX_STEPS, CudaLanes, awaited_by
 from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.watchdog import Watchdog
+from counterpoint.runtime.watchdog import PERIOD_S, Watchdog
 from counterpoint.runtime.wire import Nccl
 
 RANK = 1
@@ -101,6 +101,18 @@ def test_a_wait_of_a_library_is_told_and_ended(capfd: pytest.CaptureFixture[str]
         time.sleep(0.02)
     assert ended == [True] and watchdog.look() is found[0]
     assert capfd.readouterr().err.count("rank 1 (island 1) did not take part") == 1
+
+
+def test_who_has_left_is_told_nothing(capfd: pytest.CaptureFixture[str]):
+    found: list[PeerTimeoutError] = []
+    watchdog = Watchdog(np.zeros(1, dtype=np.int64), lambda *_: found[0], quiet())
+    ended: list[bool] = []
+    watchdog.watch(lambda: found[0] if found else None, lambda: ended.append(True))
+    watchdog.end()
+    time.sleep(4 * PERIOD_S)  # a look that had begun is over
+    found.append(PeerTimeoutError("rank 1 did not come", rank=1, step="call"))
+    time.sleep(4 * PERIOD_S)
+    assert not ended and "did not come" not in capfd.readouterr().err
 
 
 def test_an_exchange_has_its_time_from_when_it_is_seen():

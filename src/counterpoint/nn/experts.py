@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from counterpoint.errors import InputError
 from counterpoint.nn.grouped import Grouped
 from counterpoint.ops import agreement, experts_check
+from counterpoint.ops.activations import swiglu
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import (
     check_dense,
@@ -29,7 +30,6 @@ from counterpoint.ops.exchange_routes import exchange_routes, num_islands
 from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.plans import family_of, plan_key
 from counterpoint.ops.router import choose_experts, order_by_expert
-from counterpoint.ops.swiglu import swiglu
 from counterpoint.ops.token_sums import sum_of_tokens
 from counterpoint.ranges import instance, whole
 from counterpoint.runtime.workspace import workspace_of

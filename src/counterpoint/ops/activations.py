@@ -1,11 +1,10 @@
 """Activations of products that are there: what is asked for, checked; and their gradients.
 
 Where a gradient is asked for, this is what stands behind a matmul: its products are saved, two of a
-gated activation, and its backward is one kernel.
+gated activation, and its backward is one kernel. So is SwiGLU between the two matmuls of experts.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, get_args
 
 import torch
@@ -16,6 +15,7 @@ from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.ops.scaled import Scaled
 from counterpoint.problem import GATED, Activation
 from counterpoint.runtime import activated
+from counterpoint.runtime.launch import aligned
 
 NAMES = tuple(name for name in get_args(Activation) if name)
 
@@ -54,45 +54,78 @@ def activate(products: Sequence[Tensor], activation: str) -> Tensor:
         activation: one of `NAMES`.
     """
     h, up = products[0], products[1] if len(products) > 1 else None
-    return torch.ops.counterpoint.activated(h, up, activation)
+    return torch.ops.counterpoint.activated(h, up, activation, None, 0)
 
 
-def _run(h: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    h, up = h.contiguous(), None if up is None else up.contiguous()
-    y = torch.empty_like(h)
-    with torch.cuda.device(h.device) if h.is_cuda else nullcontext():
-        activated.into(activation, h, up, y)
+def swiglu(gate_up: Tensor, counts: Tensor | None, rank: int) -> Tensor:
+    """silu(gate) * up of the rows that there are, in fp32, rounded once. Differentiable.
+
+    Args:
+        gate_up: bf16, fp16 or fp32 [room, 2 N], gate before up.
+        counts: int32 or int64 [ranks, E], rows of each rank for each expert. None, or elsewhere
+            than gate_up: there are as many rows as there is room.
+        rank: this one, whose experts have these rows.
+
+    Returns:
+        dtype of gate_up, [room, N]; on a GPU rows beyond those of `counts` are not written, and
+        those of gate_up and of the gradient neither read nor written.
+    """
+    if counts is not None and counts.device != gate_up.device:  # the host has sized gate_up by it
+        counts = None
+    return torch.ops.counterpoint.activated(gate_up, None, f"silu{GATED}", counts, rank)
+
+
+def _run(
+    h: Tensor, up: Tensor | None, activation: str, counts: Tensor | None, rank: int
+) -> Tensor:  # fmt: skip
+    y = _fake(h, up, activation, counts, rank)
+    h, up, counts = (_placed(t) for t in (h, up, counts))
+    activated.into(activation, h, up, y, counts, rank)
     return y
 
 
-def _run_gradient(dy: Tensor, h: Tensor, up: Tensor | None, activation: str) -> list[Tensor]:
-    dy, h, up = dy.contiguous(), h.contiguous(), None if up is None else up.contiguous()
-    grads = [torch.empty_like(t) for t in (h, up) if t is not None]
-    with torch.cuda.device(h.device) if h.is_cuda else nullcontext():
-        activated.gradients_into(activation, dy, h, up, grads)
+def _run_gradient(
+    dy: Tensor, h: Tensor, up: Tensor | None, activation: str, counts: Tensor | None, rank: int
+) -> list[Tensor]:
+    grads = _fake_gradient(dy, h, up, activation, counts, rank)
+    dy, h, up, counts = (_placed(t) for t in (dy, h, up, counts))
+    activated.gradients_into(activation, dy, h, up, grads, counts, rank)
     return grads
 
 
-def _fake(h: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    return h.new_empty(h.shape)
+def _placed(t: Tensor | None) -> Any:
+    """Without gaps, from a multiple of 16 bytes on."""
+    t = None if t is None else t.contiguous()
+    return t if t is None or aligned(t) else t.clone()
 
 
-def _fake_gradient(dy: Tensor, h: Tensor, up: Tensor | None, activation: str) -> list[Tensor]:
+def _fake(
+    h: Tensor, up: Tensor | None, activation: str, counts: Tensor | None, rank: int
+) -> Tensor:  # fmt: skip
+    side = activated.side_by_side(activation, up)
+    return h.new_empty((h.shape[0], h.shape[1] // 2) if side else h.shape)
+
+
+def _fake_gradient(
+    dy: Tensor, h: Tensor, up: Tensor | None, activation: str, counts: Tensor | None, rank: int
+) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in (h, up) if t is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, up, ctx.activation = inputs
-    ctx.save_for_backward(h, up)
+    h, up, ctx.activation, counts, ctx.rank = inputs
+    ctx.save_for_backward(h, up, counts)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    h, up = ctx.saved_tensors
-    dh, *dup = torch.ops.counterpoint.activated_gradient(dy, h, up, ctx.activation)
-    return dh, dup[0] if dup else None, None
+    h, up, counts = ctx.saved_tensors
+    dh, *dup = torch.ops.counterpoint.activated_gradient(
+        dy, h, up, ctx.activation, counts, ctx.rank
+    )
+    return dh, dup[0] if dup else None, None, None, None
 
 
-_GIVEN = "Tensor h, Tensor? up, str activation"
+_GIVEN = "Tensor h, Tensor? up, str activation, Tensor? counts, int rank"
 register(f"activated({_GIVEN}) -> Tensor", _run, _fake, _backward, _save, meets=False)
 register(
     f"activated_gradient(Tensor dy, {_GIVEN}) -> Tensor[]",

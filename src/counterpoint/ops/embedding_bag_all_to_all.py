@@ -180,9 +180,6 @@ def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any
 
 def _run(*given: Any) -> Tensor:
     g = Arguments(*given)
-    if g.indices.is_cuda and g.indices.device.index != torch.cuda.current_device():
-        with torch.cuda.device(g.indices.device):
-            return _run(*given)
     p, bags = problem_from(g.dims, g.batch, g.dtype), (g.tables, g.indices, g.offsets, g.weights)
     mode = "mean" if g.mean else "sum"
     asked = (*bags, mode, g.last, p.rows, p.tables, g.dtype, None, g.plan)

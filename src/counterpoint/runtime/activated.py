@@ -15,6 +15,7 @@ from torch import Tensor
 from counterpoint.kernels.activation import activation_gradient_kernel, activation_kernel
 from counterpoint.plan.activated import one_kernel
 from counterpoint.plan.bind import BoundStep, Part
+from counterpoint.plan.fused_sum import padded
 from counterpoint.problem import GATED, Problem
 from counterpoint.runtime import invariant_matmul
 from counterpoint.runtime.device_limits import refused_on
@@ -22,6 +23,7 @@ from counterpoint.runtime.launch import Grid, Launch, aligned
 from counterpoint.runtime.workspace import Operands, Places
 
 BLOCK, NUM_WARPS = 4096, 8
+ROW_BLOCK, ROW_WARPS = 512, 2  # of rows: 16 bytes of 16-bit numbers for each thread
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "silu": F.silu, "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -87,31 +89,55 @@ def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
         torch.addmm(bias, x, w, out=y)
 
 
-def into(activation: str, h: Tensor, up: Tensor | None, y: Tensor) -> None:
-    """y = activation(h), or gated, activation(h) * up; y may be h."""
+def side_by_side(activation: str, up: Tensor | None) -> bool:
+    """Whether gate and up are one tensor, [rows, 2 N]."""
+    return up is None and activation.endswith(GATED)
+
+
+def into(
+    activation: str, h: Tensor, up: Tensor | None, y: Tensor, counts: Tensor | None = None,
+    rank: int = 0,
+) -> None:  # fmt: skip
+    """y = activation(h), or gated, activation(h) * up.
+
+    Args:
+        h: of the shape of y, or gate and up side by side.
+        y: it may be h.
+        counts: int32 or int64 [ranks, E], rows of each rank for each expert: on a GPU, of rows with
+            gate and up side by side, only those of this rank's experts are read and written.
+        rank: this one.
+    """
     tensors = (h, y) if up is None else (h, up, y)
     if not _launchable(tensors):
         y.copy_(by_torch(activation, h, up))
     elif y.numel():
-        launch = launch_of(False, activation, y.numel(), y.dtype, y.device)
-        launch(h, h if up is None else up, y)
+        given = (h, h if up is None else up, y)
+        launch(activation, given, side_by_side(activation, up), counts, rank)
 
 
 def gradients_into(
-    activation: str, dy: Tensor, h: Tensor, up: Tensor | None, grads: list[Tensor]
-) -> None:
-    """Into `grads`, of h, and gated of up; tensors without gaps."""
+    activation: str, dy: Tensor, h: Tensor, up: Tensor | None, grads: list[Tensor],
+    counts: Tensor | None = None, rank: int = 0,
+) -> None:  # fmt: skip
+    """Into `grads`, of h and of up if there is one; tensors without gaps.
+
+    Args:
+        counts, rank: as of `into`.
+    """
+    side, wide = side_by_side(activation, up), _dtype(h, activation, up)
     tensors = (dy, h, *grads) if up is None else (dy, h, up, *grads)
-    if not _launchable(tensors):
-        wide = _dtype(h)
-        dy, h = dy.to(wide), h.to(wide)
-        if up is not None:
-            grads[1].copy_(dy * _wide(activation, h))
-            dy = dy * up
-        grads[0].copy_(GRADIENTS[activation.removesuffix(GATED)](dy, h))
-    elif h.numel():
-        launch = launch_of(True, activation, h.numel(), h.dtype, h.device)
-        launch(h, h if up is None else up, dy, grads[0], grads[-1])
+    if _launchable(tensors):
+        if h.numel():
+            given = (h, h if up is None else up, dy, grads[0], grads[-1])
+            launch(activation, given, side, counts, rank)
+        return
+    if side:
+        (h, up), grads = h.chunk(2, -1), [*grads[0].chunk(2, -1)]
+    dy, h = dy.to(wide), h.to(wide)
+    if up is not None:
+        grads[1].copy_(dy * _wide(activation, h))
+        dy = dy * up
+    grads[0].copy_(GRADIENTS[activation.removesuffix(GATED)](dy, h))
 
 
 def _launchable(tensors: tuple[Tensor, ...]) -> bool:
@@ -121,29 +147,59 @@ def _launchable(tensors: tuple[Tensor, ...]) -> bool:
     return all(t.is_contiguous() and t.dtype == first.dtype and aligned(t) for t in tensors)
 
 
+def launch(
+    activation: str, given: tuple[Tensor, ...], side: bool, counts: Tensor | None, rank: int
+) -> None:
+    """The kernel of (h, up, y), or that of the gradients of (h, up, dy, dh, dup).
+
+    Args:
+        side: gate and up lie side by side.
+    """
+    h = given[0]
+    n, rows = (h.shape[1] // 2, h.shape[0]) if side else (h.numel(), 1)
+    table = None if counts is None else (counts.dtype, *counts.shape)
+    run = _launch(len(given) > 3, activation, n, side, h.dtype, h.device, table, rank)
+    run(*given, h if counts is None else counts, rows)
+
+
 @lru_cache(maxsize=1024)
-def launch_of(
-    backward: bool, activation: str, numel: int, dtype: torch.dtype, device: torch.device
-) -> Launch:
-    """The kernel of that many products, compiled; or that of the gradients."""
+def _launch(
+    backward: bool, activation: str, n: int, side: bool, dtype: torch.dtype,
+    device: torch.device, counts: tuple[torch.dtype, int, int] | None, rank: int,
+) -> Launch:  # fmt: skip
+    """The kernel compiled: of rows of `n` products side by side, or of all products as one row."""
     kernel = activation_gradient_kernel if backward else activation_kernel
     given = ["h_ptr", "up_ptr", *(["dy_ptr", "dh_ptr", "dup_ptr"] if backward else ["y_ptr"])]
-    name, gated = activation.removesuffix(GATED), activation.endswith(GATED)
-    fixed = {"N": numel, "NAME": name, "GATED": gated, "BLOCK": BLOCK}
-    grid = Grid(-(-numel // BLOCK), reserve=False, each=True)
-    launch = Launch(kernel, given, fixed, grid, device, activation, {"num_warps": NUM_WARPS})
-    return launch.compile(*[dtype] * len(given))
+    dtypes = [dtype] * len(given)
+    of_counts, ranks, experts = counts or (dtype, 1, 0)
+    fixed = {
+        "N": n, "E": experts, "rank": rank, "NAME": activation.removesuffix(GATED),
+        "GATED": activation.endswith(GATED), "SIDE": side, "WORLD": ranks,
+        "EXPERTS": padded(experts // ranks) if counts else 0,
+    }  # fmt: skip
+    if side:  # programs that are resident share the rows; nothing waits in them
+        fixed["BLOCK"], grid = min(ROW_BLOCK, padded(n)), Grid(None, reserve=False)
+    else:
+        fixed["BLOCK"], grid = BLOCK, Grid(-(-n // BLOCK), reserve=False, each=True)
+    options = {"num_warps": ROW_WARPS if side else NUM_WARPS}
+    names = (*given, "counts_ptr", "room")
+    found = Launch(kernel, names, fixed, grid, device, activation, options)
+    return found.compile(*dtypes, of_counts, 0)
 
 
 def by_torch(activation: str, h: Tensor, up: Tensor | None) -> Tensor:
-    """As `into`."""
-    wide = _dtype(h)
+    """As `into`, of all rows."""
+    wide = _dtype(h, activation, up)
+    if side_by_side(activation, up):
+        h, up = h.chunk(2, -1)
     return _wide(activation, h.to(wide), None if up is None else up.to(wide)).to(h.dtype)
 
 
-def _dtype(t: Tensor) -> torch.dtype:
-    # on a CPU, torch's functions of numbers at the end of a tensor may differ in the last bit
-    return torch.float64 if t.device.type == "cpu" else torch.float32
+def _dtype(h: Tensor, activation: str, up: Tensor | None) -> torch.dtype:
+    # on a CPU, torch's functions of numbers at the end of a tensor may differ in the last bit, and
+    # parts of one product are to be as the whole
+    parts = h.device.type == "cpu" and not side_by_side(activation, up)
+    return torch.float64 if parts else torch.float32
 
 
 def _wide(activation: str, h: Tensor, up: Tensor | None = None) -> Tensor:

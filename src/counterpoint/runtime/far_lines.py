@@ -59,9 +59,7 @@ class FarLines:
             if self._store is None:
                 return None
             try:
-                self._shown += 1
-                line = zlib.compress(mine.tobytes(), 1)  # most of it is empty
-                found, next_one = answer_of(self._asked, line, within_s=ANSWER_S)
+                found, next_one = answer_of(self._asked, self._line(mine), within_s=ANSWER_S)
                 if found is not None:
                     return pickle.loads(found)
                 if next_one is not None:
@@ -74,10 +72,24 @@ class FarLines:
                 self._store = None
         return None
 
+    def leave(self, mine: NDArray[np.uint8]) -> None:
+        """Show `mine` for the last time: a rank that ends after its last call has made it."""
+        with self._lock:
+            try:
+                if self._store is not None:
+                    answer_of(self._store.set, self._own, self._line(mine), within_s=ANSWER_S)
+            except RuntimeError:
+                pass
+            self._store = None
+
+    def _line(self, mine: NDArray[np.uint8]) -> bytes:
+        self._shown += 1
+        return pickle.dumps((self._shown, zlib.compress(mine.tobytes(), 1)))  # most of it is empty
+
     def _asked(self, line: bytes) -> tuple[bytes | None, bytes | None]:
         """Show a line; the verdict and the next rank's line, where there are."""
         store = self._store
-        store.set(self._own, pickle.dumps((self._shown, line)))
+        store.set(self._own, line)
         if store.check([self._verdict]):
             return store.get(self._verdict), None
         return None, store.get(self._next) if store.check([self._next]) else None

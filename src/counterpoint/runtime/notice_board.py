@@ -224,6 +224,12 @@ class NoticeBoard:
                 self._far.tell(error)
         return copy(self.fault)
 
+    def leave(self) -> None:
+        """Say for the last time what this rank has called; it looks no more."""
+        self.alarms.clear()
+        if self._far is not None:
+            self._far.leave(self._copied[0])
+
     def check(self) -> None:
         """Raise what made the group unusable, if anything did.
 

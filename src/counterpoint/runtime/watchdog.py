@@ -26,7 +26,7 @@ Late = Callable[[], CounterpointError | None]
 class Watchdog:
     """Watches a word: 1 + tag of the step that gave up, and above it the bits of its late waits.
 
-    Its thread ends with it.
+    Its thread ends with it, or when the group is left.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Watchdog:
         self._board = board
         self._fault: CounterpointError | None = None
         self._waits: list[tuple[Late, Callable[[], object]]] = []
+        self._ended = False
         board.alarms.append((words, self.look))  # before it has something to tell
         name = "counterpoint-watchdog"
         threading.Thread(target=_watch, args=(weakref.ref(self),), name=name, daemon=True).start()
@@ -50,6 +51,10 @@ class Watchdog:
             end: ends them, when the group is unusable.
         """
         self._waits.append((late, end))
+
+    def end(self) -> None:
+        """Watch no more: the group is left, and what others do is no fault."""
+        self._ended = True
 
     def look(self) -> CounterpointError | None:
         """The fault, once there is one; says it on stderr the first time it is seen."""
@@ -73,7 +78,7 @@ class Watchdog:
 
 
 def _watch(watched: "weakref.ref[Watchdog]") -> None:
-    while (watchdog := watched()) is not None:
+    while (watchdog := watched()) is not None and not watchdog._ended:
         if watchdog.look() is not None:
             watchdog.tell()
             return

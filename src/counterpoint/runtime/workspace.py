@@ -209,8 +209,10 @@ class Workspace:
         self.drop_code()
         self.agreed.clear()
         self._kept.clear()
+        if self.lanes is not None:
+            self.lanes.watchdog.end()
         self.lanes = self.fused = self.wire = None
-        self.board.alarms.clear()
+        self.board.leave()
 
     def drop_code(self) -> None:
         """Forget what has been compiled: it points into memory that is about to go."""
