@@ -45,6 +45,7 @@ SHORT_S = {
     "training": 10, "resources": 15, "copies": 10, "transports": 10, "losses": 10, "ficco": 5,
     "evaluate": 10, "compile": 40, "soak": 5, "attention": 5, "embedding_gradient": 5,
     "norms": 5, "fp8": 10, "attention_replay": 5, "epilogue": 5, "expert_layer": 5,
+    "invariant": 5,
 }  # fmt: skip
 
 

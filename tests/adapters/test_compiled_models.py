@@ -32,6 +32,7 @@ import counterpoint as cp
 from benchmarks.blocks import DECODE, NAMES, Sizes, made
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.errors import CounterpointWarning, InputError
+from counterpoint.runtime.workspace import workspace_of
 
 COLLECTIVES = {"llama": 8, "mixtral": 14, "gpt2": 8, "llama tp": 7, "mixtral tp": 16, "gpt2 tp": 6,
                DECODE: 2}  # fmt: skip
@@ -357,7 +358,9 @@ def test_a_compiled_model_is_in_the_mode_that_it_runs_in(rank: int, world_size: 
             inside, want = compiled(x), cp.matmul_all_reduce(x, w)
         assert torch.equal(inside, want) and not torch.equal(inside, plain)
         assert torch.equal(compiled(x), plain)
-    assert set(overlap.reports[0].found[0].plans) == {"serial", "serial invariant"}
+    for _ in range(2):
+        assert set(overlap.reports[0].found[0].plans) == {"serial", "serial invariant"}
+        workspace_of(group, x.device).drop_code()  # as where memory grows
 
 
 @on_ranks(2)

@@ -15,14 +15,14 @@ from counterpoint.measure.timing import relative_error
 from counterpoint.plan.families import families
 from counterpoint.plan.fused_sum import FEW_ROWS
 from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.invariant_matmul import LARGE, Tile, by_kernel
+from counterpoint.runtime.invariant_matmul import WAVES, Tile, by_kernel
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MOST = 8192
 ROWS = (1, 2, 3, 8, 15, 16, 17, 32, 33, 63, 64, 65, 100, 128, 257, 512, 1000, 2048, 4099, MOST)
 FEW = (1, 2, 16, 33, 64, 130, 1024)
-TILES = (*LARGE, Tile(16, 64, 128, 4, 5), Tile(16, 32, 64, 4, 8), Tile(32, 64, 128, 4, 5),
-         Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 5), Tile(64, 16, 64, 4, 3),
+TILES = (*WAVES, Tile(16, 64, 128, 4, 5), Tile(16, 32, 64, 4, 8), Tile(32, 64, 128, 4, 5),
+         Tile(64, 64, 128, 4, 3, per_sm=2), Tile(128, 128, 64, 4, 4), Tile(64, 16, 64, 4, 3),
          Tile(128, 256, 64, 8, 3))  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from counterpoint.kernels.reduce import sum_of_parts
 from counterpoint.runtime import invariant_matmul
 from counterpoint.runtime.invariant_matmul import (
     FEW_ROWS,
-    LARGE,
+    WAVES,
     Tile,
     by_kernel,
     by_torch,
@@ -65,7 +65,7 @@ def code(
 
 
 def test_all_tiles_are_in_use():
-    assert {*LARGE} < {*TILES} and len(TILES) == len(LARGE) + 4
+    assert {*WAVES} < {*TILES} and len(TILES) == len(WAVES) + 2
 
 
 @pytest.mark.parametrize(

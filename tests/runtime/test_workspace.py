@@ -92,7 +92,7 @@ def test_old_programs_are_forgotten(rank: int, world_size: int) -> list[str]:
         patch.setattr(module, "MAX_CODE", 3)
         cases = [gather(rows) for rows in (1, 2, 3, 4, 5, 1, 5, 2)]
         problems = [problem for i, case in enumerate(cases) for problem in wrong(case, seed=i)]
-        assert len(space().code) == 3
+        assert len(space().code) == len(space().plans) == 3
     return problems
 
 

@@ -11,7 +11,6 @@ from torch._inductor import config as inductor
 from counterpoint.adapters.find import Collective
 from counterpoint.errors import InputError
 from counterpoint.plan.invariant import WORD
-from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspaces
 
@@ -56,11 +55,10 @@ class Explained:
     def plans(self) -> tuple[str, ...]:
         """The plans that the operators have run by; none before their first call."""
         return tuple(
-            f"{plan.spec} {WORD}" if plan.problem.invariant else plan.spec
+            f"{spec} {WORD}" if own.invariant else spec
             for problem in self.problems
             for (name, _), workspace in workspaces.items() if name == self.group
-            for compiled in workspace.code.values() if compiled.code is not None
-            if _is_for(plan := compiled.code.program.plan, problem)
+            for own, spec in workspace.plans if _is_for(own, problem)
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -115,9 +113,8 @@ NOTHING = (
 )
 
 
-def _is_for(plan: Plan, problem: Problem) -> bool:
-    """Whether a plan has that problem, or in `batch_invariant` what is left of it."""
-    own = plan.problem
+def _is_for(own: Problem, problem: Problem) -> bool:
+    """Whether a plan of `own` has that problem, or in `batch_invariant` what is left of it."""
     return (
         replace(own, invariant=False, bias=problem.bias if own.invariant else own.bias) == problem
     )
@@ -126,10 +123,8 @@ def _is_for(plan: Plan, problem: Problem) -> bool:
 def _plans() -> Iterator[str]:
     """What has run in this process."""
     for (name, _), workspace in workspaces.items():
-        for compiled in workspace.code.values():
-            if compiled.code is not None:
-                plan = compiled.code.program.plan
-                yield f"has run in group {name}: {plan.problem}, plan {plan.spec}"
+        for problem, spec in workspace.plans:
+            yield f"has run in group {name}: {problem}, plan {spec}"
 
 
 def explain(model: Any) -> Report:

@@ -47,26 +47,25 @@ class Tile(NamedTuple):
 
 
 FEW_ROWS = 32  # of more, a descriptor is the faster way
-# larger tiles have more reuse; each is taken where there are enough of them for the SMs
-LARGE = (
-    Tile(128, 256, 64, 8, 4, halves=True), Tile(128, 128, 64, 4, 4),
-    Tile(64, 128, 64, 4, 4, per_sm=2), Tile(64, 64, 128, 4, 3, per_sm=2),
-)  # fmt: skip
-ENOUGH = 0.8  # of the SMs
+# of more rows, and how long one on each SM takes for so much of K: H200, of Llama-3 8B and 70B
+WAVES = {
+    Tile(64, 32, 128, 4, 6): 0.55, Tile(64, 64, 128, 4, 5): 0.7, Tile(64, 128, 128, 4, 4): 1.0,
+    Tile(64, 128, 64, 4, 4, per_sm=2): 1.6, Tile(128, 256, 64, 8, 4, halves=True): 2.8,
+}  # fmt: skip
 
 
 def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
-    """The fastest tile for y[m, n] on an H200, of the layers of Llama-3 8B and 70B."""
+    """The fastest tile for y[m, n]: of which the waves of all SMs are the shortest in all."""
     if dtype == torch.float32:  # no tensor cores
         return Tile(64, 64, 16, 8, 3)
     if m <= FEW_ROWS:
         return Tile(16 if m <= 16 else FEW_ROWS, 64, 128, 4, 5)
-    if m <= 64:
-        if -(-n // 32) <= num_sms:
-            return Tile(64, 32, 128, 4, 6)
-        return Tile(64, 64, 128, 4, 5) if -(-n // 64) <= num_sms else LARGE[-1]
-    enough = (t for t in LARGE if -(-m // t.block_m) * -(-n // t.block_n) >= ENOUGH * num_sms)
-    return next(enough, LARGE[-1])
+
+    def waves(tile: Tile) -> float:
+        tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+        return -(-tiles // (num_sms * tile.per_sm)) * WAVES[tile]
+
+    return min(WAVES, key=waves)
 
 
 def gated_tile(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:

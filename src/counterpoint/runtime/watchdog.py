@@ -27,6 +27,9 @@ class Watchdog:
     """Watches a word: 1 + tag of the step that gave up, and above it the bits of its late waits.
 
     Its thread ends with it, or when the group is left.
+
+    Attributes:
+        ended: the group is left.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Watchdog:
         self._board = board
         self._fault: CounterpointError | None = None
         self._waits: list[tuple[Late, Callable[[], object]]] = []
-        self._ended = False
+        self.ended = False
         board.alarms.append((words, self.look))  # before it has something to tell
         name = "counterpoint-watchdog"
         threading.Thread(target=_watch, args=(weakref.ref(self),), name=name, daemon=True).start()
@@ -54,7 +57,7 @@ class Watchdog:
 
     def end(self) -> None:
         """Watch no more: the group is left, and what others do is no fault."""
-        self._ended = True
+        self.ended = True
 
     def look(self) -> CounterpointError | None:
         """The fault, once there is one; says it on stderr the first time it is seen."""
@@ -78,7 +81,7 @@ class Watchdog:
 
 
 def _watch(watched: "weakref.ref[Watchdog]") -> None:
-    while (watchdog := watched()) is not None and not watchdog._ended:
+    while (watchdog := watched()) is not None and not watchdog.ended:
         if watchdog.look() is not None:
             watchdog.tell()
             return

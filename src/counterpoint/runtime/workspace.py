@@ -20,6 +20,7 @@ from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.plan.bind import Box
 from counterpoint.plan.extents import extent
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
+from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of, name_of_mine
 from counterpoint.runtime.notice_board import Awaited, NoticeBoard
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
@@ -82,6 +83,7 @@ class Workspace:
         self.fused: Any = None  # what kernels that talk to their peers keep here
         self.wire: Any = None  # what goes between islands, see wire.py
         self.code: dict[Hashable, Any] = {}
+        self.plans: dict[tuple[Problem, str], None] = {}  # of all that was compiled, and its spec
         self.known: dict[Hashable, Any] = {}  # of `code`, by what an eager call sees at once
         self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
@@ -193,6 +195,11 @@ class Workspace:
             self.code.pop(next(iter(self.code)))
             self.known.clear()
         self.code[key] = code
+        if code.code is not None:
+            plan: Plan = code.code.program.plan
+            if len(self.plans) >= MAX_CODE:
+                self.plans.pop(next(iter(self.plans)))
+            self.plans[plan.problem, plan.spec] = None
 
     def know(self, key: Hashable, ready: Any) -> None:
         """Keep what an eager call finds by how its tensors lie; all is forgotten if it is much."""
