@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,31 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
-from benchmarks import island_bags
-from benchmarks.namespaces import Job, begin, can_run, nic_bytes, run
+from benchmarks import island_bags, islands_experts
+from benchmarks.namespaces import CALLS, ISLANDS, RATES, Job, begin, can_run, run, timed
 from benchmarks.rows import RESULTS, Row, rows_of
 from counterpoint.measure.characterize_cpu import characterize_cpu
 from counterpoint.measure.record import environment
 from counterpoint.model.calibrate_cpu import fit_cpu
-
-CALLS = 5
-
-
-def timed(call: Callable[[], Tensor]) -> tuple[float, float]:
-    """Median seconds of a call, the slowest rank's, and bytes that this island's NIC sent."""
-    call()
-    seconds: list[float] = []
-    dist.barrier()
-    before = nic_bytes()
-    for _ in range(CALLS):
-        dist.barrier()
-        start_s = time.perf_counter()
-        call()
-        took = torch.tensor([time.perf_counter() - start_s])
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        seconds.append(float(took))
-    dist.barrier()
-    return median(seconds), (nic_bytes() - before) / CALLS
 
 
 def operator(rank: int, ranks: int, op: str, m: int, n: int, k: int, how: str) -> dict[str, Any]:
@@ -80,7 +61,7 @@ def operator(rank: int, ranks: int, op: str, m: int, n: int, k: int, how: str) -
                "matmul_all_reduce": reduced}[op]  # fmt: skip
     call = by_gloo if how == "gloo" else lambda: getattr(cp, op)(x, w, plan=how)
     torch.testing.assert_close(call(), by_gloo(), rtol=1e-4, atol=1e-2)
-    seconds, sent = timed(call)
+    seconds, sent = timed(call, CALLS)
     return {"seconds": seconds, "sent": sent}
 
 
@@ -110,10 +91,8 @@ def until_a_fault(rank: int, ranks: int, op: str, m: int, n: int, k: int) -> dic
     Args:
         op: or "experts", a layer of m tokens of k features.
     """
-    from benchmarks.islands_experts import Layer
-
     x, w = torch.randn(m, k), torch.randn(k, n)
-    layer, calls = Layer(rank, ranks, m, k, 2, 2), 0
+    layer, calls = islands_experts.Layer(rank, ranks, m, k, 2, 2), 0
     while True:
         start_s = time.perf_counter()
         try:
@@ -129,10 +108,7 @@ def until_a_fault(rank: int, ranks: int, op: str, m: int, n: int, k: int) -> dic
 
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-ISLANDS = ((2, 2), (2, 3))  # how many, ranks of each
-RATES = ("400mbit", "1gbit")
 BLOCK = (512, 64, 2048)  # rows of a rank, and the shorter and the longer side of its matmul
-LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 FILE = RESULTS / "islands-cpu.jsonl"
 SPEC, ESTIMATES = "islands chunks=4", "islands estimates"
 BOUND_S = 4.0
@@ -182,19 +158,6 @@ def problem_of(op: str, islands: int, size: int) -> cp.Problem:
     return cp.Problem(op, rows * ranks, n, k, ranks, "float32", islands=islands)
 
 
-def layers() -> Iterator[Row]:
-    """A row for a layer of experts, each way and network."""
-    for (islands, size), rate, way in product(ISLANDS, RATES, ("gloo", "flat", "ours")):
-        spec, flat = "gloo" if way == "gloo" else "islands", way == "flat"
-        job = Job("benchmarks.islands_experts:layer", islands=islands, size=size, rate=rate,
-                  args=(size, LAYER, spec, flat), flat=flat)  # fmt: skip
-        found = run(job)[0]
-        about = {"op": "experts", "arm": way, "islands": islands, "size": size, "rate": rate}
-        counted = {"sent": found["sent"], "rule": found["rule"]}
-        yield {"table": "islands", **about, "shape": list(LAYER),
-               "median_s": found["seconds"], **counted}  # fmt: skip
-
-
 def faults(trials: int, seed: int) -> Iterator[Row]:
     """A row for each trial: an island is killed, stopped or cut off at a random moment."""
     draw = random.Random(seed)
@@ -236,12 +199,9 @@ def table(rows: Sequence[Row]) -> str:
     for islands, size, rate, op in dict.fromkeys(key[:4] for key in times):
         ours = times[islands, size, rate, op, "ours"]
         cells = [f"{islands} x {size}, {rate[:-4]} {rate[-4].upper()}bit/s", f"`{op}`"]
-        for way in ("gloo", "flat"):
-            other = times[islands, size, rate, op, way]
-            cells += [
-                f"{other['sent'] / ours['sent']:.2f}",
-                f"{other['median_s'] / ours['median_s']:.2f}",
-            ]
+        for way, name in product(("gloo", "flat"), ("sent", "median_s")):
+            other = times.get((islands, size, rate, op, way), {})
+            cells.append(f"{other[name] / ours[name]:.2f}" if name in other else "-")
         lines.append(cells)
     head = ["islands x ranks", "operator", "bytes, gloo / ours", "speedup over gloo",
             "bytes, flat / ours", "speedup over flat"]  # fmt: skip
@@ -273,7 +233,7 @@ PARTS = ("speeds", "estimates", "bags", "experts", "faults")
 def part_of(row: Row) -> str:
     """Which of PARTS it is of."""
     if row["table"] == "islands":
-        return "experts" if row["op"] == "experts" else "speeds"
+        return "experts" if row["op"].startswith("experts") else "speeds"
     return {ESTIMATES: "estimates", island_bags.TABLE: "bags"}.get(row["table"], "faults")
 
 
@@ -297,7 +257,8 @@ def main() -> None:
         raise SystemExit(f"islands: network namespaces cannot be made here: {why}")
     facts = environment()
     about = {name: facts[name] for name in ("commit", "date", "torch")}
-    made = (speeds(), estimates(), island_bags.rows(), layers(), faults(given.trials, given.seed))
+    experts, ends = islands_experts.rows(), faults(given.trials, given.seed)
+    made = (speeds(), estimates(), island_bags.rows(), experts, ends)
     parts = dict(zip(PARTS, made, strict=True))
     kept: list[Row] = []
     if given.only:

@@ -2,8 +2,13 @@
 
 gloo   a row for each expert of a token: its all-to-all there and back, as layers have it today
 flat   our routes, each rank an island of its own: a row once to each rank
-ours   islands of neighbours: a row once to each island"""
+ours   islands of neighbours: a row once to each island
 
+With max_rows, which no host reads, flat and ours send every token to each island; no gloo has that.
+"""
+
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,9 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
-from benchmarks.islands import timed
+from benchmarks.namespaces import CALLS, ISLANDS, RATES, Job, run, timed
+from benchmarks.rows import Row
 
 HIDDEN = 16
+LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
+# of routes that the device alone knows: their kernels are interpreted, which is slow, and want a
+# power of 2 of ranks
+DEVICE_ISLANDS, DEVICE_LAYER = ((2, 2),), (24, 2048, 1, 2)
 
 
 class Layer:
@@ -105,16 +115,20 @@ def layer(
     ways = {"gloo": made.by_gloo, "max_rows": made.by_routes_of_device}
     call, off = ways.get(how, lambda: made.by_routes(how)), 1e-2 if how == "max_rows" else 1e-4
     torch.testing.assert_close(call().double(), made.exact(), rtol=off, atol=off)
-    seconds, sent = timed(call)
+    seconds, sent = timed(call, 1 if how == "max_rows" else CALLS)
     return {"seconds": seconds, "sent": sent, "rule": rule(made, size, how, flat)}
 
 
 def rule(made: Layer, size: int, how: str, flat: bool) -> int:
-    """Bytes that this island sends by the rule: its rows there, with their lists, others' back."""
+    """Bytes that this island sends by the rule: its rows there, with their lists, others' back.
+
+    With max_rows, see `exchange_routes`: each of its tokens to each other island, and one back for
+    each of theirs; the lists, which all ranks gather, are left out.
+    """
+    unit = 1 if flat or how == "gloo" else size
     if how == "max_rows":
         each = 2 * made.x.numel() * 2  # there and back, of fp16
-        return (made.ranks // size - 1) * size * each
-    unit = 1 if flat or how == "gloo" else size
+        return (made.ranks - size) // unit * size * each
     ids, far = made.experts // made.local, torch.zeros(1)
     for first in range(0, made.ranks, unit):
         if first // size == made.rank // size:
@@ -128,3 +142,39 @@ def rule(made: Layer, size: int, how: str, flat: bool) -> int:
     here = sum(rows[island : island + size])
     features, lists = made.x.shape[1], 0 if how == "gloo" else 2 * made.top
     return 4 * (here * (features + lists) + (sum(rows) - here) * features)
+
+
+def rows() -> Iterator[Row]:
+    """A row for a layer of experts, each way and network; where the device knows routes, of bytes.
+
+    Times of these would be the interpreter's.
+    """
+    for where in product(ISLANDS, RATES, ("gloo", "flat", "ours")):
+        found = run(job_of(*where))[0]
+        yield {**_about(*where), "op": "experts", "shape": [*LAYER], "median_s": found["seconds"],
+               "sent": found["sent"], "rule": found["rule"]}  # fmt: skip
+    for where in product(DEVICE_ISLANDS, RATES[-1:], ("flat", "ours")):
+        found = run(job_of(*where, device=True))[0]
+        yield {**_about(*where), "op": "experts, max_rows", "shape": [*DEVICE_LAYER],
+               "sent": found["sent"], "rule": found["rule"]}  # fmt: skip
+
+
+def _about(places: tuple[int, int], rate: str, way: str) -> Row:
+    return {"table": "islands", "arm": way, "islands": places[0], "size": places[1], "rate": rate}
+
+
+def job_of(places: tuple[int, int], rate: str, way: str, *, device: bool = False) -> Job:
+    """A layer on ranks of islands.
+
+    Args:
+        places: islands, and ranks of each.
+        rate: of a NIC.
+        way: "gloo", "flat" or "ours".
+        device: whether the device alone knows the routes: by kernels, interpreted.
+    """
+    (islands, size), flat = places, way == "flat"
+    how = "max_rows" if device else "gloo" if way == "gloo" else "islands"
+    env = {"TRITON_INTERPRET": "1"} if device else {}
+    args = (size, DEVICE_LAYER if device else LAYER, how, flat)
+    return Job("benchmarks.islands_experts:layer", islands=islands, size=size, rate=rate,
+               args=args, flat=flat, env=env, timeout_s=300.0)  # fmt: skip

@@ -29,6 +29,8 @@ ROWS, COLUMNS = 512, 8192  # of a rank; of all that is gathered or scattered
 PLAIN = (  # columns of a rank's weight, so that matmuls take about as long as exchanges
     ("all_gather_matmul", 2048), ("matmul_reduce_scatter", 2048), ("matmul_all_reduce", 4096),
 )  # fmt: skip
+# of DeepSeek-V3: tokens of a rank, experts of a token and of all, one a rank at least; columns
+TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 4096, 8, 256, 7168, 2048
 BAGS, TABLES, POOLED = 65536, (128,) * 4, 80  # of all ranks; columns, and indices of a bag
 
 Builds = Callable[[int], cp.Problem]
@@ -49,10 +51,19 @@ def _of_bags(nodes: int) -> cp.Problem:
     )  # fmt: skip
 
 
+def _of_experts(op: str, n: int, k: int, nodes: int) -> cp.Problem:
+    """By routes: serial sends a token once to each rank, plans once to each island."""
+    ranks = nodes * SIZE
+    return cp.Problem(op, m=TOKENS * TOP_K, n=n, k=k, ranks=ranks, islands=nodes, counts="routed",
+                      experts=max(EXPERTS // ranks, 1), top_k=TOP_K)  # fmt: skip
+
+
 # the problem of so many nodes, by the name of its curve
 OPERATORS: Mapping[str, Builds] = {
     **{op: partial(_of_rows, op, inner) for op, inner in PLAIN},
     "embedding_bag_all_to_all": _of_bags,
+    "all_to_all_matmul": partial(_of_experts, "all_to_all_matmul", 2 * INNER, HIDDEN),
+    "matmul_all_to_all": partial(_of_experts, "matmul_all_to_all", HIDDEN, INNER),
 }
 
 

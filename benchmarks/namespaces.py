@@ -21,9 +21,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 NIC, PORT = "nic", 29511
+# what is measured on: islands and ranks of each, rates of their NICs, calls whose median counts
+ISLANDS, RATES, CALLS = ((2, 2), (2, 3)), ("400mbit", "1gbit"), 5
 BEGUN = "COUNTERPOINT_BEGUN"  # the file that says that a rank has
 ROOT = Path(__file__).resolve().parent.parent
 QUEUE = ("burst", "256kb", "latency", "50ms")
@@ -208,6 +211,26 @@ def nic_bytes() -> int:
         if name.strip() == NIC:
             return int(counts.split()[8])
     raise RuntimeError(f"no interface {NIC}: not a rank of namespaces.run")
+
+
+def timed(call: Callable[[], object], calls: int) -> tuple[float, float]:
+    """Median seconds of a call, the slowest rank's, and bytes that this rank's island sent."""
+    import torch
+    import torch.distributed as dist
+
+    call()
+    seconds: list[float] = []
+    dist.barrier()
+    before = nic_bytes()
+    for _ in range(calls):
+        dist.barrier()
+        start_s = time.perf_counter()
+        call()
+        took = torch.tensor([time.perf_counter() - start_s])
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        seconds.append(float(took))
+    dist.barrier()
+    return median(seconds), (nic_bytes() - before) / calls
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from counterpoint.plan.embedding_seconds import READ_RATE, WRITTEN_COST
 from counterpoint.scale.dlrm import DLRMS
 from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Fabric, Network
-from counterpoint.scale.layer import ITEM_BYTES, Overlap
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.operators import ITEM_BYTES, Overlap
 
 # an index, then the row that it names: two loads, one after the other. The floor "only reading"
 # of embedding-2x-h200.jsonl, of 64 tables one after the other, little to read of each: 92.6 us

@@ -28,9 +28,10 @@ from counterpoint.scale.checked import (
     recommenders,
 )
 from counterpoint.scale.fabric import Fabric, Network
-from counterpoint.scale.layer import Layers, Overlap
+from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.operators import Overlap
 
 RANKS = 2
 # of a model whose MLP alone is asked for

@@ -210,6 +210,18 @@ def test_what_is_predicted_between_nodes_has_a_band_and_says_that_it_is_predicte
     assert "Predicted" in text
 
 
+def test_of_experts_that_the_device_knows_alone_there_are_bytes_and_no_times():
+    """And nothing of gloo, which has no such way."""
+    about = {"table": "islands", "islands": 2, "size": 2, "rate": "1gbit", "date": "d",
+             "commit": "c"}  # fmt: skip
+    rows: list[Row] = [about | {"op": "experts, max_rows", "arm": "flat", "sent": 80.0},
+                       about | {"op": "experts, max_rows", "arm": "ours", "sent": 40.0},
+                       about | {"table": "islands faults", "slowest_s": 1.0, "left": 2, "ended": 2,
+                                "named": 2}]  # fmt: skip
+    assert "| 2 x 2, 1 Gbit/s | `experts, max_rows` | - | - | 2.00 | - |" in islands.table(rows)
+    assert {islands.part_of(row) for row in rows} == {"experts", "faults"}
+
+
 def test_the_page_of_the_command_line_says_what_its_help_says():
     page = (ROOT / "docs" / "api" / "cli.md").read_text()
     assert all(f"start -->\n{text}\n<!--" in page for text in (commands(), variables())), (

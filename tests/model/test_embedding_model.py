@@ -15,6 +15,7 @@ from benchmarks.embedding import MLPERF_POOLING, shards
 from benchmarks.rows import RESULTS
 from counterpoint.machine import LinkSpec
 from counterpoint.machine_of import shipped
+from counterpoint.model.estimate import predicted_s as one_rank_s
 from counterpoint.plan.embedding_seconds import START_S, seconds
 from counterpoint.problem import Problem
 
@@ -210,3 +211,18 @@ def test_what_is_refused():
     with pytest.raises(cp.InputError, match="machine of 4 GPUs or more"):
         cp.choose(UNIFORM, "h200-2")
     assert cp.choose(UNIFORM, "h200-4", by="rule").spec == "fused"
+
+
+@pytest.mark.parametrize("widest", range(4))
+def test_between_islands_the_rank_with_most_columns_is_timed(widest: int):
+    """It sends most, and so does its rail: which of the four ranks it is does not matter."""
+    machine = replace(MACHINE, nic=LinkSpec(name="NIC", bytes_per_s=5e9, latency_s=5e-6))
+    times: list[float] = []
+    for place in (0, widest):
+        tables = tuple((128,) * (8 if r == place else 1) for r in range(4))
+        indices = tuple(16384 * len(each) * 5 for each in tables)
+        p = Problem(OP, m=16384, ranks=4, islands=2, tables=tables, indices=indices)
+        times.append(one_rank_s(cp.build(p, "islands chunks=2"), machine))
+    assert times[0] == pytest.approx(times[1])
+    sent_s = 16384 / 2 * 8 * 128 * 2 / 5e9  # bags of the other island
+    assert times[0] > sent_s

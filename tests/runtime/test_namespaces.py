@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import island_bags
+from benchmarks import island_bags, islands_experts
 from benchmarks.namespaces import Job, can_run, run
 
 if why := can_run():
@@ -45,12 +45,18 @@ def test_a_token_goes_to_another_island_once(size: int):
             assert found["rule"] < found["sent"] < HEADERS * found["rule"]
 
 
-def test_every_token_goes_to_another_island_once_where_no_host_knows_its_experts():
-    """By kernels, interpreted, which reach no other island; and each sum comes back."""
-    args, env = (2, (24, 2048, 1, 2), "max_rows", False), {"TRITON_INTERPRET": "1"}
-    job = Job("benchmarks.islands_experts:layer", args=args, env=env, timeout_s=300)
-    for found in run(job):
-        assert found["rule"] < found["sent"] < HEADERS * found["rule"]
+@pytest.mark.parametrize(("way", "times"), [("ours", 1), ("flat", 2)])
+def test_every_token_goes_to_another_island_once_where_no_host_knows_its_experts(
+    way: str, times: int
+):
+    """By kernels, interpreted, which reach no other island; and each sum comes back.
+
+    Flat, where each of the four ranks is an island, it goes to both ranks over there.
+    """
+    tokens, features, _, _ = islands_experts.DEVICE_LAYER
+    rule = times * 2 * 2 * tokens * features * 2  # two ranks, there and back, of fp16
+    for found in run(islands_experts.job_of((2, 2), "", way, device=True)):
+        assert found["rule"] == rule < found["sent"] < HEADERS * rule
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])

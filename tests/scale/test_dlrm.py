@@ -199,13 +199,12 @@ def test_where_training_steps_end():
 
 @pytest.mark.parametrize("nodes", [16, 32, 64, 128])
 def test_the_map_lies_where_the_step_does(nodes: int):
-    """The paper's model, one GPU a node at 200 Gb/s: 5 to 10 %, not 21."""
+    """The paper's model, one GPU a node at 200 Gb/s: 5 to 10 % at most, not 21."""
     found = map_of(step(PAPER, nodes, 65536 // nodes, 25e9, machine=preset("h100-1")))
     place = next(each for each in found.places if each.label == f"dlrm-paper, {nodes} GPUs")
     # a concat and starts are saved beside what is hidden
     assert saving(place.share, place.ratio) <= place.bound * 1.001
-    assert place.saving <= place.bound < PAPER_SAVING
-    assert 0.04 < place.saving < 0.11
+    assert 0.05 < place.bound < 0.11
     assert [each.label for each in found.places[-2:]] == [
         "dlrm-dcnv2, 64 GPUs", "dlrm-dcnv2, 128 GPUs"
     ]  # fmt: skip

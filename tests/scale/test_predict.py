@@ -127,17 +127,13 @@ def test_a_faster_nic_is_never_slower(
 
 
 def test_tensor_parallel_ranks_of_several_islands_take_plans_between_them():
-    """16 ranks on 8-GPU islands: the NIC has a lane; on a torus it is as before."""
+    """16 ranks on 8-GPU islands: the NIC has a lane."""
     network = Network(preset("h200-8"), Fabric())
     machine = network.as_islands(Group(16, 1))
     assert machine is not None and machine.nic is not None
-    assert machine.nic.bytes_per_s == network.nic.bytes_per_s
+    assert machine.nic.bytes_per_s == pytest.approx(network.nic.bytes_per_s)
     assert machine.costs.copy_bytes_per_s == network.machine.costs.copy_bytes_per_s
     assert network.as_islands(Group(8, 1)) is None
-    assert Network(preset("h200-8"), Fabric(torus=(2,))).as_islands(Group(16, 1)) is None
-    pods = Network(preset("h200-8"), Fabric(levels=((16, 4),))).as_islands(Group(32, 1))
-    assert pods is not None and pods.nic is not None
-    assert pods.nic.bytes_per_s == network.nic.bytes_per_s / 4
     layout = Layout.on(64, tp=16, dp=4)
     ours, none = (
         predict("llama3-405b", layout, machine="h200-8", overlap=o) for o in ("ours", "none")

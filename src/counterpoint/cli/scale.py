@@ -35,9 +35,9 @@ from counterpoint.scale.dlrm import Dlrm
 from counterpoint.scale.dlrm_map import map_of
 from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Congestion, Fabric, Network
-from counterpoint.scale.layer import OVERLAPS, Overlap
 from counterpoint.scale.layout import Layout, Recompute, Schedule, Sharding
 from counterpoint.scale.models import Model, model_of, names
+from counterpoint.scale.operators import OVERLAPS, Overlap
 from counterpoint.scale.prediction import Prediction, predict
 
 NAMES = ", ".join(names())

@@ -108,13 +108,13 @@ def _rates(axes: "Axes", found: Map, theme: Theme) -> None:
 
 
 def _point(axes: "Axes", place: "Place", theme: Theme, *, va: str) -> None:
-    """A step, and what this library's operator saves of it; what lies outside is at the edge."""
+    """A step, and what fusing saves of it at most; what lies outside is at the edge."""
     x = min(max(place.ratio, RATIOS[0]), RATIOS[1])
     y = min(max(place.share, SHARES[0]), SHARES[1])
     axes.plot([x], [y], marker="o", color=canvas.GREEN, markeredgecolor=theme.page, markersize=7,
               clip_on=False)  # fmt: skip
     right = x < 0.45 * RATIOS[1]  # there is room
-    canvas.note(axes, x, y, f"{place.label}: {place.saving:.1%}",
+    canvas.note(axes, x, y, f"{place.label}: {place.bound:.1%}",
                 Look(canvas.SMALL_PT, theme.ink), shift_pt=6 if right else -6,
                 ha="left" if right else "right", va=va)  # fmt: skip
 

@@ -16,8 +16,8 @@ def slowest_rank(plan: Plan, machine: Machine, tiles: Tiles = NO_TILES) -> int:
     The matmul that no copy hides counts twice: the first one of a scatter, the last of a gather.
     """
     p = plan.problem
-    if plan.peers == "grid":
-        return 0
+    if plan.peers == "grid":  # where tables differ, that with most to send
+        return max(range(p.ranks), key=lambda r: sum(p.tables[r])) if p.tables else 0
     if p.ranks > MAX_RANKS:  # they differ little, and to compare them takes ranks squared
         return p.rows.index(max(p.rows))
     times_s = [[0.0] for _ in range(p.ranks)]

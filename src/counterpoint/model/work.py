@@ -9,6 +9,7 @@ from counterpoint.plan.activated import one_kernel
 from counterpoint.plan.attention_seconds import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
 from counterpoint.plan.expected_rows import once, share
+from counterpoint.plan.islands import all_to_all_s
 from counterpoint.plan.launches import Run, batches, runs
 from counterpoint.plan.makespan import LOCAL_COPY, PIECE_S
 from counterpoint.plan.operation import operation_of
@@ -156,27 +157,23 @@ def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
     received = int(whole_bytes * share(p, whole)) * rows // max(p.m, 1)
     if name == "all_reduce":  # scattered and gathered
         received = 2 * whole_bytes * (p.ranks - 1) // p.ranks
-    if p.islands > 1:
-        return _between_s(plan, machine, received, direct=name == "all_to_all")
     if bound.step.arg("transport") == "words":
         return costs.direct_s + received / costs.direct_bytes_per_s
     if name == "all_to_all":
         # as much comes as in an all-gather; of several experts, rows are put in order
         in_order = p.experts == 1 or p.by_routes  # of routes it is a step of its own
         pass_s = 0.0 if in_order else costs.memory_s(2 * whole_bytes)
-        return costs.collective_s("all_gather", received) + pass_s
+        seconds = costs.collective_s("all_gather", received)
+        if p.islands > 1:
+            between_s = all_to_all_s(p, nic_of(plan, machine), received)
+            seconds = max(seconds, costs.all_gather_s + between_s)
+        return seconds + pass_s
+    if p.islands > 1:  # a ring by the NICs of all ranks
+        nic = nic_of(plan, machine)
+        through = min(costs.collective_bytes_per_s, nic.bytes_per_s * (p.ranks // p.islands))
+        return costs.all_gather_s + p.islands * nic.latency_s + received / through
     kind: Collective = "all_gather" if gathers else "reduce_scatter"
     return costs.collective_s(kind, received)
-
-
-def _between_s(plan: Plan, machine: Machine, received: int, *, direct: bool) -> float:
-    """Of the library over several islands: a ring by the NICs of all ranks, or all to all."""
-    p, costs, nic = plan.problem, machine.costs, nic_of(plan, machine)
-    size = p.ranks // p.islands
-    through = min(costs.collective_bytes_per_s, nic.bytes_per_s * size)
-    if direct:  # what is for other islands goes by the NIC
-        through = nic.bytes_per_s * (p.ranks - 1) / (p.ranks - size)
-    return costs.all_gather_s + p.islands * nic.latency_s + received / through
 
 
 def _fused_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:

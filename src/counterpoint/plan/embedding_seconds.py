@@ -8,6 +8,7 @@ single bags are is not known: a rank's mean stands for it.
 from dataclasses import dataclass
 
 from counterpoint.machine import Machine
+from counterpoint.plan.islands import all_to_all_s
 from counterpoint.problem import Problem
 
 # fitted to what benchmarks have measured: H200, 2026-11, 39 cases, those of one kernel on 2 GPUs,
@@ -29,6 +30,7 @@ class Seconds:
     fused_s: float
     lookup_s: float
     exchange_s: float  # the library's all-to-all, and the copy that puts columns side by side
+    sent_s: float  # that all-to-all by itself, of ranks that begin together
 
 
 def seconds(p: Problem, machine: Machine) -> Seconds:
@@ -37,18 +39,14 @@ def seconds(p: Problem, machine: Machine) -> Seconds:
     columns = [sum(each) for each in p.tables]
     lookups = lookups_s(p, machine)
     if p.ranks == 1:
-        return Seconds(lookups[0], lookups[0], lookups[0], 0.0)
+        return Seconds(lookups[0], lookups[0], lookups[0], 0.0, 0.0)
 
     sent = [(p.m - p.rows[r]) * columns[r] * p.item_bytes for r in ranks]
     received = [p.rows[r] * (p.n - columns[r]) * p.item_bytes for r in ranks]
-    rate = costs.collective_bytes_per_s
     # a rank sends when it has pooled: to one that is late too, which then finds its rows there
-    last_s = max(s + each / rate for s, each in zip(lookups, sent, strict=True))
-    last_s = max(last_s, min(lookups) + max(received) / rate)
-    if p.islands > 1 and machine.nic is not None:  # what is for other islands goes by the NIC
-        far = (p.ranks - p.ranks // p.islands) / (p.ranks - 1)
-        through_s = max(*sent, *received) * far / machine.nic.bytes_per_s
-        last_s = max(last_s, max(lookups) + p.islands * machine.nic.latency_s + through_s)
+    last_s = max(s + _sent_s(p, machine, each) for s, each in zip(lookups, sent, strict=True))
+    last_s = max(last_s, min(lookups) + _sent_s(p, machine, max(received)))
+    sent_s = _sent_s(p, machine, max(*sent, *received))
     copy_s = costs.memory_s(2 * max(p.rows) * p.n * p.item_bytes)
     serial_s = last_s + EXCHANGE_S + copy_s
 
@@ -56,7 +54,16 @@ def seconds(p: Problem, machine: Machine) -> Seconds:
     stores_s = max(*sent, *received) / costs.copy_bytes_per_s
     pooled_s = max(lookups) - START_S
     fused_s = FUSED_S + max(pooled_s, stores_s) + (0.0 if p.out else copy_s)
-    return Seconds(serial_s, fused_s, max(lookups), serial_s - max(lookups))
+    exchange_s = serial_s - max(lookups)
+    return Seconds(serial_s, fused_s, max(lookups), exchange_s, sent_s + EXCHANGE_S)
+
+
+def _sent_s(p: Problem, machine: Machine, num_bytes: float) -> float:
+    """The library's all-to-all of so many bytes of a rank, its start left out."""
+    seconds = num_bytes / machine.costs.collective_bytes_per_s
+    if p.islands > 1 and machine.nic is not None:
+        seconds = max(seconds, all_to_all_s(p, machine.nic, num_bytes))
+    return seconds
 
 
 def lookups_s(p: Problem, machine: Machine, share: float = 1.0) -> list[float]:

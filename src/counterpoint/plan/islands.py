@@ -12,6 +12,7 @@ Distances are of a grid: (islands on, places on within one). Each shard of anoth
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from counterpoint.machine import LinkSpec
 from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, Y, with_bias
 from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.peers import Chunk, cuts
@@ -292,3 +293,12 @@ def candidates(p: Problem) -> tuple[str, ...]:
     """Specs worth weighing on ranks of several islands, serial first; many are chunks enough."""
     chunks = (n for n in (1, 2, 4, 8) if n == 1 or n * p.islands <= MOST_PIECES)
     return ("serial", *(f"islands chunks={n}" for n in chunks))
+
+
+def all_to_all_s(p: Problem, nic: LinkSpec, num_bytes: float) -> float:
+    """Seconds of the library's all-to-all by NICs, of what a rank has for all other ranks.
+
+    Its messages are under way together: the latency counts twice, from NIC to switch to NIC.
+    """
+    far = (p.ranks - p.ranks // p.islands) / (p.ranks - 1)
+    return 2 * nic.latency_s + num_bytes * far / nic.bytes_per_s

@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from counterpoint.scale import constants
 from counterpoint.scale.layer import Layers
+from counterpoint.scale.operators import ONLY_SERIAL
 
 GROUPS = ("model", "machine", "fabric", "layout", "datasheet", "measured", "assumed", "counted",
           "not checked", "not modelled")  # fmt: skip
@@ -40,6 +41,7 @@ def _used(layers: Layers) -> list[str]:
     unused |= set() if replicas else {"gradient_", "parameter_"}
     unused |= set() if replicas and layout.asynchronous else {"collective_"}
     unused |= set() if layers.model.experts else {"routed_"}
+    unused |= set() if layers.routes else {"routed_weights_"}
     return [name for name in constants.CONSTANTS if not name.startswith(tuple(unused))]
 
 
@@ -69,6 +71,10 @@ def assumptions(layers: Layers) -> list[str]:
         found.append(
             "machine: our plans are chosen as on a measured machine: a gain of 3 % is enough"
         )
+    if layout.ep * layout.tp > machine.num_devices:
+        how = "once to a node, by routes that the host waits for (not modelled), where that gains"
+        if layers.overlap != "none":
+            found.append(f"layout: tokens go to experts {how if layers.routes else ONLY_SERIAL}")
     if layout.pp > 1:
         found.append(f"layout: virtual stages {layout.virtual_stages}, given: they matter a lot")
     if layers.apart and layout.tp > 1:

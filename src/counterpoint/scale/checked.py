@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from counterpoint.presets import preset
 from counterpoint.scale.dlrm import DLRMS
 from counterpoint.scale.fabric import Fabric
-from counterpoint.scale.layer import Overlap
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.operators import Overlap
 from counterpoint.scale.prediction import predict
 
 BAND_SDS = 2  # of the logarithms of simulated over reported

@@ -71,6 +71,11 @@ ROUTED_BACKWARD_BYTES = Constant(
     "the sum's rows (write 2) and weights (read 2), rows into the order of their tokens (read 2), "
     "a token's rows read again for the sum (read 2)",
 )  # fmt: skip
+ROUTED_WEIGHTS_BYTES = Constant(
+    4, "bytes a number of a row by routes, backward", "counted",
+    "gradients that go to experts times the weights of their rows (read 2, write 2); of a number "
+    "between an expert's matmuls that, and the weights' own gradient (read 2 + 2)",
+)  # fmt: skip
 LOSS_BYTES = Constant(
     60, "bytes a logit, both ways", "counted",
     "Megatron-LM's vocab_parallel_cross_entropy in fp32: cast, max, subtract, exp, sum, divide; "

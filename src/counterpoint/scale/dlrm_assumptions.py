@@ -5,6 +5,7 @@ from dataclasses import replace
 from counterpoint.scale import constants
 from counterpoint.scale.dlrm_counts import COUNTS
 from counterpoint.scale.dlrm_step import DlrmStep
+from counterpoint.scale.operators import ONLY_SERIAL
 
 
 def said(step: DlrmStep) -> list[str]:
@@ -13,7 +14,7 @@ def said(step: DlrmStep) -> list[str]:
     if step.group.size == 1:
         return ["one GPU: nothing is sent"]
     seconds = replace(step, overlap="none").run()[1].seconds
-    saved_s = found.serial_s - found.ours_s
+    saved_s = found.serial_s - step.ours_s
     return [
         f"fusing saves {saved_s * ms:.3f} ms of {seconds * ms:.3f} ({saved_s / seconds:.1%}); at "
         f"most {found.bound_s * ms:.3f} ({found.bound_s / seconds:.1%})",
@@ -37,18 +38,18 @@ def assumptions(step: DlrmStep) -> list[str]:
         f"assumed: all ranks have as much of the tables, in rows of {given[0]} columns",
         "assumed: samples name rows evenly; indices are there when a step begins",
     ]  # fmt: skip
-    if step.far_s:
+    if step.leaves:
         found.append(f"fabric: NIC {fabric.nic_bytes_per_s / 1e9:g} GB/s a GPU: {fabric.source}")
         found += [f"fabric: past {size} GPUs 1:{factor:g}, given" for size, factor in fabric.levels]
-    shared = {n: c for n, c in constants.CONSTANTS.items() if n.startswith("nic_") and step.far_s}
+    shared = {n: c for n, c in constants.CONSTANTS.items() if n.startswith("nic_") and step.leaves}
     gradient = {"gradient_bytes": constants.GRADIENT_BYTES}
     found += [
         f"{each.basis}: {name} = {each.value:g} {each.unit}: {each.source}"
         for name, each in (shared | gradient | COUNTS).items()
     ]
-    if step.far_s:
-        found.append("assumed: between nodes the fused kernel's stores go at the rate of an "
-                     "all-to-all; the library's own kernel stays within a node")  # fmt: skip
+    if step.leaves:
+        how = "by plans of islands, or serially" if step.place.planned else ONLY_SERIAL
+        found.append(f"layout: between nodes ours pools and sends {how}")
     found.append("not checked: against any but two published steps: counterpoint scale --check")
     return [*found, "not modelled: what runs beside pooling and its all-to-all but each other",
             "not modelled: memory limits, stragglers, failures, input, host time"]  # fmt: skip

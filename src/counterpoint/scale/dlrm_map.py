@@ -26,14 +26,12 @@ class Place(NamedTuple):
         label: of the model and its GPUs.
         share: e, of the step whose pooling and all-to-all come one after the other.
         ratio: r.
-        saving: of that step, what this library's operator saves.
-        bound: what any saves at most.
+        bound: of that step, what fusing saves at most.
     """
 
     label: str
     share: float
     ratio: float
-    saving: float
     bound: float
 
 
@@ -62,10 +60,10 @@ class Map:
         )
         if not self.at_rates:
             return text
-        best = max(range(len(RATES)), key=lambda i: self.at_rates[i].saving)
+        best = max(range(len(RATES)), key=lambda i: self.at_rates[i].bound)
         low, high = ratios_of_training(PAPER_SAVING)
         return (
-            f"{text}. At other link rates it saves at most {self.at_rates[best].saving:.1%} "
+            f"{text}. At other link rates it saves at most {self.at_rates[best].bound:.1%} "
             f"({RATES[best] * 8 / 1e9:.0f} Gb/s). A training step can get there only where the "
             f"all-to-all takes {low:.2f} to {high:.2f} of pooling, and pooling, both all-to-alls "
             "and an update that reads the rows again are nearly all of it"
@@ -95,10 +93,8 @@ def place_of(step: DlrmStep, label: str = "") -> Place:
     found = step.pooled
     seconds = replace(step, overlap="none").run()[1].seconds
     exposed_s = max(found.serial_s - found.lookup_s, 0.0)
-    return Place(
-        label or _label(step), found.lookup_s / seconds, exposed_s / found.lookup_s,
-        (found.serial_s - found.ours_s) / seconds, found.bound_s / seconds,
-    )  # fmt: skip
+    return Place(label or _label(step), found.lookup_s / seconds, exposed_s / found.lookup_s,
+                 found.bound_s / seconds)  # fmt: skip
 
 
 def map_of(step: DlrmStep) -> Map:

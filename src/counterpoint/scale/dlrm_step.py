@@ -6,14 +6,15 @@ layers on own samples, sends gradients of pooled rows back, updates the rows tha
 averages the dense gradients beside that. Kernels are counted by what they read and write.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
+from counterpoint.choose.by_model import parts_s
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.plan.embedding_seconds import EXCHANGE_S
+from counterpoint.plan.embedding_seconds import seconds
 from counterpoint.problem import Problem
 from counterpoint.scale import constants
 from counterpoint.scale.dlrm import Dlrm
@@ -34,8 +35,8 @@ from counterpoint.scale.dlrm_counts import (
     UPDATE,
 )
 from counterpoint.scale.fabric import Group, Network
-from counterpoint.scale.layer import ITEM_BYTES, Overlap, pair_s
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.operators import ITEM_BYTES, Overlap, Placed, between, pair_s, placed
 from counterpoint.scale.parts import Both, Parts, Sent
 from counterpoint.scale.pipeline import Stage, simulate
 from counterpoint.scale.step import Hop, Stages
@@ -56,13 +57,11 @@ class Pooled(NamedTuple):
         lookup_s: pooling alone.
         links_s: the all-to-all alone, at the rate of its fastest transport.
         serial_s: one after the other: the library's all-to-all, then a concat.
-        ours_s: by the plan that this library takes.
     """
 
     lookup_s: float
     links_s: float
     serial_s: float
-    ours_s: float
 
     @property
     def hidden_s(self) -> float:
@@ -137,23 +136,14 @@ class DlrmStep:
         return Group(self.layout.dp, 1)
 
     @cached_property
-    def machine(self) -> Machine:
-        """As the operator sees it: of as many GPUs as `problem` has ranks, with links of all."""
-        machine = self.network.as_machine(self.group)
-        if self.network.near(self.group) == self.group.size:
-            return machine.of_ranks(self.group.size)
-        return replace(machine, num_devices=self.problem.ranks)
-
-    @cached_property
     def alone(self) -> Machine:
         """What one GPU costs at settled clocks."""
         return self.network.as_machine(Group(1, 1))
 
-    @cached_property
-    def far_s(self) -> float:
-        """Latency of an all-to-all between nodes, beside what the operator counts."""
-        leaves = self.network.near(self.group) < self.group.size
-        return 2 * self.network.nic.latency_s if leaves else 0.0
+    @property
+    def leaves(self) -> bool:
+        """Whether ranks are on several islands."""
+        return self.network.near(self.group) < self.group.size
 
     @property
     def whole(self) -> bool:
@@ -165,10 +155,12 @@ class DlrmStep:
         """Pooling and its all-to-all, of as many ranks as are told apart.
 
         Up to 64 ranks, and not more than tables, have whole tables: the one with most to look up
-        goes to the rank with least. Of more, all have as much, of tables cut by columns: 64 with
-        the columns of all, for the samples of 64, do as each of more does.
+        goes to the rank with least. Of more, all have as much, of tables cut by columns; where no
+        plan is between their islands, 64 with the columns of all, for the samples of 64, do as
+        each of more does.
         """
         model, ranks = self.model, self.group.size
+        bags = self.samples * ranks
         if self.whole:
             owned, work = [0] * ranks, [0] * ranks
             for each in sorted(model.pooling, reverse=True):
@@ -176,50 +168,53 @@ class DlrmStep:
                 owned[rank] += 1
                 work[rank] += each
             columns = [(model.dim,) * count for count in owned]
-            indices = work
+            indices = [each * bags for each in work]
         else:
             slices = min(ceil(ranks / len(model.rows)), max(model.dim // LEAST_COLUMNS, 1))
-            ranks = min(ranks, MAX_UNFOLDED)
+            if between(self.network, self.group) == 1:
+                ranks = min(ranks, MAX_UNFOLDED)
             width = ceil(model.dim / slices)
             own = max(round(model.columns / width / ranks), 1)
             columns = [(ceil(model.columns / own / ranks),) * own] * ranks
-            indices = [ceil(sum(model.pooling) * slices / ranks)] * ranks
-        bags = self.samples * ranks
+            bags = self.samples * ranks
+            indices = [sum(model.pooling) * slices * self.samples] * ranks
         return Problem("embedding_bag_all_to_all", m=bags, ranks=ranks, tables=tuple(columns),
-                       indices=tuple(each * bags for each in indices), out=True)  # fmt: skip
+                       indices=tuple(indices), out=True)  # fmt: skip
+
+    @cached_property
+    def place(self) -> Placed:
+        """Where `problem` runs."""
+        return placed(self.problem, self.network, self.group)
 
     @cached_property
     def pooled(self) -> Pooled:
-        """What pooling and its all-to-all take, by each mode."""
-        serial_s, lookup_s = pair_s(self.problem, self.machine, "none")
-        ours_s, _ = pair_s(self.problem, self.machine, "ours")
-        if self.group.size == 1:
-            return Pooled(lookup_s, 0.0, serial_s, ours_s)
-        costs = self.machine.costs
-        rate = max(costs.copy_bytes_per_s, costs.collective_bytes_per_s)
-        far_s = self.far_s
-        return Pooled(lookup_s, self.problem.link_bytes / rate, serial_s + far_s, ours_s + far_s)
+        """What pooling and its all-to-all take, each alone and one after the other."""
+        serial_s, lookup_s = pair_s(self.place, "none")
+        links_s = 0.0
+        if self.group.size > 1:
+            links_s = parts_s(self.place.problem, self.place.machine)[1]
+        return Pooled(lookup_s, links_s, serial_s)
+
+    @property
+    def ours_s(self) -> float:
+        """What both take by the plan that this library takes."""
+        return pair_s(self.place, "ours")[0]
 
     def embedding(self) -> Parts:
         """Pooling and its all-to-all, forward."""
         found = self.pooled
-        longer_s = max(found.lookup_s, found.links_s)
-        seconds = {"none": found.serial_s, "ours": found.ours_s, "ideal": longer_s}[self.overlap]
-        return Parts({"embedding": found.lookup_s, "all-to-all": seconds - found.lookup_s})
+        both_s = max(found.lookup_s, found.links_s)
+        if self.overlap != "ideal":
+            both_s = self.ours_s if self.overlap == "ours" else found.serial_s
+        return Parts({"embedding": found.lookup_s, "all-to-all": both_s - found.lookup_s})
 
     def exchange_s(self) -> float:
         """Seconds in which gradients of pooled rows go back: put together, then sent."""
         if self.group.size == 1:
             return 0.0
-        p = self.problem
-        columns = [sum(each) for each in p.tables]
-        most = max(
-            max(own * (p.n - width), (p.m - own) * width)
-            for own, width in zip(p.rows, columns, strict=True)
-        )
+        problem, machine, _, late_s = self.place
         copies_s = 2 * self.memory_s(CONCAT.value * self.samples * self.model.columns)
-        sent_s = most * ITEM_BYTES / self.machine.costs.collective_bytes_per_s
-        return copies_s + sent_s + EXCHANGE_S + self.far_s
+        return copies_s + seconds(problem, machine).sent_s + late_s
 
     def dense(self) -> Both:
         """All but the tables: two MLPs and what is between them."""

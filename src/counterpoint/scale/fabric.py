@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from counterpoint.errors import InputError
 from counterpoint.machine import LinkSpec, Machine
+from counterpoint.plan.islands import MOST_PIECES
 from counterpoint.ranges import MAX_RANKS, check
 from counterpoint.scale import constants, torus
 from counterpoint.scale.collectives import (
@@ -28,6 +29,8 @@ from counterpoint.scale.schedules import direct_s
 
 Congestion = Literal["closed", "events"]
 MAX_DIMENSIONS = 4
+# that plans are between; of as many, a step of ours is weighed in half a second
+MAX_ISLANDS, MAX_PLANNED = MOST_PIECES, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +173,7 @@ class Network:
             return all_to_all_s(self.island, total_bytes, near)
         crosses = self.fabric.rails or self.fabric.torus
         within = total_bytes if crosses else total_bytes * near / group.size
-        inside_s = all_to_all_s(self.island, within, near)
-        if self.fabric.congestion == "events":
-            return max(inside_s, _events_s(self, total_bytes, group))
-        if self.fabric.torus:
-            block = total_bytes * near / group.size
-            return max(inside_s, torus.all_to_all_s(self._dimensions(group), block))
-        times = [inside_s]
-        for size, slower in ((near, 1.0), *self._pods(group)):
-            leaves = total_bytes * (group.size - size) / group.size
-            times.append(leaves / self.nic.bytes_per_s * slower + 2 * self.nic.latency_s)
-        return max(times)
+        return max(all_to_all_s(self.island, within, near), self._leaves_s(total_bytes, group))
 
     def send_s(self, num_bytes: float, stride: int) -> float:
         """Seconds from one rank to another that is so far from it."""
@@ -217,15 +210,32 @@ class Network:
     def as_islands(self, group: Group) -> Machine | None:
         """The machine of a group's islands that plans between them see, with its NIC.
 
-        None where it has one island, where these have no equal parts of it, and on a torus.
+        Its rate is that of an all-to-all: plans send each other island as much. None where there
+        is one island, or these have no equal parts of the group. Of more than `MAX_ISLANDS` or
+        `MAX_PLANNED` ranks there is none either: a plan would have too many steps.
         """
         near = self.near(group)
-        if near == group.size or group.size % near or self.fabric.torus:
+        islands, rest = divmod(group.size, near)
+        if islands == 1 or rest or islands > MAX_ISLANDS or group.size > MAX_PLANNED:
             return None
-        slower = max((by for within, by in self._pods(group) if within < group.size), default=1.0)
-        nic = LinkSpec(name="NIC", bytes_per_s=self.nic.bytes_per_s / slower,
-                       latency_s=self.nic.latency_s, source=self.fabric.source)  # fmt: skip
+        probe = 2.0**30
+        seconds = self._leaves_s(probe, group) - 2 * self.nic.latency_s
+        rate = max(probe * (group.size - near) / group.size / seconds, 1e9)
+        nic = LinkSpec(name="NIC", bytes_per_s=rate, latency_s=self.nic.latency_s,
+                       source=self.fabric.source)  # fmt: skip
         return replace(self.as_machine(Group(1, 1)), nic=nic)
+
+    def _leaves_s(self, total_bytes: float, group: Group) -> float:
+        """Seconds of an all-to-all's blocks for other islands."""
+        if self.fabric.congestion == "events":
+            return _events_s(self, total_bytes, group)
+        near = self.near(group)
+        if self.fabric.torus:
+            block = total_bytes * near / group.size
+            return torus.all_to_all_s(self._dimensions(group), block)
+        levels = ((near, 1.0), *self._pods(group))
+        leaves = max((group.size - within) / group.size * slower for within, slower in levels)
+        return total_bytes * leaves / self.nic.bytes_per_s + 2 * self.nic.latency_s
 
     def _through(self, near: int) -> Link:
         """A link of one ring over all: within islands, and by the NICs of all its ranks of one."""

@@ -6,51 +6,16 @@ rate, or a collective of the network.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from functools import cached_property, partial
 
-from counterpoint.choose.by_model import parts_s
-from counterpoint.choose.choose import choose
 from counterpoint.machine import Machine
-from counterpoint.model.estimate import predicted_s
-from counterpoint.plan.families import build
-from counterpoint.problem import Problem
+from counterpoint.problem import Counts, Problem
 from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group, Network
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.operators import ITEM_BYTES, Overlap, between, pair_s, placed, sent
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
-
-Overlap = Literal["none", "ours", "ideal"]
-OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
-ITEM_BYTES = 2  # bf16
-
-
-def _sent(problem: Problem, part: str, group: Group) -> dict[Sent, float]:
-    """Bytes that the collectives beside an operator's matmuls send."""
-    columns = problem.operation.moved(problem)
-    gathered, scattered = (problem.m * each * ITEM_BYTES for each in columns)
-    if problem.experts:
-        return {Sent(part, "all_to_all", group): scattered}
-    if problem.op == "matmul_all_reduce":
-        return {Sent(part, "all_reduce", group): gathered}
-    return {
-        Sent(part, "all_gather", group): gathered,
-        Sent(part, "reduce_scatter", group): scattered,
-    }
-
-
-@lru_cache(maxsize=4096)
-def pair_s(problem: Problem, machine: Machine, overlap: Overlap) -> tuple[float, float]:
-    """Seconds of an operator with its communication, and of its matmuls alone."""
-    machine = machine.of_ranks(problem.ranks // problem.islands)  # as `choose` has it
-    if overlap == "none":
-        serial = build(problem, "serial", machine)
-        return predicted_s(serial, machine), parts_s(problem, machine)[0]
-    choice = choose(problem, machine)
-    ours_s = min(choice.seconds, choice.serial_s)
-    ideal_s = min(choice.longer_s, ours_s)
-    return (ours_s if overlap == "ours" else ideal_s), choice.compute_s
 
 
 @dataclass(frozen=True)
@@ -97,6 +62,11 @@ class Layers:
     def experts_group(self) -> Group:
         """Ranks that share out the experts."""
         return Group(self.layout.ep, self.layout.tp)
+
+    @cached_property
+    def routes(self) -> bool:
+        """Whether tokens may go to experts by routes: where our plans are between islands."""
+        return self.overlap != "none" and between(self.network, self.experts_group) > 1
 
     def dense(self) -> Both:
         """A layer whose MLP every token goes through."""
@@ -250,19 +220,22 @@ class Layers:
 
     def _pair(self, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the tensor-parallel ranks."""
-        group = Group(self.layout.tp, 1)
-        islands, machine = 1, self.network.as_islands(group)
-        if machine is not None:  # all of these operators have plans between islands
-            islands = group.size // self.network.near(group)
-        problem = Problem(op, m=m, n=n, k=k, ranks=group.size, islands=islands)
-        machine = machine or self.network.as_machine(group)
-        seconds, compute_s = pair_s(problem, machine, self.overlap)
-        name = "tensor parallel"
+        group, name = Group(self.layout.tp, 1), "tensor parallel"
+        place = placed(Problem(op, m=m, n=n, k=k, ranks=group.size), self.network, group)
+        seconds, compute_s = pair_s(place, self.overlap)
         parts = {"matmuls": compute_s, name: seconds - compute_s}
-        return Parts(parts, _sent(problem, name, group))
+        return Parts(parts, sent(place.problem, name, group))
 
     def experts(self) -> Both:
-        """Dispatch, experts and combine: all experts have as many rows, but for half a tile each.
+        """Dispatch, experts and combine: a row for each expert of a token, or by routes.
+
+        By these, a row goes once to each island, and there once to each rank. The faster counts.
+        """
+        ways: tuple[Counts, ...] = ("equal", "routed") if self.routes else ("equal",)
+        return min(map(self._experts, ways), key=lambda both: both.seconds)
+
+    def _experts(self, counts: Counts) -> Both:
+        """All experts have as many rows, but for half a tile each.
 
         Routing is random: of the last tile of an expert's rows, half is empty in the mean.
         """
@@ -271,7 +244,7 @@ class Layers:
         cells = ep * local
         each = max(-(-int(self.between) * model.top_k // cells), 1)  # rows of a rank and an expert
         rows, inner, wide = each * cells, model.expert_ffn, (1 + model.gated) * model.expert_ffn
-        pair = self._exchange if ep > 1 else self._grouped
+        pair = partial(self._exchange, counts) if ep > 1 else self._grouped
         forward = pair("all_to_all_matmul", rows, wide, hidden)
         forward += pair("matmul_all_to_all", rows, hidden, inner)
         inputs = pair("all_to_all_matmul", rows, inner, hidden)
@@ -284,6 +257,9 @@ class Layers:
             self.memory_s(routed.value * rows * hidden)
             for routed in (constants.ROUTED_BYTES, constants.ROUTED_BACKWARD_BYTES)
         )
+        if counts == "routed":  # plans put rows in order and sum them
+            weighted = constants.ROUTED_WEIGHTS_BYTES.value * rows
+            there_s, back_s = 0.0, self.memory_s(weighted * (hidden + 2 * inner))
         inputs += Parts({"memory": between_s * constants.BACKWARD_BYTES.value + back_s})
         forward += Parts({"memory": between_s + there_s})
         return Both.of(forward, inputs, Parts({"experts": dw_s}))
@@ -294,15 +270,16 @@ class Layers:
         seconds = self.matmul_s(m / local + self.alone.gemm_tile[0] / 2, n, k, local)
         return Parts({"experts": seconds})
 
-    def _exchange(self, op: str, m: int, n: int, k: int) -> Parts:
+    def _exchange(self, counts: Counts, op: str, m: int, n: int, k: int) -> Parts:
         """An operator of the ranks that share out the experts."""
-        group = self.experts_group
-        problem = Problem(op, m=m, n=n, k=k, ranks=group.size,
-                          experts=self.model.experts // group.size)  # fmt: skip
-        seconds, compute_s = pair_s(problem, self.network.as_machine(group), self.overlap)
+        group, name = self.experts_group, "all-to-all"
+        problem = Problem(op, m=m, n=n, k=k, ranks=group.size, counts=counts,
+                          experts=self.model.experts // group.size,
+                          top_k=self.model.top_k if counts == "routed" else 0)  # fmt: skip
+        place = placed(problem, self.network, group)
+        seconds, compute_s = pair_s(place, self.overlap)
         local = problem.experts
         even_s = self.matmul_s(m / local, n, k, local)
         uneven_s = self._grouped(op, m, n, k).seconds - even_s
-        name = "all-to-all"
         parts = {"experts": compute_s + uneven_s, name: seconds - compute_s}
-        return Parts(parts, _sent(problem, name, group))
+        return Parts(parts, sent(place.problem, name, group))

@@ -16,9 +16,10 @@ from counterpoint.scale.assumptions import assumptions, listed
 from counterpoint.scale.dlrm import Dlrm
 from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Fabric, Network
-from counterpoint.scale.layer import OVERLAPS, Layers, Overlap
+from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model, model_of
+from counterpoint.scale.operators import OVERLAPS, Overlap
 from counterpoint.scale.step import Stages, Step
 from counterpoint.spans import Span
 from counterpoint.timeline import Timeline
@@ -196,7 +197,7 @@ def predict(
     """Predict one training step: forward, backward, gradients and optimizer.
 
     Time does not grow with `dp`, and linearly with stages and micro-batches. Memory is not
-    checked, and no rank is slower than another.
+    checked, and no rank is slower than another. Between nodes ours are plans of islands, or serial.
 
     Args:
         model: sizes, or a name: llama3-8b, llama3-70b, llama3-405b, gpt3-175b, mixtral-8x7b,

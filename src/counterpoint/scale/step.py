@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from counterpoint.scale import constants
 from counterpoint.scale.fabric import Group
-from counterpoint.scale.layer import ITEM_BYTES, Layers
+from counterpoint.scale.layer import Layers
+from counterpoint.scale.operators import ITEM_BYTES
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
 
