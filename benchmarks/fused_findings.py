@@ -78,8 +78,8 @@ def dlrm() -> Found:
     found = map_of(DlrmStep(DLRMS["dlrm-paper"], Layout(dp=128, micro_batch=512), network, "ours"))
     place = next(p for p in found.places if p.label == found.title)
     return Found(
-        f"{place.saving:.0%}, simulated at 200 Gb/s, with assumed sizes; at most "
-        f"{max(p.saving for p in found.at_rates):.0%} at any link rate "
+        f"at most {place.bound:.0%}, simulated at 200 Gb/s, with assumed sizes; "
+        f"{max(p.bound for p in found.at_rates):.0%} at any link rate "
         "([why](../scale.md#recommendation-models))",
         f"{ELSEWHERE}: no sizes are known",
     )  # fmt: skip

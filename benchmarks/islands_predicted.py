@@ -115,7 +115,8 @@ def picture(images: Path) -> None:
     low, likely, high = (f"{share:.0%}" for share in SHARES)
     source = (
         f"no measurement: nodes of {SIZE} H200, a NIC of {gbit:.0f} Gb/s each at {likely} of it; "
-        f"bands: {low} to {high}, matmuls 10% slower to faster; matmuls about as long as exchanges"
+        f"bands: {low} to {high}, matmuls 10% slower to faster; matmuls about as long as "
+        "exchanges, experts as DeepSeek-V3"
     )
     axis = Axis("nodes", "predicted speedup over serial", at_one=True, log_y=False,
                 y_text="{:g}x".format)  # fmt: skip

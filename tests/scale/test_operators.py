@@ -180,5 +180,6 @@ def test_what_ours_is_between_nodes_is_said():
     assert "routed_weights_bytes" in said("deepseek-v3", 64, ep=64)
     assert "routes" not in said("deepseek-v3", 64, ep=8)
     assert "go to experts serially: no plan is between" in said("deepseek-v3", 2048, ep=256, tp=8)
+    assert "go to experts" not in said("llama3-405b", 64, tp=16)
     assert "by plans of islands, or serially" in said("dlrm-dcnv2", 16)
     assert "sends serially: no plan is between" in said("dlrm-dcnv2", 65)

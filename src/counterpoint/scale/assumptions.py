@@ -71,7 +71,7 @@ def assumptions(layers: Layers) -> list[str]:
         found.append(
             "machine: our plans are chosen as on a measured machine: a gain of 3 % is enough"
         )
-    if layout.ep * layout.tp > machine.num_devices:
+    if layout.ep > 1 and layout.ep * layout.tp > machine.num_devices:
         how = "once to a node, by routes that the host waits for (not modelled), where that gains"
         if layers.overlap != "none":
             found.append(f"layout: tokens go to experts {how if layers.routes else ONLY_SERIAL}")
