@@ -10,6 +10,7 @@ import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.measure.timing import relative_error
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.workspace import workspace_of
 
 SHAPES = [(6, 5, 7, torch.float32), (64, 48, 96, torch.bfloat16), (24, 8, 16, torch.float16)]
 
@@ -146,35 +147,51 @@ def test_nothing_of_it_is_captured(gpus):
     assert torch.equal(layer(x, up, down, routes, "serial"), y)
 
 
-def test_two_hundred_calls_of_varying_sizes_leave_memory_flat(gpus):
-    """Each is compared with fp64, and the second half takes no memory."""
+def a_thousand_calls(gpus, sizes, uneven, call):
+    """Of varying sizes: each is compared with fp64, and all but the first hundred take no memory.
+
+    Args:
+        sizes: of islands.
+        uneven: ranks have other numbers of tokens.
+        call: (number, experts, x, up, down, weights, group) -> sums of a layer.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     _, up, down, *_ = operands(0, 64, 48, 32, torch.bfloat16)
     ups, downs = (torch.cat(everyone(t)).cuda() for t in (up, down))
     drawn = []
     for i in range(100):
-        tokens = (1 + 37 * i % 96 + 13 * rank) * (i % 7 != 3 * rank)
+        own = uneven * rank
+        tokens = (1 + 37 * i % 96 + 13 * own) * (i % 7 != 3 * own)
         experts = chosen(("uniform", "skewed", "zipf")[i % 3], rank + i, ranks, tokens).to(gpus)
         x, weights = torch.randn(tokens, 64, device="cuda"), torch.rand(tokens, TOP, device="cuda")
         x = x.bfloat16()
         want = by_torch(x.double(), ups, downs, experts, weights.double())
         drawn.append((experts, x, weights, want, 2**-5 * want.abs().amax() if tokens else 1.0))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for size, plans in cases():
+    for size in sizes:
         with on_islands(size) as group:
             found = []
-            for _ in range(2):
+            for _ in range(10):
                 for i, (experts, x, weights, want, bound) in enumerate(drawn):
-                    every = ranks * LOCAL
-                    routes = cp.exchange_routes(experts, weights, num_experts=every, group=group)
-                    y = layer(x, up, down, routes, plans[i % len(plans)], group)
+                    y = call(i, experts, x, up, down, weights, group)
                     wrong += ((y - want).abs() > bound).any()
                 torch.cuda.synchronize()
                 found.append((torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]))
-            (reserved, free), now = found
+            (reserved, free), *_, now = found
             assert now[0] == reserved, f"islands of {size}"
             assert now[1] >= free - (8 << 20)  # the driver's own, in 2 MiB pages
     assert int(wrong) == 0
+
+
+def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus):
+    every, plans = dist.get_world_size() * LOCAL, dict(cases())
+
+    def call(i, experts, x, up, down, weights, group):
+        routes = cp.exchange_routes(experts, weights, num_experts=every, group=group)
+        known = plans[workspace_of(group, gpus).islands.size]
+        return layer(x, up, down, routes, known[i % len(known)], group)
+
+    a_thousand_calls(gpus, plans, True, call)
 
 
 def test_wrong_experts_are_refused_on_all_ranks(gpus):

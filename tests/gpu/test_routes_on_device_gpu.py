@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from routed_bodies import CHOICES, KINDS, LOCAL, TOP, chosen, differ, layer, named, told_of
 from test_islands_gpu import on_islands, sizes
-from test_routed_experts_gpu import exact, near, operands
+from test_routed_experts_gpu import a_thousand_calls, exact, near, operands
 
 import counterpoint as cp
 from counterpoint.runtime.capture import no_collector
@@ -192,3 +192,13 @@ def test_the_kernel_tells_what_torch_tells(gpus):
     tell_by_kernel(got, ids, weights, 40)
     tell_into(want, ids, weights, 40)
     assert torch.equal(got, want)
+
+
+def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus):
+    every, most = dist.get_world_size() * LOCAL, dist.get_world_size() * 96 * TOP
+
+    def call(_, experts, x, up, down, weights, group):
+        where = {"num_experts": every, "group": group, "max_rows": most}
+        return layer(x, up, down, cp.exchange_routes(experts, weights, **where), "auto", group)
+
+    a_thousand_calls(gpus, islands(), False, call)
