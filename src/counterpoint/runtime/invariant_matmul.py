@@ -68,6 +68,11 @@ def tile_of(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
     return min(WAVES, key=waves)
 
 
+# of gate and up: a larger one has more reuse, and is taken where there are enough of it for the SMs
+LARGE = Tile(128, 256, 64, 8, 4, halves=True), Tile(128, 128, 64, 4, 4)
+ENOUGH = 0.8  # of the SMs
+
+
 def gated_tile(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
     """As `tile_of`, where the columns of y[m, n] are those of two weights."""
     if dtype == torch.float32:
@@ -79,9 +84,11 @@ def gated_tile(m: int, n: int, num_sms: int, dtype: torch.dtype) -> Tile:
         return Tile(64, 64, 128, 4, 4)
     if rows * -(-n // 128) <= num_sms:
         return Tile(64, 128, 128, 4, 4)
+    smaller = Tile(64, 128, 64, 4, 4, per_sm=2)
     if m <= 64 or rows * -(-n // 128) <= 2 * num_sms:
-        return Tile(64, 128, 64, 4, 4, per_sm=2)
-    return tile_of(m, n, num_sms, dtype)
+        return smaller
+    enough = (t for t in LARGE if -(-m // t.block_m) * -(-n // t.block_n) >= ENOUGH * num_sms)
+    return next(enough, smaller)
 
 
 def action(part: Part, places: Places) -> Callable[[Operands], None]:
