@@ -11,6 +11,9 @@ lanes of a plan. Compute measured, links modelled. The rows:
 The arms are those of overlap.py, which checks their results, and needs two GPUs.
 """
 
+from itertools import product
+from statistics import geometric_mean
+
 from benchmarks.declare import Bench, Benchmark, Case, Section
 from benchmarks.overlap import HEAD, case_of, problem_of, shapes_of
 from benchmarks.replay import (
@@ -43,12 +46,17 @@ SHAPES = (
     (SCATTER, 8192, 8192, 3584), (SCATTER, 8192, 16384, 6656), (GATHER, 2048, 7168, 8192),
     (SUM, 8192, 8192, 3584),
 )  # fmt: skip
+PREFILL = ((4096, 14336), (8192, 28672))  # of Llama-3 8B and 70B: hidden size, F
+PREFILL_ROWS = (256, 2048, 16384)
+SHARES = (2, 8)  # of F, on a rank
 SOAK_S = 0.5
 
 
 def cases(_: int) -> list[Case]:
-    """Those that have the most to hide, or the hardest."""
-    return [case_of(*shape) for shape in SHAPES]
+    """Those that have the most to hide, or the hardest; and down projections of a prefill."""
+    prefill = product(PREFILL, SHARES, PREFILL_ROWS)
+    found = [(SUM, m, hidden, f // share) for (hidden, f), share, m in prefill]
+    return [case_of(*shape) for shape in dict.fromkeys((*SHAPES, *found))]
 
 
 def own(shape: tuple[int, ...], _: int) -> list[Case]:
@@ -99,29 +107,45 @@ def rows(case: Case, bench: Bench) -> list[Row]:
 
 
 def _sharded(case: Timed) -> str:
-    """The best of the plans that sum, or gather, shard by shard."""
-    return case.fastest(arm for arm in case.main if arm.startswith(("shard_p2p", "graded")))
+    """The best of the plans that sum, or gather, shard by shard; "": none is weighed."""
+    arms = [arm for arm in case.main if arm.startswith(("shard_p2p", "graded"))]
+    return case.fastest(arms) if arms else ""
+
+
+def _best(case: Timed) -> str:
+    return f"{ms(case.s(best))} {best}" if (best := _sharded(case)) else "-"
+
+
+def _over_ideal(case: Timed) -> str:
+    return f"{case.s(best) / case.s('ideal'):.3f}" if (best := _sharded(case)) else "-"
 
 
 COLUMNS = (
     *HEAD, arm("ideal", ms), arm("serial", ms),
-    Column("best by shards", lambda c: f"{ms(c.s(_sharded(c)))} {_sharded(c)}"),
+    Column("best by shards", _best),
     arm("auto", ms, bold=True), Column("its plan", lambda c: c.main["auto"]["pick"]),
-    Column("best by shards / ideal", lambda c: f"{c.s(_sharded(c)) / c.s('ideal'):.3f}"),
+    Column("serial / auto", lambda c: f"**{c.s('serial') / c.s('auto'):.2f}**"),
+    Column("best by shards / ideal", _over_ideal),
     Column("auto / ideal", lambda c: f"**{c.s('auto') / c.s('ideal'):.3f}**"),
 )  # fmt: skip
 
 
 def replay_table(rows: list[Row]) -> str:
     """Every case."""
-    note = (f"Milliseconds of a rank of {RANKS}, compute measured, links modelled. Ideal is the "
-            "longer of the whole matmul and of copies at the rate of the links.")  # fmt: skip
-    return table(COLUMNS, shapes_of(rows), note)
+    found = shapes_of(rows)
+    note = (
+        f"Milliseconds of a rank of {RANKS}, compute measured, links and NCCL modelled. Ideal is "
+        "the longer of the whole matmul and of copies at the rate of the links."
+    )
+    if sums := [c.s("serial") / c.s("auto") for c in found if c.head["op"] == SUM]:
+        note += (f" serial / auto of {SUM}, geometric mean of {len(sums)}: "
+                 f"{geometric_mean(sums):.2f}, least {min(sums):.2f}.")  # fmt: skip
+    return table(COLUMNS, found, note)
 
 
 OVERLAP_REPLAY = Benchmark(
     "overlap_replay", cases, rows=rows, unit="ms", ranks=1, own=own,
-    short=lambda case: case["m"] < 8192,
+    short=lambda case: case["op"] == GATHER,
     sections=(
         Section("docs/results/tensor_parallel.md", "overlap-replay", of_most(replay_table)),
     ),
