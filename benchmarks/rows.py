@@ -106,10 +106,21 @@ def taken(rows: Sequence[Row], *keys: str) -> list[Timed]:
     return [Timed(heads[key], modes) for key, modes in cases.items()]
 
 
-def results(name: str, folder: Path = RESULTS) -> dict[int, list[Row]]:
-    """Number of GPUs -> committed rows of a benchmark in one form, from the most GPUs down."""
+def kind_of(gpu: str) -> str:
+    """What files of rows call a GPU: "NVIDIA H100 80GB HBM3" -> "h100"."""
+    return gpu.removeprefix("NVIDIA ").split()[0].partition("-")[0].lower()
+
+
+def results(name: str, folder: Path = RESULTS, gpu: str = "h200") -> dict[int, list[Row]]:
+    """Number of GPUs -> committed rows of a benchmark in one form, from the most GPUs down.
+
+    Args:
+        name: of the benchmark.
+        folder: of the files.
+        gpu: of `kind_of`: rows of different GPUs are never in one table.
+    """
     files = {int(p.name.split("-")[-2][:-1]): p for old in (*OLDER.get(name, ()), name)
-             for p in folder.glob(f"{old.replace('_', '-')}-[0-9]*x-*.jsonl")}  # fmt: skip
+             for p in folder.glob(f"{old.replace('_', '-')}-[0-9]*x-{gpu}.jsonl")}  # fmt: skip
     found = {ranks: one_form(rows_of(files[ranks])) for ranks in sorted(files, reverse=True)}
     return {ranks: rows for ranks, rows in found.items() if rows}
 

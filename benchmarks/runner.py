@@ -25,7 +25,7 @@ import counterpoint as cp
 from benchmarks import options
 from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
-from benchmarks.rows import Row
+from benchmarks.rows import Row, kind_of
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.measure import record
@@ -273,7 +273,7 @@ def file_of(name: str, out: Path | None, ranks: int) -> Path | None:
     """Where rows go: a file of its own for each benchmark, if `out` is a folder."""
     if out is None or out.suffix == ".jsonl":
         return out
-    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "cpu"
+    gpu = kind_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
     return out / f"{name.replace('_', '-')}-{ranks}x-{gpu}.jsonl"
 
 

@@ -218,7 +218,8 @@ def constants(path: Path) -> str:
         else:
             text = f"{value * 1e6:.1f} us" if field.name.endswith("_s") else f"{value:.2f}"
         lines.append([f"`{field.name}`", text])
-    rows = results("characterize")[machine.num_devices]
+    kind = machine.name.partition("-")[0]
+    rows = results("characterize", gpu=kind)[machine.num_devices]
     cells = [(line, ()) for line in lines]
     return f"{machine.source}:\n\n{measured(['constant', 'value'], cells, also=rows)}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.presets import preset, preset_of
+from counterpoint.presets import driver_name, preset, preset_of
 
 MachineLike = Machine | str | Path  # what `machine_of` takes
 SHIPPED = Path(__file__).parent / "measured"
@@ -46,7 +46,7 @@ def machine_of(op: str, machine: MachineLike) -> Machine:
             want = "a file of a machine"
             raise InputError(op, "machine", want=want, got=f"{machine}: {got}") from error
     found = preset(machine)
-    return shipped(f"NVIDIA {machine.partition('-')[0].upper()}", found.num_devices) or found
+    return shipped(driver_name(machine.partition("-")[0]), found.num_devices) or found
 
 
 def _from_text(text: str) -> Machine:

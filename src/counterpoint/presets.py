@@ -267,6 +267,11 @@ def preset(name: str) -> Machine:
     return replace(full.of_ranks(num_devices), name=name, num_devices=num_devices)
 
 
+def driver_name(base: str) -> str:
+    """The name that the driver gives a GPU of a preset: "h100" -> "NVIDIA H100 80GB HBM3"."""
+    return {"h100": "NVIDIA H100 80GB HBM3"}.get(base, f"NVIDIA {base.upper()}")
+
+
 def preset_of(device_name: str, num_devices: int) -> Machine | None:
     """The preset of a GPU by the name its driver gives it, such as "NVIDIA H200"; None if none."""
     words = device_name.lower().replace("-", " ").split()

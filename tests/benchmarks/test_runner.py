@@ -11,7 +11,7 @@ from rankpool import RankError, RankPool
 
 from benchmarks import options, runner
 from benchmarks.declare import Arms, Bench, Benchmark, Case
-from benchmarks.rows import taken
+from benchmarks.rows import kind_of, taken
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.measure import timing
 from counterpoint.measure.timing import Times, relative_error, settled
@@ -170,3 +170,5 @@ def test_a_folder_gets_a_file_for_each():
     assert runner.file_of("few_rows", Path("out"), 2) == Path("out/few-rows-2x-cpu.jsonl")
     assert runner.file_of("few_rows", Path("a.jsonl"), 2) == Path("a.jsonl")
     assert runner.file_of("few_rows", None, 2) is None
+    assert kind_of("NVIDIA H100 80GB HBM3") == "h100"
+    assert kind_of("NVIDIA A100-SXM4-80GB") == "a100"

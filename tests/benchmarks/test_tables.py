@@ -169,6 +169,9 @@ def test_older_rows_are_put_into_one_form(tmp_path: Path):
         (tmp_path / f"{name}.jsonl").write_text('{"arm": "a", "ranks": 1}\n')
     assert list(results("decode", tmp_path)) == [8, 2]
     assert list(results("transports", tmp_path)) == [4, 2]
+    (tmp_path / "decode-4x-h100.jsonl").write_text('{"arm": "a", "ranks": 1}\n')
+    assert list(results("decode", tmp_path)) == [8, 2]
+    assert list(results("decode", tmp_path, "h100")) == [4]
 
 
 def test_every_marker_is_one_of_a_page_and_has_one_writer():

@@ -23,7 +23,7 @@ from counterpoint.choose.known import (
 )
 from counterpoint.errors import CounterpointWarning
 from counterpoint.machine import Machine
-from counterpoint.machine_of import SHIPPED, shipped, slug
+from counterpoint.machine_of import SHIPPED, machine_of, shipped, slug
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
@@ -302,7 +302,7 @@ def test_what_came_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("counterpoint.machine_of.SHIPPED", tmp_path)
     assert shipped(GPU, 4) is None
     save_machine(measured(), GPU, 4, tmp_path)
-    assert shipped(GPU, 4) == measured()
+    assert shipped(GPU, 4) == machine_of("test", "h200-4") == measured()
     # of eight GPUs of the kind four have been measured: what a part costs is taken from there
     eight = shipped(GPU, 8)
     assert eight is not None
