@@ -629,7 +629,7 @@ BAD: dict[str, Area] = {
             ({"bias": CSR}, "bias must be a dense tensor, got torch.sparse_csr"),
             ({"bias": 3}, "bias must be a Tensor, got int"),
             ({"plan": None}, "plan must be a family's name or a Plan, got NoneType"),
-            ({"plan": "graded"}, "plan must be auto or one of serial, direct, fused, shard_p2p, islands, got 'graded'"),
+            ({"plan": "graded"}, "plan must be auto or one of serial, direct, fused, shard_p2p, running_sum, islands, got 'graded'"),
             ({"plan": "fused scatter"}, "plan must be a spec of one_shot or two_shot, got 'fused scatter'"),
             ({"plan": "fused 99999999999999999999x64x2"}, "plan must be a spec with sizes like 64x64x8; '99999999999999999999x64x2' are none, got 'fused 99999999999999999999x64x2'"),
             ({"plan": "direct direct"}, "plan must be a spec of words that direct knows; 'direct' is none, got 'direct direct'"),

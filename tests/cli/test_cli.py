@@ -96,12 +96,14 @@ def test_demo_checks_every_family_and_ends_with_a_picture(tmp_path: Path):
     out = tmp_path / "pictures"
     text = run(*SMALL, "--out", str(out))
     assert text.startswith("counterpoint demo: ") and "on 2 CPU ranks and " in text
-    rows = re.findall(r"^  (\w+) +(\S+) +(✓+) 10 plans, error (.*) of torch's own$", text, re.M)
+    rows = re.findall(r"^  (\w+) +(\S+) +(✓+) (\d+) plans, error (.*) of torch's own$", text, re.M)
     assert [row[:2] for row in rows] == [
         (op, each) for op in demo.LAYERS for each in demo.LAYERS[op]
     ]
-    assert all(len(marks) == 10 and float(error) <= demo.MOST_ERROR for *_, marks, error in rows)
-    assert "40 of 40 checks hold" in text
+    plans = [int(count) for *_, count, _ in rows]
+    assert [len(marks) for _, _, marks, *_ in rows] == plans and min(plans) >= 10
+    assert all(float(error) <= demo.MOST_ERROR for *_, error in rows)
+    assert f"{sum(plans)} of {sum(plans)} checks hold" in text
 
     assert [path.name for path in out.iterdir()] == ["demo.png"]
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -196,6 +196,7 @@ CASES = [
     Case(BAGS, "serial", (2, 2, 2)),
     Case(BAGS, "fused", (3, 2)),
     Case(BAGS, "fused", (2, 2), out=True),
+    Case(BAGS, "fused_after_barrier", (3, 2), out=True),
     Case(BAGS, "islands chunks=1", (2, 2), islands=2),
     Case(BAGS, "islands chunks=2", (3, 2, 2, 4), islands=2),
     Case(COMBINE, "fused", (2, 2, 2, 2), experts=2, n=8, k=8),
@@ -401,7 +402,8 @@ def a_kernel_of_ours_stands_only_as_its_family_has_it() -> None:
         or r.plan.problem.counts != "equal"
     ]  # fmt: skip
     assert {(r.plan.problem.op, r.plan.family) for r in ours} == {
-        (op, family) for op in OPS for family in families(op) if family in ("direct", "fused")
+        (op, family) for op in OPS for family in families(op)
+        if family in ("direct", "fused", "fused_after_barrier")
     } | {
         (BAGS, "serial"), (BAGS, "islands"), (COMBINE, "islands"), (DISPATCH, "islands"),
         (DISPATCH, "routed"),
