@@ -28,14 +28,21 @@ def gpu_of_mine():
     return torch.device("cuda", local % gpus), shares
 
 
-def share_a_gpu():
-    """NCCL takes ranks for hosts of their own, as it refuses two on one GPU of a host."""
+def be_a_host():
+    """NCCL takes this rank for a host of its own: it reaches the others by sockets alone."""
     os.environ |= {
-        "LOCAL_RANK": str(gpu_of_mine()[0].index),
         "NCCL_HOSTID": f"rank{os.environ['RANK']}",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": "lo",
         "COUNTERPOINT_ISLAND": "one",  # they do reach each other's memory
+    }
+
+
+def share_a_gpu():
+    """Ranks on one GPU; NCCL wants them to be on several hosts."""
+    be_a_host()
+    os.environ |= {
+        "LOCAL_RANK": str(gpu_of_mine()[0].index),
         "COUNTERPOINT_TIMEOUT_S": "40",  # who waits for a peer takes its time from it
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
@@ -68,7 +75,7 @@ def pytest_runtest_logreport(report):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def gpus():
+def gpus(request):
     """This rank's GPU and the NCCL group of all ranks."""
     import torch
     import torch.distributed as dist
@@ -77,6 +84,8 @@ def gpus():
     device, shares = gpu_of_mine()
     if shares:
         share_a_gpu()
+    elif all(item.get_closest_marker("hosts") for item in request.session.items):
+        be_a_host()  # before NCCL starts, which looks once: so these tests have to be by themselves
     os.environ.setdefault("COUNTERPOINT_TIMEOUT_S", "10")
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))

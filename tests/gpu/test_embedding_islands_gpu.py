@@ -8,6 +8,8 @@ from embedding_cases import expected, problem_of, random_bags
 import counterpoint as cp
 from counterpoint.runtime.workspace import forget, workspace_of
 
+pytestmark = pytest.mark.hosts
+
 # columns of each rank's tables, and bags of each rank, in turn
 CASES = [
     (((64, 128),) * 8, (100,) * 8, {"longest": 20}),

@@ -13,6 +13,8 @@ import counterpoint as cp
 from counterpoint.runtime import compute
 from counterpoint.runtime.workspace import forget, workspace_of
 
+pytestmark = pytest.mark.hosts
+
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SHAPES = [(8, 8, 16), (37, 24, 40), (512, 1024, 512)]  # rows of a rank, N, K
 

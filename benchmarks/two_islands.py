@@ -1,0 +1,320 @@
+"""Operators between two islands on one host: how much of the shorter of compute and exchange hides.
+
+The ranks are processes of their own, and NCCL is told that they are on two hosts. It then sends
+between the islands over sockets, about as fast as a slow NIC does. Where there is one GPU, two
+ranks share it and take turns: rows say so ("shared"), and their times are no times of two GPUs.
+
+    compute    the matmul alone, or the lookups alone, which pool all bags for all ranks
+    exchange   NCCL's all-gather or reduce-scatter alone, or its all-to-all and a concat
+    serial     both, one after the other
+    chunks=N   our plan "islands"
+    auto       the plan that is chosen once the NIC has been measured
+
+Each case begins with a measurement of both parts. It then takes the matmul, or the bags, that last
+about as long as the exchange; rows have the sizes. Hidden is (compute + exchange - ours) over the
+shorter of compute and exchange."""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import counterpoint as cp
+from benchmarks import embedding, runner
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
+from benchmarks.rows import Row, Timed, taken
+from benchmarks.tables import Column, measured, ms, of_most
+from counterpoint.measure.exchanges import exchanges, slowest_s
+from counterpoint.measure.timing import relative_error, soak
+from counterpoint.model.calibrate_cpu import nic_of
+from counterpoint.ops.auto import choose_spec, knowledge_of
+from counterpoint.runtime.ranks import spawn
+from counterpoint.runtime.store import gather_by_store
+from counterpoint.runtime.workspace import Workspace, release_all, workspace_of
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+BAGS = "embedding_bag_all_to_all"
+ISLANDS = 2
+CHUNKS = (1, 2, 4, 8)
+LIMIT_S = 90.0  # of the ranks of a case, their start included
+ROUNDS = 3  # of the measurements that find a size
+SIZES = 16  # sizes that are tried are multiples of 1 / SIZES of the first, up to SIZES times it
+SOAK_S = 0.3
+
+
+def matmul_case(op: str, rows: int, cols: int, first: int) -> Case:
+    """A block of [rows, cols] of each rank is exchanged; `first` is the size tried first, of the
+    other side of the matmul."""
+    return Case(op, {"op": op, "rows": rows, "cols": cols, "first": first, "dtype": "bfloat16"})
+
+
+def bags_case(tables: int, d: int, batch: int, first: int) -> Case:
+    """As many tables on each rank; `first` is the number of indices of a bag tried first."""
+    return Case(BAGS, {"op": BAGS, "each": tables, "d": d, "batch": batch, "first": first,
+                       "dtype": "bfloat16"})  # fmt: skip
+
+
+def cases(ranks: int) -> list[Case]:
+    """64 MiB of each rank go to the other island."""
+    return [
+        matmul_case(GATHER, 4096, 8192, 16384), matmul_case(SCATTER, 4096, 8192, 16384),
+        bags_case(8, 128, 32768 * max(ranks, ISLANDS), 64),
+    ]  # fmt: skip
+
+
+def rows(case: Case, bench: Bench) -> list[Row]:
+    """The rows of a case, by ranks that the first rank starts; the others wait without a GPU."""
+    gather = gather_by_store(bench.group, f"{TWO_ISLANDS.name} {case.name}", LIMIT_S + 10)
+    found: list[Row] = []
+    if bench.rank == 0:
+        ranks = max(ISLANDS, bench.ranks // ISLANDS * ISLANDS)
+        how = (bench.ranks if bench.on_gpu else 0, bench.short, bench.rounds)
+        with tempfile.TemporaryDirectory(prefix="counterpoint-islands-") as folder:
+            place = f"{folder}/store"
+            found = spawn(of_island, ranks, case, place, *how, timeout_s=LIMIT_S)[0]
+    return gather(found)[0]
+
+
+def environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
+    """What makes this rank one of an island, for NCCL and for us.
+
+    Args:
+        gpus: that all ranks have; 0: they are CPU ranks.
+    """
+    island = f"island{rank // (ranks // ISLANDS)}"
+    found = {"COUNTERPOINT_ISLAND": island}
+    if gpus:
+        found |= {"NCCL_HOSTID": island, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    if gpus and gpus < ranks:  # who waits for a peer takes its time from it
+        found |= {"COUNTERPOINT_TIMEOUT_S": "40", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    return found
+
+
+def of_island(
+    rank: int, ranks: int, case: Case, place: str, gpus: int, short: bool, rounds: int
+) -> list[Row]:
+    """Be a rank of an island, and measure a case; see `rows`.
+
+    Args:
+        place: a file that does not exist yet, where NCCL's ranks meet.
+        gpus: as of `environment`.
+    """
+    os.environ |= environment(rank, ranks, gpus)
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+        dist.destroy_process_group()  # gloo's; what goes between islands is of the default backend
+        dist.init_process_group("nccl", init_method=f"file://{place}", rank=rank,
+                                world_size=ranks, device_id=device)  # fmt: skip
+    try:
+        assert dist.group.WORLD is not None
+        bench = Bench(dist.group.WORLD, device, short=short, rounds=rounds)
+        return inside(case, bench)
+    except Exception:
+        traceback.print_exc()  # peers that wait in NCCL would keep this rank from ending
+        os._exit(1)
+
+
+def inside(case: Case, bench: Bench) -> list[Row]:
+    """The rows of a case, of ranks that are on their islands."""
+    found = runner.measured(replace(TWO_ISLANDS, arms=arms, rows=None), case, bench)
+    release_all()
+    return found
+
+
+def arms(case: Case, bench: Bench) -> Arms:
+    """All arms of a case, at a size by which compute takes about as long as the exchange."""
+    workspace = workspace_of(bench.group, bench.device)
+    nic, known = nic_of(workspace.gather(exchanges(workspace, ROUNDS))[0]), knowledge_of(workspace)
+    if known.machine is not None:  # as `counterpoint characterize` leaves it
+        workspace.knowledge = replace(known, machine=replace(known.machine, nic=nic))
+    made = bags if case["op"] == BAGS else matmul
+
+    def parts(size: int) -> Parts:
+        return made(case, bench, size)
+
+    size = balanced(case["first"], parts, workspace)
+    found = parts(size)
+    calls = {f"chunks={n}": found.ours(f"islands chunks={n}") for n in CHUNKS}
+    problem = replace(found.problem, islands=workspace.islands.number)
+    pick = choose_spec(problem, workspace, found.operands)
+    facts = {"islands": workspace.islands.number, "of_ranks": bench.ranks, **found.facts,
+             "shared": bench.on_gpu and len({*bench.gathered(bench.device.index)}) < bench.ranks,
+             "nic_bytes_per_s": nic.bytes_per_s if nic else None}  # fmt: skip
+    return Arms(
+        {"compute": found.compute, "exchange": found.exchange, "serial": found.serial,
+         "auto": found.ours("auto"), **calls},
+        found.check, parts=("compute", "exchange"), floor=embedding.ROUNDING, facts=facts,
+        nan_bytes=max(2 * problem.m * problem.n, 1 << 20),
+        about={"auto": {"pick": pick}},
+    )  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """One size of a case: what is timed, and how a result is checked."""
+
+    compute: Call
+    exchange: Call
+    serial: Call
+    ours: Callable[[str], Call]
+    check: Callable[[str, Any], list[float]]
+    problem: cp.Problem
+    operands: Sequence[Tensor]
+    facts: Mapping[str, Any]
+
+
+def balanced(first: int, parts: Callable[[int], Parts], workspace: Workspace) -> int:
+    """The size by which compute takes about as long as the exchange; compute grows with it."""
+    if workspace.device.type == "cuda":
+        soak(SOAK_S, workspace.device)
+    tried = parts(first)
+    compute_s, exchange_s = (
+        slowest_s(lambda call=call: call(0), workspace, ROUNDS)
+        for call in (tried.compute, tried.exchange)
+    )
+    size = round(SIZES * exchange_s / compute_s)
+    return max(1, min(size, SIZES**2)) * first // SIZES
+
+
+def matmul(case: Case, bench: Bench, size: int) -> Parts:
+    """A gather and its matmul, of `size` columns, or a matmul along `size` and its scatter."""
+    gathers, block, cols = case["op"] == GATHER, case["rows"], case["cols"]
+    m = block * bench.ranks
+    n, k = (size, cols) if gathers else (cols, size)
+    x, w = bench.normal(block if gathers else m, k), bench.normal(n, k).t()
+    full, y = bench.empty(m, cols), bench.empty(m if gathers else block, n)
+
+    def exchange(_: int) -> None:
+        if gathers:
+            all_gather(full, x, group=bench.group)
+        else:
+            bench.reduce_scatter(y, full)
+
+    def compute(_: int) -> None:
+        left, product = (full, y) if gathers else (x, full)
+        torch.mm(left, w, out=product)
+
+    def serial(_: int) -> Tensor:
+        for part in (exchange, compute) if gathers else (compute, exchange):
+            part(0)
+        return y
+
+    def ours(plan: str) -> Call:
+        op: Callable[..., Tensor] = getattr(cp, case["op"])
+        return lambda _: op(x, w, group=bench.group, plan=plan)
+
+    def check(_: str, got: Tensor) -> list[float]:
+        some, across = bench.sample(m), bench.sample(n)
+        left = bench.whole(x)[some] if gathers else x[some]
+        want, first = left.double() @ w[:, across].double(), 0
+        if not gathers:
+            bench.summed(want)
+            first = bench.rank * block
+            mine = some // block == bench.rank
+            some, want = some[mine], want[mine]
+        return [relative_error(got[some - first][:, across], want) if len(want) else 0.0]
+
+    problem = cp.Problem(case["op"], m, n, k, bench.ranks, "bfloat16")
+    return Parts(compute, exchange, serial, ours, check, problem, (x, w),
+                 {"m": m, "n": n, "k": k})  # fmt: skip
+
+
+def bags(case: Case, bench: Bench, size: int) -> Parts:
+    """Bags of `size` indices each; lookups alone are a call of a group that has one rank."""
+    b = embedding.made(embedding.case_of(case["each"], case["d"], size, case["batch"]), bench)
+    columns, own = sum(b.dims[bench.rank]), b.batch // bench.ranks
+    alone: Any = dist.new_group([dist.get_global_rank(bench.group, bench.rank)],
+                                use_local_synchronization=True)  # fmt: skip
+    sent, got = (bench.empty(b.batch, columns) for _ in range(2))
+
+    def called(group: dist.ProcessGroup, plan: str, batch: list[int], dims: list[Any]) -> Call:
+        return lambda i: cp.embedding_bag_all_to_all(
+            b.tables, b.sets[i % len(b.sets)], b.offsets, group=group, plan=plan,
+            include_last_offset=True, batch=batch, dims=dims,
+        )  # fmt: skip
+
+    def ours(plan: str) -> Call:
+        return called(bench.group, plan, [own] * bench.ranks, b.dims)
+
+    def exchange(_: int) -> Tensor:
+        dist.all_to_all_single(got, sent, group=bench.group)
+        return torch.cat(got.view(bench.ranks, own, columns).unbind(), 1)
+
+    def check(_: str, y: Tensor) -> list[float]:
+        some, want = embedding.wanted(b, bench)
+        first = own * bench.rank
+        return [relative_error(y[some - first], want) if len(want) else 0.0]
+
+    rows = (own,) * bench.ranks
+    problem = cp.Problem(
+        BAGS, b.batch, ranks=bench.ranks, dtype="bfloat16", rows=rows, tables=tuple(b.dims),
+        indices=(b.sets[0].numel(),) * bench.ranks,
+    )  # fmt: skip
+    compute = called(alone, "serial", [b.batch], [b.dims[bench.rank]])
+    return Parts(compute, exchange, ours("serial"), ours, check, problem, (), {"pooling": size})
+
+
+# ---- what is said of the rows
+
+
+def hidden(case: Timed, arm: str) -> float:
+    """The share of the shorter part that an arm hides."""
+    parts = case.s("compute"), case.s("exchange")
+    return (sum(parts) - case.s(arm)) / min(parts)
+
+
+def best(case: Timed) -> str:
+    """The number of chunks that took least, as an arm."""
+    return case.fastest(f"chunks={n}" for n in CHUNKS)
+
+
+def _size(case: Timed) -> str:
+    head = case.head
+    if head["op"] == BAGS:
+        return f"{head['batch']} bags, {head['each']} tables, {head['pooling']} indices"
+    return ", ".join(str(head[name]) for name in "mnk")
+
+
+def _speedups(case: Timed) -> str:
+    return ", ".join(f"{case.s('serial') / case.s(f'chunks={n}'):.2f}x" for n in CHUNKS)
+
+
+def _auto(case: Timed) -> str:
+    return f"{case.s('serial') / case.s('auto'):.2f}x {case.main['auto']['pick']}"
+
+
+COLUMNS = (
+    Column("operator", lambda c: f"`{c.head['op']}`"),
+    Column("M, N, K or bags", _size),
+    Column("compute + exchange", lambda c: f"{ms(c.s('compute'))} + {ms(c.s('exchange'))} ms"),
+    Column(f"speedup, {', '.join(map(str, CHUNKS))} chunks", _speedups),
+    Column("auto", _auto),
+    Column("hidden", lambda c: f"{hidden(c, best(c)):.0%}, {best(c)}"),
+)  # fmt: skip
+
+
+def speedups(found: list[Row]) -> str:
+    """Every case."""
+    every = taken(found, "case")
+    lines = [([column.cell(case) for column in COLUMNS], case.rows) for case in every]
+    shared = any(case.head["shared"] for case in every)
+    note = (
+        "Two islands of one host, which NCCL joins by sockets over the loopback. A speedup is over "
+        "the matmul and NCCL's collective, or over lookups, NCCL's all-to-all and a concat. Hidden "
+        "is the share of the shorter of compute and exchange, by the best number of chunks."
+    )
+    note += " Two ranks share the GPU: these are no times of two GPUs." if shared else ""
+    return measured([column.head for column in COLUMNS], lines, note)
+
+
+TWO_ISLANDS = Benchmark(
+    "two_islands", cases, rows=rows, unit="ms", least=1, calls=0, every_eager=True, host=False,
+    eager=("auto", *(f"chunks={n}" for n in CHUNKS)), short=lambda case: case["op"] == GATHER,
+    sections=(Section("docs/islands.md", "two-islands", of_most(speedups)),),
+)  # fmt: skip
