@@ -15,6 +15,7 @@ from benchmarks import (
     islands,
     islands_predicted,
     losses,
+    prefill,
     resources,
     scale_steps,
     steps,
@@ -85,6 +86,30 @@ def test_a_peer_is_compared_in_its_better_mode_within_one_rotation():
     assert "in a graph only" in torch_note([graph], "torch")
     assert "(1 of 2 cases)" in torch_note([both, graph], "torch")
     assert "cases" not in torch_note([both], "torch")
+
+
+def test_prefill_is_24_shapes_whose_means_are_by_width():
+    found = prefill.cases(2)
+    assert len({case.name for case in found}) == len(found) == 24
+    assert [case["width"] for case in found[:8]] == ["TP8"] * 4 + ["TP2"] * 4
+    assert {case["m"] for case in found[:8]} == {2048}
+    times = {"matmul": 1.0, "serial": 3.0, "torch one_shot": 4.0, "torch two_shot": 2.2,
+             "auto": 2.0, "direct": 2.1, "shard_p2p ring": 1.9,
+             f"serial, {prefill.BOTH}": 6.0, f"auto, {prefill.BOTH}": 5.0}  # fmt: skip
+    rows = [HEAD | dict(case.facts) | {"arm": arm, "mode": "graph", "median_s": t * 1e-3 * slow}
+            for slow, case in ((1, found[0]), (2, found[4]))
+            for arm, t in times.items()]  # fmt: skip
+    for row in rows:
+        if row["arm"] == "auto":
+            row["pick"] = "direct"
+        if row["arm"] == "serial" and row["width"] == "TP2":
+            row["median_s"] = 5e-3
+    text = prefill.prefill_table(rows)
+    line = text.splitlines()[2]
+    assert line.endswith("| **2.000** | direct | 1.900 shard_p2p ring | **1.50** | **1.10** | "
+                         "**1.20** |")  # fmt: skip
+    assert "TP8, geometric means of 1 shapes: serial / auto 1.50 (least 1.50)" in text
+    assert "TP2, geometric means of 1 shapes: serial / auto 1.25 (least 1.25)" in text
 
 
 def test_auto_of_experts_is_timed_by_its_own_plan_not_by_the_fastest(
