@@ -83,7 +83,8 @@ def cases(_: int) -> list[Case]:
         *(case_of(TRAIN, width, batch, layers=LAYERS) for width in ("8B", "70B")
           for batch in (1, 4)),
         case_of(PREFILL, "8B", 1),
-        *(case_of(DECODE, "8B", rows, sequence=CONTEXT) for rows in DECODE_ROWS),
+        *(case_of(DECODE, width, rows, sequence=CONTEXT) for width in ("8B", "70B")
+          for rows in DECODE_ROWS),
     ]  # fmt: skip
 
 
@@ -391,7 +392,7 @@ def times_table(rows: Sequence[Row], step: str) -> str:
     others = (PLAIN, SCHEDULED, peer)
     head = ["model", *others, f"**{OURS}**", f"{PLAIN} / {OURS}", f"best of torch / {OURS}"]
     lines: list[tuple[list[str], list[Row]]] = []
-    found: dict[str, list[float]] = {}
+    found: dict[tuple[str, str], list[float]] = {}
     for case in taken([row for row in rows if row["step"] == step], "case"):
         for mode, arms in case.modes.items():
             ratios = over(arms, (PLAIN,)), over(arms, others)
@@ -399,9 +400,9 @@ def times_table(rows: Sequence[Row], step: str) -> str:
             lines.append(([f"{label(case)}, {mode}", *times, *map(_cell, ratios)],
                           list(arms.values())))  # fmt: skip
             if ratios[1] is not None and case.head["layers"] == (LAYERS if step == TRAIN else 1):
-                found.setdefault(mode, []).append(ratios[1])
-    means = ", ".join(f"{geometric_mean(each):.2f} ({mode}, {len(each)} sizes)"
-                      for mode, each in found.items())  # fmt: skip
+                found.setdefault((case.head["width"], mode), []).append(ratios[1])
+    means = ", ".join(f"{width} {geometric_mean(each):.2f} ({mode}, {len(each)} sizes)"
+                      for (width, mode), each in found.items())  # fmt: skip
     note = "Milliseconds of the slowest rank, all arms in one randomised rotation."
     mean = f" Geometric means of the last column: {means}." if means else ""
     return measured(head, lines, note + mean)

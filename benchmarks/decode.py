@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import counterpoint as cp
+from benchmarks.choice import choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import bars, place, shown
 from benchmarks.rows import Row, Timed, taken
@@ -28,14 +29,15 @@ from benchmarks.tables import (
     torch_note,
     us,
 )
-from counterpoint.errors import InputError
 from counterpoint.measure.timing import relative_error
+from counterpoint.problem import Problem
 
 LAYERS = {"Llama-3-70B down": (8192, 3584), "Llama-3-70B O": (8192, 1024),
           "Llama-3.1-405B down": (16384, 6656), "DeepSeek-V3 dense down": (7168, 2304)}  # fmt: skip
 ROWS = (1, 8, 32, 64)  # that means are of
 MORE_ROWS = (128, 256, 1024)  # of the first layer
 FUSED_ROWS = 256  # the tile of more does not fit
+PLANS = ("auto", "direct", "fused", INVARIANT)
 ALONE = "the matmul alone, without communication"
 TORCH = ("torch one_shot", "torch two_shot")
 
@@ -54,9 +56,24 @@ def cases(_: int) -> list[Case]:
 
 def arms(case: Case, bench: Bench) -> Arms:
     """All arms of y[m, n] = sum over ranks of x[m, k] w[k, n]."""
+    found = forward(*operands(case, bench), PLANS, bench)
+    if case["m"] > FUSED_ROWS:
+        why = f"one kernel takes {FUSED_ROWS} rows at most"
+        found.calls = {**found.calls, "fused": why}
+    return found
+
+
+def operands(case: Case, bench: Bench) -> tuple[Tensor, list[Tensor]]:
+    """x, and the weights that take turns."""
     m, n, k = case["m"], case["n"], case["k"]
     weights = [bench.normal(n, k, scale=k**-0.5).t() for _ in range(bench.sets(2 * n * k))]
-    x, y = bench.normal(m, k), bench.empty(m, n)
+    return bench.normal(m, k), weights
+
+
+def forward(x: Tensor, weights: Sequence[Tensor], plans: Sequence[str], bench: Bench) -> Arms:
+    """The libraries' arms of the sum over ranks of x w, and ours by each of the plans."""
+    (m, k), n = x.shape, weights[0].shape[1]
+    y = bench.empty(m, n)
 
     def multiply(i: int) -> Tensor:
         return torch.mm(x, weights[i % len(weights)], out=y)
@@ -72,18 +89,17 @@ def arms(case: Case, bench: Bench) -> Arms:
 
     calls: dict[str, Call | str] = {"serial": serial, "matmul": multiply}
     calls |= _torch(x, weights, bench)
-    calls |= {"auto": ours("auto"), "direct": ours("direct"), "fused": ours("fused"),
-              INVARIANT: ours(INVARIANT)}  # fmt: skip
-    if m > FUSED_ROWS:
-        calls["fused"] = f"one kernel takes {FUSED_ROWS} rows at most"
+    calls |= {plan: ours(plan) for plan in plans}
     want = bench.summed(x.double() @ weights[0].double())
+    choice = choice_of(Problem("matmul_all_reduce", m, n, k, bench.ranks), bench)
     return Arms(
         calls,
         lambda _, got: [relative_error(got, want)],
         parts=("matmul",),
         outputs=(y,),
+        nan_bytes=max(1 << 28, 4 * y.numel()),
         sets=len(weights),
-        about={"auto": {"pick": _pick(m, n, k, bench.ranks)}},
+        about={"auto": {"pick": choice.spec if choice else ""}},
     )
 
 
@@ -104,14 +120,6 @@ def _torch(x: Tensor, weights: Sequence[Tensor], bench: Bench) -> dict[str, Call
 
     each = (ops.one_shot_all_reduce, ops.two_shot_all_reduce_)
     return {name: behind(op) for name, op in zip(TORCH, each, strict=True)}
-
-
-def _pick(m: int, n: int, k: int, ranks: int) -> str:
-    """What auto takes, where the library says it without running."""
-    try:
-        return cp.choose(cp.Problem("matmul_all_reduce", m, n, k, ranks)).spec  # type: ignore[arg-type]
-    except InputError:
-        return ""
 
 
 # ---- what is said of the rows

@@ -7,13 +7,16 @@ Weights are cast before. Errors are against fp64 of what was bf16.
 """
 
 from collections.abc import Callable, Sequence
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
 
 import counterpoint as cp
-from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, all_gather
-from benchmarks.overlap import SHORT, moved, published
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
+from benchmarks.overlap import HEAD, SHORT, moved, published, shapes_of
+from benchmarks.rows import Row, Timed
+from benchmarks.tables import Column, arm, both_modes, by_machine, ms, table, torch_note
 from counterpoint.measure.timing import relative_error
 from counterpoint.nn.rowwise import by_columns, quantised
 
@@ -101,7 +104,39 @@ def _torch_fused(
     return gather if gathers else scatter
 
 
+# ---- what is said of the rows
+
+
+RATIOS: dict[str, Callable[[Timed], float]] = {
+    "serial / fp8": lambda c: c.s("serial") / c.s("fp8"),
+    "torch / fp8": lambda c: c.fair(PEER, "fp8"),
+    "bf16 / fp8": lambda c: c.s("bf16") / c.s("fp8"),
+}
+COLUMNS = (
+    *HEAD, arm("cast", ms), arm("compute", ms, "matmul"), arm("serial", ms),
+    both_modes(PEER, ms, "torch symm_mem"), arm("bf16", ms), both_modes("fp8", ms, bold=True),
+    *(Column(name, lambda c, of=of: f"**{of(c):.2f}**") for name, of in RATIOS.items()),
+)  # fmt: skip
+
+
+def fp8_table(rows: list[Row]) -> str:
+    """Every shape, and the means."""
+    found = shapes_of(rows)
+    means: list[str] = []
+    for name, of in RATIOS.items():
+        each = [of(case) for case in found]
+        means.append(f"{name} {geometric_mean(each):.2f} (least {min(each):.2f})")
+    note = (
+        "Milliseconds a call, in a graph with weights in rotation; serial, torch and fp8 cast x by "
+        "rows in each call, and bf16 is *auto* without a cast. M over all ranks, N and K of one "
+        f"rank. Geometric means of {len(found)} shapes: {', '.join(means)}. "
+        f"{torch_note(found, PEER, ours='fp8')}"
+    )
+    return table(COLUMNS, found, note)
+
+
 FP8 = Benchmark(
     "fp8", published, arms, unit="ms", soak_s=0.7, moved=moved, eager=NAMES,
     short=lambda case: case.name.split()[1] == SHORT[0],
+    sections=(Section("docs/results/tensor_parallel.md", "fp8", by_machine(fp8_table)),),
 )  # fmt: skip

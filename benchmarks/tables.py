@@ -80,15 +80,15 @@ def price_note(cases: Sequence[Timed]) -> str:
     return f" Batch-invariant auto takes {mean:.2f}x the time of auto ({least:.2f} to {most:.2f})."
 
 
-def torch_note(cases: Sequence[Timed], *peers: str) -> str:
+def torch_note(cases: Sequence[Timed], *peers: str, ours: str = "auto") -> str:
     """How torch's operators are compared: their better mode counts."""
     eager = [case for case in cases if any(peer in case.eager for peer in peers)]
     if not eager:
         return "torch's operators were timed in a graph only, not eagerly."
     some = "" if len(eager) == len(cases) else f" ({len(eager)} of {len(cases)} cases)"
     return (
-        f"Two times are in a graph and eagerly behind a backlog{some}, each beside *auto* in one "
-        "rotation; torch / auto is of the mode in which torch does better."
+        f"Two times are in a graph and eagerly behind a backlog{some}, each beside *{ours}* in one "
+        f"rotation; torch / {ours} is of the mode in which torch does better."
     )
 
 

@@ -212,10 +212,12 @@ def test_speedups_are_over_plain_and_over_the_best():
     times = {PLAIN: 10.0, compiling.SCHEDULED: 9.0, compiling.ASYNC: 9.5, OURS: 8.0}
     rows = written(case_of("train", "8B", 4, layers=4), times)
     rows += written(case_of("decode", "8B", 1), {PLAIN: 2.0, OURS: 1.0})
+    rows += written(case_of("decode", "70B", 1), {PLAIN: 3.0, OURS: 2.0})
     text = compiling.section({2: rows})
     cells = "10.000 | 9.000 | 9.500 | 8.000 | 1.25 | 1.12"
     assert f"| 8B, 4 layers, batch 4, graph | {cells} |" in text
-    assert "1.12 (graph, 1 sizes)" in text
+    assert "8B 1.12 (graph, 1 sizes)" in text
+    assert "8B 2.00 (eager, 1 sizes), 70B 1.50 (graph, 1 sizes)" in text
     assert "| 8B, 1 row, eager | 2.000 | - | - | 1.000 | 2.00 | 2.00 |" in text
     assert "| train: 8B, 4 layers, batch 4 | compile | 3.50 | 0.50 | 8.2 | 2 all_reduce |" in text
     assert "Prefill" not in text, "it has no rows"

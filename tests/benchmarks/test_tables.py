@@ -11,10 +11,13 @@ from benchmarks import (
     decode,
     embedding,
     experts,
+    fp8,
     front,
     islands,
     islands_predicted,
     losses,
+    overlap,
+    prefill,
     resources,
     scale_steps,
     steps,
@@ -85,6 +88,47 @@ def test_a_peer_is_compared_in_its_better_mode_within_one_rotation():
     assert "in a graph only" in torch_note([graph], "torch")
     assert "(1 of 2 cases)" in torch_note([both, graph], "torch")
     assert "cases" not in torch_note([both], "torch")
+
+
+def test_fp8_is_compared_with_serial_torch_and_bf16_in_the_mode_that_is_said():
+    times = {"graph": {"cast": 0.1, "compute": 1.0, "serial": 3.0, fp8.PEER: 2.6, "bf16": 2.8,
+                       "fp8": 2.0},
+             "eager": {"serial": 9.0, fp8.PEER: 2.4, "bf16": 9.0, "fp8": 2.0}}  # fmt: skip
+    rows = [HEAD | dict(case.facts) | {"arm": arm, "mode": mode, "median_s": t * 1e-3}
+            for case in overlap.published(2)
+            for mode, arms in times.items() for arm, t in arms.items()]  # fmt: skip
+    text = fp8.fp8_table(rows)
+    assert text.splitlines()[2].endswith(
+        "| 0.100 | 1.000 | 3.000 | 2.600, 2.400 | 2.800 | **2.000**, 2.000 | **1.50** | **1.20** | "
+        "**1.40** |"
+    )
+    assert ("Geometric means of 10 shapes: serial / fp8 1.50 (least 1.50), torch / fp8 1.20 (least "
+            "1.20), bf16 / fp8 1.40 (least 1.40).") in text  # fmt: skip
+    assert "each beside *fp8* in one rotation" in text
+
+
+def test_prefill_is_24_shapes_whose_means_are_by_width():
+    found = prefill.cases(2)
+    assert len({case.name for case in found}) == len(found) == 24
+    assert [case["width"] for case in found[:8]] == ["TP8"] * 4 + ["TP2"] * 4
+    assert {case["m"] for case in found[:8]} == {2048}
+    times = {"matmul": 1.0, "serial": 3.0, "torch one_shot": 4.0, "torch two_shot": 2.2,
+             "auto": 2.0, "direct": 2.1, "shard_p2p ring": 1.9,
+             f"serial, {prefill.BOTH}": 6.0, f"auto, {prefill.BOTH}": 5.0}  # fmt: skip
+    rows = [HEAD | dict(case.facts) | {"arm": arm, "mode": "graph", "median_s": t * 1e-3 * slow}
+            for slow, case in ((1, found[0]), (2, found[4]))
+            for arm, t in times.items()]  # fmt: skip
+    for row in rows:
+        if row["arm"] == "auto":
+            row["pick"] = "direct"
+        if row["arm"] == "serial" and row["width"] == "TP2":
+            row["median_s"] = 5e-3
+    text = prefill.prefill_table(rows)
+    line = text.splitlines()[2]
+    assert line.endswith("| **2.000** | direct | 1.900 shard_p2p ring | **1.50** | **1.10** | "
+                         "**1.20** |")  # fmt: skip
+    assert "TP8, geometric means of 1 shapes: serial / auto 1.50 (least 1.50)" in text
+    assert "TP2, geometric means of 1 shapes: serial / auto 1.25 (least 1.25)" in text
 
 
 def test_auto_of_experts_is_timed_by_its_own_plan_not_by_the_fastest(
