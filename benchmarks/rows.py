@@ -111,20 +111,24 @@ def kind_of(gpu: str) -> str:
     return gpu.removeprefix("NVIDIA ").split()[0].partition("-")[0].lower()
 
 
-def results(name: str, folder: Path = RESULTS, gpu: str = "h200") -> dict[int, list[Row]]:
+def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[Row]]:
     """Number of GPUs -> committed rows of a benchmark in one form, from the most GPUs down.
 
     Args:
         name: of the benchmark.
         folder: of the files.
-        gpu: of `kind_of`: rows of different GPUs are never in one table.
+        gpu: as `kind_of` says it, since rows of different GPUs are never in one table; "": the
+            first of KINDS that has rows.
     """
+    if not gpu:
+        return next((found for kind in KINDS if (found := results(name, folder, kind))), {})
     files = {int(p.name.split("-")[-2][:-1]): p for old in (*OLDER.get(name, ()), name)
              for p in folder.glob(f"{old.replace('_', '-')}-[0-9]*x-{gpu}.jsonl")}  # fmt: skip
     found = {ranks: one_form(rows_of(files[ranks])) for ranks in sorted(files, reverse=True)}
     return {ranks: rows for ranks, rows in found.items() if rows}
 
 
+KINDS = ("h200", "h100")
 OLDER = {"transports": ("copies",)}  # whose file had these rows before
 
 
