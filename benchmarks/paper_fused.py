@@ -23,7 +23,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
 from benchmarks.slices import ORDERS, Sliced
 from counterpoint.measure.timing import relative_error
 from counterpoint.resources.controls import MAX_DELAY_S
-from counterpoint.resources.order import Delay
+from counterpoint.runtime.delay import Delay
 
 D, POOLING, BAGS, ENTRIES = 256, 20, 8192, 1 << 20  # of a rank
 SKEWS = (0, 1, 2, 5, 10)  # percent of the operator's time that the last rank is late

@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
-from counterpoint.resources.order import Delay
 from counterpoint.runtime.attention import CuDNN, Flash, Formula, Given, library_of, merge_into
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import Places, workspace_of
 
 # batch, rows of a rank, heads, key heads, head dim

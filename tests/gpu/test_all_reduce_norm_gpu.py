@@ -15,8 +15,8 @@ from counterpoint.measure.timing import relative_error
 from counterpoint.ops import norms
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import workspace_of
 
 FP8 = torch.float8_e4m3fn

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
-from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import workspace_of
 
 DIRECT = "direct"

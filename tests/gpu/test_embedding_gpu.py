@@ -9,8 +9,8 @@ import torch.distributed as dist
 from embedding_cases import expected, pooled, problem_of, random_bags
 
 import counterpoint as cp
-from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import workspace_of
 
 

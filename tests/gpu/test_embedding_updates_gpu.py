@@ -9,7 +9,7 @@ import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.ops.embedding_exchange import problem_from
 from counterpoint.plan.embedding_bag_all_to_all import OP
-from counterpoint.resources.order import Delay
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import workspace_of
 
 TABLES = ((1000, 128), (3, 64), (200, 24), (1, 16), (50, 300))

@@ -10,8 +10,8 @@ from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
 import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.measure.timing import relative_error
-from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import workspace_of
 
 OPS = (cp.all_to_all_matmul, cp.matmul_all_to_all)

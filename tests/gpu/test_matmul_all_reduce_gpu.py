@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
-from counterpoint.resources.order import Delay
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import workspace_of
 
 SHAPES = [(1, 8192, 3584), (2, 8192, 1024), (8, 7168, 2304), (32, 8192, 3584), (64, 4096, 512),

@@ -7,10 +7,10 @@ from sharing_bodies import Loop
 
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
-from counterpoint.resources.order import Delay
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager
 from counterpoint.resources.search import Space
+from counterpoint.runtime.delay import Delay
 
 SIZE = 1024
 SPECS = (

@@ -11,6 +11,7 @@ Distances are of a grid: (islands on, places on within one). Each shard of anoth
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from counterpoint.machine import LinkSpec
 from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, Y, with_bias
@@ -127,11 +128,16 @@ def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls
         buffers: the user's.
         matmuls: steps of the compute lane: name, region of x, region of y, after=, waits=.
     """
-    first, *given = giving(grid, Region("x"), grid.opened)
-    # launched before the matmul, which leaves no SM until it ends
-    steps = [*grid.opening(), first]
-    steps += [*matmuls("matmul_own", Region("x"), Region("y", ME, OWN)), *given]
+    given = [*giving(grid, Region("x"), grid.opened)]
+    exchanges = iter([step for step in given if step.kind == "exchange"])
+    copies = iter([step for step in given if step.kind == "copy"])
+    # each exchange stands before the matmul that begins with it, and would leave it no SM
+    steps = [*grid.opening(), next(exchanges)]
+    steps += matmuls("matmul_own", Region("x"), Region("y", ME, OWN))
+    steps += islice(copies, len(grid.near))
     for name, shards, chunk, after, waits in arrivals(grid, grid.opened):
+        if name != "near":
+            steps += [*islice(copies, len(grid.near)), *islice(exchanges, 1)]
         there = (Region(b, ME, shards, chunk) for b in ("full", "y"))
         steps += matmuls(f"matmul_{name}", *there, after=after, waits=waits)
     full = Buffer("full", (p.m, p.k), p.dtype, grid.space, split=True)

@@ -39,6 +39,12 @@ def batches(program: Program) -> list[tuple[int, ...]]:
     return [tuple(launch) for launch in found]
 
 
+def held_back(program: Program, index: int) -> bool:
+    """Whether a matmul is launched just behind an exchange, which is to have its SMs first."""
+    kinds = [bound.step.kind for bound in program.steps[max(index - 1, 0) : index + 1]]
+    return kinds == ["exchange", "matmul"]
+
+
 def runs(bound: BoundStep, plan: Plan) -> list[Run]:
     """The parts of a step as runs, in order; neighbours are joined wherever that can be.
 

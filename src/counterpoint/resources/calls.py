@@ -11,11 +11,11 @@ from counterpoint.plan.steps import Plan, Step
 from counterpoint.resources import budget
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.granularity import Cut
-from counterpoint.resources.order import Delay
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.rewrites import rewritten
 from counterpoint.resources.stages import Compute, Stage
 from counterpoint.resources.transport import carriers
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.execute import Code, compile_plan
 
 Call = Callable[[], object]

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from counterpoint.errors import UnsupportedError
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Program
-from counterpoint.plan.launches import batches, in_no_graph
+from counterpoint.plan.launches import batches, held_back, in_no_graph
 from counterpoint.runtime import (
     attention,
     compute,
@@ -26,6 +26,7 @@ from counterpoint.runtime import (
     routed,
 )
 from counterpoint.runtime.compute import Action, Calls
+from counterpoint.runtime.delay import BEHIND_EXCHANGE_S
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.wire import wire_of
@@ -188,6 +189,7 @@ class _CudaStep:
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)
         elif bound.waits:
             self.before = launch_cuda.signal(lanes, (), bound.waits, tag, opens=False)
+        self.delay = lanes.delay if held_back(code.program, index) else None
         if step.kind == "copy":
             self.copy = copy_engine.copies(bound, places, lanes.post_copies(bound.posts))
         elif step.kind != "barrier" and posts:
@@ -215,6 +217,8 @@ class _CudaStep:
         elif self.actions:
             on_lane = torch.cuda.stream(stream) if self.stream else nullcontext()
             with mark(self.mark), on_lane:
+                if self.delay:
+                    self.delay(BEHIND_EXCHANGE_S)
                 for action in self.actions:
                     action(operands)
         if self.after:

@@ -1,7 +1,7 @@
 """What the calls of one workspace share on its GPU: streams, epoch, fault words, tables."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from counterpoint.errors import PeerTimeoutError
 from counterpoint.plan.bind import Arrival, Program
 from counterpoint.runtime import driver
+from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.driver import Copy
 from counterpoint.runtime.green import green_stream
 from counterpoint.runtime.ranks import describe_process
@@ -115,6 +116,11 @@ class CudaLanes:
                 else torch.cuda.Stream(device, priority=priority)
             )
         return self._streams[key]
+
+    @cached_property
+    def delay(self) -> Delay:
+        """What holds a kernel back on its stream."""
+        return Delay(self.workspace.device)
 
     def register(self, op: str, spec: str, steps: Awaited) -> int:
         """A number by which a fault word names one of `steps`: this plus the step's index."""
